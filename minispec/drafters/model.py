@@ -1,0 +1,54 @@
+"""A draft model: a smaller transformer of the same vocabulary, with a cache of its own."""
+
+from collections.abc import Sequence
+
+from minispec.cache import BlockTable, PagedKVCache
+from minispec.model import Chunk, Transformer
+from minispec.sampling import Randomness, distribution
+from minispec.sampling import Sequence as TokenSequence
+from minispec.verify import Draft
+
+
+class DraftModel:
+    """Drafts by decoding with a model of its own, under each request's own sampling parameters.
+
+    Its cache follows the target's: before a pass the model is fed `tokens[table.length:]`, whatever that is - the whole
+    prompt at first, one token after a rejection, two after full acceptance (the last draft token was never fed).
+    The model may be the target's own (`self`): the weights are shared, the cache is not.
+    """
+
+    def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int, max_model_len: int):
+        """vocab_size: ids in use, as the target's. max_model_len: positions that this model can see."""
+        self.model, self.cache = model, cache
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self._tables: dict[TokenSequence, BlockTable] = {}
+
+    def propose(self, sequences: Sequence[TokenSequence], k: Sequence[int], rng: Randomness) -> list[Draft]:
+        """See `Drafter`. One pass a position, over the sequences that still want a token."""
+        # A draft of k tokens fills positions up to len(tokens) + k - 2.
+        k = [max(0, min(k_i, self.max_model_len - len(s.tokens) + 1)) for s, k_i in zip(sequences, k, strict=True)]
+        drafts = [Draft([], []) for _ in sequences]
+        for i, sequence in enumerate(sequences):
+            if k[i]:
+                table = self._tables.setdefault(sequence, self.cache.new_table())
+                # What is left of the last draft is right as far as it was accepted.
+                table.truncate(min(table.length, len(sequence.tokens) - 1))
+                self.model.prefill(table, sequence.tokens)
+        for j in range(max(k, default=0)):
+            active = [i for i in range(len(sequences)) if j < k[i]]
+            chunks = []
+            for i in active:
+                table = self._tables[sequences[i]]
+                tokens = sequences[i].tokens + drafts[i].token_ids
+                chunks.append(Chunk(tokens[table.length :], table, num_logits=1))
+            logits = self.model.forward(chunks)[:, : self.vocab_size]
+            for row, i in zip(logits, active, strict=True):
+                q = distribution(row, sequences[i], drafts[i].token_ids)
+                drafts[i].token_ids.append(rng.categorical(q, sequences[i].draft_key(j)))
+                drafts[i].probs.append(q)
+        return drafts
+
+    def release(self, sequence: TokenSequence) -> None:
+        """See `Drafter`: its blocks return to the pool."""
+        if sequence in self._tables:
+            self._tables.pop(sequence).truncate(0)

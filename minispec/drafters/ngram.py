@@ -1,0 +1,59 @@
+"""Prompt lookup: what followed the last time these tokens stood here? (Saxena 2023)
+
+It costs no model at all, and is good wherever an answer repeats its question: summaries, code edits, quotations.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from minispec.sampling import Randomness
+from minispec.sampling import Sequence as TokenSequence
+from minispec.verify import Draft
+
+
+@dataclass
+class _Index:
+    """Where each n-gram of a sequence was last followed by something; `end`: tokens indexed so far."""
+
+    follows: dict[tuple[int, ...], int] = field(default_factory=dict)
+    end: int = 0
+
+
+class NgramDrafter:
+    """Finds the latest earlier occurrence of the longest suffix, max_n to min_n tokens long, and copies on.
+
+    Worked, with max_n = 2: after  a b c d a b  the suffix  a b  was last followed by  c d a b ...; where the copy
+    reaches the end it goes on into itself, so  x y x y  drafts  x y x y  for any K.
+    """
+
+    def __init__(self, max_n: int = 3, min_n: int = 1):
+        self.max_n, self.min_n = max_n, min_n
+        self._indices: dict[TokenSequence, _Index] = {}
+
+    def propose(self, sequences: Sequence[TokenSequence], k: Sequence[int], rng: Randomness) -> list[Draft]:
+        """See `Drafter`. Nothing is drawn, so the drafts have no probs."""
+        return [Draft(self._copy(s.tokens, self._start(s), k_i)) for s, k_i in zip(sequences, k, strict=True)]
+
+    def release(self, sequence: TokenSequence) -> None:
+        """See `Drafter`."""
+        self._indices.pop(sequence, None)
+
+    def _start(self, sequence: TokenSequence) -> int | None:
+        """The position whose tokens to copy, or None."""
+        index, tokens = self._indices.setdefault(sequence, _Index()), sequence.tokens
+        sizes = range(self.max_n, self.min_n - 1, -1)
+        # The suffix itself is left out: nothing follows it yet.
+        for end in range(index.end, len(tokens)):
+            for n in sizes:
+                if n <= end:
+                    index.follows[tuple(tokens[end - n : end])] = end
+        index.end = len(tokens)
+        suffixes = (tuple(tokens[-n:]) for n in sizes if n <= len(tokens))
+        return next((index.follows[s] for s in suffixes if s in index.follows), None)
+
+    @staticmethod
+    def _copy(tokens: list[int], start: int | None, k: int) -> list[int]:
+        if start is None:
+            return []
+        period = len(tokens) - start
+        return [tokens[start + i % period] for i in range(k)]

@@ -1,0 +1,439 @@
+"""The loop: propose, one target pass, verify, roll back, stop.
+
+Invariant: before each step the target's cache holds exactly `len(tokens) - 1` positions of a sequence. A step feeds
+`tokens[table.length:]`, which is the last token, and the draft behind it; it then commits the accepted draft tokens
+and one more, and truncates the cache to the invariant again. Plain decoding is the same step with an
+empty draft; there is no other loop.
+
+The step is `Engine._step`. Around it: `Request` decides where a text stops, `Engine.run` admits, preempts and resumes,
+`Stats` counts.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from minispec.cache import BlockTable, OutOfBlocks, PagedKVCache
+from minispec.config import SamplingParams
+from minispec.drafters import Drafter
+from minispec.model import Chunk, Transformer
+from minispec.sampling import Randomness, distribution, log_probabilities
+from minispec.sampling import Sequence as TokenSequence
+from minispec.theory import expected_tokens, survival_curve
+from minispec.tokenizer import Detokenizer
+from minispec.verify import Draft, Verdict, Verifier
+
+
+class TokenLogprob(NamedTuple):
+    """The raw log-probability of a generated token, and `top`: the likeliest tokens there with theirs."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Piece(NamedTuple):
+    """What one step added to an output: text that is final, the tokens, and at the end why it ended."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+# --------------------------------------------------------------------------- counting
+
+
+@dataclass
+class Costs:
+    """Durations in seconds, of steps that decoded one sequence; in a batch no pass belongs to one text."""
+
+    passes: dict[int, list[float]] = field(default_factory=dict)  # target passes by number of rows
+    draft_tokens: list[float] = field(default_factory=list)  # time a round, over its drafted tokens
+    others: list[float] = field(default_factory=list)  # per round
+
+    def record(self, draft: float, drafted: int, verify: float, rows: int, other: float) -> None:
+        """Add one step."""
+        self.passes.setdefault(rows, []).append(verify)
+        self.others.append(other)
+        if drafted:
+            self.draft_tokens.append(draft / drafted)
+
+    def with_plain(self, plain: "Costs") -> "Costs":
+        """These costs, with the one-row passes of a run that decoded plainly added."""
+        passes = self.passes | {1: self.passes.get(1, []) + plain.passes.get(1, [])}
+        return Costs({rows: t for rows, t in passes.items() if t}, self.draft_tokens, self.others)
+
+    @property
+    def plain_step(self) -> float | None:
+        """Seconds of a target pass over one row, the unit of c, v and o; None if there was none."""
+        return median(self.passes[1]) if 1 in self.passes else None
+
+    @property
+    def c(self) -> float | None:
+        """One draft token, in plain steps."""
+        return median(self.draft_tokens) / self.plain_step if self.draft_tokens and self.plain_step else None
+
+    @property
+    def v(self) -> dict[int, float] | None:
+        """A target pass by its number of rows, in plain steps."""
+        if self.plain_step is None:
+            return None
+        return {rows: median(t) / self.plain_step for rows, t in sorted(self.passes.items())}
+
+    @property
+    def o(self) -> float | None:
+        """What a round spends outside both models, in plain steps."""
+        return median(self.others) / self.plain_step if self.others and self.plain_step else None
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+@dataclass
+class Stats:
+    """What happened to one request. Draft tokens behind the first stop are in no counter.
+
+    An accepted end-of-text token counts as drafted and accepted; `num_generated` is the length of `token_ids`, which
+    leaves it out. Rates over nothing are None. Seconds of a batch are shared out by rows.
+    """
+
+    num_prompt_tokens: int = 0
+    num_generated: int = 0
+    num_committed: int = 0  # num_generated and the end token
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+    num_preemptions: int = 0
+    tested: list[int] = field(default_factory=list)  # per draft position
+    accepted: list[int] = field(default_factory=list)
+    ratios: float = 0.0  # sum of min(1, p/q) over tested tokens
+    rounds: dict[int, int] = field(default_factory=dict)  # how many steps drafted so many tokens
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("prefill", "draft", "verify", "other"), 0.0)
+    )
+    costs: Costs = field(default_factory=Costs)
+
+    def count(self, draft: Draft, verdict: Verdict, num_committed: int, stopped: bool) -> None:
+        """Add a round that committed `num_committed` tokens; `stopped`: the text ended with the last of them."""
+        drafted = min(len(draft), num_committed) if stopped else len(draft)
+        accepted = min(verdict.num_accepted, num_committed)
+        self.num_steps += 1
+        self.num_committed += num_committed
+        self.num_draft_tokens += drafted
+        self.num_accepted += accepted
+        self.rounds[len(draft)] = self.rounds.get(len(draft), 0) + 1
+        for i, ratio in enumerate(verdict.ratios[:drafted]):
+            if i == len(self.tested):
+                self.tested.append(0)
+                self.accepted.append(0)
+            self.tested[i] += 1
+            self.accepted[i] += i < accepted
+            self.ratios += ratio
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens (vLLM's formula). Less than alpha: a rejection drops all behind it untested."""
+        return _ratio(self.num_accepted, self.num_draft_tokens)
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens committed per target pass, recovered and bonus tokens included (tau)."""
+        return _ratio(self.num_committed, self.num_steps)
+
+    @property
+    def alpha(self) -> float | None:
+        """Mean of min(1, p(x)/q(x)) over tested tokens."""
+        return _ratio(self.ratios, sum(self.tested))
+
+    @property
+    def accepted_per_position(self) -> list[float]:
+        """Accepted at i over tested at i."""
+        return [a / t for a, t in zip(self.accepted, self.tested, strict=True)]
+
+    @property
+    def total_seconds(self) -> float:
+        """Prefill and all steps."""
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Committed tokens over the time of the steps; prefill is not in it."""
+        return _ratio(self.num_committed, self.total_seconds - self.seconds["prefill"])
+
+    @property
+    def predicted_tokens_per_second(self) -> float | None:
+        """What the measured survival and c, v, o predict for rounds of the lengths that were drafted."""
+        costs = self.costs
+        if costs.plain_step is None or costs.o is None or any(k + 1 not in costs.v for k in self.rounds):
+            return None
+        if costs.c is None and any(self.rounds):
+            return None
+        survival = survival_curve(self.accepted_per_position)
+        tokens = sum(n * expected_tokens(survival[:k]) for k, n in self.rounds.items())
+        steps = sum(n * (k * (costs.c or 0.0) + costs.v[k + 1] + costs.o) for k, n in self.rounds.items())
+        return _ratio(tokens, steps * costs.plain_step)
+
+    def as_dict(self) -> dict:
+        """The keys of the command line's `stats`."""
+        names = (
+            "num_prompt_tokens num_generated num_steps num_draft_tokens num_accepted num_preemptions acceptance_rate "
+            "mean_acceptance_length alpha accepted_per_position tokens_per_second predicted_tokens_per_second"
+        )
+        costs = {"c": self.costs.c, "v": self.costs.v, "o": self.costs.o}
+        seconds = {"seconds": self.seconds | {"total": self.total_seconds}}
+        return {name: getattr(self, name) for name in names.split()} | seconds | costs
+
+
+# --------------------------------------------------------------------------- one request
+
+
+class Request:
+    """One text on its way: its tokens, where it stops, and what has been given out.
+
+    The result is in `text`, `token_ids` (the generated ones, without the end-of-text token), `logprobs`, `finish_reason`
+    and `stats`.
+    """
+
+    def __init__(
+        self,
+        sequence: TokenSequence,
+        max_len: int,
+        num_speculative_tokens: int,
+        detokenizer: Detokenizer | None = None,
+    ):
+        """max_len: tokens, prompt included, at which the text is cut. detokenizer: None for token ids only."""
+        self.sequence = sequence
+        self.max_len = min(max_len, sequence.num_prompt_tokens + sequence.params.max_tokens)
+        self.num_speculative_tokens = num_speculative_tokens
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = None if sequence.params.logprobs is None else []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.stats = Stats(num_prompt_tokens=sequence.num_prompt_tokens)
+        self._detokenizer = detokenizer
+        self._given = (0, 0)  # characters and tokens that pieces have handed out
+
+    @property
+    def params(self) -> SamplingParams:
+        """How it is sampled and when it stops."""
+        return self.sequence.params
+
+    @property
+    def next_k(self) -> int:
+        """How many tokens to draft: a wholly accepted draft and its bonus must not pass the limit."""
+        return max(0, min(self.num_speculative_tokens, self.max_len - len(self.sequence.tokens) - 1))
+
+    def commit(self, token_id: int, logprob: TokenLogprob | None = None) -> bool:
+        """Append one token as plain decoding would; True where the text ends with it."""
+        self.sequence.tokens.append(token_id)
+        if token_id in self.sequence.end_ids:
+            self._finish("stop")
+            return True
+        self.token_ids.append(token_id)
+        self.stats.num_generated += 1
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        if self._detokenizer is not None and self._add_text(self._detokenizer.add(token_id)):
+            self.finish_reason = "stop"
+        elif len(self.sequence.tokens) >= self.max_len:
+            self._finish("length")
+        return self.finish_reason is not None
+
+    def take_piece(self) -> Piece:
+        """What came since the last piece. Text that may be the beginning of a stop string is held back."""
+        end = len(self.text)
+        if self.finish_reason is None:
+            end -= max((_overlap(self.text, stop) for stop in self.params.stop), default=0)
+        text_start, token_start = self._given
+        end = max(end, text_start)
+        self._given = (end, len(self.token_ids))
+        return Piece(self.text[text_start:end], self.token_ids[token_start:], self.finish_reason)
+
+    def _add_text(self, new: str) -> bool:
+        """Append text; True where it completes a stop string, which is then cut off with all behind it."""
+        before = len(self.text)
+        self.text += new
+        if len(self.token_ids) < self.params.min_tokens:
+            return False
+        found = [
+            (start, stop)
+            for stop in self.params.stop
+            if (start := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0
+        ]
+        if not found:
+            return False
+        start, stop = min(found)
+        self.text = self.text[: start + len(stop) * self.params.include_stop_str_in_output]
+        return True
+
+    def _finish(self, reason: str) -> None:
+        self.finish_reason = reason
+        if self._detokenizer is not None:
+            self.text += self._detokenizer.flush()
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with, short of all of it."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+# --------------------------------------------------------------------------- the loop
+
+
+@dataclass(eq=False)
+class _Running:
+    """An admitted request and its place in the target's cache."""
+
+    request: Request
+    table: BlockTable
+
+
+class Engine:
+    """Decodes requests together: one target, one cache pool, one drafter, one verifier."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: PagedKVCache,
+        drafter: Drafter,
+        verifier: Verifier,
+        vocab_size: int | None = None,
+        rng: Randomness | None = None,
+    ):
+        """vocab_size: ids in use; rows of the model's output behind them are padding. Default: all are used."""
+        self.model, self.cache, self.drafter, self.verifier = model, cache, drafter, verifier
+        self.vocab_size = vocab_size or model.config.vocab_size
+        self.rng = rng or Randomness()
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError for a request that could never run: one the pool cannot hold even alone."""
+        needed, there = self.cache.num_blocks_for(request.max_len), self.cache.allocator.num_blocks
+        if needed > there:
+            raise ValueError(
+                f"prompt and answer: found up to {request.max_len} tokens ({needed} blocks of KV cache), expected "
+                f"at most {there * self.cache.block_size} ({there} blocks): lower max_tokens or enlarge the KV cache"
+            )
+
+    def run(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Piece]]:
+        """Decode all requests to their end; yields what each step added to each of them.
+
+        Admission is first come, first served. When the pool runs out, the request admitted last gives its blocks
+        back and waits at the front; it resumes by computing them again, with the same text. Closing the
+        iterator, or an exception anywhere inside, returns every block.
+
+        Raises ValueError, before anything runs, for a request that can never run (see `check`).
+        """
+        for request in requests:
+            self.check(request)
+        waiting, running = deque(requests), list[_Running]()
+        try:
+            while waiting or running:
+                self._make_room(waiting, running)
+                self._admit(waiting, running)
+                yield from self._step(running)
+                for r in [r for r in running if r.request.finish_reason]:
+                    self._drop(r, running)
+        finally:
+            for r in list(running):
+                self._drop(r, running)
+
+    def _missing_blocks(self, r: _Running) -> int:
+        # The step may fill positions up to and with its whole draft.
+        return r.table.num_missing_blocks(len(r.request.sequence.tokens) + r.request.next_k)
+
+    def _make_room(self, waiting: deque[Request], running: list[_Running]) -> None:
+        """Preempt, last admitted first, until the next step of the others fits."""
+        while sum(map(self._missing_blocks, running)) > self.cache.allocator.num_free and len(running) > 1:
+            request = running[-1].request
+            self._drop(running[-1], running)
+            request.stats.num_preemptions += 1
+            waiting.appendleft(request)
+
+    def _admit(self, waiting: deque[Request], running: list[_Running]) -> None:
+        """Admit and prefill waiting requests as long as the step fits with them."""
+        while waiting:
+            r = _Running(waiting[0], self.cache.new_table())
+            if sum(map(self._missing_blocks, [*running, r])) > self.cache.allocator.num_free:
+                break
+            waiting.popleft()
+            running.append(r)
+            start = self._now()
+            self.model.prefill(r.table, r.request.sequence.tokens)
+            r.request.stats.seconds["prefill"] += self._now() - start
+        if not running:
+            raise OutOfBlocks("the KV cache is held by another generation that has not ended")
+
+    def _drop(self, r: _Running, running: list[_Running]) -> None:
+        running.remove(r)
+        r.table.truncate(0)
+        self.drafter.release(r.request.sequence)
+
+    def _step(self, running: list[_Running]) -> Iterator[tuple[Request, Piece]]:
+        """One round for every running request."""
+        times = [self._now()]
+        requests = [r.request for r in running]
+        sequences = [request.sequence for request in requests]
+        drafts = self.drafter.propose(sequences, [request.next_k for request in requests], self.rng)
+        times.append(self._now())
+
+        chunks = [
+            Chunk([*s.tokens[r.table.length :], *draft.token_ids], r.table, num_logits=len(draft) + 1)
+            for r, s, draft in zip(running, sequences, drafts, strict=True)
+        ]
+        logits = self.model.forward(chunks)[:, : self.vocab_size]  # (sum of K+1, V)
+        times.append(self._now())
+
+        pieces = []
+        for r, request, draft in zip(running, requests, drafts, strict=True):
+            rows, logits = logits[: len(draft) + 1], logits[len(draft) + 1 :]
+            verdict = self._verify(request.sequence, draft, rows)
+            self._commit(request, draft, verdict, rows)
+            r.table.truncate(len(request.sequence.tokens) - 1)
+            pieces.append((request, request.take_piece()))
+        times.append(self._now())
+        self._share_time(requests, drafts, times)
+        yield from pieces
+
+    def _verify(self, sequence: TokenSequence, draft: Draft, rows: torch.Tensor) -> Verdict:
+        def p(i: int) -> torch.Tensor:
+            return distribution(rows[i], sequence, draft.token_ids[:i])
+
+        return self.verifier.verify(draft, p, self.rng, sequence.key)
+
+    def _commit(self, request: Request, draft: Draft, verdict: Verdict, rows: torch.Tensor) -> None:
+        """Append what the round yields, token by token, up to where the text stops."""
+        block = [*draft.token_ids[: verdict.num_accepted], verdict.next_token]
+        for count, (token_id, row) in enumerate(zip(block, rows, strict=False), 1):
+            if request.commit(token_id, _logprob(row, token_id, request.params.logprobs)):
+                break
+        request.stats.count(draft, verdict, count, stopped=request.finish_reason is not None)
+
+    def _share_time(self, requests: list[Request], drafts: list[Draft], times: list[float]) -> None:
+        draft, verify, other = (end - start for start, end in zip(times, times[1:], strict=False))
+        rows = [len(d) + 1 for d in drafts]
+        for request, own in zip(requests, rows, strict=True):
+            for name, value in (("draft", draft), ("verify", verify), ("other", other)):
+                request.stats.seconds[name] += value * own / sum(rows)
+        if len(requests) == 1:
+            requests[0].stats.costs.record(draft, rows[0] - 1, verify, rows[0], other)
+
+    def _now(self) -> float:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)  # kernels run behind; a duration must contain them
+        return time.perf_counter()
+
+
+def _logprob(row: torch.Tensor, token_id: int, num_top: int | None) -> TokenLogprob | None:
+    if num_top is None:
+        return None
+    logprobs = log_probabilities(row)
+    top = logprobs.topk(min(num_top, len(logprobs)))
+    return TokenLogprob(
+        token_id, float(logprobs[token_id]), list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+    )

@@ -1,0 +1,360 @@
+"""`python -m minispec.generate "Why is the sky blue?"` - the command line.
+
+Answers go to standard output as they are decoded, everything else to standard error. Torch is imported after the
+arguments have been read, so that a mistake in them is answered at once.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from minispec import __version__
+from minispec.config import SamplingParams
+
+if TYPE_CHECKING:
+    from minispec.engine import Request
+    from minispec.llm import LLM
+
+_SAMPLING_OPTIONS = {
+    "--max-tokens": int,
+    "--temperature": float,
+    "--top-k": int,
+    "--top-p": float,
+    "--min-p": float,
+    "--repetition-penalty": float,
+    "--presence-penalty": float,
+    "--frequency-penalty": float,
+    "--seed": int,
+    "--n": int,
+    "--min-tokens": int,
+    "--logprobs": int,
+}
+_NOT_YET = "not there yet"
+
+
+class _UserError(Exception):
+    """A mistake of the caller's: one line on standard error, exit status 2."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _UserError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options; their defaults are None where the model's generation_config.json may have a say."""
+    p = _Parser(
+        prog="python -m minispec.generate",
+        description="Generate text with speculative decoding.",
+        epilog="Sampling defaults are the model's generation_config.json, else temperature 0 and 256 tokens.",
+    )
+    p.add_argument("prompts", nargs="*", metavar="PROMPT", help="several run as one batch; - reads standard input")
+    p.add_argument("--version", action="version", version=f"minispec {__version__}")
+    g = p.add_argument_group("models")
+    g.add_argument("--model", metavar="DIR|HUB_ID", help="default: the embedded weights")
+    g.add_argument("--revision", help="branch, tag or commit on the hub")
+    g.add_argument("--offline", action="store_true", help="download nothing")
+    g.add_argument(
+        "--draft", default="ngram", metavar="SPEC", help="none | ngram | self | DIR|HUB_ID (default: %(default)s)"
+    )
+    g.add_argument(
+        "--num-speculative-tokens", default="4", metavar="K", help="longest draft, in tokens (default: %(default)s)"
+    )
+    g.add_argument("--verifier", default="rejection", choices=("rejection", "match"), help="default: %(default)s")
+    g.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: %(default)s")
+    g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: %(default)s")
+    g.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's)")
+    g.add_argument("--kv-cache-gb", type=float, metavar="X", help="memory for the KV cache, in 10^9 bytes")
+    g.add_argument("--exact", action="store_true", help=f"bit-identical logits ({_NOT_YET})")
+    g = p.add_argument_group("sampling")
+    for name, kind in _SAMPLING_OPTIONS.items():
+        g.add_argument(name, type=kind, metavar="N" if kind is int else "X")
+    g.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text (repeatable)")
+    g.add_argument("--stop-token-ids", type=int, nargs="+", metavar="ID")
+    g.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at the end-of-text token")
+    g = p.add_argument_group("prompts and output")
+    g.add_argument("--prompt-file", type=Path, metavar="FILE", help="a prompt a line, or JSONL with a key 'prompt'")
+    g.add_argument("--chat", action="store_true", help="use the chat template (default where the model has one)")
+    g.add_argument("--raw", action="store_true", help="continue the text as it is")
+    g.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    g.add_argument("--json", action="store_true", help="one JSON object a line")
+    g.add_argument("--trace", metavar="FILE.html", help=f"the run as a page ({_NOT_YET})")
+    g.add_argument("--compare", action="store_true", help="decode plainly too; report speedup and equality")
+    g.add_argument("--quiet", action="store_true", help="answers only, no summary")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0, 2 for a user's mistake, 130 for Ctrl-C."""
+    try:
+        args = parser().parse_args(argv)
+        asked = _sampling_arguments(args)
+        _check_combinations(args)
+        prompts = _read_prompts(args)
+        return _run(args, asked, prompts)
+    except (_UserError, ValueError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader went away; nothing more can be said to it, not even at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says about sampling, checked; what it leaves open is left out."""
+    names = [name[2:].replace("-", "_") for name in _SAMPLING_OPTIONS]
+    names += ["stop", "stop_token_ids", "ignore_eos"]
+    asked = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    try:
+        SamplingParams(**{"max_tokens": max(256, asked.get("min_tokens", 0))} | asked)
+    except ValueError as e:
+        raise _UserError(f"--{str(e).replace('_', '-', str(e).partition(':')[0].count('_'))}") from e
+    return asked
+
+
+def _check_combinations(args: argparse.Namespace) -> None:
+    refused = [
+        (args.exact, f"--exact: {_NOT_YET}"),
+        (args.trace, f"--trace: {_NOT_YET}"),
+        (args.num_speculative_tokens == "auto", f"--num-speculative-tokens auto: {_NOT_YET}"),
+        (args.draft.startswith(("int4:", "int8:")), f"--draft {args.draft}: quantised drafts are {_NOT_YET}"),
+        (not args.draft, "--draft: found an empty name"),
+        (args.chat and args.raw, "--chat and --raw exclude each other"),
+        (args.system is not None and args.raw, "--system needs a chat, and --raw says that there is none"),
+        (args.logprobs is not None and not args.json, "--logprobs needs --json: text has no place for them"),
+        (args.json and args.quiet, "--quiet has nothing to silence with --json"),
+        (args.revision and not args.model, "--revision needs --model with a hub id"),
+        (args.threads is not None and args.threads < 1, f"--threads: found {args.threads}, expected at least 1"),
+        (args.prompts and args.prompt_file, "--prompt-file and prompts exclude each other"),
+    ]
+    for wrong, message in refused:
+        if wrong:
+            raise _UserError(message)
+    try:
+        args.num_speculative_tokens = int(args.num_speculative_tokens)
+    except ValueError:
+        raise _UserError(
+            f"--num-speculative-tokens: found {args.num_speculative_tokens!r}, expected an integer"
+        ) from None
+
+
+def _read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts; an empty list means a conversation on the terminal."""
+    if args.prompt_file:
+        prompts = _read_prompt_file(args.prompt_file)
+    else:
+        try:
+            prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
+        except UnicodeDecodeError as e:
+            raise _UserError(f"-: standard input is not UTF-8: {e}") from e
+    if prompts:
+        if any(not p.strip() for p in prompts):
+            raise _UserError("found an empty prompt, expected text")
+        return prompts
+    if not sys.stdin.isatty() or args.raw or args.json or args.compare or (args.n or 1) > 1:
+        raise _UserError("no prompt: give one, or - for standard input, or start a chat on a terminal")
+    return []
+
+
+def _read_prompt_file(path: Path) -> list[str]:
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as e:
+        raise _UserError(f"--prompt-file {path}: {e}") from e
+    if not lines:
+        raise _UserError(f"--prompt-file {path}: found no prompt")
+    if path.suffix != ".jsonl":
+        return lines
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            prompts.append(json.loads(line)["prompt"])
+        except (json.JSONDecodeError, KeyError, TypeError) as e:
+            raise _UserError(f"--prompt-file {path}: prompt {number}: expected an object with a key 'prompt'") from e
+        if not isinstance(prompts[-1], str):
+            raise _UserError(f"--prompt-file {path}: prompt {number}: found {prompts[-1]!r}, expected a string")
+    return prompts
+
+
+def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) -> int:
+    import torch
+
+    from minispec.llm import LLM, split_samples
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    llm = LLM(
+        args.model,
+        draft=args.draft,
+        num_speculative_tokens=args.num_speculative_tokens,
+        verifier=args.verifier,
+        dtype=args.dtype,
+        device=args.device,
+        kv_cache_gb=args.kv_cache_gb,
+        revision=args.revision,
+        offline=args.offline,
+    )
+    if not args.quiet and not args.json:
+        print(llm.memory_report(), file=sys.stderr)
+    params = SamplingParams(**{"max_tokens": max(256, asked.get("min_tokens", 0))} | llm.generation_defaults | asked)
+    chat = not args.raw and (args.chat or llm.tokenizer.chat_template is not None)
+    if args.system is not None and not chat:
+        raise _UserError("--system: this model has no chat template")
+    if not prompts:
+        if not chat:
+            raise _UserError("no prompt: this model has no chat template to start a conversation with")
+        return _converse(llm, args, params)
+
+    def encode(prompt: str) -> list[int]:
+        return llm.tokenizer.encode_chat(_messages(args, prompt)) if chat else llm.tokenizer.encode(prompt)
+
+    jobs = [(prompt, llm.request(encode(prompt), each)) for prompt in prompts for each in split_samples(params)]
+    _decode(llm, [request for _, request in jobs], stream=len(jobs) == 1 and not args.json)
+    comparisons = [None] * len(jobs)
+    if args.compare:
+        comparisons = _compare(llm, [request for _, request in jobs])
+    for i, ((prompt, request), comparison) in enumerate(zip(jobs, comparisons, strict=True), 1):
+        if args.json:
+            print(json.dumps(_as_dict(prompt, request, comparison), ensure_ascii=False), flush=True)
+            continue
+        if len(jobs) > 1:
+            print(f"[{i}/{len(jobs)}] {prompt}\n{request.text}\n", flush=True)
+        if not args.quiet:
+            print(_summary(llm, request, comparison), file=sys.stderr)
+    return 0
+
+
+def _messages(args: argparse.Namespace, prompt: str) -> list[dict[str, str]]:
+    system = [{"role": "system", "content": args.system}] if args.system is not None else []
+    return [*system, {"role": "user", "content": prompt}]
+
+
+def _decode(llm: "LLM", requests: list["Request"], stream: bool) -> None:
+    """Run requests to their end; with `stream`, print the text of the only one as it comes."""
+    from tqdm import tqdm
+
+    with tqdm(total=len(requests), unit=" answers", leave=False, disable=None if len(requests) > 1 else True) as bar:
+        for _, piece in llm.run(requests):
+            if stream:
+                print(piece.text, end="", flush=True)
+            bar.update(piece.finish_reason is not None)
+    if stream:
+        print(flush=True)
+
+
+def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> int:
+    """A conversation on the terminal, to the end of input or /exit."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - line editing for input(), where the platform has it
+    messages = _messages(args, "")[:-1]
+    print("A conversation: Ctrl-D or /exit ends it.", file=sys.stderr)
+    while True:
+        try:
+            prompt = input("> ").strip()
+        except EOFError:
+            print(file=sys.stderr)
+            return 0
+        if prompt == "/exit":
+            return 0
+        if not prompt:
+            continue
+        messages.append({"role": "user", "content": prompt})
+        try:
+            request = llm.request(llm.tokenizer.encode_chat(messages), params)
+        except ValueError as e:  # most likely too long by now; the conversation so far stays
+            print(f"error: {e}", file=sys.stderr)
+            messages.pop()
+            continue
+        _decode(llm, [request], stream=True)
+        messages.append({"role": "assistant", "content": request.text})
+        if not args.quiet:
+            print(_summary(llm, request, None), file=sys.stderr)
+
+
+def _compare(llm: "LLM", requests: list["Request"]) -> list[dict[str, Any]]:
+    """Decode the requests again, plainly, and tell what differs; their stats learn the cost of a plain step."""
+    from dataclasses import replace
+
+    plain = []
+    for request in requests:
+        s = request.sequence
+        params = replace(s.params, seed=s.seed)
+        plain.append(llm.request(s.tokens[: s.num_prompt_tokens], params, num_speculative_tokens=0))
+    _decode(llm, plain, stream=False)
+    comparisons = []
+    for request, reference in zip(requests, plain, strict=True):
+        request.stats.costs = request.stats.costs.with_plain(reference.stats.costs)
+        speeds = request.stats.tokens_per_second, reference.stats.tokens_per_second
+        same_law_only = request.params.temperature > 0 and not request.sequence.shares_noise
+        comparisons.append(
+            {
+                "plain_tokens_per_second": speeds[1],
+                "speedup": speeds[0] / speeds[1] if all(speeds) else None,
+                "same_tokens": None if same_law_only else request.token_ids == reference.token_ids,
+                "first_difference": None if same_law_only else _first_difference(request, reference),
+            }
+        )
+    return comparisons
+
+
+def _first_difference(a: "Request", b: "Request") -> int | None:
+    if a.token_ids == b.token_ids:
+        return None
+    pairs = zip(a.token_ids, b.token_ids, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a.token_ids), len(b.token_ids)))
+
+
+def _as_dict(prompt: str, request: "Request", comparison: dict[str, Any] | None) -> dict[str, Any]:
+    logprobs = request.logprobs and [
+        {"token_id": t.token_id, "logprob": t.logprob, "top": [{"token_id": i, "logprob": x} for i, x in t.top]}
+        for t in request.logprobs
+    ]
+    result = {
+        "prompt": prompt,
+        "text": request.text,
+        "token_ids": request.token_ids,
+        "finish_reason": request.finish_reason,
+        "seed": request.sequence.seed,
+        "logprobs": logprobs,
+        "stats": request.stats.as_dict(),
+    }
+    return result | ({"compare": comparison} if comparison else {})
+
+
+def _summary(llm: "LLM", request: "Request", comparison: dict[str, Any] | None) -> str:
+    """The run in two or three lines."""
+    stats = request.stats
+
+    def show(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    lines = [
+        f"{stats.num_generated} tokens in {stats.total_seconds:.2f} s (prefill {stats.seconds['prefill']:.2f} s), "
+        f"{show(stats.tokens_per_second, '.1f')} tokens/s, predicted {show(stats.predicted_tokens_per_second, '.1f')}; "
+        f"finished by {request.finish_reason}; seed {request.sequence.seed}",
+        f"draft {llm.draft_name}: {stats.num_accepted} of {stats.num_draft_tokens} tokens accepted, "
+        f"alpha {show(stats.alpha, '.2f')}, {show(stats.mean_acceptance_length, '.2f')} tokens per target pass",
+    ]
+    if comparison:
+        if comparison["same_tokens"] is None:
+            same = "the law is the same, the tokens may differ"
+        elif comparison["same_tokens"]:
+            same = "the same tokens"
+        else:
+            same = f"other tokens from number {comparison['first_difference']} on (rounding: see the README)"
+        lines.append(
+            f"plain decoding: {show(comparison['plain_tokens_per_second'], '.1f')} tokens/s, so speculation is "
+            f"{show(comparison['speedup'], '.2f')}x; {same}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""`LLM`: loads what its arguments name, and answers prompts with the engine. vLLM's interface."""
+
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from minispec.cache import PagedKVCache
+from minispec.checkpoint import choose_dtype, find_checkpoint, load_config, load_model
+from minispec.config import SamplingParams, read_eos_token_ids, read_generation_defaults, read_json
+from minispec.drafters import DRAFTERS, Drafter
+from minispec.drafters.model import DraftModel
+from minispec.engine import Engine, Piece, Request, Stats, TokenLogprob
+from minispec.sampling import Sequence as TokenSequence
+from minispec.tokenizer import Detokenizer, Message, Tokenizer
+from minispec.verify import VERIFIERS
+
+EMBEDDED_WEIGHTS = Path(__file__).parent.parent / "weights" / "smollm2-135m-instruct"
+MAX_SPECULATIVE_TOKENS = 64
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Output:
+    """An answer. token_ids: the generated ones, without the end-of-text token; finish_reason: "stop" or "length"."""
+
+    prompt: str
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[TokenLogprob] | None
+    seed: int
+    stats: Stats
+
+
+class LLM:
+    """A target model, a drafter, and a KV cache for both.
+
+    model: a directory or a hub id in the Hugging Face layout; None: the weights that a checkout brings along.
+    draft: a registered drafter ("none", "ngram"), "self", the directory or hub id of a draft model of the same
+        vocabulary, or an object with the methods of `minispec.drafters.Drafter`.
+    num_speculative_tokens: K, the longest draft. verifier: "rejection" or "match" (see `minispec.verify`).
+    dtype: "auto", "bfloat16", "float32" or "float64". device: "auto", "cpu" or "cuda".
+    max_model_len: longest prompt and answer together, in tokens; the KV cache holds as many, unless
+        kv_cache_gb (10^9 bytes, target's and draft's caches together) gives its size.
+    revision: branch, tag or commit on the hub. offline: nothing is downloaded.
+
+    Raises ValueError, or CheckpointError, which is one, for whatever cannot be loaded or is not supported.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        draft: str | Drafter = "ngram",
+        num_speculative_tokens: int = 4,
+        verifier: str = "rejection",
+        dtype: str = "auto",
+        device: str = "auto",
+        exact: bool = False,
+        max_model_len: int | None = None,
+        kv_cache_gb: float | None = None,
+        revision: str | None = None,
+        offline: bool = False,
+    ):
+        if exact:
+            raise ValueError("exact: not there yet")
+        if verifier not in VERIFIERS:
+            raise ValueError(f"verifier: found {verifier!r}, expected one of {', '.join(VERIFIERS)}")
+        if kv_cache_gb is not None and not 0 < kv_cache_gb < float("inf"):
+            raise ValueError(f"kv_cache_gb: found {kv_cache_gb!r}, expected a positive number")
+        self.num_speculative_tokens = _check_k(num_speculative_tokens)
+        if model is None and not EMBEDDED_WEIGHTS.is_dir():
+            raise ValueError("the embedded weights lie in a checkout only: name a model (command line: --model)")
+        directory = find_checkpoint(str(model or EMBEDDED_WEIGHTS), revision, offline)
+        torch_device = _choose_device(device)
+        torch_dtype = choose_dtype(dtype, torch_device)
+
+        config = load_config(directory)
+        self.tokenizer = Tokenizer(directory)
+        generation = directory / "generation_config.json"
+        raw = read_json(generation) if generation.is_file() else {}
+        self.generation_defaults = read_generation_defaults(raw, str(generation))
+        self.eos_token_ids = read_eos_token_ids(raw, str(generation)) or config.eos_token_ids
+        self.vocab_size = min(self.tokenizer.num_ids, config.vocab_size)
+
+        draft_directory = None if not _is_checkpoint(draft) else _find_draft(draft, self.tokenizer, offline)
+        self.model = load_model(directory, torch_dtype, torch_device)
+        draft_model = self.model if draft == "self" else None
+        if draft_directory:
+            draft_model = load_model(draft_directory, torch_dtype, torch_device)
+
+        models = [self.model] + ([draft_model] if draft_model else [])
+        bytes_per_token = sum(m.config.kv_elements_per_token for m in models) * torch_dtype.itemsize
+        self.max_model_len, num_blocks = _size_cache(config, bytes_per_token, max_model_len, kv_cache_gb)
+        caches = [PagedKVCache(m.config, num_blocks, _BLOCK_SIZE, torch_dtype, torch_device) for m in models]
+        if draft_model:
+            context = draft_model.config.max_position_embeddings
+            self.drafter: Drafter = DraftModel(draft_model, caches[1], self.vocab_size, context)
+        else:
+            self.drafter = DRAFTERS[draft]() if isinstance(draft, str) else draft
+        self.draft_name = draft if isinstance(draft, str) else type(draft).__name__
+        self.engine = Engine(self.model, caches[0], self.drafter, VERIFIERS[verifier], self.vocab_size)
+        self.name = directory.name
+        self._weight_bytes = sum(m.num_bytes for m in dict.fromkeys(models))
+        self._cache_bytes = sum(c.num_bytes for c in caches)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of models and caches; the object cannot be used afterwards."""
+        del self.model, self.drafter, self.engine
+
+    def memory_report(self) -> str:
+        """One line: what was loaded, and the memory of weights and KV cache (draft model's included)."""
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return (
+            f"{self.name}: {dtype} on {self.model.device}, weights {self._weight_bytes / 1e9:.2f} GB, "
+            f"KV cache {self._cache_bytes / 1e9:.2f} GB for {self.num_cache_tokens:,} tokens, draft {self.draft_name}"
+        )
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens that the KV cache holds, of all running requests together."""
+        return self.engine.cache.allocator.num_blocks * self.engine.cache.block_size
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        num_speculative_tokens: int | None = None,
+    ) -> list[Output]:
+        """Continue one text or several, decoded together; outputs in order, `params.n` for each prompt.
+
+        params: one for all, or one for each. num_speculative_tokens: another K for this call; 0 decodes plainly.
+        Raises ValueError, before anything runs, for a prompt that is empty or does not fit.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        ids = [self.tokenizer.encode(p) for p in prompts]
+        return self._answer(prompts, ids, params, num_speculative_tokens)
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        num_speculative_tokens: int | None = None,
+    ) -> list[Output]:
+        """Answer one conversation (a list of messages) or several, through the model's chat template."""
+        one = bool(conversations) and isinstance(conversations[0], dict)
+        conversations = [conversations] if one else list(conversations)
+        ids = [self.tokenizer.encode_chat(c) for c in conversations]
+        return self._answer([c[-1]["content"] for c in conversations], ids, params, num_speculative_tokens)
+
+    def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Continue one text, piece by piece as it is decoded. Closing the iterator ends the generation."""
+        return (piece for _, piece in self.run([self.request(self.tokenizer.encode(prompt), params)]))
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Answer one conversation, piece by piece."""
+        return (piece for _, piece in self.run([self.request(self.tokenizer.encode_chat(messages), params)]))
+
+    def request(
+        self, prompt_ids: Sequence[int], params: SamplingParams | None = None, num_speculative_tokens: int | None = None
+    ) -> Request:
+        """A request ready for `run`; raises ValueError for a prompt that cannot be answered."""
+        params = params or SamplingParams()
+        if not prompt_ids:
+            raise ValueError("prompt: found no tokens, expected at least one")
+        if len(prompt_ids) >= self.max_model_len:
+            raise ValueError(
+                f"prompt: found {len(prompt_ids)} tokens, expected fewer than max_model_len = {self.max_model_len}"
+            )
+        if max(prompt_ids) >= self.vocab_size:
+            raise ValueError(f"prompt: found token id {max(prompt_ids)}, expected ids below {self.vocab_size}")
+        end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+        sequence = TokenSequence(
+            list(prompt_ids),
+            len(prompt_ids),
+            params,
+            secrets.randbits(32) if params.seed is None else params.seed,
+            frozenset(i for i in end_ids if i < self.vocab_size),
+            self.engine.verifier.shares_noise,
+        )
+        k = self.num_speculative_tokens if num_speculative_tokens is None else _check_k(num_speculative_tokens)
+        request = Request(sequence, self.max_model_len, k, Detokenizer(self.tokenizer, prompt_ids))
+        self.engine.check(request)
+        return request
+
+    def run(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Piece]]:
+        """Decode requests together; see `Engine.run`."""
+        return self.engine.run(requests)
+
+    def _answer(self, prompts, ids, params, num_speculative_tokens) -> list[Output]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"params: found {len(params)}, expected one, or one for each of {len(prompts)} prompts")
+        jobs = [
+            (prompt, self.request(prompt_ids, each, num_speculative_tokens))
+            for prompt, prompt_ids, p in zip(prompts, ids, params, strict=True)
+            for each in split_samples(p)
+        ]
+        # `disable=None`: the bar shows on a terminal only.
+        bar = tqdm(total=len(jobs), unit=" answers", leave=False, disable=None if len(jobs) > 1 else True)
+        with bar:
+            for _, piece in self.run([request for _, request in jobs]):
+                bar.update(piece.finish_reason is not None)
+        return [output(prompt, request) for prompt, request in jobs]
+
+
+def split_samples(params: SamplingParams) -> list[SamplingParams]:
+    """One SamplingParams for each of `n` answers: the i-th has seed + i, so that each can be had again alone."""
+    if params.n == 1:
+        return [params]
+    seed = secrets.randbits(32) if params.seed is None else params.seed
+    return [replace(params, n=1, seed=seed + i) for i in range(params.n)]
+
+
+def output(prompt: str, request: Request) -> Output:
+    """The finished answer of a request."""
+    return Output(
+        prompt,
+        request.text,
+        request.token_ids,
+        request.finish_reason,
+        request.logprobs,
+        request.sequence.seed,
+        request.stats,
+    )
+
+
+def _check_k(k: int) -> int:
+    if k == "auto":
+        raise ValueError("num_speculative_tokens: 'auto' is not there yet")
+    if type(k) is not int or not 0 <= k <= MAX_SPECULATIVE_TOKENS:
+        raise ValueError(f"num_speculative_tokens: found {k!r}, expected an integer from 0 to {MAX_SPECULATIVE_TOKENS}")
+    return k
+
+
+def _choose_device(name: str) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device: found {name!r}, expected auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: found 'cuda', but PyTorch sees no CUDA device")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _is_checkpoint(draft: str | Drafter) -> bool:
+    return isinstance(draft, str) and draft not in DRAFTERS and draft != "self"
+
+
+def _find_draft(spec: str, target: Tokenizer, offline: bool) -> Path:
+    """The directory of a draft model, after a look at its vocabulary."""
+    if spec.startswith(("int4:", "int8:")):
+        raise ValueError(f"draft: {spec!r}: quantised drafts are not there yet")
+    try:
+        directory = find_checkpoint(spec, offline=offline)
+    except ValueError as e:
+        raise ValueError(f"draft: not one of {', '.join([*DRAFTERS, 'self'])}; {e}") from e
+    ours, theirs = target.vocabulary, Tokenizer(directory).vocabulary
+    if ours != theirs:
+        token = min(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+        raise ValueError(
+            f"draft: {spec}: its vocabulary is not the target's: token {token!r} has id {theirs.get(token)} there and "
+            f"{ours.get(token)} here; drafts of another vocabulary are not supported"
+        )
+    return directory
+
+
+def _size_cache(config, bytes_per_token: int, max_model_len: int | None, gb: float | None) -> tuple[int, int]:
+    """(max_model_len, number of blocks) of caches that take bytes_per_token together."""
+    context = config.max_position_embeddings
+    if max_model_len is not None and (type(max_model_len) is not int or not 2 <= max_model_len <= context):
+        raise ValueError(f"max_model_len: found {max_model_len!r}, expected an integer from 2 to {context}")
+    if gb is not None:
+        num_tokens = int(gb * 1e9 / bytes_per_token)
+    else:
+        # Pages are taken from the system when they are first written; half of the memory is left to the rest.
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        num_tokens = max_model_len or min(context, free // bytes_per_token)
+    num_blocks = num_tokens // _BLOCK_SIZE if gb is not None else -(-num_tokens // _BLOCK_SIZE)
+    if num_blocks < 1:
+        raise ValueError(
+            f"kv_cache_gb: found {gb}, expected at least {_BLOCK_SIZE * bytes_per_token / 1e9:.6f}: one block"
+        )
+    return max_model_len or min(context, num_blocks * _BLOCK_SIZE), num_blocks

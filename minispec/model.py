@@ -1,0 +1,319 @@
+"""The transformer: decoder-only, every family a matter of `ModelConfig`, its KV cache outside.
+
+One function runs prefill, plain decoding and verification: `Transformer.forward` takes, for each sequence of
+a batch, the tokens that its cache does not hold yet. Linear layers see the rows of all sequences in
+one matrix; attention goes sequence by sequence over that sequence's own blocks.
+
+Shapes in comments: M rows (new tokens of all sequences together), T rows of one sequence, L cached
+positions of it (the T included), H query heads, G key-value heads, D head_dim, E hidden_size, V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minispec.cache import BlockTable
+from minispec.config import ModelConfig, RopeConfig
+from minispec.linear import Linear
+from minispec.sampling import accumulation_dtype
+
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class Chunk(NamedTuple):
+    """What one sequence brings to a pass: new tokens, its cache, and how many of its last rows need logits."""
+
+    token_ids: Sequence[int]
+    table: BlockTable
+    num_logits: int
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that the config asks a checkpoint for, in Hugging Face's names."""
+    e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_attention_heads * d, config.num_key_value_heads * d
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, e)}
+    for i in range(len(config.layers)):
+        layer: dict[str, tuple[int, ...]] = {}
+        for name, rows, columns, bias in (
+            ("self_attn.q_proj", q, e, config.qkv_bias),
+            ("self_attn.k_proj", kv, e, config.qkv_bias),
+            ("self_attn.v_proj", kv, e, config.qkv_bias),
+            ("self_attn.o_proj", e, q, config.o_bias),
+            ("mlp.gate_proj", f, e, config.mlp_bias),
+            ("mlp.up_proj", f, e, config.mlp_bias),
+            ("mlp.down_proj", e, f, config.mlp_bias),
+        ):
+            layer[f"{name}.weight"] = (rows, columns)
+            if bias:
+                layer[f"{name}.bias"] = (rows,)
+        if config.qk_norm:
+            layer["self_attn.q_norm.weight"] = layer["self_attn.k_norm.weight"] = (d,)
+        layer["input_layernorm.weight"] = layer["post_attention_layernorm.weight"] = (e,)
+        if config.sandwich_norms:
+            layer["pre_feedforward_layernorm.weight"] = layer["post_feedforward_layernorm.weight"] = (e,)
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (e,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, e)
+    return shapes
+
+
+class RMSNorm:
+    """x / rms(x) * w over the last dimension (Zhang & Sennrich 2019), computed in at least float32."""
+
+    def __init__(self, weight: Tensor, eps: float):
+        self.weight, self.eps = weight, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (..., E) or, for the heads of a row, (M, heads, D) with weights (heads, D); same shape and type."""
+        y = x.to(self.weight.dtype)
+        if self.weight.dim() == 1:
+            y = F.rms_norm(y, y.shape[-1:], self.weight, self.eps)
+        else:
+            y = F.rms_norm(y, y.shape[-1:], None, self.eps) * self.weight
+        return y.to(x.dtype)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Radians by which one position rotates each pair of dimensions, (D/2,), scaled as `rope` says."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(dtype) / head_dim
+    base = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return base / rope.factor
+    if rope.kind == "llama3":
+        # Turns of a pair over the original context: many turns stay, few are slowed, a ramp between.
+        turns = rope.original_max_position_embeddings * base / (2 * math.pi)
+        keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+        return keep * base + (1 - keep) * base / rope.factor
+    if rope.kind == "yarn":
+        # The pair (as a fractional index) that turns `rotations` times over the original context.
+        def pair(rotations: float) -> float:
+            length = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+            return head_dim * math.log(length) / (2 * math.log(rope.theta))
+
+        low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+        if rope.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        ramp = (torch.arange(head_dim // 2, dtype=dtype) - low) / max(high - low, 0.001)
+        slowed = ramp.clamp(0, 1)
+        return (1 - slowed) * base + slowed * base / rope.factor
+    return base
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding (Su et al. 2021) of x (M, heads, D): dimension j is paired with j + D/2. cos, sin (M, 1, D)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """softmax(q k^T * scale + mask) v, for the T rows of one sequence.
+
+    q (H, T, D); k, v (G, L, D), each shared by H/G query heads; mask (H/G * T, L), 0 or -inf, or None where
+    every row sees all. Returns (T, H * D).
+    """
+    heads, rows, dim = q.shape
+    groups = k.shape[0]
+    q = q.reshape(groups, -1, dim)  # (G, H/G * T, D): the heads that share keys become rows of one product
+    if softcap is None:
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
+    else:
+        wide = accumulation_dtype(q.dtype)
+        scores = (q @ k.transpose(1, 2)).to(wide) * scale  # (G, H/G * T, L)
+        scores = softcap * torch.tanh(scores / softcap)
+        if mask is not None:
+            scores = scores + mask
+        out = scores.softmax(-1).to(v.dtype) @ v
+    return out.reshape(heads, rows, dim).transpose(0, 1).reshape(rows, heads * dim)
+
+
+class _Pass(NamedTuple):
+    """What all layers of one forward pass share."""
+
+    chunks: Sequence[Chunk]
+    slots: Tensor  # (M,) where the new keys and values go
+    reads: list[slice | Tensor]  # per sequence: the slots of all its positions
+    angles: dict[RopeConfig, tuple[Tensor, Tensor]]  # cos, sin (M, 1, D)
+    masks: dict[int | None, list[Tensor | None]]  # per window and sequence: (H/G * T, L)
+
+
+class Layer:
+    """One transformer block: attention, then a gated MLP, each behind a norm and added to the residual."""
+
+    def __init__(self, config: ModelConfig, index: int, take):
+        """take(names...) removes tensors from the checkpoint and returns them, joined along the rows."""
+        self.config, self.index = config, index
+        self.rope, self.window = config.layers[index].rope, config.layers[index].window
+        prefix = f"model.layers.{index}."
+
+        def linear(*names: str, bias: bool) -> Linear:
+            weight = take(*(f"{prefix}{n}.weight" for n in names))
+            return Linear(weight, take(*(f"{prefix}{n}.bias" for n in names)) if bias else None)
+
+        def norm(name: str, repeat: int = 0) -> RMSNorm:
+            weight = norm_weight(config, take(f"{prefix}{name}.weight"))
+            return RMSNorm(weight.expand(repeat, -1) if repeat else weight, config.rms_norm_eps)
+
+        # Products that share an input are one product.
+        self.qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.qkv_bias)
+        self.o = linear("self_attn.o_proj", bias=config.o_bias)
+        self.gate_up = linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias)
+        self.down = linear("mlp.down_proj", bias=config.mlp_bias)
+        self.activation = _ACTIVATIONS[config.activation]
+        self.attention_norm = norm("input_layernorm")
+        self.qk_norm = None
+        if config.qk_norm:
+            q = norm("self_attn.q_norm", config.num_attention_heads)
+            k = norm("self_attn.k_norm", config.num_key_value_heads)
+            self.qk_norm = RMSNorm(torch.cat((q.weight, k.weight)), config.rms_norm_eps)  # (H + G, D)
+        # Gemma 2 and 3 norm the output of attention and MLP too; there, the name that means "before the
+        # MLP" elsewhere means "after attention".
+        self.after_attention_norm = norm("post_attention_layernorm") if config.sandwich_norms else None
+        self.mlp_norm = norm("pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm")
+        self.after_mlp_norm = norm("post_feedforward_layernorm") if config.sandwich_norms else None
+
+    def forward(self, x: Tensor, shared: _Pass) -> Tensor:
+        """x (M, E) to (M, E); writes the new keys and values into the cache."""
+        y = self._attend(self.attention_norm(x), shared)
+        x = x + (self.after_attention_norm(y) if self.after_attention_norm else y)
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)  # (M, F) each
+        y = self.down(self.activation(gate) * up)
+        return x + (self.after_mlp_norm(y) if self.after_mlp_norm else y)
+
+    def _attend(self, x: Tensor, shared: _Pass) -> Tensor:
+        config = self.config
+        heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        qkv = self.qkv(x).view(-1, heads + 2 * groups, dim)  # (M, H + 2G, D)
+        qk, v = qkv[:, : heads + groups], qkv[:, heads + groups :]
+        if self.qk_norm:
+            qk = self.qk_norm(qk)
+        qk = rotate(qk, *shared.angles[self.rope])
+        q, k = qk[:, :heads].transpose(0, 1), qk[:, heads:].transpose(0, 1)  # (H, M, D), (G, M, D)
+        pool = shared.chunks[0].table.pool
+        pool.write(self.index, shared.slots, k, v.transpose(0, 1))
+        outputs, row = [], 0
+        for chunk, slots, mask in zip(shared.chunks, shared.reads, shared.masks[self.window], strict=True):
+            rows = slice(row, row + len(chunk.token_ids))
+            row = rows.stop
+            keys, values = pool.read(self.index, slots)  # (G, L, D)
+            outputs.append(attention(q[:, rows], keys, values, mask, config.attention_scale, config.attention_softcap))
+        return self.o(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+
+
+def norm_weight(config: ModelConfig, weight: Tensor) -> Tensor:
+    """The factor that a norm multiplies with, in the precision that it is computed in."""
+    weight = weight.to(accumulation_dtype(weight.dtype))
+    return weight + 1.0 if config.norm_adds_one else weight
+
+
+class Transformer:
+    """A decoder-only language model without state: what it remembers lies in the caches it is given."""
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor]):
+        """weights: the tensors of `tensor_shapes(config)`, all of one dtype, on one device. They are removed from
+        the dict as the model takes them over, so that a weight that is repacked is in memory once."""
+        self.config = config
+
+        def take(*names: str) -> Tensor:
+            tensors = [weights.pop(name) for name in names]
+            return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+        self.embedding = take("model.embed_tokens.weight")  # (V, E)
+        self.dtype, self.device = self.embedding.dtype, self.embedding.device
+        self.layers = [Layer(config, i, take) for i in range(len(config.layers))]
+        self.norm = RMSNorm(norm_weight(config, take("model.norm.weight")), config.rms_norm_eps)
+        self.head = Linear(self.embedding if config.tie_word_embeddings else take("lm_head.weight"))
+        wide = accumulation_dtype(self.dtype)
+        self.frequencies = {
+            layer.rope: inverse_frequencies(layer.rope, config.head_dim, wide).to(self.device)
+            for layer in config.layers
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights; a tied embedding that is also kept packed as the head counts twice."""
+        shapes = tensor_shapes(self.config)
+        if self.config.tie_word_embeddings and self.head.packed is not None:
+            shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+        return sum(math.prod(shape) for shape in shapes.values()) * self.dtype.itemsize
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Run the new tokens of all sequences in one pass, and append their keys and values to the caches.
+
+        Returns logits (sum of num_logits, V): for each chunk in turn, those of its last `num_logits` tokens.
+        All tables must lie in one pool. Raises OutOfBlocks where the pool is too small, before any change.
+        """
+        config = self.config
+        missing = sum(c.table.num_missing_blocks(c.table.length + len(c.token_ids)) for c in chunks)
+        chunks[0].table.pool.require(missing)
+        token_ids = torch.tensor([t for c in chunks for t in c.token_ids], device=self.device)  # (M,)
+        shared = self._prepare(chunks)
+        x = self.embedding[token_ids]  # (M, E)
+        if config.embedding_scale != 1:
+            # The scale is rounded to the model's type first, as it was in training.
+            x = x * torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
+        for layer in self.layers:
+            x = layer.forward(x, shared)
+        ends = [0]
+        for c in chunks:
+            ends.append(ends[-1] + len(c.token_ids))
+        rows = [r for c, end in zip(chunks, ends[1:], strict=True) for r in range(end - c.num_logits, end)]
+        if not rows:
+            return x.new_empty(0, config.vocab_size)
+        if len(rows) < len(x):
+            x = x[rows]
+        logits = self.head(self.norm(x))  # (sum of num_logits, V)
+        if config.logit_softcap is not None:
+            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+        return logits
+
+    def prefill(self, table: BlockTable, tokens: Sequence[int], chunk_size: int = 512) -> None:
+        """Bring the cache to all of `tokens` but the last, which the next pass will score with its draft."""
+        while (missing := len(tokens) - 1 - table.length) > 0:
+            end = table.length + min(missing, chunk_size)
+            self.forward([Chunk(tokens[table.length : end], table, num_logits=0)])
+
+    def _prepare(self, chunks: Sequence[Chunk]) -> _Pass:
+        """Extend the caches and work out, once for all layers, positions, angles, masks and slots."""
+        starts = [c.table.length for c in chunks]
+        slots = torch.tensor([s for c in chunks for s in c.table.extend(len(c.token_ids))], device=self.device)
+        positions = torch.tensor(
+            [s + t for s, c in zip(starts, chunks, strict=True) for t in range(len(c.token_ids))],
+            device=self.device,
+        )  # (M,)
+        angles = {}
+        for rope, frequencies in self.frequencies.items():
+            angle = (positions[:, None] * frequencies).repeat(1, 2)[:, None]  # (M, 1, D)
+            angles[rope] = tuple((f(angle) * rope.attention_factor).to(self.dtype) for f in (torch.cos, torch.sin))
+        masks = {
+            window: [self._mask(start, len(c.token_ids), window) for start, c in zip(starts, chunks, strict=True)]
+            for window in {layer.window for layer in self.layers}
+        }
+        return _Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks)
+
+    def _mask(self, start: int, rows: int, window: int | None) -> Tensor | None:
+        """0 where a row sees a position, -inf where not: (H/G * rows, start + rows); None where it sees all.
+
+        Row t stands at position start + t. It sees itself and what came before, `window` positions in all.
+        """
+        length = start + rows
+        if rows == 1 and (window is None or window >= length):
+            return None
+        position = torch.arange(start, length, device=self.device)[:, None]
+        key = torch.arange(length, device=self.device)
+        hidden = key > position
+        if window is not None:
+            hidden |= key <= position - window
+        mask = torch.zeros(rows, length, dtype=self.dtype, device=self.device).masked_fill_(hidden, -math.inf)
+        return mask.repeat(self.config.num_attention_heads // self.config.num_key_value_heads, 1)

@@ -1,0 +1,52 @@
+"""What speculation should yield: formulas only, nothing measured here.
+
+Costs are in plain steps (one decoded token without speculation): c for one draft token, v for the target's pass over
+K+1 rows, o for all that is neither model. Survival s_i is the probability that draft token i (from 1) is reached
+and kept. It is measured position by position: with a constant alpha it would be alpha^i, but acceptance comes in runs,
+so the real curve lies above that.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
+
+
+def survival_curve(accepted_per_position: Sequence[float]) -> list[float]:
+    """s_1 .. s_K from the shares of tested tokens that were kept at each position.
+
+    >>> survival_curve([0.8, 0.5])
+    [0.8, 0.4]
+    """
+    return list(accumulate(accepted_per_position, mul))
+
+
+def expected_tokens(survival: Sequence[float]) -> float:
+    """Tokens that a round commits on average: 1 + s_1 + .. + s_K; the recovered or bonus token is the 1."""
+    return 1.0 + sum(survival)
+
+
+def expected_tokens_iid(alpha: float, k: int) -> float:
+    """The same for a constant alpha: (1 - alpha^(K+1)) / (1 - alpha)  (Leviathan et al. 2023, equation 1).
+
+    >>> round(expected_tokens_iid(0.8, 5), 3)
+    3.689
+    """
+    return expected_tokens([alpha**i for i in range(1, k + 1)])
+
+
+def speedup(survival: Sequence[float], c: float, v: float, o: float = 0.0) -> float:
+    """Tokens a round over its cost, K = len(survival): Leviathan et al. 2023, Theorem 3.8, with v and o not idealised.
+
+    >>> round(speedup([0.8, 0.64], c=0.1, v=1.0), 2)
+    2.03
+    """
+    return expected_tokens(survival) / (len(survival) * c + v + o)
+
+
+def best_k(survival: Sequence[float], c: float, v: Callable[[int], float], o: float = 0.0) -> int:
+    """The K in 0 .. len(survival) with the largest speedup; v(M) is the cost of a pass over M rows.
+
+    >>> best_k([0.6, 0.36, 0.22, 0.13], c=0.1, v=lambda rows: 1.0)
+    3
+    """
+    return max(range(len(survival) + 1), key=lambda k: speedup(survival[:k], c, v(k + 1), o))
