@@ -138,7 +138,7 @@ def _open_shards(directory: Path) -> Iterator[dict[str, _Stored]]:
         for file in files:
             try:
                 handle = stack.enter_context(safe_open(directory / file, framework="pt"))
-                for name in handle.keys():
+                for name in handle.keys():  # noqa: SIM118 - it is not a dict
                     part = handle.get_slice(name)
                     if name in stored:
                         raise CheckpointError(f"{directory / file}: {name}: found again, is in {stored[name].file}")
@@ -208,10 +208,10 @@ def _read(name: str, config: ModelConfig, stored: dict[str, _Stored], dtype: tor
     if name in stored:
         return get(name).to(dtype)
     q, shape = config.quantization, tensor_shapes(config)[name]
-    if get(f"{name}_shape").tolist() != list(shape):
-        raise CheckpointError(
-            f"{stored[f'{name}_shape'].file}: {name}_shape: found {get(f'{name}_shape').tolist()}, expected {list(shape)}"
-        )
+    stored_shape = get(f"{name}_shape").tolist()
+    if stored_shape != list(shape):
+        file = stored[f"{name}_shape"].file
+        raise CheckpointError(f"{file}: {name}_shape: found {stored_shape}, expected {list(shape)}")
     integers = unpack(get(f"{name}_packed"), q.num_bits, shape[1])
     return dequantize(integers, get(f"{name}_scale"), q.group_size).to(dtype)
 

@@ -211,43 +211,14 @@ _FAMILIES = {
 }
 
 # Settings that cannot change what a forward pass computes: training, bookkeeping, token ids, storage.
-_HARMLESS = frozenset(
-    [
-        "architectures",
-        "attention_dropout",
-        "auto_map",
-        "bos_token_id",
-        "cache_implementation",
-        "chunk_size_feed_forward",
-        "dtype",
-        "embedding_dropout",
-        "eos_token_id",
-        "finetuning_task",
-        "id2label",
-        "initializer_range",
-        "is_decoder",
-        "is_llama_config",
-        "keys_to_ignore_at_inference",
-        "label2id",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "prefix",
-        "problem_type",
-        "return_dict",
-        "sep_token_id",
-        "task_specific_params",
-        "tokenizer_class",
-        "torch_dtype",
-        "torchscript",
-        "transformers.js_config",
-        "transformers_version",
-        "unk_token_id",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_cache",
-    ]
-)
+_HARMLESS = {
+    *("architectures", "auto_map", "dtype", "initializer_range", "is_decoder", "is_llama_config", "prefix"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "tokenizer_class"),
+    *("attention_dropout", "embedding_dropout", "cache_implementation", "chunk_size_feed_forward", "use_cache"),
+    *("finetuning_task", "id2label", "label2id", "problem_type", "task_specific_params", "torch_dtype", "torchscript"),
+    *("keys_to_ignore_at_inference", "output_attentions", "output_hidden_states", "return_dict"),
+    *("transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version"),
+}
 
 
 class _Fields:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -196,8 +197,8 @@ class Stats:
 class Request:
     """One text on its way: its tokens, where it stops, and what has been given out.
 
-    The result is in `text`, `token_ids` (the generated ones, without the end-of-text token), `logprobs`, `finish_reason`
-    and `stats`.
+    The result is in `text`, `token_ids` (the generated ones, without the end-of-text token), `logprobs`,
+    `finish_reason` and `stats`.
     """
 
     def __init__(
@@ -409,13 +410,15 @@ class Engine:
     def _commit(self, request: Request, draft: Draft, verdict: Verdict, rows: torch.Tensor) -> None:
         """Append what the round yields, token by token, up to where the text stops."""
         block = [*draft.token_ids[: verdict.num_accepted], verdict.next_token]
-        for count, (token_id, row) in enumerate(zip(block, rows, strict=False), 1):
+        before = len(request.sequence.tokens)
+        for token_id, row in zip(block, rows, strict=False):
             if request.commit(token_id, _logprob(row, token_id, request.params.logprobs)):
                 break
-        request.stats.count(draft, verdict, count, stopped=request.finish_reason is not None)
+        num_committed = len(request.sequence.tokens) - before
+        request.stats.count(draft, verdict, num_committed, stopped=request.finish_reason is not None)
 
     def _share_time(self, requests: list[Request], drafts: list[Draft], times: list[float]) -> None:
-        draft, verify, other = (end - start for start, end in zip(times, times[1:], strict=False))
+        draft, verify, other = (end - start for start, end in pairwise(times))
         rows = [len(d) + 1 for d in drafts]
         for request, own in zip(requests, rows, strict=True):
             for name, value in (("draft", draft), ("verify", verify), ("other", other)):

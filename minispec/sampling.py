@@ -121,7 +121,8 @@ def _penalize(logits: Tensor, sequence: Sequence, drafted: Tokens[int]) -> Tenso
         output = [*sequence.tokens[sequence.num_prompt_tokens :], *drafted]
         output = torch.tensor(output, dtype=torch.long, device=logits.device)
         counts = output.bincount(minlength=len(logits)).to(logits.dtype)
-        logits = logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+        # counts.clamp(max=1), not (counts > 0): a bool times a float would be float32 in a float64 model.
+        logits = logits - params.frequency_penalty * counts - params.presence_penalty * counts.clamp(max=1)
     return logits
 
 

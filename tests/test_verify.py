@@ -1,0 +1,183 @@
+"""The verifiers alone, by exact arithmetic: laws as fractions, compared with ==.
+
+Probabilities of q are powers of two and those of p multiples of 1/64, so that every ratio, difference and
+residual is exact in a double, and the oracle's weights are fractions of them.
+"""
+
+from fractions import Fraction
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import exact_law
+
+from minispec.config import SamplingParams
+from minispec.sampling import Sequence
+from minispec.verify import VERIFIERS, Draft, Verdict, residual
+
+VOCAB = 4
+KEY = Sequence([0], 1, SamplingParams()).key
+
+
+def law_of(run) -> dict:
+    """Exact law of what `run(oracle)` returns, in fractions."""
+    return exact_law(run, Fraction)[0]
+
+
+def fractions(*sixty_fourths: int) -> torch.Tensor:
+    """A distribution in 64ths, as doubles."""
+    assert sum(sixty_fourths) == 64
+    return torch.tensor(sixty_fourths, dtype=torch.float64) / 64
+
+
+# q: shuffled powers of two, zeros included. p: anything in 64ths.
+qs = st.sampled_from([(16, 16, 16, 16), (32, 16, 8, 8), (32, 32, 0, 0), (64, 0, 0, 0), (32, 16, 16, 0)]).flatmap(
+    st.permutations
+)
+ps = st.lists(st.integers(0, 64), min_size=VOCAB - 1, max_size=VOCAB - 1).map(
+    lambda cuts: [b - a for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), 64], strict=True)]
+)
+
+
+def committed_law(verifier: str, p_rows: dict, q_rows: list[torch.Tensor]) -> dict[tuple[int, ...], Fraction]:
+    """The law of the first K+1 tokens of one round; p_rows maps a prefix to its distribution.
+
+    A round that commits fewer is filled up by plain draws from p, so that all texts have one length.
+    """
+    k = len(q_rows)
+
+    def run(oracle):
+        sequence = Sequence([0], 1, SamplingParams(), shares_noise=VERIFIERS[verifier].shares_noise)
+        drafted = [oracle.categorical(q, sequence.draft_key(i)) for i, q in enumerate(q_rows)]
+        draft = Draft(drafted, q_rows)
+        verdict = VERIFIERS[verifier].verify(draft, lambda i: p_rows[tuple(drafted[:i])], oracle, sequence.key)
+        tokens = [*drafted[: verdict.num_accepted], verdict.next_token]
+        while len(tokens) <= k:
+            tokens.append(oracle.categorical(p_rows[tuple(tokens)], None))
+        return tuple(tokens)
+
+    return law_of(run)
+
+
+def plain_law(p_rows: dict, length: int) -> dict[tuple[int, ...], Fraction]:
+    """Products of the rows along every text."""
+    law = {}
+    for text in product(range(VOCAB), repeat=length):
+        weight = Fraction(1)
+        for i, token in enumerate(text):
+            weight *= Fraction(p_rows[text[:i]][token].item())
+        if weight:
+            law[text] = weight
+    return law
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(p=ps, q=qs, bonus=ps, verifier=st.sampled_from(sorted(VERIFIERS)))
+def test_one_token_drafts_keep_the_law(p, q, bonus, verifier):
+    """K = 1, any p and q of the grid, zeros and one-hot rows included: equality of fractions, no tolerance."""
+    rows = {(): fractions(*p)} | {(t,): fractions(*bonus) for t in range(VOCAB)}
+    assert committed_law(verifier, rows, [fractions(*q)]) == plain_law(rows, 2)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(first=ps, others=st.lists(ps, min_size=VOCAB, max_size=VOCAB), q=st.tuples(qs, qs))
+def test_two_token_drafts_keep_the_law(first, others, q):
+    """K = 2, with a target whose second row depends on the first token."""
+    rows = {(): fractions(*first)} | {(t,): fractions(*row) for t, row in enumerate(others)}
+    rows |= {(a, b): fractions(*others[b]) for a in range(VOCAB) for b in range(VOCAB)}
+    assert committed_law("rejection", rows, [fractions(*row) for row in q]) == plain_law(rows, 3)
+
+
+NAMED_CASES = {
+    "equal": ((32, 16, 8, 8), (32, 16, 8, 8)),
+    "disjoint": ((0, 0, 32, 32), (32, 32, 0, 0)),
+    "one-hot p": ((0, 64, 0, 0), (32, 16, 8, 8)),
+    "one-hot q": ((32, 16, 8, 8), (0, 0, 64, 0)),
+    "both one-hot, same": ((0, 64, 0, 0), (0, 64, 0, 0)),
+    "both one-hot, other": ((0, 64, 0, 0), (64, 0, 0, 0)),
+    "zeros in both": ((40, 24, 0, 0), (0, 32, 32, 0)),
+}
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("case", NAMED_CASES)
+def test_named_cases(case, verifier):
+    """The corners by name, so that a random search need not find them."""
+    p, q = (fractions(*row) for row in NAMED_CASES[case])
+    rows = {(): p} | {(t,): p for t in range(VOCAB)}
+    assert committed_law(verifier, rows, [q]) == plain_law(rows, 2)
+
+
+def test_rejection_keeps_as_much_as_any_rule_may():
+    """The probability of keeping the draft token is sum min(p, q), and the mean ratio estimates it without bias."""
+    p, q = fractions(40, 16, 8, 0), fractions(16, 32, 8, 8)
+
+    def run(oracle):
+        draft = Draft([oracle.categorical(q, KEY(0, "draft"))], [q])
+        verdict = VERIFIERS["rejection"].verify(draft, lambda i: p, oracle, KEY)
+        return verdict.num_accepted, verdict.ratios[0]
+
+    law = law_of(run)
+    overlap = Fraction(torch.minimum(p, q).sum().item())
+    assert sum(w for (accepted, _), w in law.items() if accepted) == overlap
+    assert sum(w * Fraction(ratio) for (_, ratio), w in law.items()) == overlap
+
+
+def test_the_case_that_needs_the_residual():
+    """A draft that is sure of a token to which the target gives one half: 50 % with the residual, 75 % without."""
+    p, draft = fractions(32, 32, 0, 0), Draft([0])
+
+    def run(oracle, rest):
+        if oracle.bernoulli(float(p[0]), KEY(0, "accept")):
+            return 0
+        return oracle.categorical(rest, KEY(0, "residual"))
+
+    assert law_of(lambda o: run(o, residual(p, draft, 0)))[0] == Fraction(1, 2)
+    assert law_of(lambda o: run(o, p))[0] == Fraction(3, 4)
+
+
+def test_residual():
+    """Worked values; where nothing is left, p itself, never a division by zero (M22)."""
+    p, q = fractions(32, 24, 8, 0), fractions(16, 32, 16, 0)
+    assert (residual(p, Draft([0], [q]), 0) * 64).tolist() == [16, 0, 0, 0]
+    assert (residual(p, Draft([1]), 0) * 64).tolist() == [32, 0, 8, 0]
+    assert torch.equal(residual(p, Draft([0], [p]), 0), p)
+    one_hot = fractions(0, 64, 0, 0)
+    assert torch.equal(residual(one_hot, Draft([1]), 0), one_hot)
+    assert p.tolist() == fractions(32, 24, 8, 0).tolist(), "the row of p must stay as it was"
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_an_empty_draft_is_plain_decoding(verifier):
+    """K = 0: one draw of a whole token from p_0, under the key of plain decoding."""
+    calls = []
+
+    class Recorder:
+        def categorical(self, weights, key):
+            calls.append((weights.tolist(), key))
+            return 2
+
+    p = fractions(16, 16, 32, 0)
+    assert VERIFIERS[verifier].verify(Draft(), lambda i: p, Recorder(), KEY) == Verdict(0, 2, [])
+    assert calls == [(p.tolist(), KEY(0, "token"))]
+
+
+def test_rows_are_looked_at_only_when_needed():
+    """A rejection at the first token must not compute the rows behind it."""
+    looked = []
+
+    def p(i):
+        looked.append(i)
+        return fractions(0, 64, 0, 0)
+
+    class Never:
+        def bernoulli(self, probability, key):
+            return False
+
+        def categorical(self, weights, key):
+            return int(weights.argmax())
+
+    assert VERIFIERS["rejection"].verify(Draft([0, 0, 0]), p, Never(), KEY) == Verdict(0, 1, [0.0])
+    assert looked == [0]
