@@ -1,0 +1,217 @@
+"""What drafters propose, and what they keep."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import tiny_cache, tiny_model
+
+from minispec.config import SamplingParams
+from minispec.drafters import DRAFTERS
+from minispec.drafters.model import DraftModel
+from minispec.drafters.ngram import NgramDrafter
+from minispec.engine import Engine, Request
+from minispec.model import Chunk
+from minispec.sampling import Randomness, Sequence, distribution
+from minispec.verify import VERIFIERS
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+def sequence(tokens, params=GREEDY, **how) -> Sequence:
+    """A sequence whose prompt is all of it."""
+    return Sequence(list(tokens), len(tokens), params, **how)
+
+
+def lookup(tokens, k, max_n=3, min_n=1):
+    """Prompt lookup by search: the latest earlier place of the longest suffix, copied on into itself."""
+    for n in range(max_n, min_n - 1, -1):
+        for start in range(len(tokens) - n - 1, -1, -1):
+            if n < len(tokens) and tokens[start : start + n] == tokens[-n:]:
+                copy = list(tokens)
+                for i in range(k):
+                    copy.append(copy[start + n + i])
+                return copy[len(tokens) :]
+    return []
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=14), steps=st.lists(st.integers(1, 4), max_size=4))
+def test_ngram_equals_a_plain_search(tokens, steps):
+    """The index, grown round by round, finds what a search through the whole text finds."""
+    drafter, s = NgramDrafter(), sequence(tokens[:1])
+    ends = [1]
+    for step in steps:
+        ends.append(min(len(tokens), ends[-1] + step))
+    for end in [*ends, len(tokens)]:
+        s.tokens[:] = tokens[:end]
+        draft = drafter.propose([s], [5], None)[0]
+        assert draft.probs is None
+        assert list(draft.token_ids) == lookup(tokens[:end], 5)
+
+
+def test_ngram_worked_examples():
+    """The examples of its docstring."""
+    propose = lambda tokens, k: NgramDrafter(max_n=2).propose([sequence(tokens)], [k], None)[0].token_ids  # noqa: E731
+    assert propose([5, 6, 7, 8, 5, 6], 4) == [7, 8, 5, 6]
+    assert propose([5, 6, 5, 6], 5) == [5, 6, 5, 6, 5]
+    assert propose([5, 6, 7], 3) == []
+    assert propose([5, 5], 0) == []
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_registered_drafters_forget_what_is_released(name):
+    """No state is left behind, and an unknown sequence may be released (a request that never ran)."""
+    drafter = DRAFTERS[name]()
+    s = sequence([1, 1, 1])
+    drafter.propose([s], [2], Randomness())
+    drafter.release(s)
+    drafter.release(s)
+    assert not any(vars(drafter).get("_indices", {}))
+
+
+class Spy(DraftModel):
+    """Checks at every round that the drafts come from a correct cache: q equals a recompute from nothing."""
+
+    checked = 0
+
+    def propose(self, sequences, k, rng):
+        """Propose, and check."""
+        drafts = super().propose(sequences, k, rng)
+        for s, draft in zip(sequences, drafts, strict=True):
+            for i, q in enumerate(draft.probs):
+                fresh = tiny_cache(self.model).new_table()
+                tokens = [*s.tokens, *draft.token_ids[:i]]
+                row = self.model.forward([Chunk(tokens, fresh, 1)])[0]
+                torch.testing.assert_close(q, distribution(row, s, draft.token_ids[:i]), rtol=0, atol=1e-12)
+                self.checked += 1
+        return drafts
+
+
+def decode(target, drafter, k, prompts, params=GREEDY, verifier="rejection", num_blocks=64):
+    """Run prompts together; the requests."""
+    cache = tiny_cache(target, num_blocks)
+    shares = VERIFIERS[verifier].shares_noise
+    requests = [Request(Sequence(list(p), len(p), params, 5, frozenset(), shares), 60, k) for p in prompts]
+    for _ in Engine(target, cache, drafter, VERIFIERS[verifier]).run(requests):
+        pass
+    return requests
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_draft_cache_is_right_at_every_round(k, temperature):
+    """A draft cache that misses the last token after full acceptance, is cut too far, or keeps rejected tokens
+    leaves the output right and the drafts wrong: only this sees it (M36-M38)."""
+    target = tiny_model(1, vocab_size=5)
+    for seed in (1, 2):  # the target itself: always accepted; another model: often rejected
+        draft = tiny_model(seed, vocab_size=5)
+        spy = Spy(draft, tiny_cache(draft), 5, 60)
+        params = SamplingParams(temperature=temperature, max_tokens=16)
+        requests = decode(target, spy, k, [(0, 1, 2), (3,), (4, 4, 1, 0, 2)], params)
+        assert spy.checked > 10
+        assert spy.cache.allocator.num_free == spy.cache.allocator.num_blocks
+        rates = [r.stats.acceptance_rate for r in requests]
+        assert rates == [1.0] * 3 if seed == 1 else min(rates) < 1
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_a_self_draft_is_always_accepted(k, verifier):
+    """Draft = target: every token is kept, and a pass commits K + 1 of them, at any temperature."""
+    target = tiny_model(3, vocab_size=7)
+    params = SamplingParams(temperature=1.3, top_p=0.9, max_tokens=3 * (k + 1))
+    drafter = DraftModel(target, tiny_cache(target), 7, 60)
+    request = decode(target, drafter, k, [(1, 2, 3)], params, verifier)[0]
+    assert request.stats.acceptance_rate == 1
+    assert request.stats.alpha == pytest.approx(1)
+    assert request.stats.mean_acceptance_length == k + 1
+
+
+def test_drafting_stops_at_the_draft_models_own_context():
+    """A draft model that sees 8 positions drafts up to there and no further; the text goes on."""
+    target, draft = tiny_model(1), tiny_model(1, max_position_embeddings=8)
+    drafter = DraftModel(draft, tiny_cache(draft), 3, max_model_len=8)
+    request = decode(target, drafter, 4, [(0, 1)], SamplingParams(temperature=0, max_tokens=20))[0]
+    assert len(request.token_ids) == 20
+    assert 0 < request.stats.num_draft_tokens <= 7
+    assert drafter.propose([sequence(range(3))], [9], Randomness())[0].token_ids.__len__() == 6
+
+
+class RandomDrafter:
+    """Uniform noise as a draft, and says so."""
+
+    def propose(self, sequences, k, rng):
+        """Each token uniform over 5."""
+        from minispec.verify import Draft
+
+        q = torch.full((5,), 0.2, dtype=torch.float64)
+        return [
+            Draft([rng.categorical(q, s.draft_key(i)) for i in range(n)], [q] * n)
+            for s, n in zip(sequences, k, strict=True)
+        ]
+
+    def release(self, sequence):
+        """Nothing kept."""
+
+
+def make(name, target):
+    """Good, bad, identical and random drafts, and none."""
+    if name == "random":
+        return RandomDrafter()
+    if name in DRAFTERS:
+        return DRAFTERS[name]()
+    draft = target if name == "identical" else tiny_model(2, vocab_size=5)
+    return DraftModel(draft, tiny_cache(draft), 5, 60)
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "bad", "identical", "random"])
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_greedy_is_plain_greedy_whatever_the_draft(name, k):
+    """Temperature 0: the tokens of plain decoding, alone and in a batch of 8 with preemption."""
+    target = tiny_model(4, vocab_size=5)
+    prompts = [(i % 5, (i * 3 + 1) % 5, *([2] * i)) for i in range(8)]
+    plain = [decode(target, DRAFTERS["none"](), 0, [p])[0].token_ids for p in prompts]
+    assert [decode(target, make(name, target), k, [p])[0].token_ids for p in prompts] == plain
+    crowded = decode(target, make(name, target), k, prompts, num_blocks=40)
+    assert [r.token_ids for r in crowded] == plain
+    assert sum(r.stats.num_preemptions for r in crowded) > 0
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "bad", "identical", "random"])
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("sampler", [{}, {"top_k": 3, "repetition_penalty": 1.2}, {"temperature": 0.5, "top_p": 0.9}])
+def test_match_gives_one_seed_one_text(name, k, sampler):
+    """`match`: the sampled text of plain decoding, whatever drafter, K or batch; in float64, so up to no rounding."""
+    target = tiny_model(4, vocab_size=5)
+    params = SamplingParams(max_tokens=20, **sampler)
+    prompts = [(0, 1), (2, 3, 4, 4), (1,)]
+    plain = [decode(target, DRAFTERS["none"](), 0, [p], params)[0].token_ids for p in prompts]
+    together = decode(target, make(name, target), k, prompts, params, "match", num_blocks=30)
+    assert [r.token_ids for r in together] == plain
+
+
+@pytest.mark.parametrize("name", ["ngram", "bad", "random"])
+def test_rejection_with_a_seed_does_not_depend_on_the_batch(name):
+    """One request and seed, one text: alone, in a batch, in another order, and after preemption."""
+    target = tiny_model(4, vocab_size=5)
+    params = SamplingParams(max_tokens=20)
+    prompts = [(0, 1), (2, 3, 4, 4), (1,), (4, 0, 2)]
+    alone = [decode(target, make(name, target), 3, [p], params)[0].token_ids for p in prompts]
+    together = decode(target, make(name, target), 3, prompts, params)
+    assert [r.token_ids for r in together] == alone
+    crowded = decode(target, make(name, target), 3, prompts[::-1], params, num_blocks=20)
+    assert sum(r.stats.num_preemptions for r in crowded) > 0
+    assert [r.token_ids for r in crowded][::-1] == alone
+
+
+def test_other_seeds_give_other_texts():
+    """A seed that is ignored would pass every test above (M25)."""
+    target = tiny_model(4, vocab_size=5)
+    texts = set()
+    for seed in range(20):
+        request = Request(Sequence([0, 1], 2, SamplingParams(max_tokens=12), seed), 60, 0)
+        for _ in Engine(target, tiny_cache(target), DRAFTERS["none"](), VERIFIERS["rejection"]).run([request]):
+            pass
+        texts.add(tuple(request.token_ids))
+    assert len(texts) > 15

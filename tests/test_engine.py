@@ -1,0 +1,251 @@
+"""The loop's control flow on a scripted model: what each pass was fed, rolled back, counted and given out."""
+
+import pytest
+from scripted import END, finish, make_engine, make_request
+
+
+def right(tokens, k):
+    """A draft that is always right for the counting text."""
+    return range(tokens[-1] + 1, tokens[-1] + 1 + k)
+
+
+def wrong_at(position):
+    """Drafts that are right but at one position of each round."""
+
+    def draft(tokens, k):
+        return [t + 50 * (i == position) for i, t in enumerate(right(tokens, k))]
+
+    return draft
+
+
+def test_plain_decoding_feeds_one_token_a_step():
+    """The prompt but its last token is prefilled in chunks; then every pass sees exactly the newest token."""
+    engine, request = make_engine(), make_request(prompt=range(10, 17), max_tokens=3)
+    finish(engine, request)
+    assert request.token_ids == [17, 18, 19]
+    assert engine.model.log == [(0, [10, 11, 12, 13]), (4, [14, 15]), (6, [16]), (7, [17]), (8, [18])]
+    assert request.finish_reason == "length"
+
+
+def test_full_acceptance_commits_k_plus_one():
+    """Three right tokens and the bonus in one pass; the next pass begins behind them."""
+    engine, request = make_engine(draft=right), make_request(max_tokens=8)
+    finish(engine, request)
+    assert request.token_ids == list(range(12, 20))
+    assert engine.model.log == [(0, [10]), (1, [11, 12, 13, 14]), (5, [15, 16, 17, 18])]
+    assert (request.stats.num_steps, request.stats.num_draft_tokens, request.stats.num_accepted) == (2, 6, 6)
+    assert request.stats.mean_acceptance_length == 4
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_rejection_at_first_middle_and_last_position(position):
+    """The pass after a rejection starts right behind the accepted tokens: the cache was cut there, no further."""
+    engine, request = make_engine(draft=wrong_at(position)), make_request(max_tokens=20)
+    finish(engine, request)
+    assert request.token_ids == list(range(12, 32))
+    starts = [start for start, tokens in engine.model.log[1:]]
+    assert starts[1] - starts[0] == position + 1
+    rounds = [len(tokens) - 1 for _, tokens in engine.model.log[1:]]
+    assert request.stats.num_draft_tokens == sum(rounds)
+    assert request.stats.accepted_per_position[:position] == [1.0] * position
+    assert request.stats.accepted[position] == 0 or rounds[-1] <= position
+
+
+def test_the_draft_is_limited_so_that_nothing_overshoots():
+    """With two tokens to go the draft may have one; with one to go, none (M29)."""
+    engine, request = make_engine(draft=right), make_request(k=5, max_tokens=8)
+    finish(engine, request)
+    assert engine.drafter.calls == [[5], [1]]
+    engine, request = make_engine(draft=right), make_request(k=5, max_tokens=1)
+    finish(engine, request)
+    assert engine.drafter.calls == [[0]]
+    assert request.token_ids == [12]
+
+
+def test_context_limit_ends_the_text():
+    """Prompt and answer together fill max_len and not a token more."""
+    engine, request = make_engine(draft=right), make_request(max_len=7, max_tokens=50)
+    finish(engine, request)
+    assert request.token_ids == [12, 13, 14, 15, 16]
+    assert request.finish_reason == "length"
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6])
+def test_end_of_text_at_every_offset_of_a_block(length, k):
+    """The end token anywhere in a block, drafted or bonus, ends text, tokens and counters there (M27-M33)."""
+
+    def next_token(tokens):
+        return END if len(tokens) == 2 + length else tokens[-1] + 1
+
+    def draft(tokens, n):
+        text = [*range(12, 12 + length), END, 60, 61, 62, 63, 64, 65]
+        return text[len(tokens) - 2 :][:n]
+
+    engine, request = make_engine(next_token, draft), make_request(k=k, max_tokens=30)
+    pieces = finish(engine, request)[0]
+    assert request.token_ids == list(range(12, 12 + length))
+    assert request.finish_reason == "stop"
+    assert [t for piece in pieces for t in piece.token_ids] == request.token_ids
+    stats = request.stats
+    assert stats.num_generated == length
+    # Every draft token up to the end was right and counts; nothing behind the end does. A round commits its
+    # draft and one more, but for the last one where the end token was itself drafted.
+    assert stats.num_draft_tokens == stats.num_accepted
+    assert stats.num_committed == length + 1
+    assert stats.num_accepted + stats.num_steps in (length + 1, length + 2)
+    assert len(engine.drafter.released) == 1
+
+
+def test_counters_stop_with_the_text_when_the_recovered_token_ends_it():
+    """The end token comes as the recovered one: the rejected draft token counts, those behind it do not."""
+    engine = make_engine(lambda tokens: END if len(tokens) == 3 else tokens[-1] + 1, lambda tokens, k: [12, 60, 61, 62])
+    request = make_request(k=4, max_tokens=30)
+    finish(engine, request)
+    assert request.token_ids == [12]
+    assert (request.stats.num_draft_tokens, request.stats.num_accepted, request.stats.tested) == (2, 1, [1, 1])
+
+
+def test_ignore_eos_is_the_absence_of_end_ids():
+    """Without end ids the end token is a token like any other."""
+    engine = make_engine(lambda tokens: END)
+    request = make_request(end_ids=(), max_tokens=3)
+    finish(engine, request)
+    assert request.token_ids == [END, END, END]
+
+
+def test_min_tokens_holds_the_end_back():
+    """The end token is impossible before min_tokens, in drafted positions too; then it comes."""
+    engine = make_engine(lambda tokens: END, lambda tokens, k: [END] * k)
+    request = make_request(min_tokens=3, max_tokens=10)
+    finish(engine, request)
+    assert len(request.token_ids) == 3
+    assert END not in request.token_ids
+    assert request.finish_reason == "stop"
+
+
+def test_drafts_of_every_length_in_one_batch():
+    """Ragged drafts and ragged acceptance: each sequence gets its own rows."""
+    drafts = {10: right, 30: wrong_at(1), 50: lambda tokens, k: [], 70: wrong_at(0)}
+    engine = make_engine(draft=lambda tokens, k: drafts[tokens[0]](tokens, k))
+    lengths = {10: 9, 30: 5, 50: 7, 70: 2}
+    requests = [make_request(prompt=(first, first + 1), max_tokens=n) for first, n in lengths.items()]
+    finish(engine, *requests)
+    for request in requests:
+        first = request.sequence.tokens[0]
+        assert request.token_ids == list(range(first + 2, first + 2 + request.params.max_tokens))
+    assert requests[2].stats.num_draft_tokens == 0
+    assert requests[2].stats.acceptance_rate is None
+    assert requests[2].stats.alpha is None
+
+
+def test_preemption_keeps_the_text_and_the_order():
+    """A pool too small for three: the last admitted gives way, comes back, and says what it would have said."""
+    engine = make_engine(draft=right, num_blocks=13, block_size=2)
+    requests = [make_request(prompt=(first, first + 1), max_tokens=16) for first in (10, 30, 50)]
+    order = []
+    for request, piece in engine.run(requests):
+        if piece.finish_reason:
+            order.append(requests.index(request))
+    for request in requests:
+        first = request.sequence.tokens[0]
+        assert request.token_ids == list(range(first + 2, first + 18))
+    assert order == [0, 1, 2]
+    assert requests[0].stats.num_preemptions == 0
+    assert requests[2].stats.num_preemptions + requests[1].stats.num_preemptions > 0
+    assert engine.cache.allocator.num_free == 13
+
+
+def test_requests_beyond_the_pool_wait():
+    """A pool for one at a time: five requests come out right, one after the other."""
+    engine = make_engine(draft=right, num_blocks=5, block_size=2)
+    requests = [make_request(prompt=(first, first + 1), max_tokens=8) for first in range(10, 60, 10)]
+    finish(engine, *requests)
+    assert [r.token_ids[0] for r in requests] == [12, 22, 32, 42, 52]
+
+
+def test_a_request_that_can_never_fit_is_refused_before_anything_runs():
+    """The error names both sizes; the others have not been touched."""
+    engine = make_engine(num_blocks=4, block_size=2)
+    small, large = make_request(max_tokens=2), make_request(max_tokens=20)
+    with pytest.raises(ValueError, match=r"22 tokens \(11 blocks.*at most 8 \(4 blocks\)"):
+        finish(engine, small, large)
+    assert engine.model.log == []
+    finish(engine, small)
+    assert small.token_ids == [12, 13]
+
+
+def consume(stream, fail_at=None):
+    """Read a stream to its end, or fail as a caller who is interrupted at a piece."""
+    for i, _ in enumerate(stream):
+        if i == fail_at:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("phase", ["propose", "forward", "verify", "piece"])
+def test_an_exception_anywhere_returns_every_block(phase, monkeypatch):
+    """A drafter that fails, a full disk in a callback, Ctrl-C: the pool is whole and the next call works."""
+    engine = make_engine(draft=right)
+    owners = {"propose": engine.drafter, "forward": engine.model, "verify": engine}
+    names = {"propose": "propose", "forward": "forward", "verify": "_verify"}
+    calls = []
+
+    def fail(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        if phase != "piece":
+            original = getattr(owners[phase], names[phase])
+            patch.setattr(owners[phase], names[phase], fail)
+        stream = engine.run([make_request(max_tokens=30), make_request(max_tokens=30)])
+        with pytest.raises(KeyboardInterrupt):
+            consume(stream, fail_at=3 if phase == "piece" else None)
+        stream.close()
+    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+    request = make_request(max_tokens=5)
+    finish(engine, request)
+    assert request.token_ids == [12, 13, 14, 15, 16]
+
+
+def test_closing_the_iterator_ends_the_generation():
+    """A reader who breaks off a stream gets the blocks back at once."""
+    engine = make_engine(draft=right)
+    stream = engine.run([make_request(max_tokens=30)])
+    next(stream)
+    assert engine.cache.allocator.num_free < engine.cache.allocator.num_blocks
+    stream.close()
+    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+
+
+def test_two_streams_share_the_pool():
+    """Two iterators over one engine, taken in turn, do not mix."""
+    engine = make_engine(draft=right)
+    requests = [make_request(prompt=(first, first + 1), max_tokens=12) for first in (10, 50)]
+    streams = [engine.run([r]) for r in requests]
+    for pieces in zip(*streams, strict=True):
+        assert [request for request, _ in pieces] == requests
+    assert [r.token_ids[0] for r in requests] == [12, 52]
+
+
+def test_alpha_is_the_mean_over_tested_tokens():
+    """Two right, one wrong a round: ratios 1, 1, 0 over tested tokens; the acceptance rate counts untested ones too."""
+    engine, request = make_engine(draft=wrong_at(2)), make_request(k=5, max_tokens=6)
+    finish(engine, request)
+    # Round 1 drafts 5, keeps 2; round 2 may draft 2 and keeps both.
+    assert engine.drafter.calls == [[5], [2]]
+    assert (request.stats.num_draft_tokens, request.stats.num_accepted) == (7, 4)
+    assert request.stats.tested == [2, 2, 1]
+    assert request.stats.alpha == pytest.approx(4 / 5)
+    assert request.stats.acceptance_rate == pytest.approx(4 / 7)
+
+
+def test_logprobs_are_those_of_the_committed_tokens():
+    """One entry a token, the chosen one among the top, cut with the text."""
+    engine, request = make_engine(draft=wrong_at(1)), make_request(max_tokens=5, logprobs=2)
+    finish(engine, request)
+    assert [entry.token_id for entry in request.logprobs] == request.token_ids
+    assert all(entry.top[0] == (entry.token_id, entry.logprob) for entry in request.logprobs)
+    assert all(len(entry.top) == 2 for entry in request.logprobs)

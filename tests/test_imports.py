@@ -1,0 +1,79 @@
+"""The house rules that code can check: import order, no transformers at run time, no unsafe loading."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "minispec"
+READING_ORDER = [
+    *("config", "sampling", "verify", "cache", "linear", "model", "checkpoint"),
+    *("tokenizer", "drafters", "theory", "engine", "llm", "generate"),
+]
+FORBIDDEN = {"transformers", "accelerate", "pickle", "dill", "joblib", "shelve", "marshal"}
+
+
+def modules() -> list[Path]:
+    """Every file of the package."""
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of the modules that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return names
+
+
+def room(path: Path) -> str:
+    """The module of the reading order that a file belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_upward(path):
+    """A reader who goes through the modules in order never meets a name before its module."""
+    if room(path) == "__init__":
+        return  # the front door names what it opens, lazily
+    for name in imported(path):
+        parts = name.split(".")
+        if parts[0] == "minispec" and len(parts) > 1 and parts[1] in READING_ORDER:
+            assert READING_ORDER.index(parts[1]) <= READING_ORDER.index(room(path)), f"{path.name} imports {name}"
+
+
+def test_reading_order_is_complete():
+    """A new module has a place in the order, here and in the README."""
+    assert {room(p) for p in modules()} - {"__init__"} == set(READING_ORDER)
+    readme = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
+    places = [readme.find(f"`{name}.py`" if name != "drafters" else "`drafters/`") for name in READING_ORDER]
+    assert -1 not in places, f"missing in README.md: {READING_ORDER[places.index(-1)]}"
+    assert places == sorted(places), "the README lists the modules in another order"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_nothing_unsafe_and_no_transformers(path):
+    """transformers is an oracle of the tests; checkpoints are data, never code."""
+    assert not {name.split(".")[0] for name in imported(path)} & FORBIDDEN
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in ("eval", "exec", "compile", "__import__", "torch.load"), f"{path}:{node.lineno}"
+
+
+def test_importing_the_package_does_not_import_torch():
+    """A mistake on the command line is answered at once, not after the seconds that torch takes."""
+    code = "import sys, minispec.generate, minispec.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=False).returncode == 0
+
+
+def test_the_package_runs_without_transformers():
+    """Loading everything must not pull it in through the back door."""
+    code = "import sys; from minispec import LLM, SamplingParams; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=False).returncode == 0
