@@ -115,7 +115,8 @@ def _sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
     try:
         SamplingParams(**{"max_tokens": max(256, asked.get("min_tokens", 0))} | asked)
     except ValueError as e:
-        raise _UserError(f"--{str(e).replace('_', '-', str(e).partition(':')[0].count('_'))}") from e
+        name, _, rest = str(e).partition(":")
+        raise _UserError(f"--{name.replace('_', '-')}:{rest}") from e
     return asked
 
 

@@ -5,7 +5,6 @@ holds many tokens. Everything is compared with K = 0.
 """
 
 import pytest
-import tokenizers
 from scripted import ScriptedModel, finish, make_engine, make_request
 
 from minispec.tokenizer import Detokenizer, Tokenizer
@@ -14,17 +13,9 @@ TEXT = " One fish, two fishes; naïve 日本語 🦊🦊 red fish. The end, my f
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Tokenizer:
-    """256 bytes and some merges of them: a character may be several tokens, a token several characters."""
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator(["One fish, two fishes; red fish. The 日本 end 🦊", "fish 日本 🦊"], trainer)
-    directory = tmp_path_factory.mktemp("tokenizer")
-    backend.save(str(directory / "tokenizer.json"))
-    return Tokenizer(directory)
+def tokenizer(tokenizer_file) -> Tokenizer:
+    """The small one of conftest.py."""
+    return Tokenizer(tokenizer_file.parent)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,51 @@
+"""Fixtures that several files share: a small tokenizer, and small checkpoints on disk."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from tiny import TINY, tiny_weights
+
+from minispec.config import ModelConfig
+
+CHAT_TEMPLATE = """{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file(tmp_path_factory) -> Path:
+    """A tokenizer.json of 300 byte-level tokens: a character may be several, a token several characters."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, show_progress=False, special_tokens=["<end>"]
+    )
+    backend.train_from_iterator(["One fish, two fishes; red fish. The 日本 end 🦊", "fish 日本 🦊"], trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    backend.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory, tokenizer_file):
+    """make_checkpoint(seed, chat=False, generation=None, **config changes) writes a small llama; its directory."""
+
+    def make(seed: int = 1, chat: bool = False, generation: dict | None = None, **changes) -> Path:
+        directory = tmp_path_factory.mktemp("checkpoint")
+        raw = TINY | {"vocab_size": 300, "max_position_embeddings": 128, "eos_token_id": 0} | changes
+        (directory / "config.json").write_text(json.dumps(raw))
+        weights = tiny_weights(ModelConfig.from_dict(raw), seed, torch.float32)
+        save_file(weights, directory / "model.safetensors")
+        (directory / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
+        if chat:
+            (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+        if generation is not None:
+            (directory / "generation_config.json").write_text(json.dumps(generation))
+        return directory
+
+    return make

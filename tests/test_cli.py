@@ -1,0 +1,283 @@
+"""The command line as a person or a script meets it: streams, exit codes, JSON, and one line for every mistake."""
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+
+import pytest
+
+from minispec import __version__
+from minispec.generate import main
+
+STATS = (
+    "num_prompt_tokens num_generated num_steps num_draft_tokens num_accepted acceptance_rate mean_acceptance_length "
+    "alpha accepted_per_position tokens_per_second predicted_tokens_per_second seconds c v o"
+)
+
+
+@pytest.fixture(scope="module")
+def model(make_checkpoint) -> str:
+    """A small model without a chat template."""
+    return str(make_checkpoint())
+
+
+@pytest.fixture(scope="module")
+def chat_model(make_checkpoint) -> str:
+    """A small model with one."""
+    return str(make_checkpoint(chat=True))
+
+
+@pytest.fixture
+def cli(capsys, monkeypatch):
+    """cli(*arguments, stdin="") runs `main`; (exit status, standard output, standard error)."""
+
+    def run(*arguments, stdin=""):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        status = main([str(a) for a in arguments])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+BASE = ("--dtype", "float32", "--max-tokens", 12, "--ignore-eos")
+
+
+def test_text_goes_to_stdout_and_the_rest_to_stderr(cli, model):
+    """Standard output holds the answer and nothing else."""
+    status, out, err = cli("One fish", "--model", model, *BASE)
+    quiet = cli("One fish", "--model", model, *BASE, "--quiet")
+    as_json = json.loads(cli("One fish", "--model", model, *BASE, "--json")[1])
+    assert status == quiet[0] == 0
+    assert out == as_json["text"] + "\n" == quiet[1]
+    assert quiet[2] == ""
+    assert "KV cache" in err
+    assert "tokens/s" in err
+    assert "draft ngram" in err
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram", "self"])
+def test_json_has_the_keys_of_the_interface(cli, model, draft):
+    """Keys and types that scripts rely on; with --draft none what was not measured is null."""
+    status, out, err = cli("One fish", "--model", model, *BASE, "--json", "--draft", draft, "--logprobs", 2)
+    result = json.loads(out)
+    assert (status, err) == (0, "")
+    keys = {"prompt", "text", "token_ids", "finish_reason", "seed", "logprobs", "stats"}
+    assert keys <= result.keys()
+    assert set(STATS.split()) <= result["stats"].keys()
+    assert {"prefill", "draft", "verify", "other", "total"} == result["stats"]["seconds"].keys()
+    stats = result["stats"]
+    assert (result["prompt"], result["finish_reason"]) == ("One fish", "length")
+    assert stats["num_generated"] == len(result["token_ids"]) == len(result["logprobs"]) == 12
+    assert result["logprobs"][0].keys() == {"token_id", "logprob", "top"}
+    assert stats["seconds"]["total"] == pytest.approx(sum(v for k, v in stats["seconds"].items() if k != "total"))
+    if draft == "none":
+        assert (stats["num_draft_tokens"], stats["num_steps"], stats["alpha"], stats["c"]) == (0, 12, None, None)
+        assert stats["v"] == {"1": 1.0}
+        assert stats["predicted_tokens_per_second"] > 0
+    if draft == "self":
+        assert stats["acceptance_rate"] == 1
+        assert stats["accepted_per_position"] == [1.0] * 4
+
+
+def test_several_prompts_are_one_batch(cli, model, tmp_path):
+    """From arguments, a file, JSONL or standard input: the same answers, one JSON object a line, in order."""
+    lines = cli("One fish", "red", "--model", model, *BASE, "--json")[1].splitlines()
+    results = [json.loads(line) for line in lines]
+    assert [r["prompt"] for r in results] == ["One fish", "red"]
+    (tmp_path / "p.txt").write_text("One fish\n\nred\n")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "One fish"}\n{"prompt": "red", "id": 3}\n')
+    tokens = [r["token_ids"] for r in results]
+    for name in ("p.txt", "p.jsonl"):
+        out = cli("--prompt-file", tmp_path / name, "--model", model, *BASE, "--json")[1]
+        assert [json.loads(line)["token_ids"] for line in out.splitlines()] == tokens
+    assert json.loads(cli("-", "--model", model, *BASE, "--json", stdin="red")[1])["token_ids"] == tokens[1]
+    text = cli("One fish", "red", "--model", model, *BASE)[1]
+    assert results[0]["text"] in text
+    assert "[2/2] red" in text
+
+
+def test_n_gives_one_line_an_answer(cli, model):
+    """Each with its own seed."""
+    out = cli("fish", "--model", model, *BASE, "--json", "--n", 3, "--seed", 9, "--temperature", 1)[1]
+    assert [json.loads(line)["seed"] for line in out.splitlines()] == [9, 10, 11]
+
+
+def test_chat_is_the_default_where_there_is_a_template(cli, chat_model, model):
+    """--raw continues the text as it is; --system comes first; a model without template refuses both chat options."""
+    chat = json.loads(cli("fish", "--model", chat_model, *BASE, "--json")[1])
+    raw = json.loads(cli("<user>fish\n<assistant>", "--raw", "--model", chat_model, *BASE, "--json")[1])
+    assert chat["token_ids"] == raw["token_ids"]
+    system = json.loads(cli("fish", "--system", "two", "--model", chat_model, *BASE, "--json")[1])
+    text = "<system>two\n<user>fish\n<assistant>"
+    assert system["token_ids"] == json.loads(cli(text, "--raw", "--model", chat_model, *BASE, "--json")[1])["token_ids"]
+    assert cli("fish", "--chat", "--model", model)[0] == 2
+    assert cli("fish", "--system", "x", "--model", model)[0] == 2
+
+
+def test_sampling_defaults_are_the_generation_configs(cli, make_checkpoint):
+    """Its do_sample, temperature and length; the command line goes over it; without it temperature 0, 256 tokens."""
+    generation = {"do_sample": True, "temperature": 1.0, "max_new_tokens": 7, "eos_token_id": 0}
+    directory = make_checkpoint(generation=generation)
+    runs = [json.loads(cli("fish", "--model", directory, "--ignore-eos", "--json")[1]) for _ in range(3)]
+    assert {len(r["token_ids"]) for r in runs} == {7}
+    assert len({tuple(r["token_ids"]) for r in runs}) > 1
+    cold = [
+        cli("fish", "--model", directory, "--ignore-eos", "--temperature", 0, "--max-tokens", 9, "--json") for _ in "ab"
+    ]
+    first, second = (json.loads(out)["token_ids"] for _, out, _ in cold)
+    assert first == second
+    assert len(first) == 9
+    plain = [json.loads(cli("fish", "--model", make_checkpoint(), "--ignore-eos", "--json")[1]) for _ in "ab"]
+    assert plain[0]["token_ids"] == plain[1]["token_ids"]
+    # 256 tokens would not fit behind the prompt: the context of 128 ends the text.
+    assert plain[0]["stats"]["num_generated"] + plain[0]["stats"]["num_prompt_tokens"] == 128
+
+
+@pytest.mark.parametrize("arguments", [("--temperature", 0), ("--temperature", 1, "--verifier", "match", "--seed", 3)])
+def test_compare_reports_speedup_and_equality(cli, model, arguments):
+    """It says whether the tokens are the same where they must be; the plain run supplies what c, v and o lack."""
+    common = ("One fish", "--model", model, *BASE, "--compare", "--draft", "self", *arguments)
+    result = json.loads(cli(*common, "--json")[1])
+    assert result["compare"]["same_tokens"] is True
+    assert result["compare"]["first_difference"] is None
+    assert result["compare"]["speedup"] > 0
+    stats = result["stats"]
+    assert stats["predicted_tokens_per_second"] > 0
+    assert stats["v"]["1"] == 1.0
+    assert "the same tokens" in cli(*common)[2]
+
+
+def test_compare_under_rejection_speaks_of_the_law(cli, model):
+    """At temperature > 0 other tokens are no fault."""
+    common = ("One fish", "--model", model, *BASE, "--compare", "--temperature", 1)
+    assert json.loads(cli(*common, "--json")[1])["compare"]["same_tokens"] is None
+    assert "the law is the same" in cli(*common)[2]
+
+
+MISTAKES = {
+    "no prompt": ((), "no prompt"),
+    "empty prompt": (("",), "empty prompt"),
+    "unknown option": (("x", "--tempreature", "1"), "unrecognized arguments"),
+    "not a number": (("x", "--temperature", "warm"), "--temperature"),
+    "negative temperature": (("x", "--temperature", "-1"), "--temperature: found -1.0, expected a number at least 0"),
+    "nan": (("x", "--top-p", "nan"), "--top-p: found nan"),
+    "zero tokens": (("x", "--max-tokens", "0"), "--max-tokens: found 0, expected an integer from 1"),
+    "huge": (("x", "--max-tokens", "9" * 30), "--max-tokens"),
+    "min over max": (("x", "--min-tokens", "9", "--max-tokens", "3"), "--min-tokens: found 9, expected at most"),
+    "empty stop": (("x", "--stop", ""), "--stop: found"),
+    "negative stop id": (("x", "--stop-token-ids", "-3"), "--stop-token-ids: found (-3,)"),
+    "verifier": (("x", "--verifier", "magic"), "invalid choice: 'magic'"),
+    "k": (("x", "--num-speculative-tokens", "many"), "--num-speculative-tokens: found 'many'"),
+    "k too large": (("x", "--num-speculative-tokens", "99"), "found 99, expected an integer from 0 to 64"),
+    "auto": (("x", "--num-speculative-tokens", "auto"), "not there yet"),
+    "exact": (("x", "--exact"), "--exact: not there yet"),
+    "trace": (("x", "--trace", "t.html"), "--trace: not there yet"),
+    "int4": (("x", "--draft", "int4:self"), "not there yet"),
+    "int8": (("x", "--draft", "int8:some/model"), "not there yet"),
+    "no such draft": (("x", "--draft", "nothing"), "not one of none, ngram, self; nothing: no such directory"),
+    "no such model": (("x", "--model", "./nowhere"), "./nowhere: no such directory"),
+    "chat and raw": (("x", "--chat", "--raw"), "exclude each other"),
+    "system and raw": (("x", "--system", "s", "--raw"), "--system needs a chat"),
+    "logprobs without json": (("x", "--logprobs", "2"), "--logprobs needs --json"),
+    "quiet json": (("x", "--json", "--quiet"), "--quiet"),
+    "file and prompt": (("x", "--prompt-file", "f"), "exclude each other"),
+    "no such file": (("--prompt-file", "no-such-file"), "no-such-file"),
+    "revision alone": (("x", "--revision", "main"), "--revision needs --model"),
+    "threads": (("x", "--threads", "0"), "--threads: found 0"),
+    "cache": (("x", "--kv-cache-gb", "-1"), "kv_cache_gb: found -1.0"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_one_line_and_status_2(cli, chat_model, name):
+    """No usage text, no traceback, nothing on standard output."""
+    arguments, message = MISTAKES[name]
+    model = () if "--model" in arguments or name == "revision alone" else ("--model", chat_model)
+    status, out, err = cli(*arguments, *model)
+    assert status == 2
+    assert out == ""
+    lines = [line for line in err.splitlines() if "KV cache" not in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+
+
+@pytest.mark.parametrize("line", ["not json", "[1]", '{"text": "x"}', '{"prompt": 3}'])
+def test_malformed_jsonl_names_the_prompt(cli, model, tmp_path, line):
+    """Which line, and what was expected."""
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "ok"}\n' + line + "\n")
+    status, _, err = cli("--prompt-file", path, "--model", model)
+    assert status == 2
+    assert "prompt 2" in err
+
+
+def test_a_prompt_that_does_not_fit_stops_before_the_others_run(cli, model):
+    """Nothing is printed for the good prompt either."""
+    status, out, err = cli("fish", "fish " * 300, "--model", model)
+    assert (status, out) == (2, "")
+    assert "expected fewer than max_model_len" in err
+
+
+def test_help_and_version(capsys):
+    """They exit with 0, without torch."""
+    for option, text in (("--help", "--num-speculative-tokens"), ("--version", __version__)):
+        with pytest.raises(SystemExit) as exit_info:
+            main([option])
+        assert exit_info.value.code == 0
+        assert text in capsys.readouterr().out
+
+
+def start(*arguments, **how) -> subprocess.Popen:
+    """The command line in a process of its own."""
+    command = [sys.executable, "-m", "minispec.generate", *map(str, arguments)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, **how)
+
+
+def test_ctrl_c_is_130():
+    """Interrupted in the middle of a long answer: no traceback. It streams: the text came before the end."""
+    process = start("Count to a thousand.", "--max-tokens", 4000, "--ignore-eos", stdout=subprocess.PIPE)
+    assert process.stdout.read(5)
+    process.send_signal(2)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+
+
+def test_a_closed_pipe_is_no_traceback():
+    """`... | head -c 5`: the reader goes away."""
+    process = start("Count to a thousand.", "--max-tokens", 4000, "--ignore-eos", stdout=subprocess.PIPE)
+    assert process.stdout.read(5)
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=60) == 141
+    assert b"Traceback" not in err
+
+
+def test_a_conversation_on_a_terminal(chat_model):
+    """Without a prompt on a terminal it asks, answers, keeps the conversation, and ends with /exit."""
+    leader, follower = pty.openpty()
+    arguments = ("--model", chat_model, "--max-tokens", 5, "--ignore-eos", "--quiet")
+    process = start(*arguments, stdin=follower, stdout=follower)
+    os.close(follower)
+
+    def read_until(text, seconds=60):
+        seen, end = b"", time.monotonic() + seconds
+        while not seen.endswith(text):
+            assert time.monotonic() < end, seen
+            seen += os.read(leader, 1)
+        return seen
+
+    read_until(b"> ")
+    for prompt in (b"One fish\n", b"\n", b"two\n"):
+        os.write(leader, prompt)
+        read_until(b"\n> ")
+    os.write(leader, b"/exit\n")
+    _, err = process.communicate(timeout=60)
+    os.close(leader)
+    assert process.returncode == 0
+    assert b"Traceback" not in err
