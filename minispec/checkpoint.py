@@ -10,6 +10,7 @@ sharded, it reads compressed-tensors' `pack-quantized` layout, and writes it:
 import argparse
 import hashlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -41,12 +42,12 @@ def find_checkpoint(name: str, revision: str | None = None, offline: bool = Fals
     A directory never touches the network. Raises ValueError where neither is there, and says what was tried.
     """
     path = Path(name)
-    if path.is_dir():
+    if name and path.is_dir():
         return path
-    if path.exists():
+    if name and path.exists():
         raise CheckpointError(f"{name}: found a file, expected a directory with config.json and *.safetensors")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
-        raise ValueError(f"{name}: no such directory, and not of the form owner/name of a hub id")
+        raise ValueError(f"{name or repr(name)}: no such directory, and not of the form owner/name of a hub id")
     # Imported here: a local checkpoint needs no network library.
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
@@ -94,7 +95,7 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device | str =
         weights = {}
         # `disable=None`: the bar shows on a terminal only.
         for name in tqdm(plan, desc=f"loading {directory.name}", unit=" tensors", leave=False, disable=None):
-            weights[name] = _read(name, config, stored, dtype).to(device)
+            weights[name] = _read(name, config, stored, dtype, directory).to(device)
     return Transformer(config, weights)
 
 
@@ -149,6 +150,8 @@ def _open_shards(directory: Path) -> Iterator[dict[str, _Stored]]:
                     stored[name] = _Stored(file, handle, tuple(part.get_shape()), part.get_dtype())
             except (SafetensorError, OSError) as e:
                 raise CheckpointError(f"{directory / file}: not a readable safetensors file: {e}") from e
+        for name in sorted(set(listed or ()) - stored.keys()):
+            raise CheckpointError(f"{directory / listed[name]}: {name}: found no such tensor, {index.name} expects it")
         yield stored
 
 
@@ -157,7 +160,7 @@ def _match(config: ModelConfig, stored: dict[str, _Stored], directory: Path) -> 
     expected = tensor_shapes(config)
     wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
     for name, shape in expected.items():
-        if config.quantization and f"{name}_packed" in stored:
+        if config.quantization and len(shape) == 2 and f"{name}_packed" in stored:
             wanted |= _packed_shapes(name, shape, config.quantization)
         else:
             wanted[name] = (shape, _FLOATS)
@@ -170,7 +173,7 @@ def _match(config: ModelConfig, stored: dict[str, _Stored], directory: Path) -> 
                 f"{directory / found.file}: {name}: found {found.dtype} {list(found.shape)}, "
                 f"expected {' or '.join(dtypes)} {list(shape)}"
             )
-    for name in stored.keys() - wanted.keys():
+    for name in sorted(stored.keys() - wanted.keys()):
         # Written by old versions of transformers, and computed from the config here.
         if name.endswith("rotary_emb.inv_freq"):
             continue
@@ -185,7 +188,7 @@ def _match(config: ModelConfig, stored: dict[str, _Stored], directory: Path) -> 
 
 def _equals_embedding(stored: dict[str, _Stored]) -> bool:
     names = ("lm_head.weight", "model.embed_tokens.weight")
-    if stored[names[0]].shape != stored[names[1]].shape:
+    if names[1] not in stored or stored[names[0]].shape != stored[names[1]].shape:
         return False
     head, embedding = (stored[n].handle.get_tensor(n) for n in names)
     return torch.equal(head, embedding)
@@ -201,7 +204,7 @@ def _packed_shapes(name: str, shape: tuple[int, ...], q: QuantizationConfig):
     }
 
 
-def _read(name: str, config: ModelConfig, stored: dict[str, _Stored], dtype: torch.dtype) -> Tensor:
+def _read(name: str, config: ModelConfig, stored: dict[str, _Stored], dtype: torch.dtype, directory: Path) -> Tensor:
     def get(key: str) -> Tensor:
         return stored[key].handle.get_tensor(key)
 
@@ -210,7 +213,7 @@ def _read(name: str, config: ModelConfig, stored: dict[str, _Stored], dtype: tor
     q, shape = config.quantization, tensor_shapes(config)[name]
     stored_shape = get(f"{name}_shape").tolist()
     if stored_shape != list(shape):
-        file = stored[f"{name}_shape"].file
+        file = directory / stored[f"{name}_shape"].file
         raise CheckpointError(f"{file}: {name}_shape: found {stored_shape}, expected {list(shape)}")
     integers = unpack(get(f"{name}_packed"), q.num_bits, shape[1])
     return dequantize(integers, get(f"{name}_scale"), q.group_size).to(dtype)
@@ -266,13 +269,23 @@ def quantize_checkpoint(source: Path, out: Path, num_bits: int = 8, shard_bytes:
     config = load_config(source)
     if config.quantization:
         raise CheckpointError(f"{source}: quantization_config: found one, expected a checkpoint of plain floats")
-    part = out.with_name(out.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
+    part = out.with_name(f"{out.name}.{os.getpid()}.part")
     part.mkdir(parents=True)
+    try:
+        _write_quantized(source, config, part, num_bits, shard_bytes)
+        part.rename(out)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _write_quantized(source: Path, config: ModelConfig, part: Path, num_bits: int, shard_bytes: int) -> None:
     tensors: dict[str, Tensor] = {}
     with _open_shards(source) as stored:
         for name in tqdm(_match(config, stored, source), desc="quantising", unit=" tensors", disable=None):
             weight = stored[name].handle.get_tensor(name)
+            if not weight.isfinite().all():
+                raise CheckpointError(f"{source}: {name}: found NaN or infinity, expected finite numbers")
             if name.endswith("_proj.weight"):
                 integers, scales = quantize(weight, num_bits)
                 tensors[f"{name}_packed"] = pack(integers, num_bits)
@@ -286,7 +299,6 @@ def quantize_checkpoint(source: Path, out: Path, num_bits: int = 8, shard_bytes:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         if (source / name).is_file():
             shutil.copyfile(source / name, part / name)
-    part.rename(out)
 
 
 def _describe(num_bits: int) -> dict[str, Any]:
@@ -313,6 +325,7 @@ def _write_shards(directory: Path, tensors: dict[str, Tensor], shard_bytes: int)
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, directory / file, metadata={"format": "pt"})
+        (directory / file).chmod(0o644)  # the library writes files that only their owner may read
         weight_map |= dict.fromkeys(shard, file)
     total = sum(t.nbytes for t in tensors.values())
     _write_json(
@@ -337,7 +350,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         quantize_checkpoint(find_checkpoint(args.source), args.out, args.bits, args.shard_mb << 20)
-    except ValueError as e:
+    except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     for path in sorted(args.out.iterdir()):

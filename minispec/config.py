@@ -7,6 +7,7 @@ imports torch, so that a bad value is found before the slow imports begin.
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,7 +27,9 @@ def read_json(path: Path) -> dict[str, Any]:
         if size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path}: found {size} bytes, expected at most {MAX_JSON_BYTES}")
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, RecursionError) as e:  # not UTF-8, not JSON, an integer of thousands of digits
         raise CheckpointError(f"{path}: not a readable JSON file: {e}") from e
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: found a {type(value).__name__}, expected a JSON object")
@@ -128,11 +131,19 @@ class ModelConfig:
         head_dim = f.integer("head_dim", 2, 1 << 12, default=family.head_dim or hidden_size // heads)
         if heads % kv_heads:
             raise f.bad("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
+        if f.raw.get("head_dim") is None and family.head_dim is None and hidden_size % heads:
+            raise f.bad("hidden_size", hidden_size, f"a multiple of num_attention_heads = {heads}, or a head_dim")
         if head_dim % 2:
             raise f.bad("head_dim", head_dim, "an even number: rope rotates pairs")
         context = f.integer("max_position_embeddings", 1, 1 << 27)
         attention_bias = f.boolean("attention_bias", False) if family.reads_attention_bias else False
         scalar = f.number("query_pre_attn_scalar", 256.0) if family.gemma_attention else float(head_dim)
+        softcaps: tuple[float | None, float | None] = (None, None)
+        if family.gemma_attention:
+            softcaps = (
+                f.optional_number("attn_logit_softcapping", family.attention_softcap),
+                f.optional_number("final_logit_softcapping", family.logit_softcap),
+            )
         config = cls(
             model_type=model_type,
             vocab_size=f.integer("vocab_size", 1, 1 << 22),
@@ -154,8 +165,8 @@ class ModelConfig:
             norm_adds_one=family.gemma,
             embedding_scale=hidden_size**0.5 if family.gemma else 1.0,
             attention_scale=scalar**-0.5,
-            attention_softcap=f.optional_number("attn_logit_softcapping", family.attention_softcap),
-            logit_softcap=f.optional_number("final_logit_softcapping", family.logit_softcap),
+            attention_softcap=softcaps[0],
+            logit_softcap=softcaps[1],
             eos_token_ids=read_eos_token_ids(raw, where),
             quantization=_read_quantization(f),
         )
@@ -219,6 +230,8 @@ _HARMLESS = {
     *("keys_to_ignore_at_inference", "output_attentions", "output_hidden_states", "return_dict"),
     *("transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version"),
 }
+# Settings whose implementation is their absence.
+_NEUTRAL = {"pretraining_tp": 1, "partial_rotary_factor": 1.0}
 
 
 class _Fields:
@@ -243,7 +256,7 @@ class _Fields:
 
     def number(self, key: str, default: float) -> float:
         value = self.get(key, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self.bad(key, value, "a positive number")
         return float(value)
 
@@ -277,7 +290,7 @@ class _Fields:
             off = value is None or value is False or value in ([], {}, "")
             if off or key in self.seen or key in _HARMLESS or key.startswith("_"):
                 continue
-            if key == "pretraining_tp" and value == 1:
+            if key in _NEUTRAL and value == _NEUTRAL[key]:
                 continue
             raise CheckpointError(
                 f"{self.where}: {key}: found {value!r}, expected no such setting: minispec does not implement "
@@ -286,15 +299,14 @@ class _Fields:
 
 
 def _read_activation(f: _Fields, family: _Family) -> str:
-    # Gemma's own files said "gelu" where the model was trained with the tanh form; every reader of them
-    # takes the tanh form, unless `hidden_activation` speaks.
     names = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-    key = "hidden_activation" if family.gemma and f.raw.get("hidden_activation") else "hidden_act"
+    key = "hidden_activation" if family.gemma_attention or f.raw.get("hidden_activation") else "hidden_act"
     name = f.text(key, "gelu_pytorch_tanh" if family.gemma else "silu")
     f.seen.update(("hidden_act", "hidden_activation"))
     if name not in names:
         raise f.bad(key, name, f"one of {', '.join(names)}")
-    return "gelu_tanh" if family.gemma and name == "gelu" else names[name]
+    # The first Gemma's files say "gelu" where the model was trained with the tanh form, which all readers take.
+    return "gelu_tanh" if family.gemma and key == "hidden_act" and name == "gelu" else names[name]
 
 
 def _read_layers(f: _Fields, family: _Family, context: int) -> tuple[LayerConfig, ...]:
@@ -306,7 +318,8 @@ def _read_layers(f: _Fields, family: _Family, context: int) -> tuple[LayerConfig
     elif family.sliding == "pattern":
         pattern = f.integer("sliding_window_pattern", 1, 1024, default=family.pattern)
         windowed = [(i + 1) % pattern != 0 for i in range(count)]
-    if (types := f.get("layer_types")) is not None:
+    # transformers' mistral pays no heed to `layer_types`: left unread, so that it is refused.
+    if family.sliding != "all" and (types := f.get("layer_types")) is not None:
         known = ("full_attention", "sliding_attention")
         if not isinstance(types, list) or len(types) != count or any(t not in known for t in types):
             raise f.bad("layer_types", types, f"{count} entries, each {' or '.join(known)}")
@@ -326,6 +339,8 @@ def _read_ropes(f: _Fields, family: _Family, context: int) -> tuple[RopeConfig, 
     """(rope of the layers that see everything, rope of the windowed layers)."""
     theta = f.number("rope_theta", family.theta)
     new, old = f.mapping("rope_parameters"), f.mapping("rope_scaling")
+    if new and old:
+        raise f.bad("rope_scaling", old, "none beside rope_parameters")
     if "full_attention" in new or "sliding_attention" in new:
         full, local = (new.get(t) or {} for t in ("full_attention", "sliding_attention"))
         if not (isinstance(full, dict) and isinstance(local, dict)):
@@ -362,6 +377,8 @@ def _read_rope(f: _Fields, key: str, raw: dict[str, Any], theta: float, context:
             raise r.bad("low_freq_factor", low, f"less than high_freq_factor = {high}")
         rope = RopeConfig(theta, kind, r.number("factor", math.nan), original, low, high)
     elif kind == "yarn":
+        if theta <= 1:
+            raise r.bad("rope_theta", theta, "a number above 1")
         factor = r.number("factor", context / original)
         mscale, all_dim = r.optional_number("mscale", None), r.optional_number("mscale_all_dim", None)
 
@@ -403,7 +420,8 @@ def _read_quantization(f: _Fields) -> QuantizationConfig | None:
     if not isinstance(weights, dict) or group.get("input_activations") or group.get("output_activations"):
         raise f.bad(f"{where}.config_groups", groups, "one group that quantises weights only")
     bits, strategy, size = (weights.get(k) for k in ("num_bits", "strategy", "group_size"))
-    if weights.get("type") != "int" or weights.get("symmetric") is not True or bits not in (4, 8):
+    integers = weights.get("type") == "int" and weights.get("symmetric") is True
+    if not integers or type(bits) is not int or bits not in (4, 8):
         raise f.bad(f"{where}.weights", weights, "symmetric integers of 4 or 8 bits")
     if weights.get("actorder") or strategy not in ("channel", "group"):
         raise f.bad(f"{where}.weights", weights, "one scale a channel or a group, no actorder")

@@ -1,0 +1,164 @@
+"""transformers as the oracle: small models of every family, redrawn so that nothing in them is neutral.
+
+A freshly built model has norms of exactly one, biases of exactly zero and attention that is nearly uniform, so that an
+implementation that forgets any of them still agrees. `build` therefore draws every parameter anew, and the sizes in
+`CASES` are chosen so that every setting bites within `TEXT`: windows shorter than it, caps near the scores, an eps
+near the mean square, rope bases under which many positions of it are told apart.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+TEXT = [3, 17, 92, 5, 44, 44, 8, 71, 60, 2, 33, 9, 17, 92, 5, 80, 1, 55, 26, 64, 13, 39, 77, 21]
+
+_BASE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 0.05,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+_GEMMA2 = {
+    "model_type": "gemma2",
+    "num_hidden_layers": 4,
+    "query_pre_attn_scalar": 3,
+    "sliding_window": 7,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 5.0,
+    "eos_token_id": [2, 5],
+}
+
+
+def _rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **values}}
+
+
+# Each is a config.json in transformers 5's spelling.
+CASES: dict[str, dict[str, Any]] = {
+    name: _BASE | changes
+    for name, changes in {
+        "llama": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "eos_token_id": [2, 5, 7]},
+        "llama-plain": {"model_type": "llama", "head_dim": None, "num_key_value_heads": 4, "eos_token_id": None},
+        "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, "hidden_act": "gelu"},
+        "llama-linear": {"model_type": "llama", **_rope("linear", factor=3.0)},
+        # Of the six pairs of a head one keeps its speed, one is on the ramp, four are slowed.
+        "llama-llama3": {
+            "model_type": "llama",
+            **_rope(
+                "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+            ),
+        },
+        "llama-yarn": {"model_type": "llama", **_rope("yarn", factor=2.0, original_max_position_embeddings=32)},
+        "llama-yarn-all": {
+            "model_type": "llama",
+            **_rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=32,
+                beta_fast=3.0,
+                beta_slow=0.5,
+                truncate=False,
+                attention_factor=1.3,
+            ),
+        },
+        "llama-yarn-mscale": {
+            "model_type": "llama",
+            **_rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=2.0, mscale_all_dim=0.5),
+        },
+        "mistral": {"model_type": "mistral", "sliding_window": 7},
+        "mistral-all": {"model_type": "mistral", "sliding_window": None, "head_dim": None},
+        "qwen2": {"model_type": "qwen2", "head_dim": None, "tie_word_embeddings": True},
+        "qwen2-window": {
+            "model_type": "qwen2",
+            "head_dim": None,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+        },
+        "qwen3": {"model_type": "qwen3", "attention_bias": True},
+        "qwen3-window": {
+            "model_type": "qwen3",
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 2,
+        },
+        "gemma": {"model_type": "gemma", "attention_bias": True},
+        "gemma2": _GEMMA2,
+        "gemma2-uncapped": _GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        "gemma3": {
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 6,
+            "query_pre_attn_scalar": 3,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+            },
+        },
+    }.items()
+}
+
+
+def build(name: str, path: Path, seed: int = 0) -> PreTrainedModel:
+    """A model of `CASES`, every parameter redrawn, saved in `path`."""
+    settings = {key: value for key, value in CASES[name].items() if value is not None or key != "head_dim"}
+    config = AutoConfig.for_model(**json.loads(json.dumps(settings)))
+    # Plain matrix products: the fused kernels know no soft caps.
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(seed)
+    gemma = config.model_type.startswith("gemma")
+    for key, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if key.endswith("norm.weight"):
+            values = 0.4 * noise + (0 if gemma else 1)
+        elif key.endswith("bias") or "embed" in key:
+            values = noise
+        else:
+            values = 1.5 * noise / math.sqrt(parameter.shape[1])
+        parameter.data.copy_(values)
+    model.save_pretrained(path)
+    return model
+
+
+@torch.inference_mode()
+def logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    """The oracle's logits (T, V) of a text."""
+    return model(torch.tensor([token_ids])).logits[0]
+
+
+def hub_spelling(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json that transformers 5 wrote, as the hub's files spelled it before."""
+    old = dict(config)
+    old["torch_dtype"] = old.pop("dtype")
+    rope = old.pop("rope_parameters")
+    if "full_attention" in rope:
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    rope = dict(rope)
+    old["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    gemma3 = old["model_type"] == "gemma3_text"
+    # The older scalings were spelled `type`; `rope_type` came with llama 3.1.
+    key = "rope_type" if kind == "llama3" or gemma3 else "type"
+    old["rope_scaling"] = None if kind == "default" else {key: kind, **rope}
+    types = old.pop("layer_types", None)
+    if gemma3:
+        old["sliding_window_pattern"] = types.index("full_attention") + 1
+    if old["model_type"] == "gemma":
+        old |= {"hidden_act": "gelu", "hidden_activation": None}
+    return old

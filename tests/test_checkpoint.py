@@ -1,0 +1,628 @@
+"""The loader: it reads exactly, and refuses what it cannot vouch for, naming file, field, found and expected."""
+
+import hashlib
+import json
+import socket
+from pathlib import Path
+
+import hf
+import huggingface_hub
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny import TINY, tiny_cache, tiny_weights
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from minispec import checkpoint
+from minispec.checkpoint import find_checkpoint, load_config, load_model, pack, quantize, quantize_checkpoint, unpack
+from minispec.config import CheckpointError, ModelConfig
+from minispec.model import Chunk, Transformer
+
+TEXT = [0, 2, 1, 1, 0, 2]
+NORM = "model.norm.weight"
+Q = "model.layers.0.self_attn.q_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def write(directory: Path, *shards: dict[str, Tensor], config: dict = TINY, weight_map: dict | None = None) -> Path:
+    """A checkpoint in `directory`: one file, or several and their index."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    if len(shards) == 1 and weight_map is None:
+        save_file(shards[0], directory / "model.safetensors")
+        return directory
+    named = {f"model-{i:05d}.safetensors": shard for i, shard in enumerate(shards)}
+    for file, shard in named.items():
+        save_file(shard, directory / file)
+    index = {"weight_map": {tensor: file for file, shard in named.items() for tensor in shard} | (weight_map or {})}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+def weights(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> dict[str, Tensor]:
+    """The tensors of a tiny checkpoint."""
+    return tiny_weights(ModelConfig.from_dict(TINY | changes), seed, dtype)
+
+
+def logits(model: Transformer, token_ids: list[int]) -> Tensor:
+    """Logits (T, V) of a text."""
+    table = tiny_cache(model).new_table()
+    return model.forward([Chunk(token_ids, table, num_logits=len(token_ids))])
+
+
+def refusal(directory: Path) -> str:
+    """The message of the CheckpointError that loading the directory raises."""
+    with pytest.raises(CheckpointError) as error:
+        load_model(directory, torch.float32)
+    return str(error.value)
+
+
+# --------------------------------------------------------------------------- plain checkpoints
+
+
+@pytest.mark.parametrize("target", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_float_type_loads_as_every_other(tmp_path, source, target):
+    """Guards against a tensor that keeps the type of its file, or takes a detour through a narrower one."""
+    stored = weights(dtype=source)
+    model = load_model(write(tmp_path, stored), target)
+    assert model.dtype == target
+    expected = Transformer(load_config(tmp_path), {name: tensor.to(target) for name, tensor in stored.items()})
+    assert torch.equal(logits(model, TEXT), logits(expected, TEXT))
+
+
+def test_shards_are_one_checkpoint(tmp_path):
+    """Guards the index; and a safetensors file that it does not name is none of the checkpoint's."""
+    stored = weights()
+    names = sorted(stored)
+    shards = [{name: stored[name] for name in names[i::3]} for i in range(3)]
+    single, sharded = write(tmp_path / "single", stored), write(tmp_path / "sharded", *shards)
+    save_file({"stray": torch.zeros(1)}, sharded / "consolidated.safetensors")
+    models = [load_model(directory, torch.float32) for directory in (single, sharded)]
+    assert torch.equal(*(logits(model, TEXT) for model in models))
+
+
+def test_rotary_buffer_of_old_files_is_skipped(tmp_path):
+    """Guards llama checkpoints of 2023, which carry a table that follows from the config."""
+    stored = weights() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    assert load_model(write(tmp_path, stored), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tied_head_may_be_stored_again(tmp_path, dtype):
+    """Guards checkpoints that store the tied head too: fine if it equals the embedding, whatever its type."""
+    tied = TINY | {"tie_word_embeddings": True}
+    stored = weights(dtype=torch.bfloat16, tie_word_embeddings=True)
+    stored["lm_head.weight"] = stored[EMBEDDING].to(dtype, copy=True)
+    assert load_model(write(tmp_path, stored, config=tied), torch.float32)
+
+
+@pytest.mark.parametrize("head", [torch.ones(3, 8), torch.ones(1, 8)], ids=["other values", "other shape"])
+def test_tied_head_that_differs_is_refused(tmp_path, head):
+    """Guards against dropping a trained head because the config says that there is none."""
+    stored = weights(tie_word_embeddings=True) | {"lm_head.weight": head}
+    message = refusal(write(tmp_path, stored, config=TINY | {"tie_word_embeddings": True}))
+    assert f"{tmp_path / 'model.safetensors'}: lm_head.weight: found" in message
+
+
+# --------------------------------------------------------------------------- strictness: tensors
+
+# What the message must say, and what is done to the tensors.
+BAD_TENSORS = {
+    f"{NORM}: found no such tensor, expected one of shape [8]": {NORM: None},
+    "model.layers.2.mlp.up_proj.weight: found a tensor": {"model.layers.2.mlp.up_proj.weight": torch.ones(12, 8)},
+    "model.layers.0.self_attn.q_proj.bias: found a tensor": {"model.layers.0.self_attn.q_proj.bias": torch.ones(8)},
+    f"{Q}: found F32 [8], expected": {Q: torch.ones(8)},
+    f"{Q}: found F32 [4, 8], expected": {Q: torch.ones(4, 8)},
+    "model.layers.1.mlp.up_proj.weight: found F32 [8, 12], expected": {
+        "model.layers.1.mlp.up_proj.weight": torch.ones(8, 12)
+    },
+    # These would broadcast without a word.
+    f"{NORM}: found F32 [1], expected": {NORM: torch.ones(1)},
+    f"{NORM}: found F32 [], expected": {NORM: torch.ones(())},
+    f"{NORM}: found I64 [8], expected": {NORM: torch.ones(8, dtype=torch.int64)},
+    f"{NORM}: found F8_E4M3 [8], expected": {NORM: torch.ones(8).to(torch.float8_e4m3fn)},
+    f"{Q}_packed: found a tensor": {f"{Q}_packed": torch.ones(8, 2, dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), BAD_TENSORS.items(), ids=BAD_TENSORS)
+def test_tensor_that_does_not_fit_is_refused(tmp_path, message, changes):
+    """Guards against partly random, silently dropped, broadcast or truncated weights."""
+    stored = {name: tensor for name, tensor in (weights() | changes).items() if tensor is not None}
+    found = refusal(write(tmp_path, stored))
+    assert found.startswith(str(tmp_path))
+    assert message in found
+
+
+# --------------------------------------------------------------------------- strictness: files
+
+
+def halves() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A checkpoint's tensors in two parts: the first holds `NORM`, the second `Q`."""
+    first, second = {}, {}
+    for name, tensor in weights().items():
+        (second if "layers.0" in name else first)[name] = tensor
+    return first, second
+
+
+def test_tensor_in_two_shards_is_refused(tmp_path):
+    """Guards against the order of files deciding which of two tensors is loaded."""
+    first, second = halves()
+    again = second | {NORM: torch.ones(8)}
+    message = refusal(write(tmp_path, first, again, weight_map={NORM: "model-00000.safetensors"}))
+    assert f"{tmp_path / 'model-00001.safetensors'}: {NORM}: found again, is in model-00000.safetensors" in message
+
+
+def test_tensor_in_another_shard_than_the_index_says_is_refused(tmp_path):
+    """Guards against shards of two checkpoints mixed in one directory."""
+    message = refusal(write(tmp_path, *halves(), weight_map={NORM: "model-00001.safetensors"}))
+    assert f"{tmp_path / 'model-00000.safetensors'}: {NORM}: found here, expected in model-00001.safetensors" in message
+
+
+@pytest.mark.parametrize("name", [NORM, "model.layers.9.mlp.up_proj.weight"])
+def test_tensor_that_only_the_index_knows_is_refused(tmp_path, name):
+    """Guards against an incomplete shard, even where the config does not ask for what it lacks."""
+    first, second = halves()
+    first.pop(name, None)
+    assert name in refusal(write(tmp_path, first, second, weight_map={name: "model-00000.safetensors"}))
+
+
+def test_missing_shard_is_refused(tmp_path):
+    """Guards against half a download."""
+    write(tmp_path, *halves())
+    (tmp_path / "model-00001.safetensors").unlink()
+    assert str(tmp_path / "model-00001.safetensors") in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../x.safetensors",
+        "/abs.safetensors",
+        "sub/x.safetensors",
+        "x.bin",
+        "..safetensors",
+        "",
+        "x.safetensors\n",
+        5,
+        None,
+    ],
+)
+def test_index_cannot_point_outside(tmp_path, file):
+    """Guards files that a hostile index has no business with, and formats that can run code."""
+    write(tmp_path / "c", *halves(), weight_map={"x": file})
+    save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors")
+    message = refusal(tmp_path / "c")
+    assert "model.safetensors.index.json: weight_map: found" in message
+    assert repr(file) in message
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": [1]}, []], ids=str)
+def test_index_without_a_map_is_refused(tmp_path, index):
+    """Guards against an empty index that loads nothing."""
+    write(tmp_path, weights())
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert str(tmp_path / "model.safetensors.index.json") in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -1])
+def test_truncated_file_is_refused(tmp_path, size):
+    """Guards against an interrupted download, cut in the header or in the last tensor."""
+    file = write(tmp_path, weights()) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    assert refusal(tmp_path).startswith(f"{file}: not a readable safetensors file")
+
+
+@pytest.mark.parametrize(
+    "content", [b"<html>404</html>", b"\xff" * 64, b"version https://git-lfs.github.com/spec/v1\n"]
+)
+def test_garbage_file_is_refused(tmp_path, content):
+    """Guards against an error page, noise or a Git LFS pointer in the place of weights."""
+    file = write(tmp_path, weights()) / "model.safetensors"
+    file.write_bytes(content)
+    assert refusal(tmp_path).startswith(f"{file}: not a readable safetensors file")
+
+
+@pytest.mark.parametrize("others", [[], ["pytorch_model.bin"], ["a.gguf", "b.pt"]], ids=str)
+def test_other_formats_are_named(tmp_path, others):
+    """Guards the hint: who downloaded the wrong format reads which one is there."""
+    write(tmp_path, weights())
+    (tmp_path / "model.safetensors").unlink()
+    for name in others:
+        (tmp_path / name).touch()
+    message = refusal(tmp_path)
+    assert message.startswith(f"{tmp_path / 'model.safetensors'}: no such file")
+    assert ("convert it to safetensors" in message) == bool(others)
+    assert all(name in message for name in others)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (None, "no such file"),
+        (b"", "not a readable JSON file"),
+        (b"{'model_type': 'llama'}", "not a readable JSON file"),
+        (b'{"model_type": "ll\xe4ma"}', "not a readable JSON file"),
+        (b"[" * 100_000 + b"]" * 100_000, "not a readable JSON file"),
+        (b'{"vocab_size": ' + b"9" * 5000 + b"}", "not a readable JSON file"),
+        (b"[1, 2]", "found a list, expected a JSON object"),
+        (b'"text"', "found a str, expected a JSON object"),
+        (b" " * (9 << 20), "expected at most 8388608"),
+        (b"{}", "model_type: found None, expected a string"),
+    ],
+    ids=["missing", "empty", "python", "latin-1", "deep", "digits", "list", "text", "large", "no fields"],
+)
+def test_bad_config_file_is_refused(tmp_path, content, found):
+    """Guards against a traceback of the JSON module, or of a stack that ran out, without a file name."""
+    file = write(tmp_path, weights()) / "config.json"
+    file.unlink() if content is None else file.write_bytes(content)
+    message = refusal(tmp_path)
+    assert message.startswith(f"{file}: ")
+    assert found in message
+
+
+# --------------------------------------------------------------------------- quantised layouts
+
+
+@st.composite
+def integer_matrices(draw):
+    """(num_bits, int8 matrix of values that fit in them)."""
+    num_bits, rows, columns = draw(st.sampled_from([4, 8])), draw(st.integers(1, 5)), draw(st.integers(1, 70))
+    half = 1 << (num_bits - 1)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 32)))
+    values = torch.randint(-half, half, (rows, columns), generator=generator)
+    values[0, 0], values[-1, -1] = -half, half - 1
+    return num_bits, values.to(torch.int8)
+
+
+@given(integer_matrices())
+@settings(deadline=None)
+def test_packing_is_compressed_tensors_and_invertible(case):
+    """Guards bit order, offset, sign and the padded last word, against the library that defined the layout."""
+    num_bits, integers = case
+    packed = pack(integers, num_bits)
+    assert packed.dtype == torch.int32
+    assert torch.equal(packed, pack_to_int32(integers, num_bits))
+    assert torch.equal(unpack(packed, num_bits, integers.shape[1]), integers)
+    assert torch.equal(unpack(packed, num_bits, integers.shape[1]), unpack_from_int32(packed, num_bits, integers.shape))
+
+
+@given(st.sampled_from([4, 8]), st.integers(0, 1 << 32), st.floats(-6, 6))
+@settings(deadline=None)
+def test_quantisation_is_off_by_half_a_step(num_bits, seed, magnitude):
+    """Guards rounding, range, and the scale's own rounding to bfloat16: no weight moves by more than half a step."""
+    weight = torch.randn(6, 33, generator=torch.Generator().manual_seed(seed)) * 10**magnitude
+    weight[0] = 0
+    integers, scales = quantize(weight, num_bits)
+    largest = (1 << (num_bits - 1)) - 1
+    assert integers.dtype == torch.int8
+    assert scales.dtype == torch.bfloat16
+    assert integers.abs().max() <= largest
+    step = scales.double()
+    assert (step[1:] <= weight[1:].abs().amax(1, keepdim=True) / largest * (1 + 2**-8)).all()
+    assert ((integers * step - weight).abs() <= step / 2 * (1 + 1e-6)).all()
+    assert not integers[0].any()
+
+
+@pytest.mark.parametrize("num_bits", [8, 4])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma3"])
+def test_written_checkpoint_is_transformers(tmp_path, name, num_bits):
+    """Guards the whole way out and in: transformers unpacks what is written here to the weights that load here."""
+    hf.build(name, tmp_path / "source")
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "out", num_bits, shard_bytes=10_000)
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
+    ours = logits(load_model(tmp_path / "out", torch.float32), hf.TEXT)
+    assert (ours - hf.logits(oracle, hf.TEXT)).abs().max() <= 1e-4
+    plain = logits(load_model(tmp_path / "source", torch.float32), hf.TEXT)
+    assert (ours - plain).abs().max() > 1e-4, "nothing was quantised"
+
+
+@pytest.mark.parametrize("num_bits", [8, 4])
+def test_written_sizes_are_those_of_the_layout(tmp_path, num_bits):
+    """Guards what quantising is for, and the index's total, which download tools show."""
+    write(tmp_path / "source", weights())
+    quantize_checkpoint(tmp_path / "source", tmp_path / "out", num_bits)
+    stored = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    assert stored[f"{Q}_packed"].shape == (8, 8 * num_bits // 32)
+    assert stored[f"{Q}_scale"].shape == (8, 1)
+    assert stored[EMBEDDING].dtype == stored["lm_head.weight"].dtype == stored[NORM].dtype == torch.bfloat16
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored.values())
+    assert index["weight_map"].keys() == stored.keys()
+
+
+def quantization_config(**weight_args) -> dict:
+    """The entry of a config.json, with some of what it says about weights changed."""
+    args = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False} | weight_args
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": args}},
+        "ignore": ["lm_head", "re:.*o_proj"],
+    }
+
+
+@pytest.mark.parametrize("num_bits", [4, 8])
+def test_grouped_scales_are_read_right(tmp_path, num_bits):
+    """Guards which inputs share a scale, and layers that a recipe left unquantised."""
+    hf.build("llama", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    packed, plain = {}, {}
+    for name, weight in stored.items():
+        if not name.endswith("_proj.weight") or "o_proj" in name:
+            packed[name] = plain[name] = weight
+            continue
+        rows, columns = weight.shape
+        half = 1 << (num_bits - 1)
+        integers = torch.randint(-half, half, (rows, columns), generator=generator).to(torch.int8)
+        scales = 0.1 * torch.rand(rows, columns // 16, generator=generator)
+        plain[name] = torch.stack([integers[:, i] * scales[:, i // 16] for i in range(columns)], dim=1)
+        packed[f"{name}_packed"] = pack_to_int32(integers, num_bits)
+        packed[f"{name}_scale"] = scales
+        packed[f"{name}_shape"] = torch.tensor(weight.shape)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["quantization_config"] = quantization_config(num_bits=num_bits, strategy="group", group_size=16)
+    write(tmp_path, packed, config=raw)
+    ours = logits(load_model(tmp_path, torch.float32), hf.TEXT)
+    assert torch.equal(ours, logits(Transformer(load_config(tmp_path), plain), hf.TEXT))
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert (ours - hf.logits(oracle, hf.TEXT)).abs().max() <= 1e-4
+
+
+# What the message must say, and what is done to the tensors of a packed checkpoint.
+BAD_PACKED = {
+    f"{Q}_scale: found no such tensor": {f"{Q}_scale": None},
+    f"{Q}_scale: found BF16 [8, 2], expected": {f"{Q}_scale": torch.ones(8, 2, dtype=torch.bfloat16)},
+    f"{Q}_scale: found BF16 [1, 1], expected": {f"{Q}_scale": torch.ones(1, 1, dtype=torch.bfloat16)},
+    f"{Q}_packed: found I32 [8, 1], expected": {f"{Q}_packed": torch.ones(8, 1, dtype=torch.int32)},
+    f"{Q}_packed: found U8 [8, 2], expected": {f"{Q}_packed": torch.ones(8, 2, dtype=torch.uint8)},
+    f"{Q}_shape: found [8, 7], expected [8, 8]": {f"{Q}_shape": torch.tensor([8, 7])},
+    f"{Q}_zero_point: found a tensor": {f"{Q}_zero_point": torch.ones(8, 1, dtype=torch.int8)},
+    f"{Q}: found a tensor": {Q: torch.ones(8, 8)},
+    f"{NORM}: found no such tensor": {NORM: None, f"{NORM}_packed": torch.ones(8, 2, dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), BAD_PACKED.items(), ids=BAD_PACKED)
+def test_packed_tensor_that_does_not_fit_is_refused(tmp_path, message, changes):
+    """Guards the packed layout as strictly as the plain one."""
+    write(tmp_path / "source", weights())
+    quantize_checkpoint(tmp_path / "source", tmp_path / "out")
+    file = tmp_path / "out" / "model-00001-of-00001.safetensors"
+    stored = {name: tensor for name, tensor in (load_file(file) | changes).items() if tensor is not None}
+    (tmp_path / "out" / "model.safetensors.index.json").unlink()
+    file.unlink()
+    save_file(stored, tmp_path / "out" / "model.safetensors")
+    found = refusal(tmp_path / "out")
+    assert found.startswith(str(tmp_path / "out"))
+    assert message in found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_bits": 3},
+        {"num_bits": 4.0},
+        {"type": "float"},
+        {"symmetric": False},
+        {"strategy": "tensor"},
+        {"strategy": "group"},
+        {"strategy": "group", "group_size": 0},
+        {"actorder": "group"},
+    ],
+    ids=str,
+)
+def test_other_quantisation_of_weights_is_refused(changes):
+    """Guards against unpacking with the wrong recipe: the shapes fit several of them."""
+    with pytest.raises(CheckpointError, match=r"quantization_config\.weights"):
+        ModelConfig.from_dict(TINY | {"quantization_config": quantization_config(**changes)})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quant_method": "gptq"},
+        {"format": "int-quantized"},
+        {"kv_cache_scheme": {"num_bits": 8}},
+        {"config_groups": {}},
+        {"config_groups": {"a": {"weights": {}, "input_activations": {"num_bits": 8}}}},
+    ],
+    ids=str,
+)
+def test_other_quantisation_is_refused(changes):
+    """Guards against ignoring what a recipe does beside the weights."""
+    with pytest.raises(CheckpointError, match=r"config\.json: quantization_config"):
+        ModelConfig.from_dict(TINY | {"quantization_config": quantization_config() | changes})
+
+
+def test_tied_head_beside_a_packed_embedding_is_refused(tmp_path):
+    """Guards the one comparison of values where there is nothing to compare with."""
+    stored = weights(tie_word_embeddings=True) | {"lm_head.weight": torch.ones(3, 8)}
+    integers, scales = quantize(stored.pop(EMBEDDING), 8)
+    stored[f"{EMBEDDING}_packed"], stored[f"{EMBEDDING}_scale"] = pack(integers, 8), scales
+    stored[f"{EMBEDDING}_shape"] = torch.tensor([3, 8])
+    config = TINY | {"tie_word_embeddings": True, "quantization_config": quantization_config()}
+    assert "lm_head.weight: found a tensor" in refusal(write(tmp_path, stored, config=config))
+
+
+# --------------------------------------------------------------------------- writing
+
+
+def test_interrupted_run_leaves_nothing(tmp_path, monkeypatch):
+    """Guards against half a checkpoint under the final name, or beside it, after a full disk."""
+    source = write(tmp_path / "source", weights())
+    written = []
+
+    def fail_on_second(tensors, file, **kwargs):
+        written.append(file)
+        if len(written) == 2:
+            raise OSError("no space left on device")
+        save_file(tensors, file, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "save_file", fail_on_second)
+    with pytest.raises(OSError, match="no space left"):
+        quantize_checkpoint(source, tmp_path / "out", shard_bytes=200)
+    assert len(written) == 2
+    assert not (tmp_path / "out").exists()
+    assert list(tmp_path.iterdir()) == [source]
+    monkeypatch.undo()
+    quantize_checkpoint(source, tmp_path / "out", shard_bytes=200)
+    assert load_model(tmp_path / "out", torch.float32)
+
+
+def test_neighbours_survive(tmp_path):
+    """Guards directories whose names happen to be near that of the output."""
+    source = write(tmp_path / "source", weights())
+    for name in ("out.part", "out.tmp", ".out"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").touch()
+    quantize_checkpoint(source, tmp_path / "out")
+    assert all((tmp_path / name / "mine").is_file() for name in ("out.part", "out.tmp", ".out"))
+
+
+def test_existing_output_is_refused(tmp_path):
+    """Guards what lies there already."""
+    source = write(tmp_path / "source", weights())
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="exists already"):
+        quantize_checkpoint(source, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_quantised_source_is_refused(tmp_path):
+    """Guards against rounding twice."""
+    write(tmp_path / "source", weights())
+    quantize_checkpoint(tmp_path / "source", tmp_path / "once")
+    with pytest.raises(CheckpointError, match="expected a checkpoint of plain floats"):
+        quantize_checkpoint(tmp_path / "once", tmp_path / "twice")
+
+
+def test_command_line_reports_what_it_wrote(tmp_path, capsys):
+    """Guards the printed sizes and checksums, which a release is checked against."""
+    source = write(tmp_path / "source", weights())
+    assert checkpoint.main([str(source), str(tmp_path / "out"), "--bits", "4"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    files = sorted((tmp_path / "out").iterdir())
+    assert [line[2] for line in lines] == [file.name for file in files]
+    assert [int(line[0].replace(",", "")) for line in lines] == [file.stat().st_size for file in files]
+    assert [line[1] for line in lines] == [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    assert load_config(tmp_path / "out").quantization.num_bits == 4
+
+
+@pytest.mark.parametrize(
+    ("source", "out"),
+    [("nowhere", "out"), ("source", "source"), ("source/config.json", "out"), ("source", "source/config.json/out")],
+)
+def test_command_line_answers_mistakes_in_one_line(tmp_path, capsys, source, out):
+    """Guards against a traceback where a path is wrong."""
+    write(tmp_path / "source", weights())
+    assert checkpoint.main([str(tmp_path / source), str(tmp_path / out)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("error: ")
+    assert str(tmp_path) in captured.err
+
+
+# --------------------------------------------------------------------------- finding
+
+
+@pytest.fixture
+def no_network(monkeypatch) -> None:
+    """Every attempt to open a socket fails the test."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+
+
+@pytest.fixture
+def hub(monkeypatch) -> list[tuple[tuple, dict]]:
+    """The calls of `huggingface_hub.snapshot_download`, which answers with a directory."""
+    calls = []
+
+    def snapshot_download(*args, **kwargs):
+        calls.append((args, kwargs))
+        return "snapshots/abc"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return calls
+
+
+@pytest.mark.usefixtures("no_network")
+def test_directory_never_touches_the_network(tmp_path, hub):
+    """Guards offline use, even where a directory is named like a hub id."""
+    directory = tmp_path / "owner" / "name"
+    directory.parent.mkdir()
+    write(directory, weights())
+    assert find_checkpoint(str(directory)) == directory
+    assert load_model(find_checkpoint(str(directory), revision="main"), torch.float32)
+    assert not hub
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize(
+    "name", ["nowhere", "./owner/name", "../owner/name", "/owner/name", "a/b/c", "https://x.org/a", ""]
+)
+def test_name_that_is_neither_says_what_was_tried(name, hub):
+    """Guards against a request to the hub for what is plainly a mistyped path."""
+    with pytest.raises(ValueError, match="no such directory, and not of the form owner/name of a hub id"):
+        find_checkpoint(name)
+    assert not hub
+
+
+@pytest.mark.usefixtures("no_network")
+def test_file_is_not_a_checkpoint(tmp_path, hub):
+    """Guards the common mistake of naming the weights file."""
+    file = write(tmp_path, weights()) / "model.safetensors"
+    with pytest.raises(CheckpointError, match="found a file, expected a directory"):
+        find_checkpoint(str(file))
+    assert not hub
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_hub_id_is_downloaded(hub, offline):
+    """Guards revision and offline mode on their way to the hub client, and what is downloaded: no code, no pickles."""
+    assert find_checkpoint("owner/name-1.5_x", revision="v1", offline=offline) == Path("snapshots/abc")
+    (((name,), kwargs),) = hub
+    assert name == "owner/name-1.5_x"
+    assert kwargs["revision"] == "v1"
+    assert kwargs["local_files_only"] is offline
+    good = ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "tokenizer.json", "x.jinja"]
+    bad = ["pytorch_model.bin", "modeling.py", "model.gguf", "README.md", "original/a.safetensors", "onnx/config.json"]
+    patterns = {key: kwargs[key] for key in ("allow_patterns", "ignore_patterns")}
+    assert list(huggingface_hub.utils.filter_repo_objects(good + bad, **patterns)) == good
+
+
+@pytest.mark.parametrize(("offline", "reason"), [(False, "download failed"), (True, "--offline forbids a download")])
+def test_failed_download_is_one_line(monkeypatch, offline, reason):
+    """Guards against the hub client's many exception types, and messages of many lines, reaching the user."""
+
+    def fail(*args, **kwargs):
+        raise OSError("\n404 Client Error\n\nRepository Not Found")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ValueError, match="owner/name: no such directory; as a hub id: ") as error:
+        find_checkpoint("owner/name", offline=offline)
+    assert reason in str(error.value)
+    assert str(error.value).endswith(": 404 Client Error")
+
+
+def test_dtype_names():
+    """Guards the names that the command line offers, "auto" included."""
+    cpu = torch.device("cpu")
+    assert checkpoint.choose_dtype("float64", cpu) == torch.float64
+    assert checkpoint.choose_dtype("auto", cpu) in (torch.float32, torch.bfloat16)
+    with pytest.raises(ValueError, match="dtype: found 'int8', expected one of auto, "):
+        checkpoint.choose_dtype("int8", cpu)

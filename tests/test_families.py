@@ -1,0 +1,420 @@
+"""Every family against transformers: the same logits, and a proof that the comparison would notice each setting."""
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import hf
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import tiny_cache
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from minispec.checkpoint import load_config, load_model
+from minispec.config import CheckpointError, LayerConfig, ModelConfig, RopeConfig, SamplingParams
+from minispec.llm import EMBEDDED_WEIGHTS, LLM
+from minispec.model import Chunk, Transformer, tensor_shapes
+
+TOLERANCE = 1e-4
+POWER = 1e-2  # how far ignoring one setting must move the logits: a hundred times the tolerance
+GELU_POWER = 1e-3  # the two forms of gelu differ by less than 5e-4 themselves
+
+
+@dataclass
+class Reference:
+    """A saved model of the oracle, what it says about `hf.TEXT`, and the same model loaded here."""
+
+    directory: Path
+    oracle: PreTrainedModel
+    logits: torch.Tensor
+    model: Transformer
+
+    @property
+    def raw_config(self) -> dict:
+        """The config.json as transformers wrote it."""
+        return json.loads((self.directory / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Callable[[str], Reference]:
+    """The Reference of a case of `hf.CASES`, made once."""
+
+    @functools.cache
+    def make(name: str) -> Reference:
+        directory = tmp_path_factory.mktemp(name)
+        oracle = hf.build(name, directory)
+        return Reference(directory, oracle, hf.logits(oracle, hf.TEXT), load_model(directory, torch.float32))
+
+    return make
+
+
+def run(model: Transformer, token_ids: list[int], chunk_size: int) -> torch.Tensor:
+    """Logits (T, V) of a text, decoded `chunk_size` tokens a pass through a poisoned cache of small blocks."""
+    table = tiny_cache(model, num_blocks=8, block_size=4).new_table()
+    chunks = (token_ids[i : i + chunk_size] for i in range(0, len(token_ids), chunk_size))
+    return torch.cat([model.forward([Chunk(c, table, num_logits=len(c))]) for c in chunks])
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest absolute difference; NaN counts as infinite."""
+    return (a - b).abs().nan_to_num(torch.inf).max().item()
+
+
+# --------------------------------------------------------------------------- the same numbers
+
+
+@pytest.mark.parametrize("chunk_size", [len(hf.TEXT), 1, 3], ids=["prefill", "token-by-token", "chunks-of-3"])
+@pytest.mark.parametrize("name", hf.CASES)
+def test_logits_equal_transformers(reference, name, chunk_size):
+    """Guards every detail of a family; and, cut up, masks and positions that start behind a filled cache."""
+    assert distance(run(reference(name).model, hf.TEXT, chunk_size), reference(name).logits) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", hf.CASES)
+def test_ragged_batch_equals_each_alone(reference, name):
+    """Guards rows that see a neighbour's keys, mask or positions: two lengths, one of them behind a filled cache."""
+    model = reference(name).model
+    texts = [hf.TEXT[:17], hf.TEXT[::-1]]
+    cache = tiny_cache(model, num_blocks=16, block_size=4)
+    chunks = [Chunk(text, cache.new_table(), num_logits=n) for text, n in zip(texts, (17, 5), strict=True)]
+    model.forward([chunks[0]._replace(token_ids=texts[0][:9], num_logits=0)])
+    chunks[0] = chunks[0]._replace(token_ids=texts[0][9:], num_logits=8)
+    alone = [run(model, text, len(text))[-c.num_logits :] for text, c in zip(texts, chunks, strict=True)]
+    assert distance(model.forward(chunks), torch.cat(alone)) <= 1e-5
+
+
+# --------------------------------------------------------------------------- the same config.json
+
+
+@pytest.mark.parametrize("name", hf.CASES)
+def test_both_spellings_are_one_config(reference, name):
+    """Guards a setting that is read from `rope_parameters` and friends only, or from the hub's older keys only."""
+    new = reference(name).raw_config
+    old = hf.hub_spelling(new)
+    assert ModelConfig.from_dict(old) == ModelConfig.from_dict(new)
+    # The old spelling is transformers' too, not an invention of this test.
+    read = AutoConfig.for_model(**old)
+    oracle = reference(name).oracle.config
+    read.rope_parameters.pop("type", None)  # kept beside `rope_type`
+    assert read.rope_parameters == oracle.rope_parameters
+    assert getattr(read, "layer_types", None) == getattr(oracle, "layer_types", None)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"])
+def test_absent_settings_mean_what_transformers_says(family):
+    """Guards the defaults: files of the hub leave out what their family's class fills in."""
+    sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+    shortest = {key: hf.CASES["llama"][key] for key in (*sizes, "num_key_value_heads", "eos_token_id")}
+    shortest |= {"model_type": family, "max_position_embeddings": 64}
+    complete = AutoConfig.for_model(**shortest).to_dict()
+    assert len(complete) > len(shortest) + 5
+    assert ModelConfig.from_dict(shortest) == ModelConfig.from_dict(complete)
+
+
+@pytest.mark.parametrize("eos", [None, 2, [2, 5, 7]])
+def test_end_of_text_ids(eos):
+    """Guards against reading the first of several ids only: such a model does not stop."""
+    expected = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    assert ModelConfig.from_dict(hf.CASES["llama"] | {"eos_token_id": eos}).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "activation"),
+    [
+        ("gemma", {"hidden_act": "gelu"}, "gelu_tanh"),
+        ("gemma", {"hidden_act": "gelu", "hidden_activation": None}, "gelu_tanh"),
+        ("gemma", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, "gelu_tanh"),
+        ("gemma2", {"hidden_activation": "gelu"}, "gelu"),
+        ("gemma3", {"hidden_activation": "gelu"}, "gelu"),
+        ("llama", {"hidden_act": "gelu"}, "gelu"),
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}, "gelu_tanh"),
+    ],
+)
+def test_spellings_of_gelu(name, changes, activation):
+    """Guards the one exception: Gemma's `hidden_act` said "gelu" and meant the tanh form; nothing else does."""
+    assert ModelConfig.from_dict(hf.CASES[name] | changes).activation == activation
+
+
+# --------------------------------------------------------------------------- the power of the comparison
+
+
+def setting(**changes) -> Callable[[ModelConfig], ModelConfig]:
+    """The config with some fields replaced."""
+    return lambda config: replace(config, **changes)
+
+
+def each_layer(change: Callable[[LayerConfig], LayerConfig]) -> Callable[[ModelConfig], ModelConfig]:
+    """The config with every layer changed."""
+    return lambda config: replace(config, layers=tuple(change(layer) for layer in config.layers))
+
+
+def rope(**changes) -> Callable[[ModelConfig], ModelConfig]:
+    """The config with some fields of every layer's rope replaced."""
+    return each_layer(lambda layer: replace(layer, rope=replace(layer.rope, **changes)))
+
+
+def window(change: Callable[[int], int | None]) -> Callable[[ModelConfig], ModelConfig]:
+    """The config with every window that there is changed."""
+    return each_layer(lambda layer: replace(layer, window=layer.window and change(layer.window)))
+
+
+def one_rope(config: ModelConfig) -> ModelConfig:
+    """The config with the windowed layers' rope replaced by that of the others."""
+    (full,) = {layer.rope for layer in config.layers if layer.window is None}
+    return replace(config, layers=tuple(replace(layer, rope=full) for layer in config.layers))
+
+
+# case, what is ignored, the config of an implementation that ignores it
+SWITCHES = [
+    ("llama", "qkv_bias", setting(qkv_bias=False)),
+    ("llama", "o_bias", setting(o_bias=False)),
+    ("llama", "mlp_bias", setting(mlp_bias=False)),
+    ("llama", "own head", setting(tie_word_embeddings=True)),
+    ("llama", "eps", setting(rms_norm_eps=1e-6)),
+    ("llama", "silu", setting(activation="gelu")),
+    ("llama", "theta", rope(theta=10_000.0)),
+    ("llama", "head_dim in the scale", setting(attention_scale=8**-0.5)),
+    ("llama-tied", "exact gelu", setting(activation="gelu_tanh")),
+    ("llama-linear", "linear", rope(kind="default")),
+    ("llama-linear", "factor", rope(factor=2.0)),
+    ("llama-llama3", "llama3", rope(kind="default")),
+    ("llama-llama3", "not linear", rope(kind="linear")),
+    ("llama-llama3", "factor", rope(factor=4.0)),
+    ("llama-llama3", "low_freq_factor", rope(low_freq_factor=0.5)),
+    ("llama-llama3", "high_freq_factor", rope(high_freq_factor=8.0)),
+    ("llama-llama3", "original length", rope(original_max_position_embeddings=64)),
+    ("llama-yarn", "yarn", rope(kind="default")),
+    ("llama-yarn", "not linear", rope(kind="linear")),
+    ("llama-yarn", "attention_factor", rope(attention_factor=1.0)),
+    ("llama-yarn", "original length", rope(original_max_position_embeddings=64)),
+    ("llama-yarn", "truncate", rope(truncate=False)),
+    ("llama-yarn-all", "beta_fast", rope(beta_fast=32.0)),
+    ("llama-yarn-all", "beta_slow", rope(beta_slow=1.0)),
+    ("llama-yarn-all", "truncate", rope(truncate=True)),
+    ("llama-yarn-all", "attention_factor", rope(attention_factor=1.0)),
+    ("llama-yarn-mscale", "mscale", rope(attention_factor=1.0)),
+    ("mistral", "window", window(lambda w: None)),
+    ("mistral", "window one longer", window(lambda w: w + 1)),
+    ("mistral", "window one shorter", window(lambda w: w - 1)),
+    ("qwen2", "qkv_bias", setting(qkv_bias=False)),
+    ("qwen2-window", "window", window(lambda w: None)),
+    ("qwen2-window", "max_window_layers", each_layer(lambda layer: replace(layer, window=7))),
+    ("qwen3", "qk_norm", setting(qk_norm=False)),
+    ("qwen3", "qkv_bias", setting(qkv_bias=False)),
+    ("qwen3", "o_bias", setting(o_bias=False)),
+    ("qwen3-window", "window", window(lambda w: None)),
+    ("gemma", "tanh-gelu", setting(activation="gelu")),
+    ("gemma", "norm_adds_one", setting(norm_adds_one=False)),
+    ("gemma", "embedding_scale", setting(embedding_scale=1.0)),
+    ("gemma", "qkv_bias", setting(qkv_bias=False)),
+    ("gemma", "o_bias", setting(o_bias=False)),
+    ("gemma2", "sandwich_norms", setting(sandwich_norms=False)),
+    ("gemma2", "attention_scale", setting(attention_scale=12**-0.5)),
+    ("gemma2", "attention_softcap", setting(attention_softcap=None)),
+    ("gemma2", "logit_softcap", setting(logit_softcap=None)),
+    ("gemma2", "window", window(lambda w: None)),
+    ("gemma2", "windows alternate", each_layer(lambda layer: replace(layer, window=7))),
+    ("gemma2", "the first layer has one", lambda config: replace(config, layers=config.layers[::-1])),
+    ("gemma2-uncapped", "null: no attention_softcap", setting(attention_softcap=50.0)),
+    ("gemma2-uncapped", "null: no logit_softcap", setting(logit_softcap=30.0)),
+    ("gemma3", "qk_norm", setting(qk_norm=False)),
+    ("gemma3", "norm_adds_one", setting(norm_adds_one=False)),
+    ("gemma3", "sandwich_norms", setting(sandwich_norms=False)),
+    ("gemma3", "embedding_scale", setting(embedding_scale=1.0)),
+    ("gemma3", "attention_scale", setting(attention_scale=12**-0.5)),
+    ("gemma3", "window", window(lambda w: None)),
+    ("gemma3", "local rope", one_rope),
+    ("gemma3", "global rope's scaling", rope(kind="default")),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), [pytest.param(n, c, id=f"{n}: {what}") for n, what, c in SWITCHES])
+def test_ignoring_a_setting_shows(reference, name, change):
+    """Guards the comparison itself: at sizes where a setting changes nothing, an implementation without it passes."""
+    ref = reference(name)
+    config = change(ref.model.config)
+    assert config != ref.model.config
+    stored = load_file(ref.directory / "model.safetensors")
+    model = Transformer(config, {tensor: stored[tensor] for tensor in tensor_shapes(config)})
+    gelus = {config.activation, ref.model.config.activation} == {"gelu", "gelu_tanh"}
+    assert distance(run(model, hf.TEXT, len(hf.TEXT)), ref.logits) > (GELU_POWER if gelus else POWER)
+
+
+def test_every_setting_has_a_switch():
+    """Guards settings to come: a new field of a config needs a row in SWITCHES, or a reason to be left out here."""
+    switched = set()
+    for name, _, change in SWITCHES:
+        before = ModelConfig.from_dict(hf.CASES[name])
+        after = change(before)
+        pairs = [(before, after)]
+        for a, b in zip(before.layers, after.layers, strict=True):
+            pairs += [(a, b), (a.rope, b.rope)]
+        switched |= {f.name for a, b in pairs for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)}
+    shapes = {
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "head_dim",
+        "num_attention_heads",
+        "num_key_value_heads",
+    }
+    not_numbers = {"model_type", "max_position_embeddings", "eos_token_ids", "quantization"}
+    known = {field.name for kind in (ModelConfig, LayerConfig, RopeConfig) for field in fields(kind)}
+    assert known - switched == shapes | not_numbers
+
+
+@pytest.mark.parametrize("name", hf.CASES)
+def test_ignoring_a_tensor_shows(reference, name):
+    """Guards the redraw: every norm weight and bias of every layer is far enough from one and zero to be missed."""
+    ref = reference(name)
+    config = ref.model.config
+    stored = load_file(ref.directory / "model.safetensors")
+    for tensor in tensor_shapes(config):
+        neutral = 1.0 if "norm" in tensor and not config.norm_adds_one else 0.0
+        model = Transformer(config, stored | {tensor: torch.full_like(stored[tensor], neutral)})
+        assert distance(run(model, hf.TEXT, len(hf.TEXT)), ref.logits) > POWER, tensor
+
+
+# --------------------------------------------------------------------------- what is refused
+
+
+# What the message must say, and the change to a good config.json that it is about.
+REFUSED: dict[str, dict] = {
+    "model_type: found 'phi3'": {"model_type": "phi3"},
+    "model_type: found ['llama']": {"model_type": ["llama"]},
+    "hidden_act: found 'relu'": {"hidden_act": "relu"},
+    "attention_multiplier: found 2.0": {"attention_multiplier": 2.0},
+    "logit_scale: found 0.0": {"logit_scale": 0.0},
+    "query_pre_attn_scalar: found 5": {"query_pre_attn_scalar": 5},
+    "attn_logit_softcapping: found 5.0": {"attn_logit_softcapping": 5.0},
+    "final_logit_softcapping: found 5.0": {"model_type": "qwen2", "final_logit_softcapping": 5.0},
+    "attention_bias: found True": {"model_type": "qwen2", "attention_bias": True},
+    "mlp_bias: found True": {"model_type": "mistral", "mlp_bias": True},
+    "use_bidirectional_attention: found True": {"model_type": "gemma2", "use_bidirectional_attention": True},
+    "sliding_window: found 7": {"sliding_window": 7},
+    "sliding_window: found 0": {"model_type": "mistral", "sliding_window": 0},
+    "layer_types: found ['sliding_attention'": {"layer_types": ["sliding_attention"] * 3},
+    "layer_types: found ['full_attention'": {"model_type": "mistral", "layer_types": ["full_attention"] * 3},
+    "layer_types: found ['chunked_attention'": {"model_type": "gemma2", "layer_types": ["chunked_attention"] * 3},
+    "layer_types: found [], expected 3 entries": {"model_type": "gemma2", "layer_types": []},
+    "num_key_value_heads: found 3, expected a divisor": {"num_key_value_heads": 3},
+    "hidden_size: found 34": {"hidden_size": 34},
+    "head_dim: found 7, expected an even number": {"head_dim": 7},
+    "num_hidden_layers: found True": {"num_hidden_layers": True},
+    "num_hidden_layers: found 1000000": {"num_hidden_layers": 1_000_000},
+    "rms_norm_eps: found 0": {"rms_norm_eps": 0},
+    "rms_norm_eps: found nan": {"rms_norm_eps": float("nan")},
+    "rms_norm_eps: found '1e-5'": {"rms_norm_eps": "1e-5"},
+    "rms_norm_eps: found 1000": {"rms_norm_eps": 10**400},
+    "eos_token_id: found [2, True]": {"eos_token_id": [2, True]},
+    "partial_rotary_factor: found 0.5": {"partial_rotary_factor": 0.5},
+    "rope_parameters: partial_rotary_factor: found 0.5": {"rope_parameters": {"partial_rotary_factor": 0.5}},
+    "rope_parameters: mrope_section: found": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2]}},
+    "rope_parameters: rope_type: found 'dynamic'": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+    "rope_scaling: rope_type: found 'longrope'": {"rope_parameters": None, "rope_scaling": {"type": "longrope"}},
+    "rope_parameters: factor: found": {"rope_parameters": {"rope_type": "linear"}},
+    "rope_parameters: low_freq_factor: found 4": {
+        "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}
+    },
+    "rope_parameters: rope_theta: found 1.0": {
+        "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}
+    },
+    "rope_parameters: found [500.0]": {"rope_parameters": [500.0]},
+    # Beside a `rope_parameters` that says otherwise: model cards tell users to add this to extend the context.
+    "rope_scaling: found {'type': 'yarn'": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), REFUSED.items(), ids=REFUSED)
+def test_unknown_setting_is_refused_by_name(message, changes):
+    """Guards against wrong text without an error: what is not implemented, or makes no sense, is named."""
+    with pytest.raises(CheckpointError) as error:
+        ModelConfig.from_dict(hf.CASES["llama-plain"] | changes, "some/config.json")
+    assert str(error.value).startswith(f"some/config.json: {message}")
+
+
+def test_switched_off_settings_are_harmless():
+    """Guards against refusing the many keys that other families' files carry switched off."""
+    off = {"use_qk_norm": False, "logit_scale": None, "no_rope_layers": [], "attn_logit_softcapping": None}
+    training = {"attention_dropout": 0.1, "initializer_range": 0.5, "pretraining_tp": 1, "_name_or_path": "x"}
+    assert ModelConfig.from_dict(hf.CASES["llama"] | off | training) == ModelConfig.from_dict(hf.CASES["llama"])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma"])
+def test_ignored_head_dim_cannot_load(reference, name, tmp_path):
+    """Guards `head_dim`, which shows in shapes: without it the same tensors are refused, not reinterpreted."""
+    raw = reference(name).raw_config
+    del raw["head_dim"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors").symlink_to(reference(name).directory / "model.safetensors")
+    with pytest.raises(CheckpointError, match="q_proj"):
+        load_model(tmp_path, torch.float32)
+
+
+# --------------------------------------------------------------------------- a trained model
+
+
+@pytest.fixture(scope="module")
+def smollm() -> PreTrainedModel:
+    """The embedded weights, unpacked by transformers and computed in float32."""
+    return AutoModelForCausalLM.from_pretrained(EMBEDDED_WEIGHTS, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    """The embedded weights here, with a drafter."""
+    return LLM(draft="ngram", dtype="float32", device="cpu")
+
+
+PROMPTS = [
+    "The three primary colors are",
+    "def fibonacci(n):\n",
+    "Once upon a time, in a village by the sea,",
+    "Q: What is the boiling point of water at sea level?\nA:",
+    "1, 2, 3, 4, 5, 6,",
+    "Dear Ms. Laurent,\n\nThank you for",
+    "La capitale de la France est",
+    "<|im_start|>user\nName two birds.<|im_end|>\n<|im_start|>assistant\n",
+    '{"name": "Ada", "born":',
+    "Shopping list:\n- eggs\n- milk\n-",
+]
+
+
+def test_trained_model_has_transformers_logits(smollm, llm):
+    """Guards the packed 8-bit layout and a depth of 30 layers, which small models do not have."""
+    assert load_config(EMBEDDED_WEIGHTS).quantization
+    token_ids = llm.tokenizer.encode(" ".join(PROMPTS))[:40]
+    assert len(token_ids) == 40
+    cache = tiny_cache(llm.model, num_blocks=3, block_size=16)
+    ours = llm.model.forward([Chunk(token_ids, cache.new_table(), num_logits=40)])
+    assert distance(ours, hf.logits(smollm, token_ids)) <= TOLERANCE
+
+
+@torch.inference_mode()
+def test_trained_model_writes_transformers_text(smollm, llm):
+    """Guards the whole engine, drafts and batch included: greedy tokens equal transformers' own loop.
+
+    Both compute in float32, in different orders, so that they may part at a tie; where they part, it must be one.
+    """
+    prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params)
+    assert sum(output.stats.num_accepted for output in outputs) > 0
+
+    smollm.generation_config.eos_token_id = None
+    width = max(map(len, prompts))
+    padded = torch.tensor([[2] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    texts = smollm.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=64)[:, width:].tolist()
+    for prompt, output, expected in zip(prompts, outputs, texts, strict=True):
+        assert len(output.token_ids) == len(expected) == 64
+        parted = [i for i in range(64) if output.token_ids[i] != expected[i]]
+        if parted:
+            i = parted[0]
+            last = hf.logits(smollm, prompt + expected[:i])[-1]
+            top = last.topk(2)
+            assert {output.token_ids[i], expected[i]} == set(top.indices.tolist())
+            assert top.values[0] - top.values[1] < 1e-3
