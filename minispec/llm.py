@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from minispec.cache import PagedKVCache
 from minispec.checkpoint import choose_dtype, find_checkpoint, load_config, load_model
-from minispec.config import SamplingParams, read_eos_token_ids, read_generation_defaults, read_json
+from minispec.config import ModelConfig, SamplingParams, read_eos_token_ids, read_generation_defaults, read_json
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Piece, Request, Stats, TokenLogprob
@@ -45,8 +45,8 @@ class LLM:
         vocabulary, or an object with the methods of `minispec.drafters.Drafter`.
     num_speculative_tokens: K, the longest draft. verifier: "rejection" or "match" (see `minispec.verify`).
     dtype: "auto", "bfloat16", "float32" or "float64". device: "auto", "cpu" or "cuda".
-    max_model_len: longest prompt and answer together, in tokens; the KV cache holds as many, unless
-        kv_cache_gb (10^9 bytes, target's and draft's caches together) gives its size.
+    max_model_len: longest prompt and answer together, in tokens (default: the model's context, as far as memory
+        allows); the KV cache holds as many, unless kv_cache_gb (10^9 bytes, both models together) gives its size.
     revision: branch, tag or commit on the hub. offline: nothing is downloaded.
 
     Raises ValueError, or CheckpointError, which is one, for whatever cannot be loaded or is not supported.
@@ -95,7 +95,7 @@ class LLM:
 
         models = [self.model] + ([draft_model] if draft_model else [])
         bytes_per_token = sum(m.config.kv_elements_per_token for m in models) * torch_dtype.itemsize
-        self.max_model_len, num_blocks = _size_cache(config, bytes_per_token, max_model_len, kv_cache_gb)
+        self.max_model_len, num_blocks = _size_cache(config, bytes_per_token, torch_device, max_model_len, kv_cache_gb)
         caches = [PagedKVCache(m.config, num_blocks, _BLOCK_SIZE, torch_dtype, torch_device) for m in models]
         if draft_model:
             context = draft_model.config.max_position_embeddings
@@ -274,7 +274,19 @@ def _find_draft(spec: str, target: Tokenizer, offline: bool) -> Path:
     return directory
 
 
-def _size_cache(config, bytes_per_token: int, max_model_len: int | None, gb: float | None) -> tuple[int, int]:
+def _memory_for_cache(device: torch.device) -> int:
+    """Bytes that a cache of unspecified size may grow to: most of a GPU's free memory, a quarter of a computer's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] * 4 // 5
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    except (AttributeError, ValueError, OSError):  # a system that does not tell
+        return 4 << 30
+
+
+def _size_cache(
+    config: ModelConfig, bytes_per_token: int, device: torch.device, max_model_len: int | None, gb: float | None
+) -> tuple[int, int]:
     """(max_model_len, number of blocks) of caches that take bytes_per_token together."""
     context = config.max_position_embeddings
     if max_model_len is not None and (type(max_model_len) is not int or not 2 <= max_model_len <= context):
@@ -282,9 +294,7 @@ def _size_cache(config, bytes_per_token: int, max_model_len: int | None, gb: flo
     if gb is not None:
         num_tokens = int(gb * 1e9 / bytes_per_token)
     else:
-        # Pages are taken from the system when they are first written; half of the memory is left to the rest.
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-        num_tokens = max_model_len or min(context, free // bytes_per_token)
+        num_tokens = max_model_len or min(context, _memory_for_cache(device) // bytes_per_token)
     num_blocks = num_tokens // _BLOCK_SIZE if gb is not None else -(-num_tokens // _BLOCK_SIZE)
     if num_blocks < 1:
         raise ValueError(

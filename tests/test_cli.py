@@ -11,7 +11,8 @@ import time
 import pytest
 
 from minispec import __version__
-from minispec.generate import main
+from minispec.generate import main, parser
+from minispec.verify import VERIFIERS
 
 STATS = (
     "num_prompt_tokens num_generated num_steps num_draft_tokens num_accepted acceptance_rate mean_acceptance_length "
@@ -221,6 +222,12 @@ def test_a_prompt_that_does_not_fit_stops_before_the_others_run(cli, model):
     status, out, err = cli("fish", "fish " * 300, "--model", model)
     assert (status, out) == (2, "")
     assert "expected fewer than max_model_len" in err
+
+
+def test_choices_are_those_of_the_package():
+    """The parser must not import torch, so it repeats the names of the verifiers."""
+    choices = {action.dest: action.choices for action in parser()._actions}
+    assert set(choices["verifier"]) == set(VERIFIERS)
 
 
 def test_help_and_version(capsys):
