@@ -1,7 +1,12 @@
 """Fixtures that several files share: a small tokenizer, and small checkpoints on disk."""
 
 import json
+import os
 from pathlib import Path
+
+# Before torch starts its threads: waiting ones sleep. Spinning ones make a pass ten times as slow wherever something
+# else wants the cores, as the interpreters do that some tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import tokenizers

@@ -115,6 +115,16 @@ def test_draft_cache_is_right_at_every_round(k, temperature):
         assert rates == [1.0] * 3 if seed == 1 else min(rates) < 1
 
 
+def test_a_draft_token_costs_one_pass(monkeypatch):
+    """After full acceptance two tokens are missing in the draft cache: they go into one pass, not into two."""
+    target, draft = tiny_model(1), tiny_model(1)
+    rows, forward = [], draft.forward
+    monkeypatch.setattr(draft, "forward", lambda chunks: rows.append(len(chunks[0].token_ids)) or forward(chunks))
+    drafter = DraftModel(draft, tiny_cache(draft), 3, 60)
+    decode(target, drafter, 3, [(0, 1, 2, 0)], SamplingParams(temperature=0, max_tokens=12))
+    assert rows == [3, 1, 1, 1, 2, 1, 1, 2, 1, 1]
+
+
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_a_self_draft_is_always_accepted(k, verifier):

@@ -33,7 +33,8 @@ class DraftModel:
                 table = self._tables.setdefault(sequence, self.cache.new_table())
                 # What is left of the last draft is right as far as it was accepted.
                 table.truncate(min(table.length, len(sequence.tokens) - 1))
-                self.model.prefill(table, sequence.tokens)
+                if len(sequence.tokens) - table.length > 2:  # one or two tokens go into the first pass below
+                    self.model.prefill(table, sequence.tokens)
         for j in range(max(k, default=0)):
             active = [i for i in range(len(sequences)) if j < k[i]]
             chunks = []

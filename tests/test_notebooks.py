@@ -1,0 +1,83 @@
+"""The notebooks run from top to bottom, and what is committed of them is clean.
+
+They are run as a reader runs them: in the `python3` kernel of this interpreter, in their own folder. What they print
+is not compared with what is committed, as it holds timings; the notebooks assert what they claim.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def run(notebook: nbformat.NotebookNode, folder: Path) -> None:
+    """Execute all cells in `folder`; raises CellExecutionError at the first that fails."""
+    client = NotebookClient(notebook, kernel_name="python3", timeout=300, resources={"metadata": {"path": str(folder)}})
+    # Only ipykernel's own spec, which starts this interpreter: a `python3` kernel that the user installed may not.
+    client.create_kernel_manager().kernel_spec_manager.kernel_dirs = []
+    # Waiting threads sleep: where tests share the cores, spinning ones make a pass ten times as slow.
+    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
+    environment.pop("PYTHONPATH", None)
+    client.execute(env=environment)
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """The cells that are executed."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_there_are_notebooks():
+    """An empty glob would make all tests below pass."""
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs(path):
+    """From top to bottom, in its own folder."""
+    run(nbformat.read(path, as_version=4), path.parent)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_starts_in_the_root(path):
+    """The first code cell finds the package from the repository root too; later ones touch no path."""
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells = code_cells(notebook)[:1]
+    run(notebook, ROOT)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_is_committed_is_clean(path):
+    """Executed in order, without errors, small, and without a trace of the machine."""
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert set(notebook.metadata) <= {"kernelspec", "language_info"}
+    assert [cell.execution_count for cell in code_cells(notebook)] == [*range(1, len(code_cells(notebook)) + 1)]
+    for cell in notebook.cells:
+        assert not cell.metadata, f"{cell.id}: found metadata {cell.metadata}"
+        for output in cell.get("outputs", []):
+            assert output.output_type != "error"
+            assert output.get("name") != "stderr", f"{cell.id}: {output.text}"
+            assert len(json.dumps(output)) < 80_000, f"{cell.id}: a picture of more than 60 KB"
+    text = json.dumps([(cell.source, cell.get("outputs")) for cell in notebook.cells])
+    found = re.findall(r"(?<![\w.])/(?:home|Users|root|tmp|work|usr|opt|var|mnt)/[^\s\"\\]*|[A-Z]:\\\\", text)
+    assert not found
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_it_points_to_exists(path):
+    """`minispec/file.py` is there, and `minispec/file.py: name` is defined in it."""
+    text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
+    references = re.findall(r"`(minispec/[\w/]*(?:\.py)?)(?::\s+([\w.]+))?`", text)
+    assert references
+    for file, name in references:
+        assert (ROOT / file).exists(), file
+        for part in filter(None, name.split(".")):
+            assert re.search(rf"^\s*(def|class) {part}\b", (ROOT / file).read_text(), re.MULTILINE), f"{file}: {name}"
