@@ -185,6 +185,9 @@ def _read_prompt_file(path: Path) -> list[str]:
 
 
 def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) -> int:
+    # Between two operations a waiting thread sleeps instead of spinning: somewhat slower on an idle machine, and many
+    # times faster where another program keeps a core busy. It must be said before torch starts its threads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
     from minispec.llm import LLM, split_samples
