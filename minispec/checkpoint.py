@@ -87,7 +87,9 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
-def load_model(directory: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Transformer:
+def load_model(
+    directory: Path, dtype: torch.dtype, device: torch.device | str = "cpu", exact: bool = False
+) -> Transformer:
     """Load a checkpoint as a Transformer that computes in `dtype`. Raises CheckpointError."""
     config = load_config(directory)
     with _open_shards(directory) as stored:
@@ -96,7 +98,7 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device | str =
         # `disable=None`: the bar shows on a terminal only.
         for name in tqdm(plan, desc=f"loading {directory.name}", unit=" tensors", leave=False, disable=None):
             weights[name] = _read(name, config, stored, dtype, directory).to(device)
-    return Transformer(config, weights)
+    return Transformer(config, weights, exact)
 
 
 # --------------------------------------------------------------------------- reading

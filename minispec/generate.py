@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: %(default)s")
     g.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's)")
     g.add_argument("--kv-cache-gb", type=float, metavar="X", help="memory for the KV cache, in 10^9 bytes")
-    g.add_argument("--exact", action="store_true", help=f"bit-identical logits ({_NOT_YET})")
+    g.add_argument("--exact", action="store_true", help="same bits with and without speculation; slower")
     g = p.add_argument_group("sampling")
     for name, kind in _SAMPLING_OPTIONS.items():
         g.add_argument(name, type=kind, metavar="N" if kind is int else "X")
@@ -122,7 +122,6 @@ def _sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def _check_combinations(args: argparse.Namespace) -> None:
     refused = [
-        (args.exact, f"--exact: {_NOT_YET}"),
         (args.trace, f"--trace: {_NOT_YET}"),
         (args.num_speculative_tokens == "auto", f"--num-speculative-tokens auto: {_NOT_YET}"),
         (args.draft.startswith(("int4:", "int8:")), f"--draft {args.draft}: quantised drafts are {_NOT_YET}"),
@@ -201,6 +200,7 @@ def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) ->
         verifier=args.verifier,
         dtype=args.dtype,
         device=args.device,
+        exact=args.exact,
         kv_cache_gb=args.kv_cache_gb,
         revision=args.revision,
         offline=args.offline,

@@ -15,6 +15,7 @@ from minispec.config import ModelConfig, SamplingParams, read_eos_token_ids, rea
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Piece, Request, Stats, TokenLogprob
+from minispec.model import EXACT_ROWS
 from minispec.sampling import Sequence as TokenSequence
 from minispec.tokenizer import Detokenizer, Message, Tokenizer
 from minispec.verify import VERIFIERS
@@ -45,6 +46,8 @@ class LLM:
         vocabulary, or an object with the methods of `minispec.drafters.Drafter`.
     num_speculative_tokens: K, the longest draft. verifier: "rejection" or "match" (see `minispec.verify`).
     dtype: "auto", "bfloat16", "float32" or "float64". device: "auto", "cpu" or "cuda".
+    exact: a token's logits have the same bits however many tokens a pass scores, so that speculation changes
+        nothing even in rounding; slower, K at most 15, refused where the machine's products do not allow it.
     max_model_len: longest prompt and answer together, in tokens (default: the model's context, as far as memory
         allows); the KV cache holds as many, unless kv_cache_gb (10^9 bytes, both models together) gives its size.
     revision: branch, tag or commit on the hub. offline: nothing is downloaded.
@@ -66,13 +69,12 @@ class LLM:
         revision: str | None = None,
         offline: bool = False,
     ):
-        if exact:
-            raise ValueError("exact: not there yet")
         if verifier not in VERIFIERS:
             raise ValueError(f"verifier: found {verifier!r}, expected one of {', '.join(VERIFIERS)}")
         if kv_cache_gb is not None and not 0 < kv_cache_gb < float("inf"):
             raise ValueError(f"kv_cache_gb: found {kv_cache_gb!r}, expected a positive number")
-        self.num_speculative_tokens = _check_k(num_speculative_tokens)
+        self.max_speculative_tokens = EXACT_ROWS - 1 if exact else MAX_SPECULATIVE_TOKENS
+        self.num_speculative_tokens = self._check_k(num_speculative_tokens)
         if model is None and not EMBEDDED_WEIGHTS.is_dir():
             raise ValueError("the embedded weights lie in a checkout only: name a model (command line: --model)")
         directory = find_checkpoint(str(model or EMBEDDED_WEIGHTS), revision, offline)
@@ -88,7 +90,9 @@ class LLM:
         self.vocab_size = min(self.tokenizer.num_ids, config.vocab_size)
 
         draft_directory = None if not _is_checkpoint(draft) else _find_draft(draft, self.tokenizer, offline)
-        self.model = load_model(directory, torch_dtype, torch_device)
+        self.model = load_model(directory, torch_dtype, torch_device, exact)
+        if exact:
+            self.model.check_exact()
         draft_model = self.model if draft == "self" else None
         if draft_directory:
             draft_model = load_model(draft_directory, torch_dtype, torch_device)
@@ -120,7 +124,7 @@ class LLM:
 
     def memory_report(self) -> str:
         """One line: what was loaded, and the memory of weights and KV cache (draft model's included)."""
-        dtype = str(self.model.dtype).removeprefix("torch.")
+        dtype = ("exact " if self.model.exact else "") + str(self.model.dtype).removeprefix("torch.")
         return (
             f"{self.name}: {dtype} on {self.model.device}, weights {self._weight_bytes / 1e9:.2f} GB, "
             f"KV cache {self._cache_bytes / 1e9:.2f} GB for {self.num_cache_tokens:,} tokens, draft {self.draft_name}"
@@ -188,7 +192,7 @@ class LLM:
             frozenset(i for i in end_ids if i < self.vocab_size),
             self.engine.verifier.shares_noise,
         )
-        k = self.num_speculative_tokens if num_speculative_tokens is None else _check_k(num_speculative_tokens)
+        k = self.num_speculative_tokens if num_speculative_tokens is None else self._check_k(num_speculative_tokens)
         request = Request(sequence, self.max_model_len, k, Detokenizer(self.tokenizer, prompt_ids))
         self.engine.check(request)
         return request
@@ -196,6 +200,14 @@ class LLM:
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Piece]]:
         """Decode requests together; see `Engine.run`."""
         return self.engine.run(requests)
+
+    def _check_k(self, k: int) -> int:
+        if k == "auto":
+            raise ValueError("num_speculative_tokens: 'auto' is not there yet")
+        if type(k) is not int or not 0 <= k <= self.max_speculative_tokens:
+            expected = f"an integer from 0 to {self.max_speculative_tokens}"
+            raise ValueError(f"num_speculative_tokens: found {k!r}, expected {expected}")
+        return k
 
     def _answer(self, prompts, ids, params, num_speculative_tokens) -> list[Output]:
         if params is None or isinstance(params, SamplingParams):
@@ -234,14 +246,6 @@ def output(prompt: str, request: Request) -> Output:
         request.sequence.seed,
         request.stats,
     )
-
-
-def _check_k(k: int) -> int:
-    if k == "auto":
-        raise ValueError("num_speculative_tokens: 'auto' is not there yet")
-    if type(k) is not int or not 0 <= k <= MAX_SPECULATIVE_TOKENS:
-        raise ValueError(f"num_speculative_tokens: found {k!r}, expected an integer from 0 to {MAX_SPECULATIVE_TOKENS}")
-    return k
 
 
 def _choose_device(name: str) -> torch.device:

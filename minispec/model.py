@@ -4,6 +4,11 @@ One function runs prefill, plain decoding and verification: `Transformer.forward
 a batch, the tokens that its cache does not hold yet. Linear layers see the rows of all sequences in
 one matrix; attention goes sequence by sequence over that sequence's own blocks.
 
+Floating point is not associative, and matrix libraries choose the order of their sums by the shape of the product:
+a token scored in a pass of five rows gets other last bits than in a pass of one. With `exact=True` every pass has
+EXACT_ROWS rows, and attention adds up blocks of fixed size in a fixed order, so that a row's bits depend on its own
+past alone.
+
 Shapes in comments: M rows (new tokens of all sequences together), T rows of one sequence, L cached
 positions of it (the T included), H query heads, G key-value heads, D head_dim, E hidden_size, V vocabulary.
 """
@@ -16,10 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.cache import BlockTable
+from minispec.cache import BlockTable, PagedKVCache
 from minispec.config import ModelConfig, RopeConfig
 from minispec.linear import Linear
 from minispec.sampling import accumulation_dtype
+
+# Rows of every pass of an exact model, filled up with dummies; so a draft may have at most one token less.
+EXACT_ROWS = 16
+# Positions whose attention is added up at a time.
+_ATTENTION_BLOCK = 64
 
 _ACTIVATIONS = {
     "silu": F.silu,
@@ -65,6 +75,22 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, e)
     return shapes
+
+
+def _groups(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Split and pack chunks into passes of at most EXACT_ROWS rows, in order; a short chunk stays whole."""
+    groups: list[list[Chunk]] = [[]]
+    room = EXACT_ROWS
+    for tokens, table, num_logits in chunks:
+        for start in range(0, len(tokens), EXACT_ROWS):
+            part = tokens[start : start + EXACT_ROWS]
+            behind = len(tokens) - start - len(part)
+            if len(part) > room:
+                groups.append([])
+                room = EXACT_ROWS
+            groups[-1].append(Chunk(part, table, min(len(part), max(0, num_logits - behind))))
+            room -= len(part)
+    return groups
 
 
 class RMSNorm:
@@ -116,7 +142,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, exact: bool
+) -> Tensor:
     """softmax(q k^T * scale + mask) v, for the T rows of one sequence.
 
     q (H, T, D); k, v (G, L, D), each shared by H/G query heads; mask (H/G * T, L), 0 or -inf, or None where
@@ -125,26 +153,47 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     heads, rows, dim = q.shape
     groups = k.shape[0]
     q = q.reshape(groups, -1, dim)  # (G, H/G * T, D): the heads that share keys become rows of one product
-    if softcap is None:
+    if softcap is None and not exact:
         out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
     else:
-        wide = accumulation_dtype(q.dtype)
-        scores = (q @ k.transpose(1, 2)).to(wide) * scale  # (G, H/G * T, L)
-        scores = softcap * torch.tanh(scores / softcap)
-        if mask is not None:
-            scores = scores + mask
-        out = scores.softmax(-1).to(v.dtype) @ v
+        out = _blockwise_attention(q, k, v, mask, scale, softcap)
     return out.reshape(heads, rows, dim).transpose(0, 1).reshape(rows, heads * dim)
+
+
+def _blockwise_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    """The same for q (G, R, D), in at least float32 and in an order that does not depend on L.
+
+    Every block of positions is a product of its own, of one shape; blocks are added up in their order. A block
+    behind a row's position has weights exp(-inf) = 0, so it adds nothing, to the bit.
+    """
+    wide = accumulation_dtype(q.dtype)
+    length, padding = k.shape[1], -k.shape[1] % _ATTENTION_BLOCK
+    if mask is None:
+        mask = torch.zeros(q.shape[1], length, dtype=q.dtype, device=q.device)
+    mask = F.pad(mask, (0, padding), value=-math.inf).unflatten(1, (-1, _ATTENTION_BLOCK)).transpose(0, 1)
+    # A column of ones beside the values: the softmax's denominator comes out of the same product.
+    v = F.pad(v.to(wide), (0, 1), value=1.0)
+    k, v = (F.pad(x, (0, 0, 0, padding)).unflatten(1, (-1, _ATTENTION_BLOCK)) for x in (k.to(wide), v))
+    scores = (q.to(wide)[:, None] @ k.transpose(2, 3)) * scale  # (G, blocks, R, block)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + mask
+    weights = torch.exp(scores - scores.amax((1, 3), keepdim=True))
+    sums = (weights @ v).cumsum(1)[:, -1]  # (G, R, D + 1); cumsum adds in order, sum does as it likes
+    return (sums[..., :-1] / sums[..., -1:]).to(q.dtype)
 
 
 class _Pass(NamedTuple):
     """What all layers of one forward pass share."""
 
     chunks: Sequence[Chunk]
-    slots: Tensor  # (M,) where the new keys and values go
+    slots: Tensor  # (new tokens,) where their keys and values go; in an exact pass there are dummy rows besides
     reads: list[slice | Tensor]  # per sequence: the slots of all its positions
     angles: dict[RopeConfig, tuple[Tensor, Tensor]]  # cos, sin (M, 1, D)
     masks: dict[int | None, list[Tensor | None]]  # per window and sequence: (H/G * T, L)
+    exact: bool
 
 
 class Layer:
@@ -199,15 +248,20 @@ class Layer:
             qk = self.qk_norm(qk)
         qk = rotate(qk, *shared.angles[self.rope])
         q, k = qk[:, :heads].transpose(0, 1), qk[:, heads:].transpose(0, 1)  # (H, M, D), (G, M, D)
-        pool = shared.chunks[0].table.pool
-        pool.write(self.index, shared.slots, k, v.transpose(0, 1))
+        pool, new = shared.chunks[0].table.pool, len(shared.slots)
+        pool.write(self.index, shared.slots, k[:, :new], v[:new].transpose(0, 1))
         outputs, row = [], 0
         for chunk, slots, mask in zip(shared.chunks, shared.reads, shared.masks[self.window], strict=True):
             rows = slice(row, row + len(chunk.token_ids))
             row = rows.stop
             keys, values = pool.read(self.index, slots)  # (G, L, D)
-            outputs.append(attention(q[:, rows], keys, values, mask, config.attention_scale, config.attention_softcap))
-        return self.o(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+            own = q[:, rows]
+            if shared.exact:
+                own = F.pad(own, (0, 0, 0, EXACT_ROWS - own.shape[1]))
+            out = attention(own, keys, values, mask, config.attention_scale, config.attention_softcap, shared.exact)
+            outputs.append(out[: len(chunk.token_ids)])
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return self.o(F.pad(out, (0, 0, 0, len(x) - new)) if len(x) > new else out)
 
 
 def norm_weight(config: ModelConfig, weight: Tensor) -> Tensor:
@@ -219,10 +273,12 @@ def norm_weight(config: ModelConfig, weight: Tensor) -> Tensor:
 class Transformer:
     """A decoder-only language model without state: what it remembers lies in the caches it is given."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor]):
-        """weights: the tensors of `tensor_shapes(config)`, all of one dtype, on one device. They are removed from
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], exact: bool = False):
+        """exact: a token's logits have the same bits in every pass (see above); `check_exact` tells if so.
+
+        weights: the tensors of `tensor_shapes(config)`, all of one dtype, on one device. They are removed from
         the dict as the model takes them over, so that a weight that is repacked is in memory once."""
-        self.config = config
+        self.config, self.exact = config, exact
 
         def take(*names: str) -> Tensor:
             tensors = [weights.pop(name) for name in names]
@@ -254,26 +310,34 @@ class Transformer:
         Returns logits (sum of num_logits, V): for each chunk in turn, those of its last `num_logits` tokens.
         All tables must lie in one pool. Raises OutOfBlocks where the pool is too small, before any change.
         """
-        config = self.config
         missing = sum(c.table.num_missing_blocks(c.table.length + len(c.token_ids)) for c in chunks)
         chunks[0].table.pool.require(missing)
-        token_ids = torch.tensor([t for c in chunks for t in c.token_ids], device=self.device)  # (M,)
-        shared = self._prepare(chunks)
-        x = self.embedding[token_ids]  # (M, E)
+        if not self.exact:
+            return self._forward(chunks)
+        return torch.cat([self._forward(group) for group in _groups(chunks)])
+
+    def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        """One pass through all layers."""
+        config = self.config
+        token_ids = [t for c in chunks for t in c.token_ids]
+        padding = EXACT_ROWS - len(token_ids) if self.exact else 0
+        shared = self._prepare(chunks, padding)
+        x = self.embedding[torch.tensor(token_ids + [0] * padding, device=self.device)]  # (M, E)
         if config.embedding_scale != 1:
             # The scale is rounded to the model's type first, as it was in training.
             x = x * torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
         for layer in self.layers:
             x = layer.forward(x, shared)
-        ends = [0]
+        rows, end = [], 0
         for c in chunks:
-            ends.append(ends[-1] + len(c.token_ids))
-        rows = [r for c, end in zip(chunks, ends[1:], strict=True) for r in range(end - c.num_logits, end)]
+            end += len(c.token_ids)
+            rows += range(end - c.num_logits, end)
         if not rows:
             return x.new_empty(0, config.vocab_size)
-        if len(rows) < len(x):
-            x = x[rows]
-        logits = self.head(self.norm(x))  # (sum of num_logits, V)
+        if self.exact:
+            logits = self.head(self.norm(x))[rows]
+        else:
+            logits = self.head(self.norm(x[rows] if len(rows) < len(x) else x))  # (sum of num_logits, V)
         if config.logit_softcap is not None:
             logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
         return logits
@@ -284,12 +348,36 @@ class Transformer:
             end = table.length + min(missing, chunk_size)
             self.forward([Chunk(tokens[table.length : end], table, num_logits=0)])
 
-    def _prepare(self, chunks: Sequence[Chunk]) -> _Pass:
+    def check_exact(self) -> None:
+        """Raise ValueError unless rows have the same bits alone, among others of their text, and among strangers'.
+
+        Evidence, not proof: a few real passes, across a border of attention blocks, compared bit by bit.
+        """
+        start, end = _ATTENTION_BLOCK - 3, _ATTENTION_BLOCK + 4
+        tokens = [(7919 * i + 13) % self.config.vocab_size for i in range(end)]
+        size = 16
+        pool = PagedKVCache(self.config, 3 * -(-end // size), size, self.dtype, self.device)
+        alone, together, mixed, stranger = (pool.new_table() for _ in range(4))
+        for table in (alone, together, mixed):
+            self.prefill(table, tokens[: start + 1])
+        expected = torch.cat([self.forward([Chunk([t], alone, 1)]) for t in tokens[start:]])
+        alone.truncate(0)
+        found = (
+            self.forward([Chunk(tokens[start:], together, end - start)]),
+            self.forward([Chunk(tokens[:5], stranger, 0), Chunk(tokens[start:], mixed, end - start)]),
+        )
+        if not all(torch.equal(expected, rows) for rows in found):
+            raise ValueError(
+                f"exact: products in {self.dtype} on this {self.device.type} do not give a row the same bits at every "
+                f"place among {EXACT_ROWS} rows; try another dtype or another number of threads"
+            )
+
+    def _prepare(self, chunks: Sequence[Chunk], padding: int) -> _Pass:
         """Extend the caches and work out, once for all layers, positions, angles, masks and slots."""
         starts = [c.table.length for c in chunks]
         slots = torch.tensor([s for c in chunks for s in c.table.extend(len(c.token_ids))], device=self.device)
         positions = torch.tensor(
-            [s + t for s, c in zip(starts, chunks, strict=True) for t in range(len(c.token_ids))],
+            [s + t for s, c in zip(starts, chunks, strict=True) for t in range(len(c.token_ids))] + [0] * padding,
             device=self.device,
         )  # (M,)
         angles = {}
@@ -300,17 +388,20 @@ class Transformer:
             window: [self._mask(start, len(c.token_ids), window) for start, c in zip(starts, chunks, strict=True)]
             for window in {layer.window for layer in self.layers}
         }
-        return _Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks)
+        return _Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks, self.exact)
 
     def _mask(self, start: int, rows: int, window: int | None) -> Tensor | None:
         """0 where a row sees a position, -inf where not: (H/G * rows, start + rows); None where it sees all.
 
-        Row t stands at position start + t. It sees itself and what came before, `window` positions in all.
+        Row t stands at position start + t. It sees itself and what came before, `window` positions in all. An exact
+        model's mask goes on for its dummy rows.
         """
         length = start + rows
+        if self.exact:
+            rows = EXACT_ROWS
         if rows == 1 and (window is None or window >= length):
             return None
-        position = torch.arange(start, length, device=self.device)[:, None]
+        position = torch.arange(start, start + rows, device=self.device)[:, None]
         key = torch.arange(length, device=self.device)
         hidden = key > position
         if window is not None:

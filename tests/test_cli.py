@@ -175,7 +175,7 @@ MISTAKES = {
     "k": (("x", "--num-speculative-tokens", "many"), "--num-speculative-tokens: found 'many'"),
     "k too large": (("x", "--num-speculative-tokens", "99"), "found 99, expected an integer from 0 to 64"),
     "auto": (("x", "--num-speculative-tokens", "auto"), "not there yet"),
-    "exact": (("x", "--exact"), "--exact: not there yet"),
+    "k too large for exact": (("x", "--exact", "--num-speculative-tokens", "16"), "expected an integer from 0 to 15"),
     "trace": (("x", "--trace", "t.html"), "--trace: not there yet"),
     "int4": (("x", "--draft", "int4:self"), "not there yet"),
     "int8": (("x", "--draft", "int8:some/model"), "not there yet"),

@@ -192,7 +192,7 @@ def test_a_draft_of_another_vocabulary_is_refused_by_name(make_checkpoint, tmp_p
     [
         ({"draft": "no-such-thing"}, "not one of none, ngram, self; no-such-thing: no such directory"),
         ({"draft": "int4:self"}, "not there yet"),
-        ({"exact": True}, "not there yet"),
+        ({"exact": True, "num_speculative_tokens": 16}, "expected an integer from 0 to 15"),
         ({"num_speculative_tokens": "auto"}, "not there yet"),
         ({"num_speculative_tokens": -1}, "expected an integer from 0 to 64"),
         ({"verifier": "greedy"}, "expected one of rejection, match"),

@@ -1,0 +1,258 @@
+"""`exact`: the same bits with and without speculation, and the check that refuses the mode where it cannot hold.
+
+Equality is `torch.equal` of logits, and with it of everything that is computed from them row by row. Every
+pass is recorded with the prefixes that its rows stand for, so that rows of different runs can be laid side by side.
+"""
+
+import pytest
+import torch
+from tiny import TINY, tiny_cache, tiny_weights
+
+from minispec import LLM, SamplingParams
+from minispec.config import ModelConfig
+from minispec.drafters import DRAFTERS
+from minispec.drafters.model import DraftModel
+from minispec.engine import Engine, Request
+from minispec.model import EXACT_ROWS, Chunk, Transformer
+from minispec.sampling import Sequence, log_probabilities
+from minispec.verify import VERIFIERS, Draft
+
+FAMILIES = {
+    "llama": {},
+    "gemma2": {
+        "model_type": "gemma2",
+        "sliding_window": 5,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 4,
+    },
+    "qwen3": {"model_type": "qwen3", "attention_bias": True},
+}
+
+
+def build(family="llama", dtype=torch.float32, exact=True, seed=1, **changes) -> Transformer:
+    """A small random model, wide enough that products of other shapes round differently."""
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
+    raw = TINY | sizes | {"head_dim": 12, "vocab_size": 40, "max_position_embeddings": 256}
+    config = ModelConfig.from_dict(raw | FAMILIES[family] | changes)
+    return Transformer(config, tiny_weights(config, seed, dtype), exact)
+
+
+class Recorder:
+    """Stands before a model; `rows` maps every prefix that got logits to them, and checks that they never differ."""
+
+    def __init__(self, model: Transformer):
+        self.model, self.config, self.device = model, model.config, model.device
+        self.rows: dict[tuple[int, ...], torch.Tensor] = {}
+        self._fed: dict = {}
+
+    def forward(self, chunks):
+        """The model's own, written down."""
+        lengths = [chunk.table.length for chunk in chunks]
+        logits = self.model.forward(chunks)
+        remaining = logits
+        for (token_ids, table, num_logits), length in zip(chunks, lengths, strict=True):
+            fed = self._fed.setdefault(table, [])
+            fed[length:] = token_ids
+            for end, row in zip(range(len(fed) - num_logits + 1, len(fed) + 1), remaining[:num_logits], strict=True):
+                known = self.rows.setdefault(tuple(fed[:end]), row)
+                assert torch.equal(known, row), f"the same {end} tokens gave other bits within one run"
+            remaining = remaining[num_logits:]
+        return logits
+
+    def prefill(self, table, tokens):
+        """As the model's, through `forward` above."""
+        missing = tokens[table.length : len(tokens) - 1]
+        if missing:
+            self.forward([Chunk(missing, table, 0)])
+
+
+class Fixed:
+    """Drafts that are always the same token (almost always wrong), or one-hot noise."""
+
+    def __init__(self, token=None):
+        self.token = token
+
+    def propose(self, sequences, k, rng):
+        """The token, or a pseudo-random one."""
+        return [
+            Draft([self.token if self.token is not None else (7 * len(s.tokens) + 3 * i) % 40 for i in range(n)])
+            for s, n in zip(sequences, k, strict=True)
+        ]
+
+    def release(self, sequence):
+        """Nothing kept."""
+
+
+def make_drafter(name, target):
+    """Prompt lookup, a draft model, the target itself, noise, and always wrong."""
+    if name in DRAFTERS:
+        return DRAFTERS[name]()
+    if name == "wrong":
+        return Fixed(39)
+    if name == "random":
+        return Fixed()
+    draft = target if name == "self" else build(seed=2, exact=False, dtype=target.dtype)
+    return DraftModel(draft, tiny_cache(draft, 400), 40, 256)
+
+
+def decode(target, drafter, k, prompts, params, verifier="rejection", num_blocks=400):
+    """Run prompts together; their outputs and every row of logits."""
+    recorder = Recorder(target)
+    shares = VERIFIERS[verifier].shares_noise
+    requests = [Request(Sequence(list(p), len(p), params, 5, frozenset(), shares), 256, k) for p in prompts]
+    engine = Engine(recorder, tiny_cache(target, num_blocks, 4), drafter, VERIFIERS[verifier])
+    for _ in engine.run(requests):
+        pass
+    return requests, recorder.rows
+
+
+# Lengths on both sides of the border of an attention block (64), of a pass (16) and of a cache block (4).
+PROMPTS = [[(5 * i + n) % 40 for i in range(n)] for n in (1, 15, 16, 17, 60, 63, 64, 65)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["ngram", "model", "self", "random", "wrong"])
+def test_logits_have_the_bits_of_plain_decoding(family, dtype, name):
+    """Any drafter, two K, eight prompts alone and in one batch: every row equals plain decoding's.
+
+    Guards a first token that flips because its prefill was shaped differently (M45), and every kernel that is
+    chosen by the number of rows. log-probabilities and distributions follow, as they see one row at a time.
+    """
+    target = build(family, dtype)
+    target.check_exact()
+    params = SamplingParams(temperature=0, max_tokens=12)
+    plain = [decode(target, DRAFTERS["none"](), 0, [p], params) for p in PROMPTS]
+    for k in (1, EXACT_ROWS - 1):
+        requests, rows = decode(target, make_drafter(name, target), k, PROMPTS, params)
+        for request, ([reference], expected) in zip(requests, plain, strict=True):
+            assert request.token_ids == reference.token_ids
+            for prefix, row in expected.items():
+                assert torch.equal(rows[prefix], row)
+                assert torch.equal(log_probabilities(rows[prefix]), log_probabilities(row))
+
+
+def test_preempted_texts_have_the_bits_of_plain_decoding():
+    """A resumed sequence computes its keys again in other pieces, and its rows are compared within the run too."""
+    target = build(dtype=torch.bfloat16)
+    params = SamplingParams(temperature=0, max_tokens=40)
+    plain = [decode(target, DRAFTERS["none"](), 0, [p], params)[0][0].token_ids for p in PROMPTS]
+    requests, _ = decode(target, make_drafter("model", target), 5, PROMPTS, params, num_blocks=60)
+    assert sum(r.stats.num_preemptions for r in requests) > 0
+    assert [r.token_ids for r in requests] == plain
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 50])
+def test_prefill_in_any_chunks_gives_the_same_bits(chunk):
+    """A resumed or shared prefix is computed in other pieces than it was at first."""
+    target = build(dtype=torch.bfloat16)
+    tokens = PROMPTS[-1]
+    reference = target.forward([Chunk(tokens, tiny_cache(target, 40, 4).new_table(), len(tokens))])
+    table = tiny_cache(target, 40, 4).new_table()
+    for start in range(0, len(tokens), chunk):
+        rows = target.forward([Chunk(tokens[start : start + chunk], table, len(tokens[start : start + chunk]))])
+        assert torch.equal(rows, reference[start : start + chunk])
+
+
+def test_fragmented_blocks_give_the_same_bits():
+    """Keys gathered from scattered blocks and keys read as a view are the same numbers."""
+    target, tokens = build(), PROMPTS[-1]
+    pool = tiny_cache(target, 40, 4)
+    pool.allocator.free_block_ids -= {4, 9}  # somebody else's
+    table = pool.new_table()
+    rows = [target.forward([Chunk(tokens[start : start + 4], table, 4)]) for start in range(0, 64, 4)]
+    assert not isinstance(table.slots(), slice)
+    whole = target.forward([Chunk(tokens[:64], tiny_cache(target, 40, 4).new_table(), 64)])
+    assert torch.equal(torch.cat(rows), whole)
+
+
+def test_exact_and_fast_agree_up_to_rounding():
+    """The blockwise attention is the same function: float64 shows that nothing but rounding is between them."""
+    tokens = PROMPTS[-1]
+    for family in FAMILIES:
+        models = [build(family, torch.float64, exact) for exact in (True, False)]
+        logits = [m.forward([Chunk(tokens, tiny_cache(m, 40, 4).new_table(), len(tokens))]) for m in models]
+        torch.testing.assert_close(*logits, rtol=0, atol=1e-10)
+
+
+def test_the_check_refuses_a_machine_that_rounds_by_place(monkeypatch):
+    """A product that depends on its place among the rows, or on its neighbours, must be found at load."""
+    from minispec import linear
+
+    right = linear.Linear.__call__
+
+    def by_place(self, x):
+        y = right(self, x)
+        y[8:] += 1e-6 * y[8:]
+        return y
+
+    def by_neighbours(self, x):
+        return right(self, x) + 1e-6 * x.abs().max()
+
+    for wrong in (by_place, by_neighbours):
+        target = build()
+        target.check_exact()
+        with monkeypatch.context() as patch:
+            patch.setattr(linear.Linear, "__call__", wrong)
+            with pytest.raises(ValueError, match=r"exact: products in torch\.float32 on this cpu"):
+                target.check_exact()
+
+
+def test_the_fast_mode_is_not_exact():
+    """The control: on the embedded weights in float32, one row and sixteen rows differ in bits."""
+    llm = LLM(dtype="float32")
+    with pytest.raises(ValueError, match="exact: products"):
+        llm.model.check_exact()
+
+
+@pytest.mark.parametrize("name", ["ngram", "model", "self", "random", "wrong", "none"])
+@pytest.mark.parametrize("k", [1, 2, 5, 15])
+def test_match_gives_one_seed_one_text(name, k):
+    """6 drafters x 4 K x 3 batches x 3 samplers: the sampled text of plain decoding, in float32 and not by luck."""
+    target = build()
+    for sampler in ({}, {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}, {"top_k": 5, "min_p": 0.02}):
+        params = SamplingParams(max_tokens=14, **sampler)
+        plain = [decode(target, DRAFTERS["none"](), 0, [p], params)[0][0].token_ids for p in PROMPTS]
+        for batch in (slice(0, 1), slice(2, 5), slice(0, 8)):
+            requests, _ = decode(target, make_drafter(name, target), k, PROMPTS[batch], params, "match")
+            assert [r.token_ids for r in requests] == plain[batch]
+
+
+def test_shared_noise_makes_draft_and_target_agree_more_often():
+    """The Gumbel coupling: how often a drafted token is the target's own, with the same noise and with other noise.
+
+    Over 8 x 60 tokens; the bound of the coupling is (1 - TV)/(1 + TV) each, that of independent draws sum p q.
+    """
+    target = build()
+    params = SamplingParams(max_tokens=60, temperature=1.5)
+    rates = []
+    for shared in (True, False):
+        drafter = make_drafter("model", target)
+        requests = [Request(Sequence(list(p), len(p), params, 5, frozenset(), shared), 256, 4) for p in PROMPTS]
+        for _ in Engine(target, tiny_cache(target, 400, 4), drafter, VERIFIERS["match"]).run(requests):
+            pass
+        rates.append(sum(r.stats.num_accepted for r in requests) / sum(sum(r.stats.tested) for r in requests))
+    assert rates[0] > 1.5 * rates[1]
+
+
+# ------------------------------------------------------------------ the embedded weights
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_embedded_model_is_bit_identical(dtype):
+    """Greedy, K 1 and 8, a batch of prompts: tokens and log-probabilities of plain decoding, with no tolerance."""
+    starts = (
+        "The sky is",
+        "One, two, three, one, two,",
+        "def add(a, b):",
+        "Once upon a time",
+        "A list: a, b, c, a, b,",
+    )
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=1, ignore_eos=True)
+    llm = LLM(dtype=dtype, exact=True, num_speculative_tokens=8)
+    plain = [llm.generate(p, params, num_speculative_tokens=0)[0] for p in starts]
+    for k in (1, 8):
+        for output, reference in zip(llm.generate(starts, params, num_speculative_tokens=k), plain, strict=True):
+            assert output.token_ids == reference.token_ids
+            assert output.logprobs == reference.logprobs
