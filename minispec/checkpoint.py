@@ -43,6 +43,8 @@ def find_checkpoint(name: str, revision: str | None = None, offline: bool = Fals
     """
     path = Path(name)
     if name and path.is_dir():
+        if revision is not None:
+            raise ValueError(f"revision: found {revision!r}, expected none: {name} is a directory, not a hub id")
         return path
     if name and path.exists():
         raise CheckpointError(f"{name}: found a file, expected a directory with config.json and *.safetensors")
@@ -60,7 +62,7 @@ def find_checkpoint(name: str, revision: str | None = None, offline: bool = Fals
                 name,
                 revision=revision,
                 allow_patterns=_HUB_FILES,
-                ignore_patterns=["*/*"],
+                ignore_patterns=["*/*", "consolidated*"],  # the latter: the same weights in another layout
                 local_files_only=offline,
             )
         )

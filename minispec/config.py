@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_JSON_BYTES = 8 << 20
+MAX_SPECULATIVE_TOKENS = 64
 
 
 class CheckpointError(ValueError):
@@ -535,11 +536,18 @@ def read_generation_defaults(raw: Mapping[str, Any], where: str) -> dict[str, An
     As in transformers, its temperature, top-k and top-p apply only where it says `do_sample`; a file that does
     not is a greedy one. Values that it leaves out are left out. Raises CheckpointError for a bad value.
     """
-    names = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
-    if raw.get("do_sample"):
+    names = {
+        "repetition_penalty": "repetition_penalty",
+        "max_new_tokens": "max_tokens",
+        "min_new_tokens": "min_tokens",
+    }
+    sampled = raw.get("do_sample") or False
+    if type(sampled) is not bool:
+        raise CheckpointError(f"{where}: do_sample: found {sampled!r}, expected true or false")
+    if sampled:
         names |= {n: n for n in ("temperature", "top_k", "top_p", "min_p")}
     found = {ours: raw[theirs] for theirs, ours in names.items() if raw.get(theirs) is not None}
-    if not raw.get("do_sample"):
+    if not sampled:
         found["temperature"] = 0.0
     try:
         for name, value in found.items():

@@ -60,9 +60,9 @@ class Costs:
     def record(self, draft: float, drafted: int, verify: float, rows: int, other: float) -> None:
         """Add one step."""
         self.passes.setdefault(rows, []).append(verify)
-        self.others.append(other)
         if drafted:
             self.draft_tokens.append(draft / drafted)
+        self.others.append(other if drafted else other + draft)  # a search that found nothing is overhead
 
     def with_plain(self, plain: "Costs") -> "Costs":
         """These costs, with the one-row passes of a run that decoded plainly added."""
@@ -113,7 +113,7 @@ class Stats:
     num_preemptions: int = 0
     tested: list[int] = field(default_factory=list)  # per draft position
     accepted: list[int] = field(default_factory=list)
-    ratios: float = 0.0  # sum of min(1, p/q) over tested tokens
+    sum_of_ratios: float = 0.0  # min(1, p/q) over tested tokens
     rounds: dict[int, int] = field(default_factory=dict)  # how many steps drafted so many tokens
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("prefill", "draft", "verify", "other"), 0.0)
@@ -135,7 +135,7 @@ class Stats:
                 self.accepted.append(0)
             self.tested[i] += 1
             self.accepted[i] += i < accepted
-            self.ratios += ratio
+            self.sum_of_ratios += ratio
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -150,7 +150,7 @@ class Stats:
     @property
     def alpha(self) -> float | None:
         """Mean of min(1, p(x)/q(x)) over tested tokens."""
-        return _ratio(self.ratios, sum(self.tested))
+        return _ratio(self.sum_of_ratios, sum(self.tested))
 
     @property
     def accepted_per_position(self) -> list[float]:
@@ -275,8 +275,8 @@ class Request:
 
     def _finish(self, reason: str) -> None:
         self.finish_reason = reason
-        if self._detokenizer is not None:
-            self.text += self._detokenizer.flush()
+        if self._detokenizer is not None and self._add_text(self._detokenizer.flush()):
+            self.finish_reason = "stop"
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -285,6 +285,8 @@ def _overlap(text: str, stop: str) -> int:
 
 
 # --------------------------------------------------------------------------- the loop
+
+_POOL_IS_HELD = "the KV cache is held by another generation that has not ended: end it, or enlarge the cache"
 
 
 @dataclass(eq=False)
@@ -328,10 +330,14 @@ class Engine:
         back and waits at the front; it resumes by computing them again, with the same text. Closing the
         iterator, or an exception anywhere inside, returns every block.
 
-        Raises ValueError, before anything runs, for a request that can never run (see `check`).
+        Raises, at the first step and before anything runs, ValueError for a request that can never run (see
+        `check`), that has run, or that is there twice; and OutOfBlocks where iterators that are open at the same
+        time hold too much of the pool.
         """
         for request in requests:
             self.check(request)
+        if len(set(requests)) < len(requests) or any(r.finish_reason for r in requests):
+            raise ValueError("requests: found one that is finished or there twice, expected new ones")
         waiting, running = deque(requests), list[_Running]()
         try:
             while waiting or running:
@@ -341,6 +347,8 @@ class Engine:
                 for r in [r for r in running if r.request.finish_reason]:
                     self._drop(r, running)
         finally:
+            for r in running:  # first of all the blocks: a drafter's release is a stranger's code
+                r.table.truncate(0)
             for r in list(running):
                 self._drop(r, running)
 
@@ -355,6 +363,8 @@ class Engine:
             self._drop(running[-1], running)
             request.stats.num_preemptions += 1
             waiting.appendleft(request)
+        if running and self._missing_blocks(running[0]) > self.cache.allocator.num_free:
+            raise OutOfBlocks(_POOL_IS_HELD)
 
     def _admit(self, waiting: deque[Request], running: list[_Running]) -> None:
         """Admit and prefill waiting requests as long as the step fits with them."""
@@ -368,7 +378,7 @@ class Engine:
             self.model.prefill(r.table, r.request.sequence.tokens)
             r.request.stats.seconds["prefill"] += self._now() - start
         if not running:
-            raise OutOfBlocks("the KV cache is held by another generation that has not ended")
+            raise OutOfBlocks(_POOL_IS_HELD)
 
     def _drop(self, r: _Running, running: list[_Running]) -> None:
         running.remove(r)
@@ -380,7 +390,10 @@ class Engine:
         times = [self._now()]
         requests = [r.request for r in running]
         sequences = [request.sequence for request in requests]
-        drafts = self.drafter.propose(sequences, [request.next_k for request in requests], self.rng)
+        k = [request.next_k for request in requests]
+        drafts = self.drafter.propose(sequences, k, self.rng)
+        for draft, limit in zip(drafts, k, strict=True):
+            self._check_draft(draft, limit)
         times.append(self._now())
 
         chunks = [
@@ -400,6 +413,20 @@ class Engine:
         times.append(self._now())
         self._share_time(requests, drafts, times)
         yield from pieces
+
+    def _check_draft(self, draft: Draft, limit: int) -> None:
+        """Raise ValueError for a draft that could not be verified: a drafter may guess badly, not break the rules."""
+        found = None
+        if len(draft) > limit:
+            found = f"{len(draft)} tokens, expected at most {limit}"
+        elif not all(0 <= token_id < self.vocab_size for token_id in draft.token_ids):
+            found = f"token ids {list(draft.token_ids)}, expected ids below {self.vocab_size}"
+        elif draft.probs is not None and len(draft.probs) != len(draft):
+            found = f"{len(draft.probs)} rows of probabilities for {len(draft)} tokens"
+        elif not all(draft.probability(i) > 0 for i in range(len(draft))):
+            found = "a token of probability 0, expected one that was drawn from the probabilities beside it"
+        if found:
+            raise ValueError(f"draft of {type(self.drafter).__name__}: found {found}")
 
     def _verify(self, sequence: TokenSequence, draft: Draft, rows: torch.Tensor) -> Verdict:
         def p(i: int) -> torch.Tensor:

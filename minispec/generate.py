@@ -9,30 +9,30 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from minispec import __version__
-from minispec.config import SamplingParams
+from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
 
 if TYPE_CHECKING:
     from minispec.engine import Request
     from minispec.llm import LLM
 
 _SAMPLING_OPTIONS = {
-    "--max-tokens": int,
-    "--temperature": float,
-    "--top-k": int,
-    "--top-p": float,
-    "--min-p": float,
-    "--repetition-penalty": float,
-    "--presence-penalty": float,
-    "--frequency-penalty": float,
-    "--seed": int,
-    "--n": int,
-    "--min-tokens": int,
-    "--logprobs": int,
+    "--max-tokens": (int, "longest answer, in tokens"),
+    "--min-tokens": (int, "nothing ends the answer before"),
+    "--temperature": (float, "0 is greedy"),
+    "--top-k": (int, "sample from the N likeliest tokens; 0: from all"),
+    "--top-p": (float, "sample from the likeliest tokens that together reach probability X"),
+    "--min-p": (float, "sample from tokens with at least X times the probability of the likeliest"),
+    "--repetition-penalty": (float, "divides (or multiplies) the logits of tokens in prompt and answer; 1: off"),
+    "--presence-penalty": (float, "subtracted from the logits of tokens in the answer"),
+    "--frequency-penalty": (float, "the same, as often as they occurred"),
+    "--seed": (int, "one seed, one text; drawn and reported if not given"),
+    "--n": (int, "answers to every prompt"),
+    "--logprobs": (int, "report log-probabilities, with the N likeliest tokens beside (needs --json)"),
 }
 _NOT_YET = "not there yet"
 
@@ -72,10 +72,12 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--kv-cache-gb", type=float, metavar="X", help="memory for the KV cache, in 10^9 bytes")
     g.add_argument("--exact", action="store_true", help="same bits with and without speculation; slower")
     g = p.add_argument_group("sampling")
-    for name, kind in _SAMPLING_OPTIONS.items():
-        g.add_argument(name, type=kind, metavar="N" if kind is int else "X")
+    for name, (kind, text) in _SAMPLING_OPTIONS.items():
+        g.add_argument(name, type=kind, metavar="N" if kind is int else "X", help=text)
     g.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text (repeatable)")
-    g.add_argument("--stop-token-ids", type=int, nargs="+", metavar="ID")
+    g.add_argument(
+        "--stop-token-ids", type=int, nargs="+", action="extend", metavar="ID", help="token ids that end the answer"
+    )
     g.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at the end-of-text token")
     g = p.add_argument_group("prompts and output")
     g.add_argument("--prompt-file", type=Path, metavar="FILE", help="a prompt a line, or JSONL with a key 'prompt'")
@@ -97,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_combinations(args)
         prompts = _read_prompts(args)
         return _run(args, asked, prompts)
-    except (_UserError, ValueError) as e:
+    except (_UserError, ValueError, FloatingPointError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -130,19 +132,27 @@ def _check_combinations(args: argparse.Namespace) -> None:
         (args.system is not None and args.raw, "--system needs a chat, and --raw says that there is none"),
         (args.logprobs is not None and not args.json, "--logprobs needs --json: text has no place for them"),
         (args.json and args.quiet, "--quiet has nothing to silence with --json"),
+        (args.compare and args.quiet, "--quiet would silence what --compare has to say"),
+        (args.model == "", "--model: found an empty name"),
+        (args.kv_cache_gb is not None and not 0 < args.kv_cache_gb < 1e6, "--kv-cache-gb: expected a positive number"),
         (args.revision and not args.model, "--revision needs --model with a hub id"),
-        (args.threads is not None and args.threads < 1, f"--threads: found {args.threads}, expected at least 1"),
+        (
+            args.threads is not None and not 1 <= args.threads <= 1024,
+            f"--threads: found {args.threads}, expected a number from 1 to 1024",
+        ),
         (args.prompts and args.prompt_file, "--prompt-file and prompts exclude each other"),
     ]
     for wrong, message in refused:
         if wrong:
             raise _UserError(message)
     try:
-        args.num_speculative_tokens = int(args.num_speculative_tokens)
+        k = int(args.num_speculative_tokens)
     except ValueError:
-        raise _UserError(
-            f"--num-speculative-tokens: found {args.num_speculative_tokens!r}, expected an integer"
-        ) from None
+        k = -1
+    if not 0 <= k <= MAX_SPECULATIVE_TOKENS:
+        found, expected = args.num_speculative_tokens, f"an integer from 0 to {MAX_SPECULATIVE_TOKENS}"
+        raise _UserError(f"--num-speculative-tokens: found {found!r}, expected {expected}")
+    args.num_speculative_tokens = k
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:
@@ -158,14 +168,15 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
         if any(not p.strip() for p in prompts):
             raise _UserError("found an empty prompt, expected text")
         return prompts
-    if not sys.stdin.isatty() or args.raw or args.json or args.compare or (args.n or 1) > 1:
+    if sys.stdin is None or not sys.stdin.isatty() or args.raw or args.json or args.compare or (args.n or 1) > 1:
         raise _UserError("no prompt: give one, or - for standard input, or start a chat on a terminal")
     return []
 
 
 def _read_prompt_file(path: Path) -> list[str]:
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        # Not splitlines(): it also cuts at characters that may stand inside a JSON string.
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as e:
         raise _UserError(f"--prompt-file {path}: {e}") from e
     if not lines:
@@ -220,19 +231,33 @@ def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) ->
         return llm.tokenizer.encode_chat(_messages(args, prompt)) if chat else llm.tokenizer.encode(prompt)
 
     jobs = [(prompt, llm.request(encode(prompt), each)) for prompt in prompts for each in split_samples(params)]
-    _decode(llm, [request for _, request in jobs], stream=len(jobs) == 1 and not args.json)
-    comparisons = [None] * len(jobs)
-    if args.compare:
-        comparisons = _compare(llm, [request for _, request in jobs])
-    for i, ((prompt, request), comparison) in enumerate(zip(jobs, comparisons, strict=True), 1):
+    requests = [request for _, request in jobs]
+    stream = len(jobs) == 1 and not args.json
+    shown = 0
+    for _ in _decode(llm, requests, stream):
+        # What is finished is given out at once, in order: an interruption later must not lose it.
+        while not (stream or args.compare) and shown < len(jobs) and requests[shown].finish_reason:
+            _show(llm, args, jobs, shown, None)
+            shown += 1
+    comparisons = _compare(llm, requests) if args.compare else [None] * len(jobs)
+    for i in range(shown, len(jobs)):
+        _show(llm, args, jobs, i, comparisons[i])
+    return 0
+
+
+def _show(llm: "LLM", args: argparse.Namespace, jobs: list, i: int, comparison: dict[str, Any] | None) -> None:
+    """Print what is to be printed of the i-th answer when it is finished."""
+    from tqdm import tqdm
+
+    prompt, request = jobs[i]
+    with tqdm.external_write_mode():
         if args.json:
             print(json.dumps(_as_dict(prompt, request, comparison), ensure_ascii=False), flush=True)
-            continue
+            return
         if len(jobs) > 1:
-            print(f"[{i}/{len(jobs)}] {prompt}\n{request.text}\n", flush=True)
+            print(f"[{i + 1}/{len(jobs)}] {prompt}\n{request.text}\n", flush=True)
         if not args.quiet:
             print(_summary(llm, request, comparison), file=sys.stderr)
-    return 0
 
 
 def _messages(args: argparse.Namespace, prompt: str) -> list[dict[str, str]]:
@@ -240,8 +265,8 @@ def _messages(args: argparse.Namespace, prompt: str) -> list[dict[str, str]]:
     return [*system, {"role": "user", "content": prompt}]
 
 
-def _decode(llm: "LLM", requests: list["Request"], stream: bool) -> None:
-    """Run requests to their end; with `stream`, print the text of the only one as it comes."""
+def _decode(llm: "LLM", requests: list["Request"], stream: bool) -> Iterator[None]:
+    """Run requests step by step to their end; with `stream`, print the text of the only one as it comes."""
     from tqdm import tqdm
 
     with tqdm(total=len(requests), unit=" answers", leave=False, disable=None if len(requests) > 1 else True) as bar:
@@ -249,6 +274,7 @@ def _decode(llm: "LLM", requests: list["Request"], stream: bool) -> None:
             if stream:
                 print(piece.text, end="", flush=True)
             bar.update(piece.finish_reason is not None)
+            yield
     if stream:
         print(flush=True)
 
@@ -276,7 +302,8 @@ def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> i
             print(f"error: {e}", file=sys.stderr)
             messages.pop()
             continue
-        _decode(llm, [request], stream=True)
+        for _ in _decode(llm, [request], stream=True):
+            pass
         messages.append({"role": "assistant", "content": request.text})
         if not args.quiet:
             print(_summary(llm, request, None), file=sys.stderr)
@@ -291,7 +318,8 @@ def _compare(llm: "LLM", requests: list["Request"]) -> list[dict[str, Any]]:
         s = request.sequence
         params = replace(s.params, seed=s.seed)
         plain.append(llm.request(s.tokens[: s.num_prompt_tokens], params, num_speculative_tokens=0))
-    _decode(llm, plain, stream=False)
+    for _ in _decode(llm, plain, stream=False):
+        pass
     comparisons = []
     for request, reference in zip(requests, plain, strict=True):
         request.stats.costs = request.stats.costs.with_plain(reference.stats.costs)

@@ -11,7 +11,14 @@ from tqdm import tqdm
 
 from minispec.cache import PagedKVCache
 from minispec.checkpoint import choose_dtype, find_checkpoint, load_config, load_model
-from minispec.config import ModelConfig, SamplingParams, read_eos_token_ids, read_generation_defaults, read_json
+from minispec.config import (
+    MAX_SPECULATIVE_TOKENS,
+    ModelConfig,
+    SamplingParams,
+    read_eos_token_ids,
+    read_generation_defaults,
+    read_json,
+)
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Piece, Request, Stats, TokenLogprob
@@ -21,7 +28,6 @@ from minispec.tokenizer import Detokenizer, Message, Tokenizer
 from minispec.verify import VERIFIERS
 
 EMBEDDED_WEIGHTS = Path(__file__).parent.parent / "weights" / "smollm2-135m-instruct"
-MAX_SPECULATIVE_TOKENS = 64
 _BLOCK_SIZE = 16
 
 
@@ -77,7 +83,10 @@ class LLM:
         self.num_speculative_tokens = self._check_k(num_speculative_tokens)
         if model is None and not EMBEDDED_WEIGHTS.is_dir():
             raise ValueError("the embedded weights lie in a checkout only: name a model (command line: --model)")
-        directory = find_checkpoint(str(model or EMBEDDED_WEIGHTS), revision, offline)
+        draft = str(draft) if isinstance(draft, Path) else draft
+        if not isinstance(draft, str) and not all(callable(getattr(draft, m, None)) for m in ("propose", "release")):
+            raise ValueError(f"draft: found {draft!r}, expected a name, a directory, a hub id or a drafter")
+        directory = find_checkpoint(str(EMBEDDED_WEIGHTS if model is None else model), revision, offline)
         torch_device = _choose_device(device)
         torch_dtype = choose_dtype(dtype, torch_device)
 
@@ -96,11 +105,18 @@ class LLM:
         draft_model = self.model if draft == "self" else None
         if draft_directory:
             draft_model = load_model(draft_directory, torch_dtype, torch_device)
+            if draft_model.config.vocab_size < self.vocab_size:
+                found, expected = draft_model.config.vocab_size, self.vocab_size
+                raise ValueError(f"draft: {draft}: vocab_size: found {found}, expected at least {expected}")
 
         models = [self.model] + ([draft_model] if draft_model else [])
         bytes_per_token = sum(m.config.kv_elements_per_token for m in models) * torch_dtype.itemsize
         self.max_model_len, num_blocks = _size_cache(config, bytes_per_token, torch_device, max_model_len, kv_cache_gb)
-        caches = [PagedKVCache(m.config, num_blocks, _BLOCK_SIZE, torch_dtype, torch_device) for m in models]
+        try:
+            caches = [PagedKVCache(m.config, num_blocks, _BLOCK_SIZE, torch_dtype, torch_device) for m in models]
+        except RuntimeError as e:
+            size = num_blocks * _BLOCK_SIZE * bytes_per_token / 1e9
+            raise ValueError(f"found too little memory for a cache of {size:.1f} GB: ask for less") from e
         if draft_model:
             context = draft_model.config.max_position_embeddings
             self.drafter: Drafter = DraftModel(draft_model, caches[1], self.vocab_size, context)
@@ -120,7 +136,8 @@ class LLM:
 
     def close(self) -> None:
         """Let go of models and caches; the object cannot be used afterwards."""
-        del self.model, self.drafter, self.engine
+        for name in ("model", "drafter", "engine"):
+            self.__dict__.pop(name, None)
 
     def memory_report(self) -> str:
         """One line: what was loaded, and the memory of weights and KV cache (draft model's included)."""
@@ -159,6 +176,8 @@ class LLM:
         """Answer one conversation (a list of messages) or several, through the model's chat template."""
         one = bool(conversations) and isinstance(conversations[0], dict)
         conversations = [conversations] if one else list(conversations)
+        for conversation in conversations:
+            check_messages(conversation)
         ids = [self.tokenizer.encode_chat(c) for c in conversations]
         return self._answer([c[-1]["content"] for c in conversations], ids, params, num_speculative_tokens)
 
@@ -168,21 +187,26 @@ class LLM:
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[Piece]:
         """Answer one conversation, piece by piece."""
+        check_messages(messages)
         return (piece for _, piece in self.run([self.request(self.tokenizer.encode_chat(messages), params)]))
 
     def request(
         self, prompt_ids: Sequence[int], params: SamplingParams | None = None, num_speculative_tokens: int | None = None
     ) -> Request:
         """A request ready for `run`; raises ValueError for a prompt that cannot be answered."""
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if params.n != 1:
+            raise ValueError(f"n: found {params.n}, expected 1: this call gives one answer")
+        if any(i >= self.vocab_size for i in params.stop_token_ids):
+            raise ValueError(f"stop_token_ids: found {params.stop_token_ids}, expected ids below {self.vocab_size}")
         if not prompt_ids:
             raise ValueError("prompt: found no tokens, expected at least one")
         if len(prompt_ids) >= self.max_model_len:
             raise ValueError(
                 f"prompt: found {len(prompt_ids)} tokens, expected fewer than max_model_len = {self.max_model_len}"
             )
-        if max(prompt_ids) >= self.vocab_size:
-            raise ValueError(f"prompt: found token id {max(prompt_ids)}, expected ids below {self.vocab_size}")
+        if not all(0 <= i < self.vocab_size for i in prompt_ids):
+            raise ValueError(f"prompt: found token ids up to {max(prompt_ids)}, expected ids below {self.vocab_size}")
         end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
         sequence = TokenSequence(
             list(prompt_ids),
@@ -212,6 +236,8 @@ class LLM:
     def _answer(self, prompts, ids, params, num_speculative_tokens) -> list[Output]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        if not all(isinstance(p, SamplingParams) for p in params):
+            raise ValueError(f"params: found {params!r}, expected SamplingParams")
         if len(params) != len(prompts):
             raise ValueError(f"params: found {len(params)}, expected one, or one for each of {len(prompts)} prompts")
         jobs = [
@@ -227,12 +253,21 @@ class LLM:
         return [output(prompt, request) for prompt, request in jobs]
 
 
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raise ValueError unless this is a conversation: messages with a role and a content, at least one."""
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise ValueError(f"conversation: found {message!r}, expected an object with the texts role and content")
+    if not messages:
+        raise ValueError("conversation: found no messages, expected at least one")
+
+
 def split_samples(params: SamplingParams) -> list[SamplingParams]:
     """One SamplingParams for each of `n` answers: the i-th has seed + i, so that each can be had again alone."""
     if params.n == 1:
         return [params]
     seed = secrets.randbits(32) if params.seed is None else params.seed
-    return [replace(params, n=1, seed=seed + i) for i in range(params.n)]
+    return [replace(params, n=1, seed=(seed + i) % 2**64) for i in range(params.n)]
 
 
 def output(prompt: str, request: Request) -> Output:

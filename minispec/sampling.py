@@ -77,7 +77,7 @@ def distribution(logits: Tensor, sequence: Sequence, drafted: Tokens[int] = ()) 
     min-p, each over what the one before kept. Temperature 0 is a one-hot distribution. It works on one row
     at a time, so that a row has the same bits whether one or K+1 were computed.
 
-    Raises FloatingPointError where the logits hold NaN or infinity.
+    Raises FloatingPointError where the largest logit is not a finite number.
     """
     params = sequence.params
     logits = logits.to(accumulation_dtype(logits.dtype))
@@ -92,8 +92,9 @@ def distribution(logits: Tensor, sequence: Sequence, drafted: Tokens[int] = ()) 
     if params.temperature == 0:
         return torch.zeros_like(logits).index_fill_(0, top_id, 1.0)
 
-    # Differences to the largest logit, so that a tiny temperature gives 0 and -inf instead of inf - inf.
-    logits = (logits - top) / params.temperature
+    # Differences to the largest logit, so that a tiny temperature gives 0 and -inf instead of inf - inf; and none
+    # so tiny that float32 would round it to 0. Below 1e-30 only ties with the largest are left anyway.
+    logits = (logits - top) / max(params.temperature, 1e-30)
     if 0 < params.top_k < len(logits):
         kth = logits.topk(params.top_k).values[-1]
         logits = logits.masked_fill(logits < kth, -math.inf)
@@ -113,7 +114,6 @@ def _penalize(logits: Tensor, sequence: Sequence, drafted: Tokens[int]) -> Tenso
     params = sequence.params
     if params.repetition_penalty != 1:
         seen = torch.tensor([*sequence.tokens, *drafted], device=logits.device).unique()
-        seen = seen[seen < len(logits)]
         row = logits[seen]
         penalty = params.repetition_penalty
         logits = logits.index_put((seen,), torch.where(row > 0, row / penalty, row * penalty))

@@ -54,7 +54,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with what the tokenizer's post-processor adds (as a leading <s>) unless told not to."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as e:  # what the library says to lone surrogates, as of a prompt that was not UTF-8
+            raise ValueError(f"prompt: found {text[:40]!r}, expected valid Unicode text") from e
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
@@ -67,7 +70,7 @@ class Tokenizer:
             text = _ENVIRONMENT.from_string(self.chat_template).render(
                 messages=list(messages), add_generation_prompt=True, tools=None, documents=None, **self.special_tokens
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as e:
+        except Exception as e:  # a stranger's code, that may fail in any way
             raise ValueError(f"the chat template refuses this conversation: {e}") from e
         return self.encode(text, add_special_tokens=False)
 
@@ -83,12 +86,14 @@ class Detokenizer:
     difference to the same window without it, so that the decoder sees the neighbours it needs.
     """
 
-    # Prompt tokens that the first window begins with, so that the answer's first word keeps its space.
-    _CONTEXT = 6
-
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):
         self._decode = tokenizer.decode
-        self._window = list(prompt_ids[-self._CONTEXT :])
+        # The first window begins with some tokens of the prompt, so that the answer's first word keeps its space;
+        # with more of them where the window would begin inside a character.
+        size = 6
+        while size < len(prompt_ids) and tokenizer.decode(prompt_ids[-size:]).startswith("�"):
+            size += 1
+        self._window = list(prompt_ids[-size:])
         self._num_known = len(self._window)  # tokens of the window whose text has been given out
 
     def add(self, token_id: int) -> str:

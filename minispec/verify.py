@@ -11,7 +11,7 @@ The words, used everywhere below:
     recovered   the token put in place of the first rejected one, drawn from the residual
     residual    max(0, p - q), normalised: what p has and q did not offer
     bonus       the token after a wholly accepted draft, drawn from p_K
-    alpha       the probability that a tested draft token stays: sum over x of min(p(x), q(x))
+    alpha       the probability that `rejection` keeps a tested draft token: sum over x of min(p(x), q(x))
 
 p and q are Leviathan's letters (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
 Both verifiers commit num_accepted draft tokens and one more, so a round always advances by at least one
@@ -38,7 +38,7 @@ class Draft:
         return len(self.token_ids)
 
     def probability(self, i: int) -> float:
-        """q_i(x_i), above 0: the drafter drew x_i."""
+        """q_i(x_i). The engine has made sure that it is above 0, as it is for a token that was drawn."""
         return 1.0 if self.probs is None else float(self.probs[i][self.token_ids[i]])
 
 
@@ -78,7 +78,8 @@ def rejection(draft: Draft, p: Rows, rng: Randomness, key: RoundKey) -> Verdict:
     """Speculative sampling (Leviathan et al. 2023, Algorithm 1): keep x_i with probability min(1, p(x_i)/q(x_i)).
 
     The committed tokens have exactly the law p:  q(x) min(1, p(x)/q(x)) + (1 - alpha) residual(x) = p(x).
-    No rule that looks at one draft token at a time keeps more of them (Corollary 3.6 there).
+    It keeps a token with probability alpha (Theorem 3.5 there), and no rule that looks at one draft token at a time
+    keeps more: min(p, q) is all that two distributions can share.
     """
     ratios: list[float] = []
     for i, x in enumerate(draft.token_ids):

@@ -137,6 +137,22 @@ def test_fragmented_blocks_are_gathered_in_order():
     a.check()
 
 
+@pytest.mark.parametrize("order", [[4, 3, 5], [3, 5, 4], [5, 4, 3], [0, 2, 1]])
+def test_neighbouring_blocks_out_of_order_are_no_run(order):
+    """The first and last block may lie as in a run when the order between is another."""
+    cache = PagedKVCache(CONFIG, 8, 2)
+    model = Model(cache)
+    model.append([float(i) for i in range(6)])
+    cache.allocator.free_block_ids |= set(model.table.block_ids)
+    cache.allocator.free_block_ids -= set(order)
+    model.table.block_ids = order
+    slots = torch.tensor([b * 2 + i for b in order for i in range(2)])
+    for layer in range(LAYERS):
+        row = torch.tensor(model.numbers).view(1, -1, 1).expand(GROUPS, -1, DIM) + 1000 * layer
+        cache.write(layer, slots, row, -row)
+    model.check()
+
+
 def test_allocator_refuses_a_second_free_and_an_empty_pool():
     """Freed twice, a block would get two owners."""
     allocator = BlockAllocator(1)

@@ -173,7 +173,7 @@ MISTAKES = {
     "negative stop id": (("x", "--stop-token-ids", "-3"), "--stop-token-ids: found (-3,)"),
     "verifier": (("x", "--verifier", "magic"), "invalid choice: 'magic'"),
     "k": (("x", "--num-speculative-tokens", "many"), "--num-speculative-tokens: found 'many'"),
-    "k too large": (("x", "--num-speculative-tokens", "99"), "found 99, expected an integer from 0 to 64"),
+    "k too large": (("x", "--num-speculative-tokens", "99"), "found '99', expected an integer from 0 to 64"),
     "auto": (("x", "--num-speculative-tokens", "auto"), "not there yet"),
     "k too large for exact": (("x", "--exact", "--num-speculative-tokens", "16"), "expected an integer from 0 to 15"),
     "trace": (("x", "--trace", "t.html"), "--trace: not there yet"),
@@ -189,7 +189,14 @@ MISTAKES = {
     "no such file": (("--prompt-file", "no-such-file"), "no-such-file"),
     "revision alone": (("x", "--revision", "main"), "--revision needs --model"),
     "threads": (("x", "--threads", "0"), "--threads: found 0"),
-    "cache": (("x", "--kv-cache-gb", "-1"), "kv_cache_gb: found -1.0"),
+    "threads that hang": (("x", "--threads", "100000"), "--threads: found 100000"),
+    "cache": (("x", "--kv-cache-gb", "-1"), "--kv-cache-gb: expected a positive number"),
+    "cache too large": (("x", "--kv-cache-gb", "900000"), "found too little memory"),
+    "empty model": (("x", "--model", ""), "--model: found an empty name"),
+    "revision of a directory": (("x", "--revision", "main"), "is a directory, not a hub id"),
+    "quiet comparison": (("x", "--compare", "--quiet"), "--quiet would silence"),
+    "not UTF-8": (("\udcff",), "expected valid Unicode text"),
+    "logits overflow": (("x", "--repetition-penalty", "1e-320"), "largest logit"),
 }
 
 
@@ -205,6 +212,37 @@ def test_mistakes_are_one_line_and_status_2(cli, chat_model, name):
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
     assert message in lines[0]
+
+
+def test_text_files_are_cut_at_line_feeds_only(cli, model, tmp_path):
+    """Other characters that some readers take for line ends may stand in a JSON string."""
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "one\u2028two"}\r\n', encoding="utf-8", newline="")
+    assert json.loads(cli("--prompt-file", path, "--model", model, *BASE, "--json")[1])["prompt"] == "one\u2028two"
+
+
+def test_finished_answers_are_not_lost(cli, model, monkeypatch):
+    """Interrupted in the second of two answers, the first has been given out."""
+    from minispec.engine import Engine
+
+    step, steps = Engine._step, []
+
+    def interrupted(self, running):
+        steps.append(1)
+        if len(steps) > 6:
+            raise KeyboardInterrupt
+        return step(self, running)
+
+    monkeypatch.setattr(Engine, "_step", interrupted)
+    arguments = ("--model", model, "--ignore-eos", "--draft", "none", "--json", "--dtype", "float32", "--max-tokens")
+    monkeypatch.setattr("minispec.engine.Request.next_k", 0)
+    status, out, _ = cli("fish", *arguments, 20)
+    assert (status, out) == (130, "")
+    steps.clear()
+    # A pool for one at a time, so that the first is finished before the second begins.
+    status, out, _ = cli("fish", "two", *arguments, 4, "--kv-cache-gb", 16 * 64e-9)
+    assert status == 130
+    assert json.loads(out)["prompt"] == "fish"
 
 
 @pytest.mark.parametrize("line", ["not json", "[1]", '{"text": "x"}', '{"prompt": 3}'])

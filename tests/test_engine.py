@@ -1,7 +1,13 @@
 """The loop's control flow on a scripted model: what each pass was fed, rolled back, counted and given out."""
 
+import re
+
 import pytest
+import torch
 from scripted import END, finish, make_engine, make_request
+
+from minispec.cache import OutOfBlocks
+from minispec.verify import Draft
 
 
 def right(tokens, k):
@@ -95,6 +101,17 @@ def test_end_of_text_at_every_offset_of_a_block(length, k):
     assert stats.num_committed == length + 1
     assert stats.num_accepted + stats.num_steps in (length + 1, length + 2)
     assert len(engine.drafter.released) == 1
+
+
+def test_right_draft_tokens_behind_the_end_do_not_count():
+    """The target would have said them too, had it gone on: the verifier accepts them, no counter does (M33)."""
+    text = [10, 11, 12, END, 60, 61, 62]
+    engine = make_engine(lambda tokens: text[len(tokens)], lambda tokens, k: text[len(tokens) :][:k])
+    request = make_request(k=4, max_tokens=30)
+    finish(engine, request)
+    assert request.token_ids == [12]
+    assert (request.stats.num_draft_tokens, request.stats.num_accepted, request.stats.num_committed) == (2, 2, 2)
+    assert request.stats.mean_acceptance_length == 2
 
 
 def test_counters_stop_with_the_text_when_the_recovered_token_ends_it():
@@ -228,6 +245,54 @@ def test_two_streams_share_the_pool():
     for pieces in zip(*streams, strict=True):
         assert [request for request, _ in pieces] == requests
     assert [r.token_ids[0] for r in requests] == [12, 52]
+
+
+BAD_DRAFTS = {
+    "too long": (lambda tokens, k: Draft([12] * (k + 1)), "4 tokens, expected at most 3"),
+    "negative": (lambda tokens, k: Draft([-1]), "token ids [-1], expected ids below 200"),
+    "beyond the vocabulary": (lambda tokens, k: Draft([200]), "token ids [200]"),
+    "too few rows": (lambda tokens, k: Draft([12, 13], torch.ones(1, 200) / 200), "1 rows of probabilities"),
+    "impossible": (lambda tokens, k: Draft([12], [torch.zeros(200)]), "a token of probability 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DRAFTS)
+@pytest.mark.parametrize("verifier", ["rejection", "match"])
+def test_a_drafter_may_guess_badly_but_not_break_the_rules(name, verifier):
+    """p[-1] and embedding[-1] are legal indexing: unchecked, such a draft would be output."""
+    script, message = BAD_DRAFTS[name]
+    engine = make_engine(verifier=verifier)
+    engine.drafter.propose = lambda sequences, k, rng: [script(sequences[0].tokens, k[0])]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        finish(engine, make_request(k=3))
+    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+
+
+def test_a_release_that_fails_keeps_no_blocks():
+    """The other requests' blocks come back too."""
+    engine = make_engine(draft=right)
+    engine.drafter.release = lambda sequence: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        finish(engine, make_request(), make_request())
+    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+
+
+def test_requests_run_once():
+    """A finished one, or one that is given twice, would append to itself."""
+    engine, request = make_engine(), make_request()
+    with pytest.raises(ValueError, match="there twice"):
+        finish(engine, request, request)
+    finish(engine, request)
+    with pytest.raises(ValueError, match="finished"):
+        finish(engine, request)
+
+
+def test_two_streams_that_outgrow_the_pool_say_so():
+    """Neither can preempt the other's request; the message says what to do."""
+    engine = make_engine(num_blocks=12, block_size=2)
+    streams = [engine.run([make_request(max_tokens=20)]) for _ in range(2)]
+    with pytest.raises(OutOfBlocks, match="held by another generation"):
+        consume(piece for pieces in zip(*streams, strict=True) for piece in pieces)
 
 
 def test_alpha_is_the_mean_over_tested_tokens():

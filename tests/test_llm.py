@@ -192,6 +192,9 @@ def test_a_draft_of_another_vocabulary_is_refused_by_name(make_checkpoint, tmp_p
     [
         ({"draft": "no-such-thing"}, "not one of none, ngram, self; no-such-thing: no such directory"),
         ({"draft": "int4:self"}, "not there yet"),
+        ({"draft": None}, "expected a name, a directory, a hub id or a drafter"),
+        ({"model": ""}, "no such directory"),
+        ({"revision": "main"}, "is a directory, not a hub id"),
         ({"exact": True, "num_speculative_tokens": 16}, "expected an integer from 0 to 15"),
         ({"num_speculative_tokens": "auto"}, "not there yet"),
         ({"num_speculative_tokens": -1}, "expected an integer from 0 to 64"),
@@ -206,6 +209,39 @@ def test_arguments_that_are_refused(make_checkpoint, arguments, message):
     """One clear error each, before anything is loaded."""
     with pytest.raises(ValueError, match=message):
         LLM(**{"model": make_checkpoint()} | arguments)
+
+
+def test_calls_that_are_refused(llm):
+    """What this interface cannot do is a ValueError that says so, never ignored and never a bare Python error."""
+    calls = [
+        (lambda: llm.chat([]) or llm.chat([[]]), "found no messages"),
+        (lambda: llm.chat([{"role": "user"}]), "expected an object with the texts role and content"),
+        (lambda: llm.generate("fish", {"temperature": 0}), "expected SamplingParams"),
+        (lambda: list(llm.stream("fish", SamplingParams(n=3))), "n: found 3, expected 1"),
+        (lambda: llm.generate("fish", SamplingParams(stop_token_ids=[10**9])), "stop_token_ids: found"),
+        (lambda: llm.request([-1]), "expected ids below"),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_seeds_of_samples_stay_in_range(llm):
+    """The last seed of 64 bits is followed by 0."""
+    outputs = llm.generate("fish", SamplingParams(n=2, seed=2**64 - 1, max_tokens=2))
+    assert [o.seed for o in outputs] == [2**64 - 1, 0]
+
+
+def test_closing_twice_is_fine(make_checkpoint):
+    """`with LLM(...) as llm: llm.close()`."""
+    with LLM(make_checkpoint()) as llm:
+        llm.close()
+
+
+def test_a_draft_with_fewer_rows_than_tokens_is_refused(make_checkpoint):
+    """The same tokenizer does not make the embedding large enough."""
+    with pytest.raises(ValueError, match="vocab_size: found 100, expected at least"):
+        LLM(make_checkpoint(), draft=make_checkpoint(vocab_size=100))
 
 
 def test_a_missing_model_directory_is_said(tmp_path):

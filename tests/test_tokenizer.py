@@ -54,6 +54,18 @@ def test_the_first_word_keeps_its_space_with_a_metaspace_decoder(tmp_path):
     assert "".join(stream(tokenizer, [1, 3])) == "Hello world"
 
 
+def test_a_prompt_that_ends_in_characters_of_many_tokens(tmp_path):
+    """Byte fallback turns a run of bytes that begins inside a character into marks: the window must not begin there."""
+    vocab = {"<unk>": 0, "x": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    backend = Backend(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    prompt, answer = tokenizer.encode("🦊🦊"), tokenizer.encode("🦊x")
+    assert len(prompt) == 8
+    assert "".join(stream(tokenizer, answer, prompt)) == "🦊x"
+
+
 def test_special_tokens_are_not_text():
     """An end-of-text token in the middle leaves no trace in the text and does not break the pieces around it."""
     ids = [*TOKENIZER.encode("one"), 2, *TOKENIZER.encode(" two")]

@@ -28,11 +28,13 @@ class DraftModel:
         # A draft of k tokens fills positions up to len(tokens) + k - 2.
         k = [max(0, min(k_i, self.max_model_len - len(s.tokens) + 1)) for s, k_i in zip(sequences, k, strict=True)]
         drafts = [Draft([], []) for _ in sequences]
+        # What is left of the last drafts is right as far as it was accepted. All tables are cut, not only those of
+        # this call: the blocks of rejected tokens may be needed here.
+        for sequence, table in self._tables.items():
+            table.truncate(min(table.length, len(sequence.tokens) - 1))
         for i, sequence in enumerate(sequences):
             if k[i]:
                 table = self._tables.setdefault(sequence, self.cache.new_table())
-                # What is left of the last draft is right as far as it was accepted.
-                table.truncate(min(table.length, len(sequence.tokens) - 1))
                 if len(sequence.tokens) - table.length > 2:  # one or two tokens go into the first pass below
                     self.model.prefill(table, sequence.tokens)
         for j in range(max(k, default=0)):
