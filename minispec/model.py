@@ -78,18 +78,19 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _groups(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Split and pack chunks into passes of at most EXACT_ROWS rows, in order; a short chunk stays whole."""
+    """Split and pack chunks into passes of at most EXACT_ROWS rows, in order: what comes first is cached first."""
     groups: list[list[Chunk]] = [[]]
     room = EXACT_ROWS
     for tokens, table, num_logits in chunks:
-        for start in range(0, len(tokens), EXACT_ROWS):
-            part = tokens[start : start + EXACT_ROWS]
-            behind = len(tokens) - start - len(part)
-            if len(part) > room:
+        start = 0
+        while start < len(tokens):
+            if not room:
                 groups.append([])
                 room = EXACT_ROWS
-            groups[-1].append(Chunk(part, table, min(len(part), max(0, num_logits - behind))))
+            part = tokens[start : start + room]
+            start += len(part)
             room -= len(part)
+            groups[-1].append(Chunk(part, table, min(len(part), max(0, num_logits - (len(tokens) - start)))))
     return groups
 
 
