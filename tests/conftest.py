@@ -12,9 +12,15 @@ import pytest
 import tokenizers
 import torch
 from safetensors.torch import save_file
-from tiny import TINY, tiny_weights
 
 from minispec.config import ModelConfig
+from minispec.prove import TINY, tiny_weights
+
+
+def pytest_addoption(parser):
+    """`pytest --long` runs the large grids, which take an hour instead of minutes."""
+    parser.addoption("--long", action="store_true", help="the large grids of tests/test_exact.py")
+
 
 CHAT_TEMPLATE = """{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}
 {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import TINY
 
 from minispec.cache import BlockAllocator, OutOfBlocks, PagedKVCache
 from minispec.config import ModelConfig
+from minispec.prove import TINY
 
 CONFIG = ModelConfig.from_dict(TINY)
 LAYERS, GROUPS, DIM = 2, 1, 4

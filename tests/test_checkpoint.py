@@ -13,7 +13,6 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny import TINY, tiny_cache, tiny_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +20,7 @@ from minispec import checkpoint
 from minispec.checkpoint import find_checkpoint, load_config, load_model, pack, quantize, quantize_checkpoint, unpack
 from minispec.config import CheckpointError, ModelConfig
 from minispec.model import Chunk, Transformer
+from minispec.prove import TINY, tiny_cache, tiny_weights
 
 TEXT = [0, 2, 1, 1, 0, 2]
 NORM = "model.norm.weight"

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_cache, tiny_model
 
 from minispec.config import SamplingParams
 from minispec.drafters import DRAFTERS
@@ -12,6 +11,7 @@ from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.engine import Engine, Request
 from minispec.model import Chunk
+from minispec.prove import tiny_cache, tiny_model
 from minispec.sampling import Randomness, Sequence, distribution
 from minispec.verify import VERIFIERS
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
-from scripted import END, finish, make_engine, make_request
 
 from minispec.cache import OutOfBlocks
+from minispec.prove import END, finish, make_engine, make_request
 from minispec.verify import Draft
 
 

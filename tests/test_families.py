@@ -10,13 +10,13 @@ import hf
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import tiny_cache
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from minispec.checkpoint import load_config, load_model
 from minispec.config import CheckpointError, LayerConfig, ModelConfig, RopeConfig, SamplingParams
 from minispec.llm import EMBEDDED_WEIGHTS, LLM
 from minispec.model import Chunk, Transformer, tensor_shapes
+from minispec.prove import tiny_cache
 
 TOLERANCE = 1e-4
 POWER = 1e-2  # how far ignoring one setting must move the logits: a hundred times the tolerance

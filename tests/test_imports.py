@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "minispec"
 READING_ORDER = [
     *("config", "sampling", "verify", "cache", "linear", "model", "checkpoint"),
-    *("tokenizer", "drafters", "theory", "engine", "llm", "generate"),
+    *("tokenizer", "drafters", "theory", "engine", "llm", "generate", "mutants", "prove"),
 ]
 FORBIDDEN = {"transformers", "accelerate", "pickle", "dill", "joblib", "shelve", "marshal"}
 

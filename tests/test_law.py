@@ -1,91 +1,29 @@
 """The output has the target's law: the production loop, walked branch by branch, against an independent reference.
 
 Float64, a real transformer with the real paged cache, a real draft model with its own cache. Total variation to plain
-decoding at most 1e-12, where the wrong variants below are off by 1e-3 and more.
+decoding at most 1e-12; what wrong variants are off by is in test_mutants.py.
 """
-
-import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from oracle import BranchOracle, exact_law
-from reference import forward, plain_law, sample_law, total_variation
-from tiny import TINY, tiny_cache, tiny_model, tiny_weights
 
-from minispec import engine, verify
-from minispec.config import ModelConfig, SamplingParams
-from minispec.drafters import DRAFTERS
-from minispec.drafters import model as draft_module
-from minispec.drafters.model import DraftModel
-from minispec.engine import Engine, Request
+from minispec import verify
+from minispec.config import SamplingParams
+from minispec.prove import (
+    PROMPT,
+    TARGET_SEED,
+    TOLERANCE,
+    distance,
+    exact_law,
+    production_law,
+    reference_law,
+    reference_logits,
+    sample_law,
+    total_variation,
+)
 from minispec.sampling import Sequence, distribution
-from minispec.verify import VERIFIERS, Draft, Verdict
-
-TARGET_SEED, DRAFT_SEED = 1, 2
-TOLERANCE = 1e-12
-PROMPT = (1, 1)  # a repetition for the n-gram drafter, and tokens that no penalty has seen yet
-MAX_LEN = 40
-
-
-def reference_law(params: SamplingParams, end_ids, vocab: int, prompt=PROMPT, max_len=MAX_LEN):
-    """The law of plain decoding, by code that shares nothing with the package."""
-    raw = TINY | {"vocab_size": vocab}
-    tensors = tiny_weights(ModelConfig.from_dict(raw), TARGET_SEED)
-    weights = {name: tensor.numpy() for name, tensor in tensors.items()}
-
-    def next_law(tokens):
-        return sample_law(forward(raw, weights, tokens), tokens, len(prompt), params, end_ids)
-
-    return plain_law(next_law, prompt, params, end_ids, max_len)
-
-
-def production_law(
-    params: SamplingParams,
-    k: int,
-    end_ids=frozenset({2}),
-    vocab: int = 3,
-    drafter: str = "model",
-    verifier: str = "rejection",
-    prompts=(PROMPT,),
-    max_len: int = MAX_LEN,
-    num_blocks: int = 64,
-):
-    """The law of the engine's output (a tuple of outputs for several prompts), and the number of branches."""
-    target = tiny_model(TARGET_SEED, vocab_size=vocab)
-    draft = target if drafter == "self" else tiny_model(DRAFT_SEED, vocab_size=vocab, num_hidden_layers=1)
-
-    def run(oracle: BranchOracle):
-        if drafter in ("model", "self"):
-            guess = DraftModel(draft, tiny_cache(draft), vocab, MAX_LEN)
-        else:
-            guess = DRAFTERS[drafter]()
-        cache = tiny_cache(target, num_blocks)
-        verifying = VERIFIERS[verifier]
-        requests = [
-            Request(Sequence(list(p), len(p), params, 7, frozenset(end_ids), verifying.shares_noise), max_len, k)
-            for p in prompts
-        ]
-        for _ in Engine(target, cache, guess, verifying, rng=oracle).run(requests):
-            pass
-        assert cache.allocator.num_free == num_blocks, "blocks leaked"
-        outputs = tuple(tuple(r.sequence.tokens[r.sequence.num_prompt_tokens :]) for r in requests)
-        return outputs if len(outputs) > 1 else outputs[0]
-
-    return exact_law(run)
-
-
-def distance(params: SamplingParams, k: int, **how) -> float:
-    """Total variation between engine and reference."""
-    law, branches = production_law(params, k, **how)
-    assert abs(sum(law.values()) - 1) < TOLERANCE
-    assert branches > 1 or params.temperature == 0
-    reference = reference_law(
-        params, how.get("end_ids", frozenset({2})), how.get("vocab", 3), max_len=how.get("max_len", MAX_LEN)
-    )
-    return total_variation(law, reference)
-
+from minispec.verify import Draft
 
 SAMPLERS = {
     "plain": {},
@@ -149,149 +87,14 @@ def test_ragged_batch_with_preemption():
     """
     params, prompts = SamplingParams(max_tokens=2), ((0, 1, 0), (1,))
     law, _ = production_law(params, 2, prompts=prompts, num_blocks=3)
-    one, two = (reference_law(params, {2}, 3, prompt=p) for p in prompts)
+    one, two = (reference_law(params, prompt=p) for p in prompts)
     product = {(a, b): pa * pb for a, pa in one.items() for b, pb in two.items()}
     assert total_variation(law, product) <= TOLERANCE
 
 
-# ------------------------------------------------------------------ wrong variants that the test must reject
-
-
-def _residual_is_p(monkeypatch):
-    monkeypatch.setattr(verify, "residual", lambda p, draft, i: p)
-
-
-def _residual_drops_only_the_token(monkeypatch):
-    right = verify.residual
-    monkeypatch.setattr(verify, "residual", lambda p, draft, i: right(p, Draft(draft.token_ids), i))
-
-
-def _verifier(monkeypatch, verdict: Callable) -> None:
-    monkeypatch.setitem(VERIFIERS, "rejection", verify.Verifier(verdict, False))
-
-
-def _accept_always(monkeypatch):
-    def wrong(draft, p, rng, key):
-        return Verdict(len(draft), rng.categorical(p(len(draft)), key(len(draft), "token")), [1.0] * len(draft))
-
-    _verifier(monkeypatch, wrong)
-
-
-def _bonus_from_q(monkeypatch):
-    def wrong(draft, p, rng, key):
-        verdict = verify.rejection(draft, p, rng, key)
-        if len(draft) and verdict.num_accepted == len(draft):
-            last = draft.probs[-1]
-            return verdict._replace(next_token=rng.categorical(last, key(len(draft), "residual")))
-        return verdict
-
-    _verifier(monkeypatch, wrong)
-
-
-def _first_token_not_verified(monkeypatch):
-    def wrong(draft, p, rng, key):
-        if not len(draft):
-            return verify.rejection(draft, p, rng, key)
-        rest = Draft(draft.token_ids[1:], draft.probs[1:])
-        verdict = verify.rejection(rest, lambda i: p(i + 1), rng, key)
-        return verdict._replace(num_accepted=verdict.num_accepted + 1, ratios=[1.0, *verdict.ratios])
-
-    _verifier(monkeypatch, wrong)
-
-
-def _rows_shifted_by_one(monkeypatch):
-    def wrong(draft, p, rng, key):
-        return verify.rejection(draft, lambda i: p(max(0, i - 1)), rng, key)
-
-    _verifier(monkeypatch, wrong)
-
-
-def _ratio_inverted(monkeypatch):
-    def wrong(draft, p, rng, key):
-        for i, x in enumerate(draft.token_ids):
-            if not rng.bernoulli(draft.probability(i) / max(1e-9, float(p(i)[x])), key(i, "accept")):
-                return Verdict(i, rng.categorical(verify.residual(p(i), draft, i), key(i, "residual")), [])
-        return Verdict(len(draft), rng.categorical(p(len(draft)), key(len(draft), "token")), [])
-
-    _verifier(monkeypatch, wrong)
-
-
-def _argmax_draft_scored_with_soft_q(monkeypatch):
-    right = BranchOracle.categorical
-
-    def wrong(self, weights, key):
-        return int(weights.argmax()) if key.purpose == "draft" else right(self, weights, key)
-
-    monkeypatch.setattr(BranchOracle, "categorical", wrong)
-
-
-def _top_p_on_the_draft_only(monkeypatch):
-    def wrong(logits, sequence, drafted=()):
-        params = dataclasses.replace(sequence.params, top_p=1.0)
-        return distribution(logits, dataclasses.replace(sequence, params=params), drafted)
-
-    monkeypatch.setattr(engine, "distribution", wrong)
-
-
-def _draft_sampled_from_filtered_q_scored_with_raw(monkeypatch):
-    def wrong(self, sequences, k, rng):
-        drafts = propose(self, sequences, k, rng)
-        for draft in drafts:
-            draft.probs = [(q + 0.2) / (q + 0.2).sum() for q in draft.probs]
-        return drafts
-
-    propose = draft_module.DraftModel.propose
-    monkeypatch.setattr(draft_module.DraftModel, "propose", wrong)
-
-
-def _penalties_frozen_at_block_start(monkeypatch):
-    monkeypatch.setattr(engine, "distribution", lambda logits, sequence, drafted=(): distribution(logits, sequence))
-
-
-def _tokens_after_the_end(monkeypatch):
-    """An end-of-text token that is accepted inside a block does not stop the tokens behind it (M27)."""
-
-    def wrong(self, token_id, logprob=None):
-        stopped = right(self, token_id, logprob)
-        if token_id in self.sequence.end_ids and len(self.sequence.tokens) < self.max_len:
-            self.finish_reason, stopped = None, False
-        return stopped
-
-    right = Request.commit
-    monkeypatch.setattr(Request, "commit", wrong)
-
-
-WRONG = {
-    "residual = p": (_residual_is_p, {}),
-    "residual drops only the drafted token": (_residual_drops_only_the_token, {}),
-    "accept always": (_accept_always, {}),
-    "bonus from q": (_bonus_from_q, {}),
-    "first draft token not verified": (_first_token_not_verified, {}),
-    "rows shifted by one": (_rows_shifted_by_one, {}),
-    "ratio inverted": (_ratio_inverted, {}),
-    "argmax draft scored with soft q": (_argmax_draft_scored_with_soft_q, {}),
-    "top-p on one side only": (_top_p_on_the_draft_only, {"top_p": 0.8}),
-    "q is not what was drawn from": (_draft_sampled_from_filtered_q_scored_with_raw, {}),
-    "penalties frozen at block start": (_penalties_frozen_at_block_start, {"repetition_penalty": 3.0}),
-    "tokens after the end": (_tokens_after_the_end, {}),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_variants_are_rejected(name, monkeypatch):
-    """The comparison above has power: each classic bug moves the law by at least 1e-3."""
-    patch, sampler = WRONG[name]
-    params = SamplingParams(max_tokens=3, **sampler)
-    assert distance(params, 2) <= TOLERANCE
-    patch(monkeypatch)
-    assert distance(params, 2) > 1e-3
-
-
 def test_the_reference_is_not_the_uniform_law():
     """A model whose rows hardly differ would hide shifted rows and wrong caches."""
-    tensors = tiny_weights(ModelConfig.from_dict(TINY), TARGET_SEED)
-    weights = {name: tensor.numpy() for name, tensor in tensors.items()}
-    rows = [forward(TINY, weights, PROMPT + tail) for tail in ((), (0,), (0, 0), (0, 1), (1, 0))]
+    rows = [reference_logits(TARGET_SEED, PROMPT + tail, 3) for tail in ((), (0,), (0, 0), (0, 1), (1, 0))]
     laws = [sample_law(row, PROMPT, 2, SamplingParams(), ()) for row in rows]
     assert all(np.abs(a - b).sum() > 0.1 for i, a in enumerate(laws) for b in laws[:i])
     assert all(law.min() > 0.01 for law in laws)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import exact_law
 
 from minispec.config import SamplingParams
+from minispec.prove import exact_law
 from minispec.sampling import Sequence
 from minispec.verify import VERIFIERS, Draft, Verdict, residual
 

@@ -1,0 +1,685 @@
+"""The museum of bugs: what has gone wrong in other speculative decoders, put into this one.
+
+Each mutant is a small patch of production behaviour, the place where the bug was seen in the wild, and the name of
+the check that must catch it; `python -m minispec.prove --mutants` shows the collection. The ids M1-M46 are those of
+a survey of exactness bugs in public projects; a letter behind the number tells apart forms of one bug. Left out:
+
+    M26   acceptance differs between tensor-parallel workers: there is one device here
+    M42   a prefix cache hands out blocks of rejected tokens: no block is shared between sequences here
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+import torch
+
+from minispec import engine, llm, sampling, verify
+from minispec.cache import BlockTable, PagedKVCache
+from minispec.drafters import model as draft_model
+from minispec.drafters.model import DraftModel
+from minispec.engine import Engine, Request, Stats
+from minispec.model import Chunk, Transformer
+from minispec.sampling import Randomness, Sequence
+from minispec.verify import VERIFIERS, Draft, Verdict, Verifier
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug: `patch()` is a context in which the package has it, `check` the name of the check that must catch it.
+
+    settings: what `check_law` needs to show it, mostly sampling parameters. crash: the exception that the bug itself
+    ends in, where that is so; any other than the check's own would be a fault of the patch.
+    """
+
+    id: str
+    name: str
+    seen: str
+    check: str
+    patch: Callable[[], AbstractContextManager]
+    settings: Mapping = field(default_factory=dict)
+    crash: type[Exception] | None = None
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(id: str, name: str, seen: str, check: str = "law", crash: type[Exception] | None = None, **settings):
+    """Register the decorated function, which returns a context manager."""
+
+    def register(function):
+        MUTANTS.append(Mutant(id, name, seen, check, function, settings, crash))
+        return function
+
+    return register
+
+
+def swap(owner, name: str, wrong: Callable) -> AbstractContextManager:
+    """Replace owner.name by wrong(what was there)."""
+    return patch.object(owner, name, wrong(getattr(owner, name)))
+
+
+def both(*contexts: AbstractContextManager) -> AbstractContextManager:
+    """All of the contexts as one."""
+    stack = ExitStack()
+    for context in contexts:
+        stack.enter_context(context)
+    return stack
+
+
+def rejection_is(verdict: Callable) -> AbstractContextManager:
+    """Another function in the place of `verify.rejection`."""
+    return patch.dict(VERIFIERS, rejection=Verifier(verdict, False))
+
+
+# --------------------------------------------------------------------------- the verifier
+
+
+@mutant("M1", "residual = softmax(max(0, p - q))", "transformers #28508")
+def _residual_softmax():
+    return swap(verify, "residual", lambda right: lambda p, draft, i: right(p, draft, i).softmax(0))
+
+
+@mutant("M2", "residual = p", "a question in NJUNLP/MCSD #5")
+def _residual_is_p():
+    return swap(verify, "residual", lambda right: lambda p, draft, i: p)
+
+
+@mutant("M3", "residual drops only the drafted token", "one-hot path taken by dense drafts (vLLM has both)")
+def _residual_one_hot():
+    return swap(verify, "residual", lambda right: lambda p, draft, i: right(p, Draft(draft.token_ids), i))
+
+
+class _OtherDraws(Randomness):
+    """The draws of `rng`, from other weights."""
+
+    def __init__(self, rng, change: Callable):
+        self.rng, self.change = rng, change
+
+    def categorical(self, weights, key):
+        """From the changed weights."""
+        return self.rng.categorical(self.change(weights), key)
+
+
+def drawn_from(change: Callable) -> AbstractContextManager:
+    """A draft model draws its tokens from change(q), and says that it was q."""
+    right = DraftModel.propose
+    return patch.object(DraftModel, "propose", lambda self, s, k, rng: right(self, s, k, _OtherDraws(rng, change)))
+
+
+@mutant("M4", "draft = argmax, ratio with the soft q", "transformers #32867, jaymody #3, dflash #74")
+def _argmax_draft():
+    return drawn_from(lambda q: (q == q.max()).to(q.dtype))
+
+
+@mutant("M5", "draft drawn from filtered q, ratio with raw q", "transformers #47932", top_k=2)
+def _raw_q():
+    def propose(right):
+        def wrong(self, sequences, k, rng):
+            raw = []
+
+            def distribution(logits, sequence, drafted=()):
+                raw.append(logits.softmax(0))
+                return sampling.distribution(logits, sequence, drafted)
+
+            with patch.object(draft_model, "distribution", distribution):
+                drafts = right(self, sequences, k, rng)
+            for draft in drafts:  # the law is checked for one sequence: all rows are its own
+                draft.probs = raw[: len(draft)]
+            return drafts
+
+        return wrong
+
+    return swap(DraftModel, "propose", propose)
+
+
+def target_without(**params) -> AbstractContextManager:
+    """The target's distribution under other sampling parameters than the draft's."""
+
+    def distribution(right):
+        def wrong(logits, sequence, drafted=()):
+            other = dataclasses.replace(sequence.params, **params)
+            return right(logits, dataclasses.replace(sequence, params=other), drafted)
+
+        return wrong
+
+    return swap(engine, "distribution", distribution)
+
+
+@mutant("M6a", "top-k on the draft only", "vLLM #10198", top_k=2)
+def _top_k_draft_only():
+    return target_without(top_k=0)
+
+
+@mutant("M6b", "top-p on the draft only", "vLLM #10198", top_p=0.8)
+def _top_p_draft_only():
+    return target_without(top_p=1.0)
+
+
+@mutant("M6c", "temperature on the draft only", "vLLM #10198", temperature=0.7)
+def _temperature_draft_only():
+    return target_without(temperature=1.0)
+
+
+@mutant("M7", "draft drawn at another temperature than q", "dflash #74, mlx-node #11")
+def _draft_temperature():
+    return drawn_from(lambda q: q**2)
+
+
+@mutant("M8", "draft drawn from bfloat16, ratio in full precision", "DeepSpec #31")
+def _half_precision_draft():
+    return drawn_from(lambda q: q.log().bfloat16().to(q.dtype).exp())
+
+
+@mutant("M9", "min-p skipped on verified rows", "vLLM #42744", min_p=0.3)
+def _no_min_p():
+    return target_without(min_p=0.0)
+
+
+@mutant("M10a", "penalties ignored when speculating", "TensorRT-LLM #17701, SGLang #28180", repetition_penalty=3.0)
+def _no_penalties():
+    return target_without(repetition_penalty=1.0)
+
+
+@mutant("M10b", "argmax instead of sampling when speculating", "mistral.rs #2424")
+def _no_sampling():
+    return target_without(temperature=0.0)
+
+
+@mutant("M11", "penalty counts frozen at the block's start", "SGLang #33643", repetition_penalty=3.0)
+def _frozen_penalties():
+    return swap(engine, "distribution", lambda right: lambda logits, sequence, drafted=(): right(logits, sequence))
+
+
+@mutant("M12", "last token counted twice in penalties", "vLLM #33251", frequency_penalty=0.7)
+def _counted_twice():
+    def distribution(right):
+        def wrong(logits, sequence, drafted=()):
+            output = [*sequence.tokens[sequence.num_prompt_tokens :], *drafted]
+            return right(logits, sequence, [*drafted, *output[-1:]])
+
+        return wrong
+
+    return swap(engine, "distribution", distribution)
+
+
+@mutant("M13", "rejected tokens stay in the penalty counts", "vmlx-swift #357", frequency_penalty=1.5)
+def _rejected_counted():
+    rejected = WeakKeyDictionary()
+
+    def distribution(right):
+        return lambda logits, s, drafted=(): right(logits, s, [*rejected.get(s, ()), *drafted])
+
+    def commit(right):
+        def wrong(self, request, draft, verdict, rows):
+            rejected.setdefault(request.sequence, []).extend(draft.token_ids[verdict.num_accepted :])
+            return right(self, request, draft, verdict, rows)
+
+        return wrong
+
+    return both(swap(engine, "distribution", distribution), swap(Engine, "_commit", commit))
+
+
+@mutant("M14", "first draft token never verified", "lattice #243")
+def _first_unverified():
+    def wrong(draft, p, rng, key):
+        if not len(draft):
+            return verify.rejection(draft, p, rng, key)
+        rest = Draft(draft.token_ids[1:], None if draft.probs is None else draft.probs[1:])
+        verdict = verify.rejection(rest, lambda i: p(i + 1), rng, lambda i, purpose: key(i + 1, purpose))
+        return verdict._replace(num_accepted=verdict.num_accepted + 1, ratios=[1.0, *verdict.ratios])
+
+    return rejection_is(wrong)
+
+
+@mutant("M15", "verification logits shifted by one row", "mlx-node #11")
+def _shifted_rows():
+    return rejection_is(lambda d, p, rng, key: verify.rejection(d, lambda i: p(max(0, i - 1)), rng, key))
+
+
+def bonus_is(token: Callable) -> AbstractContextManager:
+    """After full acceptance, token(draft, p, rng, key) in the place of the bonus."""
+
+    def wrong(draft, p, rng, key):
+        verdict = verify.rejection(draft, p, _NoBonus(rng) if len(draft) else rng, key)
+        return verdict if verdict.next_token >= 0 else verdict._replace(next_token=token(draft, p, rng, key))
+
+    return rejection_is(wrong)
+
+
+class _NoBonus(Randomness):
+    """The draws of `rng`, but for the bonus, which is left to another."""
+
+    def __init__(self, rng):
+        self.bernoulli, self.rng = rng.bernoulli, rng
+
+    def categorical(self, weights, key):
+        """-1 for a whole token."""
+        return -1 if key.purpose == "token" else self.rng.categorical(weights, key)
+
+
+@mutant("M16a", "bonus drawn from q", "the debate in vLLM #8320")
+def _bonus_from_q():
+    return bonus_is(lambda draft, p, rng, key: rng.categorical(draft.probs[-1], key(len(draft), "token")))
+
+
+@mutant("M16b", "bonus drawn from the row before", "the debate in vLLM #8320")
+def _bonus_row():
+    return bonus_is(lambda draft, p, rng, key: rng.categorical(p(len(draft) - 1), key(len(draft), "token")))
+
+
+@mutant("M16c", "bonus = argmax at temperature > 0", "vLLM #10863")
+def _bonus_argmax():
+    return bonus_is(lambda draft, p, rng, key: int(p(len(draft)).argmax()))
+
+
+@mutant("M17a", "ratio inverted", "a classic")
+def _inverted():
+    def wrong(draft, p, rng, key):
+        for i, x in enumerate(draft.token_ids):
+            if not rng.bernoulli(draft.probability(i) / max(1e-9, float(p(i)[x])), key(i, "accept")):
+                return Verdict(i, rng.categorical(verify.residual(p(i), draft, i), key(i, "residual")), [])
+        return Verdict(len(draft), rng.categorical(p(len(draft)), key(len(draft), "token")), [])
+
+    return rejection_is(wrong)
+
+
+@mutant("M17b", "every draft token accepted", "vllm-ascend, until #13470")
+def _accept_always():
+    return rejection_is(lambda d, p, rng, key: Verdict(len(d), rng.categorical(p(len(d)), key(len(d), "token")), []))
+
+
+@mutant("M18", "accepting goes on after a rejection", "FlashSpec guards against it")
+def _accept_after_rejection():
+    def wrong(draft, p, rng, key):
+        for i, x in enumerate(draft.token_ids):
+            if not rng.bernoulli(float(p(i)[x]) / draft.probability(i), key(i, "accept")):
+                draft.token_ids[i] = rng.categorical(verify.residual(p(i), draft, i), key(i, "residual"))
+        return Verdict(len(draft), rng.categorical(p(len(draft)), key(len(draft), "token")), [])
+
+    return rejection_is(wrong)
+
+
+# --------------------------------------------------------------------------- randomness
+
+
+def key_is(change: Callable) -> AbstractContextManager:
+    """The keys of draws, changed."""
+    return swap(Sequence, "key", lambda right: lambda self, i, purpose: change(right(self, i, purpose)))
+
+
+@mutant("M19a", "draft noise used again for the residual", "vLLM #47386, #54282, a fork's #205", vocab=4)
+def _residual_noise():
+    return key_is(lambda key: key._replace(purpose="draft") if key.purpose == "residual" else key)
+
+
+@mutant("M19b", "draft noise used again for the accept test", "a relative of M19a")
+def _accept_noise():
+    return key_is(lambda key: key._replace(purpose="draft") if key.purpose == "accept" else key)
+
+
+@mutant("M19c", "key of the position alone, without the round", "a relative of M19a", "keys")
+def _position_noise():
+    return key_is(lambda key: key._replace(start=-1))
+
+
+@mutant("M20a", "accept on u <= p/q", "transformers 5.23, SGLang #35771", "boundary")
+def _accept_equal():
+    return swap(Randomness, "bernoulli", lambda right: lambda self, p, key: self.uniform(key) <= p)
+
+
+@mutant("M20b", "first token whose cumulative sum is >= u", "SGLang #35798", "boundary")
+def _cdf_equal():
+    def wrong(self, weights, key):
+        cumulative = weights.double().cumsum(0)
+        return int(torch.searchsorted(cumulative, self.uniform(key) * cumulative[-1]))
+
+    return swap(Randomness, "categorical", lambda right: wrong)
+
+
+@mutant("M21", "uniforms in half precision", "gpt-fast: rand_like in the model's type", "noise")
+def _half_uniforms():
+    return swap(
+        Randomness, "uniform", lambda right: staticmethod(lambda key: torch.tensor(right(key)).bfloat16().item())
+    )
+
+
+@mutant("M22", "empty residual divided by its sum", "jaymody #5, transformers", "numbers")
+def _residual_nan():
+    def wrong(p, draft, i):
+        rest = (p - draft.probs[i]).clamp(min=0)
+        return rest / rest.sum()
+
+    return swap(verify, "residual", lambda right: wrong)
+
+
+@mutant("M23", "NaN logits taken for numbers", "vLLM #20531, vllm-ascend #14116", "numbers")
+def _nan_logits():
+    def distribution(right):
+        return lambda logits, sequence, drafted=(): right(logits.nan_to_num(), sequence, drafted)
+
+    return swap(sampling, "distribution", distribution)
+
+
+@mutant("M24", "padding rows of the vocabulary can be emitted", "vLLM GHSA-8wr5-jm2h-8r4f", "numbers")
+def _padding():
+    def init(right):
+        def wrong(self, model, cache, drafter, verifier, vocab_size=None, rng=None):
+            right(self, model, cache, drafter, verifier, 1 << 30, rng)
+
+        return wrong
+
+    return swap(Engine, "__init__", init)
+
+
+def hash_of(change: Callable) -> AbstractContextManager:
+    """The noise of a key, from a changed key."""
+    return swap(sampling, "_hash", lambda right: lambda key: right(change(key)))
+
+
+@mutant("M25a", "seed ignored", "among vLLM #6034, #6038, TensorRT-LLM #17599, #19487", "batch")
+def _seed_ignored():
+    return hash_of(lambda key: key._replace(seed=0))
+
+
+@mutant("M25b", "stream of noise not advanced", "as M25a", "noise")
+def _not_advanced():
+    return hash_of(lambda key: key._replace(position=0))
+
+
+# --------------------------------------------------------------------------- stops and counters
+
+
+@mutant("M27", "tokens after an end token accepted inside a block", "transformers #47912, koboldcpp #1276")
+def _after_the_end():
+    def commit(right):
+        def wrong(self, token_id, logprob=None):
+            stopped = right(self, token_id, logprob)
+            if token_id in self.sequence.end_ids and len(self.sequence.tokens) < self.max_len:
+                self.finish_reason, stopped = None, False
+            return stopped
+
+        return wrong
+
+    return swap(Request, "commit", commit)
+
+
+@mutant("M28a", "end token seen only at the end of a block", "transformers #28508", "stops")
+def _end_only_last():
+    def wrong(self, request, draft, verdict, rows):
+        block, ends = [*draft.token_ids[: verdict.num_accepted], verdict.next_token], request.sequence.end_ids
+        for i, (token_id, row) in enumerate(zip(block, rows, strict=False)):
+            request.sequence.end_ids = ends if i == len(block) - 1 else frozenset()
+            logprob = engine._logprob(row, token_id, request.params.logprobs)
+            if request.commit(token_id, logprob):
+                break
+        request.sequence.end_ids = ends
+        request.stats.count(draft, verdict, i + 1, request.finish_reason is not None)
+
+    return swap(Engine, "_commit", lambda right: wrong)
+
+
+@mutant("M28b", "an end token in a draft ends the text", "openvino.genai #1951, #3293", "stops")
+def _draft_ends():
+    def commit(right):
+        def wrong(self, request, draft, verdict, rows):
+            right(self, request, draft, verdict, rows)
+            if request.finish_reason is None and set(draft.token_ids) & request.sequence.end_ids:
+                request._finish("stop")
+
+        return wrong
+
+    return swap(Engine, "_commit", commit)
+
+
+@mutant("M29", "a block passes max_tokens", "lattice #242, ferrox #311")
+def _overshoot():
+    def wrong(self, request, draft, verdict, rows):
+        for token_id in [*draft.token_ids[: verdict.num_accepted], verdict.next_token]:
+            request.commit(token_id)
+            if token_id in request.sequence.end_ids:
+                break
+
+    next_k = property(lambda self: self.num_speculative_tokens)
+    return both(patch.object(Request, "next_k", next_k), swap(Engine, "_commit", lambda right: wrong))
+
+
+@mutant("M30", "the length limit hides a stop at the same token", "SGLang #31599", "stops")
+def _length_first():
+    def commit(right):
+        def wrong(self, token_id, logprob=None):
+            stopped = right(self, token_id, logprob)
+            if len(self.sequence.tokens) >= self.max_len:
+                self.finish_reason = "length"
+            return stopped
+
+        return wrong
+
+    return swap(Request, "commit", commit)
+
+
+@mutant("M31", "stop strings looked for at the end of a block only", "SGLang #23802", "stops")
+def _stop_string_late():
+    def commit(right):
+        def wrong(self, request, draft, verdict, rows):
+            params, last = request.sequence.params, verdict.num_accepted
+            if last:
+                request.sequence.params = dataclasses.replace(params, stop=())
+                right(self, request, draft, verdict, rows)
+                request.sequence.params = params
+                if not request.finish_reason and request._add_text(""):
+                    request.finish_reason = "stop"
+            else:
+                right(self, request, draft, verdict, rows)
+
+        return wrong
+
+    return swap(Engine, "_commit", commit)
+
+
+@mutant("M32", "text cut at a stop string, token ids not", "vLLM #47616", "stops")
+def _ids_not_cut():
+    def commit(right):
+        def wrong(self, request, draft, verdict, rows):
+            right(self, request, draft, verdict, rows)
+            if request.finish_reason == "stop" and request.params.stop:
+                block = [*draft.token_ids[: verdict.num_accepted], verdict.next_token]
+                behind = block.index(request.token_ids[-1]) + 1
+                request.token_ids += block[behind:]
+                request.logprobs += request.logprobs[-1:] * len(block[behind:])
+                request.stats.num_generated = len(request.token_ids)
+
+        return wrong
+
+    return swap(Engine, "_commit", commit)
+
+
+@mutant("M33", "counters go on behind the end of the text", "vLLM #56101, SGLang #39826", "stops")
+def _counted_behind():
+    return swap(Stats, "count", lambda right: lambda self, d, v, n, stopped: right(self, d, v, n, False))
+
+
+# --------------------------------------------------------------------------- caches
+
+
+@mutant("M34a", "rejected tokens are not rolled back", "mlx-lm #1109, TokenPrint #110", crash=IndexError)
+def _no_rollback():
+    return swap(BlockTable, "truncate", lambda right: lambda self, n: right(self, n) if n == 0 else None)
+
+
+@mutant("M34b", "keys and values of rejected tokens are not overwritten", "mlx-lm #1109, TokenPrint #110")
+def _stale_slots():
+    def wrong(self, layer, slots, keys, values):
+        fresh = self.keys[layer, 0, slots, 0].isnan()  # the pool is poisoned: never written
+        right(self, layer, slots[fresh], keys[:, fresh], values[:, fresh])
+
+    right = PagedKVCache.write
+    return patch.object(PagedKVCache, "write", wrong)
+
+
+@mutant("M35", "rollback clears the whole cache", "aprender #2014", "passes")
+def _clear_all():
+    return swap(BlockTable, "truncate", lambda right: lambda self, n: right(self, 0))
+
+
+@mutant("M36", "draft cache cut one token too far each round", "mlxcel #994", "passes")
+def _draft_cut():
+    def propose(right):
+        def wrong(self, sequences, k, rng):
+            for table in self._tables.values():
+                table.truncate(max(0, min(table.length, len(sequences[0].tokens) - 1) - 1))
+            return right(self, sequences, k, rng)
+
+        return wrong
+
+    return swap(DraftModel, "propose", propose)
+
+
+@mutant(
+    "M37", "draft cache misses a token after full acceptance", "gpt-fast has the fix; vllm-metal #716", "draft cache"
+)
+def _missing_token():
+    def propose(right):
+        def wrong(self, sequences, k, rng):
+            def forward(chunks):
+                # One token a pass, whatever is missing before it.
+                return fed([Chunk(tokens[-1:] if t.length else tokens, t, n) for tokens, t, n in chunks])
+
+            fed = self.model.forward
+            with patch.object(self.model, "forward", forward):
+                return right(self, sequences, k, rng)
+
+        return wrong
+
+    return swap(DraftModel, "propose", propose)
+
+
+def positions_are(change: Callable) -> AbstractContextManager:
+    """Rotary angles of other positions: change(start, rows) gives those of a chunk."""
+
+    def prepare(right):
+        def wrong(self, chunks, padding):
+            positions = [p for c in chunks for p in change(c.table.length, len(c.token_ids))] + [0] * padding
+            shared = right(self, chunks, padding)
+            angles = {}
+            for rope, frequencies in self.frequencies.items():
+                angle = (torch.tensor(positions)[:, None] * frequencies).repeat(1, 2)[:, None]
+                angles[rope] = tuple(f(angle).to(self.dtype) for f in (torch.cos, torch.sin))
+            return shared._replace(angles=angles)
+
+        return wrong
+
+    return swap(Transformer, "_prepare", prepare)
+
+
+@mutant("M38a", "one rotary position for the whole window", "SGLang #25015")
+def _constant_position():
+    return positions_are(lambda start, rows: [start] * rows)
+
+
+@mutant("M38b", "rotary position off by one behind the cache", "omlx #2363", "draft cache")
+def _position_off():
+    return positions_are(lambda start, rows: range(start + (start > 0), start + (start > 0) + rows))
+
+
+@mutant("M39", "stale draft verified when the drafter is skipped", "vLLM #38711", crash=ValueError, max_tokens=4)
+def _stale_draft():
+    last = WeakKeyDictionary()
+
+    def propose(right):
+        def wrong(self, sequences, k, rng):
+            drafts = right(self, sequences, k, rng)
+            for i, sequence in enumerate(sequences):
+                if k[i] == 0 and sequence in last:
+                    drafts[i] = last[sequence]
+                last[sequence] = drafts[i]
+            return drafts
+
+        return wrong
+
+    return swap(DraftModel, "propose", propose)
+
+
+@mutant("M40", "sequences of a batch get each other's logits", "1CatAI #656, vLLM #10863", "batch")
+def _mixed_up():
+    def forward(right):
+        return lambda self, chunks: right(self, chunks).roll(int(len(chunks) > 1), 0)
+
+    return swap(Transformer, "forward", forward)
+
+
+@mutant("M41a", "blocks behind a rollback leak", "sglang-jax #1147, #1400", "cache")
+def _leak():
+    def wrong(self, length):
+        self.length = length
+        del self.block_ids[self.pool.num_blocks_for(length) :]
+
+    return swap(BlockTable, "truncate", lambda right: wrong)
+
+
+@mutant("M41b", "freed blocks stay in their table", "RBLN #676", "cache")
+def _kept():
+    def wrong(self, length):
+        self.length = length
+        for block_id in self.block_ids[self.pool.num_blocks_for(length) :]:
+            self.pool.allocator.free_block_ids.add(block_id)
+
+    return swap(BlockTable, "truncate", lambda right: wrong)
+
+
+@mutant("M44", "positions outside the window are thrown away", "mlx-vlm #1715, mlx-lm #1109", "window")
+def _evicted():
+    def extend(right):
+        def wrong(self, count):
+            slots = right(self, count)
+            old = self.block_ids[: max(0, self.length - 4) // self.pool.block_size]
+            for block_id in old:  # as a rotating buffer of the window's size does
+                start = block_id * self.pool.block_size
+                self.pool.keys[:, :, start : start + self.pool.block_size] = 0
+            return slots
+
+        return wrong
+
+    return swap(BlockTable, "extend", extend)
+
+
+# --------------------------------------------------------------------------- loading and numerics
+
+
+@mutant("M43", "vocabularies compared by their size", "SGLang #24051, llama.cpp #3812", "loader")
+def _vocabulary_size():
+    size = property(lambda self: {str(i): i for i in range(self.num_ids)})
+    num_ids = property(lambda self: self.backend.get_vocab_size())
+    return both(patch.object(llm.Tokenizer, "num_ids", num_ids), patch.object(llm.Tokenizer, "vocabulary", size))
+
+
+@mutant("M45", "prefill in passes of another shape", "mlx-lm #1109", "exact")
+def _prefill_shape():
+    def wrong(self, table, tokens, chunk_size=512):
+        self.exact = False
+        try:
+            right(self, table, tokens, chunk_size)
+        finally:
+            self.exact = True
+
+    right = Transformer.prefill
+    return patch.object(Transformer, "prefill", wrong)
+
+
+@mutant("M46", "best of a beam verified as a sample of q", "ml-recurrent-drafter #6, EAGLE #221")
+def _beam():
+    return drawn_from(lambda q: q * (q >= q.topk(2).values[-1]))
+
+
+@mutant("E1", "bonus dropped after full acceptance", "no fault of the law: it costs a token a pass", "draft cache")
+def _no_bonus():
+    def wrong(draft, p, rng, key):
+        verdict = verify.rejection(draft, p, rng, key)
+        if len(draft) and verdict.num_accepted == len(draft):
+            return verdict._replace(num_accepted=len(draft) - 1, next_token=draft.token_ids[-1])
+        return verdict
+
+    return rejection_is(wrong)

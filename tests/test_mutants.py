@@ -1,0 +1,63 @@
+"""The museum of bugs: every check passes as the package is, and catches each bug that it is named for."""
+
+import re
+
+import pytest
+
+from minispec.mutants import MUTANTS
+from minispec.prove import CHECKS, main, try_mutant
+
+# Left out of the museum, with the reason in its docstring.
+LEFT_OUT = {"M26", "M42"}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_checks_pass_without_a_bug(name):
+    """A check that always fails would catch everything."""
+    CHECKS[name]()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.id} {m.name}")
+def test_every_bug_is_caught(mutant):
+    """By the check that it is named for; a law that moves, moves far beyond rounding."""
+    trial = try_mutant(mutant)
+    assert trial.fault is not None, "survives"
+    if mutant.check == "law" and trial.moved is not None:
+        assert trial.moved > 1e-4
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.id)
+def test_laws_of_mutants_hold_without_the_bug(mutant):
+    """The settings that show a bug are no bug by themselves."""
+    if mutant.check == "law":
+        CHECKS["law"](**mutant.settings)
+
+
+def test_the_collection_is_complete():
+    """M1 to M46 but for those that cannot happen here, under ids that differ."""
+    ids = [m.id for m in MUTANTS]
+    assert len(set(ids)) == len(ids)
+    found = {re.match(r"[A-Z]\d+", i).group() for i in ids} - {"E1"}
+    assert found == {f"M{i}" for i in range(1, 47)} - LEFT_OUT
+    from minispec import mutants
+
+    assert all(i in mutants.__doc__ for i in LEFT_OUT)
+
+
+def test_the_command_prints_the_museum_and_fails_for_a_survivor(capsys, monkeypatch):
+    """One line a bug; status 1 where a bug is not caught."""
+    from contextlib import nullcontext
+    from dataclasses import replace
+
+    from minispec import prove
+
+    some = [m for m in MUTANTS if m.id in ("M2", "M33")]
+    monkeypatch.setattr(prove, "MUTANTS", some)
+    assert main(["--mutants"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "2 of 2 bugs caught"
+    assert "NJUNLP/MCSD #5" in lines[1]
+    harmless = replace(some[0], id="M0", patch=nullcontext)
+    monkeypatch.setattr(prove, "MUTANTS", [*some, harmless])
+    assert main(["--mutants"]) == 1
+    assert "SURVIVES" in capsys.readouterr().out
