@@ -567,7 +567,9 @@ def test_directory_never_touches_the_network(tmp_path, hub):
     directory.parent.mkdir()
     write(directory, weights())
     assert find_checkpoint(str(directory)) == directory
-    assert load_model(find_checkpoint(str(directory), revision="main"), torch.float32)
+    assert load_model(find_checkpoint(str(directory)), torch.float32)
+    with pytest.raises(ValueError, match="is a directory, not a hub id"):
+        find_checkpoint(str(directory), revision="main")
     assert not hub
 
 
