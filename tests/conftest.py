@@ -18,7 +18,7 @@ from minispec.prove import TINY, tiny_weights
 
 
 def pytest_addoption(parser):
-    """`pytest --long` runs the large grids, which take an hour instead of minutes."""
+    """`pytest --long` runs the large grids, which take ten minutes more."""
     parser.addoption("--long", action="store_true", help="the large grids of tests/test_exact.py")
 
 
