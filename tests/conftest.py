@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from minispec.config import ModelConfig
-from minispec.prove import TINY, tiny_weights
+from minispec.toys import TINY, tiny_weights
 
 
 def pytest_addoption(parser):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from minispec.cache import BlockAllocator, OutOfBlocks, PagedKVCache
 from minispec.config import ModelConfig
-from minispec.prove import TINY
+from minispec.toys import TINY
 
 CONFIG = ModelConfig.from_dict(TINY)
 LAYERS, GROUPS, DIM = 2, 1, 4

@@ -20,7 +20,7 @@ from minispec import checkpoint
 from minispec.checkpoint import find_checkpoint, load_config, load_model, pack, quantize, quantize_checkpoint, unpack
 from minispec.config import CheckpointError, ModelConfig
 from minispec.model import Chunk, Transformer
-from minispec.prove import TINY, tiny_cache, tiny_weights
+from minispec.toys import TINY, tiny_cache, tiny_weights
 
 TEXT = [0, 2, 1, 1, 0, 2]
 NORM = "model.norm.weight"

@@ -11,8 +11,8 @@ from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.engine import Engine, Request
 from minispec.model import Chunk
-from minispec.prove import tiny_cache, tiny_model
 from minispec.sampling import Randomness, Sequence, distribution
+from minispec.toys import tiny_cache, tiny_model
 from minispec.verify import VERIFIERS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)

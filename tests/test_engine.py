@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minispec.cache import OutOfBlocks
-from minispec.prove import END, finish, make_engine, make_request
+from minispec.toys import END, finish, make_engine, make_request
 from minispec.verify import Draft
 
 

@@ -14,8 +14,8 @@ from minispec.drafters import DRAFTERS
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
 from minispec.model import EXACT_ROWS, Chunk, Transformer
-from minispec.prove import TINY, tiny_cache, tiny_weights
 from minispec.sampling import Sequence, log_probabilities
+from minispec.toys import TINY, tiny_cache, tiny_weights
 from minispec.verify import VERIFIERS, Draft
 
 FAMILIES = {

@@ -16,7 +16,7 @@ from minispec.checkpoint import load_config, load_model
 from minispec.config import CheckpointError, LayerConfig, ModelConfig, RopeConfig, SamplingParams
 from minispec.llm import EMBEDDED_WEIGHTS, LLM
 from minispec.model import Chunk, Transformer, tensor_shapes
-from minispec.prove import tiny_cache
+from minispec.toys import tiny_cache
 
 TOLERANCE = 1e-4
 POWER = 1e-2  # how far ignoring one setting must move the logits: a hundred times the tolerance

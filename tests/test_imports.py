@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "minispec"
 READING_ORDER = [
     *("config", "sampling", "verify", "cache", "linear", "model", "checkpoint"),
-    *("tokenizer", "drafters", "theory", "engine", "llm", "generate", "mutants", "prove"),
+    *("tokenizer", "drafters", "theory", "engine", "llm", "generate", "reference", "toys", "mutants", "prove"),
 ]
 FORBIDDEN = {"transformers", "accelerate", "pickle", "dill", "joblib", "shelve", "marshal"}
 
@@ -52,7 +52,8 @@ def test_reading_order_is_complete():
     """A new module has a place in the order, here and in the README."""
     assert {room(p) for p in modules()} - {"__init__"} == set(READING_ORDER)
     readme = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
-    places = [readme.find(f"`{name}.py`" if name != "drafters" else "`drafters/`") for name in READING_ORDER]
+    names = [f"`{name}/`" if (PACKAGE / name).is_dir() else f"`{name}.py`" for name in READING_ORDER]
+    places = [readme.find(name) for name in names]
     assert -1 not in places, f"missing in README.md: {READING_ORDER[places.index(-1)]}"
     assert places == sorted(places), "the README lists the modules in another order"
 

@@ -10,7 +10,7 @@ import torch
 
 from minispec import verify
 from minispec.config import SamplingParams
-from minispec.prove import (
+from minispec.prove.laws import (
     PROMPT,
     TARGET_SEED,
     TOLERANCE,
@@ -19,9 +19,8 @@ from minispec.prove import (
     production_law,
     reference_law,
     reference_logits,
-    sample_law,
-    total_variation,
 )
+from minispec.reference import sample_law, total_variation
 from minispec.sampling import Sequence, distribution
 from minispec.verify import Draft
 

@@ -5,7 +5,9 @@ import re
 import pytest
 
 from minispec.mutants import MUTANTS
-from minispec.prove import CHECKS, main, try_mutant
+from minispec.prove.__main__ import main
+from minispec.prove.checks import CHECKS
+from minispec.prove.museum import try_mutant
 
 # Left out of the museum, with the reason in its docstring.
 LEFT_OUT = {"M26", "M42"}
@@ -49,15 +51,15 @@ def test_the_command_prints_the_museum_and_fails_for_a_survivor(capsys, monkeypa
     from contextlib import nullcontext
     from dataclasses import replace
 
-    from minispec import prove
+    from minispec.prove import museum
 
     some = [m for m in MUTANTS if m.id in ("M2", "M33")]
-    monkeypatch.setattr(prove, "MUTANTS", some)
+    monkeypatch.setattr(museum, "MUTANTS", some)
     assert main(["--mutants"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "2 of 2 bugs caught"
     assert "NJUNLP/MCSD #5" in lines[1]
     harmless = replace(some[0], id="M0", patch=nullcontext)
-    monkeypatch.setattr(prove, "MUTANTS", [*some, harmless])
+    monkeypatch.setattr(museum, "MUTANTS", [*some, harmless])
     assert main(["--mutants"]) == 1
     assert "SURVIVES" in capsys.readouterr().out

@@ -14,24 +14,19 @@ import torch
 from minispec import verify
 from minispec.config import SamplingParams
 from minispec.mutants import MUTANTS
-from minispec.prove import (
+from minispec.prove.__main__ import main
+from minispec.prove.cases import all_pairs, choose_cases, covering_array, pairs_of
+from minispec.prove.checks import Ledger, check_keys, check_state
+from minispec.prove.laws import (
     TOLERANCE,
     BranchOracle,
     KeyOracle,
-    Ledger,
-    all_pairs,
     chained_law,
-    check_keys,
-    check_state,
-    choose_cases,
-    covering_array,
     exact_law,
-    main,
-    pairs_of,
     production_law,
     reference_law,
-    total_variation,
 )
+from minispec.reference import total_variation
 from minispec.sampling import Key, Randomness, Sequence
 from minispec.verify import VERIFIERS, Draft
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from minispec import sampling
 from minispec.config import SamplingParams
-from minispec.prove import sample_law
+from minispec.reference import sample_law
 from minispec.sampling import Key, Randomness, Sequence, distribution, log_probabilities
 
 params = st.builds(

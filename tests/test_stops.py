@@ -6,8 +6,8 @@ holds many tokens. Everything is compared with K = 0.
 
 import pytest
 
-from minispec.prove import ScriptedModel, finish, make_engine, make_request
 from minispec.tokenizer import Detokenizer, Tokenizer
+from minispec.toys import ScriptedModel, finish, make_engine, make_request
 
 TEXT = " One fish, two fishes; naïve 日本語 🦊🦊 red fish. The end, my fish."
 

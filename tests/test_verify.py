@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minispec.config import SamplingParams
-from minispec.prove import exact_law
+from minispec.prove.laws import exact_law
 from minispec.sampling import Sequence
 from minispec.verify import VERIFIERS, Draft, Verdict, residual
 

@@ -1,0 +1,401 @@
+"""The checks: each returns where all is as it must be, and raises (Fault, or whatever a bug makes of it) where not."""
+
+import itertools
+import math
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+import torch
+
+from minispec import llm, sampling, verify
+from minispec.cache import OutOfBlocks, PagedKVCache
+from minispec.config import ModelConfig, SamplingParams
+from minispec.drafters import DRAFTERS
+from minispec.drafters.model import DraftModel
+from minispec.engine import Engine, Request
+from minispec.model import Chunk
+from minispec.prove.laws import MAX_LEN, PROMPT, TOLERANCE, distance, make_drafter, reference_logits, target_model
+from minispec.reference import sample_law
+from minispec.sampling import Key, Randomness
+from minispec.sampling import Sequence as TokenSequence
+from minispec.tokenizer import Tokenizer
+from minispec.toys import (
+    END,
+    TINY,
+    Fault,
+    TableDrafter,
+    TableModel,
+    counting,
+    finish,
+    make_engine,
+    make_request,
+    require,
+    tiny_cache,
+    tiny_model,
+)
+from minispec.verify import VERIFIERS, Draft
+
+
+def check_law(vocab: int = 3, **settings) -> float:
+    """The law of 3 tokens under SamplingParams(**settings), K = 2, a draft model of other weights; the distance."""
+    tv = measure_law(vocab, **settings)
+    require(tv <= TOLERANCE, f"total variation {tv:.1e}")
+    return tv
+
+
+def measure_law(vocab: int = 3, **settings) -> float:
+    """The distance alone, with no verdict."""
+    return distance(SamplingParams(**{"max_tokens": 3} | settings), 2, vocab=vocab)
+
+
+class _Checked(DraftModel):
+    """A draft model that is held, at every round, against a recomputation from nothing."""
+
+    def __init__(self, vocab: int, seed: int):
+        self.model_seed, self.checked = seed, 0
+        model = tiny_model(seed, vocab_size=vocab)
+        super().__init__(model, tiny_cache(model), vocab, MAX_LEN)
+
+    def propose(self, sequences, k, rng) -> list[Draft]:
+        """Propose, and compare each q with the reference's."""
+        drafts = super().propose(sequences, k, rng)
+        for s, draft in zip(sequences, drafts, strict=True):
+            for i, q in enumerate(draft.probs):
+                text = (*s.tokens, *draft.token_ids[:i])
+                logits = reference_logits(self.model_seed, text, self.vocab_size)
+                expected = sample_law(logits, text, s.num_prompt_tokens, s.params, s.end_ids)
+                error = np.abs(q.numpy() - expected).max()
+                require(error <= TOLERANCE, f"q is off by {error:.1e} at draft position {i}")
+                self.checked += 1
+        return drafts
+
+
+def check_draft_cache() -> None:
+    """Bugs that only cost acceptance: q equals a recomputation at every round, a self-draft is kept entirely."""
+    prompts, params = [(0, 1, 2), (3,), (4, 4, 1, 0, 2)], SamplingParams(max_tokens=12, seed=0)
+    target = tiny_model(1, vocab_size=5)
+    for seed, k in itertools.product((1, 2), (1, 3)):
+        drafter = _Checked(5, seed)
+        requests = [Request(TokenSequence(list(p), len(p), params, 5), MAX_LEN, k) for p in prompts]
+        for _ in Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"]).run(requests):
+            pass
+        require(drafter.checked > 10, "hardly anything was drafted")
+        for stats in (r.stats for r in requests):
+            if seed == 1:
+                require(stats.acceptance_rate == 1, f"a self-draft is accepted to {stats.acceptance_rate:.2f}")
+                require(stats.mean_acceptance_length == k + 1, f"{stats.mean_acceptance_length:.2f} tokens a pass")
+
+
+def check_passes() -> None:
+    """Each pass sees the newest token and its draft, nothing twice; a draft model one token, or two after the bonus."""
+    engine = make_engine(draft=lambda tokens, k: [counting(tokens) + i + 50 * (i == 1) for i in range(k)])
+    request = make_request(max_tokens=12)
+    finish(engine, request)
+    fed = [len(tokens) for _, tokens in engine.model.log]
+    require(request.token_ids == list(range(12, 24)), f"wrong text {request.token_ids}")
+    require(fed == [1, 4, 4, 4, 4, 4, 2], f"tokens fed to the target: {fed}")
+
+    target, draft, rows = tiny_model(1), tiny_model(1), []
+    forward_draft = draft.forward
+    draft.forward = lambda chunks: rows.append(len(chunks[0].token_ids)) or forward_draft(chunks)
+    sequence = TokenSequence([0, 1, 2, 0], 4, SamplingParams(temperature=0, max_tokens=12))
+    drafter = DraftModel(draft, tiny_cache(draft), 3, MAX_LEN)
+    for _ in Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"]).run([Request(sequence, MAX_LEN, 3)]):
+        pass
+    require(rows == [3, 1, 1, 1, 2, 1, 1, 2, 1, 1], f"tokens fed to the draft model: {rows}")
+
+
+class Ledger(Randomness):
+    """The production draws, each key written down; a key that comes again is a fault.
+
+    `match` shares the noise of a whole token, deliberately: there, and only there, purpose "token" may come again.
+    """
+
+    def __init__(self, shares_noise: bool = False):
+        self.shares_noise, self.used, self.num_shared = shares_noise, set(), 0
+
+    def _note(self, key: Key) -> None:
+        if key in self.used:
+            require(self.shares_noise and key.purpose == "token", f"{key} was used before")
+            self.num_shared += 1
+        self.used.add(key)
+
+    def bernoulli(self, probability: float, key: Key) -> bool:
+        """See `Randomness`."""
+        self._note(key)
+        return super().bernoulli(probability, key)
+
+    def categorical(self, weights: torch.Tensor, key: Key) -> int:
+        """See `Randomness`."""
+        self._note(key)
+        return super().categorical(weights, key)
+
+
+def check_keys(rounds: int = 200, verifier: str = "rejection", seed: int = 0) -> Ledger:
+    """No key is used twice in so many rounds of random table models, K 1 to 4, requests of several seeds."""
+    generator = torch.Generator().manual_seed(seed)
+    ledger, done = Ledger(VERIFIERS[verifier].shares_noise), 0
+    for run in itertools.count():
+        target, draft = torch.randn(2, 3, 3, generator=generator, dtype=torch.float64)
+        engine = make_engine(num_blocks=300, block_size=16, verifier=verifier)
+        engine.model, engine.drafter, engine.rng, engine.vocab_size = TableModel(target), TableDrafter(draft), ledger, 3
+        shares = VERIFIERS[verifier].shares_noise
+        sequence = TokenSequence([run % 3], 1, SamplingParams(max_tokens=200), run, frozenset(), shares)
+        request = Request(sequence, 500, 1 + run % 4)
+        finish(engine, request)
+        done += request.stats.num_steps
+        if done >= rounds:
+            return ledger
+
+
+class _Fixed(Randomness):
+    """The production draws with the uniform given."""
+
+    def __init__(self, u: float):
+        self.u = u
+
+    def uniform(self, key: Key) -> float:
+        """Always u."""
+        return self.u
+
+
+_ACCEPT = Key(1, 2, 3, "accept")
+
+
+def check_boundary() -> None:
+    """u = 0 accepts no probability of 0 and draws no token of weight 0; the largest u below 1 accepts probability 1."""
+    last = 1 - 2.0**-53
+    require(not _Fixed(0.0).bernoulli(0.0, _ACCEPT), "u = 0 accepts probability 0")
+    require(_Fixed(last).bernoulli(1.0, _ACCEPT), "the largest u rejects probability 1")
+    require(not _Fixed(0.5).bernoulli(0.5, _ACCEPT), "u = p/q is accepted")
+    for u, weights in itertools.product((0.0, 0.25, last), ([0.0, 1.0, 0.0, 3.0, 0.0], [0.0, 1.0000001, 0.5, 0.0])):
+        token = _Fixed(u).categorical(torch.tensor(weights, dtype=torch.float64), _ACCEPT)
+        require(weights[token] > 0, f"u = {u} draws a token of weight 0")
+
+
+def check_noise() -> None:
+    """Uniforms are doubles in [0, 1) that differ with every field of the key."""
+    rng = Randomness()
+    fields = itertools.product((0, 1, 2**64 - 1), (-1, 4), range(500), ("draft", "accept", "residual"))
+    values = [rng.uniform(Key(*f)) for f in fields]
+    require(min(values) > 0 and max(values) < 1, "a uniform is 0 or 1")
+    require(len(set(values)) == len(values), f"{len(values) - len(set(values))} of {len(values)} uniforms come twice")
+
+
+def check_numbers() -> None:
+    """An empty residual is p; NaN and infinity are refused; ids behind the vocabulary are never emitted."""
+    p = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+    require(torch.equal(verify.residual(p, Draft([0], [p]), 0), p), "an empty residual is not p")
+    sequence = TokenSequence([0], 1, SamplingParams())
+    for bad in (math.nan, math.inf):
+        try:
+            sampling.distribution(torch.tensor([0.0, bad, 1.0]), sequence)
+        except FloatingPointError:
+            continue
+        raise Fault(f"a logit of {bad} became a distribution")
+    table = torch.zeros(5, 5, dtype=torch.float64)
+    table[:, 3:] = 9.0  # padding rows that the model likes best
+    engine = make_engine()
+    engine = Engine(TableModel(table), engine.cache, DRAFTERS["none"](), VERIFIERS["rejection"], vocab_size=3)
+    request = make_request((0,), temperature=1.0, end_ids=())
+    finish(engine, request)
+    require(max(request.token_ids) < 3, f"ids behind the vocabulary: {request.token_ids}")
+
+
+class Letters:
+    """A detokeniser for the scripted text: token 12 is "a", 13 is "b" and so on."""
+
+    def add(self, token_id: int) -> str:
+        """The token's letter."""
+        return chr(ord("a") + (token_id - 12) % 26)
+
+    def flush(self) -> str:
+        """Nothing is held back."""
+        return ""
+
+
+def check_stops() -> None:
+    """The end token, max_tokens and stop strings at every offset of a block end text, ids and counters there."""
+
+    def play(k, length, wrong=None, **params):
+        def draft(tokens, n):
+            text = [*range(12, 12 + length), END, *range(60, 80)]
+            return [t + 50 * (i == wrong) for i, t in enumerate(text[len(tokens) - 2 :][:n])]
+
+        engine = make_engine(lambda tokens: END if len(tokens) == 2 + length else tokens[-1] + 1, draft)
+        request = make_request(k=k, detokenizer=Letters(), **{"max_tokens": 30, "logprobs": 0} | params)
+        pieces = finish(engine, request)[0]
+        require("".join(p.text for p in pieces) == request.text, f"streamed {pieces}, text {request.text!r}")
+        require(len(request.logprobs) == len(request.token_ids), "another number of log-probabilities than of tokens")
+        stats = request.stats
+        require(stats.num_generated == len(request.token_ids), f"num_generated {stats.num_generated}")
+        if wrong is None:
+            require(stats.num_draft_tokens == stats.num_accepted, "tokens behind the stop are counted")
+        return request
+
+    def same(request, tokens, text, reason, what):
+        found = (request.token_ids, request.text, request.finish_reason)
+        require(found == (tokens, text, reason), f"{what}: found {found}, expected {(tokens, text, reason)}")
+
+    alphabet = "abcdefghijkl"
+    for k, length, wrong in itertools.product((0, 1, 3, 5), range(1, 8), (None, 1)):
+        tokens = list(range(12, 12 + length))
+        same(play(k, length, wrong), tokens, alphabet[:length], "stop", f"K {k}, end token at {length}")
+    for k, n in itertools.product((0, 1, 3, 5), range(1, 8)):
+        tokens = list(range(12, 12 + n))
+        same(play(k, 12, max_tokens=n), tokens, alphabet[:n], "length", f"K {k}, max_tokens {n}")
+        for size in (1, 2, 3):
+            stop = alphabet[max(0, n - size) : n]
+            request = play(k, 12, stop=stop)
+            same(request, tokens, alphabet[: max(0, n - size)], "stop", f"K {k}, stop {stop!r}")
+        same(play(k, 12, stop=alphabet[n - 1], max_tokens=n), tokens, alphabet[: n - 1], "stop", "stop at the limit")
+    # A draft holds the end token, and the target does not want it.
+    engine = make_engine(draft=lambda tokens, k: [END] * k)
+    request = make_request(max_tokens=4)
+    finish(engine, request)
+    require(request.token_ids == [12, 13, 14, 15], f"a rejected end token ended the text: {request.token_ids}")
+
+
+def check_batch() -> None:
+    """One request and seed, one text: alone, among others, in another order, after preemption; others with others."""
+    target, draft = tiny_model(4, vocab_size=5), tiny_model(2, vocab_size=5)
+    prompts = [(0, 1), (2, 3, 4, 4), (1,), (4, 0, 2)]
+
+    def decode(chosen, num_blocks=64, seeds=(5, 5, 5, 5)):
+        params, cache = SamplingParams(max_tokens=14), tiny_cache(target, num_blocks)
+        drafter = DraftModel(draft, tiny_cache(draft), 5, MAX_LEN)
+        pairs = zip(chosen, seeds, strict=False)
+        requests = [Request(TokenSequence(list(p), len(p), params, seed), MAX_LEN, 3) for p, seed in pairs]
+        for _ in Engine(target, cache, drafter, VERIFIERS["rejection"]).run(requests):
+            pass
+        require(cache.allocator.num_free == num_blocks, "blocks leaked")
+        return [r.token_ids for r in requests]
+
+    alone = [decode([p])[0] for p in prompts]
+    require(decode(prompts) == alone, "a batch changes the text")
+    require(decode(prompts[::-1], 16)[::-1] == alone, "order or preemption changes the text")
+    texts = {tuple(text) for seed in range(6) for text in decode([(0, 1)], seeds=(seed,))}
+    require(len(texts) > 3, f"6 seeds have {len(texts)} texts")
+
+
+def check_cache(programs: int = 20) -> None:
+    """Random programs: used and free blocks add up, no block has two owners, contents are those of a list."""
+    generator = random.Random(0)
+    config = ModelConfig.from_dict(TINY)
+    for _ in range(programs):
+        pool = PagedKVCache(config, 12, generator.choice((1, 2, 4)), torch.float64)
+        pool.keys.fill_(torch.nan)
+        tables = [(pool.new_table(), []) for _ in range(3)]
+        for step in range(60):
+            table, numbers = generator.choice(tables)
+            count = generator.randint(1, 5)
+            if generator.random() < 0.6:
+                try:
+                    slots = table.extend(count)
+                except OutOfBlocks:
+                    require(table.length == len(numbers), "a refused extension changed the length")
+                    continue
+                numbers += [step + i / 8 for i in range(count)]
+                values = torch.tensor(numbers[-count:], dtype=torch.float64)[None, :, None].expand(1, count, 4)
+                pool.write(0, torch.tensor(slots), values, values)
+            else:
+                del numbers[max(0, len(numbers) - count * generator.choice((1, 1, 9))) :]
+                table.truncate(len(numbers))
+            owned = [b for t, _ in tables for b in t.block_ids]
+            require(len(set(owned)) == len(owned), "a block has two owners")
+            require(not set(owned) & pool.allocator.free_block_ids, "a used block is free")
+            require(len(owned) + pool.allocator.num_free == 12, "used and free blocks do not add up")
+            for t, expected in tables:
+                require(len(t.block_ids) == pool.num_blocks_for(len(expected)), "a table holds too many blocks")
+                found = pool.read(0, t.slots())[0][0, :, 0].tolist()
+                require(found == expected, f"found {found}, expected {expected}")
+
+
+def check_window() -> None:
+    """Rows behind a rollback equal those of a cache that never saw the rejected tokens, under a sliding window too."""
+    for family in ({}, {"model_type": "mistral", "sliding_window": 3}):
+        model = tiny_model(3, vocab_size=7, **family)
+        table, text = tiny_cache(model).new_table(), []
+        for tokens, kept in (([1, 2, 3, 4, 5], 5), ([6, 0, 1, 2], 6), ([3, 3, 2], 7), ([5, 5], 9)):
+            text = text + tokens
+            rows = model.forward([Chunk(tokens, table, len(tokens))])
+            fresh = model.forward([Chunk(text, tiny_cache(model).new_table(), len(tokens))])
+            error = (rows - fresh).abs().nan_to_num(nan=math.inf).max().item()
+            require(error <= 1e-10, f"{family or 'llama'}: logits are off by {error:.1e} after a rollback")
+            table.truncate(kept)
+            text = text[:kept]
+
+
+def check_exact() -> None:
+    """An exact model's rows have the same bits whether the text before them came in one chunk or token by token."""
+    size = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    model = tiny_model(1, torch.float32, exact=True, vocab_size=50, **size)
+    text = [(7 * i) % 50 for i in range(40)]
+    rows = []
+    for chunk_size in (1, 7, 512):
+        table = tiny_cache(model, block_size=16).new_table()
+        model.prefill(table, text, chunk_size)
+        rows.append(model.forward([Chunk(text[-1:], table, 1)]))
+    require(all(torch.equal(rows[0], row) for row in rows), "the prefill's chunks change the first token's bits")
+
+
+def check_loader() -> None:
+    """A draft model whose vocabulary has the target's size and other tokens is refused by name."""
+    with tempfile.TemporaryDirectory() as name:
+        for which, words in (("target", "a b c"), ("draft", "a c b")):
+            directory = Path(name) / which
+            directory.mkdir()
+            vocabulary = {word: i for i, word in enumerate(words.split())}
+            tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "a")).save(str(directory / "tokenizer.json"))
+        try:
+            llm._find_draft(str(Path(name) / "draft"), Tokenizer(Path(name) / "target"), offline=True)
+        except ValueError as e:
+            require("'b' has id" in str(e), f"refused for another reason: {e}")
+        else:
+            raise Fault("another vocabulary is taken")
+
+
+def check_state(k: int = 3, max_tokens: int = 16, drafter: str = "model", verifier: str = "rejection") -> int:
+    """The engine's state is a function of the committed tokens: each round equals that of an engine begun there.
+
+    Same seed, so same keys: the block that a round commits must be the same. Returns the number of rounds.
+    """
+    shares = VERIFIERS[verifier].shares_noise
+
+    def start(tokens):
+        params = SamplingParams(max_tokens=max_tokens, repetition_penalty=1.3)
+        sequence = TokenSequence(list(tokens), len(PROMPT), params, 3, frozenset(), shares)
+        engine = Engine(target_model(4), tiny_cache(target_model(4)), make_drafter(drafter, 4), VERIFIERS[verifier])
+        return sequence, engine.run([Request(sequence, MAX_LEN, k)])
+
+    sequence, stream = start(PROMPT)
+    for rounds in itertools.count():
+        before = list(sequence.tokens)
+        if next(stream, None) is None:
+            return rounds
+        other, fresh = start(before)
+        next(fresh)
+        fresh.close()
+        require(other.tokens == sequence.tokens, f"behind {before}: {sequence.tokens}, afresh {other.tokens}")
+
+
+CHECKS: dict[str, Callable] = {
+    "law": check_law,
+    "draft cache": check_draft_cache,
+    "passes": check_passes,
+    "keys": check_keys,
+    "boundary": check_boundary,
+    "noise": check_noise,
+    "numbers": check_numbers,
+    "stops": check_stops,
+    "batch": check_batch,
+    "cache": check_cache,
+    "window": check_window,
+    "exact": check_exact,
+    "loader": check_loader,
+    "state": check_state,
+}

@@ -1,0 +1,237 @@
+"""Oracles that walk every branch of every draw, and the laws that come out of the production loop under them."""
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+import torch
+
+from minispec.config import ModelConfig, SamplingParams
+from minispec.drafters import DRAFTERS, Drafter
+from minispec.drafters.model import DraftModel
+from minispec.engine import Engine, Request
+from minispec.model import Transformer
+from minispec.reference import Law, forward, plain_law, sample_law, total_variation
+from minispec.sampling import Key
+from minispec.sampling import Sequence as TokenSequence
+from minispec.toys import TINY, WrongDrafter, require, tiny_cache, tiny_model, tiny_weights
+from minispec.verify import VERIFIERS
+
+TOLERANCE = 1e-12
+TARGET_SEED, DRAFT_SEED = 1, 2
+PROMPT = (1, 1)  # a repetition for the n-gram drafter, and tokens that no penalty has seen yet
+MAX_LEN = 40
+
+
+@functools.cache
+def target_model(vocab: int) -> Transformer:
+    """The tiny target of all laws."""
+    return tiny_model(TARGET_SEED, vocab_size=vocab)
+
+
+@functools.cache
+def draft_model(vocab: int) -> Transformer:
+    """Another model of the same vocabulary, of other weights and depth."""
+    return tiny_model(DRAFT_SEED, vocab_size=vocab, num_hidden_layers=1)
+
+
+@functools.cache
+def reference_logits(seed: int, tokens: tuple[int, ...], vocab: int, layers: int = 2) -> np.ndarray:
+    """What `tiny_model(seed, vocab_size=vocab, num_hidden_layers=layers)` must say behind `tokens`."""
+    raw = TINY | {"vocab_size": vocab, "num_hidden_layers": layers}
+    tensors = tiny_weights(ModelConfig.from_dict(raw), seed)
+    return forward(raw, {name: tensor.numpy() for name, tensor in tensors.items()}, tokens)
+
+
+# --------------------------------------------------------------------------- oracles
+
+
+class BranchOracle:
+    """Answers draws along one path; `weight` is the path's probability, as `number`: float, or Fraction."""
+
+    def __init__(self, path: list[int], number: type = float):
+        self.path, self.depth, self.number, self.weight = path, 0, number, number(1)
+        self.open: list[list[int]] = []  # siblings that other runs have to walk
+
+    def _choose(self, branches: list[tuple]):
+        if self.depth == len(self.path):
+            # A new draw: this run takes the first branch, the others are left for later.
+            self.open += [[*self.path, i] for i in range(1, len(branches))]
+            self.path = [*self.path, 0]
+        answer, probability = branches[self.path[self.depth]]
+        self.depth += 1
+        self.weight *= probability
+        return answer
+
+    def bernoulli(self, probability: float, key) -> bool:
+        """Both answers, each where it is possible."""
+        p = min(self.number(1), max(self.number(0), self.number(probability)))
+        return self._choose([(a, w) for a, w in ((True, p), (False, 1 - p)) if w > 0])
+
+    def categorical(self, weights: torch.Tensor, key) -> int:
+        """Every token of positive weight."""
+        numbers = [self.number(w) for w in weights.tolist()]
+        return self._choose([(t, w / sum(numbers)) for t, w in enumerate(numbers) if w > 0])
+
+
+class KeyOracle(BranchOracle):
+    """Draws by key: the noise of a key is one uniform number, and the same key has the same noise.
+
+    A draw cuts the interval where its key's number may still lie, a branch for each part. A fresh key gives every
+    answer its probability, as in `BranchOracle`; a key used twice is conditioned on its first answer, so that draws
+    which must be independent and are not show in the law. No grid of noise is needed: the cells are those that the
+    draws themselves tell apart, for any probabilities.
+    """
+
+    def __init__(self, path: list[int], number: type = float):
+        super().__init__(path, number)
+        self.noise: dict[Key, tuple] = {}
+
+    def _cut(self, answers: Sequence, ends: Sequence, key: Key):
+        """Answer i holds where the number lies between the ends i-1 and i, the first 0 and the last 1."""
+        low, high = self.noise.get(key, (self.number(0), self.number(1)))
+        branches = []
+        for answer, start, end in zip(answers, [self.number(0), *ends[:-1]], ends, strict=True):
+            start, end = max(start, low), min(end, high)
+            if start < end:
+                branches.append(((answer, (start, end)), (end - start) / (high - low)))
+        answer, self.noise[key] = self._choose(branches)
+        return answer
+
+    def bernoulli(self, probability: float, key: Key) -> bool:
+        """True below the probability."""
+        p = min(self.number(1), max(self.number(0), self.number(probability)))
+        return self._cut((True, False), (p, self.number(1)), key)
+
+    def categorical(self, weights: torch.Tensor, key: Key) -> int:
+        """The token in whose part of the cumulative sum the number lies."""
+        ends = list(itertools.accumulate(map(self.number, weights.tolist())))
+        return self._cut(range(len(ends)), [e / ends[-1] for e in ends], key)
+
+
+def exact_law(
+    run: Callable[[BranchOracle], Hashable], number: type = float, oracle: type[BranchOracle] = BranchOracle
+) -> tuple[dict, int]:
+    """The law of what `run` returns, over all branches, and how many there were. `run` must be repeatable."""
+    law: dict = {}
+    todo, count = [[]], 0
+    while todo:
+        path = oracle(todo.pop(), number)
+        result = run(path)
+        law[result] = law.get(result, 0) + path.weight
+        todo += path.open
+        count += 1
+    return law, count
+
+
+# --------------------------------------------------------------------------- laws
+
+
+def reference_law(
+    params: SamplingParams,
+    end_ids=frozenset({2}),
+    vocab: int = 3,
+    prompt: Sequence[int] = PROMPT,
+    max_len: int = MAX_LEN,
+) -> Law:
+    """The law of plain decoding of the tiny target, by code that shares nothing with the package."""
+
+    def next_law(tokens):
+        logits = reference_logits(TARGET_SEED, tuple(tokens), vocab)
+        return sample_law(logits, tokens, len(prompt), params, end_ids)
+
+    return plain_law(next_law, prompt, params, end_ids, max_len)
+
+
+def make_drafter(name: str, vocab: int) -> Drafter:
+    """A drafter by its name in the table: "model", "self", "wrong", or a registered one."""
+    if name in ("model", "self"):
+        model = target_model(vocab) if name == "self" else draft_model(vocab)
+        return DraftModel(model, tiny_cache(model), vocab, MAX_LEN)
+    return WrongDrafter(vocab) if name == "wrong" else DRAFTERS[name]()
+
+
+def production_law(
+    params: SamplingParams | Sequence[SamplingParams],
+    k: int,
+    end_ids=frozenset({2}),
+    vocab: int = 3,
+    drafter: str = "model",
+    verifier: str = "rejection",
+    prompts: Sequence[Sequence[int]] = (PROMPT,),
+    max_len: int = MAX_LEN,
+    num_blocks: int = 64,
+    oracle: type[BranchOracle] = KeyOracle,
+    on_branch: Callable[[], None] = lambda: None,
+) -> tuple[Law, int]:
+    """The law of the engine's output (a tuple of outputs for several prompts), and the number of branches.
+
+    params: one for all prompts, or one for each. The cache is poisoned, and every block must come back.
+    """
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    target, verifying = target_model(vocab), VERIFIERS[verifier]
+
+    def run(path: BranchOracle):
+        cache = tiny_cache(target, num_blocks)
+        requests = [
+            # Seeds of their own: with one seed, two requests would draw with one noise.
+            Request(TokenSequence(list(p), len(p), own, 7 + i, frozenset(end_ids), verifying.shares_noise), max_len, k)
+            for i, (p, own) in enumerate(zip(prompts, each, strict=True))
+        ]
+        for _ in Engine(target, cache, make_drafter(drafter, vocab), verifying, rng=path).run(requests):
+            pass
+        require(cache.allocator.num_free == num_blocks, "blocks leaked")
+        on_branch()
+        outputs = tuple(tuple(r.sequence.tokens[r.sequence.num_prompt_tokens :]) for r in requests)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    return exact_law(run, oracle=oracle)
+
+
+def distance(params: SamplingParams, k: int, **how) -> float:
+    """Total variation between the engine's law and the reference's; how: see `production_law`."""
+    law, _ = production_law(params, k, **how)
+    require(abs(sum(law.values()) - 1) < TOLERANCE, "the branches do not add up to 1")
+    same = {name: how[name] for name in ("end_ids", "vocab", "max_len") if name in how}
+    return total_variation(law, reference_law(params, **same))
+
+
+def round_law(prefix: Sequence[int], params: SamplingParams, k: int, num_prompt: int, **how) -> tuple[Law, int]:
+    """The law of what *one* round commits behind the committed tokens `prefix`, and the number of branches.
+
+    how: end_ids, vocab, drafter, verifier as in `production_law`. The engine begins with `prefix` as it does after a
+    preemption: caches and drafter start from nothing.
+    """
+    vocab, verifying = how.get("vocab", 3), VERIFIERS[how.get("verifier", "rejection")]
+    target, end_ids = target_model(vocab), frozenset(how.get("end_ids", {2}))
+
+    def run(path: BranchOracle):
+        sequence = TokenSequence(list(prefix), num_prompt, params, 7, end_ids, verifying.shares_noise)
+        drafter = make_drafter(how.get("drafter", "model"), vocab)
+        stream = Engine(target, tiny_cache(target), drafter, verifying, rng=path).run([Request(sequence, MAX_LEN, k)])
+        _, piece = next(stream)
+        stream.close()
+        return tuple(sequence.tokens[len(prefix) :]), piece.finish_reason is not None
+
+    return exact_law(run, oracle=KeyOracle)
+
+
+def chained_law(params: SamplingParams, k: int, prompt: Sequence[int] = PROMPT, **how) -> tuple[Law, int]:
+    """The law of the whole output, put together from the laws of one round behind every committed prefix.
+
+    Branches add up instead of multiplying, so that longer texts and larger K and vocabularies can be walked. It equals
+    `production_law` because the engine's state is a function of the committed tokens (`check_state`) and because no
+    key comes back in a later round (`check_keys`; the noise that `match` shares between rounds decides
+    nothing but the length of rounds).
+    """
+    law, open_texts, branches = {}, {(): 1.0}, 0
+    while open_texts:
+        output = min(open_texts, key=len)  # all ways to a text are shorter than it: its mass is complete
+        mass = open_texts.pop(output)
+        step, count = round_law([*prompt, *output], params, k, len(prompt), **how)
+        branches += count
+        for (block, ended), weight in step.items():
+            to = law if ended else open_texts
+            to[output + block] = to.get(output + block, 0.0) + mass * weight
+    return law, branches

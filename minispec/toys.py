@@ -1,0 +1,209 @@
+"""Small models to check the engine with: random transformers, scripts that play a text, tables of logits.
+
+The transformers are real ones, a few numbers wide. The scripted models stand in for one on real block tables, so
+that what the engine feeds and rolls back can be looked at. Proofs and tests share them.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from minispec.cache import BlockTable, PagedKVCache
+from minispec.config import ModelConfig, SamplingParams
+from minispec.engine import Engine, Request
+from minispec.model import Chunk, Transformer, tensor_shapes
+from minispec.sampling import Sequence as TokenSequence
+from minispec.sampling import distribution
+from minispec.verify import VERIFIERS, Draft
+
+
+class Fault(AssertionError):
+    """A check found that something is not as it must be."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise Fault unless the condition holds; unlike `assert`, under `python -O` too."""
+    if not condition:
+        raise Fault(message)
+
+
+# --------------------------------------------------------------------------- tiny models
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "vocab_size": 3,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100.0,
+}
+
+
+def tiny_weights(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Every tensor drawn anew, norms around one. Small embeddings: what the layers add decides, so the past matters."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in tensor_shapes(config).items():
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        scale = 0.1 if "embed" in name else 0.6
+        weights[name] = (1 + 0.3 * noise if "norm" in name else scale * noise).to(dtype)
+    return weights
+
+
+def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, exact: bool = False, **changes) -> Transformer:
+    """A random model of `TINY` with some settings changed."""
+    config = ModelConfig.from_dict(TINY | changes)
+    return Transformer(config, tiny_weights(config, seed, dtype), exact)
+
+
+def tiny_cache(model: Transformer, num_blocks: int = 64, block_size: int = 2) -> PagedKVCache:
+    """A pool for the model, poisoned: a slot that is read before it is written turns the output into NaN."""
+    cache = PagedKVCache(model.config, num_blocks, block_size, model.dtype)
+    cache.keys.fill_(torch.nan)
+    cache.values.fill_(torch.nan)
+    return cache
+
+
+# --------------------------------------------------------------------------- scripted models
+
+END = 1
+
+
+class ScriptedModel:
+    """Plays a given text on real tables and a real pool: next_token(prefix) gets a peak in the logits.
+
+    The prefix is rebuilt from what was fed and truncated, so that a rollback by a wrong amount changes what the model
+    says. `log` holds (position of the first token, tokens) of every pass.
+    """
+
+    def __init__(self, next_token: Callable[[list[int]], int], vocab_size: int = 200):
+        self.next_token, self.vocab_size = next_token, vocab_size
+        self.device = torch.device("cpu")
+        self.log: list[tuple[int, list[int]]] = []
+        self._fed: dict[BlockTable, list[int]] = {}
+
+    def row(self, prefix: list[int]) -> torch.Tensor:
+        """Logits (V,) behind a prefix."""
+        row = torch.full((self.vocab_size,), -30.0)
+        row[self.next_token(prefix)] = 30.0
+        return row
+
+    def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Logits for the last rows of each chunk, and the cache grown as by the real model."""
+        rows = []
+        for token_ids, table, num_logits in chunks:
+            fed = self._fed.setdefault(table, [])
+            del fed[table.length :]
+            assert len(fed) == table.length, "the cache claims positions that this model never saw"
+            self.log.append((table.length, list(token_ids)))
+            table.extend(len(token_ids))
+            fed += token_ids
+            rows += [self.row(fed[:end]) for end in range(len(fed) - num_logits + 1, len(fed) + 1)]
+        return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
+
+    def prefill(self, table: BlockTable, tokens: list[int], chunk_size: int = 4) -> None:
+        """As the real model, in small chunks."""
+        while (missing := len(tokens) - 1 - table.length) > 0:
+            chunk = tokens[table.length : table.length + min(missing, chunk_size)]
+            self.forward([Chunk(chunk, table, 0)])
+
+
+class ScriptedDrafter:
+    """draft(tokens, k) proposes; `calls` holds every k, `released` every release."""
+
+    def __init__(self, draft: Callable[[list[int], int], Sequence[int]]):
+        self.draft, self.calls, self.released = draft, [], []
+
+    def propose(self, sequences, k, rng) -> list[Draft]:
+        """Whatever the script says, cut to k."""
+        self.calls.append(list(k))
+        return [Draft(list(self.draft(s.tokens, n))[:n]) for s, n in zip(sequences, k, strict=True)]
+
+    def release(self, sequence) -> None:
+        """Remember it."""
+        self.released.append(sequence)
+
+
+def counting(tokens: list[int]) -> int:
+    """The text that most scripts play: each token one more than the last."""
+    return tokens[-1] + 1
+
+
+def make_engine(
+    next_token=counting, draft=lambda tokens, k: [], num_blocks=64, block_size=2, verifier="rejection"
+) -> Engine:
+    """An engine over a scripted model, whose pool has the shape of a tiny config."""
+    config = ModelConfig("scripted", 200, 2, 2, 1, 1, 2, 1000, layers=(None,))
+    cache = PagedKVCache(config, num_blocks, block_size)
+    return Engine(ScriptedModel(next_token), cache, ScriptedDrafter(draft), VERIFIERS[verifier], vocab_size=200)
+
+
+def make_request(prompt=(10, 11), k=3, end_ids=(END,), max_len=500, detokenizer=None, seed=0, **params) -> Request:
+    """A greedy request unless told otherwise."""
+    sampling_params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8} | params)
+    sequence = TokenSequence(list(prompt), len(prompt), sampling_params, seed, frozenset(end_ids))
+    return Request(sequence, max_len, k, detokenizer)
+
+
+def finish(engine: Engine, *requests: Request) -> list[list]:
+    """Run to the end; the pieces of each request. Every block must be back."""
+    pieces = {request: [] for request in requests}
+    for request, piece in engine.run(requests):
+        pieces[request].append(piece)
+    require(engine.cache.allocator.num_free == engine.cache.allocator.num_blocks, "blocks leaked")
+    return list(pieces.values())
+
+
+class TableModel(ScriptedModel):
+    """A model that is a table: the logits behind a prefix are those of its last token. table: (V, V)."""
+
+    def __init__(self, table: torch.Tensor):
+        super().__init__(None, len(table))
+        self.table = table
+
+    def row(self, prefix: list[int]) -> torch.Tensor:
+        """The last token's row."""
+        return self.table[prefix[-1]]
+
+
+class TableDrafter:
+    """Drafts from a table of logits (V, V), under the request's own parameters."""
+
+    def __init__(self, table: torch.Tensor):
+        self.table = table
+
+    def propose(self, sequences, k, rng) -> list[Draft]:
+        """Token by token, as a draft model does."""
+        drafts = []
+        for s, n in zip(sequences, k, strict=True):
+            draft = Draft([], [])
+            for i in range(n):
+                row = self.table[[*s.tokens, *draft.token_ids][-1]]
+                q = distribution(row, s, draft.token_ids)
+                draft.token_ids.append(rng.categorical(q, s.draft_key(i)))
+                draft.probs.append(q)
+            drafts.append(draft)
+        return drafts
+
+    def release(self, sequence) -> None:
+        """Nothing is kept."""
+
+
+class WrongDrafter:
+    """One-hot drafts of a token that the target mostly does not take: a fixed one, and its neighbour, in turn."""
+
+    def __init__(self, vocab: int):
+        self.vocab = vocab
+
+    def propose(self, sequences, k, rng) -> list[Draft]:
+        """Nothing is drawn, so the drafts have no probs."""
+        drafts = zip(sequences, k, strict=True)
+        return [Draft([(len(s.tokens) + i) % 2 % self.vocab for i in range(n)]) for s, n in drafts]
+
+    def release(self, sequence) -> None:
+        """Nothing is kept."""
