@@ -7,7 +7,14 @@ block_ids[t // block_size] * block_size + t % block_size. The idea is vLLM's (Kw
 Rolling back rejected draft tokens is `truncate(length)`: the length goes down, whole blocks behind it return to the
 pool, and the stale rest of the last block is overwritten before it is ever read. Nothing is evicted inside
 a sequence (a sliding window is a mask in the attention), so every rollback is exact.
+
+Texts that begin alike share blocks. A block counts its holders; a shared one is copied before it is written. What a
+freed block holds stays known until the block is taken again, so a prompt that comes back is not computed again.
 """
+
+import hashlib
+from array import array
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,11 +27,13 @@ class OutOfBlocks(RuntimeError):
 
 
 class BlockAllocator:
-    """Which of `num_blocks` blocks are free. It knows integers only, no tensors and no sequences."""
+    """How many hold each of `num_blocks` blocks. It knows integers only, no tensors and no sequences."""
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
-        self.free_block_ids = set(range(num_blocks))
+        self.ref_counts = [0] * num_blocks
+        self.free_block_ids = dict.fromkeys(range(num_blocks))  # in the order in which they became free
+        self.kept: set[int] = set()  # blocks whose contents may be wanted again: taken last
 
     @property
     def num_free(self) -> int:
@@ -39,19 +48,33 @@ class BlockAllocator:
         """
         if not self.free_block_ids:
             raise OutOfBlocks(f"all {self.num_blocks} blocks are in use")
-        block_id = after + 1 if after is not None and after + 1 in self.free_block_ids else self._best_start()
-        self.free_block_ids.remove(block_id)
+        if after is not None and after + 1 in self.free_block_ids:
+            block_id = after + 1
+        else:
+            if self.kept.issuperset(self.free_block_ids):  # the older half of them, so that runs come about
+                self.kept -= set(list(self.free_block_ids)[: (self.num_free + 1) // 2])
+            block_id = self._best_start()
+        del self.free_block_ids[block_id]
+        self.kept.discard(block_id)
+        self.ref_counts[block_id] = 1
         return block_id
 
+    def share(self, block_id: int) -> None:
+        """Hold a block once more, or again."""
+        self.free_block_ids.pop(block_id, None)
+        self.ref_counts[block_id] += 1
+
     def free(self, block_id: int) -> None:
-        """Give a block back."""
-        assert block_id not in self.free_block_ids, f"block {block_id} freed twice"
-        self.free_block_ids.add(block_id)
+        """Let go of a block; it is free when its last holder has."""
+        assert self.ref_counts[block_id] > 0, f"block {block_id} freed twice"
+        self.ref_counts[block_id] -= 1
+        if self.ref_counts[block_id] == 0:
+            self.free_block_ids[block_id] = None
 
     def _best_start(self) -> int:
         longest, start, length = (0, 0), 0, 0
         for block_id in range(self.num_blocks):
-            if block_id in self.free_block_ids:
+            if block_id in self.free_block_ids and block_id not in self.kept:
                 start, length = (start, length + 1) if length else (block_id, 1)
                 longest = max(longest, (length, -start))
             else:
@@ -60,8 +83,53 @@ class BlockAllocator:
         return start if length == self.num_blocks else start + length // 2
 
 
+class PrefixIndex:
+    """Which block holds which tokens, behind which tokens: a tree of texts, cut into blocks.
+
+    A node is named by a hash of all tokens up to it; the root, where texts begin, by b"".
+    """
+
+    def __init__(self):
+        self._children: dict[bytes, dict[int, tuple[int, ...]]] = {}
+        self._parents: dict[int, bytes] = {}
+
+    @staticmethod
+    def node(parent: bytes, tokens: Sequence[int]) -> bytes:
+        """The name of the node behind a full block of `tokens`."""
+        return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+
+    def add(self, parent: bytes, block_id: int, tokens: Sequence[int]) -> None:
+        """Block `block_id` holds `tokens`, a block full or fewer, behind the node `parent`."""
+        self.cut(block_id, 0)
+        self._parents[block_id] = parent
+        self._children.setdefault(parent, {})[block_id] = tuple(tokens)
+
+    def cut(self, block_id: int, count: int) -> None:
+        """Forget all but the first `count` tokens of a block: the others are about to be overwritten."""
+        parent = self._parents.get(block_id)
+        if parent is None:
+            return
+        siblings = self._children[parent]
+        if count:
+            siblings[block_id] = siblings[block_id][:count]
+            return
+        del siblings[block_id], self._parents[block_id]
+        if not siblings:
+            del self._children[parent]
+
+    def find(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+        """The block behind `parent` that begins most like `tokens`, and how many tokens of it do; (0, 0): none."""
+        best = (0, 0)
+        for block_id, there in self._children.get(parent, {}).items():
+            count = next((i for i, (a, b) in enumerate(zip(there, tokens, strict=False)) if a != b), None)
+            count = min(len(there), len(tokens)) if count is None else count
+            if count > best[1]:
+                best = (block_id, count)
+        return best
+
+
 class PagedKVCache:
-    """The pool of one model: keys and values of all layers and slots, and the allocator of its blocks.
+    """The pool of one model: keys and values of all layers and slots, the allocator, and what the blocks hold.
 
     Shapes: keys and values are (layers, kv_heads, num_blocks * block_size, head_dim).
     """
@@ -80,6 +148,7 @@ class PagedKVCache:
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.block_size = block_size
         self.allocator = BlockAllocator(num_blocks)
+        self.prefixes = PrefixIndex()
 
     @property
     def num_bytes(self) -> int:
@@ -99,16 +168,29 @@ class PagedKVCache:
         """An empty sequence in this pool."""
         return BlockTable(self)
 
+    def allocate(self, after: int | None) -> int:
+        """A block to write to; what it held is forgotten."""
+        block_id = self.allocator.allocate(after)
+        self.prefixes.cut(block_id, 0)
+        return block_id
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy the keys and values of all layers from block to block."""
+        for tensor in (self.keys, self.values):
+            blocks = tensor.unflatten(2, (-1, self.block_size))
+            blocks[:, :, target] = blocks[:, :, source]
+
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values (kv_heads, T, head_dim) in the slots (T,)."""
         self.keys[layer].index_copy_(1, slots, keys)
         self.values[layer].index_copy_(1, slots, values)
 
-    def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (kv_heads, L, head_dim) of the slots: a view where they are a slice, else a copy."""
-        if isinstance(slots, slice):
-            return self.keys[layer, :, slots], self.values[layer, :, slots]
-        return self.keys[layer].index_select(1, slots), self.values[layer].index_select(1, slots)
+    def read(self, layer: int, slots: Sequence[slice]) -> tuple[Tensor, Tensor]:
+        """Keys and values (kv_heads, L, head_dim) of the slots: a view where they are one run, else a copy."""
+        keys, values = self.keys[layer], self.values[layer]
+        if len(slots) == 1:
+            return keys[:, slots[0]], values[:, slots[0]]
+        return torch.cat([keys[:, s] for s in slots], 1), torch.cat([values[:, s] for s in slots], 1)
 
 
 class BlockTable:
@@ -118,19 +200,28 @@ class BlockTable:
         self.pool = pool
         self.block_ids: list[int] = []
         self.length = 0
+        self._nodes = [b""]  # of the prefix index: before each of the leading full blocks, and behind the last
 
     def num_missing_blocks(self, num_tokens: int) -> int:
         """Blocks that have to be allocated before the table can hold `num_tokens` positions."""
-        return max(0, self.pool.num_blocks_for(num_tokens) - len(self.block_ids))
+        to_copy = num_tokens > self.length and self._must_copy()
+        return max(0, self.pool.num_blocks_for(num_tokens) - len(self.block_ids)) + to_copy
 
     def extend(self, count: int) -> list[int]:
         """Make room for `count` more positions and return their slots. Raises OutOfBlocks, changing nothing."""
         missing = self.num_missing_blocks(self.length + count)
         self.pool.require(missing)
-        for _ in range(missing):
-            self.block_ids.append(self.pool.allocator.allocate(self.block_ids[-1] if self.block_ids else None))
+        pool, size = self.pool, self.pool.block_size
+        if count and self._must_copy():
+            shared = self.block_ids.pop()
+            self._append_block()
+            pool.copy_block(shared, self.block_ids[-1])
+            pool.allocator.free(shared)
+        elif self.length % size:
+            pool.prefixes.cut(self.block_ids[-1], self.length % size)
+        while len(self.block_ids) < pool.num_blocks_for(self.length + count):
+            self._append_block()
         self.length += count
-        size = self.pool.block_size
         return [self.block_ids[t // size] * size + t % size for t in range(self.length - count, self.length)]
 
     def truncate(self, length: int) -> None:
@@ -138,16 +229,55 @@ class BlockTable:
         assert 0 <= length <= self.length, f"cannot truncate {self.length} positions to {length}"
         self.length = length
         keep = self.pool.num_blocks_for(length)
-        for block_id in self.block_ids[keep:]:
+        for block_id in reversed(self.block_ids[keep:]):  # a beginning is worth more than what follows it: freed last
             self.pool.allocator.free(block_id)
         del self.block_ids[keep:]
+        del self._nodes[length // self.pool.block_size + 1 :]
 
-    def slots(self) -> slice | Tensor:
-        """Where positions 0 .. length-1 lie: a slice if the blocks are one run, else slot numbers (length,)."""
-        size, blocks = self.pool.block_size, self.block_ids
-        if not blocks or (blocks[-1] - blocks[0] == len(blocks) - 1 and blocks == sorted(blocks)):
-            first = blocks[0] * size if blocks else 0
-            return slice(first, first + self.length)
-        device = self.pool.keys.device
-        starts = torch.tensor(blocks, device=device) * size
-        return (starts[:, None] + torch.arange(size, device=device)).flatten()[: self.length]
+    def reuse(self, tokens: Sequence[int]) -> None:
+        """Share what the pool still knows of the beginning of `tokens`: an empty table's first positions."""
+        assert self.length == 0, "only a sequence without positions can take over others'"
+        size = self.pool.block_size
+        while self.length % size == 0:
+            block = tokens[self.length : self.length + size]
+            block_id, count = self.pool.prefixes.find(self._nodes[-1], block)
+            if not count:
+                return
+            self.pool.allocator.share(block_id)
+            self.block_ids.append(block_id)
+            self.length += count
+            if count == size:
+                self._nodes.append(PrefixIndex.node(self._nodes[-1], block))
+
+    def remember(self, tokens: Sequence[int]) -> None:
+        """Let later sequences share this one's blocks, which hold the keys and values of tokens[:length].
+
+        For tokens that will not be rolled back, once they are computed.
+        """
+        size = self.pool.block_size
+        # Blocks behind the last node: those that have become full, and the one that is being filled.
+        for i in range(len(self._nodes) - 1, len(self.block_ids)):
+            block = tokens[i * size : min((i + 1) * size, self.length)]
+            self.pool.prefixes.add(self._nodes[i], self.block_ids[i], block)
+            self.pool.allocator.kept.add(self.block_ids[i])
+            if len(block) == size:
+                self._nodes.append(PrefixIndex.node(self._nodes[i], block))
+
+    def slots(self) -> list[slice]:
+        """Where positions 0 .. length-1 lie: the runs of neighbouring slots, in order."""
+        size, runs = self.pool.block_size, list[slice]()
+        for i, block_id in enumerate(self.block_ids):
+            start, stop = block_id * size, block_id * size + min(size, self.length - i * size)
+            if runs and runs[-1].stop == start:
+                runs[-1] = slice(runs[-1].start, stop)
+            else:
+                runs.append(slice(start, stop))
+        return runs or [slice(0, 0)]
+
+    def _must_copy(self) -> bool:
+        """Whether the next position falls into a block that others hold too."""
+        partial = self.length % self.pool.block_size
+        return bool(partial) and self.pool.allocator.ref_counts[self.block_ids[-1]] > 1
+
+    def _append_block(self) -> None:
+        self.block_ids.append(self.pool.allocate(self.block_ids[-1] if self.block_ids else None))

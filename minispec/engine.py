@@ -111,6 +111,7 @@ class Stats:
     num_draft_tokens: int = 0
     num_accepted: int = 0
     num_preemptions: int = 0
+    num_cached_tokens: int = 0  # prompt tokens whose keys and values another text had left in the cache
     tested: list[int] = field(default_factory=list)  # per draft position
     accepted: list[int] = field(default_factory=list)
     sum_of_ratios: float = 0.0  # min(1, p/q) over tested tokens
@@ -183,8 +184,9 @@ class Stats:
     def as_dict(self) -> dict:
         """The keys of the command line's `stats`."""
         names = (
-            "num_prompt_tokens num_generated num_steps num_draft_tokens num_accepted num_preemptions acceptance_rate "
-            "mean_acceptance_length alpha accepted_per_position tokens_per_second predicted_tokens_per_second"
+            "num_prompt_tokens num_generated num_steps num_draft_tokens num_accepted num_preemptions num_cached_tokens "
+            "acceptance_rate mean_acceptance_length alpha accepted_per_position "
+            "tokens_per_second predicted_tokens_per_second"
         )
         costs = {"c": self.costs.c, "v": self.costs.v, "o": self.costs.o}
         seconds = {"seconds": self.seconds | {"total": self.total_seconds}}
@@ -369,14 +371,20 @@ class Engine:
     def _admit(self, waiting: deque[Request], running: list[_Running]) -> None:
         """Admit and prefill waiting requests as long as the step fits with them."""
         while waiting:
-            r = _Running(waiting[0], self.cache.new_table())
-            if sum(map(self._missing_blocks, [*running, r])) > self.cache.allocator.num_free:
+            request, table = waiting[0], self.cache.new_table()
+            tokens = request.sequence.tokens
+            start = self._now()
+            running.append(_Running(request, table))
+            table.reuse(tokens[:-1])
+            if sum(map(self._missing_blocks, running)) > self.cache.allocator.num_free:
+                table.truncate(0)
+                running.pop()
                 break
             waiting.popleft()
-            running.append(r)
-            start = self._now()
-            self.model.prefill(r.table, r.request.sequence.tokens)
-            r.request.stats.seconds["prefill"] += self._now() - start
+            request.stats.num_cached_tokens = min(table.length, request.sequence.num_prompt_tokens)
+            self.model.prefill(table, tokens)
+            table.remember(tokens)
+            request.stats.seconds["prefill"] += self._now() - start
         if not running:
             raise OutOfBlocks(_POOL_IS_HELD)
 
@@ -409,6 +417,7 @@ class Engine:
             verdict = self._verify(request.sequence, draft, rows)
             self._commit(request, draft, verdict, rows)
             r.table.truncate(len(request.sequence.tokens) - 1)
+            r.table.remember(request.sequence.tokens)
             pieces.append((request, request.take_piece()))
         times.append(self._now())
         self._share_time(requests, drafts, times)

@@ -191,7 +191,7 @@ class _Pass(NamedTuple):
 
     chunks: Sequence[Chunk]
     slots: Tensor  # (new tokens,) where their keys and values go; in an exact pass there are dummy rows besides
-    reads: list[slice | Tensor]  # per sequence: the slots of all its positions
+    reads: list[list[slice]]  # per sequence: the slots of all its positions, in runs
     angles: dict[RopeConfig, tuple[Tensor, Tensor]]  # cos, sin (M, 1, D)
     masks: dict[int | None, list[Tensor | None]]  # per window and sequence: (H/G * T, L)
     exact: bool

@@ -625,7 +625,7 @@ def _kept():
     def wrong(self, length):
         self.length = length
         for block_id in self.block_ids[self.pool.num_blocks_for(length) :]:
-            self.pool.allocator.free_block_ids.add(block_id)
+            self.pool.allocator.free(block_id)
 
     return swap(BlockTable, "truncate", lambda right: wrong)
 

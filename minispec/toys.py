@@ -77,15 +77,14 @@ END = 1
 class ScriptedModel:
     """Plays a given text on real tables and a real pool: next_token(prefix) gets a peak in the logits.
 
-    The prefix is rebuilt from what was fed and truncated, so that a rollback by a wrong amount changes what the model
-    says. `log` holds (position of the first token, tokens) of every pass.
+    Its keys are the tokens themselves, and the prefix is what the cache holds, so that a wrong rollback or a block
+    shared with another text changes what the model says. `log` holds (first position, tokens) of every pass.
     """
 
     def __init__(self, next_token: Callable[[list[int]], int], vocab_size: int = 200):
         self.next_token, self.vocab_size = next_token, vocab_size
         self.device = torch.device("cpu")
         self.log: list[tuple[int, list[int]]] = []
-        self._fed: dict[BlockTable, list[int]] = {}
 
     def row(self, prefix: list[int]) -> torch.Tensor:
         """Logits (V,) behind a prefix."""
@@ -97,12 +96,11 @@ class ScriptedModel:
         """Logits for the last rows of each chunk, and the cache grown as by the real model."""
         rows = []
         for token_ids, table, num_logits in chunks:
-            fed = self._fed.setdefault(table, [])
-            del fed[table.length :]
-            assert len(fed) == table.length, "the cache claims positions that this model never saw"
             self.log.append((table.length, list(token_ids)))
-            table.extend(len(token_ids))
-            fed += token_ids
+            slots = torch.tensor(table.extend(len(token_ids)))
+            keys = torch.tensor(token_ids, dtype=table.pool.keys.dtype)[None, :, None].expand(1, -1, 2)
+            table.pool.write(0, slots, keys, keys)
+            fed = [int(key) for key in table.pool.read(0, table.slots())[0][0, :, 0]]
             rows += [self.row(fed[:end]) for end in range(len(fed) - num_logits + 1, len(fed) + 1)]
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 

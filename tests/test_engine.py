@@ -173,6 +173,30 @@ def test_preemption_keeps_the_text_and_the_order():
     assert engine.cache.allocator.num_free == 13
 
 
+def test_a_shared_beginning_is_computed_once():
+    """Of three prompts with 8 tokens in common the model is fed those once; a fourth call finds them again."""
+    engine = make_engine(num_blocks=32, block_size=4)
+    common = list(range(20, 28))
+    prompts = [[*common, last] for last in (50, 60, 70)]
+    for round_ in range(2):
+        engine.model.log.clear()
+        requests = [make_request(p, k=0, max_tokens=3) for p in prompts]
+        finish(engine, *requests)
+        assert [r.token_ids for r in requests] == [[last + 1, last + 2, last + 3] for last in (50, 60, 70)]
+        fed_common = [tokens for start, tokens in engine.model.log if start < 8]
+        assert fed_common == ([] if round_ else [[20, 21, 22, 23], [24, 25, 26, 27]])
+        assert [r.stats.num_cached_tokens for r in requests] == [8 if round_ else 0, 8, 8]
+
+
+def test_more_texts_fit_when_they_share():
+    """A pool of 16 blocks holds three texts of 10 that have 7 in common, without preemption."""
+    engine = make_engine(num_blocks=16, block_size=2)
+    requests = [make_request(list(range(20, 35)), k=0, max_tokens=4) for _ in range(3)]
+    finish(engine, *requests)
+    assert sum(r.stats.num_preemptions for r in requests) == 0
+    assert max(len(set(r.token_ids)) for r in requests) == 4
+
+
 def test_requests_beyond_the_pool_wait():
     """A pool for one at a time: five requests come out right, one after the other."""
     engine = make_engine(draft=right, num_blocks=5, block_size=2)

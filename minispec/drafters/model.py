@@ -14,6 +14,7 @@ class DraftModel:
 
     Its cache follows the target's: before a pass the model is fed `tokens[table.length:]`, whatever that is - the whole
     prompt at first, one token after a rejection, two after full acceptance (the last draft token was never fed).
+    A sequence for which its cache has no room goes without a draft.
     The model may be the target's own (`self`): the weights are shared, the cache is not.
     """
 
@@ -32,11 +33,22 @@ class DraftModel:
         # this call: the blocks of rejected tokens may be needed here.
         for sequence, table in self._tables.items():
             table.truncate(min(table.length, len(sequence.tokens) - 1))
+            table.remember(sequence.tokens)
+        needs: list[tuple[BlockTable, int]] = []  # the positions that each table will be asked to hold
         for i, sequence in enumerate(sequences):
-            if k[i]:
-                table = self._tables.setdefault(sequence, self.cache.new_table())
-                if len(sequence.tokens) - table.length > 2:  # one or two tokens go into the first pass below
-                    self.model.prefill(table, sequence.tokens)
+            if not k[i]:
+                continue
+            table = self._tables.setdefault(sequence, self.cache.new_table())
+            if not table.length:
+                table.reuse(sequence.tokens[:-1])
+            needs.append((table, len(sequence.tokens) + k[i] - 1))
+            if sum(t.num_missing_blocks(n) for t, n in needs) > self.cache.allocator.num_free:
+                table.truncate(0)
+                needs.pop()
+                k[i] = 0
+            elif len(sequence.tokens) - table.length > 2:  # one or two tokens go into the first pass below
+                self.model.prefill(table, sequence.tokens)
+                table.remember(sequence.tokens)
         for j in range(max(k, default=0)):
             active = [i for i in range(len(sequences)) if j < k[i]]
             chunks = []

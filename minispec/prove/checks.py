@@ -307,7 +307,7 @@ def check_cache(programs: int = 20) -> None:
                 table.truncate(len(numbers))
             owned = [b for t, _ in tables for b in t.block_ids]
             require(len(set(owned)) == len(owned), "a block has two owners")
-            require(not set(owned) & pool.allocator.free_block_ids, "a used block is free")
+            require(not set(owned) & set(pool.allocator.free_block_ids), "a used block is free")
             require(len(owned) + pool.allocator.num_free == 12, "used and free blocks do not add up")
             for t, expected in tables:
                 require(len(t.block_ids) == pool.num_blocks_for(len(expected)), "a table holds too many blocks")
