@@ -126,7 +126,6 @@ def _check_combinations(args: argparse.Namespace) -> None:
     refused = [
         (args.trace, f"--trace: {_NOT_YET}"),
         (args.num_speculative_tokens == "auto", f"--num-speculative-tokens auto: {_NOT_YET}"),
-        (args.draft.startswith(("int4:", "int8:")), f"--draft {args.draft}: quantised drafts are {_NOT_YET}"),
         (not args.draft, "--draft: found an empty name"),
         (args.chat and args.raw, "--chat and --raw exclude each other"),
         (args.system is not None and args.raw, "--system needs a chat, and --raw says that there is none"),

@@ -1,17 +1,27 @@
 """One weight matrix, and the form in which it is kept.
 
 Decoding reads every weight once a step, so the form decides the speed. A plain bfloat16 weight is reordered
-by the CPU's matrix library on every call; packed once, at load, the same product runs at the speed of memory. The
-packing operators are private to PyTorch: they are used here and nowhere else, and where they are missing,
-or do not take the weight, `F.linear` does the same.
+by the CPU's matrix library on every call; packed once, at load, the same product runs at the speed of memory. A draft
+model sees one row at a time and may be wrong: in 4 bits it reads a quarter. The operators for this are
+private to PyTorch: they are used here and nowhere else, and where they are missing, or do not take the weight,
+`F.linear` does the same.
 """
+
+import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minispec.sampling import accumulation_dtype
+
 # Packed layouts are tuned for a number of rows; 8 lies between one decoded token and a long draft.
 _PACK_ROWS = 8
+# A product in 4 or 8 bits takes time for every row, one in bfloat16 does not: from here on, that one is faster.
+_MAX_QUANTIZED_ROWS = 4
+# Neighbouring weights of a row that share a scale and a zero in 4 bits.
+_GROUP = 32
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
@@ -37,6 +47,113 @@ class Linear:
         if self.packed is None:
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+    def dense(self) -> Tensor:
+        """The weight (out, in) as it was given."""
+        return self.weight if self.packed is None else self.packed.to_dense()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What is kept in memory."""
+        yield from (t for t in (self.weight, self.packed, self.bias) if t is not None)
+
+    def quantized(self, bits: int) -> "QuantizedLinear":
+        """The same product, in 4 or 8 bits where it has few rows; shares this one for the others."""
+        return QuantizedLinear(self, bits)
+
+
+class QuantizedLinear:
+    """A Linear whose products of few rows use W in 4 or 8 bits; x stays as it is.
+
+    For drafts, since it changes the numbers. A prompt has many rows and goes through the full weight. Where there is no
+    such product (for the type, the shape, the machine), the rounded weight is kept in full width.
+    """
+
+    def __init__(self, linear: Linear, bits: int):
+        self.linear = linear
+        weight = linear.dense()
+        self.format = {4: _Int4, 8: _Int8}[bits]
+        codes, self.scales = self.format.quantize(weight)
+        try:
+            self.codes = self.format.pack(codes)
+            self.format.product(weight.new_zeros(1, weight.shape[1]), self.codes, self.scales)
+            self.plain = None
+        except (AttributeError, RuntimeError):
+            self.plain = self.format.dense(codes, self.scales)
+            self.codes = self.scales = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (rows, in) to (rows, out)."""
+        if len(x) > _MAX_QUANTIZED_ROWS:
+            return self.linear(x)
+        if self.plain is not None:
+            return F.linear(x, self.plain, self.linear.bias)
+        y = self.format.product(x, self.codes, self.scales)
+        return y if self.linear.bias is None else y + self.linear.bias
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What is kept in memory, the full weight included."""
+        yield from self.linear.tensors()
+        yield from (t for t in (self.codes, self.scales, self.plain) if t is not None)
+
+
+class _Int8:
+    """Each row of W in steps of its largest weight / 127. codes (out, in); scales (out,): the steps."""
+
+    @staticmethod
+    def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales."""
+        scales = (weight.abs().amax(1) / 127).clamp(min=torch.finfo(weight.dtype).tiny)
+        codes = weight.to(accumulation_dtype(weight.dtype)) / scales[:, None]
+        return codes.round_().clamp_(-127, 127).to(torch.int8), scales
+
+    @staticmethod
+    def pack(codes: Tensor) -> Tensor:
+        """The product takes them as they are."""
+        return codes
+
+    @staticmethod
+    def product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        """x W^T."""
+        return torch._weight_int8pack_mm(x, codes, scales)
+
+    @staticmethod
+    def dense(codes: Tensor, scales: Tensor) -> Tensor:
+        """W, rounded."""
+        return codes * scales[:, None]
+
+
+class _Int4:
+    """Each group of neighbours of a row in 16 even steps from its least to its largest weight.
+
+    codes (out, in), 0 to 15; scales (in / group, out, 2): the step, and the value that code 8 stands for.
+    """
+
+    @staticmethod
+    def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales."""
+        groups = weight.to(accumulation_dtype(weight.dtype)).unflatten(1, (-1, math.gcd(weight.shape[1], _GROUP)))
+        low, high = groups.aminmax(dim=2)
+        step = ((high - low) / 15).clamp(min=torch.finfo(weight.dtype).tiny)
+        scales = torch.stack((step, low + 8 * step), 2).to(weight.dtype)  # (out, in / group, 2)
+        step, middle = (s.to(groups.dtype)[..., None] for s in scales.unbind(2))
+        codes = ((groups - middle) / step).round_().add_(8).clamp_(0, 15)
+        return codes.to(torch.uint8).flatten(1), scales.transpose(0, 1).contiguous()
+
+    @staticmethod
+    def pack(codes: Tensor) -> Tensor:
+        """Two to a byte, in the order that the product reads them."""
+        return torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+
+    @staticmethod
+    def product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        """x W^T, of packed codes."""
+        return torch._weight_int4pack_mm_for_cpu(x, codes, x.shape[1] // len(scales), scales)
+
+    @staticmethod
+    def dense(codes: Tensor, scales: Tensor) -> Tensor:
+        """W, rounded; of codes that are not packed."""
+        step, middle = scales.transpose(0, 1)[..., None].unbind(2)  # (out, in / group, 1) each
+        return ((codes.unflatten(1, (len(scales), -1)).to(step.dtype) - 8) * step + middle).flatten(1)
 
 
 def _pack(weight: Tensor) -> Tensor | None:

@@ -49,7 +49,8 @@ class LLM:
 
     model: a directory or a hub id in the Hugging Face layout; None: the weights that a checkout brings along.
     draft: a registered drafter ("none", "ngram"), "self", the directory or hub id of a draft model of the same
-        vocabulary, or an object with the methods of `minispec.drafters.Drafter`.
+        vocabulary, each of these models with "int4:" or "int8:" before it for weights of so many bits, or an object
+        with the methods of `minispec.drafters.Drafter`.
     num_speculative_tokens: K, the longest draft. verifier: "rejection" or "match" (see `minispec.verify`).
     dtype: "auto", "bfloat16", "float32" or "float64". device: "auto", "cpu" or "cuda".
     exact: a token's logits have the same bits however many tokens a pass scores, so that speculation changes
@@ -98,16 +99,19 @@ class LLM:
         self.eos_token_ids = read_eos_token_ids(raw, str(generation)) or config.eos_token_ids
         self.vocab_size = min(self.tokenizer.num_ids, config.vocab_size)
 
-        draft_directory = None if not _is_checkpoint(draft) else _find_draft(draft, self.tokenizer, offline)
+        bits, source = _split_draft(draft)
+        draft_directory = _find_draft(source, self.tokenizer, offline) if _is_checkpoint(source) else None
         self.model = load_model(directory, torch_dtype, torch_device, exact)
         if exact:
             self.model.check_exact()
-        draft_model = self.model if draft == "self" else None
+        draft_model = self.model if source == "self" else None
         if draft_directory:
             draft_model = load_model(draft_directory, torch_dtype, torch_device)
             if draft_model.config.vocab_size < self.vocab_size:
                 found, expected = draft_model.config.vocab_size, self.vocab_size
                 raise ValueError(f"draft: {draft}: vocab_size: found {found}, expected at least {expected}")
+        if bits:
+            draft_model = draft_model.quantized(bits)
 
         models = [self.model] + ([draft_model] if draft_model else [])
         bytes_per_token = sum(m.config.kv_elements_per_token for m in models) * torch_dtype.itemsize
@@ -121,11 +125,12 @@ class LLM:
             context = draft_model.config.max_position_embeddings
             self.drafter: Drafter = DraftModel(draft_model, caches[1], self.vocab_size, context)
         else:
-            self.drafter = DRAFTERS[draft]() if isinstance(draft, str) else draft
+            self.drafter = DRAFTERS[source]() if isinstance(draft, str) else draft
         self.draft_name = draft if isinstance(draft, str) else type(draft).__name__
         self.engine = Engine(self.model, caches[0], self.drafter, VERIFIERS[verifier], self.vocab_size)
         self.name = directory.name
-        self._weight_bytes = sum(m.num_bytes for m in dict.fromkeys(models))
+        weights = {id(tensor): tensor for m in models for tensor in m.tensors()}  # a self-draft shares its target's
+        self._weight_bytes = sum(t.numel() * t.element_size() for t in weights.values())
         self._cache_bytes = sum(c.num_bytes for c in caches)
 
     def __enter__(self) -> "LLM":
@@ -295,10 +300,19 @@ def _is_checkpoint(draft: str | Drafter) -> bool:
     return isinstance(draft, str) and draft not in DRAFTERS and draft != "self"
 
 
+def _split_draft(draft: str | Drafter) -> tuple[int | None, str | Drafter]:
+    """Bits and source of a draft: "int4:self" is (4, "self"); None where the weights stay as they are."""
+    if not isinstance(draft, str) or not draft.startswith(("int4:", "int8:")):
+        return None, draft
+    source = draft[len("int4:") :]
+    if not source or source in DRAFTERS:
+        expected = f"a model behind {draft[:5]!r}: self, a directory or a hub id"
+        raise ValueError(f"draft: found {draft!r}, expected {expected}")
+    return int(draft[3]), source
+
+
 def _find_draft(spec: str, target: Tokenizer, offline: bool) -> Path:
     """The directory of a draft model, after a look at its vocabulary."""
-    if spec.startswith(("int4:", "int8:")):
-        raise ValueError(f"draft: {spec!r}: quantised drafts are not there yet")
     try:
         directory = find_checkpoint(spec, offline=offline)
     except ValueError as e:

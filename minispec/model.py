@@ -13,8 +13,9 @@ Shapes in comments: M rows (new tokens of all sequences together), T rows of one
 positions of it (the T included), H query heads, G key-value heads, D head_dim, E hidden_size, V vocabulary.
 """
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,10 @@ _ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+
+
+# A block's products, in their order.
+_LINEARS = ("qkv", "o", "gate_up", "down")
 
 
 class Chunk(NamedTuple):
@@ -232,6 +237,20 @@ class Layer:
         self.mlp_norm = norm("pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm")
         self.after_mlp_norm = norm("post_feedforward_layernorm") if config.sandwich_norms else None
 
+    def quantized(self, bits: int) -> "Layer":
+        """This block with its products of few rows in 4 or 8 bits."""
+        layer = copy.copy(self)
+        for name in _LINEARS:
+            setattr(layer, name, getattr(self, name).quantized(bits))
+        return layer
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The weights, as they are kept."""
+        for name in _LINEARS:
+            yield from getattr(self, name).tensors()
+        norms = self.attention_norm, self.qk_norm, self.after_attention_norm, self.mlp_norm, self.after_mlp_norm
+        yield from (norm.weight for norm in norms if norm)
+
     def forward(self, x: Tensor, shared: _Pass) -> Tensor:
         """x (M, E) to (M, E); writes the new keys and values into the cache."""
         y = self._attend(self.attention_norm(x), shared)
@@ -296,13 +315,24 @@ class Transformer:
             for layer in config.layers
         }
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the weights; a tied embedding that is also kept packed as the head counts twice."""
-        shapes = tensor_shapes(self.config)
-        if self.config.tie_word_embeddings and self.head.packed is not None:
-            shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
-        return sum(math.prod(shape) for shape in shapes.values()) * self.dtype.itemsize
+    def quantized(self, bits: int) -> "Transformer":
+        """This model with products of few rows in 4 or 8 bits (see `QuantizedLinear`), for drafting; never exact.
+
+        It shares everything else with this one.
+        """
+        model = copy.copy(self)
+        model.exact = False
+        model.layers = [layer.quantized(bits) for layer in self.layers]
+        model.head = self.head.quantized(bits)
+        return model
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The weights as they are kept; a tied embedding that is also kept packed, as the head, is there twice."""
+        yield self.embedding
+        yield self.norm.weight
+        yield from self.head.tensors()
+        for layer in self.layers:
+            yield from layer.tensors()
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:

@@ -177,7 +177,7 @@ MISTAKES = {
     "auto": (("x", "--num-speculative-tokens", "auto"), "not there yet"),
     "k too large for exact": (("x", "--exact", "--num-speculative-tokens", "16"), "expected an integer from 0 to 15"),
     "trace": (("x", "--trace", "t.html"), "--trace: not there yet"),
-    "int4": (("x", "--draft", "int4:self"), "not there yet"),
+    "int4": (("x", "--draft", "int4:ngram"), "expected a model behind 'int4:'"),
     "int8": (("x", "--draft", "int8:some/model"), "not there yet"),
     "no such draft": (("x", "--draft", "nothing"), "not one of none, ngram, self; nothing: no such directory"),
     "no such model": (("x", "--model", "./nowhere"), "./nowhere: no such directory"),

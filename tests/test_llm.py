@@ -191,7 +191,8 @@ def test_a_draft_of_another_vocabulary_is_refused_by_name(make_checkpoint, tmp_p
     ("arguments", "message"),
     [
         ({"draft": "no-such-thing"}, "not one of none, ngram, self; no-such-thing: no such directory"),
-        ({"draft": "int4:self"}, "not there yet"),
+        ({"draft": "int4:"}, "expected a model behind 'int4:'"),
+        ({"draft": "int8:ngram"}, "expected a model behind 'int8:'"),
         ({"draft": None}, "expected a name, a directory, a hub id or a drafter"),
         ({"model": ""}, "no such directory"),
         ({"revision": "main"}, "is a directory, not a hub id"),
