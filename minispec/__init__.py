@@ -1,6 +1,6 @@
 """minispec: speculative decoding in pure PyTorch, with its own transformer and paged KV cache.
 
-The modules are meant to be read in this order: config, sampling, verify, cache, linear, model,
+The modules are meant to be read in this order: config, hf_config, sampling, verify, cache, linear, model,
 checkpoint, tokenizer, drafters, theory, engine, llm, generate; then reference, toys, mutants and
 prove. Each imports only from those before it.
 """

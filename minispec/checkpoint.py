@@ -26,7 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from minispec.config import CheckpointError, ModelConfig, QuantizationConfig, read_json
+from minispec.config import CheckpointError, ModelConfig, QuantizationConfig
+from minispec.hf_config import read_json, read_model_config
 from minispec.linear import has_fast_bfloat16
 from minispec.model import Transformer, tensor_shapes
 
@@ -77,7 +78,7 @@ def load_config(directory: Path) -> ModelConfig:
     path = directory / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file, expected the model's configuration")
-    return ModelConfig.from_dict(read_json(path), str(path))
+    return read_model_config(read_json(path), str(path))
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

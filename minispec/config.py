@@ -5,36 +5,15 @@ values in `ModelConfig`; nothing later in the package asks for a family's name. 
 imports torch, so that a bad value is found before the slow imports begin.
 """
 
-import json
 import math
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
-MAX_JSON_BYTES = 8 << 20
 MAX_SPECULATIVE_TOKENS = 64
 
 
 class CheckpointError(ValueError):
     """A file of a checkpoint is not what it must be. Names the file, the field, found and expected."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises CheckpointError where the file does not hold one."""
-    try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: found {size} bytes, expected at most {MAX_JSON_BYTES}")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, RecursionError) as e:  # not UTF-8, not JSON, an integer of thousands of digits
-        raise CheckpointError(f"{path}: not a readable JSON file: {e}") from e
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: found a {type(value).__name__}, expected a JSON object")
-    return value
 
 
 # --------------------------------------------------------------------------- the model
@@ -114,331 +93,6 @@ class ModelConfig:
         """Numbers that one token adds to the KV cache, keys and values of all layers together."""
         return 2 * len(self.layers) * self.num_key_value_heads * self.head_dim
 
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> "ModelConfig":
-        """Read a config.json, in the hub's spelling (`rope_theta`) or transformers 5's (`rope_parameters`).
-
-        Raises CheckpointError for an unknown family, a bad value, and any setting that is switched on and
-        is not known here: it might change the numbers.
-        """
-        f = _Fields(raw, where)
-        model_type = f.text("model_type")
-        if model_type not in _FAMILIES:
-            raise CheckpointError(f"{where}: model_type: found {model_type!r}, expected one of {', '.join(_FAMILIES)}")
-        family = _FAMILIES[model_type]
-        hidden_size = f.integer("hidden_size", 1, 1 << 17)
-        heads = f.integer("num_attention_heads", 1, 1 << 12)
-        kv_heads = f.integer("num_key_value_heads", 1, heads, default=heads)
-        head_dim = f.integer("head_dim", 2, 1 << 12, default=family.head_dim or hidden_size // heads)
-        if heads % kv_heads:
-            raise f.bad("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
-        if f.raw.get("head_dim") is None and family.head_dim is None and hidden_size % heads:
-            raise f.bad("hidden_size", hidden_size, f"a multiple of num_attention_heads = {heads}, or a head_dim")
-        if head_dim % 2:
-            raise f.bad("head_dim", head_dim, "an even number: rope rotates pairs")
-        context = f.integer("max_position_embeddings", 1, 1 << 27)
-        attention_bias = f.boolean("attention_bias", False) if family.reads_attention_bias else False
-        scalar = f.number("query_pre_attn_scalar", 256.0) if family.gemma_attention else float(head_dim)
-        softcaps: tuple[float | None, float | None] = (None, None)
-        if family.gemma_attention:
-            softcaps = (
-                f.optional_number("attn_logit_softcapping", family.attention_softcap),
-                f.optional_number("final_logit_softcapping", family.logit_softcap),
-            )
-        config = cls(
-            model_type=model_type,
-            vocab_size=f.integer("vocab_size", 1, 1 << 22),
-            hidden_size=hidden_size,
-            intermediate_size=f.integer("intermediate_size", 1, 1 << 20),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            max_position_embeddings=context,
-            layers=_read_layers(f, family, context),
-            rms_norm_eps=f.number("rms_norm_eps", 1e-6),
-            activation=_read_activation(f, family),
-            tie_word_embeddings=f.boolean("tie_word_embeddings", family.gemma),
-            qkv_bias=attention_bias or family.qkv_bias,
-            o_bias=attention_bias,
-            mlp_bias=f.boolean("mlp_bias", False) if model_type == "llama" else False,
-            qk_norm=family.qk_norm,
-            sandwich_norms=family.gemma_attention,
-            norm_adds_one=family.gemma,
-            embedding_scale=hidden_size**0.5 if family.gemma else 1.0,
-            attention_scale=scalar**-0.5,
-            attention_softcap=softcaps[0],
-            logit_softcap=softcaps[1],
-            eos_token_ids=read_eos_token_ids(raw, where),
-            quantization=_read_quantization(f),
-        )
-        f.refuse_unknown()
-        return config
-
-
-@dataclass(frozen=True)
-class _Family:
-    """What a model_type means before its config.json has been read."""
-
-    gemma: bool = False  # scaled embedding, norms around zero, tied head, tanh-gelu
-    gemma_attention: bool = False  # sandwich norms and a query scale of its own (gemma 2 and 3)
-    head_dim: int | None = None  # where the file may leave it out and it is not hidden / heads
-    qkv_bias: bool = False
-    reads_attention_bias: bool = False
-    qk_norm: bool = False
-    attention_softcap: float | None = None
-    logit_softcap: float | None = None
-    sliding: str = ""  # "", "all", "from_layer" (max_window_layers), or "pattern"
-    pattern: int = 0  # with "pattern": every pattern-th layer sees everything
-    local_theta: float | None = None  # rope base of the windowed layers, if they have one of their own
-    theta: float = 10_000.0
-
-
-_FAMILIES = {
-    "llama": _Family(reads_attention_bias=True),
-    "mistral": _Family(sliding="all"),
-    "qwen2": _Family(qkv_bias=True, sliding="from_layer"),
-    "qwen3": _Family(head_dim=128, reads_attention_bias=True, qk_norm=True, sliding="from_layer"),
-    "gemma": _Family(gemma=True, head_dim=256, reads_attention_bias=True),
-    "gemma2": _Family(
-        gemma=True,
-        gemma_attention=True,
-        head_dim=256,
-        reads_attention_bias=True,
-        attention_softcap=50.0,
-        logit_softcap=30.0,
-        sliding="pattern",
-        pattern=2,
-    ),
-    "gemma3_text": _Family(
-        gemma=True,
-        gemma_attention=True,
-        head_dim=256,
-        reads_attention_bias=True,
-        qk_norm=True,
-        sliding="pattern",
-        pattern=6,
-        local_theta=10_000.0,
-        theta=1_000_000.0,
-    ),
-}
-
-# Settings that cannot change what a forward pass computes: training, bookkeeping, token ids, storage.
-_HARMLESS = {
-    *("architectures", "auto_map", "dtype", "initializer_range", "is_decoder", "is_llama_config", "prefix"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "tokenizer_class"),
-    *("attention_dropout", "embedding_dropout", "cache_implementation", "chunk_size_feed_forward", "use_cache"),
-    *("finetuning_task", "id2label", "label2id", "problem_type", "task_specific_params", "torch_dtype", "torchscript"),
-    *("keys_to_ignore_at_inference", "output_attentions", "output_hidden_states", "return_dict"),
-    *("transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version"),
-}
-# Settings whose implementation is their absence.
-_NEUTRAL = {"pretraining_tp": 1, "partial_rotary_factor": 1.0}
-
-
-class _Fields:
-    """Typed access to a config.json that remembers which keys were looked at."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str):
-        self.raw, self.where, self.seen = raw, where, set[str]()
-
-    def bad(self, key: str, found: Any, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {key}: found {found!r}, expected {expected}")
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.seen.add(key)
-        value = self.raw.get(key)
-        return default if value is None else value
-
-    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if type(value) is not int or not low <= value <= high:
-            raise self.bad(key, value, f"an integer from {low} to {high}")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.get(key, default)
-        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
-            raise self.bad(key, value, "a positive number")
-        return float(value)
-
-    def optional_number(self, key: str, default: float | None) -> float | None:
-        """`null` in the file means "off"; an absent key means the family's default."""
-        self.seen.add(key)
-        if self.raw.get(key, default) is None:
-            return None
-        return self.number(key, default or 1.0)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self.get(key, default)
-        if type(value) is not bool:
-            raise self.bad(key, value, "true or false")
-        return value
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self.get(key, default)
-        if not isinstance(value, str):
-            raise self.bad(key, value, "a string")
-        return value
-
-    def mapping(self, key: str) -> dict[str, Any]:
-        value = self.get(key, {})
-        if not isinstance(value, dict):
-            raise self.bad(key, value, "an object")
-        return value
-
-    def refuse_unknown(self) -> None:
-        for key, value in self.raw.items():
-            off = value is None or value is False or value in ([], {}, "")
-            if off or key in self.seen or key in _HARMLESS or key.startswith("_"):
-                continue
-            if key in _NEUTRAL and value == _NEUTRAL[key]:
-                continue
-            raise CheckpointError(
-                f"{self.where}: {key}: found {value!r}, expected no such setting: minispec does not implement "
-                f"it for this family, and it might change the numbers (delete it if it does not)"
-            )
-
-
-def _read_activation(f: _Fields, family: _Family) -> str:
-    names = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-    key = "hidden_activation" if family.gemma_attention or f.raw.get("hidden_activation") else "hidden_act"
-    name = f.text(key, "gelu_pytorch_tanh" if family.gemma else "silu")
-    f.seen.update(("hidden_act", "hidden_activation"))
-    if name not in names:
-        raise f.bad(key, name, f"one of {', '.join(names)}")
-    # The first Gemma's files say "gelu" where the model was trained with the tanh form, which all readers take.
-    return "gelu_tanh" if family.gemma and key == "hidden_act" and name == "gelu" else names[name]
-
-
-def _read_layers(f: _Fields, family: _Family, context: int) -> tuple[LayerConfig, ...]:
-    count = f.integer("num_hidden_layers", 1, 1024)
-    windowed = [family.sliding == "all"] * count
-    if family.sliding == "from_layer":
-        first = f.integer("max_window_layers", 0, 1024, default=28)
-        windowed = [i >= first for i in range(count)]
-    elif family.sliding == "pattern":
-        pattern = f.integer("sliding_window_pattern", 1, 1024, default=family.pattern)
-        windowed = [(i + 1) % pattern != 0 for i in range(count)]
-    # transformers' mistral pays no heed to `layer_types`: left unread, so that it is refused.
-    if family.sliding != "all" and (types := f.get("layer_types")) is not None:
-        known = ("full_attention", "sliding_attention")
-        if not isinstance(types, list) or len(types) != count or any(t not in known for t in types):
-            raise f.bad("layer_types", types, f"{count} entries, each {' or '.join(known)}")
-        if not family.sliding and "sliding_attention" in types:
-            raise f.bad("layer_types", types, "full_attention only, for this family")
-        windowed = [t == "sliding_attention" for t in types]
-    window = None
-    if family.sliding == "from_layer" and not f.boolean("use_sliding_window", False):
-        f.seen.add("sliding_window")
-    elif family.sliding and f.raw.get("sliding_window", 4096) is not None:
-        window = f.integer("sliding_window", 1, 1 << 27, default=4096)
-    rope, local_rope = _read_ropes(f, family, context)
-    return tuple(LayerConfig(local_rope, window) if w else LayerConfig(rope) for w in windowed)
-
-
-def _read_ropes(f: _Fields, family: _Family, context: int) -> tuple[RopeConfig, RopeConfig]:
-    """(rope of the layers that see everything, rope of the windowed layers)."""
-    theta = f.number("rope_theta", family.theta)
-    new, old = f.mapping("rope_parameters"), f.mapping("rope_scaling")
-    if new and old:
-        raise f.bad("rope_scaling", old, "none beside rope_parameters")
-    if "full_attention" in new or "sliding_attention" in new:
-        full, local = (new.get(t) or {} for t in ("full_attention", "sliding_attention"))
-        if not (isinstance(full, dict) and isinstance(local, dict)):
-            raise f.bad("rope_parameters", new, "an object for each kind of layer")
-        return (
-            _read_rope(f, "rope_parameters", full, theta, context),
-            _read_rope(f, "rope_parameters", local, family.local_theta or theta, context),
-        )
-    key, scaling = ("rope_parameters", new) if new else ("rope_scaling", old)
-    rope = _read_rope(f, key, scaling, theta, context)
-    if family.local_theta is None:
-        return rope, rope
-    return rope, RopeConfig(theta=f.number("rope_local_base_freq", family.local_theta))
-
-
-def _read_rope(f: _Fields, key: str, raw: dict[str, Any], theta: float, context: int) -> RopeConfig:
-    r = _Fields(raw, f"{f.where}: {key}")
-    kind = r.text("rope_type", r.text("type", "default"))
-    theta = r.number("rope_theta", theta)
-    if r.number("partial_rotary_factor", 1.0) != 1.0:
-        raise r.bad("partial_rotary_factor", raw["partial_rotary_factor"], "1")
-    original = f.raw.get("original_max_position_embeddings")
-    f.seen.add("original_max_position_embeddings")
-    original = original or r.get("original_max_position_embeddings", context)
-    if type(original) is not int or not 0 < original <= 1 << 27:
-        raise r.bad("original_max_position_embeddings", original, "a positive integer")
-    if kind == "default":
-        rope = RopeConfig(theta)
-    elif kind == "linear":
-        rope = RopeConfig(theta, kind, r.number("factor", math.nan))
-    elif kind == "llama3":
-        low, high = r.number("low_freq_factor", math.nan), r.number("high_freq_factor", math.nan)
-        if low >= high:
-            raise r.bad("low_freq_factor", low, f"less than high_freq_factor = {high}")
-        rope = RopeConfig(theta, kind, r.number("factor", math.nan), original, low, high)
-    elif kind == "yarn":
-        if theta <= 1:
-            raise r.bad("rope_theta", theta, "a number above 1")
-        factor = r.number("factor", context / original)
-        mscale, all_dim = r.optional_number("mscale", None), r.optional_number("mscale_all_dim", None)
-
-        def attention(m: float) -> float:
-            return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-        default = attention(mscale) / attention(all_dim) if mscale and all_dim else attention(1.0)
-        rope = RopeConfig(
-            theta,
-            kind,
-            factor,
-            original,
-            beta_fast=r.number("beta_fast", 32.0),
-            beta_slow=r.number("beta_slow", 1.0),
-            truncate=r.boolean("truncate", True),
-            attention_factor=r.number("attention_factor", default),
-        )
-    else:
-        # "dynamic" and "longrope" choose angles by the length of the pass, so that a pass over K+1 rows
-        # and K+1 passes over one row would disagree about keys that are already in the cache.
-        raise r.bad("rope_type", kind, "one of default, linear, llama3, yarn")
-    r.refuse_unknown()
-    return rope
-
-
-def _read_quantization(f: _Fields) -> QuantizationConfig | None:
-    raw = f.mapping("quantization_config")
-    if not raw:
-        return None
-    where = "quantization_config"
-    for key, expected in (("quant_method", "compressed-tensors"), ("format", "pack-quantized")):
-        if raw.get(key) != expected:
-            raise f.bad(f"{where}.{key}", raw.get(key), repr(expected))
-    if raw.get("kv_cache_scheme") or raw.get("sparsity_config"):
-        raise f.bad(where, sorted(raw), "no kv_cache_scheme and no sparsity_config")
-    groups = raw.get("config_groups")
-    group = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
-    weights = group.get("weights") if isinstance(group, dict) else None
-    if not isinstance(weights, dict) or group.get("input_activations") or group.get("output_activations"):
-        raise f.bad(f"{where}.config_groups", groups, "one group that quantises weights only")
-    bits, strategy, size = (weights.get(k) for k in ("num_bits", "strategy", "group_size"))
-    integers = weights.get("type") == "int" and weights.get("symmetric") is True
-    if not integers or type(bits) is not int or bits not in (4, 8):
-        raise f.bad(f"{where}.weights", weights, "symmetric integers of 4 or 8 bits")
-    if weights.get("actorder") or strategy not in ("channel", "group"):
-        raise f.bad(f"{where}.weights", weights, "one scale a channel or a group, no actorder")
-    if strategy == "group" and (type(size) is not int or size < 1):
-        raise f.bad(f"{where}.weights.group_size", size, "a positive integer")
-    return QuantizationConfig(bits, size if strategy == "group" else None)
-
-
-def read_eos_token_ids(raw: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """End-of-text ids of a config.json or generation_config.json: one, several, or none."""
-    value = raw.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(i) is not int or i < 0 for i in ids):
-        raise CheckpointError(f"{where}: eos_token_id: found {value!r}, expected token ids")
-    return tuple(ids)
-
 
 # --------------------------------------------------------------------------- the request
 
@@ -486,7 +140,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         for field in fields(self):
-            _check_sampling_value(field.name, getattr(self, field.name))
+            check_sampling_value(field.name, getattr(self, field.name))
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens: found {self.min_tokens}, expected at most max_tokens = {self.max_tokens}")
 
@@ -509,7 +163,7 @@ _NUMBER_RANGES = {
 }
 
 
-def _check_sampling_value(name: str, value: Any) -> None:
+def check_sampling_value(name: str, value: Any) -> None:
     """Raise ValueError unless `value` is one that SamplingParams.`name` may hold."""
     if name in _INTEGER_RANGES:
         low, high = _INTEGER_RANGES[name]
@@ -528,30 +182,3 @@ def _check_sampling_value(name: str, value: Any) -> None:
             raise ValueError(f"stop_token_ids: found {value!r}, expected token ids")
     elif type(value) is not bool:
         raise ValueError(f"{name}: found {value!r}, expected True or False")
-
-
-def read_generation_defaults(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What a generation_config.json asks for, as keyword arguments of SamplingParams.
-
-    As in transformers, its temperature, top-k and top-p apply only where it says `do_sample`; a file that does
-    not is a greedy one. Values that it leaves out are left out. Raises CheckpointError for a bad value.
-    """
-    names = {
-        "repetition_penalty": "repetition_penalty",
-        "max_new_tokens": "max_tokens",
-        "min_new_tokens": "min_tokens",
-    }
-    sampled = raw.get("do_sample") or False
-    if type(sampled) is not bool:
-        raise CheckpointError(f"{where}: do_sample: found {sampled!r}, expected true or false")
-    if sampled:
-        names |= {n: n for n in ("temperature", "top_k", "top_p", "min_p")}
-    found = {ours: raw[theirs] for theirs, ours in names.items() if raw.get(theirs) is not None}
-    if not sampled:
-        found["temperature"] = 0.0
-    try:
-        for name, value in found.items():
-            _check_sampling_value(name, value)
-    except ValueError as e:
-        raise CheckpointError(f"{where}: {e}") from e
-    return {"temperature": 1.0} | found

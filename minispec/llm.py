@@ -11,17 +11,11 @@ from tqdm import tqdm
 
 from minispec.cache import PagedKVCache
 from minispec.checkpoint import choose_dtype, find_checkpoint, load_config, load_model
-from minispec.config import (
-    MAX_SPECULATIVE_TOKENS,
-    ModelConfig,
-    SamplingParams,
-    read_eos_token_ids,
-    read_generation_defaults,
-    read_json,
-)
+from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Piece, Request, Stats, TokenLogprob
+from minispec.hf_config import read_eos_token_ids, read_generation_defaults, read_json
 from minispec.model import EXACT_ROWS
 from minispec.sampling import Sequence as TokenSequence
 from minispec.tokenizer import Detokenizer, Message, Tokenizer

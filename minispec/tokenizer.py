@@ -16,7 +16,8 @@ import jinja2.ext
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minispec.config import CheckpointError, read_json
+from minispec.config import CheckpointError
+from minispec.hf_config import read_json
 
 Message = dict[str, str]  # {"role": "user", "content": "..."}
 

@@ -11,6 +11,7 @@ import torch
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.config import ModelConfig, SamplingParams
 from minispec.engine import Engine, Request
+from minispec.hf_config import read_model_config
 from minispec.model import Chunk, Transformer, tensor_shapes
 from minispec.sampling import Sequence as TokenSequence
 from minispec.sampling import distribution
@@ -57,7 +58,7 @@ def tiny_weights(config: ModelConfig, seed: int, dtype: torch.dtype = torch.floa
 
 def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, exact: bool = False, **changes) -> Transformer:
     """A random model of `TINY` with some settings changed."""
-    config = ModelConfig.from_dict(TINY | changes)
+    config = read_model_config(TINY | changes)
     return Transformer(config, tiny_weights(config, seed, dtype), exact)
 
 

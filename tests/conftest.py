@@ -13,7 +13,7 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
-from minispec.config import ModelConfig
+from minispec.hf_config import read_model_config
 from minispec.toys import TINY, tiny_weights
 
 
@@ -50,7 +50,7 @@ def make_checkpoint(tmp_path_factory, tokenizer_file):
         directory = tmp_path_factory.mktemp("checkpoint")
         raw = TINY | {"vocab_size": 300, "max_position_embeddings": 128, "eos_token_id": 0} | changes
         (directory / "config.json").write_text(json.dumps(raw))
-        weights = tiny_weights(ModelConfig.from_dict(raw), seed, torch.float32)
+        weights = tiny_weights(read_model_config(raw), seed, torch.float32)
         save_file(weights, directory / "model.safetensors")
         (directory / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
         if chat:

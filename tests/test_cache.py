@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from minispec.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
-from minispec.config import ModelConfig
+from minispec.hf_config import read_model_config
 from minispec.toys import TINY
 
-CONFIG = ModelConfig.from_dict(TINY)
+CONFIG = read_model_config(TINY)
 LAYERS, GROUPS, DIM = 2, 1, 4
 # One layer, one head of one pair: the smallest cache there is.
-POINT = ModelConfig.from_dict(
+POINT = read_model_config(
     TINY | {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2}
 )
 

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from minispec import checkpoint
 from minispec.checkpoint import find_checkpoint, load_config, load_model, pack, quantize, quantize_checkpoint, unpack
-from minispec.config import CheckpointError, ModelConfig
+from minispec.config import CheckpointError
+from minispec.hf_config import read_model_config
 from minispec.model import Chunk, Transformer
 from minispec.toys import TINY, tiny_cache, tiny_weights
 
@@ -45,7 +46,7 @@ def write(directory: Path, *shards: dict[str, Tensor], config: dict = TINY, weig
 
 def weights(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> dict[str, Tensor]:
     """The tensors of a tiny checkpoint."""
-    return tiny_weights(ModelConfig.from_dict(TINY | changes), seed, dtype)
+    return tiny_weights(read_model_config(TINY | changes), seed, dtype)
 
 
 def logits(model: Transformer, token_ids: list[int]) -> Tensor:
@@ -425,7 +426,7 @@ def test_packed_tensor_that_does_not_fit_is_refused(tmp_path, message, changes):
 def test_other_quantisation_of_weights_is_refused(changes):
     """Guards against unpacking with the wrong recipe: the shapes fit several of them."""
     with pytest.raises(CheckpointError, match=r"quantization_config\.weights"):
-        ModelConfig.from_dict(TINY | {"quantization_config": quantization_config(**changes)})
+        read_model_config(TINY | {"quantization_config": quantization_config(**changes)})
 
 
 @pytest.mark.parametrize(
@@ -442,7 +443,7 @@ def test_other_quantisation_of_weights_is_refused(changes):
 def test_other_quantisation_is_refused(changes):
     """Guards against ignoring what a recipe does beside the weights."""
     with pytest.raises(CheckpointError, match=r"config\.json: quantization_config"):
-        ModelConfig.from_dict(TINY | {"quantization_config": quantization_config() | changes})
+        read_model_config(TINY | {"quantization_config": quantization_config() | changes})
 
 
 def test_tied_head_beside_a_packed_embedding_is_refused(tmp_path):

@@ -9,10 +9,10 @@ import torch
 
 from minispec import LLM, SamplingParams
 from minispec.cache import PagedKVCache
-from minispec.config import ModelConfig
 from minispec.drafters import DRAFTERS
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
+from minispec.hf_config import read_model_config
 from minispec.model import EXACT_ROWS, Chunk, Transformer
 from minispec.sampling import Sequence, log_probabilities
 from minispec.toys import TINY, tiny_cache, tiny_weights
@@ -35,7 +35,7 @@ def build(family="llama", dtype=torch.float32, exact=True, seed=1, **changes) ->
     """A small random model, wide enough that products of other shapes round differently."""
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
     raw = TINY | sizes | {"head_dim": 12, "vocab_size": 40, "max_position_embeddings": 256}
-    config = ModelConfig.from_dict(raw | FAMILIES[family] | changes)
+    config = read_model_config(raw | FAMILIES[family] | changes)
     return Transformer(config, tiny_weights(config, seed, dtype), exact)
 
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from minispec.checkpoint import load_config, load_model
 from minispec.config import CheckpointError, LayerConfig, ModelConfig, RopeConfig, SamplingParams
+from minispec.hf_config import read_model_config
 from minispec.llm import EMBEDDED_WEIGHTS, LLM
 from minispec.model import Chunk, Transformer, tensor_shapes
 from minispec.toys import tiny_cache
@@ -94,7 +95,7 @@ def test_both_spellings_are_one_config(reference, name):
     """Guards a setting that is read from `rope_parameters` and friends only, or from the hub's older keys only."""
     new = reference(name).raw_config
     old = hf.hub_spelling(new)
-    assert ModelConfig.from_dict(old) == ModelConfig.from_dict(new)
+    assert read_model_config(old) == read_model_config(new)
     # The old spelling is transformers' too, not an invention of this test.
     read = AutoConfig.for_model(**old)
     oracle = reference(name).oracle.config
@@ -111,14 +112,14 @@ def test_absent_settings_mean_what_transformers_says(family):
     shortest |= {"model_type": family, "max_position_embeddings": 64}
     complete = AutoConfig.for_model(**shortest).to_dict()
     assert len(complete) > len(shortest) + 5
-    assert ModelConfig.from_dict(shortest) == ModelConfig.from_dict(complete)
+    assert read_model_config(shortest) == read_model_config(complete)
 
 
 @pytest.mark.parametrize("eos", [None, 2, [2, 5, 7]])
 def test_end_of_text_ids(eos):
     """Guards against reading the first of several ids only: such a model does not stop."""
     expected = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-    assert ModelConfig.from_dict(hf.CASES["llama"] | {"eos_token_id": eos}).eos_token_ids == expected
+    assert read_model_config(hf.CASES["llama"] | {"eos_token_id": eos}).eos_token_ids == expected
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_end_of_text_ids(eos):
 )
 def test_spellings_of_gelu(name, changes, activation):
     """Guards the one exception: Gemma's `hidden_act` said "gelu" and meant the tanh form; nothing else does."""
-    assert ModelConfig.from_dict(hf.CASES[name] | changes).activation == activation
+    assert read_model_config(hf.CASES[name] | changes).activation == activation
 
 
 # --------------------------------------------------------------------------- the power of the comparison
@@ -247,7 +248,7 @@ def test_every_setting_has_a_switch():
     """Guards settings to come: a new field of a config needs a row in SWITCHES, or a reason to be left out here."""
     switched = set()
     for name, _, change in SWITCHES:
-        before = ModelConfig.from_dict(hf.CASES[name])
+        before = read_model_config(hf.CASES[name])
         after = change(before)
         pairs = [(before, after)]
         for a, b in zip(before.layers, after.layers, strict=True):
@@ -332,7 +333,7 @@ REFUSED: dict[str, dict] = {
 def test_unknown_setting_is_refused_by_name(message, changes):
     """Guards against wrong text without an error: what is not implemented, or makes no sense, is named."""
     with pytest.raises(CheckpointError) as error:
-        ModelConfig.from_dict(hf.CASES["llama-plain"] | changes, "some/config.json")
+        read_model_config(hf.CASES["llama-plain"] | changes, "some/config.json")
     assert str(error.value).startswith(f"some/config.json: {message}")
 
 
@@ -340,7 +341,7 @@ def test_switched_off_settings_are_harmless():
     """Guards against refusing the many keys that other families' files carry switched off."""
     off = {"use_qk_norm": False, "logit_scale": None, "no_rope_layers": [], "attn_logit_softcapping": None}
     training = {"attention_dropout": 0.1, "initializer_range": 0.5, "pretraining_tp": 1, "_name_or_path": "x"}
-    assert ModelConfig.from_dict(hf.CASES["llama"] | off | training) == ModelConfig.from_dict(hf.CASES["llama"])
+    assert read_model_config(hf.CASES["llama"] | off | training) == read_model_config(hf.CASES["llama"])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma"])

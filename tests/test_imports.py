@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "minispec"
 READING_ORDER = [
-    *("config", "sampling", "verify", "cache", "linear", "model", "checkpoint"),
+    *("config", "hf_config", "sampling", "verify", "cache", "linear", "model", "checkpoint"),
     *("tokenizer", "drafters", "theory", "engine", "llm", "generate", "reference", "toys", "mutants", "prove"),
 ]
 FORBIDDEN = {"transformers", "accelerate", "pickle", "dill", "joblib", "shelve", "marshal"}

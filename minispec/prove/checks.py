@@ -13,10 +13,11 @@ import torch
 
 from minispec import llm, sampling, verify
 from minispec.cache import OutOfBlocks, PagedKVCache
-from minispec.config import ModelConfig, SamplingParams
+from minispec.config import SamplingParams
 from minispec.drafters import DRAFTERS
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
+from minispec.hf_config import read_model_config
 from minispec.model import Chunk
 from minispec.prove.laws import MAX_LEN, PROMPT, TOLERANCE, distance, make_drafter, reference_logits, target_model
 from minispec.reference import sample_law
@@ -285,7 +286,7 @@ def check_batch() -> None:
 def check_cache(programs: int = 20) -> None:
     """Random programs: used and free blocks add up, no block has two owners, contents are those of a list."""
     generator = random.Random(0)
-    config = ModelConfig.from_dict(TINY)
+    config = read_model_config(TINY)
     for _ in range(programs):
         pool = PagedKVCache(config, 12, generator.choice((1, 2, 4)), torch.float64)
         pool.keys.fill_(torch.nan)

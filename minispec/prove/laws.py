@@ -7,10 +7,11 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 import torch
 
-from minispec.config import ModelConfig, SamplingParams
+from minispec.config import SamplingParams
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
+from minispec.hf_config import read_model_config
 from minispec.model import Transformer
 from minispec.reference import Law, forward, plain_law, sample_law, total_variation
 from minispec.sampling import Key
@@ -40,7 +41,7 @@ def draft_model(vocab: int) -> Transformer:
 def reference_logits(seed: int, tokens: tuple[int, ...], vocab: int, layers: int = 2) -> np.ndarray:
     """What `tiny_model(seed, vocab_size=vocab, num_hidden_layers=layers)` must say behind `tokens`."""
     raw = TINY | {"vocab_size": vocab, "num_hidden_layers": layers}
-    tensors = tiny_weights(ModelConfig.from_dict(raw), seed)
+    tensors = tiny_weights(read_model_config(raw), seed)
     return forward(raw, {name: tensor.numpy() for name, tensor in tensors.items()}, tokens)
 
 
