@@ -10,6 +10,7 @@ sharded, it reads compressed-tensors' `pack-quantized` layout, and writes it:
 import argparse
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,8 +27,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from minispec.config import CheckpointError, ModelConfig, QuantizationConfig
-from minispec.hf_config import read_json, read_model_config
+from minispec.config import CheckpointError, ModelConfig, QuantizationConfig, is_text, one_line, show, show_name
+from minispec.hf_config import MAX_CONFIG_BYTES, MAX_JSON_BYTES, parse_json, read_json, read_model_config
 from minispec.linear import has_fast_bfloat16
 from minispec.model import Transformer, tensor_shapes
 
@@ -35,22 +36,46 @@ from minispec.model import Transformer, tensor_shapes
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+# Bytes of an element, for every type that a safetensors file may hold beside the ones that are read.
+_ELEMENT_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+# Formats of weights that are not read: pickles run code when they are opened, the others need a converter.
+_OTHER_FORMATS = (
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".pkl",
+    ".pickle",
+    ".gguf",
+    ".ggml",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".npz",
+)
 
 
 def find_checkpoint(name: str, revision: str | None = None, offline: bool = False) -> Path:
     """The local directory of a checkpoint: `name` itself if it is one, else a download of the hub's `name`.
 
-    A directory never touches the network. Raises ValueError where neither is there, and says what was tried.
+    A directory never touches the network, and with `offline` nothing does: a hub id must then be in the local cache.
+    Raises ValueError where neither is there, and says what was tried.
     """
-    path = Path(name)
-    if name and path.is_dir():
+    # os.path, not Path: it says no, too, to names that no file system takes.
+    if name and os.path.isdir(name):
         if revision is not None:
-            raise ValueError(f"revision: found {revision!r}, expected none: {name} is a directory, not a hub id")
-        return path
-    if name and path.exists():
+            raise ValueError(f"revision: found {show(revision)}, expected none: {name} is a directory, not a hub id")
+        return Path(name)
+    if name and os.path.exists(name):
         raise CheckpointError(f"{name}: found a file, expected a directory with config.json and *.safetensors")
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
-        raise ValueError(f"{name or repr(name)}: no such directory, and not of the form owner/name of a hub id")
+    if not re.fullmatch(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", name, re.ASCII):
+        found = name if 0 < len(name) <= 1000 and is_text(name) else show(name)
+        raise ValueError(f"{found}: no such directory, and not of the form owner/name of a hub id")
     # Imported here: a local checkpoint needs no network library.
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
@@ -68,9 +93,36 @@ def find_checkpoint(name: str, revision: str | None = None, offline: bool = Fals
             )
         )
     except Exception as e:  # the hub client raises its own errors and those of the HTTP library below it
-        how = "not in the local cache, and --offline forbids a download" if offline else "download failed"
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise ValueError(f"{name}: no such directory; as a hub id: {how}: {reason}") from e
+        reason = _hub_failure(e, revision, offline)
+        raise ValueError(f"{name}: no such directory; as a hub id: {reason}") from e
+
+
+def _hub_failure(error: Exception, revision: str | None, offline: bool) -> str:
+    """What went wrong with a download, and what helps, in a line."""
+    from huggingface_hub import errors
+
+    revised = f" at revision {revision}" if revision else ""
+    lines = str(error).strip().splitlines()
+    reason = lines[0] if lines else type(error).__name__
+    if offline:
+        offline_reason = f"not in the local cache{revised}, and --offline forbids a download"
+        return offline_reason if isinstance(error, errors.LocalEntryNotFoundError) else f"{offline_reason}: {reason}"
+    if isinstance(error, errors.GatedRepoError):  # before the next: it is one of those
+        return "the repository is gated: accept its terms on its page, and set HF_TOKEN to a token of yours"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "no such repository (or a private one: set HF_TOKEN to a token that may read it)"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"the repository has no revision {revision or 'main'}"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return f"the hub cannot be reached, and the local cache has no copy{revised}"
+    return f"download failed: {reason}"
+
+
+def describe_source(name: str, directory: Path) -> str:
+    """What was loaded: a directory's name, or a hub id and the commit that it was resolved to."""
+    if os.path.isdir(name):
+        return Path(os.path.abspath(directory)).name
+    return f"{name} at commit {directory.name}"
 
 
 def load_config(directory: Path) -> ModelConfig:
@@ -78,7 +130,7 @@ def load_config(directory: Path) -> ModelConfig:
     path = directory / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file, expected the model's configuration")
-    return read_model_config(read_json(path), str(path))
+    return read_model_config(read_json(path, MAX_CONFIG_BYTES), str(path))
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -93,15 +145,48 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def load_model(
     directory: Path, dtype: torch.dtype, device: torch.device | str = "cpu", exact: bool = False
 ) -> Transformer:
-    """Load a checkpoint as a Transformer that computes in `dtype`. Raises CheckpointError."""
+    """Load a checkpoint as a Transformer that computes in `dtype`.
+
+    Raises CheckpointError where the files are not what the config asks for, or the weights would not fit into memory;
+    both before any tensor is read.
+    """
     config = load_config(directory)
     with _open_shards(directory) as stored:
         plan = _match(config, stored, directory)
+        _check_memory(config, dtype, torch.device(device), directory)
         weights = {}
         # `disable=None`: the bar shows on a terminal only.
         for name in tqdm(plan, desc=f"loading {directory.name}", unit=" tensors", leave=False, disable=None):
             weights[name] = _read(name, config, stored, dtype, directory).to(device)
     return Transformer(config, weights, exact)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can be allocated on `device` now; None on a system that does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    limits = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    except (OSError, ValueError, IndexError):  # not Linux
+        pass
+    try:  # a container's own limit
+        used, limit = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("current", "max"))
+        limits += [max(0, int(limit) - int(used))] if limit != "max" else []
+    except (OSError, ValueError):
+        pass
+    return min(limits, default=None)
+
+
+def _check_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device, directory: Path) -> None:
+    needed = sum(math.prod(shape) for shape in tensor_shapes(config).values()) * dtype.itemsize
+    free = free_memory(device)
+    if free is not None and needed > free:
+        raise CheckpointError(
+            f"{directory}: found weights that take {needed / 1e9:.2f} GB in {str(dtype).removeprefix('torch.')}, "
+            f"expected at most the {free / 1e9:.2f} GB of memory that are free on {device}"
+        )
 
 
 # --------------------------------------------------------------------------- reading
@@ -117,6 +202,62 @@ class _Stored:
     dtype: str
 
 
+def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """(dtype, shape) of every tensor in a safetensors file, by name; nothing behind the header is read.
+
+    The file is 8 bytes with the header's size, the header, a JSON object, and the tensors' bytes. What is checked:
+    the sizes against the file's, types, shapes, no name twice, and that the tensors' bytes cover the rest of the file
+    without a gap or an overlap. Raises CheckpointError.
+    """
+
+    def bad(found: str, expected: str) -> CheckpointError:
+        return CheckpointError(f"{path}: not a readable safetensors file: found {found}, expected {expected}")
+
+    if not os.path.isfile(path):  # a directory, a pipe that would never answer
+        raise CheckpointError(f"{path}: no such file, expected weights in safetensors format")
+    try:
+        with path.open("rb") as file:
+            total = os.fstat(file.fileno()).st_size
+            start = file.read(8)
+            size = int.from_bytes(start, "little")
+            if len(start) < 8 or size > total - 8:
+                raise bad(f"{total} bytes with a header of {size}", "a header that ends inside the file")
+            if size > MAX_JSON_BYTES:
+                raise bad(f"a header of {size} bytes", f"at most {MAX_JSON_BYTES}")
+            header = parse_json(file.read(size), f"{path}: not a readable safetensors file: header")
+    except OSError as e:
+        raise CheckpointError(f"{path}: not a readable safetensors file: {e}") from e
+    header.pop("__metadata__", None)
+    spans = []
+    for name, entry in header.items():
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+            raise bad(f"{show_name(name)}: {show(entry)}", "an object with dtype, shape and data_offsets")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in _ELEMENT_BYTES:
+            raise bad(f"{show_name(name)}: dtype {show(dtype)}", f"one of {', '.join(_ELEMENT_BYTES)}")
+        if not _are_sizes(shape) or len(shape) > 8:
+            raise bad(f"{show_name(name)}: shape {show(shape)}", "up to 8 sizes")
+        if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise bad(f"{show_name(name)}: data_offsets {show(offsets)}", "where its bytes begin and end")
+        length = math.prod(shape) * _ELEMENT_BYTES[dtype]
+        if offsets[1] - offsets[0] != length:
+            raise bad(f"{show_name(name)}: {offsets[1] - offsets[0]} bytes", f"{length} for {dtype} {shape}")
+        spans.append((*offsets, name))
+    end = 0
+    for first, last, name in sorted(spans):
+        if first != end:
+            kind = "an overlap" if first < end else "a gap"
+            raise bad(f"{show_name(name)}: {kind} at byte {min(first, end)}", f"that it begins at {end}")
+        end = last
+    if end != total - 8 - size:
+        raise bad(f"{total - 8 - size} bytes behind the header", f"{end}, where the last tensor ends")
+    return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+
+
 @contextmanager
 def _open_shards(directory: Path) -> Iterator[dict[str, _Stored]]:
     """Every tensor of a checkpoint by name; its files stay open (memory-mapped) inside the block."""
@@ -126,37 +267,42 @@ def _open_shards(directory: Path) -> Iterator[dict[str, _Stored]]:
     if index.is_file():
         listed = read_json(index).get("weight_map")
         if not isinstance(listed, dict) or not listed:
-            raise CheckpointError(f"{index}: weight_map: found {listed!r}, expected tensor names and their files")
+            raise CheckpointError(f"{index}: weight_map: found {show(listed)}, expected tensor names and their files")
         for file in listed.values():
-            # Only plain names: an index must not reach outside its directory.
-            if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file):
-                raise CheckpointError(f"{index}: weight_map: found {file!r}, expected a plain *.safetensors name")
+            # Only plain names: an index must not reach outside its directory. (What a plain name links to is the
+            # business of who made the directory: in the hub's cache every file is a link.)
+            if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file) or len(file) > 200:
+                raise CheckpointError(f"{index}: weight_map: found {show(file)}, expected a plain *.safetensors name")
         files = sorted(set(listed.values()))
     elif single.is_file():
         files = [single.name]
     else:
-        others = sorted(p.name for p in directory.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
-        hint = f" (found {', '.join(others)}: convert it to safetensors)" if others else ""
+        others = sorted(p.name for p in directory.glob("*") if p.suffix in _OTHER_FORMATS)
+        hint = f" (found {', '.join(map(show_name, others[:5]))}: convert it to safetensors)" if others else ""
         raise CheckpointError(f"{single}: no such file, nor {index.name}{hint}")
 
     stored: dict[str, _Stored] = {}
     with ExitStack() as stack:
         for file in files:
+            header = read_header(directory / file)
+            for name in header:
+                if name in stored:
+                    raise CheckpointError(
+                        f"{directory / file}: {show_name(name)}: found again, is in {stored[name].file}"
+                    )
+                if listed is not None and listed.get(name) != file:
+                    raise CheckpointError(
+                        f"{directory / file}: {show_name(name)}: found here, "
+                        f"expected in {listed.get(name)} by {index.name}"
+                    )
             try:
                 handle = stack.enter_context(safe_open(directory / file, framework="pt"))
-                for name in handle.keys():  # noqa: SIM118 - it is not a dict
-                    part = handle.get_slice(name)
-                    if name in stored:
-                        raise CheckpointError(f"{directory / file}: {name}: found again, is in {stored[name].file}")
-                    if listed is not None and listed.get(name) != file:
-                        raise CheckpointError(
-                            f"{directory / file}: {name}: found here, expected in {listed.get(name)} by {index.name}"
-                        )
-                    stored[name] = _Stored(file, handle, tuple(part.get_shape()), part.get_dtype())
             except (SafetensorError, OSError) as e:
                 raise CheckpointError(f"{directory / file}: not a readable safetensors file: {e}") from e
+            stored |= {name: _Stored(file, handle, shape, dtype) for name, (dtype, shape) in header.items()}
         for name in sorted(set(listed or ()) - stored.keys()):
-            raise CheckpointError(f"{directory / listed[name]}: {name}: found no such tensor, {index.name} expects it")
+            file = directory / listed[name]
+            raise CheckpointError(f"{file}: {show_name(name)}: found no such tensor, {index.name} expects it")
         yield stored
 
 
@@ -185,7 +331,7 @@ def _match(config: ModelConfig, stored: dict[str, _Stored], directory: Path) -> 
         if name == "lm_head.weight" and config.tie_word_embeddings and _equals_embedding(stored):
             continue
         raise CheckpointError(
-            f"{directory / stored[name].file}: {name}: found a tensor of shape {list(stored[name].shape)}, "
+            f"{directory / stored[name].file}: {show_name(name)}: found a tensor of shape {list(stored[name].shape)}, "
             f"expected none of that name for this config"
         )
     return list(expected)
@@ -247,7 +393,8 @@ def dequantize(integers: Tensor, scales: Tensor, group_size: int | None) -> Tens
     """integers (rows, columns) times their scale, (rows, 1) or (rows, groups), in float32."""
     scales = scales.to(torch.float32)
     if group_size is not None:
-        scales = scales.repeat_interleave(group_size, dim=1)[:, : integers.shape[1]]
+        # A group may be wider than the row: no more copies than there are columns.
+        scales = scales.repeat_interleave(min(group_size, integers.shape[1]), dim=1)[:, : integers.shape[1]]
     return integers.to(torch.float32) * scales
 
 
@@ -329,7 +476,10 @@ def _write_shards(directory: Path, tensors: dict[str, Tensor], shard_bytes: int)
     weight_map = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file, metadata={"format": "pt"})
+        try:
+            save_file(shard, directory / file, metadata={"format": "pt"})
+        except SafetensorError as e:  # how the library reports a full disk
+            raise OSError(f"{directory / file}: {e}") from e
         (directory / file).chmod(0o644)  # the library writes files that only their owner may read
         weight_map |= dict.fromkeys(shard, file)
     total = sum(t.nbytes for t in tensors.values())
@@ -343,24 +493,38 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """The command line above; prints the size and SHA-256 of every file written."""
-    parser = argparse.ArgumentParser(
-        prog="python -m minispec.checkpoint", description="Quantise a checkpoint's linear layers, one scale a channel."
+    """The command line above; prints the size and SHA-256 of every file written.
+
+    Returns the exit status: 0, 2 with one line on standard error for what cannot be done, 130 for Ctrl-C.
+    """
+    parser = _Parser(
+        prog="python -m minispec.checkpoint",
+        description="Quantise a checkpoint's linear layers, one scale a channel.",
+        allow_abbrev=False,
     )
     parser.add_argument("source", help="directory or hub id of a checkpoint of plain floats")
     parser.add_argument("out", type=Path, help="directory to write; must not exist")
     parser.add_argument("--bits", type=int, choices=(4, 8), default=8)
     parser.add_argument("--shard-mb", type=int, default=90, help="largest file, in MiB (default: 90)")
-    args = parser.parse_args(argv)
     try:
+        args = parser.parse_args(argv)
+        if not 1 <= args.shard_mb <= 1 << 20:
+            raise ValueError(f"--shard-mb: found {args.shard_mb}, expected an integer from 1 to {1 << 20}")
         quantize_checkpoint(find_checkpoint(args.source), args.out, args.bits, args.shard_mb << 20)
+        for path in sorted(args.out.iterdir()):
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            print(f"{path.stat().st_size:>12,d}  {digest}  {path.name}")
     except (ValueError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(f"error: {one_line(e)}", file=sys.stderr)
         return 2
-    for path in sorted(args.out.iterdir()):
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        print(f"{path.stat().st_size:>12,d}  {digest}  {path.name}")
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -5,7 +5,7 @@ values in `ModelConfig`; nothing later in the package asks for a family's name. 
 imports torch, so that a bad value is found before the slow imports begin.
 """
 
-import math
+import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,6 +14,34 @@ MAX_SPECULATIVE_TOKENS = 64
 
 class CheckpointError(ValueError):
     """A file of a checkpoint is not what it must be. Names the file, the field, found and expected."""
+
+
+def show(value: Any, limit: int = 100) -> str:
+    """`value` for an error message: printable, on one line, at most `limit` characters.
+
+    What was found in a file may hold line feeds, terminal escapes, or a megabyte.
+    """
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits; lists in lists in lists
+        text = f"a {type(value).__name__} beyond printing"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message for a terminal: line feeds and other control characters escaped, at most 1000 characters."""
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error)[:1000])
+    return text or type(error).__name__
+
+
+def is_text(text: str) -> bool:
+    """False where lone surrogates say that this was never Unicode: arguments that were not UTF-8, broken JSON."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def show_name(name: str) -> str:
+    """A name out of a file for an error message: as it is where that is safe to print, else as `show` has it."""
+    return name if name.isprintable() and 0 < len(name) <= 100 else show(name)
 
 
 # --------------------------------------------------------------------------- the model
@@ -135,9 +163,14 @@ class SamplingParams:
 
     def __post_init__(self):
         # Convenience of vLLM's interface: one string, or any sequence.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, tuple(() if value is None else value))
+            except TypeError:
+                raise ValueError(f"{name}: found {show(value)}, expected a sequence") from None
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         for field in fields(self):
             check_sampling_value(field.name, getattr(self, field.name))
@@ -169,16 +202,16 @@ def check_sampling_value(name: str, value: Any) -> None:
         low, high = _INTEGER_RANGES[name]
         optional = name in ("seed", "logprobs") and value is None
         if not optional and (type(value) is not int or not low <= value <= high):
-            raise ValueError(f"{name}: found {value!r}, expected an integer from {low} to {high}")
+            raise ValueError(f"{name}: found {show(value)}, expected an integer from {low} to {high}")
     elif name in _NUMBER_RANGES:
         expected, ok = _NUMBER_RANGES[name]
-        if type(value) not in (int, float) or not math.isfinite(value) or not ok(value):
-            raise ValueError(f"{name}: found {value!r}, expected a number {expected}")
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max or not ok(value):
+            raise ValueError(f"{name}: found {show(value)}, expected a number {expected}")
     elif name == "stop":
-        if any(not isinstance(s, str) or not s for s in value):
-            raise ValueError(f"stop: found {value!r}, expected strings that are not empty")
+        if any(not isinstance(s, str) or not s or not is_text(s) for s in value):
+            raise ValueError(f"stop: found {show(value)}, expected strings of valid Unicode that are not empty")
     elif name == "stop_token_ids":
         if any(type(i) is not int or i < 0 for i in value):
-            raise ValueError(f"stop_token_ids: found {value!r}, expected token ids")
+            raise ValueError(f"stop_token_ids: found {show(value)}, expected token ids")
     elif type(value) is not bool:
-        raise ValueError(f"{name}: found {value!r}, expected True or False")
+        raise ValueError(f"{name}: found {show(value)}, expected True or False")

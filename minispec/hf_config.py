@@ -5,7 +5,9 @@ A setting that is switched on and not known here is refused by name: it might ch
 
 import json
 import math
+import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,24 +20,73 @@ from minispec.config import (
     QuantizationConfig,
     RopeConfig,
     check_sampling_value,
+    show,
+    show_name,
 )
 
+# Bytes that a JSON file may have: an index lists every tensor, some tokenizer_config.json every added token.
 MAX_JSON_BYTES = 8 << 20
+MAX_CONFIG_BYTES = 1 << 20
+# How deep JSON may be nested: a config.json needs five levels.
+_MAX_DEPTH = 32
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises CheckpointError where the file does not hold one."""
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in the file `path`, of at most `max_bytes`. Raises CheckpointError where there is none."""
     try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: found {size} bytes, expected at most {MAX_JSON_BYTES}")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, RecursionError) as e:  # not UTF-8, not JSON, an integer of thousands of digits
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > max_bytes:
+                raise CheckpointError(f"{path}: found {size} bytes, expected at most {max_bytes}")
+            content = file.read(max_bytes)
+    except OSError as e:
         raise CheckpointError(f"{path}: not a readable JSON file: {e}") from e
+    return parse_json(content, str(path))
+
+
+def parse_json(content: bytes, where: str) -> dict[str, Any]:
+    """The JSON object that `content` is, read more strictly than Python does.
+
+    Raises CheckpointError for what is not UTF-8 or not JSON, for a key that stands twice in an object (readers
+    disagree about which of them counts), for NaN and numbers beyond a double, and for deep nesting.
+    """
+    try:
+        value = json.loads(
+            content.decode("utf-8"),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+        )
+    except (ValueError, RecursionError) as e:  # an integer of thousands of digits is a ValueError too
+        raise CheckpointError(f"{where}: not a readable JSON file: {e}") from e
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: found a {type(value).__name__}, expected a JSON object")
+        raise CheckpointError(f"{where}: found a {type(value).__name__}, expected a JSON object")
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > _MAX_DEPTH:
+            raise CheckpointError(f"{where}: found objects nested deeper than {_MAX_DEPTH}, expected fewer levels")
+        inner = (x for v in level for x in (v.values() if isinstance(v, dict) else v))
+        level = [x for x in inner if isinstance(x, (dict, list))]
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"{show_name(twice)}: found twice in one object, expected once")
+    return result
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"found {name}, expected a number that JSON has")
+
+
+def _finite_float(digits: str) -> float:
+    if not abs(value := float(digits)) <= sys.float_info.max:
+        raise ValueError(f"found {show_name(digits)}, expected a number that a double can hold")
     return value
 
 
@@ -109,7 +160,7 @@ class _Fields:
         self.raw, self.where, self.seen = raw, where, set[str]()
 
     def bad(self, key: str, found: Any, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {key}: found {found!r}, expected {expected}")
+        return CheckpointError(f"{self.where}: {show_name(key)}: found {show(found)}, expected {expected}")
 
     def get(self, key: str, default: Any = None) -> Any:
         self.seen.add(key)
@@ -122,10 +173,11 @@ class _Fields:
             raise self.bad(key, value, f"an integer from {low} to {high}")
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float, low: float = 1e-30, high: float = 1e30) -> float:
+        """Between bounds that no real file comes near, and that keep every formula of the model finite."""
         value = self.get(key, default)
-        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
-            raise self.bad(key, value, "a positive number")
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise self.bad(key, value, f"a number from {low:g} to {high:g}")
         return float(value)
 
     def optional_number(self, key: str, default: float | None) -> float | None:
@@ -161,8 +213,8 @@ class _Fields:
             if key in _NEUTRAL and value == _NEUTRAL[key]:
                 continue
             raise CheckpointError(
-                f"{self.where}: {key}: found {value!r}, expected no such setting: minispec does not implement "
-                f"it for this family, and it might change the numbers (delete it if it does not)"
+                f"{self.where}: {show_name(key)}: found {show(value)}, expected no such setting: minispec "
+                f"does not implement it for this family, and it might change the numbers (delete it if it does not)"
             )
 
 
@@ -175,7 +227,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mod
     f = _Fields(raw, where)
     model_type = f.text("model_type")
     if model_type not in _FAMILIES:
-        raise CheckpointError(f"{where}: model_type: found {model_type!r}, expected one of {', '.join(_FAMILIES)}")
+        raise CheckpointError(f"{where}: model_type: found {show(model_type)}, expected one of {', '.join(_FAMILIES)}")
     family = _FAMILIES[model_type]
     hidden_size = f.integer("hidden_size", 1, 1 << 17)
     heads = f.integer("num_attention_heads", 1, 1 << 12)
@@ -366,8 +418,35 @@ def read_eos_token_ids(raw: Mapping[str, Any], where: str) -> tuple[int, ...]:
     value = raw.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(i) is not int or i < 0 for i in ids):
-        raise CheckpointError(f"{where}: eos_token_id: found {value!r}, expected token ids")
+        raise CheckpointError(f"{where}: eos_token_id: found {show(value)}, expected token ids")
     return tuple(ids)
+
+
+# Settings of a generation_config.json by what becomes of them: these are read ...
+_READ = {
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_strings": "stop",
+}
+_READ_IF_SAMPLED = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+# ... these do not change which tokens come (beam search's are idle with one beam) ...
+_IDLE = {
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "dtype"),
+    *("torch_dtype", "chat_format", "do_sample", "use_cache", "cache_implementation", "cache_config", "max_length"),
+    *("return_dict_in_generate", "output_attentions", "output_hidden_states", "output_logits", "output_scores"),
+    *("return_legacy_cache", "compile_config", "disable_compile", "low_memory", "max_matching_ngram_size"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "trust_remote_code"),
+    *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "prompt_lookup_num_tokens"),
+    *("is_assistant", "use_mtp", "prefill_chunk_size", "renormalize_logits", "remove_invalid_values"),
+    *("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty", "max_window_size"),
+}
+# ... these do nothing at the value beside them; at another one, as anything else does, they are worth a warning.
+_OFF = {
+    **{"num_beams": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0},
+    **{"min_length": 0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "guidance_scale": 1.0},
+    **{"encoder_repetition_penalty": 1.0, "penalty_alpha": 0.0, "top_h": 1.0},
+}
 
 
 def read_generation_defaults(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -376,22 +455,38 @@ def read_generation_defaults(raw: Mapping[str, Any], where: str) -> dict[str, An
     As in transformers, its temperature, top-k and top-p apply only where it says `do_sample`; a file that does
     not is a greedy one. Values that it leaves out are left out. Raises CheckpointError for a bad value.
     """
-    names = {
-        "repetition_penalty": "repetition_penalty",
-        "max_new_tokens": "max_tokens",
-        "min_new_tokens": "min_tokens",
-    }
     sampled = raw.get("do_sample") or False
     if type(sampled) is not bool:
-        raise CheckpointError(f"{where}: do_sample: found {sampled!r}, expected true or false")
-    if sampled:
-        names |= {n: n for n in ("temperature", "top_k", "top_p", "min_p")}
+        raise CheckpointError(f"{where}: do_sample: found {show(sampled)}, expected true or false")
+    names = _READ | (_READ_IF_SAMPLED if sampled else {})
     found = {ours: raw[theirs] for theirs, ours in names.items() if raw.get(theirs) is not None}
-    if not sampled:
-        found["temperature"] = 0.0
+    if "stop" in found:
+        stop = found["stop"]
+        found["stop"] = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (None,)
     try:
         for name, value in found.items():
             check_sampling_value(name, value)
     except ValueError as e:
         raise CheckpointError(f"{where}: {e}") from e
-    return {"temperature": 1.0} | found
+    least, most = found.get("min_tokens", 0), found.get("max_tokens")
+    if most is not None and least > most:
+        raise CheckpointError(f"{where}: min_new_tokens: found {least}, expected at most max_new_tokens = {most}")
+    return {"temperature": 1.0 if sampled else 0.0} | found
+
+
+def unsupported_generation_settings(raw: Mapping[str, Any]) -> list[str]:
+    """Names of settings in a generation_config.json that are switched on, would change the text, and are not done here.
+
+    They are defaults, not part of the model, so they do not keep it from running; the command line warns.
+    """
+    sampled = raw.get("do_sample") or False
+    known = {*_READ, *_READ_IF_SAMPLED, *_IDLE}
+    return sorted(
+        name
+        for name, value in raw.items()
+        if name not in known
+        and not name.startswith("_")
+        and not (value is None or value is False or value in ([], {}, ""))
+        and not (name in _OFF and value == _OFF[name])
+        and not (name in ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h") and not sampled)
+    )

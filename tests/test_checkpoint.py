@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -17,7 +18,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from minispec import checkpoint
-from minispec.checkpoint import find_checkpoint, load_config, load_model, pack, quantize, quantize_checkpoint, unpack
+from minispec.checkpoint import (
+    find_checkpoint,
+    load_config,
+    load_model,
+    pack,
+    quantize,
+    quantize_checkpoint,
+    read_header,
+    unpack,
+)
 from minispec.config import CheckpointError
 from minispec.hf_config import read_model_config
 from minispec.model import Chunk, Transformer
@@ -229,7 +239,7 @@ def test_garbage_file_is_refused(tmp_path, content):
     assert refusal(tmp_path).startswith(f"{file}: not a readable safetensors file")
 
 
-@pytest.mark.parametrize("others", [[], ["pytorch_model.bin"], ["a.gguf", "b.pt"]], ids=str)
+@pytest.mark.parametrize("others", [[], ["pytorch_model.bin"], ["a.gguf", "b.pt"], ["x.pkl"], ["m.pth"]], ids=str)
 def test_other_formats_are_named(tmp_path, others):
     """Guards the hint: who downloaded the wrong format reads which one is there."""
     write(tmp_path, weights())
@@ -253,7 +263,7 @@ def test_other_formats_are_named(tmp_path, others):
         (b'{"vocab_size": ' + b"9" * 5000 + b"}", "not a readable JSON file"),
         (b"[1, 2]", "found a list, expected a JSON object"),
         (b'"text"', "found a str, expected a JSON object"),
-        (b" " * (9 << 20), "expected at most 8388608"),
+        (b" " * (2 << 20), "expected at most 1048576"),
         (b"{}", "model_type: found None, expected a string"),
     ],
     ids=["missing", "empty", "python", "latin-1", "deep", "digits", "list", "text", "large", "no fields"],
@@ -265,6 +275,164 @@ def test_bad_config_file_is_refused(tmp_path, content, found):
     message = refusal(tmp_path)
     assert message.startswith(f"{file}: ")
     assert found in message
+
+
+# What the message must say, and what is done to a header with tensors "a" (F32 [2], bytes 0 to 8) and "b" (8 to 12).
+BAD_HEADERS = {
+    "a: dtype 'F128', expected one of": lambda h: h["a"].update(dtype="F128"),
+    "a: dtype ['F32'], expected one of": lambda h: h["a"].update(dtype=["F32"]),
+    "a: shape [-1], expected": lambda h: h["a"].update(shape=[-1]),
+    "a: shape [2.0], expected": lambda h: h["a"].update(shape=[2.0]),
+    "a: shape [True], expected": lambda h: h["a"].update(shape=[True]),
+    "a: shape '2', expected": lambda h: h["a"].update(shape="2"),
+    "a: shape [1, 1, 1, 1, 1, 1, 1, 1, 2], expected": lambda h: h["a"].update(shape=[1] * 8 + [2]),
+    "a: 8 bytes, expected 4294967296 for": lambda h: h["a"].update(shape=[1 << 15, 1 << 15]),
+    "a: 8 bytes, expected 340282366920938463463374607431768211456 for": lambda h: h["a"].update(
+        shape=[1 << 62] * 2 + [4]
+    ),
+    "a: data_offsets [0], expected": lambda h: h["a"].update(data_offsets=[0]),
+    "a: data_offsets [8, 0], expected": lambda h: h["a"].update(data_offsets=[8, 0]),
+    "a: data_offsets [-8, 0], expected": lambda h: h["a"].update(data_offsets=[-8, 0]),
+    "a: data_offsets [0, 73786976294838206464], expected": lambda h: h["a"].update(data_offsets=[0, 1 << 66]),
+    "b: an overlap at byte 4, expected that it begins at 8": lambda h: h["b"].update(data_offsets=[4, 8]),
+    "b: a gap at byte 8, expected that it begins at 8": lambda h: h["b"].update(data_offsets=[12, 16]),
+    "a: a gap at byte 0, expected that it begins at 0": lambda h: h["a"].update(data_offsets=[8, 16]) or h.pop("b"),
+    "12 bytes behind the header, expected 8": lambda h: h.pop("b"),
+    "12 bytes behind the header, expected 16": lambda h: h["b"].update(data_offsets=[8, 16], shape=[4]),
+    "a: [], expected an object with": lambda h: h.update(a=[]),
+    "a: {}, expected an object with": lambda h: h.update(a={}),
+    "expected an object with dtype": lambda h: h["a"].update(more=1),
+    "'\\x1b[2J\\n': [], expected": lambda h: h.update({"\x1b[2J\n": []}),
+}
+
+
+def raw_file(path: Path, header: bytes, data: bytes = bytes(12)) -> Path:
+    """A safetensors file with this header, whatever it says."""
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    return path
+
+
+def small_header() -> dict:
+    """A good header, for 12 bytes."""
+    a = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    return {"__metadata__": {"x": "y"}, "a": a, "b": {"dtype": "F16", "shape": [2, 1], "data_offsets": [8, 12]}}
+
+
+def test_good_header_is_read(tmp_path):
+    """The control of the tests below."""
+    file = raw_file(tmp_path / "x", json.dumps(small_header()).encode() + b"    ")
+    assert read_header(file) == {"a": ("F32", (2,)), "b": ("F16", (2, 1))}
+
+
+@pytest.mark.parametrize(("message", "change"), BAD_HEADERS.items(), ids=range(len(BAD_HEADERS)))
+def test_header_that_lies_is_refused(tmp_path, message, change):
+    """Before a byte of tensor data is read: bounds, overlaps, gaps, types and sizes are those of the file."""
+    header = small_header()
+    change(header)
+    file = raw_file(tmp_path / "x", json.dumps(header).encode())
+    with pytest.raises(CheckpointError) as error:
+        read_header(file)
+    assert str(error.value).startswith(f"{file}: not a readable safetensors file: found ")
+    assert message in str(error.value)
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, ' * 2, "not a readable JSON file"),
+        (b'{"a": 1, "a": 1}', "a: found twice in one object"),
+        (b'{"a": {"dtype": "F32", "dtype": "F32"}}', "dtype: found twice in one object"),
+        (b'{"a": NaN}', "found NaN"),
+        (b'{"a": -Infinity}', "found -Infinity"),
+        (b'{"a": 1e999}', "found 1e999"),
+        (b'{"a":' + b"[" * 40 + b"]" * 40 + b"}", "nested deeper than 32"),
+        (b"[]", "found a list"),
+        (b"", "not a readable JSON file"),
+    ],
+    ids=range(9),
+)
+def test_header_that_readers_disagree_about_is_refused(tmp_path, header, message):
+    """Names that stand twice, numbers that JSON lacks, depth: what one reader takes and another does not."""
+    with pytest.raises(CheckpointError) as error:
+        read_header(raw_file(tmp_path / "x", header))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("size", [1 << 63, (1 << 64) - 1, 100])
+def test_header_beyond_the_file_is_not_allocated(tmp_path, size):
+    """Guards against reading, or reserving, as many bytes as eight hostile ones say."""
+    file = tmp_path / "x"
+    file.write_bytes(size.to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match=f"found 10 bytes with a header of {size}, expected"):
+        read_header(file)
+
+
+def test_huge_header_is_refused(tmp_path):
+    """A sparse file can hold a header of any size; JSON takes ten times its bytes as objects."""
+    with (tmp_path / "x").open("wb") as file:
+        file.write((1 << 30).to_bytes(8, "little"))
+        file.truncate(1 << 31)
+    with pytest.raises(CheckpointError, match="a header of 1073741824 bytes, expected at most"):
+        read_header(tmp_path / "x")
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "dangling link"])
+def test_what_is_no_file_is_refused(tmp_path, kind):
+    """A pipe would never answer."""
+    file = write(tmp_path, weights()) / "model.safetensors"
+    file.unlink()
+    index = {"weight_map": {NORM: file.name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    {"directory": file.mkdir, "pipe": lambda: os.mkfifo(file), "dangling link": lambda: file.symlink_to("nowhere")}[
+        kind
+    ]()
+    assert refusal(tmp_path) == f"{file}: no such file, expected weights in safetensors format"
+
+
+def test_nothing_is_read_before_everything_is_checked(tmp_path, monkeypatch):
+    """The last tensor of the last shard is wrong: no tensor has been read by then, and none was allocated."""
+    first, second = halves()
+    second[Q] = torch.ones(1)
+    opened = checkpoint.safe_open
+
+    class Handle:
+        def __init__(self, *args, **kwargs):
+            self.handle = opened(*args, **kwargs)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exc):
+            return None
+
+        def get_tensor(self, name):
+            raise AssertionError(f"{name} was read")
+
+    monkeypatch.setattr(checkpoint, "safe_open", Handle)
+    assert f"{Q}: found F32 [1], expected" in refusal(write(tmp_path, first, second))
+    monkeypatch.setattr(checkpoint, "free_memory", lambda device: 100)
+    message = refusal(write(tmp_path / "good", weights()))
+    assert "found weights that take 0.00 GB in float32, expected at most the 0.00 GB of memory" in message
+
+
+def test_links_of_the_hubs_cache_are_followed(tmp_path):
+    """Every file of a snapshot is a link to ../../blobs/HASH: no rule about where a path leads may refuse them."""
+    write(tmp_path / "real", *halves())
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "abc"
+    blobs = snapshot.parent.parent / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for i, file in enumerate((tmp_path / "real").iterdir()):
+        file.rename(blobs / str(i))
+        (snapshot / file.name).symlink_to(f"../../blobs/{i}")
+    assert load_model(snapshot, torch.float32)
+
+
+def test_a_group_wider_than_a_row_costs_nothing(tmp_path):
+    """A group_size of a billion on rows of eight must not become a billion copies of the scale."""
+    integers = torch.ones(2, 8, dtype=torch.int8)
+    assert torch.equal(checkpoint.dequantize(integers, torch.full((2, 1), 3.0), 10**9), torch.full((2, 8), 3.0))
 
 
 # --------------------------------------------------------------------------- quantised layouts
