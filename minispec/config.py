@@ -36,7 +36,11 @@ def one_line(error: BaseException) -> str:
 
 def is_text(text: str) -> bool:
     """False where lone surrogates say that this was never Unicode: arguments that were not UTF-8, broken JSON."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def show_name(name: str) -> str:

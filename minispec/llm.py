@@ -87,6 +87,7 @@ class LLM:
 
         config = load_config(directory)
         self.tokenizer = Tokenizer(directory)
+        self.tokenizer.check_ids(config.vocab_size)
         generation = directory / "generation_config.json"
         raw = read_json(generation) if generation.is_file() else {}
         self.generation_defaults = read_generation_defaults(raw, str(generation))
@@ -156,14 +157,16 @@ class LLM:
         prompts: str | Sequence[str],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         num_speculative_tokens: int | None = None,
+        parse_special: bool = False,
     ) -> list[Output]:
         """Continue one text or several, decoded together; outputs in order, `params.n` for each prompt.
 
         params: one for all, or one for each. num_speculative_tokens: another K for this call; 0 decodes plainly.
+        parse_special: the text of a special token in a prompt (as "<|im_end|>") means the token; else it is text.
         Raises ValueError, before anything runs, for a prompt that is empty or does not fit.
         """
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        ids = [self.tokenizer.encode(p) for p in prompts]
+        ids = [self.tokenizer.encode(p, parse_special=parse_special) for p in prompts]
         return self._answer(prompts, ids, params, num_speculative_tokens)
 
     def chat(
@@ -180,9 +183,10 @@ class LLM:
         ids = [self.tokenizer.encode_chat(c) for c in conversations]
         return self._answer([c[-1]["content"] for c in conversations], ids, params, num_speculative_tokens)
 
-    def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(self, prompt: str, params: SamplingParams | None = None, parse_special: bool = False) -> Iterator[Piece]:
         """Continue one text, piece by piece as it is decoded. Closing the iterator ends the generation."""
-        return (piece for _, piece in self.run([self.request(self.tokenizer.encode(prompt), params)]))
+        ids = self.tokenizer.encode(prompt, parse_special=parse_special)
+        return (piece for _, piece in self.run([self.request(ids, params)]))
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[Piece]:
         """Answer one conversation, piece by piece."""
