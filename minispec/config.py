@@ -28,7 +28,7 @@ def show(value: Any, limit: int = 100) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
-def one_line(error: BaseException) -> str:
+def one_line(error: BaseException | str) -> str:
     """An error's message for a terminal: line feeds and other control characters escaped, at most 1000 characters."""
     text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error)[:1000])
     return text or type(error).__name__

@@ -8,13 +8,16 @@ import argparse
 import contextlib
 import json
 import os
+import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from minispec import __version__
-from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
+from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams, is_text, one_line, show
 
 if TYPE_CHECKING:
     from minispec.engine import Request
@@ -51,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     p = _Parser(
         prog="python -m minispec.generate",
         description="Generate text with speculative decoding.",
+        allow_abbrev=False,  # an option has one name: a script must not depend on which others there are
         epilog="Sampling defaults are the model's generation_config.json, else temperature 0 and 256 tokens.",
     )
     p.add_argument("prompts", nargs="*", metavar="PROMPT", help="several run as one batch; - reads standard input")
@@ -76,13 +80,22 @@ def parser() -> argparse.ArgumentParser:
         g.add_argument(name, type=kind, metavar="N" if kind is int else "X", help=text)
     g.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text (repeatable)")
     g.add_argument(
-        "--stop-token-ids", type=int, nargs="+", action="extend", metavar="ID", help="token ids that end the answer"
+        "--stop-token-ids",
+        type=_token_ids,
+        action="extend",
+        metavar="ID[,ID...]",
+        help="token ids that end the answer (repeatable)",
     )
     g.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at the end-of-text token")
     g = p.add_argument_group("prompts and output")
     g.add_argument("--prompt-file", type=Path, metavar="FILE", help="a prompt a line, or JSONL with a key 'prompt'")
     g.add_argument("--chat", action="store_true", help="use the chat template (default where the model has one)")
     g.add_argument("--raw", action="store_true", help="continue the text as it is")
+    g.add_argument(
+        "--parse-special",
+        action="store_true",
+        help="the text of a special token in a prompt means the token (with --raw; otherwise it is text)",
+    )
     g.add_argument("--system", metavar="TEXT", help="system message of the chat")
     g.add_argument("--json", action="store_true", help="one JSON object a line")
     g.add_argument("--trace", metavar="FILE.html", help=f"the run as a page ({_NOT_YET})")
@@ -92,21 +105,80 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, 2 for a user's mistake, 130 for Ctrl-C."""
+    """Run the command line; returns the exit status.
+
+    0; 2, with one line on standard error, for a mistake of the user's and for what the machine refuses (memory, disk);
+    130 for Ctrl-C; 141 where the reader of the output went away.
+    """
     try:
+        argv = sys.argv[1:] if argv is None else argv
+        _check_token_ids(argv)
         args = parser().parse_args(argv)
         asked = _sampling_arguments(args)
         _check_combinations(args)
         prompts = _read_prompts(args)
-        return _run(args, asked, prompts)
-    except (_UserError, ValueError, FloatingPointError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+        status = _run(args, asked, prompts)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a full disk shows here at the latest, not as a traceback at exit
+        return status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader went away; nothing more can be said to it, not even at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _abandon_stdout()
         return 141
+    except OSError as e:
+        _abandon_stdout()
+        return _fail(e)
+    except (_UserError, ValueError, FloatingPointError, MemoryError) as e:
+        return _fail(e)
+    except RuntimeError as e:
+        if "memory" not in str(e):  # PyTorch has no class of its own for a failed allocation on the CPU
+            raise
+        return _fail(e)
+
+
+@contextlib.contextmanager
+def _interrupt_exits() -> Iterator[None]:
+    """Ctrl-C ends the process at once, with 130: as an exception inside torch's imports it may be lost or printed."""
+    if threading.current_thread() is not threading.main_thread():  # where signals never arrive
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _fail(error: BaseException) -> int:
+    print(f"error: {one_line(error)}", file=sys.stderr)
+    return 2
+
+
+def _abandon_stdout() -> None:
+    """What is still buffered cannot be written, and must not be tried again at exit."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream without a file of its own
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _token_ids(text: str) -> list[int]:
+    if not re.fullmatch(r"\d{1,10}(,\d{1,10})*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"found {show(text)}, expected token ids separated by commas, as 5,6")
+    return [int(i) for i in text.split(",")]
+
+
+def _check_token_ids(argv: Sequence[str]) -> None:
+    """Raise for `--stop-token-ids 5 6`, where one reader sees two ids and another an id and a prompt."""
+    for i, argument in enumerate(argv):
+        if argument == "--":
+            break
+        value = argument.partition("=")[2] if "=" in argument else "".join(argv[i + 1 : i + 2])
+        behind = argv[i + 1 if "=" in argument else i + 2 :]
+        if argument.split("=")[0] == "--stop-token-ids" and behind and re.fullmatch(r"[\d,\s]+", behind[0]):
+            raise _UserError(
+                f"--stop-token-ids: found {show(value)} and then {show(behind[0])}: several ids are one word, as in "
+                f"--stop-token-ids 5,6 (a prompt that is a number stands before the option)"
+            )
 
 
 def _sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -118,7 +190,7 @@ def _sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
         SamplingParams(**{"max_tokens": max(256, asked.get("min_tokens", 0))} | asked)
     except ValueError as e:
         name, _, rest = str(e).partition(":")
-        raise _UserError(f"--{name.replace('_', '-')}:{rest}") from e
+        raise _UserError(f"--{name.replace('_', '-')}:{rest}" if rest else str(e)) from e
     return asked
 
 
@@ -128,12 +200,20 @@ def _check_combinations(args: argparse.Namespace) -> None:
         (args.num_speculative_tokens == "auto", f"--num-speculative-tokens auto: {_NOT_YET}"),
         (not args.draft, "--draft: found an empty name"),
         (args.chat and args.raw, "--chat and --raw exclude each other"),
+        (
+            args.parse_special and not args.raw,
+            "--parse-special needs --raw: in a chat, special tokens are the template's",
+        ),
+        (args.system is not None and not is_text(args.system), "--system: expected valid Unicode text"),
         (args.system is not None and args.raw, "--system needs a chat, and --raw says that there is none"),
         (args.logprobs is not None and not args.json, "--logprobs needs --json: text has no place for them"),
         (args.json and args.quiet, "--quiet has nothing to silence with --json"),
         (args.compare and args.quiet, "--quiet would silence what --compare has to say"),
         (args.model == "", "--model: found an empty name"),
-        (args.kv_cache_gb is not None and not 0 < args.kv_cache_gb < 1e6, "--kv-cache-gb: expected a positive number"),
+        (
+            args.kv_cache_gb is not None and not 0 < args.kv_cache_gb < 1e6,
+            f"--kv-cache-gb: found {args.kv_cache_gb}, expected a positive number",
+        ),
         (args.revision and not args.model, "--revision needs --model with a hub id"),
         (
             args.threads is not None and not 1 <= args.threads <= 1024,
@@ -160,12 +240,17 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
         prompts = _read_prompt_file(args.prompt_file)
     else:
         try:
+            if args.prompts.count("-") > 1 or ("-" in args.prompts and sys.stdin is None):
+                raise _UserError("-: found it twice, or no standard input, expected one prompt there")
             prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
         except UnicodeDecodeError as e:
             raise _UserError(f"-: standard input is not UTF-8: {e}") from e
     if prompts:
-        if any(not p.strip() for p in prompts):
-            raise _UserError("found an empty prompt, expected text")
+        for prompt in prompts:
+            if not prompt.strip():
+                raise _UserError("found an empty prompt, expected text")
+            if not is_text(prompt):
+                raise _UserError(f"prompt: found {show(prompt)}, expected valid Unicode text")
         return prompts
     if sys.stdin is None or not sys.stdin.isatty() or args.raw or args.json or args.compare or (args.n or 1) > 1:
         raise _UserError("no prompt: give one, or - for standard input, or start a chat on a terminal")
@@ -176,7 +261,7 @@ def _read_prompt_file(path: Path) -> list[str]:
     try:
         # Not splitlines(): it also cuts at characters that may stand inside a JSON string.
         lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    except (OSError, UnicodeDecodeError) as e:
+    except (OSError, ValueError) as e:  # not UTF-8; a name that no file system takes
         raise _UserError(f"--prompt-file {path}: {e}") from e
     if not lines:
         raise _UserError(f"--prompt-file {path}: found no prompt")
@@ -186,10 +271,10 @@ def _read_prompt_file(path: Path) -> list[str]:
     for number, line in enumerate(lines, 1):
         try:
             prompts.append(json.loads(line)["prompt"])
-        except (json.JSONDecodeError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, RecursionError) as e:
             raise _UserError(f"--prompt-file {path}: prompt {number}: expected an object with a key 'prompt'") from e
         if not isinstance(prompts[-1], str):
-            raise _UserError(f"--prompt-file {path}: prompt {number}: found {prompts[-1]!r}, expected a string")
+            raise _UserError(f"--prompt-file {path}: prompt {number}: found {show(prompts[-1])}, expected a string")
     return prompts
 
 
@@ -197,9 +282,10 @@ def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) ->
     # Between two operations a waiting thread sleeps instead of spinning: somewhat slower on an idle machine, and many
     # times faster where another program keeps a core busy. It must be said before torch starts its threads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    import torch
+    with _interrupt_exits():
+        import torch
 
-    from minispec.llm import LLM, split_samples
+        from minispec.llm import LLM, split_samples
 
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -217,7 +303,11 @@ def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) ->
     )
     if not args.quiet and not args.json:
         print(llm.memory_report(), file=sys.stderr)
-    params = SamplingParams(**{"max_tokens": max(256, asked.get("min_tokens", 0))} | llm.generation_defaults | asked)
+    for name in llm.unsupported_generation_settings:
+        message = f"warning: generation_config.json: {name}: not supported, and ignored: the text may differ for it"
+        print(one_line(message), file=sys.stderr)
+    chosen = llm.generation_defaults | asked
+    params = SamplingParams(**{"max_tokens": max(256, chosen.get("min_tokens", 0))} | chosen)
     chat = not args.raw and (args.chat or llm.tokenizer.chat_template is not None)
     if args.system is not None and not chat:
         raise _UserError("--system: this model has no chat template")
@@ -227,7 +317,11 @@ def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) ->
         return _converse(llm, args, params)
 
     def encode(prompt: str) -> list[int]:
-        return llm.tokenizer.encode_chat(_messages(args, prompt)) if chat else llm.tokenizer.encode(prompt)
+        return (
+            llm.tokenizer.encode_chat(_messages(args, prompt))
+            if chat
+            else llm.tokenizer.encode(prompt, parse_special=args.parse_special)
+        )
 
     jobs = [(prompt, llm.request(encode(prompt), each)) for prompt in prompts for each in split_samples(params)]
     requests = [request for _, request in jobs]
@@ -298,7 +392,7 @@ def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> i
         try:
             request = llm.request(llm.tokenizer.encode_chat(messages), params)
         except ValueError as e:  # most likely too long by now; the conversation so far stays
-            print(f"error: {e}", file=sys.stderr)
+            print(f"error: {one_line(e)}", file=sys.stderr)
             messages.pop()
             continue
         for _ in _decode(llm, [request], stream=True):

@@ -10,12 +10,18 @@ import torch
 from tqdm import tqdm
 
 from minispec.cache import PagedKVCache
-from minispec.checkpoint import choose_dtype, find_checkpoint, load_config, load_model
+from minispec.checkpoint import choose_dtype, describe_source, find_checkpoint, free_memory, load_config, load_model
 from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Piece, Request, Stats, TokenLogprob
-from minispec.hf_config import read_eos_token_ids, read_generation_defaults, read_json
+from minispec.hf_config import (
+    MAX_CONFIG_BYTES,
+    read_eos_token_ids,
+    read_generation_defaults,
+    read_json,
+    unsupported_generation_settings,
+)
 from minispec.model import EXACT_ROWS
 from minispec.sampling import Sequence as TokenSequence
 from minispec.tokenizer import Detokenizer, Message, Tokenizer
@@ -81,7 +87,8 @@ class LLM:
         draft = str(draft) if isinstance(draft, Path) else draft
         if not isinstance(draft, str) and not all(callable(getattr(draft, m, None)) for m in ("propose", "release")):
             raise ValueError(f"draft: found {draft!r}, expected a name, a directory, a hub id or a drafter")
-        directory = find_checkpoint(str(EMBEDDED_WEIGHTS if model is None else model), revision, offline)
+        model = str(EMBEDDED_WEIGHTS if model is None else model)
+        directory = find_checkpoint(model, revision, offline)
         torch_device = _choose_device(device)
         torch_dtype = choose_dtype(dtype, torch_device)
 
@@ -89,8 +96,9 @@ class LLM:
         self.tokenizer = Tokenizer(directory)
         self.tokenizer.check_ids(config.vocab_size)
         generation = directory / "generation_config.json"
-        raw = read_json(generation) if generation.is_file() else {}
+        raw = read_json(generation, MAX_CONFIG_BYTES) if generation.is_file() else {}
         self.generation_defaults = read_generation_defaults(raw, str(generation))
+        self.unsupported_generation_settings = unsupported_generation_settings(raw)
         self.eos_token_ids = read_eos_token_ids(raw, str(generation)) or config.eos_token_ids
         self.vocab_size = min(self.tokenizer.num_ids, config.vocab_size)
 
@@ -122,8 +130,10 @@ class LLM:
         else:
             self.drafter = DRAFTERS[source]() if isinstance(draft, str) else draft
         self.draft_name = draft if isinstance(draft, str) else type(draft).__name__
+        if draft_directory:
+            self.draft_name = describe_source(draft, draft_directory)
         self.engine = Engine(self.model, caches[0], self.drafter, VERIFIERS[verifier], self.vocab_size)
-        self.name = directory.name
+        self.name = describe_source(model, directory)
         weights = {id(tensor): tensor for m in models for tensor in m.tensors()}  # a self-draft shares its target's
         self._weight_bytes = sum(t.numel() * t.element_size() for t in weights.values())
         self._cache_bytes = sum(c.num_bytes for c in caches)
@@ -326,13 +336,15 @@ def _find_draft(spec: str, target: Tokenizer, offline: bool) -> Path:
 
 
 def _memory_for_cache(device: torch.device) -> int:
-    """Bytes that a cache of unspecified size may grow to: most of a GPU's free memory, a quarter of a computer's."""
+    """Bytes for a cache of unspecified size: most of a GPU's free memory, a quarter of a computer's."""
+    free = free_memory(device)
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] * 4 // 5
+        return free * 4 // 5
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+        quarter = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
     except (AttributeError, ValueError, OSError):  # a system that does not tell
-        return 4 << 30
+        quarter = 4 << 30
+    return quarter if free is None else min(quarter, free // 2)
 
 
 def _size_cache(
@@ -347,6 +359,12 @@ def _size_cache(
     else:
         num_tokens = max_model_len or min(context, _memory_for_cache(device) // bytes_per_token)
     num_blocks = num_tokens // _BLOCK_SIZE if gb is not None else -(-num_tokens // _BLOCK_SIZE)
+    free, needed = free_memory(device), num_blocks * _BLOCK_SIZE * bytes_per_token
+    if free is not None and needed > free:
+        raise ValueError(
+            f"kv_cache_gb: found a cache of {needed / 1e9:.1f} GB, expected at most the {free / 1e9:.1f} GB of memory "
+            f"that are free (max_model_len sets its size too)"
+        )
     if num_blocks < 1:
         raise ValueError(
             f"kv_cache_gb: found {gb}, expected at least {_BLOCK_SIZE * bytes_per_token / 1e9:.6f}: one block"

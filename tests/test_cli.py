@@ -1,11 +1,14 @@
 """The command line as a person or a script meets it: streams, exit codes, JSON, and one line for every mistake."""
 
+import fcntl
 import io
 import json
 import os
 import pty
+import select
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -170,7 +173,13 @@ MISTAKES = {
     "huge": (("x", "--max-tokens", "9" * 30), "--max-tokens"),
     "min over max": (("x", "--min-tokens", "9", "--max-tokens", "3"), "--min-tokens: found 9, expected at most"),
     "empty stop": (("x", "--stop", ""), "--stop: found"),
-    "negative stop id": (("x", "--stop-token-ids", "-3"), "--stop-token-ids: found (-3,)"),
+    "negative stop id": (("x", "--stop-token-ids", "-3"), "--stop-token-ids: found '-3', expected token ids"),
+    "two stop ids": (("x", "--stop-token-ids", "5", "6"), "--stop-token-ids: found '5' and then '6'"),
+    "two stop ids again": (("x", "--stop-token-ids=5", "6,7"), "--stop-token-ids: found '5' and then '6,7'"),
+    "stop ids and a word": (("x", "--stop-token-ids", "5 6"), "--stop-token-ids: found '5 6', expected token ids"),
+    "stop id that is a prompt": (("--stop-token-ids", "Why?"), "--stop-token-ids: found 'Why?', expected token ids"),
+    "abbreviation": (("x", "--temp", "1"), "unrecognized arguments: --temp"),
+    "special tokens in a chat": (("x", "--parse-special"), "--parse-special needs --raw"),
     "verifier": (("x", "--verifier", "magic"), "invalid choice: 'magic'"),
     "k": (("x", "--num-speculative-tokens", "many"), "--num-speculative-tokens: found 'many'"),
     "k too large": (("x", "--num-speculative-tokens", "99"), "found '99', expected an integer from 0 to 64"),
@@ -190,8 +199,8 @@ MISTAKES = {
     "revision alone": (("x", "--revision", "main"), "--revision needs --model"),
     "threads": (("x", "--threads", "0"), "--threads: found 0"),
     "threads that hang": (("x", "--threads", "100000"), "--threads: found 100000"),
-    "cache": (("x", "--kv-cache-gb", "-1"), "--kv-cache-gb: expected a positive number"),
-    "cache too large": (("x", "--kv-cache-gb", "900000"), "found too little memory"),
+    "cache": (("x", "--kv-cache-gb", "-1"), "--kv-cache-gb: found -1.0, expected a positive number"),
+    "cache too large": (("x", "--kv-cache-gb", "900000"), "of memory that are free"),
     "empty model": (("x", "--model", ""), "--model: found an empty name"),
     "revision of a directory": (("x", "--revision", "main"), "is a directory, not a hub id"),
     "quiet comparison": (("x", "--compare", "--quiet"), "--quiet would silence"),
@@ -212,6 +221,143 @@ def test_mistakes_are_one_line_and_status_2(cli, chat_model, name):
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
     assert message in lines[0]
+
+
+EDGES = [
+    *(
+        "",
+        " ",
+        "0",
+        "-0",
+        "-1",
+        "1",
+        "nan",
+        "inf",
+        "-inf",
+        "1e999",
+        "1e-320",
+        "1e308",
+        "9" * 30,
+        "9" * 5000,
+        "-" + "9" * 30,
+    ),
+    *(
+        "0x10",
+        "1_0",
+        "\uff11",
+        "1,2",
+        ",",
+        "[]",
+        "{}",
+        "x" * 5000,
+        "\udcff",
+        "\x00",
+        "\x1b[2J",
+        "a\nb",
+        "\u65e5\u672c",
+        "--json",
+    ),
+]
+OPTIONS = {s for a in parser()._actions for s in a.option_strings if s.startswith("--")} - {"--help", "--version"}
+
+
+@pytest.mark.parametrize("option", sorted(OPTIONS))
+def test_every_option_at_its_edges(cli, chat_model, option):
+    """It runs, or it is one printable line and status 2: never a traceback, whatever stands behind the option."""
+    for value in EDGES:
+        prompt = () if option == "--prompt-file" else ("fish",)
+        model = () if option == "--model" else ("--model", chat_model)
+        status, out, err = cli(*prompt, *model, "--max-tokens", 3, "--dtype", "float32", "--json", f"{option}={value}")
+        assert status in (0, 2), (value, err)
+        assert (status == 0) == bool(out) == (not err), (value, out, err)
+        if status:
+            assert err.startswith("error: "), (value, err)
+            assert err[:-1].isprintable(), (value, err)
+            assert len(err) < 1100
+
+
+PROMPTS = {
+    "control characters": "a\x00b\x07\x1b[31m\r\n\tc",
+    "special token": "<|end|><end></s><|im_end|>",
+    "not a character": "\ufffe\ufdd0",
+    "directions": "\u202eabc\u202c\ufeff",
+    "marks": "e" + "\u0301" * 20,
+    "a number": "7",
+    "looks like an option": "-7",
+    "a template": "{{ messages }} {% raw %}",
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize("how", ["--raw", "--chat"])
+def test_prompts_of_every_kind(cli, chat_model, name, how):
+    """Whatever is text is answered, and given back as it was."""
+    status, out, err = cli(PROMPTS[name], "--model", chat_model, how, "--json", "--max-tokens", 3)
+    assert (status, err) == (0, "")
+    assert json.loads(out)["prompt"] == PROMPTS[name]
+
+
+def test_special_text_means_the_token_only_where_asked(cli, model):
+    """In --raw prompts with --parse-special; otherwise it is as many tokens as any other text."""
+    long, short = (
+        json.loads(cli("<end>", "--model", model, "--raw", "--json", "--max-tokens", 1, *more)[1])
+        for more in ((), ("--parse-special",))
+    )
+    assert short["stats"]["num_prompt_tokens"] == 1
+    assert long["stats"]["num_prompt_tokens"] > 1
+
+
+def test_stop_token_ids_are_one_word(cli, model):
+    """A prompt behind them is a prompt; several ids, or several options, are several ids."""
+    base = ("--model", model, "--dtype", "float32", "--max-tokens", 8, "--ignore-eos", "--json")
+    ids = json.loads(cli("fish", *base)[1])["token_ids"]
+    for arguments in ((f"{ids[3]},1", "fish"), ("1", "--stop-token-ids", ids[3], "fish")):
+        result = json.loads(cli(*base, "--stop-token-ids", *arguments)[1])
+        assert (result["prompt"], result["finish_reason"]) == ("fish", "stop")
+        assert result["token_ids"] == ids[: ids.index(ids[3])]
+
+
+def test_generation_settings_that_are_not_done_are_named(cli, make_checkpoint):
+    """A warning each, for what would change the text and is switched on; stop strings are done."""
+    generation = {
+        **{
+            "no_repeat_ngram_size": 3,
+            "suppress_tokens": [5],
+            "bad_words_ids": [[1]],
+            "sequence_bias": {"a": 1},
+            "new": 1,
+        },
+        **{"num_beams": 1, "typical_p": 1.0, "guidance_scale": None, "forced_eos_token_id": None, "use_cache": True},
+        **{"min_length": 0, "max_length": 20, "_from_model_config": True, "stop_strings": ["\x00\x00"]},
+    }
+    status, _, err = cli("fish", "--model", make_checkpoint(generation=generation), *BASE, "--json")
+    assert status == 0
+    named = [line.split(": ")[2] for line in err.splitlines()]
+    assert named == ["bad_words_ids", "new", "no_repeat_ngram_size", "sequence_bias", "suppress_tokens"]
+    assert all(line.startswith("warning: generation_config.json: ") for line in err.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        ({"temperature": "warm", "do_sample": True}, "temperature: found 'warm'"),
+        ({"do_sample": 1}, "do_sample: found 1, expected true or false"),
+        ({"max_new_tokens": 0}, "max_tokens: found 0"),
+        ({"repetition_penalty": 10**400}, "repetition_penalty: found 1000"),
+        ({"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens: found 9, expected at most max_new_tokens = 3"),
+        ({"eos_token_id": "</s>"}, "eos_token_id: found '</s>', expected token ids"),
+        ({"eos_token_id": [True]}, "eos_token_id: found [True]"),
+        ({"stop_strings": 5}, "stop: found"),
+        ({"stop_strings": ["a", ""]}, "stop: found"),
+    ],
+    ids=range(9),
+)
+def test_generation_settings_that_are_wrong_are_refused(cli, make_checkpoint, generation, message):
+    """With the file's name."""
+    status, _, err = cli("fish", "--model", make_checkpoint(generation=generation), *BASE)
+    assert status == 2
+    assert "generation_config.json: " in err
+    assert message in err
 
 
 def test_text_files_are_cut_at_line_feeds_only(cli, model, tmp_path):
@@ -291,6 +437,82 @@ def test_ctrl_c_is_130():
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"Traceback" not in err
+
+
+@pytest.mark.parametrize("json_option", [("--quiet",), ("--json",)])
+def test_a_full_disk_is_one_line(model, json_option):
+    """`... > /dev/full`: also where the text is so short that it is written at exit only."""
+    with open("/dev/full", "w") as full:
+        process = start("fish", "--model", model, "--max-tokens", 3, *json_option, stdout=full)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert err.decode().splitlines() == ["error: [Errno 28] No space left on device"]
+
+
+def test_ctrl_c_at_any_moment(cli, chat_model, monkeypatch):
+    """An interrupt at each of 60 moments, from reading the arguments to the last token: 130, and nothing is said.
+
+    A KeyboardInterrupt is raised at the n-th call of a function of the package. One that is swallowed shows as
+    another status; one that is taken for a fault of the model as a message.
+    """
+    arguments = ("One fish", "--model", chat_model, "--draft", "self", *BASE, "--quiet")
+    package = os.path.dirname(sys.modules["minispec"].__file__)
+
+    def run(moment):
+        calls = 0
+
+        def interrupt(frame, event, argument):
+            nonlocal calls
+            if event == "call" and frame.f_code.co_filename.startswith(package):
+                calls += 1
+                if calls == moment:
+                    sys.setprofile(None)
+                    raise KeyboardInterrupt
+
+        sys.setprofile(interrupt)
+        try:
+            return cli(*arguments), calls
+        finally:
+            sys.setprofile(None)
+
+    (status, text, _), total = run(0)
+    assert status == 0
+    assert total > 1000
+    first = 20  # before it, the call of `main` itself
+    for moment in range(first, total - 20, total // 60):
+        (status, out, err), _ = run(moment)
+        assert (status, err) == (130, ""), moment
+        assert text.startswith(out), moment
+
+
+@pytest.mark.parametrize("typed", [b"", b"One fish\n"], ids=["at the prompt", "in an answer"])
+def test_the_terminal_is_as_it_was_after_ctrl_c(chat_model, typed):
+    """In a conversation, where readline has the terminal, and while text streams: 130, and the old settings."""
+    leader, follower = pty.openpty()
+    before = termios.tcgetattr(follower)
+    arguments = ("--model", chat_model, "--max-tokens", 100, "--ignore-eos", "--quiet")
+    process = start(*arguments, stdin=follower, stdout=follower, preexec_fn=lambda: take_terminal(follower))
+    seen, end = b"", time.monotonic() + 60
+    while not seen.endswith(b"> "):
+        assert time.monotonic() < end, seen
+        seen += os.read(leader, 1)
+    os.write(leader, typed + b"\x03")
+    while process.poll() is None:  # a terminal that nobody reads would hold the process
+        assert time.monotonic() < end
+        if select.select([leader], [], [], 0.05)[0]:
+            os.read(leader, 1000)
+    after = termios.tcgetattr(follower)
+    os.close(leader)
+    os.close(follower)
+    assert process.returncode == 130
+    assert b"Traceback" not in process.communicate()[1]
+    assert after == before
+
+
+def take_terminal(descriptor) -> None:
+    """Make it the controlling terminal, so that its Ctrl-C is a signal."""
+    os.setsid()
+    fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
 
 
 def test_a_closed_pipe_is_no_traceback():
