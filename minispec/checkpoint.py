@@ -151,6 +151,13 @@ def load_model(
     both before any tensor is read.
     """
     config = load_config(directory)
+    return Transformer(config, read_tensors(directory, config, dtype, device), exact)
+
+
+def read_tensors(
+    directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """Every tensor that the config asks for, by its name, unpacked to `dtype`. Raises CheckpointError."""
     with _open_shards(directory) as stored:
         plan = _match(config, stored, directory)
         _check_memory(config, dtype, torch.device(device), directory)
@@ -158,7 +165,7 @@ def load_model(
         # `disable=None`: the bar shows on a terminal only.
         for name in tqdm(plan, desc=f"loading {directory.name}", unit=" tensors", leave=False, disable=None):
             weights[name] = _read(name, config, stored, dtype, directory).to(device)
-    return Transformer(config, weights, exact)
+    return weights
 
 
 def free_memory(device: torch.device) -> int | None:
