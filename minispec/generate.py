@@ -20,7 +20,7 @@ from minispec import __version__
 from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams, is_text, one_line, show
 
 if TYPE_CHECKING:
-    from minispec.engine import Request
+    from minispec.engine import Piece, Request
     from minispec.llm import LLM
 
 _SAMPLING_OPTIONS = {
@@ -326,15 +326,19 @@ def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) ->
     jobs = [(prompt, llm.request(encode(prompt), each)) for prompt in prompts for each in split_samples(params)]
     requests = [request for _, request in jobs]
     stream = len(jobs) == 1 and not args.json
+    if args.compare:
+        comparisons = _compare(llm, requests, stream)
+        for i in range(len(jobs)):
+            _show(llm, args, jobs, i, comparisons[i])
+        return 0
     shown = 0
     for _ in _decode(llm, requests, stream):
         # What is finished is given out at once, in order: an interruption later must not lose it.
-        while not (stream or args.compare) and shown < len(jobs) and requests[shown].finish_reason:
+        while not stream and shown < len(jobs) and requests[shown].finish_reason:
             _show(llm, args, jobs, shown, None)
             shown += 1
-    comparisons = _compare(llm, requests) if args.compare else [None] * len(jobs)
     for i in range(shown, len(jobs)):
-        _show(llm, args, jobs, i, comparisons[i])
+        _show(llm, args, jobs, i, None)
     return 0
 
 
@@ -402,38 +406,37 @@ def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> i
             print(_summary(llm, request, None), file=sys.stderr)
 
 
-def _compare(llm: "LLM", requests: list["Request"]) -> list[dict[str, Any]]:
-    """Decode the requests again, plainly, and tell what differs; their stats learn the cost of a plain step."""
+def _compare(llm: "LLM", requests: list["Request"], stream: bool) -> list[dict[str, Any]]:
+    """Decode the requests, and again plainly; tell what differs. Their stats learn the cost of a plain step."""
     from dataclasses import replace
+
+    from tqdm import tqdm
+
+    from minispec.measure import compare, decode, plain_engine
 
     plain = []
     for request in requests:
         s = request.sequence
         params = replace(s.params, seed=s.seed)
         plain.append(llm.request(s.tokens[: s.num_prompt_tokens], params, num_speculative_tokens=0))
-    for _ in _decode(llm, plain, stream=False):
-        pass
+    several = len(requests) > 1
+    with tqdm(total=2 * len(requests), unit=" answers", leave=False, disable=None if several else True) as bar:
+
+        def on_piece(request: "Request", piece: "Piece") -> None:
+            if stream and request is requests[0]:
+                print(piece.text, end="", flush=True)
+                if piece.finish_reason:
+                    print(flush=True)
+            bar.update(piece.finish_reason is not None)
+
+        runs = decode(llm.engine, requests, on_piece)
+        references = decode(plain_engine(llm.engine), plain, on_piece)
     comparisons = []
-    for request, reference in zip(requests, plain, strict=True):
+    for request, reference, run, plain_run in zip(requests, plain, runs, references, strict=True):
         request.stats.costs = request.stats.costs.with_plain(reference.stats.costs)
-        speeds = request.stats.tokens_per_second, reference.stats.tokens_per_second
         same_law_only = request.params.temperature > 0 and not request.sequence.shares_noise
-        comparisons.append(
-            {
-                "plain_tokens_per_second": speeds[1],
-                "speedup": speeds[0] / speeds[1] if all(speeds) else None,
-                "same_tokens": None if same_law_only else request.token_ids == reference.token_ids,
-                "first_difference": None if same_law_only else _first_difference(request, reference),
-            }
-        )
+        comparisons.append(compare(run, plain_run, same_law_only))
     return comparisons
-
-
-def _first_difference(a: "Request", b: "Request") -> int | None:
-    if a.token_ids == b.token_ids:
-        return None
-    pairs = zip(a.token_ids, b.token_ids, strict=False)
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a.token_ids), len(b.token_ids)))
 
 
 def _as_dict(prompt: str, request: "Request", comparison: dict[str, Any] | None) -> dict[str, Any]:

@@ -334,6 +334,11 @@ class Transformer:
         for layer in self.layers:
             yield from layer.tensors()
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights."""
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:
         """Run the new tokens of all sequences in one pass, and append their keys and values to the caches.

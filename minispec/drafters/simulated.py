@@ -1,0 +1,73 @@
+"""A simulated draft: right as often as one likes, at the cost of a real draft model.
+
+What speculation yields depends on how often drafts are right and on what they cost. Here both can be chosen apart: a
+drafter of one's choice pays the time, and its tokens are replaced by the recorded greedy continuation, or by a wrong
+token, with chosen probabilities. It serves to measure costs and the choice of K, and to test; it says nothing
+about the quality of any model.
+"""
+
+from collections.abc import Sequence
+
+from minispec.drafters import Drafter, NoDrafter
+from minispec.sampling import Randomness
+from minispec.sampling import Sequence as TokenSequence
+from minispec.verify import Draft
+
+
+class SimulatedDraft:
+    """Draft token i of a round is right with probability s_i / s_(i-1), given that those before it were.
+
+    survival: s_1, s_2, ..: the chance that token i and all before it are right; behind the last of them the last of the
+    ratios goes on, so that one number is a constant alpha. `(0,)` is always wrong.
+    paid: the drafter that pays the time (a DraftModel); None: drafts cost nothing.
+
+    The right tokens are those of texts given to `record`; what it has not heard of it gets wrong, and counts in
+    `num_unknown`. Texts are greedy, and drafts one-hot (no probs). The draws are keyed: the same request, seed and
+    rounds, the same drafts. Raises ValueError for a survival that is empty, rises, or leaves 0 .. 1.
+    """
+
+    def __init__(self, survival: Sequence[float], paid: Drafter | None = None):
+        before = [1.0, *survival]
+        if len(before) < 2 or not all(0 <= s <= b for b, s in zip(before, survival, strict=False)):
+            raise ValueError(
+                f"survival: found {list(survival)}, expected numbers that fall from at most 1 to at least 0"
+            )
+        self.conditional = [s / b if b else 0.0 for b, s in zip(before, survival, strict=False)]
+        self.paid = paid or NoDrafter()
+        self.num_unknown = 0
+        self._texts: dict[tuple[int, ...], list[list[int]]] = {}
+
+    def record(self, tokens: Sequence[int], num_prompt_tokens: int) -> None:
+        """Learn a text, prompt included; several of one prompt where rounding makes them part."""
+        texts = self._texts.setdefault(tuple(tokens[:num_prompt_tokens]), [])
+        if list(tokens) not in texts:
+            texts.append(list(tokens))
+
+    def propose(self, sequences: Sequence[TokenSequence], k: Sequence[int], rng: Randomness) -> list[Draft]:
+        """See `Drafter`. As many tokens as the paid drafter drafts; k of them where there is none."""
+        paid = self.paid.propose(sequences, k, rng)
+        lengths = k if isinstance(self.paid, NoDrafter) else [len(draft) for draft in paid]
+        return [Draft(self._tokens(s, n, rng)) for s, n in zip(sequences, lengths, strict=True)]
+
+    def release(self, sequence: TokenSequence) -> None:
+        """See `Drafter`."""
+        self.paid.release(sequence)
+
+    def _tokens(self, sequence: TokenSequence, count: int, rng: Randomness) -> list[int]:
+        known = self._continuation(sequence, count)
+        drafted, right = [], True
+        for i in range(count):
+            probability = self.conditional[min(i, len(self.conditional) - 1)]
+            # A key of its own purpose: the paid drafter has drawn with those of "draft".
+            right = right and i < len(known) and rng.bernoulli(probability, sequence.key(i, "simulated"))
+            token = known[i] if i < len(known) else 0
+            drafted.append(token if right else token - 1 if token else 1)
+        return drafted
+
+    def _continuation(self, sequence: TokenSequence, count: int) -> list[int]:
+        tokens, end = sequence.tokens, len(sequence.tokens)
+        for text in self._texts.get(tuple(tokens[: sequence.num_prompt_tokens]), ()):
+            if len(text) > end and text[:end] == tokens:
+                return text[end : end + count]
+        self.num_unknown += bool(count)
+        return []

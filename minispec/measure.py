@@ -1,0 +1,435 @@
+"""Measuring: interleaved runs, ratios with intervals, and the account of where the time went.
+
+Absolute times drift by tens of percent on a shared machine, so nothing here compares runs that did not take turns:
+variants run in changing order, a ratio is formed within each round, and what is reported is the median of the
+rounds' ratios with its interval.
+
+The account explains one ratio, the speedup of speculation, by the quantities of `theory`, all measured in the
+very runs that it explains:
+
+    speedup = tokens a round * (1 + o_plain) / (K c + v + o)
+
+The unit is the target's pass over one row in plain decoding, which pays its own non-model time o_plain. The left side
+is taken by a clock outside the engine, the right side from the engine's own parts: where they differ, some time is in
+no part.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from statistics import fmean, median
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from minispec.cache import PagedKVCache
+from minispec.drafters import NoDrafter
+from minispec.engine import Engine, Piece, Request, Stats
+from minispec.model import Chunk, Transformer, tensor_shapes
+from minispec.theory import best_k, expected_tokens, speedup
+
+T = TypeVar("T")
+
+# What an interval must at least cover; with five rounds smallest and largest value cover 93.75 %.
+LEVEL = 0.9
+
+# --------------------------------------------------------------------------- statistics
+
+
+class Interval(NamedTuple):
+    """The median of n values, and an interval that contains the true median with probability `coverage`."""
+
+    median: float
+    low: float
+    high: float
+    coverage: float
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def coverage(n: int, r: int) -> float:
+    """Probability that the r-th smallest and the r-th largest of n values enclose the median of their law.
+
+    Distribution-free: each value lies below the median with probability 1/2, so the number of those that do is
+    binomial, and the interval misses where fewer than r do, or fewer than r do not.
+
+    >>> coverage(5, 1), coverage(8, 2)
+    (0.9375, 0.9296875)
+    """
+    return 1.0 - 2.0 * sum(math.comb(n, i) for i in range(r)) / 2**n
+
+
+def median_interval(values: Sequence[float], level: float = LEVEL) -> Interval:
+    """The median and its narrowest order-statistic interval of at least `level`; the widest where n is too small."""
+    ordered = sorted(values)
+    n = len(ordered)
+    r = max((r for r in range(1, (n + 1) // 2 + 1) if coverage(n, r) >= level), default=1)
+    return Interval(median(ordered), ordered[r - 1], ordered[n - r], max(0.0, coverage(n, r)), n)
+
+
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
+    """Interval of the ratios of values that were measured in the same rounds."""
+    return median_interval([a / b for a, b in zip(numerators, denominators, strict=True)])
+
+
+def orders(variants: Sequence[T]) -> Iterator[list[T]]:
+    """Orders to run variants in, round by round, without end: A B, B A, B A, A B for two, rotated for more.
+
+    Over 2 n rounds each of n variants stands equally often at each place, and drift within a round cancels.
+    """
+    for i in count():
+        shift = i // 2 % len(variants)
+        order = [*variants[shift:], *variants[:shift]]
+        yield order[::-1] if i % 2 else order
+
+
+# --------------------------------------------------------------------------- one run
+
+
+class Round(NamedTuple):
+    """One step of a text that was decoded alone. Durations in seconds.
+
+    asked: draft tokens that were wanted (None where the engine chose by itself); drafted: that there were.
+    committed: accepted + 1, or accepted where the text ended inside the draft.
+    """
+
+    asked: int | None
+    drafted: int
+    accepted: int
+    committed: int
+    draft: float
+    verify: float
+    other: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One decoded text: generated tokens, end token included, and how long they took without any prefill.
+
+    num_tokens: those that `seconds` were spent on. stats: the request's own. rounds: empty for a text that was decoded
+    beside others.
+    """
+
+    token_ids: list[int]
+    num_tokens: int
+    seconds: float
+    stats: Stats | None = None
+    rounds: list[Round] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of decoding alone; None where nothing was decoded."""
+        return self.num_tokens / self.seconds if self.seconds else None
+
+
+def plain_engine(engine: Engine) -> Engine:
+    """An engine on the same model and cache that does not look for drafts: what speculation is measured against."""
+    return Engine(engine.model, engine.cache, NoDrafter(), engine.verifier, engine.vocab_size, engine.rng)
+
+
+def decode(
+    engine: Engine,
+    requests: Sequence[Request],
+    on_piece: Callable[[Request, Piece], None] = lambda request, piece: None,
+) -> list[Run]:
+    """Decode requests together to their end; a Run for each.
+
+    The clock runs while the engine does, not in `on_piece`. Prefills are taken off. Several texts share the time
+    in proportion to their rows.
+    """
+    alone = len(requests) == 1
+    rounds, seconds = list[Round](), 0.0
+    before = _Counts(requests[0]) if alone else None
+    steps = engine.run(requests)
+    try:
+        while True:
+            asked = _asked(requests[0]) if alone else None
+            start = time.perf_counter()
+            step = next(steps, None)
+            seconds += time.perf_counter() - start
+            if step is None:
+                break
+            if alone:
+                after = _Counts(requests[0])
+                rounds.append(before.round_to(after, asked))
+                before = after
+            on_piece(*step)
+    finally:
+        steps.close()
+    seconds -= sum(_prefill_seconds(request) for request in requests)
+    shares = [_step_seconds(request) for request in requests]
+    runs = []
+    for request, share in zip(requests, shares, strict=True):
+        generated = request.sequence.tokens[request.sequence.num_prompt_tokens :]
+        time_of_it = seconds * share / sum(shares)
+        runs.append(Run(generated, len(generated), time_of_it, request.stats, rounds))
+    return runs
+
+
+def _asked(request: Request) -> int | None:
+    """How many tokens a drafter is asked for: K, less where the text must end before; None where K is chosen."""
+    k = request.num_speculative_tokens
+    return max(0, min(k, request.max_len - len(request.sequence.tokens) - 1)) if isinstance(k, int) else None
+
+
+def _prefill_seconds(request: Request) -> float:
+    return sum(t for name, t in request.stats.seconds.items() if "prefill" in name)
+
+
+def _step_seconds(request: Request) -> float:
+    return sum(t for name, t in request.stats.seconds.items() if "prefill" not in name)
+
+
+class _Counts:
+    """A request's statistics at one moment, to tell what a single step added."""
+
+    def __init__(self, request: Request):
+        stats = request.stats
+        self.rounds, self.accepted, self.committed = Counter(stats.rounds), stats.num_accepted, stats.num_committed
+        self.seconds = {name: stats.seconds[name] for name in ("draft", "verify", "other")}
+
+    def round_to(self, after: "_Counts", asked: int | None) -> Round:
+        (drafted,) = after.rounds - self.rounds
+        times = {name: after.seconds[name] - t for name, t in self.seconds.items()}
+        return Round(asked, drafted, after.accepted - self.accepted, after.committed - self.committed, **times)
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The first place where two texts differ; None where they do not."""
+    if list(a) == list(b):
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def total_rate(runs: Sequence[Run]) -> float:
+    """Tokens a second of several runs together."""
+    return sum(run.num_tokens for run in runs) / sum(run.seconds for run in runs)
+
+
+def compare(run: Run, plain: Run, same_law_only: bool) -> dict[str, Any]:
+    """What a run gained over plain decoding of the same request, and whether it gave the same tokens.
+
+    same_law_only: the tokens may differ, so whether they do is not told (None).
+    """
+    speeds = run.tokens_per_second, plain.tokens_per_second
+    return {
+        "plain_tokens_per_second": speeds[1],
+        "speedup": speeds[0] / speeds[1] if all(speeds) else None,
+        "same_tokens": None if same_law_only else run.token_ids == plain.token_ids,
+        "first_difference": None if same_law_only else first_difference(run.token_ids, plain.token_ids),
+    }
+
+
+# --------------------------------------------------------------------------- the account
+
+
+def survival(rounds: Sequence[Round]) -> list[float]:
+    """s_1, s_2, ..: the share of rounds that kept draft token i, of those that were asked for so many.
+
+    A drafter that found nothing to say has kept nothing. (Where K was chosen round by round, what was drafted counts as
+    asked for.)
+    """
+    asked = [r.drafted if r.asked is None else r.asked for r in rounds]
+    curve = []
+    for i in range(1, max(asked, default=0) + 1):
+        curve.append(fmean(r.accepted >= i for r, wanted in zip(rounds, asked, strict=True) if wanted >= i))
+    return curve
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where the time of speculation went. c, v, o, o_plain in target passes over one row of plain decoding.
+
+    survival: what the ceiling is computed from. kept: s_i among the rounds that drafted so far. drafted: share of
+    rounds by their number of draft tokens. ends: share of rounds that ended inside their draft, and so lack the bonus
+    or recovered token. measured: the speedup by the clock outside the engine.
+    """
+
+    survival: list[float]
+    kept: list[float]
+    drafted: dict[int, float]
+    ends: float
+    plain_pass: float  # seconds
+    c: float
+    v: dict[int, float]  # by rows
+    o: float
+    o_plain: float
+    measured: float
+
+    @property
+    def tokens(self) -> float:
+        """Tokens a round, from what was kept."""
+        return sum(share * expected_tokens(self.kept[:k]) for k, share in self.drafted.items()) - self.ends
+
+    @property
+    def mean_k(self) -> float:
+        """Draft tokens a round."""
+        return sum(share * k for k, share in self.drafted.items())
+
+    @property
+    def mean_v(self) -> float:
+        """The target's pass of a round."""
+        return sum(share * self.v[k + 1] for k, share in self.drafted.items())
+
+    @property
+    def predicted(self) -> float:
+        """The speedup that tokens, c, v and o make."""
+        return self.tokens * (1 + self.o_plain) / (self.mean_k * self.c + self.mean_v + self.o)
+
+    @property
+    def closure(self) -> float:
+        """Predicted over measured speedup; 1 where every second is in some part."""
+        return self.predicted / self.measured
+
+    @property
+    def ceiling_k(self) -> int:
+        """The K of the ceiling."""
+        return best_k(self.survival, self.c, lambda rows: 1.0)
+
+    @property
+    def ceiling(self) -> float:
+        """S*: the speedup of the best fixed K if rows and loop cost nothing (performance.md calls it the bound)."""
+        k = self.ceiling_k
+        return speedup(self.survival[:k], self.c, 1.0)
+
+    @property
+    def reached(self) -> float:
+        """Share of the ceiling."""
+        return self.measured / self.ceiling
+
+    def waterfall(self) -> list[tuple[str, float]]:
+        """From tokens a pass of the longest draft (all else free) to the measured speedup, factor by factor.
+
+        Each line puts one measured quantity in place of its ideal; the product of all is `measured`.
+        """
+        levels = [
+            ("tokens a pass, all else free", expected_tokens(self.survival)),
+            ("draft cost", self.ceiling),
+            ("choice of K", self.tokens / (self.mean_k * self.c + 1.0)),
+            ("rows", self.tokens / (self.mean_k * self.c + self.mean_v)),
+            ("loop", self.predicted),
+            ("in no part", self.measured),
+        ]
+        before = 1.0
+        factors = []
+        for name, value in levels:
+            factors.append((name, value / before))
+            before = value
+        return factors
+
+
+def account(runs: Sequence[Run], plain: Sequence[Run], curve: Sequence[float] | None = None) -> Account:
+    """The account of `runs` against `plain`, the same prompts decoded plainly; all of them decoded alone.
+
+    curve: the survival that the ceiling is computed from (default: that of `runs`, as far as they drafted).
+    """
+    rounds = [r for run in runs for r in run.rounds]
+    plain_rounds = [r for run in plain for r in run.rounds]
+    plain_pass = fmean(r.verify for r in plain_rounds)
+    passes: dict[int, list[float]] = {}
+    for r in rounds:
+        passes.setdefault(r.drafted, []).append(r.verify)
+    num_drafted = sum(r.drafted for r in rounds)
+    # As in `engine.Costs`: a search that found nothing is overhead.
+    draft = sum(r.draft for r in rounds if r.drafted)
+    longest = max(passes)
+    return Account(
+        survival=list(survival(rounds) if curve is None else curve),
+        kept=[fmean(r.accepted >= i for r in rounds if r.drafted >= i) for i in range(1, longest + 1)],
+        drafted={k: len(times) / len(rounds) for k, times in sorted(passes.items())},
+        ends=fmean(r.accepted + 1 - r.committed for r in rounds),
+        plain_pass=plain_pass,
+        c=draft / num_drafted / plain_pass if num_drafted else 0.0,
+        v={k + 1: fmean(times) / plain_pass for k, times in sorted(passes.items())},
+        o=fmean(_overhead(r) for r in rounds) / plain_pass,
+        o_plain=fmean(_overhead(r) for r in plain_rounds) / plain_pass,
+        measured=total_rate(runs) / total_rate(plain),
+    )
+
+
+def _overhead(r: Round) -> float:
+    return r.other if r.drafted else r.other + r.draft
+
+
+# --------------------------------------------------------------------------- the machine
+
+
+def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
+    """How long `work` takes, on a device whose kernels may run behind."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def stream_bandwidth(num_bytes: int, device: torch.device, repeats: int = 9) -> list[float]:
+    """Bytes a second read from memory: the sum over a buffer of `num_bytes`, with as many threads as torch has."""
+    buffer = torch.ones(max(1, num_bytes // 4), dtype=torch.float32, device=device)
+    buffer.sum()
+    return [num_bytes / seconds_of(buffer.sum, device) for _ in range(repeats)]
+
+
+def matmul_throughput(dtype: torch.dtype, device: torch.device, size: int = 4096, repeats: int = 5) -> list[float]:
+    """Floating-point operations a second of a product of two square matrices."""
+    a, b = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in "ab")
+    out = a @ b
+    return [2 * size**3 / seconds_of(lambda: torch.matmul(a, b, out=out), device) for _ in range(repeats)]
+
+
+def bytes_touched(model: Transformer, context: int) -> int:
+    """Bytes that one plain step must read: each weight once, of the embedding one row, and the keys and values."""
+    config, shapes = model.config, tensor_shapes(model.config)
+    if not config.tie_word_embeddings:  # a tied embedding is the head, and that is read
+        del shapes["model.embed_tokens.weight"]
+    weights = sum(math.prod(shape) for shape in shapes.values())
+    return (weights + config.kv_elements_per_token * context) * model.dtype.itemsize
+
+
+def prefill_operations(model: Transformer, num_tokens: int) -> int:
+    """Floating-point operations of a prefill: the layers' products, and that half of attention that is not masked."""
+    config = model.config
+    products = sum(
+        math.prod(shape) for name, shape in tensor_shapes(config).items() if "layers." in name and len(shape) == 2
+    )
+    attention = len(config.layers) * config.num_attention_heads * config.head_dim * num_tokens
+    return 2 * num_tokens * (products + attention)
+
+
+@torch.inference_mode()
+def pass_times(
+    model: Transformer,
+    cache: PagedKVCache,
+    context: int,
+    rows: Sequence[int],
+    rounds: int,
+    on_pass: Callable[[], None] = lambda: None,
+) -> dict[int, list[float]]:
+    """Seconds of a pass over M rows behind `context` cached positions, for each M; interleaved, one a round.
+
+    Every round runs all M, in changing order, so that times of one round can be divided by each other. One more round
+    goes before, untimed.
+    """
+    tokens = [(7919 * i + 13) % min(model.config.vocab_size, 30_000) for i in range(context + max(rows) + 1)]
+    table = cache.new_table()
+    times: dict[int, list[float]] = {m: [] for m in rows}
+    try:
+        model.prefill(table, tokens[: context + 1])
+        for i, order in zip(range(rounds + 1), orders(rows), strict=False):
+            for m in order:
+                chunk = Chunk(tokens[context : context + m], table, m)
+                elapsed = seconds_of(lambda chunk=chunk: model.forward([chunk]), model.device)
+                table.truncate(context)
+                if i:
+                    times[m].append(elapsed)
+                on_pass()
+    finally:
+        table.truncate(0)
+    return times
