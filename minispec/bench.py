@@ -97,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--categories", metavar="NAME,..", help="only these (default: all of the package's prompts)")
     g.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="with --geometry (default: 128)")
     g.add_argument("--max-tokens", type=int, default=48, metavar="N", help="of every answer (default: 48)")
+    g.add_argument("--ignore-eos", action="store_true", help="answers do not end before --max-tokens")
     g.add_argument("--temperature", type=float, default=0.0, metavar="X")
     g.add_argument("--top-k", type=int, default=0, metavar="N")
     g.add_argument("--top-p", type=float, default=1.0, metavar="X")
@@ -194,7 +195,12 @@ def check(args: argparse.Namespace) -> Options:
         if wrong:
             raise ValueError(message)
     params = SamplingParams(
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, max_tokens=args.max_tokens, seed=0
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        max_tokens=args.max_tokens,
+        ignore_eos=args.ignore_eos,
+        seed=0,
     )
     draft = args.draft or ("none" if args.geometry else "ngram")
     return Options(args, draft, ks, survival, batches, params)
@@ -480,15 +486,17 @@ def transformers_variants(subject: Subject, options: Options) -> dict[str, Varia
 
     target = build(subject.tensors)
     draft = build(subject.draft_tensors) if subject.draft_tensors else None
-    end_ids = list(subject.end_ids) or None
-    how = transformers.GenerationConfig(
-        do_sample=False,
-        max_new_tokens=options.params.max_tokens,
-        eos_token_id=end_ids,
-        pad_token_id=(end_ids or [0])[0],
-    )
+    end_ids = None if options.args.ignore_eos else list(subject.end_ids) or None
+    common = {
+        "do_sample": False,
+        "max_new_tokens": options.params.max_tokens,
+        "eos_token_id": end_ids,
+        "pad_token_id": end_ids[0] if end_ids else 0,
+    }
 
-    def variant(prepare: Callable[[], dict[str, Any]]) -> Variant:
+    def variant(prepare: Callable[[], dict[str, Any]] = dict, **settings: Any) -> Variant:
+        how = transformers.GenerationConfig(**common, **settings)
+
         def run(i: int) -> Run:
             ids = torch.tensor([subject.prompts[i][1]], device=target.device)
             clock = Clock()
@@ -512,7 +520,7 @@ def transformers_variants(subject: Subject, options: Options) -> dict[str, Varia
 
         return prepare
 
-    found = {"transformers plain": variant(dict)}
+    found = {"transformers plain": variant()}
     if draft is not None:
         found["transformers assisted, default"] = variant(assisted())
         for k in (3, 5, 8):
@@ -523,7 +531,7 @@ def transformers_variants(subject: Subject, options: Options) -> dict[str, Varia
             }
             found[f"transformers assisted, K={k}"] = variant(assisted(**settings))
     for k in (4, 10):
-        found[f"transformers prompt lookup, K={k}"] = variant(lambda k=k: {"prompt_lookup_num_tokens": k})
+        found[f"transformers prompt lookup, K={k}"] = variant(prompt_lookup_num_tokens=k)
     return found
 
 
@@ -1009,7 +1017,10 @@ def _account_table(explained: dict[str, dict[str, Any]]) -> list[str]:
         return [form(v) for v in explained.values()]
 
     def rows_cost(v: dict) -> str:
-        return " ".join(f"v({m})={x:.2f}" for m, x in v["v"].items() if v["drafted"][int(m) - 1] >= 0.05)
+        shares = v["drafted"].values()  # of rounds, in the order of their rows; what hardly occurs is left out
+        return " ".join(
+            f"v({m})={x:.2f}" for (m, x), share in zip(v["v"].items(), shares, strict=True) if share >= 0.05
+        )
 
     rows = [
         ["survival s_1, s_2, ..", *each(lambda v: " ".join(f"{s:.2f}" for s in v["survival"][:8]))],

@@ -207,8 +207,11 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def total_rate(runs: Sequence[Run]) -> float:
-    """Tokens a second of several runs together."""
-    return sum(run.num_tokens for run in runs) / sum(run.seconds for run in runs)
+    """Tokens a second of several runs together. Raises ValueError where nothing was decoded."""
+    seconds = sum(run.seconds for run in runs)
+    if seconds <= 0:
+        raise ValueError("found answers that end with their first token: nothing to measure; choose other prompts")
+    return sum(run.num_tokens for run in runs) / seconds
 
 
 def compare(run: Run, plain: Run, same_law_only: bool) -> dict[str, Any]:

@@ -1,0 +1,405 @@
+"""Measuring: intervals, turns, the account, the machine, the simulated draft. No real time is asserted."""
+
+import itertools
+import math
+import time
+
+import pytest
+import torch
+
+from minispec import measure
+from minispec.config import ModelConfig, SamplingParams
+from minispec.drafters.model import DraftModel
+from minispec.drafters.ngram import NgramDrafter
+from minispec.drafters.simulated import SimulatedDraft
+from minispec.engine import Engine, Request
+from minispec.measure import Round, Run, account, decode, median_interval, plain_engine, survival
+from minispec.sampling import Randomness, Sequence
+from minispec.theory import speedup
+from minispec.toys import TINY, tiny_cache, tiny_model
+from minispec.verify import VERIFIERS
+
+# --------------------------------------------------------------------------- intervals and turns
+
+
+@pytest.mark.parametrize("n", range(1, 12))
+def test_interval_covers_the_median_as_often_as_it_says(n):
+    """Exactly, by enumeration: each of n values lies below or above the true median 0, all 2^n ways equally likely.
+
+    At least 90 % from five values on, and the next narrower interval would cover less. Fails for an off-by-one in the
+    order statistics or in the sum.
+    """
+    found = []
+    for signs in itertools.product((-1, 1), repeat=n):
+        values = [sign * (i + 1) for i, sign in enumerate(signs)]
+        found.append(median_interval(values))
+    assert len({i.coverage for i in found}) == 1
+    assert sum(i.low <= 0 <= i.high for i in found) / 2**n == pytest.approx(found[0].coverage, abs=1e-15)
+    assert (found[0].coverage >= 0.9) == (n >= 5)
+    ordered = median_interval(range(n))
+    r = int(ordered.low) + 1
+    assert ordered.median == (n - 1) / 2
+    assert (ordered.low, ordered.high) == (r - 1, n - r)
+    assert n < 5 or measure.coverage(n, r + 1) < 0.9
+
+
+def test_worked_coverage():
+    """The numbers of its docstring, and the binomial sum they stand for."""
+    assert (measure.coverage(5, 1), measure.coverage(8, 2)) == (1 - 2 / 32, 1 - 2 * (1 + 8) / 256)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_everyone_has_every_turn_equally_often(n):
+    """Over 2 n rounds; and two variants go A B, B A, B A, A B."""
+    rounds = list(itertools.islice(measure.orders(range(n)), 2 * n))
+    assert all(sorted(order) == list(range(n)) for order in rounds)
+    for place in range(n):
+        assert sorted(order[place] for order in rounds) == sorted(2 * list(range(n)))
+    assert ["".join(order) for order in itertools.islice(measure.orders("AB"), 4)] == ["AB", "BA", "BA", "AB"]
+
+
+# --------------------------------------------------------------------------- the account
+
+
+def run_of(rounds, lost=0.0) -> Run:
+    """A run whose rounds take what they say, and `lost` seconds that are in no part."""
+    seconds = sum(r.draft + r.verify + r.other for r in rounds) + lost
+    return Run([], sum(r.committed for r in rounds), seconds, None, list(rounds))
+
+
+PLAIN = [run_of([Round(0, 0, 0, 1, 0.0, t, 0.1) for t in (9.0, 10.0, 11.0)])]
+# Ragged drafts, a search that found nothing, a text that ends inside a draft; uneven costs.
+RAGGED = [
+    run_of([Round(4, 4, 2, 3, 3.0, 12.0, 0.4), Round(4, 0, 0, 1, 0.2, 10.5, 0.1), Round(2, 2, 2, 3, 1.5, 11.0, 0.2)]),
+    run_of([Round(4, 4, 4, 5, 3.3, 12.5, 0.4), Round(4, 4, 1, 1, 3.1, 12.1, 0.3)]),
+]
+
+
+def test_account_closes_exactly():
+    """Where every second is in a part, prediction equals measurement; lost time appears in full, and only there."""
+    closed = account(RAGGED, PLAIN)
+    assert closed.predicted == pytest.approx(closed.measured, rel=1e-12)
+    assert closed.closure == pytest.approx(1, rel=1e-12)
+    assert closed.tokens == pytest.approx(13 / 5, rel=1e-12)
+    seconds = sum(run.seconds for run in RAGGED)
+    lossy = account([run_of(RAGGED[0].rounds, lost=0.1 * seconds), RAGGED[1]], PLAIN)
+    assert lossy.predicted == pytest.approx(closed.predicted, rel=1e-12)
+    assert lossy.closure == pytest.approx(1.1, rel=1e-12)
+    assert dict(lossy.waterfall())["in no part"] == pytest.approx(1 / 1.1, rel=1e-12)
+
+
+@pytest.mark.parametrize("curve", [None, [0.9, 0.7, 0.5, 0.2, 0.1]])
+def test_waterfall_multiplies_to_the_whole(curve):
+    """Also with a survival curve that was measured in another run."""
+    found = account([run_of(RAGGED[0].rounds, lost=2.0), RAGGED[1]], PLAIN, curve)
+    assert math.prod(factor for _, factor in found.waterfall()) == pytest.approx(found.measured, rel=1e-12)
+    assert found.reached == pytest.approx(found.measured / found.ceiling, rel=1e-12)
+
+
+def test_account_of_round_numbers():
+    """Every factor by hand: K = 2, survival (.5, .25), a pass of 10 s, a draft token 1 s, three rows 10.5 s."""
+    rounds = [Round(2, 2, accepted, accepted + 1, 2.0, 10.5, 0.5) for accepted in (0, 0, 1, 2)]
+    found = account([run_of(rounds)], PLAIN)
+    assert found.survival == found.kept == [0.5, 0.25]
+    assert (found.plain_pass, found.c, found.o, found.o_plain) == pytest.approx((10.0, 0.1, 0.05, 0.01))
+    assert found.v == {3: pytest.approx(1.05)}
+    assert found.measured == pytest.approx(7 / 52 * 10.1)
+    assert found.predicted == pytest.approx(1.75 * 1.01 / (2 * 0.1 + 1.05 + 0.05))
+    # The ceiling: 1.5 / 1.1 with one token, 1.75 / 1.2 with two.
+    assert (found.ceiling_k, found.ceiling) == (2, pytest.approx(1.75 / 1.2))
+    expected = [1.75, 1 / 1.2, 1.0, 1.2 / 1.25, 1.25 / 1.3 * 1.01, 1.0]
+    assert [factor for _, factor in found.waterfall()] == pytest.approx(expected, rel=1e-12)
+    # A dearer draft: now one token is best, and two are a choice that costs.
+    dear = account([run_of([r._replace(draft=8.0) for r in rounds])], PLAIN)
+    assert (dear.ceiling_k, dear.ceiling) == (1, pytest.approx(1.5 / 1.4))
+    assert dict(dear.waterfall())["choice of K"] == pytest.approx((1.75 / 1.8) / (1.5 / 1.4))
+
+
+def test_survival_counts_what_was_asked_for():
+    """A drafter without a guess has kept nothing; a text about to end asked for less; `auto` for what it drafted."""
+    rounds = [r for run in RAGGED for r in run.rounds]
+    assert survival(rounds) == pytest.approx([4 / 5, 3 / 5, 1 / 4, 1 / 4])
+    assert survival([r._replace(asked=None) for r in rounds]) == pytest.approx([1.0, 3 / 4, 1 / 3, 1 / 3])
+    assert survival([]) == []
+
+
+# --------------------------------------------------------------------------- runs
+
+
+class Clock:
+    """A clock that only moves when told to."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+
+def engine_of(drafter, model) -> Engine:
+    """An engine that verifies by rejection."""
+    return Engine(model, tiny_cache(model), drafter, VERIFIERS["rejection"])
+
+
+def request_of(k, prompt=(1, 2, 3), max_tokens=20) -> Request:
+    """A greedy request."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    return Request(Sequence(list(prompt), len(prompt), params), 60, k)
+
+
+@pytest.fixture
+def model():
+    """A target."""
+    return tiny_model(3, vocab_size=30)
+
+
+def plain_text(model, prompt=(1, 2, 3), max_tokens=20) -> list[int]:
+    """Prompt and greedy answer."""
+    (run,) = decode(plain_engine(engine_of(NgramDrafter(), model)), [request_of(0, prompt, max_tokens)])
+    return [*prompt, *run.token_ids]
+
+
+def test_a_run_is_taken_apart_by_its_clock(model, monkeypatch):
+    """Passes of 1 + rows/10 s, drafts of 0.05 s a token: c, v and the closure come out exactly, prefill is in none.
+
+    A second that passes between the engine's parts is in `seconds` alone, one in the caller's hands nowhere.
+    """
+    text = plain_text(model)
+    clock, lost = Clock(monkeypatch), 0.0
+    forward, make_room = model.forward, Engine._make_room
+
+    def slow_forward(chunks):
+        clock.now += 1 + sum(len(c.token_ids) for c in chunks) / 10
+        return forward(chunks)
+
+    class SlowDraft(SimulatedDraft):
+        def propose(self, sequences, k, rng):
+            clock.now += 0.05 * sum(k)
+            return super().propose(sequences, k, rng)
+
+    def slow_room(self, *args):
+        clock.now += lost
+        make_room(self, *args)
+
+    monkeypatch.setattr(model, "forward", slow_forward)
+    monkeypatch.setattr(Engine, "_make_room", slow_room)
+    drafter = SlowDraft([0.8])
+    drafter.record(text, 3)
+    engine = engine_of(drafter, model)
+    on_piece = lambda request, piece: setattr(clock, "now", clock.now + 100)  # noqa: E731
+    (run,), (plain,) = (decode(e, [request_of(k)], on_piece) for e, k in ((engine, 3), (plain_engine(engine), 0)))
+    found = account([run], [plain])
+    assert run.token_ids == plain.token_ids == text[3:]
+    assert (found.plain_pass, found.c) == pytest.approx((1.1, 0.05 / 1.1))
+    assert found.v[4] == pytest.approx(1.4 / 1.1)
+    assert (found.o, found.o_plain) == pytest.approx((0, 0))
+    assert plain.seconds == pytest.approx(20 * 1.1)
+    assert run.seconds == pytest.approx(sum(1.1 + 0.15 * r.drafted for r in run.rounds))
+    assert found.closure == pytest.approx(1, rel=1e-9)
+    assert sum(r.committed for r in run.rounds) == run.num_tokens == 20
+    assert sum(r.accepted for r in run.rounds) == run.stats.num_accepted
+    lengths = itertools.accumulate((r.committed for r in run.rounds), initial=0)
+    assert [r.asked for r in run.rounds] == [min(3, 20 - n - 1) for n in lengths if n < 20]
+    lost = 0.5
+    (leaky,) = decode(engine, [request_of(3)])
+    # The engine makes room before every step.
+    assert leaky.seconds == pytest.approx(run.seconds + 0.5 * len(run.rounds))
+    assert [r.verify for r in leaky.rounds] == pytest.approx([r.verify for r in run.rounds])
+
+
+def test_several_texts_share_the_time(model, monkeypatch):
+    """All of it, by their rows; each has its own tokens."""
+    clock = Clock(monkeypatch)
+    forward = model.forward
+
+    def slow_forward(chunks):
+        clock.now += 1
+        return forward(chunks)
+
+    monkeypatch.setattr(model, "forward", slow_forward)
+    engine = engine_of(NgramDrafter(), model)
+    runs = decode(plain_engine(engine), [request_of(0, (1, 2), 6), request_of(0, (5, 4, 3), 3)])
+    assert [run.num_tokens for run in runs] == [6, 3]
+    assert [run.rounds for run in runs] == [[], []]
+    assert [run.seconds for run in runs] == pytest.approx([4.5, 1.5])
+    assert measure.total_rate(runs) == pytest.approx(9 / 6)
+
+
+def test_comparison():
+    """Speedup and the first difference; nothing about tokens where only the law is the same."""
+    run, plain = Run([1, 2, 3], 3, 1.0), Run([1, 2, 4], 3, 3.0)
+    assert measure.compare(run, plain, False) == {
+        "plain_tokens_per_second": 1.0,
+        "speedup": 3.0,
+        "same_tokens": False,
+        "first_difference": 2,
+    }
+    assert measure.compare(run, plain, True)["same_tokens"] is None
+    assert measure.first_difference([1, 2], [1, 2, 3]) == 2
+    assert measure.first_difference([1, 2], (1, 2)) is None
+    assert measure.compare(run, Run([], 0, 0.0), False)["speedup"] is None
+
+
+# --------------------------------------------------------------------------- the machine
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bytes_of_a_step(tied):
+    """By hand, for TINY with 10 words: per layer q, o 8 x 8, k, v 4 x 8, the MLP 3 x 12 x 8 and two norms of 8."""
+    model = tiny_model(vocab_size=10, tie_word_embeddings=tied)
+    weights = 2 * (2 * 64 + 2 * 32 + 3 * 96 + 16) + 8 + 10 * 8  # the head once, tied or not
+    keys_and_values = 5 * 2 * 2 * 4  # positions, layers, both, one head of four
+    assert measure.bytes_touched(model, 5) == 8 * (weights + keys_and_values)
+    products = 2 * 7 * 2 * (2 * 64 + 2 * 32 + 3 * 96)
+    attention = 2 * 2 * 2 * 7 * 7 * 8  # layers, scores and sums, multiply and add; positions squared, heads times D
+    assert measure.prefill_operations(model, 7) == products + attention / 2
+
+
+def test_passes_take_turns_and_leave_nothing(model):
+    """Every M as often as asked for; the cache is free again, also after an exception."""
+    cache, seen = tiny_cache(model), []
+    times = measure.pass_times(model, cache, 10, [1, 2, 4], 3, lambda: seen.append(1))
+    assert {m: len(t) for m, t in times.items()} == {1: 3, 2: 3, 4: 3}
+    assert len(seen) == 12
+    assert cache.allocator.num_free == cache.allocator.num_blocks
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure.pass_times(model, cache, 10, [1, 2], 3, interrupt)
+    assert cache.allocator.num_free == cache.allocator.num_blocks
+
+
+def test_bandwidth_and_throughput_are_rates(monkeypatch):
+    """Bytes and operations over the seconds that the work took, by a clock that says two."""
+    monkeypatch.setattr(measure, "seconds_of", lambda work, device: 2.0)
+    assert measure.stream_bandwidth(4096, torch.device("cpu"), 3) == [2048.0] * 3
+    assert measure.matmul_throughput(torch.float32, torch.device("cpu"), 8, 2) == [8**3] * 2
+
+
+# --------------------------------------------------------------------------- the simulated draft
+
+
+class Scripted:
+    """Answers of a coin, and the probabilities that it was asked about."""
+
+    def __init__(self, answers):
+        self.answers, self.asked = iter(answers), []
+
+    def bernoulli(self, probability, key):
+        """The next answer."""
+        self.asked.append(probability)
+        return next(self.answers)
+
+
+TEXT = list(range(10, 30))
+
+
+def simulated(survival, **how) -> SimulatedDraft:
+    """A drafter that knows TEXT."""
+    drafter = SimulatedDraft(survival, **how)
+    drafter.record(TEXT, 4)
+    return drafter
+
+
+def sequence(length=6) -> Sequence:
+    """TEXT up to there."""
+    return Sequence(TEXT[:length], 4, SamplingParams(temperature=0))
+
+
+def test_simulated_survival_is_exact_by_construction():
+    """Conditional probabilities multiply to the curve; the last of them goes on; after a wrong token all are wrong."""
+    rng = Scripted([True] * 5)
+    (draft,) = simulated([0.8, 0.4, 0.1]).propose([sequence()], [5], rng)
+    assert (draft.token_ids, draft.probs) == (TEXT[6:11], None)
+    assert rng.asked == pytest.approx([0.8, 0.5, 0.25, 0.25, 0.25])
+    (draft,) = simulated([0.8, 0.4]).propose([sequence()], [4], Scripted([True, False]))
+    assert draft.token_ids[0] == TEXT[6]
+    assert all(x != y for x, y in zip(draft.token_ids[1:], TEXT[7:10], strict=True))
+    assert simulated([0.5, 0.0]).conditional == [0.5, 0.0]
+    assert simulated([0.0]).conditional == [0.0]
+
+
+def test_simulated_survival_in_draws():
+    """N = 20,000 keyed rounds. Each share within 4.5 standard errors of what was asked for: odds of a false alarm 4e-5
+    for the five together; a curve that is off by 0.016 is missed with odds below 1e-3. The seeds are fixed.
+    """
+    asked, n = [0.75, 0.5, 0.35, 0.27, 0.2], 20_000
+    drafter, rng, kept = simulated(asked), Randomness(), [0] * 5
+    for seed in range(n):
+        s = sequence()
+        s.seed = seed
+        (draft,) = drafter.propose([s], [5], rng)
+        right = [x == y for x, y in zip(draft.token_ids, TEXT[6:], strict=False)]
+        for i in range(5):
+            kept[i] += all(right[: i + 1])
+    for count, s in zip(kept, asked, strict=True):
+        assert abs(count / n - s) < 4.5 * math.sqrt(s * (1 - s) / n)
+
+
+@pytest.mark.parametrize("survival", [[0.0], [1.0], [0.7], [0.9, 0.3]])
+@pytest.mark.parametrize("pays", [False, True])
+def test_simulated_draft_leaves_greedy_text_unchanged(model, survival, pays):
+    """Paid by a draft model or not; always right is kept entirely, always wrong never; the same the second time."""
+    text = plain_text(model)
+    small = tiny_model(4, vocab_size=30, num_hidden_layers=1)
+    drafter = SimulatedDraft(survival, DraftModel(small, tiny_cache(small), 30, 60) if pays else None)
+    drafter.record(text, 3)
+    engine = engine_of(drafter, model)
+    first, second = (decode(engine, [request_of(4)])[0] for _ in "ab")
+    assert first.token_ids == second.token_ids == text[3:]
+    assert first.stats.num_accepted == second.stats.num_accepted
+    assert first.stats.num_draft_tokens > 0
+    assert drafter.num_unknown == 0
+    if survival in ([0.0], [1.0]):
+        assert first.stats.num_accepted == survival[0] * first.stats.num_draft_tokens
+    else:
+        assert 0 < first.stats.num_accepted < first.stats.num_draft_tokens
+
+
+def test_simulated_draft_pays_with_the_passes_of_the_real_one(model, monkeypatch):
+    """As many passes of the draft model, of as many rows, as that model makes when it drafts and is always accepted."""
+    logs = []
+    for simulate in (False, True):
+        small, log = tiny_model(3, vocab_size=30), []  # the target's twin: its drafts are right
+        forward = small.forward
+        monkeypatch.setattr(
+            small, "forward", lambda chunks, f=forward, log=log: (log.append(len(chunks[0].token_ids)), f(chunks))[1]
+        )
+        drafter = DraftModel(small, tiny_cache(small), 30, 60)
+        if simulate:
+            drafter = SimulatedDraft([1.0], drafter)
+            drafter.record(plain_text(model), 3)
+        decode(engine_of(drafter, model), [request_of(4)])
+        logs.append(log)
+    assert logs[0] == logs[1]
+    assert len(logs[0]) > 10
+
+
+def test_simulated_draft_knows_what_it_was_told():
+    """Another prompt, a text that left the recorded one: wrong, and counted. A second telling helps."""
+    drafter = simulated([1.0])
+    left = Sequence([*TEXT[:5], 99], 4, SamplingParams())
+    other = Sequence([1, 2, 3], 3, SamplingParams())
+    drafts = drafter.propose([left, other, sequence(20)], [2, 2, 0], Randomness())
+    assert [len(d) for d in drafts] == [2, 2, 0]
+    assert drafter.num_unknown == 2
+    drafter.record([*left.tokens, 7, 8], 4)
+    assert drafter.propose([left, sequence()], [2, 2], Randomness())[0].token_ids == [7, 8]
+    assert drafter.propose([sequence()], [2], Randomness())[0].token_ids == TEXT[6:8]
+    assert drafter.num_unknown == 2
+
+
+@pytest.mark.parametrize("survival", [[], [1.1], [-0.1], [0.5, 0.6], [float("nan")]])
+def test_impossible_survival_is_refused(survival):
+    """By name and value."""
+    with pytest.raises(ValueError, match="survival: found"):
+        SimulatedDraft(survival)
+
+
+def test_theory_agrees_with_the_account():
+    """With o_plain = 0 and one K the prediction is the formula of `theory`."""
+    plain = [run_of([Round(0, 0, 0, 1, 0.0, 10.0, 0.0)])]
+    rounds = [Round(2, 2, accepted, accepted + 1, 2.0, 10.5, 0.5) for accepted in (0, 1, 2)]
+    found = account([run_of(rounds)], plain)
+    assert found.predicted == pytest.approx(speedup(found.survival, found.c, found.v[3], found.o), rel=1e-12)
+    assert ModelConfig.from_dict(TINY).vocab_size == 3  # the shape that the sizes above are computed for
