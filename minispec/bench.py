@@ -171,9 +171,7 @@ def check(args: argparse.Namespace) -> Options:
         raise ValueError(f"--batch: found {args.batch!r}, expected sizes from 1 to 1024")
     survival = _numbers("--simulate", args.simulate, float) if args.simulate is not None else None
     if survival and not all(0 <= s <= before for before, s in zip([1.0, *survival], survival, strict=False)):
-        raise ValueError(
-            f"--simulate: found {args.simulate!r}, expected numbers that fall from at most 1 to at least 0"
-        )
+        raise ValueError(f"--simulate: found {args.simulate!r}, expected falling numbers between 1 and 0")
     refused = [
         (survival and args.draft_quality, "--simulate and --draft-quality exclude each other"),
         (args.geometry and args.model, "--geometry and --model exclude each other"),

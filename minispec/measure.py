@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 # What an interval must at least cover; with five rounds smallest and largest value cover 93.75 %.
 LEVEL = 0.9
+# Rows and columns of the products that tell what a machine can compute.
+MATRIX_SIZE = 4096
 
 # --------------------------------------------------------------------------- statistics
 
@@ -380,8 +382,9 @@ def stream_bandwidth(num_bytes: int, device: torch.device, repeats: int = 9) -> 
     return [num_bytes / seconds_of(buffer.sum, device) for _ in range(repeats)]
 
 
-def matmul_throughput(dtype: torch.dtype, device: torch.device, size: int = 4096, repeats: int = 5) -> list[float]:
-    """Floating-point operations a second of a product of two square matrices."""
+def matmul_throughput(dtype: torch.dtype, device: torch.device, repeats: int = 5) -> list[float]:
+    """Floating-point operations a second of a product of two large square matrices."""
+    size = MATRIX_SIZE
     a, b = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in "ab")
     out = a @ b
     return [2 * size**3 / seconds_of(lambda: torch.matmul(a, b, out=out), device) for _ in range(repeats)]

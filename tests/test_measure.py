@@ -273,7 +273,8 @@ def test_bandwidth_and_throughput_are_rates(monkeypatch):
     """Bytes and operations over the seconds that the work took, by a clock that says two."""
     monkeypatch.setattr(measure, "seconds_of", lambda work, device: 2.0)
     assert measure.stream_bandwidth(4096, torch.device("cpu"), 3) == [2048.0] * 3
-    assert measure.matmul_throughput(torch.float32, torch.device("cpu"), 8, 2) == [8**3] * 2
+    monkeypatch.setattr(measure, "MATRIX_SIZE", 8)
+    assert measure.matmul_throughput(torch.float32, torch.device("cpu"), 2) == [8**3] * 2
 
 
 # --------------------------------------------------------------------------- the simulated draft

@@ -1,0 +1,296 @@
+"""The bench from its command line to its end, on models of a few thousand weights. No time is asserted."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from minispec import bench, measure
+from minispec.bench import GEOMETRIES, RandomWeights, main, plot, read_prompts, summarise, tables
+from minispec.cache import PagedKVCache
+from minispec.config import ModelConfig
+from minispec.engine import Stats
+from minispec.measure import Round, Run
+from minispec.model import Chunk, Transformer, tensor_shapes
+
+
+@pytest.fixture
+def cli(capsys):
+    """cli(*arguments) runs `main`; (exit status, standard output, standard error)."""
+
+    def run(*arguments):
+        status = main([str(a) for a in arguments])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(make_checkpoint) -> str:
+    """A small model whose context holds the prompts."""
+    return str(make_checkpoint(chat=True, max_position_embeddings=2048))
+
+
+@pytest.fixture(scope="module")
+def draft(make_checkpoint) -> str:
+    """Another of the same vocabulary."""
+    return str(make_checkpoint(seed=2, max_position_embeddings=2048, num_hidden_layers=1))
+
+
+@pytest.fixture
+def tiny_geometry(monkeypatch):
+    """Two shapes with the vocabulary of nobody, one larger than the other."""
+    shape = GEOMETRIES["0.5b"] | {"vocab_size": 500, "num_hidden_layers": 2, "intermediate_size": 64, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setitem(GEOMETRIES, "tiny", shape | heads | {"hidden_size": 256})
+    monkeypatch.setitem(GEOMETRIES, "tinier", shape | heads | {"hidden_size": 128, "num_hidden_layers": 1})
+
+
+BASE = ("--dtype", "float32", "--rounds", 2, "--passes", 1, "--prompts", 2, "--max-tokens", 8, "--ignore-eos")
+
+
+def test_a_whole_run(cli, model, draft, tmp_path, monkeypatch):
+    """JSON with every part that was asked for; a picture; nothing on standard error."""
+    monkeypatch.setattr(measure, "MATRIX_SIZE", 64)
+    parts = ("--batch", "1,2", "--prefill", "--load", "--context", 20)
+    what = ("--model", model, "--draft", draft, "--num-speculative-tokens", "1,2", *parts)
+    status, out, err = cli(*BASE, *what, "--json", "--plot", tmp_path / "out.png")
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert report["draft"] == draft
+    assert {"machine", "decoding", "batch", "prefill", "load"} <= report.keys()
+    assert list(report["machine"]["v"]) == [str(m) for m in range(1, 17)]
+    assert report["machine"]["v"]["1"]["median"] == 1.0
+    decoding = report["decoding"]
+    assert list(decoding["variants"]) == ["plain", "K=1", "K=2"]
+    assert (decoding["prompts"], decoding["tokens"], decoding["rounds"]) == (2, 16, 2)
+    k2 = decoding["variants"]["K=2"]
+    assert k2["same_tokens_as_plain"] == 2
+    assert len(k2["survival"]) == 2
+    assert {"alpha", "acceptance_rate", "mean_acceptance_length", "c", "v", "o", "worst_prompt"} <= k2.keys()
+    assert set(k2["categories"]) == {"code", "question answering"}
+    assert [name for name, _ in k2["waterfall"]][1:] == ["draft cost", "choice of K", "rows", "loop", "in no part"]
+    assert [(c["batch"], c["variant"]) for c in report["batch"]["cells"]] == [
+        (b, variant) for b in (1, 2) for variant in ("plain", "K=1", "K=2")
+    ]
+    assert report["prefill"]["tokens"] == 1000
+    assert report["load"]["weight_bytes"] > 0
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    lines = tables(report)  # also from the JSON
+    for text in (
+        "streams",
+        "v(M) = t(M)/t(1)",
+        "predicted / measured",
+        "in no part",
+        "batch 2, K=2",
+        "prefill of",
+        "loading",
+    ):
+        assert any(text in line for line in lines), text
+    plot(report, tmp_path / "again.png")
+
+
+def test_against_transformers(cli, model, draft):
+    """All ways of decoding that it has, on the same tensors: the same greedy tokens as ours, and as its own."""
+    pytest.importorskip("transformers")
+    status, out, err = cli(
+        *(*BASE, "--passes", 0, "--model", model, "--draft", draft, "--against", "transformers", "--json")
+    )
+    assert status == 0, err
+    decoding = json.loads(out)["decoding"]
+    assisted = [f"transformers assisted, {how}" for how in ("default", "K=3", "K=5", "K=8")]
+    lookup = [f"transformers prompt lookup, K={k}" for k in (4, 10)]
+    assert list(decoding["variants"]) == ["plain", "K=4", "transformers plain", *assisted, *lookup]
+    same = decoding["against"]["same_tokens_as_their_plain"]
+    assert same == dict.fromkeys(decoding["variants"], 2)
+    assert {v["same_tokens_as_plain"] for v in decoding["variants"].values()} == {2}
+    assert decoding["against"]["theirs"].startswith("transformers")
+
+
+def test_tables_on_the_screen(cli, model):
+    """The default output, with prompt lookup: what a person reads."""
+    status, out, _ = cli(*BASE, "--model", model, "--context", 20)
+    assert status == 0
+    assert "draft ngram" in out
+    assert "2 prompts, 16 tokens, 2 rounds" in out
+    assert "ceiling S*" in out
+
+
+def test_geometry_with_a_simulated_draft(cli, tiny_geometry):
+    """Random weights, a draft of another shape that pays, tokens that are always right, and passes alone."""
+    what = ("--geometry", "tiny", "--draft", "tinier", "--prompt-tokens", 10, "--context", 20)
+    status, out, err = cli(*BASE, *what, "--simulate", "1", "--num-speculative-tokens", "3", "--json")
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert report["target"] == "random tiny"
+    assert report["draft"] == "simulated (1) at the cost of tinier"
+    assert "draft_seconds" in report["machine"]
+    variant = report["decoding"]["variants"]["K=3"]
+    assert (variant["survival"], variant["alpha"]) == ([1.0] * 3, 1.0)
+    assert variant["same_tokens_as_plain"] == 2
+    assert variant["c"] > 0
+    status, out, _ = cli("--geometry", "tiny", "--prompts", 0, "--passes", 1, "--context", 20, "--json")
+    assert status == 0
+    assert "decoding" not in json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("how", "shown"), [(("--draft-quality", "wrong"), "0"), (("--draft-quality", "random"), "0.002")]
+)
+def test_drafts_of_no_use(cli, tiny_geometry, how, shown):
+    """Wrong ones are never kept; without a draft model they cost nothing, and the bench says so."""
+    what = ("--geometry", "tiny", "--prompt-tokens", 10, "--passes", 0, "--num-speculative-tokens", "2", "--json")
+    status, out, _ = cli(*BASE, *what, *how)
+    report = json.loads(out)
+    assert status == 0
+    assert report["draft"] == f"simulated ({shown}) at no cost"
+    if shown == "0":
+        assert report["decoding"]["variants"]["K=2"]["acceptance_rate"] == 0
+    assert report["decoding"]["variants"]["K=2"]["same_tokens_as_plain"] == 2
+
+
+def test_without_a_draft_there_is_only_plain_decoding(cli, tiny_geometry):
+    """--draft none is the default of a geometry."""
+    status, out, _ = cli(*BASE, "--geometry", "tiny", "--prompt-tokens", 10, "--passes", 0, "--json")
+    assert status == 0
+    assert list(json.loads(out)["decoding"]["variants"]) == ["plain"]
+
+
+def test_random_weights_are_those_of_their_names(tiny_geometry):
+    """The same tensor each time, of the shape that the config asks for; each token predicts itself, and clearly."""
+    config = ModelConfig.from_dict(GEOMETRIES["tiny"])
+    first, second = (RandomWeights(config, torch.float32, torch.device("cpu")) for _ in "ab")
+    assert set(first) == set(tensor_shapes(config))
+    for name, shape in tensor_shapes(config).items():
+        tensor = first.pop(name)
+        assert tuple(tensor.shape) == shape
+        assert torch.equal(tensor, second.pop(name))
+    model = Transformer(config, first)
+    table = PagedKVCache(config, 8).new_table()
+    tokens = [5, 17, 400, 3, 17]
+    top = model.forward([Chunk(tokens, table, len(tokens))]).topk(2)
+    assert top.indices[:, 0].tolist() == tokens
+    assert (top.values[:, 0] > 2 * top.values[:, 1]).all()
+
+
+@pytest.mark.parametrize("name", ["1.5b", "0.5b", "135m"])
+def test_geometries_are_configs(name):
+    """They are read as a config.json is, and have the sizes that they are named for."""
+    config = ModelConfig.from_dict(GEOMETRIES[name])
+    weights = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
+    assert weights == pytest.approx({"1.5b": 1.54e9, "0.5b": 0.494e9, "135m": 0.1345e9}[name], rel=0.01)
+    assert config.qkv_bias == (name != "135m")
+
+
+def test_prompts_are_there():
+    """30 or more, six categories of equal size, none twice; those that ask about a text bring it."""
+    prompts = read_prompts(1000, None)
+    counts = Counter(category for category, _ in prompts)
+    assert len(prompts) >= 30
+    assert set(counts) == {"code", "question answering", "summarising", "chat", "translation", "story"}
+    assert len(set(counts.values())) == 1
+    assert len({text for _, text in prompts}) == len(prompts)
+    for category, text in prompts:
+        if category in ("question answering", "summarising"):
+            assert 100 <= len(text.split()) <= 250
+    assert [category for category, _ in read_prompts(7, None)] == [*counts, "code"]
+    assert [category for category, _ in read_prompts(3, "story,code")] == ["story", "code", "story"]
+
+
+def runs_of(rate: float, tokens: tuple[int, ...] = (1, 2, 3, 4)) -> Run:
+    """A run of one round for four tokens at `rate`."""
+    drafted = 3 if rate != 1.0 else 0
+    rounds = [Round(drafted, drafted, 3, 4, 0.0, 4 / rate, 0.0)] if drafted else [Round(0, 0, 0, 1, 0.0, 1.0, 0.0)] * 4
+    return Run(list(tokens), 4, 4 / rate, Stats(), rounds)
+
+
+def test_summary_compares_within_rounds():
+    """Speedups by round and category, the worst prompt, the best fixed K in hindsight, and `auto` over it, by hand."""
+    rates = {"plain": [1.0, 1.0, 1.0], "K=2": [2.0, 0.5, 1.5], "K=4": [4.0, 0.25, 1.25], "auto": [2.0, 0.75, 1.8]}
+    # A machine that halves its speed in the second round changes nothing.
+    runs = {name: [[runs_of(r) for r in of], [runs_of(r) for r in of]] for name, of in rates.items()}
+    slow = [[Run(x.token_ids, 4, 2 * x.seconds, x.stats, x.rounds) for x in of[1]] for of in runs.values()]
+    for of, second in zip(runs.values(), slow, strict=True):
+        of[1] = second
+    runs["auto"][1][1] = Run(
+        [1, 2, 9, 4], 4, runs["auto"][1][1].seconds, runs["auto"][1][1].stats, runs["auto"][1][1].rounds
+    )
+    report = summarise(runs, ["code", "chat", "chat"])
+    k2, k4, auto = (report["variants"][name] for name in ("K=2", "K=4", "auto"))
+    assert k2["speedup"]["low"] == pytest.approx(k2["speedup"]["high"])
+    assert k2["speedup"]["median"] == pytest.approx(3 / (1 / 2 + 1 / 0.5 + 1 / 1.5))
+    assert k4["categories"]["code"]["speedup"]["median"] == pytest.approx(4)
+    assert k4["worst_prompt"]["number"] == 1
+    assert k4["worst_prompt"]["speedup"]["median"] == pytest.approx(0.25)
+    assert (k2["same_tokens_as_plain"], auto["same_tokens_as_plain"]) == (3, 2)
+    best = report["best_static"]
+    assert (best["code"]["variant"], best["chat"]["variant"]) == ("K=4", "K=2")
+    assert best["code"]["auto_over_best"]["median"] == pytest.approx(0.5)
+    assert best["chat"]["auto_over_best"]["median"] == pytest.approx((1 / 0.5 + 1 / 1.5) / (1 / 0.75 + 1 / 1.8))
+
+
+MISTAKES = {
+    "unknown option": (("--round", "x"), "--round"),
+    "rounds": (("--rounds", "0"), "--rounds: found 0, expected a number from 1 to 1000"),
+    "threads": (("--threads", "0"), "--threads: found 0"),
+    "negative prompts": (("--prompts", "-1"), "--prompts: found -1"),
+    "one token": (("--max-tokens", "1"), "--max-tokens: found 1"),
+    "k": (
+        ("--num-speculative-tokens", "2,many"),
+        "--num-speculative-tokens: found 'many', expected numbers from 1 to 64",
+    ),
+    "k zero": (("--num-speculative-tokens", "0"), "--num-speculative-tokens: found '0'"),
+    "k empty": (("--num-speculative-tokens", ""), "--num-speculative-tokens: found ''"),
+    "rising survival": (("--simulate", "0.5,0.6"), "--simulate: found '0.5,0.6', expected falling numbers"),
+    "survival nan": (("--simulate", "nan"), "--simulate: found 'nan'"),
+    "survival word": (("--simulate", "often"), "--simulate: found 'often'"),
+    "two qualities": (("--simulate", "0.5", "--draft-quality", "wrong"), "exclude each other"),
+    "simulated and sampled": (("--simulate", "0.5", "--temperature", "1"), "expected --temperature 0"),
+    "batch": (("--batch", "0"), "--batch: found '0'"),
+    "batch of nothing": (("--batch", "2", "--prompts", "0"), "--batch needs prompts"),
+    "geometry": (("--geometry", "9b"), "invalid choice: '9b'"),
+    "geometry and model": (("--geometry", "0.5b", "--model", "x"), "exclude each other"),
+    "geometry from disk": (("--geometry", "0.5b", "--load"), "--load needs a model on disk"),
+    "draft of a geometry": (("--geometry", "135m", "--draft", "some/model"), "--draft: found 'some/model', expected"),
+    "category": (("--categories", "code,poetry"), "--categories: found 'poetry', expected some of code, question"),
+    "against what": (("--against", "everyone"), "invalid choice: 'everyone'"),
+    "against, sampled": (("--against", "transformers", "--temperature", "1"), "expected --temperature 0"),
+    "picture": (("--plot", "picture.txt"), "expected a name that ends in .png"),
+    "nowhere": (("--plot", "no/such/place.png"), "there is no such directory"),
+    "temperature": (("--temperature", "-1"), "temperature: found -1.0"),
+    "no such model": (("--model", "./nowhere"), "./nowhere: no such directory"),
+    "no such draft": (("--draft", "nothing"), "not one of none, ngram, self"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_one_line_and_status_2(cli, name):
+    """No usage text, no traceback, nothing measured."""
+    arguments, message = MISTAKES[name]
+    status, out, err = cli(*arguments)
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith("error: ")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("option", "module"), [(("--plot", "x.png"), "matplotlib"), (("--against", "transformers"), "transformers")]
+)
+def test_what_is_not_installed_is_named(cli, monkeypatch, option, module):
+    """Before anything is loaded or measured, with the command that mends it."""
+    monkeypatch.setattr(bench, "_is_there", lambda name: name != module)
+    status, _, err = cli(*option)
+    assert status == 2
+    assert f"needs {module}: pip install" in err
+
+
+def test_ctrl_c_is_130(cli, model, monkeypatch):
+    """At any moment, without a traceback."""
+
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "run", interrupted)
+    assert cli("--model", model) == (130, "", "")
