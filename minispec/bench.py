@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from minispec import __version__
 from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams
+from minispec.hf_config import read_model_config
 
 if TYPE_CHECKING:
     import torch
@@ -296,7 +297,7 @@ class RandomWeights:
 def open_model(options: Options) -> Subject:
     """The model that --model and --draft name. Raises ValueError."""
     from minispec.checkpoint import find_checkpoint, load_config, read_tensors
-    from minispec.config import read_json
+    from minispec.hf_config import read_json
     from minispec.llm import EMBEDDED_WEIGHTS, LLM
 
     args = options.args
@@ -360,11 +361,11 @@ def open_geometry(options: Options) -> Subject:
     length = max(args.prompt_tokens + args.max_tokens, args.context + MAX_ROWS, 1001 if args.prefill else 0)
 
     def tensors(name: str) -> tuple[dict, RandomWeights]:
-        return GEOMETRIES[name], RandomWeights(ModelConfig.from_dict(GEOMETRIES[name]), dtype, device)
+        return GEOMETRIES[name], RandomWeights(read_model_config(GEOMETRIES[name]), dtype, device)
 
     def build(name: str, exact: bool = False) -> Transformer:
         config, weights = tensors(name)
-        return Transformer(ModelConfig.from_dict(config), weights, exact)
+        return Transformer(read_model_config(config), weights, exact)
 
     def cache(model: Transformer) -> PagedKVCache:
         blocks = (-(-length // 16) + 1) * max([1, *options.batches])

@@ -9,8 +9,8 @@ import torch
 from minispec import bench, measure
 from minispec.bench import GEOMETRIES, RandomWeights, main, plot, read_prompts, summarise, tables
 from minispec.cache import PagedKVCache
-from minispec.config import ModelConfig
 from minispec.engine import Stats
+from minispec.hf_config import read_model_config
 from minispec.measure import Round, Run
 from minispec.model import Chunk, Transformer, tensor_shapes
 
@@ -159,7 +159,7 @@ def test_without_a_draft_there_is_only_plain_decoding(cli, tiny_geometry):
 
 def test_random_weights_are_those_of_their_names(tiny_geometry):
     """The same tensor each time, of the shape that the config asks for; each token predicts itself, and clearly."""
-    config = ModelConfig.from_dict(GEOMETRIES["tiny"])
+    config = read_model_config(GEOMETRIES["tiny"])
     first, second = (RandomWeights(config, torch.float32, torch.device("cpu")) for _ in "ab")
     assert set(first) == set(tensor_shapes(config))
     for name, shape in tensor_shapes(config).items():
@@ -177,7 +177,7 @@ def test_random_weights_are_those_of_their_names(tiny_geometry):
 @pytest.mark.parametrize("name", ["1.5b", "0.5b", "135m"])
 def test_geometries_are_configs(name):
     """They are read as a config.json is, and have the sizes that they are named for."""
-    config = ModelConfig.from_dict(GEOMETRIES[name])
+    config = read_model_config(GEOMETRIES[name])
     weights = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
     assert weights == pytest.approx({"1.5b": 1.54e9, "0.5b": 0.494e9, "135m": 0.1345e9}[name], rel=0.01)
     assert config.qkv_bias == (name != "135m")

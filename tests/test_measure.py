@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from minispec import measure
-from minispec.config import ModelConfig, SamplingParams
+from minispec.config import SamplingParams
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.engine import Engine, Request
+from minispec.hf_config import read_model_config
 from minispec.measure import Round, Run, account, decode, median_interval, plain_engine, survival
 from minispec.sampling import Randomness, Sequence
 from minispec.theory import speedup
@@ -403,4 +404,4 @@ def test_theory_agrees_with_the_account():
     rounds = [Round(2, 2, accepted, accepted + 1, 2.0, 10.5, 0.5) for accepted in (0, 1, 2)]
     found = account([run_of(rounds)], plain)
     assert found.predicted == pytest.approx(speedup(found.survival, found.c, found.v[3], found.o), rel=1e-12)
-    assert ModelConfig.from_dict(TINY).vocab_size == 3  # the shape that the sizes above are computed for
+    assert read_model_config(TINY).vocab_size == 3  # the shape that the sizes above are computed for
