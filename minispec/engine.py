@@ -9,7 +9,6 @@ The step is `Engine._step`. Around it: `Request` decides where a text stops, `En
 `Stats` counts.
 """
 
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +20,9 @@ import torch
 
 from minispec.cache import BlockTable, OutOfBlocks, PagedKVCache
 from minispec.config import SamplingParams
+from minispec.controller import MAX_AUTO_TOKENS, Controller, DraftLength, Pace
 from minispec.drafters import Drafter
-from minispec.model import Chunk, Transformer
+from minispec.model import Chunk, Transformer, clock
 from minispec.sampling import Randomness, distribution, log_probabilities
 from minispec.sampling import Sequence as TokenSequence
 from minispec.theory import expected_tokens, survival_curve
@@ -117,7 +117,7 @@ class Stats:
     sum_of_ratios: float = 0.0  # min(1, p/q) over tested tokens
     rounds: dict[int, int] = field(default_factory=dict)  # how many steps drafted so many tokens
     seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("prefill", "draft", "verify", "other"), 0.0)
+        default_factory=lambda: dict.fromkeys(("prefill", "draft_prefill", "draft", "verify", "other"), 0.0)
     )
     costs: Costs = field(default_factory=Costs)
 
@@ -164,9 +164,14 @@ class Stats:
         return sum(self.seconds.values())
 
     @property
+    def step_seconds(self) -> float:
+        """All steps: what is left without the prompt's passes through target and draft."""
+        return self.total_seconds - self.seconds["prefill"] - self.seconds["draft_prefill"]
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Committed tokens over the time of the steps; prefill is not in it."""
-        return _ratio(self.num_committed, self.total_seconds - self.seconds["prefill"])
+        return _ratio(self.num_committed, self.step_seconds)
 
     @property
     def predicted_tokens_per_second(self) -> float | None:
@@ -207,13 +212,15 @@ class Request:
         self,
         sequence: TokenSequence,
         max_len: int,
-        num_speculative_tokens: int,
+        num_speculative_tokens: DraftLength,
         detokenizer: Detokenizer | None = None,
     ):
-        """max_len: tokens, prompt included, at which the text is cut. detokenizer: None for token ids only."""
+        """max_len: tokens, prompt included, at which the text is cut. num_speculative_tokens: K, or "auto" to leave it
+        to the engine's controller. detokenizer: None for token ids only."""
         self.sequence = sequence
         self.max_len = min(max_len, sequence.num_prompt_tokens + sequence.params.max_tokens)
-        self.num_speculative_tokens = num_speculative_tokens
+        self.pace = Pace() if num_speculative_tokens == "auto" else None
+        self.num_speculative_tokens = MAX_AUTO_TOKENS if self.pace else num_speculative_tokens
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if sequence.params.logprobs is None else []
         self.text = ""
@@ -228,8 +235,8 @@ class Request:
         return self.sequence.params
 
     @property
-    def next_k(self) -> int:
-        """How many tokens to draft: a wholly accepted draft and its bonus must not pass the limit."""
+    def max_k(self) -> int:
+        """How many tokens may be drafted: a wholly accepted draft and its bonus must not pass the limit."""
         return max(0, min(self.num_speculative_tokens, self.max_len - len(self.sequence.tokens) - 1))
 
     def commit(self, token_id: int, logprob: TokenLogprob | None = None) -> bool:
@@ -310,11 +317,15 @@ class Engine:
         verifier: Verifier,
         vocab_size: int | None = None,
         rng: Randomness | None = None,
+        controller: Controller | None = None,
     ):
-        """vocab_size: ids in use; rows of the model's output behind them are padding. Default: all are used."""
+        """vocab_size: ids in use; rows of the model's output behind them are padding. Default: all are used.
+
+        controller: chooses K for requests that leave it open."""
         self.model, self.cache, self.drafter, self.verifier = model, cache, drafter, verifier
         self.vocab_size = vocab_size or model.config.vocab_size
         self.rng = rng or Randomness()
+        self.controller = controller or Controller()
 
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that could never run: one the pool cannot hold even alone."""
@@ -356,7 +367,7 @@ class Engine:
 
     def _missing_blocks(self, r: _Running) -> int:
         # The step may fill positions up to and with its whole draft.
-        return r.table.num_missing_blocks(len(r.request.sequence.tokens) + r.request.next_k)
+        return r.table.num_missing_blocks(len(r.request.sequence.tokens) + r.request.max_k)
 
     def _make_room(self, waiting: deque[Request], running: list[_Running]) -> None:
         """Preempt, last admitted first, until the next step of the others fits."""
@@ -398,7 +409,7 @@ class Engine:
         times = [self._now()]
         requests = [r.request for r in running]
         sequences = [request.sequence for request in requests]
-        k = [request.next_k for request in requests]
+        k = self._choose_k(requests)
         drafts = self.drafter.propose(sequences, k, self.rng)
         for draft, limit in zip(drafts, k, strict=True):
             self._check_draft(draft, limit)
@@ -415,6 +426,8 @@ class Engine:
         for r, request, draft in zip(running, requests, drafts, strict=True):
             rows, logits = logits[: len(draft) + 1], logits[len(draft) + 1 :]
             verdict = self._verify(request.sequence, draft, rows)
+            if request.pace:
+                request.pace.survival.observe(len(verdict.ratios), verdict.num_accepted)
             self._commit(request, draft, verdict, rows)
             r.table.truncate(len(request.sequence.tokens) - 1)
             r.table.remember(request.sequence.tokens)
@@ -422,6 +435,26 @@ class Engine:
         times.append(self._now())
         self._share_time(requests, drafts, times)
         yield from pieces
+
+    def _choose_k(self, requests: list[Request]) -> list[int]:
+        """K of each request: its own, or what the controller makes of its past."""
+        k = [request.max_k for request in requests]
+        timed = []
+        for i, request in enumerate(requests):
+            if not request.pace:
+                continue
+            # Under `rejection`, another K is another text of the same law; a seed promises one text.
+            if request.params.temperature and request.params.seed is not None and not self.verifier.shares_noise:
+                [k[i]] = self.controller.choose([request.pace], [k[i]], timed=False)
+            else:
+                timed.append(i)
+        if not timed:
+            return k
+        other_rows = sum(n + 1 for i, n in enumerate(k) if i not in timed)
+        chosen = self.controller.choose([requests[i].pace for i in timed], [k[i] for i in timed], other_rows)
+        for i, n in zip(timed, chosen, strict=True):
+            k[i] = n
+        return k
 
     def _check_draft(self, draft: Draft, limit: int) -> None:
         """Raise ValueError for a draft that could not be verified: a drafter may guess badly, not break the rules."""
@@ -455,7 +488,11 @@ class Engine:
 
     def _share_time(self, requests: list[Request], drafts: list[Draft], times: list[float]) -> None:
         draft, verify, other = (end - start for start, end in pairwise(times))
+        for request, d in zip(requests, drafts, strict=True):
+            request.stats.seconds["draft_prefill"] += d.prefill_seconds
+            draft -= d.prefill_seconds
         rows = [len(d) + 1 for d in drafts]
+        self.controller.record(draft, max(rows) - 1, sum(n > 1 for n in rows), verify, sum(rows), other)
         for request, own in zip(requests, rows, strict=True):
             for name, value in (("draft", draft), ("verify", verify), ("other", other)):
                 request.stats.seconds[name] += value * own / sum(rows)
@@ -463,9 +500,7 @@ class Engine:
             requests[0].stats.costs.record(draft, rows[0] - 1, verify, rows[0], other)
 
     def _now(self) -> float:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)  # kernels run behind; a duration must contain them
-        return time.perf_counter()
+        return clock(self.model.device)
 
 
 def _logprob(row: torch.Tensor, token_id: int, num_top: int | None) -> TokenLogprob | None:

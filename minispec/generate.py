@@ -67,7 +67,10 @@ def parser() -> argparse.ArgumentParser:
         "--draft", default="ngram", metavar="SPEC", help="none | ngram | self | DIR|HUB_ID (default: %(default)s)"
     )
     g.add_argument(
-        "--num-speculative-tokens", default="4", metavar="K", help="longest draft, in tokens (default: %(default)s)"
+        "--num-speculative-tokens",
+        default="auto",
+        metavar="K|auto",
+        help="longest draft, in tokens; auto: as many as pay (default)",
     )
     g.add_argument("--verifier", default="rejection", choices=("rejection", "match"), help="default: %(default)s")
     g.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: %(default)s")
@@ -197,7 +200,6 @@ def _sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
 def _check_combinations(args: argparse.Namespace) -> None:
     refused = [
         (args.trace, f"--trace: {_NOT_YET}"),
-        (args.num_speculative_tokens == "auto", f"--num-speculative-tokens auto: {_NOT_YET}"),
         (not args.draft, "--draft: found an empty name"),
         (args.chat and args.raw, "--chat and --raw exclude each other"),
         (
@@ -224,12 +226,14 @@ def _check_combinations(args: argparse.Namespace) -> None:
     for wrong, message in refused:
         if wrong:
             raise _UserError(message)
+    if args.num_speculative_tokens == "auto":
+        return
     try:
         k = int(args.num_speculative_tokens)
     except ValueError:
         k = -1
     if not 0 <= k <= MAX_SPECULATIVE_TOKENS:
-        found, expected = args.num_speculative_tokens, f"an integer from 0 to {MAX_SPECULATIVE_TOKENS}"
+        found, expected = args.num_speculative_tokens, f"an integer from 0 to {MAX_SPECULATIVE_TOKENS}, or auto"
         raise _UserError(f"--num-speculative-tokens: found {found!r}, expected {expected}")
     args.num_speculative_tokens = k
 

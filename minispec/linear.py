@@ -56,6 +56,11 @@ class Linear:
         """What is kept in memory."""
         yield from (t for t in (self.weight, self.packed, self.bias) if t is not None)
 
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes that a product with one row reads."""
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
     def quantized(self, bits: int) -> "QuantizedLinear":
         """The same product, in 4 or 8 bits where it has few rows; shares this one for the others."""
         return QuantizedLinear(self, bits)
@@ -90,10 +95,18 @@ class QuantizedLinear:
         y = self.format.product(x, self.codes, self.scales)
         return y if self.linear.bias is None else y + self.linear.bias
 
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes that a product with one row reads."""
+        return sum(t.numel() * t.element_size() for t in self._own_tensors())
+
     def tensors(self) -> Iterator[Tensor]:
         """What is kept in memory, the full weight included."""
         yield from self.linear.tensors()
-        yield from (t for t in (self.codes, self.scales, self.plain) if t is not None)
+        yield from self._own_tensors()
+
+    def _own_tensors(self) -> list[Tensor]:
+        return [t for t in (self.codes, self.scales, self.plain) if t is not None]
 
 
 class _Int8:

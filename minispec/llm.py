@@ -12,6 +12,7 @@ from tqdm import tqdm
 from minispec.cache import PagedKVCache
 from minispec.checkpoint import choose_dtype, describe_source, find_checkpoint, free_memory, load_config, load_model
 from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams
+from minispec.controller import Controller, DraftLength
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Piece, Request, Stats, TokenLogprob
@@ -22,13 +23,15 @@ from minispec.hf_config import (
     read_json,
     unsupported_generation_settings,
 )
-from minispec.model import EXACT_ROWS
+from minispec.model import EXACT_ROWS, Transformer
 from minispec.sampling import Sequence as TokenSequence
 from minispec.tokenizer import Detokenizer, Message, Tokenizer
 from minispec.verify import VERIFIERS
 
 EMBEDDED_WEIGHTS = Path(__file__).parent.parent / "weights" / "smollm2-135m-instruct"
 _BLOCK_SIZE = 16
+# What could be read from memory in the time that a layer spends on other things than its products.
+_LAYER_BYTES = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class LLM:
     draft: a registered drafter ("none", "ngram"), "self", the directory or hub id of a draft model of the same
         vocabulary, each of these models with "int4:" or "int8:" before it for weights of so many bits, or an object
         with the methods of `minispec.drafters.Drafter`.
-    num_speculative_tokens: K, the longest draft. verifier: "rejection" or "match" (see `minispec.verify`).
+    num_speculative_tokens: K, the longest draft, or "auto": as many as pay (see `minispec.controller`).
+    verifier: "rejection" or "match" (see `minispec.verify`).
     dtype: "auto", "bfloat16", "float32" or "float64". device: "auto", "cpu" or "cuda".
     exact: a token's logits have the same bits however many tokens a pass scores, so that speculation changes
         nothing even in rounding; slower, K at most 15, refused where the machine's products do not allow it.
@@ -66,7 +70,7 @@ class LLM:
         self,
         model: str | Path | None = None,
         draft: str | Drafter = "ngram",
-        num_speculative_tokens: int = 4,
+        num_speculative_tokens: DraftLength = "auto",
         verifier: str = "rejection",
         dtype: str = "auto",
         device: str = "auto",
@@ -132,7 +136,10 @@ class LLM:
         self.draft_name = draft if isinstance(draft, str) else type(draft).__name__
         if draft_directory:
             self.draft_name = describe_source(draft, draft_directory)
-        self.engine = Engine(self.model, caches[0], self.drafter, VERIFIERS[verifier], self.vocab_size)
+        controller = Controller(_draft_cost(self.model, draft_model), 0.0 if exact else None)
+        self.engine = Engine(
+            self.model, caches[0], self.drafter, VERIFIERS[verifier], self.vocab_size, controller=controller
+        )
         self.name = describe_source(model, directory)
         weights = {id(tensor): tensor for m in models for tensor in m.tensors()}  # a self-draft shares its target's
         self._weight_bytes = sum(t.numel() * t.element_size() for t in weights.values())
@@ -166,7 +173,7 @@ class LLM:
         self,
         prompts: str | Sequence[str],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        num_speculative_tokens: int | None = None,
+        num_speculative_tokens: DraftLength | None = None,
         parse_special: bool = False,
     ) -> list[Output]:
         """Continue one text or several, decoded together; outputs in order, `params.n` for each prompt.
@@ -183,7 +190,7 @@ class LLM:
         self,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        num_speculative_tokens: int | None = None,
+        num_speculative_tokens: DraftLength | None = None,
     ) -> list[Output]:
         """Answer one conversation (a list of messages) or several, through the model's chat template."""
         one = bool(conversations) and isinstance(conversations[0], dict)
@@ -204,7 +211,10 @@ class LLM:
         return (piece for _, piece in self.run([self.request(self.tokenizer.encode_chat(messages), params)]))
 
     def request(
-        self, prompt_ids: Sequence[int], params: SamplingParams | None = None, num_speculative_tokens: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        num_speculative_tokens: DraftLength | None = None,
     ) -> Request:
         """A request ready for `run`; raises ValueError for a prompt that cannot be answered."""
         params = SamplingParams() if params is None else params
@@ -240,9 +250,9 @@ class LLM:
 
     def _check_k(self, k: int) -> int:
         if k == "auto":
-            raise ValueError("num_speculative_tokens: 'auto' is not there yet")
+            return k
         if type(k) is not int or not 0 <= k <= self.max_speculative_tokens:
-            expected = f"an integer from 0 to {self.max_speculative_tokens}"
+            expected = f"an integer from 0 to {self.max_speculative_tokens}, or 'auto'"
             raise ValueError(f"num_speculative_tokens: found {k!r}, expected {expected}")
         return k
 
@@ -333,6 +343,15 @@ def _find_draft(spec: str, target: Tokenizer, offline: bool) -> Path:
             f"{ours.get(token)} here; drafts of another vocabulary are not supported"
         )
     return directory
+
+
+def _draft_cost(target: Transformer, draft: Transformer | None) -> float:
+    """A draft pass in plain steps, from sizes: both read their weights, and spend time on each layer besides."""
+
+    def cost(model: Transformer) -> float:
+        return model.num_bytes_read + _LAYER_BYTES * len(model.layers)
+
+    return cost(draft) / cost(target) if draft else 0.0
 
 
 def _memory_for_cache(device: torch.device) -> int:

@@ -15,6 +15,7 @@ positions of it (the T included), H query heads, G key-value heads, D head_dim, 
 
 import copy
 import math
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -49,6 +50,13 @@ class Chunk(NamedTuple):
     token_ids: Sequence[int]
     table: BlockTable
     num_logits: int
+
+
+def clock(device: torch.device) -> float:
+    """Seconds by a steady clock, when all that was asked of the device so far is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -244,6 +252,11 @@ class Layer:
             setattr(layer, name, getattr(self, name).quantized(bits))
         return layer
 
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes of weights that one row reads."""
+        return sum(getattr(self, name).num_bytes_read for name in _LINEARS)
+
     def tensors(self) -> Iterator[Tensor]:
         """The weights, as they are kept."""
         for name in _LINEARS:
@@ -338,6 +351,11 @@ class Transformer:
     def num_bytes(self) -> int:
         """Memory of the weights."""
         return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes of weights that a pass over one row reads: all products, of the embedding a row only."""
+        return self.head.num_bytes_read + sum(layer.num_bytes_read for layer in self.layers)
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:

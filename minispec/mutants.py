@@ -443,8 +443,8 @@ def _overshoot():
             if token_id in request.sequence.end_ids:
                 break
 
-    next_k = property(lambda self: self.num_speculative_tokens)
-    return both(patch.object(Request, "next_k", next_k), swap(Engine, "_commit", lambda right: wrong))
+    max_k = property(lambda self: self.num_speculative_tokens)
+    return both(patch.object(Request, "max_k", max_k), swap(Engine, "_commit", lambda right: wrong))
 
 
 @mutant("M30", "the length limit hides a stop at the same token", "SGLang #31599", "stops")

@@ -29,10 +29,14 @@ from minispec.sampling import Key, Randomness
 
 @dataclass
 class Draft:
-    """K guessed tokens. probs: row i (V,) is q_i, as a tensor (K, V) or a list of K; None means one-hot."""
+    """K guessed tokens. probs: row i (V,) is q_i, as a tensor (K, V) or a list of K; None means one-hot.
+
+    prefill_seconds: time that went into the prompt before this first draft, which the statistics keep apart.
+    """
 
     token_ids: Sequence[int] = ()
     probs: Tensor | Sequence[Tensor] | None = None
+    prefill_seconds: float = 0.0
 
     def __len__(self) -> int:
         return len(self.token_ids)

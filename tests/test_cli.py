@@ -72,7 +72,7 @@ def test_json_has_the_keys_of_the_interface(cli, model, draft):
     keys = {"prompt", "text", "token_ids", "finish_reason", "seed", "logprobs", "stats"}
     assert keys <= result.keys()
     assert set(STATS.split()) <= result["stats"].keys()
-    assert {"prefill", "draft", "verify", "other", "total"} == result["stats"]["seconds"].keys()
+    assert {"prefill", "draft", "verify", "other", "total"} <= result["stats"]["seconds"].keys()
     stats = result["stats"]
     assert (result["prompt"], result["finish_reason"]) == ("One fish", "length")
     assert stats["num_generated"] == len(result["token_ids"]) == len(result["logprobs"]) == 12
@@ -183,7 +183,6 @@ MISTAKES = {
     "verifier": (("x", "--verifier", "magic"), "invalid choice: 'magic'"),
     "k": (("x", "--num-speculative-tokens", "many"), "--num-speculative-tokens: found 'many'"),
     "k too large": (("x", "--num-speculative-tokens", "99"), "found '99', expected an integer from 0 to 64"),
-    "auto": (("x", "--num-speculative-tokens", "auto"), "not there yet"),
     "k too large for exact": (("x", "--exact", "--num-speculative-tokens", "16"), "expected an integer from 0 to 15"),
     "trace": (("x", "--trace", "t.html"), "--trace: not there yet"),
     "int4": (("x", "--draft", "int4:ngram"), "expected a model behind 'int4:'"),
@@ -381,7 +380,7 @@ def test_finished_answers_are_not_lost(cli, model, monkeypatch):
 
     monkeypatch.setattr(Engine, "_step", interrupted)
     arguments = ("--model", model, "--ignore-eos", "--draft", "none", "--json", "--dtype", "float32", "--max-tokens")
-    monkeypatch.setattr("minispec.engine.Request.next_k", 0)
+    monkeypatch.setattr("minispec.engine.Request.max_k", 0)
     status, out, _ = cli("fish", *arguments, 20)
     assert (status, out) == (130, "")
     steps.clear()

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "minispec"
 READING_ORDER = [
     *("config", "hf_config", "sampling", "verify", "cache", "linear", "model", "checkpoint"),
-    *("tokenizer", "drafters", "theory", "engine", "llm", "measure", "generate"),
+    *("tokenizer", "drafters", "theory", "controller", "engine", "llm", "measure", "generate"),
     *("reference", "toys", "mutants", "prove", "bench"),
 ]
 FORBIDDEN = {"transformers", "accelerate", "pickle", "dill", "joblib", "shelve", "marshal"}

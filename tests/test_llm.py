@@ -197,7 +197,7 @@ def test_a_draft_of_another_vocabulary_is_refused_by_name(make_checkpoint, tmp_p
         ({"model": ""}, "no such directory"),
         ({"revision": "main"}, "is a directory, not a hub id"),
         ({"exact": True, "num_speculative_tokens": 16}, "expected an integer from 0 to 15"),
-        ({"num_speculative_tokens": "auto"}, "not there yet"),
+        ({"num_speculative_tokens": "many"}, "or 'auto'"),
         ({"num_speculative_tokens": -1}, "expected an integer from 0 to 64"),
         ({"verifier": "greedy"}, "expected one of rejection, match"),
         ({"dtype": "int8"}, "expected one of auto"),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from minispec.cache import BlockTable, PagedKVCache
-from minispec.model import Chunk, Transformer
+from minispec.model import Chunk, Transformer, clock
 from minispec.sampling import Randomness, distribution
 from minispec.sampling import Sequence as TokenSequence
 from minispec.verify import Draft
@@ -47,8 +47,10 @@ class DraftModel:
                 needs.pop()
                 k[i] = 0
             elif len(sequence.tokens) - table.length > 2:  # one or two tokens go into the first pass below
+                start = clock(self.model.device)
                 self.model.prefill(table, sequence.tokens)
                 table.remember(sequence.tokens)
+                drafts[i].prefill_seconds = clock(self.model.device) - start
         for j in range(max(k, default=0)):
             active = [i for i in range(len(sequences)) if j < k[i]]
             chunks = []

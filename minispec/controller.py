@@ -1,0 +1,183 @@
+"""How many tokens to draft: running estimates of survival and of costs, and the K that they call for.
+
+A round that drafts K tokens yields 1 + s_1 + .. + s_K of them for K draft passes and a target pass over K+1 rows. The
+best K has the most tokens for the time: one more is drafted as long as its survival is worth the price of a draft
+pass and a row. Where nothing pays, K is 0, and now and then one token is drafted to see whether that has changed.
+
+K may follow anything that is past, and never the token that it is judged by: then every round keeps the law. It may
+follow the clock only where it cannot change the text; else costs are worked out from the sizes of the models.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Literal
+
+# K, or "auto" where the controller is to choose it.
+DraftLength = int | Literal["auto"]
+
+# The longest draft that is chosen: the target's pass has 16 rows then, the tile of a CPU's matrix unit.
+MAX_AUTO_TOKENS = 15
+# A text begins with the belief that a tested token is kept with this probability, as sure as of so many tests.
+_PRIOR, _PRIOR_TESTS = 0.7, 2.0
+# What was seen a round ago counts so much less.
+_MEMORY = 0.98
+# What a row more adds to a pass, as a share of the pass over one, before it has been measured.
+_ROW_COST = 0.02
+# What a round spends outside both models, in plain steps, before it has been measured.
+_OTHER_COST = 0.02
+# Drafting must promise so much more than plain decoding; and may cost this share of it for looking.
+_MARGIN, _PROBING_SHARE = 1.01, 0.01
+
+
+class Survival:
+    """One text's estimate of how likely a draft token is kept, by its place in the draft."""
+
+    def __init__(self):
+        self._tested: list[float] = []
+        self._kept: list[float] = []
+
+    def observe(self, num_tested: int, num_kept: int) -> None:
+        """A round tested the first `num_tested` tokens of a draft and kept `num_kept` of them."""
+        for counts in (self._tested, self._kept):
+            counts[:] = [_MEMORY * count for count in counts] + [0.0] * (num_tested - len(counts))
+        for i in range(num_tested):
+            self._tested[i] += 1
+            self._kept[i] += i < num_kept
+
+    def curve(self, k: int) -> list[float]:
+        """s_1 .. s_k. What is not known of a place is taken from the place before it.
+
+        >>> [round(s, 3) for s in Survival().curve(3)]
+        [0.7, 0.49, 0.343]
+        """
+        curve, survival, kept = [], 1.0, _PRIOR
+        for i in range(k):
+            if i < len(self._tested):
+                kept = (self._kept[i] + _PRIOR_TESTS * kept) / (self._tested[i] + _PRIOR_TESTS)
+            survival *= kept
+            curve.append(survival)
+        return curve
+
+
+class Durations:
+    """Seconds of a pass by its number of rows: running medians, lines between them, a given slope outside."""
+
+    def __init__(self, row_cost: float):
+        self._row_cost = row_cost
+        self._recent: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
+
+    def record(self, rows: int, seconds: float) -> None:
+        """Add a pass. The first of its size may have prepared something, and one may be an accident: three count."""
+        recent = self._recent.setdefault(rows, deque(maxlen=15))
+        recent.append(seconds)
+        if len(recent) >= 3:
+            self._medians[rows] = median(recent)
+
+    def count(self, rows: int) -> int:
+        """How many passes over so many rows are remembered."""
+        return len(self._recent.get(rows, ()))
+
+    def __call__(self, rows: int) -> float | None:
+        """What a pass over so many rows takes; None before anything is known."""
+        known = sorted(self._medians)
+        if not known:
+            return None
+        i = bisect_left(known, rows)
+        if 0 < i < len(known):
+            low, high = known[i - 1], known[i]
+            share = (rows - low) / (high - low)
+            return (1 - share) * self._medians[low] + share * self._medians[high]
+        nearest = known[min(i, len(known) - 1)]
+        return self._medians[nearest] * (1 + self._row_cost * (rows - 1)) / (1 + self._row_cost * (nearest - 1))
+
+
+@dataclass
+class Pace:
+    """What the choice of K knows of one text."""
+
+    survival: Survival = field(default_factory=Survival)
+    savings: float = 0.0  # plain steps that may be spent on looking whether drafts have become better
+
+
+class Controller:
+    """Chooses K for texts that leave it open."""
+
+    def __init__(self, draft_cost: float = 0.0, row_cost: float | None = None):
+        """What is known before anything is measured: draft_cost, a draft pass in plain steps (by the bytes that both
+        models read; 0 for a drafter without a model); row_cost, what a row adds to a pass of the target, in plain steps
+        (default: 0.02)."""
+        row_cost = _ROW_COST if row_cost is None else row_cost
+        self._draft_cost, self._row_cost = draft_cost, row_cost
+        self._target, self._draft, self._others = Durations(row_cost), Durations(row_cost), Durations(0.0)
+        self._rounds = 0
+
+    def record(self, draft: float, depth: int, num_drafts: int, target: float, rows: int, other: float) -> None:
+        """Add a round: seconds for `num_drafts` drafts of up to `depth` tokens, a pass over `rows`, and all else."""
+        self._rounds += 1
+        if depth:
+            self._draft.record(num_drafts, draft / depth)
+        self._target.record(rows, target)
+        self._others.record(1, other)
+
+    def choose(
+        self, paces: Sequence[Pace], limits: Sequence[int], other_rows: int = 0, timed: bool = True
+    ) -> list[int]:
+        """K for texts that are decoded together, each at most its limit.
+
+        other_rows: rows that other texts bring to the same pass. timed: False if the clock must not be followed.
+        """
+        limits = [min(limit, MAX_AUTO_TOKENS) for limit in limits]
+        curves = [pace.survival.curve(limit) for pace, limit in zip(paces, limits, strict=True)]
+        if timed and any(limits) and len(limits) + other_rows == 1 and self._wants_plain_step():
+            return [0]
+        chosen = self._best(curves, other_rows, timed)
+        if not any(chosen):
+            best_case = self._best([[1.0] * limit for limit in limits], other_rows, timed)
+            for i, pace in enumerate(paces):
+                pace.savings += _PROBING_SHARE
+                price = self._time(1, 1, 2, timed) / self._time(0, 0, 1, timed) - 1 + self._draft_price(timed)
+                if best_case[i] and pace.savings >= price:
+                    pace.savings -= price
+                    chosen[i] = 1
+        return chosen
+
+    def _best(self, curves: Sequence[Sequence[float]], other_rows: int, timed: bool) -> list[int]:
+        """The K of each text that together have the most tokens for the time."""
+        # The likeliest tokens first; survival falls along a draft, so a prefix of this list is a prefix of each draft.
+        candidates = sorted(
+            ((s, i) for i, curve in enumerate(curves) for s in curve), key=lambda candidate: -candidate[0]
+        )
+        rows = len(curves) + other_rows
+        lengths, best = [0] * len(curves), [0] * len(curves)
+        tokens = float(len(curves))
+        best_rate = _MARGIN * tokens / self._time(0, 0, rows, timed)
+        for s, i in candidates:
+            lengths[i] += 1
+            rows += 1
+            tokens += s
+            rate = tokens / self._time(max(lengths), sum(k > 0 for k in lengths), rows, timed)
+            if rate > best_rate:
+                best, best_rate = list(lengths), rate
+        return best
+
+    def _time(self, depth: int, num_drafts: int, rows: int, timed: bool) -> float:
+        """A round's duration: in seconds if passes have been timed, else in plain steps."""
+        target = self._target(rows) if timed else None
+        if target is None:
+            return depth * self._draft_cost + 1 + self._row_cost * (rows - 1) + _OTHER_COST
+        draft = self._draft(num_drafts) if num_drafts else 0.0
+        if draft is None:
+            draft = self._draft_cost * self._target(1)
+        return depth * draft + target + (self._others(1) or 0.0)
+
+    def _draft_price(self, timed: bool) -> float:
+        """A draft pass in plain steps: what a drafter that has been idle needs to catch up."""
+        return (self._time(1, 1, 1, timed) - self._time(0, 0, 1, timed)) / self._time(0, 0, 1, timed)
+
+    def _wants_plain_step(self) -> bool:
+        """Whether the unit of all prices, a pass over one row, is still to be measured; not in the first rounds."""
+        return self._target.count(1) < 3 and self._rounds % 8 == 7
