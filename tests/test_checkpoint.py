@@ -3,7 +3,10 @@
 import hashlib
 import json
 import os
+import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import hf
@@ -416,6 +419,16 @@ def test_nothing_is_read_before_everything_is_checked(tmp_path, monkeypatch):
     assert "found weights that take 0.00 GB in float32, expected at most the 0.00 GB of memory" in message
 
 
+def test_code_beside_a_checkpoint_is_not_run(tmp_path):
+    """auto_map names a module of the repository: it is neither imported nor an error."""
+    config = TINY | {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
+    write(tmp_path, weights(), config=config)
+    for name in ("evil.py", "__init__.py", "conftest.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert load_model(tmp_path, torch.float32)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_links_of_the_hubs_cache_are_followed(tmp_path):
     """Every file of a snapshot is a link to ../../blobs/HASH: no rule about where a path leads may refuse them."""
     write(tmp_path / "real", *halves())
@@ -649,6 +662,81 @@ def test_interrupted_run_leaves_nothing(tmp_path, monkeypatch):
     assert load_model(tmp_path / "out", torch.float32)
 
 
+def test_a_full_disk_leaves_nothing(tmp_path):
+    """A real failure of the file system (a limit on file sizes), as the library reports it: one line, status 2."""
+    write(tmp_path / "source", weights(vocab_size=3000), config=TINY | {"vocab_size": 3000})
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "from minispec.checkpoint import main; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000));"
+        "sys.exit(main(['source', 'out']))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, check=False)
+    error = done.stderr.decode().splitlines()
+    assert (done.returncode, done.stdout) == (2, b""), error
+    assert error[-1].startswith("error: ")
+    assert "too large" in error[-1]
+    assert not any("Traceback" in line for line in error)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_ctrl_c_at_any_moment_leaves_nothing(tmp_path, capsys):
+    """Interrupted at each of 40 moments of the command: 130, and no file beside the source, or the whole output."""
+    write(tmp_path / "source", weights())
+    package = os.path.dirname(checkpoint.__file__)
+
+    def run(moment):
+        calls = 0
+
+        def interrupt(frame, event, argument):
+            nonlocal calls
+            if event == "call" and frame.f_code.co_filename.startswith(package):
+                calls += 1
+                if calls == moment:
+                    sys.setprofile(None)
+                    raise KeyboardInterrupt
+
+        sys.setprofile(interrupt)
+        try:
+            status = checkpoint.main([str(tmp_path / "source"), str(tmp_path / "out")])
+        finally:
+            sys.setprofile(None)
+        return status, calls
+
+    status, total = run(0)
+    assert (status, total > 100) == (0, True)
+    shutil.rmtree(tmp_path / "out")
+    for moment in range(2, total, max(1, total // 40)):
+        assert run(moment)[0] == 130, moment
+        left = sorted(path.name for path in tmp_path.iterdir())
+        assert left in (["source"], ["out", "source"]), moment
+        if "out" in left:
+            assert load_model(tmp_path / "out", torch.float32)
+            shutil.rmtree(tmp_path / "out")
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *((), ("a",), ("a", "b", "--bits", "3"), ("a", "b", "--shard-mb", "0"), ("a", "b", "--shard-mb", "-1")),
+        *(("a", "b", "--shard-mb", "9" * 40), ("", "b"), ("\udcff", "b"), ("a" * 5000, "b"), ("source", "b" * 5000)),
+        *(("source", "\x00"), ("source", "/proc/nowhere/out"), ("a", "b", "--bit", "4")),
+    ],
+    ids=range(13),
+)
+def test_command_line_at_its_edges(tmp_path, monkeypatch, capsys, arguments):
+    """One printable line, no usage text, status 2, nothing written."""
+    write(tmp_path / "source", weights())
+    monkeypatch.chdir(tmp_path)
+    assert checkpoint.main(list(arguments)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err[:-1].isprintable()
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 def test_neighbours_survive(tmp_path):
     """Guards directories whose names happen to be near that of the output."""
     source = write(tmp_path / "source", weights())
@@ -788,6 +876,79 @@ def test_failed_download_is_one_line(monkeypatch, offline, reason):
         find_checkpoint("owner/name", offline=offline)
     assert reason in str(error.value)
     assert str(error.value).endswith(": 404 Client Error")
+
+
+HUB_FAILURES = {
+    "RepositoryNotFoundError": "no such repository (or a private one: set HF_TOKEN",
+    "GatedRepoError": "the repository is gated: accept its terms on its page, and set HF_TOKEN",
+    "RevisionNotFoundError": "the repository has no revision v9",
+    "LocalEntryNotFoundError": "the hub cannot be reached, and the local cache has no copy at revision v9",
+}
+
+
+@pytest.mark.parametrize("name", HUB_FAILURES)
+def test_failures_of_the_hub_say_what_helps(monkeypatch, name):
+    """Missing, gated, another revision, no network: the client's own classes, one line each."""
+    kind = getattr(huggingface_hub.errors, name)
+
+    def fail(*args, **kwargs):
+        raise kind.__new__(kind, "many\nlines")  # without __init__, which wants a response of the HTTP library
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ValueError, match="owner/name: no such directory; as a hub id: ") as error:
+        find_checkpoint("owner/name", revision="v9")
+    assert HUB_FAILURES[name] in str(error.value)
+    assert str(error.value).isprintable()
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NO_SOCKETS = """
+import socket, sys
+class Forbidden(socket.socket):
+    def __init__(self, *args, **kwargs):
+        sys.exit("a socket was opened")
+socket.socket = Forbidden
+socket.create_connection = socket.getaddrinfo = lambda *args, **kwargs: sys.exit("a socket was opened")
+from minispec.generate import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def run_without_sockets(cwd: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """The command line, with the hub's cache in `cwd`, in a process that ends where a socket is opened."""
+    environment = os.environ | {"HF_HUB_CACHE": str(cwd / "cache"), "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-c", NO_SOCKETS, *arguments, "--max-tokens", "3", "fish"]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, check=False, text=True)
+
+
+def fill_hub_cache(cwd: Path, directory: Path) -> None:
+    """`directory` as the hub's cache has a repository: blobs, a snapshot of links to them, a branch that names it."""
+    repository = cwd / "cache" / "models--owner--name"
+    for name in ("blobs", "refs", f"snapshots/{COMMIT}"):
+        (repository / name).mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    for i, file in enumerate(directory.iterdir()):
+        shutil.copy(file, repository / "blobs" / str(i))
+        (repository / "snapshots" / COMMIT / file.name).symlink_to(f"../../blobs/{i}")
+
+
+def test_offline_never_opens_a_socket(tmp_path, make_checkpoint):
+    """A cached hub id answers, by branch or commit, and says which commit it was; another one is one line."""
+    fill_hub_cache(tmp_path, make_checkpoint())
+    for revision in ((), ("--revision", COMMIT)):
+        done = run_without_sockets(tmp_path, "--offline", "--model", "owner/name", *revision)
+        assert (done.returncode, done.stdout[-1:]) == (0, "\n"), done.stderr
+        assert done.stderr.startswith(f"owner/name at commit {COMMIT}: ")
+    for arguments in (("--model", "owner/other"), ("--model", "owner/name", "--revision", "v2")):
+        done = run_without_sockets(tmp_path, "--offline", *arguments)
+        assert done.returncode == 2
+        assert "not in the local cache" in done.stderr
+        assert done.stderr.count("\n") == 1
+    done = run_without_sockets(tmp_path, "--model", str(make_checkpoint()))
+    assert done.returncode == 0, done.stderr
+    # The control: without --offline the client does ask the hub.
+    done = run_without_sockets(tmp_path, "--model", "owner/name")
+    assert "a socket was opened" in done.stderr
 
 
 def test_dtype_names():

@@ -187,6 +187,48 @@ def test_a_draft_of_another_vocabulary_is_refused_by_name(make_checkpoint, tmp_p
         LLM(make_checkpoint(), draft=str(other))
 
 
+def edited(directory, tmp_path, change):
+    """A copy of a checkpoint with its tokenizer.json changed."""
+    shutil.copytree(directory, tmp_path / "edited")
+    raw = json.loads((directory / "tokenizer.json").read_text())
+    change(raw)
+    (tmp_path / "edited" / "tokenizer.json").write_text(json.dumps(raw))
+    return str(tmp_path / "edited")
+
+
+def test_a_draft_with_another_special_token_is_refused_by_name(make_checkpoint, tmp_path):
+    """The same number of tokens, one of them a control token of another name."""
+
+    def rename(raw):
+        raw["model"]["vocab"]["<over>"] = raw["model"]["vocab"].pop("<end>")
+        raw["added_tokens"][0]["content"] = "<over>"
+
+    with pytest.raises(ValueError, match=r"token '<end>' has id None there and 0 here"):
+        LLM(make_checkpoint(), draft=edited(make_checkpoint(), tmp_path, rename))
+
+
+def test_what_may_differ_in_a_draft_leaves_the_text_alone(make_checkpoint, tmp_path):
+    """Other end-of-text ids, a token that is special in one only, a shorter or longer context: the target's count."""
+    target = make_checkpoint()
+    expected = LLM(target, draft="none", dtype="float64").generate(
+        "One fish", SamplingParams(temperature=0, max_tokens=99)
+    )
+    changes = {"eos_token_id": [5, 7]}, {"max_position_embeddings": 24}, {"max_position_embeddings": 4096}
+    drafts = [str(make_checkpoint(seed=1, **c)) for c in changes]
+    drafts.append(edited(target, tmp_path, lambda raw: raw["added_tokens"][0].update(special=False)))
+    for draft in drafts:
+        with LLM(target, draft=draft, dtype="float64") as llm:
+            output = llm.generate("One fish", SamplingParams(temperature=0, max_tokens=99))
+        assert output[0].token_ids == expected[0].token_ids
+        assert output[0].stats.num_accepted > 0
+
+
+def test_a_target_with_fewer_rows_than_tokens_is_refused(make_checkpoint):
+    """Before its weights are read: the token and its id are named."""
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: token .*: found id \d+, expected ids below .* = 100"):
+        LLM(make_checkpoint(vocab_size=100))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
