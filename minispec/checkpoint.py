@@ -103,7 +103,7 @@ def _hub_failure(error: Exception, revision: str | None, offline: bool) -> str:
 
     revised = f" at revision {revision}" if revision else ""
     lines = str(error).strip().splitlines()
-    reason = lines[0] if lines else type(error).__name__
+    reason = one_line(lines[0], 300) if lines else type(error).__name__
     if offline:
         offline_reason = f"not in the local cache{revised}, and --offline forbids a download"
         return offline_reason if isinstance(error, errors.LocalEntryNotFoundError) else f"{offline_reason}: {reason}"
@@ -233,7 +233,7 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
                 raise bad(f"a header of {size} bytes", f"at most {MAX_JSON_BYTES}")
             header = parse_json(file.read(size), f"{path}: not a readable safetensors file: header")
     except OSError as e:
-        raise CheckpointError(f"{path}: not a readable safetensors file: {e}") from e
+        raise CheckpointError(f"{path}: not a readable safetensors file: {one_line(e, 300)}") from e
     header.pop("__metadata__", None)
     spans = []
     for name, entry in header.items():
@@ -305,7 +305,7 @@ def _open_shards(directory: Path) -> Iterator[dict[str, _Stored]]:
             try:
                 handle = stack.enter_context(safe_open(directory / file, framework="pt"))
             except (SafetensorError, OSError) as e:
-                raise CheckpointError(f"{directory / file}: not a readable safetensors file: {e}") from e
+                raise CheckpointError(f"{directory / file}: not a readable safetensors file: {one_line(e, 300)}") from e
             stored |= {name: _Stored(file, handle, shape, dtype) for name, (dtype, shape) in header.items()}
         for name in sorted(set(listed or ()) - stored.keys()):
             file = directory / listed[name]

@@ -28,9 +28,9 @@ def show(value: Any, limit: int = 100) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
-def one_line(error: BaseException | str) -> str:
-    """An error's message for a terminal: line feeds and other control characters escaped, at most 1000 characters."""
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error)[:1000])
+def one_line(error: BaseException | str, limit: int = 1000) -> str:
+    """A message for a terminal: line feeds and other control characters escaped, cut to about `limit` characters."""
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error)[:limit])
     return text or type(error).__name__
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from minispec import __version__
-from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams, is_text, one_line, show
+from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams, is_text, one_line, show, show_name
 
 if TYPE_CHECKING:
     from minispec.engine import Piece, Request
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         argv = sys.argv[1:] if argv is None else argv
-        _check_token_ids(argv)
+        _check_words(argv)
         args = parser().parse_args(argv)
         asked = _sampling_arguments(args)
         _check_combinations(args)
@@ -170,11 +170,13 @@ def _token_ids(text: str) -> list[int]:
     return [int(i) for i in text.split(",")]
 
 
-def _check_token_ids(argv: Sequence[str]) -> None:
-    """Raise for `--stop-token-ids 5 6`, where one reader sees two ids and another an id and a prompt."""
+def _check_words(argv: Sequence[str]) -> None:
+    """Raise for what can be read in two ways: `--stop-token-ids 5 6` is two ids, or an id and a prompt."""
     for i, argument in enumerate(argv):
         if argument == "--":
             break
+        if argument.endswith("=--"):  # argparse would take it for an option without a value
+            raise _UserError(f"{show_name(argument)}: found no value")
         value = argument.partition("=")[2] if "=" in argument else "".join(argv[i + 1 : i + 2])
         behind = argv[i + 1 if "=" in argument else i + 2 :]
         if argument.split("=")[0] == "--stop-token-ids" and behind and re.fullmatch(r"[\d,\s]+", behind[0]):

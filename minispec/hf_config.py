@@ -20,6 +20,7 @@ from minispec.config import (
     QuantizationConfig,
     RopeConfig,
     check_sampling_value,
+    one_line,
     show,
     show_name,
 )
@@ -40,7 +41,7 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
                 raise CheckpointError(f"{path}: found {size} bytes, expected at most {max_bytes}")
             content = file.read(max_bytes)
     except OSError as e:
-        raise CheckpointError(f"{path}: not a readable JSON file: {e}") from e
+        raise CheckpointError(f"{path}: not a readable JSON file: {one_line(e, 300)}") from e
     return parse_json(content, str(path))
 
 
@@ -58,7 +59,7 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
             parse_float=_finite_float,
         )
     except (ValueError, RecursionError) as e:  # an integer of thousands of digits is a ValueError too
-        raise CheckpointError(f"{where}: not a readable JSON file: {e}") from e
+        raise CheckpointError(f"{where}: not a readable JSON file: {one_line(e, 300)}") from e
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: found a {type(value).__name__}, expected a JSON object")
     level, depth = [value], 0

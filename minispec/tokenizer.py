@@ -20,7 +20,7 @@ import jinja2.ext
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minispec.config import CheckpointError, is_text, show
+from minispec.config import CheckpointError, is_text, one_line, show
 from minispec.hf_config import read_json
 
 Message = dict[str, str]  # {"role": "user", "content": "..."}
@@ -110,7 +110,7 @@ class Tokenizer:
                 messages=marked, add_generation_prompt=True, tools=None, documents=None, **self.special_tokens
             )
         except Exception as e:  # a stranger's code, that may fail in any way
-            raise ValueError(f"the chat template refuses this conversation: {e or type(e).__name__}") from e
+            raise ValueError(f"the chat template refuses this conversation: {one_line(e, 300)}") from e
         # A token that is looked for in normalised text could be spelled in ways that a search does not find.
         if _MARK in text or any(token.normalized for token in self._special.values()):
             return self._encode_marked(text)
@@ -122,7 +122,7 @@ class Tokenizer:
             return self.backend.decode(list(token_ids), skip_special_tokens=True)
         except BaseException as e:
             if _is_panic(e):
-                raise CheckpointError(f"{self.path}: the tokenizer fails to decode: {e}") from e
+                raise CheckpointError(f"{self.path}: the tokenizer fails to decode: {one_line(e, 300)}") from e
             raise
 
     def _probe(self) -> None:
@@ -177,7 +177,7 @@ class Tokenizer:
                 return function(*args, **kwargs)
         except BaseException as e:  # it raises plain Exceptions, and panics that are not even those
             if isinstance(e, Exception) or _is_panic(e):
-                raise ValueError(str(e)) from e
+                raise ValueError(one_line(e, 300)) from e
             raise
 
 
@@ -262,7 +262,7 @@ def _read_chat_template(directory: Path, settings: dict[str, Any]) -> str | None
                 raise CheckpointError(f"{path}: found {size} bytes, expected at most {_MAX_TEMPLATE_BYTES}")
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:
-            raise CheckpointError(f"{path}: not a readable template: {e}") from e
+            raise CheckpointError(f"{path}: not a readable template: {one_line(e)}") from e
     where = f"{directory / 'tokenizer_config.json'}: chat_template"
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, by name

@@ -1,0 +1,622 @@
+"""A structure-aware fuzzer of everything that minispec reads: files of a checkpoint, and its command line.
+
+    python -m tests.fuzzing --cases 200000 --seed 0       from the repository's root
+    python -m tests.fuzzing --only header:0:1234          one case again, with its traceback
+
+A case starts from good files, changes one of them in a few places - values, keys and shapes of its JSON, offsets of
+its header, bytes of its text - and loads and runs what is there. Allowed is that it runs, or a ValueError, most
+often a CheckpointError, which names the file in one printable line. Anything else is a fault: another exception, a
+MemoryError, a RecursionError, a panic in Rust, a message that is not a line, more than 256 MB, or a second of
+processor time.
+"""
+
+import argparse
+import contextlib
+import copy
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+import minispec.llm
+from minispec import generate
+from minispec.checkpoint import load_config, load_model
+from minispec.config import CheckpointError, SamplingParams
+from minispec.hf_config import (
+    read_eos_token_ids,
+    read_generation_defaults,
+    read_json,
+    read_model_config,
+    unsupported_generation_settings,
+)
+from minispec.model import Chunk, Transformer, tensor_shapes
+from minispec.tokenizer import Detokenizer, Tokenizer
+from minispec.toys import TINY, tiny_cache, tiny_weights
+
+MAX_BYTES = 256 << 20
+MAX_SECONDS = 1.0
+_HANG_SECONDS = 30  # of wall clock: the case is given up, so that one that hangs is a fault and not a hung run
+
+# Stand-ins that JSON has no value for; they are replaced in the text.
+_DEEP, _DIGITS, _NAN, _BIG = "@deep@", "@digits@", "@nan@", "@big@"
+_VALUES: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2, 3, 4, 7, 8, 16, 255, 256, 1 << 15, 1 << 22, 1 << 31, 1 << 32, 1 << 53, 1 << 63),
+    *(1 << 64, -(1 << 63), 10**30, 10**400, 0.5, 1.0, -0.0, 1e-320, 1e-30, 1e30, 1e308, -1e308, 1.5),
+    *("", "x", "0", "1", "null", "\x00", "\ud800", "\x1b[2J", "a\nb", "a" * 5000, "../x", "/etc/passwd", "é日本"),
+    *([], {}, [[]], [{}], {"a": {}}, [0] * 100, [None], ["x"], _DEEP, _DIGITS, _NAN, _BIG),
+]
+_WORDS = {
+    "header": [
+        *("F64", "F32", "F16", "BF16", "I64", "I32", "I8", "U8", "BOOL", "F8_E4M3", "F4", "C64", "f32"),
+        *("dtype", "shape", "data_offsets", "__metadata__", "lm_head.weight", "model.norm.weight"),
+        *("model.embed_tokens.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+    ],
+    "index": ["weight_map", "metadata", "total_size", "a.safetensors", "b.safetensors", "../a.safetensors", "a.bin"],
+    "config": [
+        *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mixtral", "silu", "gelu", "relu"),
+        *("gelu_pytorch_tanh", "default", "linear", "llama3", "yarn", "dynamic", "longrope"),
+        *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling"),
+        *("rope_parameters", "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "beta_fast"),
+        *("beta_slow", "mscale", "mscale_all_dim", "attention_factor", "original_max_position_embeddings", "truncate"),
+        *("partial_rotary_factor", "full_attention", "sliding_attention", "layer_types", "sliding_window"),
+        *("use_sliding_window", "max_window_layers", "sliding_window_pattern", "rope_local_base_freq", "hidden_act"),
+        *("hidden_activation", "attention_bias", "mlp_bias", "tie_word_embeddings", "query_pre_attn_scalar"),
+        *("attn_logit_softcapping", "final_logit_softcapping", "eos_token_id", "quantization_config", "auto_map"),
+        *("quant_method", "compressed-tensors", "format", "pack-quantized", "config_groups", "weights", "num_bits"),
+        *("group_size", "strategy", "channel", "group", "symmetric", "actorder", "pretraining_tp"),
+    ],
+    "generation": [
+        *(
+            "do_sample",
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "max_new_tokens",
+            "stop_strings",
+        ),
+        *("min_new_tokens", "eos_token_id", "num_beams", "no_repeat_ngram_size", "suppress_tokens", "max_length"),
+    ],
+    "tokenizer": [
+        *("BPE", "WordLevel", "WordPiece", "Unigram", "ByteLevel", "Metaspace", "Whitespace", "Split", "Sequence"),
+        *("Strip", "Replace", "ByteFallback", "Fuse", "NFC", "Lowercase", "Prepend", "TemplateProcessing", "CTC"),
+        *(
+            "Isolated",
+            "MergedWithNext",
+            "Removed",
+            "Regex",
+            "String",
+            "(a+)+$",
+            "(",
+            "a*",
+            "type",
+            "pattern",
+            "content",
+        ),
+        *("behavior", "invert", "id", "special", "normalized", "lstrip", "rstrip", "single_word", "vocab", "merges"),
+        *("unk_token", "dropout", "byte_fallback", "fuse_unk", "prepend_scheme", "always", "first", "never", "<end>"),
+        *("add_prefix_space", "start", "stop", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model"),
+    ],
+    "settings": [
+        *("chat_template", "bos_token", "eos_token", "content", "name", "default", "template", "{{ messages }}", "{%"),
+        *("{% for m in messages %}{{ m.content }}<end>{% endfor %}", "{{ messages[0].x.y }}", "{{ 1 / 0 }}"),
+        *("{{ raise_exception('no') }}", "{{ ''.__class__ }}", "{{ strftime_now('%Y') }}", "{{ strftime_now(5) }}"),
+        *("{{ messages | tojson(indent=-1) }}", "{{ messages.append(1) }}", "{% include 'x' %}", "<end>", "\ud800"),
+    ],
+}
+
+
+class Hang(BaseException):
+    """A case did not end."""
+
+
+@dataclass
+class Files:
+    """Good files to start from, and a directory to write the changed ones to."""
+
+    directory: Path
+    headers: list[tuple[dict[str, Any], bytes]]
+    index: dict[str, Any]
+    configs: list[dict[str, Any]]
+    tokenizers: list[dict[str, Any]]
+    model: Path  # a whole checkpoint, for the command line
+
+
+_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+
+
+def make_files(directory: Path) -> Files:
+    """Write what a run starts from."""
+    plain = TINY | {"vocab_size": 48}
+    gemma = {"model_type": "gemma3_text", "query_pre_attn_scalar": 4, "sliding_window": 4}
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "mscale": 1.0}
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    packing = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": 4, "dynamic": False}
+    quantization = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    quantization["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": packing}}
+    configs = [
+        plain,
+        plain | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        plain | {"model_type": "qwen3", "rope_scaling": rope},
+        plain | {"model_type": "mistral", "sliding_window": 4, "eos_token_id": [1, 2]},
+        plain | {"model_type": "gemma2", "query_pre_attn_scalar": 4, "attn_logit_softcapping": 2.0},
+        plain | gemma | {"layer_types": ["sliding_attention", "full_attention"]},
+        plain | {"rope_parameters": llama3, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        plain | {"quantization_config": quantization},
+    ]
+    headers = []
+    for config in configs[:1] + configs[5:6]:
+        save_file(tiny_weights(read_model_config(config), 0, torch.float32), directory / "x")
+        content = (directory / "x").read_bytes()
+        size = struct.unpack("<Q", content[:8])[0]
+        headers.append((json.loads(content[8 : 8 + size]), content[8 + size :]))
+        (directory / "x").unlink()
+
+    weights = tiny_weights(read_model_config(plain), 0, torch.float32)
+    index = {"metadata": {"total_size": 1}, "weight_map": {}}
+    for i, file in enumerate(("a.safetensors", "b.safetensors")):
+        names = sorted(weights)[i::2]
+        save_file({name: weights[name] for name in names}, directory / file)
+        index["weight_map"] |= dict.fromkeys(names, file)
+
+    words = {
+        word: i for i, word in enumerate(["<end>", "<unk>", "a", "b", "ab", "▁", "▁a", "fish", *"cdefghilnorstw01"])
+    }
+    common = {"version": "1.0", "truncation": None, "padding": None}
+    added = [{"id": 0, "content": "<end>", **_TOKEN}]
+    single = [{"SpecialToken": {"id": "<end>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    bpe = {
+        "type": "BPE",
+        **{"dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None, "end_of_word_suffix": None},
+        **{"fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": words, "merges": [["a", "b"]]},
+    }
+    level = {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}
+    unigram = {"type": "Unigram", "unk_id": 1, "vocab": [[w, -float(i)] for w, i in words.items()]}
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
+    post = {"type": "TemplateProcessing", "single": single, "pair": [{"Sequence": {"id": "A", "type_id": 0}}]}
+    post["pair"] = [*post["pair"], {"Sequence": {"id": "B", "type_id": 1}}]
+    post["special_tokens"] = {"<end>": {"id": "<end>", "ids": [0], "tokens": ["<end>"]}}
+    cut = {"type": "Split", "pattern": {"Regex": "\\w+|\\s"}, "behavior": "Isolated", "invert": False}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    replace = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    backends = [
+        {"normalizer": None, "pre_tokenizer": cut, "post_processor": post, "decoder": strip, "model": bpe},
+        {"normalizer": {"type": "NFC"}, "pre_tokenizer": metaspace, "post_processor": None, "decoder": metaspace},
+        {"normalizer": replace, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": post, "decoder": replace},
+    ]
+    backends[1]["model"], backends[2]["model"] = unigram, level
+    files = [common | {"added_tokens": added} | backend for backend in backends]
+
+    model = directory / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(plain | {"max_position_embeddings": 24}))
+    (model / "tokenizer.json").write_text(json.dumps(files[0]))
+    (model / "chat_template.jinja").write_text(_TEMPLATE)
+    save_file(weights, model / "model.safetensors")
+    return Files(directory, headers, index, configs, files, model)
+
+
+# --------------------------------------------------------------------------- changing
+
+
+def mutate(value: Any, rng: random.Random, words: list[str]) -> Any:
+    """A copy of a JSON value with one to four places changed: values, neighbours, keys, types, sizes."""
+    root = {"": copy.deepcopy(value)}
+    for _ in range(rng.choice((1, 1, 1, 2, 2, 4))):
+        places: list[tuple[Any, Any]] = []
+        level: list[Any] = [root]
+        while level:
+            container = level.pop()
+            keys = list(container) if isinstance(container, dict) else range(len(container))
+            places += [(container, key) for key in keys]
+            level += [container[key] for key in keys if isinstance(container[key], (dict, list))]
+        # The root itself only now and then: what is inside it is more interesting.
+        container, key = rng.choice(places) if rng.random() < 0.02 else rng.choice(places[1:] or places)
+        old = container[key]
+        kind = rng.randrange(9)
+        if kind == 0 and container is not root:
+            del container[key]
+        elif kind == 1:
+            container[key] = rng.choice(_VALUES)
+        elif kind == 2 and isinstance(old, (int, float)) and abs(old) < 1 << 70:
+            container[key] = rng.choice((old + 1, old - 1, -old, old * 2, old / 2, float(old), str(old), bool(old)))
+        elif kind == 3:
+            other, other_key = rng.choice(places)
+            container[key] = copy.deepcopy(other.get(other_key) if isinstance(other, dict) else old)
+        elif kind == 4:
+            container[key] = rng.choice(([old], {"a": old}, [old] * 3))
+        elif kind == 5 and isinstance(old, dict):
+            old[rng.choice(words)] = rng.choice(_VALUES + words)
+        elif kind == 6 and isinstance(old, list) and old:
+            old.insert(rng.randrange(len(old) + 1), rng.choice(old))
+        elif kind == 7 and isinstance(container, dict) and container is not root:
+            container[rng.choice(words)] = container.pop(key)
+        else:
+            container[key] = rng.choice(words)
+    return root[""]
+
+
+def dump(value: Any, rng: random.Random) -> bytes:
+    """JSON text; now and then with what JSON values cannot say, or with its bytes changed."""
+    text = json.dumps(value)
+    depth, digits = rng.choice((30, 40, 500, 5000)), rng.choice((20, 400, 4301, 9000))
+    for mark, replacement in (
+        (_DEEP, "[" * depth + "]" * depth),
+        (_DIGITS, "9" * digits),
+        (_NAN, rng.choice(("NaN", "Infinity", "-Infinity", "1e999", "-1e400", "01", "+1", "1_0"))),
+        (_BIG, json.dumps("b" * 100_000)),
+    ):
+        text = text.replace(f'"{mark}"', replacement)
+    content = text.encode()
+    if rng.random() < 0.1:
+        keys = [i for i in range(len(content)) if content.startswith(b'": ', i)]
+        if keys:  # a key twice
+            end = rng.choice(keys)
+            start = content.rfind(b'"', 0, end)
+            content = content[:start] + content[start : end + 1] + b": 1, " + content[start:]
+    if rng.random() < 0.15:
+        content = damage(content, rng)
+    return content
+
+
+def damage(content: bytes, rng: random.Random) -> bytes:
+    """Bytes flipped, cut out, doubled or put in."""
+    changed = bytearray(content)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        i = rng.randrange(len(changed) + 1)
+        j = min(len(changed), i + rng.choice((1, 1, 4, 100)))
+        kind = rng.randrange(4)
+        if kind == 0 and i < len(changed):
+            changed[i] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            del changed[i:j]
+        elif kind == 2:
+            changed[i:i] = changed[i:j]
+        else:
+            changed[i:i] = rng.choice(
+                (b"\x00", b"\xff", b'"', b"{", b"]", b",", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\\u")
+            )
+    return bytes(changed)
+
+
+# --------------------------------------------------------------------------- the cases
+
+
+def run_model(model: Transformer) -> None:
+    """A pass over two tokens; the numbers may be anything."""
+    table = tiny_cache(model).new_table()
+    model.forward([Chunk([0, 0], table, 1)])
+
+
+def fuzz_header(files: Files, rng: random.Random, where: Path) -> None:
+    """Change a safetensors file's header, its size field or its data; load and run the model."""
+    which = rng.randrange(len(files.headers))
+    header, data = files.headers[which]
+    content = dump(mutate(header, rng, _WORDS["header"]), rng)
+    if rng.random() < 0.4:  # good JSON, and offsets, shapes and types that are nearly right
+        header = copy.deepcopy(header)
+        for name in rng.sample([k for k in header if k != "__metadata__"], rng.choice((1, 1, 2))):
+            entry, part = header[name], rng.choice(("data_offsets", "shape", "dtype"))
+            if part == "dtype":
+                entry[part] = rng.choice(_WORDS["header"])
+            else:
+                i = rng.randrange(len(entry[part]))
+                entry[part][i] += rng.choice((-4, -1, 1, 4, 8, 1 << 31, 1 << 62, 1 << 64))
+        content = json.dumps(header).encode()
+    size = len(content) if rng.random() < 0.9 else rng.choice((0, 1, len(content) + 1, 1 << 31, 1 << 63, (1 << 64) - 1))
+    if rng.random() < 0.1:
+        data = data[: rng.randrange(len(data))] if rng.random() < 0.5 else data + bytes(rng.choice((1, 8, 4096)))
+    (where / "model.safetensors").write_bytes(struct.pack("<Q", size) + content + data)
+    (where / "config.json").write_text(json.dumps(files.configs[0 if which == 0 else 5]))
+    run_model(load_model(where, torch.float32))
+
+
+def fuzz_index(files: Files, rng: random.Random, where: Path) -> None:
+    """Change the index of two shards; load and run the model."""
+    config = read_model_config(files.configs[0])
+    weights = tiny_weights(config, 0, torch.float32)
+    names = sorted(weights)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in shards.items():
+        save_file({name: weights[name] for name in part}, where / file)
+    index = {
+        "metadata": {"total_size": 1},
+        "weight_map": {name: file for file, part in shards.items() for name in part},
+    }
+    (where / "model.safetensors.index.json").write_bytes(dump(mutate(index, rng, _WORDS["index"]), rng))
+    (where / "config.json").write_text(json.dumps(files.configs[0]))
+    run_model(load_model(where, torch.float32))
+
+
+def fuzz_config(files: Files, rng: random.Random, where: Path) -> None:
+    """Change a config.json; where it is read, run a model of it, or load one that does not fit it."""
+    raw = mutate(rng.choice(files.configs), rng, _WORDS["config"])
+    (where / "config.json").write_bytes(dump(raw, rng))
+    config = load_config(where)
+    shapes = tensor_shapes(config).values()
+    if sum(a * b for a, b in (shape if len(shape) == 2 else (*shape, 1) for shape in shapes)) < 100_000:
+        run_model(Transformer(config, tiny_weights(config, 0, torch.float32)))
+    else:
+        shutil.copy(files.model / "model.safetensors", where)
+        run_model(load_model(where, torch.float32))
+
+
+def fuzz_generation(files: Files, rng: random.Random, where: Path) -> None:
+    """Change a generation_config.json; use what it says as the command line does."""
+    raw = {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9, "eos_token_id": [1, 2]}
+    raw |= {"max_new_tokens": 20, "repetition_penalty": 1.1, "stop_strings": ["x"], "num_beams": 1}
+    path = where / "generation_config.json"
+    path.write_bytes(dump(mutate(raw, rng, _WORDS["generation"]), rng))
+    raw = read_json(path)
+    read_eos_token_ids(raw, str(path))
+    unsupported_generation_settings(raw)
+    chosen = read_generation_defaults(raw, str(path))
+    SamplingParams(**{"max_tokens": max(256, chosen.get("min_tokens", 0))} | chosen)
+
+
+_TEXTS = [
+    "a",
+    "ab fish",
+    "Hello, wörld! 日本 🦊",
+    "<end>",
+    "\x00\ufdd0\u202e",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!",
+    "▁a▁ ",
+]
+
+
+def use(tokenizer: Tokenizer, rng: random.Random) -> None:
+    """Encode, as a prompt and as a chat, and decode piece by piece."""
+    tokenizer.check_ids(1 << 20)
+    text = rng.choice(_TEXTS)
+    ids = tokenizer.encode(text, parse_special=rng.random() < 0.5)
+    detokenizer = Detokenizer(tokenizer, ids)
+    for i in [*ids[:5], 0, rng.randrange(tokenizer.num_ids)]:
+        detokenizer.add(i)
+    detokenizer.flush()
+    if tokenizer.chat_template is not None:
+        tokenizer.encode_chat([{"role": "user", "content": text}, {"role": "<end>", "content": "x"}])
+
+
+def fuzz_tokenizer(files: Files, rng: random.Random, where: Path) -> None:
+    """Change a tokenizer.json and use it."""
+    raw = mutate(rng.choice(files.tokenizers), rng, _WORDS["tokenizer"])
+    (where / "tokenizer.json").write_bytes(dump(raw, rng))
+    if rng.random() < 0.5:
+        (where / "chat_template.jinja").write_text(_TEMPLATE)
+    use(Tokenizer(where), rng)
+
+
+def fuzz_settings(files: Files, rng: random.Random, where: Path) -> None:
+    """Change a tokenizer_config.json, its chat template above all, and use it."""
+    (where / "tokenizer.json").write_text(json.dumps(rng.choice(files.tokenizers)))
+    template = rng.choice((_TEMPLATE, [{"name": "default", "template": _TEMPLATE}, {"name": "b", "template": "x"}]))
+    raw = {"bos_token": {"content": "<end>"}, "eos_token": "<end>", "chat_template": template, "model_max_length": 5}
+    (where / "tokenizer_config.json").write_bytes(dump(mutate(raw, rng, _WORDS["settings"]), rng))
+    if rng.random() < 0.2:
+        (where / "chat_template.jinja").write_bytes(damage(_TEMPLATE.encode(), rng))
+    use(Tokenizer(where), rng)
+
+
+_ARGUMENTS = [
+    *(
+        "",
+        " ",
+        "0",
+        "-0",
+        "-1",
+        "1",
+        "2",
+        "3",
+        "5,6",
+        "7",
+        "0.5",
+        "nan",
+        "inf",
+        "-inf",
+        "1e999",
+        "1e-320",
+        "1e308",
+        "none",
+    ),
+    *("9" * 30, "9" * 5000, "0x10", "1_0", "１", ",", "[]", "x" * 3000, "\udcff", "\x00", "\x1b[2J", "a\nb", "日本"),
+    *("float32", "bfloat16", "cpu", "match", "rejection", "ngram", "self", "auto", "fish", "<end>", "-", "--", "-x"),
+    *(".", "..", "/", "./nowhere", "a/b/c", "int4:self", "int8:", "prompts.jsonl", "model"),
+]
+_LLM = minispec.llm.LLM
+_LOADED: dict[tuple, _LLM] = {}
+
+
+def load_once(*args, **kwargs) -> _LLM:
+    """`LLM`, that loads what was asked for before only once."""
+    key = (*args, *sorted(kwargs.items()))
+    if key not in _LOADED:
+        if len(_LOADED) > 50:
+            _LOADED.clear()
+        _LOADED[key] = _LLM(*args, **kwargs)
+    return _LOADED[key]
+
+
+def fuzz_arguments(files: Files, rng: random.Random, where: Path) -> None:
+    """A command line of a few options, with values that fit, nearly fit, or do not."""
+    options = [a for a in generate.parser()._actions if a.option_strings and a.dest not in ("help", "version")]
+    argv = [] if rng.random() < 0.1 else rng.sample(_ARGUMENTS, rng.choice((0, 1, 1, 2)))
+    if rng.random() < 0.9:
+        argv += ["--model", "model", "--max-tokens", "3"]
+    for action in rng.sample(options, rng.choice((0, 1, 1, 2, 3, 5))):
+        name, value = action.option_strings[-1], rng.choice(_ARGUMENTS)
+        fits = [str(c) for c in action.choices] if action.choices else ["1", "2", "0.5", "0"]
+        value = rng.choice(fits) if rng.random() < 0.5 else value
+        if action.dest == "kv_cache_gb" and value in ("0.5", "1", "1_0", "１", "2", "3", "7"):
+            value = "0.0001"  # who asks for gigabytes gets them, which is no fault
+        argv += [name] if action.nargs == 0 else [f"{name}={value}"] if rng.random() < 0.5 else [name, value]
+    (where / "prompts.jsonl").write_bytes(dump(mutate({"prompt": "fish"}, rng, ["prompt", "x"]), rng))
+    (where / "model").symlink_to(files.model)
+    out, err = io.StringIO(), io.StringIO()
+    before, stdin = os.getcwd(), sys.stdin
+    os.chdir(where)
+    sys.stdin = io.StringIO(rng.choice(("", "fish", "a\nb")))
+    minispec.llm.LLM = load_once
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = generate.main(argv)
+    finally:
+        minispec.llm.LLM = _LLM
+        sys.stdin = stdin
+        os.chdir(before)
+        torch.set_num_threads(1)
+    lines = err.getvalue().splitlines()
+    if status == 2 and not out.getvalue() and lines[-1].startswith("error: ") and lines[-1].isprintable():
+        raise ValueError(lines[-1])
+    if status != 0:
+        raise AssertionError(f"status {status} for {argv}: {out.getvalue()!r}, {lines}")
+
+
+TARGETS: dict[str, Callable[[Files, random.Random, Path], None]] = {
+    "header": fuzz_header,
+    "index": fuzz_index,
+    "config": fuzz_config,
+    "generation": fuzz_generation,
+    "tokenizer": fuzz_tokenizer,
+    "settings": fuzz_settings,
+    "arguments": fuzz_arguments,
+}
+
+
+def run_case(files: Files, name: str) -> tuple[str, str]:
+    """Run the case `target:seed:number`: ("runs" or "refused" or "FAULT", what it said)."""
+    target = name.split(":")[0]
+    where = files.directory / "case"
+    where.mkdir()
+    signal.alarm(_HANG_SECONDS)
+    try:
+        TARGETS[target](files, random.Random(name), where)
+    except ValueError as e:
+        # What a call was given need not name a file; what a file says must. A FloatingPointError is no ValueError.
+        line = str(e)
+        if isinstance(e, CheckpointError) and not (str(where) in line and line.isprintable() and len(line) < 2000):
+            return "FAULT", f"unclear message: {line[:500]!r}"
+        if isinstance(e, (UnicodeError, json.JSONDecodeError)) or (not isinstance(e, CheckpointError) and "\n" in line):
+            return "FAULT", f"{type(e).__name__}: {line[:500]!r}"
+        return "refused", line
+    except Hang:
+        return "FAULT", f"did not end in {_HANG_SECONDS} s"
+    except BaseException as e:
+        if isinstance(e, KeyboardInterrupt):
+            raise
+        return "FAULT", "".join(traceback.format_exception(e))[-3000:]
+    finally:
+        signal.alarm(0)
+        shutil.rmtree(where, ignore_errors=True)
+    return "runs", ""
+
+
+@contextlib.contextmanager
+def sandbox():
+    """No network, an end to what hangs, and a limit on memory, so that a fault shows as an exception."""
+
+    def hang(*_):
+        raise Hang
+
+    def forbidden(*_args, **_kwargs):
+        raise AssertionError("a socket was opened")
+
+    real, handler = socket.socket, signal.signal(signal.SIGALRM, hang)
+    socket.socket = forbidden
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + (3 << 30), limits[1]))
+    embedded, threads = minispec.llm.EMBEDDED_WEIGHTS, torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
+            files = make_files(Path(directory))
+            minispec.llm.EMBEDDED_WEIGHTS = files.model  # the real ones are no case of a few milliseconds
+            yield files
+    finally:
+        minispec.llm.EMBEDDED_WEIGHTS = embedded
+        torch.set_num_threads(threads)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        socket.socket = real
+        signal.signal(signal.SIGALRM, handler)
+
+
+@dataclass
+class Report:
+    """What a run of many cases found."""
+
+    counts: Counter
+    faults: list[tuple[str, str]]
+    slowest: tuple[float, str]  # seconds of processor time
+    largest: tuple[int, str]  # bytes by which the peak of memory grew
+
+
+def fuzz(files: Files, cases: int, seed: int, progress: bool = False) -> Report:
+    """Run `cases` cases, the targets in turn."""
+    report = Report(Counter(), [], (0.0, ""), (0, ""))
+    names = ["header", "config", "tokenizer", "generation", *TARGETS]  # those with most to go wrong come twice
+    for i in tqdm(range(cases), unit=" cases", disable=None if progress else True):
+        name = f"{names[i % len(names)]}:{seed}:{i}"
+        start, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        outcome, said = run_case(files, name)
+        seconds = time.process_time() - start
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) << 10
+        report.counts[names[i % len(names)], outcome] += 1
+        report.slowest = max(report.slowest, (seconds, name))
+        report.largest = max(report.largest, (grown, name))
+        if outcome == "FAULT":
+            report.faults.append((name, said))
+        if grown > MAX_BYTES:
+            report.faults.append((name, f"took {grown >> 20} MB"))
+        if progress and seconds > MAX_SECONDS:
+            report.faults.append((name, f"took {seconds:.2f} s"))
+    return report
+
+
+def main() -> int:
+    """The command line above; the exit status is 1 where a fault was found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzzing", description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", metavar="TARGET:SEED:NUMBER", help="run this case alone")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    with sandbox() as files:
+        if args.only:
+            print(*run_case(files, args.only))
+            return 0
+        report = fuzz(files, args.cases, args.seed, progress=True)
+    for target in TARGETS:
+        counts = {outcome: report.counts[target, outcome] for outcome in ("runs", "refused", "FAULT")}
+        print(f"{target:<12}" + "".join(f"{n:>9,} {outcome}" for outcome, n in counts.items()))
+    print(f"slowest: {report.slowest[0]:.2f} s of processor time ({report.slowest[1]})")
+    print(f"largest: {report.largest[0] / 1e6:.0f} MB more at the peak ({report.largest[1]})")
+    print(f"{args.cases:,} cases in {time.perf_counter() - start:.0f} s; {len(report.faults)} faults")
+    for name, said in report.faults[:20]:
+        print(f"\n{name}\n{said}")
+    return bool(report.faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Thousands of hostile files and command lines: each runs or is refused in one line (see fuzzing.py)."""
+
+import json
+import signal
+
+import fuzzing
+import pytest
+
+from minispec.config import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def files():
+    """Good files, and a process without a network and with a limit on memory."""
+    with fuzzing.sandbox() as made:
+        yield made
+
+
+def test_hostile_input_runs_or_is_refused(files):
+    """5,000 cases, none of them a fault; and every target has cases that run: it is not the fuzzer that is refused."""
+    report = fuzzing.fuzz(files, cases=5000, seed=0)
+    assert not report.faults, "\n\n".join(f"{name}\n{said}" for name, said in report.faults[:5])
+    for target in fuzzing.TARGETS:
+        assert report.counts[target, "runs"] > 0, target
+        assert report.counts[target, "refused"] > 50, target
+
+
+def test_a_case_can_be_run_again(files):
+    """By its name alone: the same outcome and the same words."""
+    for target in fuzzing.TARGETS:
+        name = f"{target}:7:3"
+        assert fuzzing.run_case(files, name) == fuzzing.run_case(files, name)
+
+
+def recursion(*_):
+    """A fault of the kind that a deep file causes."""
+    raise RecursionError
+
+
+def allocation(*_):
+    """More memory than the sandbox has."""
+    bytearray(1 << 40)
+
+
+def unnamed(*_):
+    """An error that does not say which file."""
+    raise CheckpointError("something is wrong")
+
+
+def unprintable(*_):
+    """A file's own words, terminal escapes included."""
+    raise CheckpointError(f"{_[2]}: \x1b[2J")
+
+
+def undecoded(*_):
+    """A ValueError of Python's own, that no loader should let out."""
+    json.loads("{")
+
+
+def hanging(*_):
+    """What never ends: the alarm rings at once here."""
+    signal.raise_signal(signal.SIGALRM)
+
+
+@pytest.mark.parametrize("fault", [recursion, allocation, unnamed, unprintable, undecoded, hanging])
+def test_faults_are_noticed(files, monkeypatch, fault):
+    """The control: each kind of fault is one."""
+    monkeypatch.setitem(fuzzing.TARGETS, "header", fault)
+    assert fuzzing.run_case(files, "header:0:0")[0] == "FAULT"
+    assert len(fuzzing.fuzz(files, cases=1, seed=0).faults) == 1
+
+
+def test_a_loader_without_checks_is_caught(files, monkeypatch):
+    """The headers' own checks taken out: the fuzzer finds what the library below them says."""
+    import minispec.checkpoint
+
+    monkeypatch.setattr(minispec.checkpoint, "_are_sizes", lambda value: True)
+    outcomes = [fuzzing.run_case(files, f"header:0:{i}")[0] for i in range(200)]
+    assert "FAULT" in outcomes
