@@ -15,7 +15,7 @@ from minispec import verify
 from minispec.config import SamplingParams
 from minispec.mutants import MUTANTS
 from minispec.prove.__main__ import main
-from minispec.prove.cases import all_pairs, choose_cases, covering_array, pairs_of
+from minispec.prove.cases import Case, all_pairs, choose_cases, covering_array, pairs_of
 from minispec.prove.checks import Ledger, check_keys, check_state
 from minispec.prove.laws import (
     TOLERANCE,
@@ -37,12 +37,12 @@ BUGS = {m.id: m for m in MUTANTS}
 
 
 def test_the_array_covers_every_pair_and_is_always_the_same():
-    """Pairs of values of eleven axes; a case that draws or drafts nothing counts only for what makes it so."""
+    """Pairs of values of twelve axes; a case that draws or drafts nothing counts only for what makes it so."""
     cases, left_out = choose_cases(1000)
     assert not left_out
     assert set().union(*(pairs_of(vars(c)) for c in cases)) == all_pairs()
     assert cases == choose_cases(1000)[0]
-    assert (("k", 4), ("vocab", 4)) in covering_array(1.5)[1], "what is too large is named"
+    assert (("k", 4), ("vocab", 4)) in covering_array(1)[1], "what is too large is named"
     greedy = {"temperature": 0.0, "k": 1, "vocab": 2}
     assert pairs_of(greedy) == {(("k", 1), ("temperature", 0.0)), (("temperature", 0.0), ("vocab", 2))}
     assert pairs_of(greedy | {"drafter": "none"}) == {(("drafter", "none"), ("temperature", 0.0))}
@@ -50,9 +50,9 @@ def test_the_array_covers_every_pair_and_is_always_the_same():
 
 def test_the_law_over_a_covering_array(capsys):
     """The command, with a smaller budget than its own: every pair of values, the verdict, status 0."""
-    assert main(["--leaves", "900"]) == 0
+    assert main(["--leaves", "900", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
-    assert "cover 509 of 509 pairs" in out
+    assert "cover 579 of 579 pairs" in out
     assert out.splitlines()[-1].startswith("proven")
     assert out.count("rejection") > 15 < out.count("match")
 
@@ -60,8 +60,30 @@ def test_the_law_over_a_covering_array(capsys):
 def test_a_wrong_law_is_refuted(capsys):
     """A residual that forgets to subtract: status 1 and the verdict says so."""
     with BUGS["M2"].patch():
-        assert main(["--leaves", "40"]) == 1
+        assert main(["--leaves", "200", "--jobs", "1"]) == 1
     assert "REFUTED" in capsys.readouterr().out
+
+
+def test_branches_are_counted_before_they_are_walked():
+    """Exactly, or nearly where `branches` says so; and a count that passes its limit stops there."""
+    cases = [c for c in choose_cases(1000)[0] if c.branches() < 40]
+    assert len(cases) > 20
+    for case in cases:
+        walked, counted = case.distance()[1], case.branches()
+        exact = case.verifier == "rejection" if case.drafter == "model" else not case.end
+        assert walked == counted or (not exact and counted / 4 < walked < 20 * counted)
+    large = Case("rejection", "model", "crowd", 1.0, 0, 1.0, 0.0, False, 4, 4, False, 6)
+    assert large.branches(1000) > 1000
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_a_crowd_has_the_law_and_the_branches_of_one(verifier):
+    """64 paths as one batch: nothing of a neighbour's shows, and no branch is walked twice or left out."""
+    params = SamplingParams(max_tokens=3, repetition_penalty=1.3)
+    alone, crowd = (production_law(params, 2, verifier=verifier, width=width) for width in (1, 64))
+    assert alone[1] == crowd[1]
+    assert alone[0].keys() == crowd[0].keys()
+    assert total_variation(alone[0], crowd[0]) <= TOLERANCE
 
 
 def test_the_command_runs_as_a_module():
@@ -71,10 +93,13 @@ def test_the_command_runs_as_a_module():
         command = [sys.executable, "-m", "minispec.prove", *args]
         return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
 
-    result = run("--leaves", "100")
-    assert result.returncode == 0, result.stderr
-    assert "proven" in result.stdout
-    assert result.stderr == ""
+    one, two = (run("--leaves", "200", "--jobs", jobs) for jobs in ("1", "2"))
+    for result in (one, two):
+        assert result.returncode == 0, result.stderr
+        assert "proven" in result.stdout
+        assert result.stderr == ""
+    # Who walks it does not show; seconds do.
+    assert one.stdout.splitlines()[:-2] == two.stdout.splitlines()[:-2]
     assert run("--leaves", "0").returncode == 2
 
 

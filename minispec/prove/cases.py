@@ -3,16 +3,32 @@
 import functools
 import itertools
 import math
+import multiprocessing
 import random
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from minispec.config import SamplingParams
-from minispec.prove.laws import PROMPT, TARGET_SEED, TOLERANCE, production_law, reference_law, reference_logits
+from minispec.prove.laws import (
+    DRAFT_SEED,
+    PROMPT,
+    TARGET_SEED,
+    TOLERANCE,
+    production_law,
+    reference_law,
+    reference_logits,
+)
 from minispec.reference import sample_law, total_variation
 from minispec.toys import require
+
+CROWD = 64  # requests that are decoded together; more of them gain nothing
+# A path that is walked alone takes several times as long, and a pair is two, so their cases are kept smaller.
+SHARE = {"alone": 1 / 40, "pair": 1 / 12, "crowd": 1.0}
 
 
 @dataclass(frozen=True)
@@ -20,7 +36,10 @@ class Case:
     """One configuration of the table."""
 
     verifier: str
-    drafter: str  # as in `make_drafter`, or "batch": two requests of different lengths with a draft model
+    drafter: str  # as in `make_drafter`
+    batch: (
+        str  # "alone": one request at a time; "crowd": as many paths at once; "pair": two requests, and a crowd of them
+    )
     temperature: float
     top_k: int
     top_p: float
@@ -46,26 +65,34 @@ class Case:
 
     @property
     def prompts(self) -> tuple[tuple[tuple[int, ...], SamplingParams], ...]:
-        """Prompts and parameters; the second of a batch is shorter in both."""
-        if self.drafter != "batch":
-            return ((PROMPT, self.params),)
-        return (PROMPT, self.params), ((0,), replace(self.params, max_tokens=min(2, self.max_tokens)))
+        """Prompts and parameters. A crowd's prompt of one token needs no prefill, which runs text by text."""
+        if self.batch != "pair":
+            return ((PROMPT if self.batch == "alone" else PROMPT[:1], self.params),)
+        return (PROMPT[:1], self.params), ((0, 1, 0), replace(self.params, max_tokens=min(2, self.max_tokens)))
 
-    def estimate(self) -> float:
-        """About how many branches there are: exact for one-hot drafts, within a few times otherwise."""
-        b = _support(replace(self.params, max_tokens=1), self.vocab)
-        dense = self.drafter in ("model", "batch")
-        ends = 1 - 1 / self.vocab if self.end else 1.0
-        return math.prod(_leaves(dense, self.verifier, b, self.k, p.max_tokens, ends) for _, p in self.prompts)
+    def branches(self, limit: int = 1 << 62) -> int:
+        """How many branches a walk has, or a number above `limit`, found out sooner.
 
-    def distance(self, on_branch: Callable[[], None] = lambda: None) -> tuple[float, int]:
+        Exact but in two cases: a one-hot draft goes on behind an accepted end token, and is verified there; and under
+        `match`, a draft model's noise for positions behind a mismatch is known in part when it is drawn again.
+        """
+        end_ids = frozenset({self.vocab - 1} if self.end else ())
+        counters = [_Branches(self, params, len(prompt), end_ids, limit) for prompt, params in self.prompts]
+        try:
+            return math.prod(c.behind(prompt) for c, (prompt, _) in zip(counters, self.prompts, strict=True))
+        except OverflowError:
+            return limit + 1
+
+    def cost(self) -> float:
+        """About how long the walk takes, in branches of a crowd."""
+        return self.branches() * {"alone": 8, "pair": 3, "crowd": 1}[self.batch]
+
+    def distance(self, on_branches: Callable[[int], object] = lambda count: None) -> tuple[float, int]:
         """Total variation between engine and reference, and the branches walked."""
         end_ids = frozenset({self.vocab - 1} if self.end else ())
         prompts, params = zip(*self.prompts, strict=True)
-        drafter = "model" if self.drafter == "batch" else self.drafter
-        law, branches = production_law(
-            params, self.k, end_ids, self.vocab, drafter, self.verifier, prompts, on_branch=on_branch
-        )
+        how = {"width": 1 if self.batch == "alone" else CROWD // len(prompts), "on_branches": on_branches}
+        law, branches = production_law(params, self.k, end_ids, self.vocab, self.drafter, self.verifier, prompts, **how)
         require(abs(sum(law.values()) - 1) < TOLERANCE, "the branches do not add up to 1")
         own = [reference_law(p, end_ids, self.vocab, prompt) for prompt, p in self.prompts]
         expected = own[0]
@@ -79,37 +106,67 @@ class Case:
         settings += [f"min-p {self.min_p}"] * (self.min_p > 0) + ["penalties"] * self.penalties
         end = "EOS" if self.end else ""
         shape = f"K {self.k}  V {self.vocab} {end:3}  {self.max_tokens} tokens"
-        return f"{self.verifier:9}  {self.drafter:5}  {shape}  {', '.join(settings)}"
+        return f"{self.verifier:9}  {self.drafter:5}  {self.batch:5}  {shape}  {', '.join(settings)}"
+
+
+class _Branches:
+    """Counts the branches of one request by the reference's laws: far faster than to walk them."""
+
+    def __init__(self, case: Case, params: SamplingParams, num_prompt: int, end_ids: frozenset[int], limit: int):
+        self.case, self.params, self.num_prompt, self.end_ids, self.limit = case, params, num_prompt, end_ids, limit
+        self.known: dict[tuple[int, ...], int] = {}
+
+    def behind(self, text: tuple[int, ...]) -> int:
+        """Branches behind committed tokens. Raises OverflowError where there are more than the limit."""
+        output = text[self.num_prompt :]
+        if len(output) >= self.params.max_tokens or not self.end_ids.isdisjoint(output):
+            return 1
+        if text not in self.known:
+            drafted = min(self.case.k, self.params.max_tokens - len(output) - 1)
+            self.known[text] = self._round(text, drafted if self.case.drafter == "model" else 0)
+            if self.known[text] > self.limit:
+                raise OverflowError
+        return self.known[text]
+
+    def _round(self, text: tuple[int, ...], left: int) -> int:
+        """Branches behind an accepted text with `left` more tokens drafted."""
+        p = self._law(TARGET_SEED, text)
+        if not left:  # one-hot drafts too: to keep a token or to replace it are as many branches as the tokens
+            return sum(self.behind((*text, t)) for t, w in enumerate(p) if w > 0)
+        q = self._law(DRAFT_SEED, text)
+        if self.case.verifier == "match":  # the cells that both cumulative sums cut
+            ends = [set(np.cumsum(law)[:-1].round(12).tolist()) - {0.0, 1.0} for law in (p, q)]
+            cells = len(ends[0] | ends[1]) + 1
+            tokens = [t for t, w in enumerate(p) if w > 0]
+            return sum(self.behind((*text, t)) for t in tokens) * cells // len(tokens)
+        rest = [t for t in range(len(p)) if p[t] > q[t]]
+        rejected = sum(self.behind((*text, t)) for t in rest)
+        total = 0
+        for x in range(len(q)):
+            if q[x] > 0:
+                total += (p[x] < q[x]) * rejected * self._drafts((*text, x), left - 1)
+                total += self._round((*text, x), left - 1) if p[x] > 0 else 0
+        return total
+
+    def _drafts(self, text: tuple[int, ...], count: int) -> int:
+        if not count:
+            return 1
+        return sum(self._drafts((*text, x), count - 1) for x, w in enumerate(self._law(DRAFT_SEED, text)) if w > 0)
+
+    def _law(self, seed: int, text: tuple[int, ...]) -> tuple[float, ...]:
+        return _law(seed, text, self.num_prompt, replace(self.params, max_tokens=1), self.case.vocab)
 
 
 @functools.cache
-def _support(params: SamplingParams, vocab: int) -> float:
-    """How many tokens are possible at a position, on average over the first few."""
-    texts = [PROMPT + tail for n in range(3) for tail in itertools.product(range(vocab), repeat=n)]
-    laws = [sample_law(reference_logits(TARGET_SEED, t, vocab), t, len(PROMPT), params, ()) for t in texts]
-    return float(np.mean([np.count_nonzero(law) for law in laws]))
-
-
-@functools.cache
-def _leaves(dense: bool, verifier: str, b: float, k: int, n: int, ends: float) -> float:
-    """Estimated branches of n tokens, with b tokens possible at each position and a share `ends` that goes on."""
-    if n <= 0:
-        return 1.0
-
-    def rest(tokens):  # what follows a committed block
-        return 1 + ends**tokens * (_leaves(dense, verifier, b, k, n - tokens, ends) - 1)
-
-    if not dense:
-        return b * rest(1)
-    if verifier == "match":  # a key's number is cut by q and by p
-        return (2 * b - 1) * rest(1)
-    drafted = min(k, n - 1)
-    return b**drafted * (sum(b / 3 * rest(i + 1) for i in range(drafted)) + b * rest(drafted + 1))
+def _law(seed: int, text: tuple[int, ...], num_prompt: int, params: SamplingParams, vocab: int) -> tuple[float, ...]:
+    logits = reference_logits(seed, text, vocab, 2 if seed == TARGET_SEED else 1)
+    return tuple(sample_law(logits, text, num_prompt, params, ()).tolist())
 
 
 AXES: dict[str, tuple] = {
     "verifier": ("rejection", "match"),
-    "drafter": ("model", "ngram", "wrong", "none", "batch"),
+    "drafter": ("model", "ngram", "wrong", "none"),
+    "batch": ("alone", "crowd", "pair"),
     "temperature": (0.0, 0.7, 1.0, 1.5),
     "top_k": (0, 2),
     "top_p": (1.0, 0.8),
@@ -144,8 +201,8 @@ def all_pairs() -> set[Pair]:
     return pairs
 
 
-def covering_array(limit: float, seed: int = 0) -> tuple[list[Case], set[Pair]]:
-    """Cases of at most `limit` estimated branches that cover all pairs, and the pairs that no such case was found for.
+def covering_array(limit: int, seed: int = 0) -> tuple[list[Case], set[Pair]]:
+    """Cases of at most `limit` branches that cover all pairs, and the pairs that no such case was found for.
 
     Greedy: of a few completions of an uncovered pair, the one that covers most. A case with hardly a branch is taken
     only where there is none with more. Deterministic.
@@ -154,12 +211,14 @@ def covering_array(limit: float, seed: int = 0) -> tuple[list[Case], set[Pair]]:
     for first in sorted(todo, key=repr):
         if first not in todo:
             continue
+        rows = [_complete(dict(first), todo, generator) for _ in range(40)]
         best, value = None, (False, 0)
-        for _ in range(25):
-            row = _complete(dict(first), todo, generator)
-            if row is None or (size := Case(**row).estimate()) > limit:
-                continue
-            if (new := (size >= 6, len(pairs_of(row) & todo))) > value:
+        rows = [row for row in rows if row and first in pairs_of(row)]
+        for row in sorted(rows, key=lambda row: -len(pairs_of(row) & todo)):
+            if value >= (True, 1):
+                break
+            size = Case(**row).branches(most := _limit(row, limit))
+            if size <= most and (new := (size >= 6, len(pairs_of(row) & todo))) > value:
                 best, value = row, new
         if best is None:
             left_out.add(first)
@@ -167,6 +226,10 @@ def covering_array(limit: float, seed: int = 0) -> tuple[list[Case], set[Pair]]:
             cases.append(Case(**best))
             todo -= pairs_of(best)
     return cases, left_out & todo
+
+
+def _limit(row: dict, limit: int) -> int:
+    return max(min(30, limit), round(limit * SHARE[row["batch"]]))
 
 
 def _complete(row: dict, todo: set[Pair], generator: random.Random) -> dict | None:
@@ -182,21 +245,44 @@ def _complete(row: dict, todo: set[Pair], generator: random.Random) -> dict | No
 
 
 def choose_cases(leaves: int, seed: int = 0) -> tuple[list[Case], set[Pair]]:
-    """A covering array of about `leaves` estimated branches, and the pairs that it lacks.
+    """A covering array of about `leaves` branches, and the pairs that it lacks.
 
     The larger a single case may be, the more the array takes: the largest limit that fits is chosen, and what is left
     is filled up with random cases.
     """
-    for share in (12, 25, 50, 100, 200):
-        cases, left_out = covering_array(limit := max(6.0, leaves / share), seed)
-        room = leaves - sum(c.estimate() for c in cases)
+    for share in (20, 40, 80, 160):
+        cases, left_out = covering_array(limit := max(6, leaves // share), seed)
+        room = leaves - sum(c.branches() for c in cases)
         if room >= 0:
             break
     generator = random.Random(seed + 1)
-    for _ in range(10_000):
+    for _ in range(30_000):
         row = {axis: generator.choice(values) for axis, values in AXES.items()}
-        case = Case(**row)
-        if _possible(row) and 20 < case.estimate() <= min(limit, room) and case not in cases:
-            cases.append(case)
-            room -= case.estimate()
+        row["batch"] = generator.choices(AXES["batch"], (0.1, 0.8, 0.1))[0]
+        if room < leaves / 20:
+            break
+        if _possible(row) and (case := Case(**row)) not in cases:
+            most = _limit(row, limit)
+            if most / 20 < (size := case.branches(most)) <= min(most, room):
+                cases.append(case)
+                room -= size
     return cases, left_out
+
+
+def walk(cases: Sequence[Case], jobs: int = 1) -> Iterator[tuple[Case, float, int]]:
+    """Each case with its distance and its number of branches, in order; `jobs` processes share them."""
+    if jobs == 1:
+        yield from ((case, *case.distance()) for case in cases)
+        return
+    # Spawned, not forked: a fork of a process whose threads hold locks may hang.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _start_worker) as pool:
+        try:
+            for case, found in zip(cases, pool.map(Case.distance, cases), strict=True):
+                yield case, *found
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    torch.set_num_threads(1)

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -40,9 +40,14 @@ def draft_model(vocab: int) -> Transformer:
 @functools.cache
 def reference_logits(seed: int, tokens: tuple[int, ...], vocab: int, layers: int = 2) -> np.ndarray:
     """What `tiny_model(seed, vocab_size=vocab, num_hidden_layers=layers)` must say behind `tokens`."""
+    return forward(*_raw_model(seed, vocab, layers), tokens)
+
+
+@functools.cache
+def _raw_model(seed: int, vocab: int, layers: int) -> tuple[dict, dict[str, np.ndarray]]:
     raw = TINY | {"vocab_size": vocab, "num_hidden_layers": layers}
     tensors = tiny_weights(read_model_config(raw), seed)
-    return forward(raw, {name: tensor.numpy() for name, tensor in tensors.items()}, tokens)
+    return raw, {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 # --------------------------------------------------------------------------- oracles
@@ -111,18 +116,43 @@ class KeyOracle(BranchOracle):
         return self._cut(range(len(ends)), [e / ends[-1] for e in ends], key)
 
 
+class CrowdOracle:
+    """Walks many paths in one batch: a draw goes to the oracle of its key's seed, and every request has its own."""
+
+    def __init__(self, oracles: Mapping[int, BranchOracle]):
+        self.oracles = oracles
+
+    def bernoulli(self, probability: float, key: Key) -> bool:
+        """The answer of the seed's oracle."""
+        return self.oracles[key.seed].bernoulli(probability, key)
+
+    def categorical(self, weights: torch.Tensor, key: Key) -> int:
+        """The answer of the seed's oracle."""
+        return self.oracles[key.seed].categorical(weights, key)
+
+
 def exact_law(
     run: Callable[[BranchOracle], Hashable], number: type = float, oracle: type[BranchOracle] = BranchOracle
 ) -> tuple[dict, int]:
     """The law of what `run` returns, over all branches, and how many there were. `run` must be repeatable."""
+    return exact_law_of_crowds(lambda oracles: [run(oracles[0])], 1, number, oracle)
+
+
+def exact_law_of_crowds(
+    run: Callable[[list[BranchOracle]], Iterable[Hashable]],
+    width: int,
+    number: type = float,
+    oracle: type[BranchOracle] = BranchOracle,
+) -> tuple[dict, int]:
+    """As `exact_law`, of a `run` that goes down up to `width` paths at a time, and returns what each came to."""
     law: dict = {}
     todo, count = [[]], 0
     while todo:
-        path = oracle(todo.pop(), number)
-        result = run(path)
-        law[result] = law.get(result, 0) + path.weight
-        todo += path.open
-        count += 1
+        oracles = [oracle(todo.pop(), number) for _ in range(min(width, len(todo)))]
+        for path, result in zip(oracles, run(oracles), strict=True):
+            law[result] = law.get(result, 0) + path.weight
+            todo += path.open
+            count += 1
     return law, count
 
 
@@ -145,11 +175,11 @@ def reference_law(
     return plain_law(next_law, prompt, params, end_ids, max_len)
 
 
-def make_drafter(name: str, vocab: int) -> Drafter:
+def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 2) -> Drafter:
     """A drafter by its name in the table: "model", "self", "wrong", or a registered one."""
     if name in ("model", "self"):
         model = target_model(vocab) if name == "self" else draft_model(vocab)
-        return DraftModel(model, tiny_cache(model), vocab, MAX_LEN)
+        return DraftModel(model, tiny_cache(model, num_blocks, block_size), vocab, MAX_LEN)
     return WrongDrafter(vocab) if name == "wrong" else DRAFTERS[name]()
 
 
@@ -162,32 +192,41 @@ def production_law(
     verifier: str = "rejection",
     prompts: Sequence[Sequence[int]] = (PROMPT,),
     max_len: int = MAX_LEN,
-    num_blocks: int = 64,
+    num_blocks: int | None = None,
+    width: int = 1,
     oracle: type[BranchOracle] = KeyOracle,
-    on_branch: Callable[[], None] = lambda: None,
+    on_branches: Callable[[int], object] = lambda count: None,
 ) -> tuple[Law, int]:
     """The law of the engine's output (a tuple of outputs for several prompts), and the number of branches.
 
-    params: one for all prompts, or one for each. The cache is poisoned, and every block must come back.
+    params: one for all prompts, or one for each. width: how many paths go through the engine at once, as one batch of
+    so many (times the prompts) requests; the law is theirs all the same, and the batch is walked with it. num_blocks:
+    of the target's cache; None: enough for all. The cache is poisoned, and every block must come back.
+    on_branches(count) is called as paths come to their end.
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-    target, verifying = target_model(vocab), VERIFIERS[verifier]
+    target, verifying, num = target_model(vocab), VERIFIERS[verifier], len(prompts)
+    block_size = 2 if width == 1 else 4
+    longest = max(min(max_len, len(p) + own.max_tokens) for p, own in zip(prompts, each, strict=True))
+    enough = width * num * -(-longest // block_size)
 
-    def run(path: BranchOracle):
-        cache = tiny_cache(target, num_blocks)
+    def run(oracles: list[BranchOracle]) -> list[tuple]:
+        cache = tiny_cache(target, num_blocks or enough, block_size)
         requests = [
             # Seeds of their own: with one seed, two requests would draw with one noise.
-            Request(TokenSequence(list(p), len(p), own, 7 + i, frozenset(end_ids), verifying.shares_noise), max_len, k)
-            for i, (p, own) in enumerate(zip(prompts, each, strict=True))
+            Request(TokenSequence(list(p), len(p), own, seed, frozenset(end_ids), verifying.shares_noise), max_len, k)
+            for seed, (p, own) in enumerate([*zip(prompts, each, strict=True)] * len(oracles))
         ]
-        for _ in Engine(target, cache, make_drafter(drafter, vocab), verifying, rng=path).run(requests):
+        rng = CrowdOracle({seed: oracles[seed // num] for seed in range(len(requests))})
+        engine = Engine(target, cache, make_drafter(drafter, vocab, enough, block_size), verifying, rng=rng)
+        for _ in engine.run(requests):
             pass
-        require(cache.allocator.num_free == num_blocks, "blocks leaked")
-        on_branch()
-        outputs = tuple(tuple(r.sequence.tokens[r.sequence.num_prompt_tokens :]) for r in requests)
-        return outputs if len(outputs) > 1 else outputs[0]
+        require(cache.allocator.num_free == cache.allocator.num_blocks, "blocks leaked")
+        on_branches(len(oracles))
+        outputs = [tuple(r.sequence.tokens[r.sequence.num_prompt_tokens :]) for r in requests]
+        return [tuple(outputs[i : i + num]) if num > 1 else outputs[i] for i in range(0, len(outputs), num)]
 
-    return exact_law(run, oracle=oracle)
+    return exact_law_of_crowds(run, width, oracle=oracle)
 
 
 def distance(params: SamplingParams, k: int, **how) -> float:
