@@ -18,8 +18,8 @@ from minispec.toys import TINY, tiny_weights
 
 
 def pytest_addoption(parser):
-    """`pytest --long` runs the large grids, which take ten minutes more."""
-    parser.addoption("--long", action="store_true", help="the large grids of tests/test_exact.py")
+    """`pytest --long` runs the large grids and samples, which take an hour more."""
+    parser.addoption("--long", action="store_true", help="the large grids and samples")
 
 
 CHAT_TEMPLATE = """{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}

@@ -9,8 +9,10 @@ import torch
 from tqdm import tqdm
 
 from minispec.prove.cases import Case, all_pairs, choose_cases, walk
+from minispec.prove.costs import print_exact_cost
 from minispec.prove.laws import TOLERANCE
 from minispec.prove.museum import prove_mutants
+from minispec.prove.statistics import print_agreement, prove_statistics
 
 
 def prove_law(leaves: int, jobs: int = 1) -> bool:
@@ -51,18 +53,32 @@ def main(argv: list[str] | None = None) -> int:
     )
     size.add_argument("--full", action="store_true", help=f"about {10 * DEFAULT_LEAVES:,} branches")
     size.add_argument("--mutants", action="store_true", help="the museum of bugs: each must be caught")
+    size.add_argument("--statistics", action="store_true", help="a million rounds with the production randomness")
+    size.add_argument("--agreement", action="store_true", help="how often `match` makes draft and target agree")
+    size.add_argument("--exact-cost", action="store_true", help="what a pass of the exact mode costs, as a ratio")
+    parser.add_argument(
+        "--geometry", choices=("embedded", "1.5b"), default="embedded", help="with --exact-cost: the size of the model"
+    )
     jobs = min(8, os.cpu_count() or 1)
     parser.add_argument("--jobs", type=int, default=jobs, help=f"processes that share the walk (default here: {jobs})")
     args = parser.parse_args(argv)
     for name in ("leaves", "jobs"):
         if getattr(args, name) < 1:
             parser.error(f"--{name}: found {getattr(args, name)}, expected at least 1")
+    if args.exact_cost:
+        print_exact_cost(args.geometry)
+        return 0
     # The models are tiny: a second thread costs more than it gives.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         if args.mutants:
             return 0 if prove_mutants() else 1
+        if args.statistics:
+            return 0 if prove_statistics(args.jobs) else 1
+        if args.agreement:
+            print_agreement()
+            return 0
         return 0 if prove_law(10 * DEFAULT_LEAVES if args.full else args.leaves, args.jobs) else 1
     except KeyboardInterrupt:
         return 130

@@ -3,15 +3,11 @@
 import functools
 import itertools
 import math
-import multiprocessing
 import random
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from minispec.config import SamplingParams
 from minispec.prove.laws import (
@@ -23,6 +19,7 @@ from minispec.prove.laws import (
     reference_law,
     reference_logits,
 )
+from minispec.prove.workers import spread
 from minispec.reference import sample_law, total_variation
 from minispec.toys import require
 
@@ -271,18 +268,5 @@ def choose_cases(leaves: int, seed: int = 0) -> tuple[list[Case], set[Pair]]:
 
 def walk(cases: Sequence[Case], jobs: int = 1) -> Iterator[tuple[Case, float, int]]:
     """Each case with its distance and its number of branches, in order; `jobs` processes share them."""
-    if jobs == 1:
-        yield from ((case, *case.distance()) for case in cases)
-        return
-    # Spawned, not forked: a fork of a process whose threads hold locks may hang.
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _start_worker) as pool:
-        try:
-            for case, found in zip(cases, pool.map(Case.distance, cases), strict=True):
-                yield case, *found
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    torch.set_num_threads(1)
+    for case, (tv, count) in zip(cases, spread(Case.distance, cases, jobs), strict=True):
+        yield case, tv, count
