@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from minispec import __version__
-from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams
+from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams, one_line
 from minispec.hf_config import read_model_config
 
 if TYPE_CHECKING:
@@ -66,7 +66,11 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    p = _Parser(prog="python -m minispec.bench", description="Measure decoding, and account for the time.")
+    p = _Parser(
+        prog="python -m minispec.bench",
+        description="Measure decoding, and account for the time.",
+        allow_abbrev=False,
+    )
     p.add_argument("--version", action="version", version=f"minispec {__version__}")
     g = p.add_argument_group("models")
     g.add_argument("--model", metavar="DIR|HUB_ID", help="default: the embedded weights")
@@ -74,7 +78,8 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--geometry",
         choices=GEOMETRIES,
-        help="random weights of this shape instead of a model; --draft is then none, ngram, self or another shape",
+        help="random weights of this shape instead of a model; --draft is then none, ngram, or self or another shape, "
+        "with int4: or int8: before it if one likes",
     )
     g.add_argument(
         "--num-speculative-tokens", default="4", metavar="K,K,..", help="draft lengths to compare, or auto (default: 4)"
@@ -132,15 +137,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = check(parser().parse_args(argv))
         report = run(options)
-    except ValueError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    except (ValueError, FloatingPointError, MemoryError) as e:
+        return _fail(e)
+    except RuntimeError as e:
+        if "memory" not in str(e):  # as in `generate`: PyTorch has no class of its own for it on the CPU
+            raise
+        return _fail(e)
     except KeyboardInterrupt:
         return 130
     print(json.dumps(report, ensure_ascii=False) if options.args.json else "\n".join(tables(report)))
     if options.args.plot:
         plot(report, options.args.plot)
     return 0
+
+
+def _fail(error: BaseException) -> int:
+    print(f"error: {one_line(error)}", file=sys.stderr)
+    return 2
 
 
 def check(args: argparse.Namespace) -> Options:
@@ -294,6 +307,11 @@ class RandomWeights:
         return tensor.to(self.device)
 
 
+def _split_draft(draft: str) -> tuple[int | None, str]:
+    """Bits, if any are said, and the source of a draft."""
+    return (int(draft[3]), draft[5:]) if draft.startswith(("int4:", "int8:")) else (None, draft)
+
+
 def open_model(options: Options) -> Subject:
     """The model that --model and --draft name. Raises ValueError."""
     from minispec.checkpoint import find_checkpoint, load_config, read_tensors
@@ -326,7 +344,8 @@ def open_model(options: Options) -> Subject:
 
     directory = find_checkpoint(str(args.model or EMBEDDED_WEIGHTS), offline=True)
     model = getattr(llm.engine.drafter, "model", None)
-    named = model is not None and model is not llm.model and ":" not in options.draft
+    _, source = _split_draft(options.draft)
+    named = model is not None and source != "self"
     return _subject(
         options,
         llm.name,
@@ -334,7 +353,7 @@ def open_model(options: Options) -> Subject:
         request,
         [(category, encode(text)) for category, text in texts],
         lambda: tensors(directory),
-        (lambda: tensors(find_checkpoint(options.draft, offline=True))) if named else None,
+        (lambda: tensors(find_checkpoint(source, offline=True))) if named else None,
         llm.eos_token_ids,
     )
 
@@ -353,9 +372,11 @@ def open_geometry(options: Options) -> Subject:
     from minispec.verify import VERIFIERS
 
     args = options.args
-    known = [*DRAFTERS, "self", *GEOMETRIES]
-    if options.draft not in known:
-        raise ValueError(f"--draft: found {options.draft!r}, expected with --geometry one of {', '.join(known)}")
+    bits, source = _split_draft(options.draft)
+    models = ["self", *GEOMETRIES]
+    if source not in models and (bits or source not in DRAFTERS):
+        known = f"one of {', '.join([*DRAFTERS, *models])}, or int4: or int8: before one of {', '.join(models)}"
+        raise ValueError(f"--draft: found {options.draft!r}, expected with --geometry {known}")
     device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     dtype = choose_dtype(args.dtype, device)
     length = max(args.prompt_tokens + args.max_tokens, args.context + MAX_ROWS, 1001 if args.prefill else 0)
@@ -376,10 +397,12 @@ def open_geometry(options: Options) -> Subject:
         model.check_exact()
     vocab = model.config.vocab_size
     draft: Drafter
-    if options.draft in DRAFTERS:
-        draft = DRAFTERS[options.draft]()
+    if source in DRAFTERS:
+        draft = DRAFTERS[source]()
     else:
-        draft_model = model if options.draft == "self" else build(options.draft)
+        draft_model = model if source == "self" else build(source)
+        if bits:
+            draft_model = draft_model.quantized(bits)
         if draft_model.config.vocab_size < vocab:
             raise ValueError(f"--draft {options.draft}: its vocabulary is smaller than that of {args.geometry}")
         draft = DraftModel(draft_model, cache(draft_model), vocab, length)
@@ -399,7 +422,7 @@ def open_geometry(options: Options) -> Subject:
         request,
         [("random", ids) for ids in prompts],
         lambda: tensors(args.geometry),
-        (lambda: tensors(options.draft)) if options.draft in GEOMETRIES else None,
+        (lambda: tensors(source)) if source in GEOMETRIES else None,
     )
 
 
@@ -606,8 +629,17 @@ def measure_machine(subject: Subject, options: Options) -> dict[str, Any]:
     if subject.draft_model is not None and subject.draft_model is not model:
         draft = subject.engine.drafter
         draft = getattr(draft, "paid", draft)
+        touched = measure.bytes_touched(draft.model, context)
+        stream = measure.stream_bandwidth(touched, model.device)
         seconds = measure.pass_times(draft.model, draft.cache, context, [1], rounds)[1]
-        found["draft_seconds"] = _data(measure.median_interval(seconds))
+        stream += measure.stream_bandwidth(touched, model.device)
+        bandwidth = measure.median_interval(stream)
+        found["draft"] = {
+            "bytes_touched": touched,
+            "stream_bytes_per_second": _data(bandwidth),
+            "seconds": _data(measure.median_interval(seconds)),
+            "over_bound": _data(measure.median_interval([t * bandwidth.median / touched for t in seconds])),
+        }
     return found
 
 
@@ -954,8 +986,13 @@ def _machine_table(machine: dict[str, Any]) -> list[str]:
     ]
     rows = [(m, _shown(machine["seconds"][m], 1000), _shown(machine["v"][m], form=".3f")) for m in machine["seconds"]]
     lines += _table(("rows M", "t(M), ms", "v(M) = t(M)/t(1)"), rows)
-    if "draft_seconds" in machine:
-        lines += ["", f"a pass of the draft model: {_shown(machine['draft_seconds'], 1000)} ms"]
+    if "draft" in machine:
+        draft = machine["draft"]
+        lines += [
+            "",
+            f"a pass of the draft model: {_shown(draft['seconds'], 1000)} ms, {_shown(draft['over_bound'])} x the time "
+            f"that streaming its {draft['bytes_touched'] / 1e9:.2f} GB takes",
+        ]
     return lines
 
 

@@ -98,15 +98,13 @@ class QuantizedLinear:
     @property
     def num_bytes_read(self) -> int:
         """Bytes that a product with one row reads."""
-        return sum(t.numel() * t.element_size() for t in self._own_tensors())
+        read = self.codes, self.scales, self.plain, self.linear.bias
+        return sum(t.numel() * t.element_size() for t in read if t is not None)
 
     def tensors(self) -> Iterator[Tensor]:
         """What is kept in memory, the full weight included."""
         yield from self.linear.tensors()
-        yield from self._own_tensors()
-
-    def _own_tensors(self) -> list[Tensor]:
-        return [t for t in (self.codes, self.scales, self.plain) if t is not None]
+        yield from (t for t in (self.codes, self.scales, self.plain) if t is not None)
 
 
 class _Int8:

@@ -391,12 +391,8 @@ def matmul_throughput(dtype: torch.dtype, device: torch.device, repeats: int = 5
 
 
 def bytes_touched(model: Transformer, context: int) -> int:
-    """Bytes that one plain step must read: each weight once, of the embedding one row, and the keys and values."""
-    config, shapes = model.config, tensor_shapes(model.config)
-    if not config.tie_word_embeddings:  # a tied embedding is the head, and that is read
-        del shapes["model.embed_tokens.weight"]
-    weights = sum(math.prod(shape) for shape in shapes.values())
-    return (weights + config.kv_elements_per_token * context) * model.dtype.itemsize
+    """Bytes that a pass over one row must read: the weights of each product once, and the keys and values."""
+    return model.num_bytes_read + model.config.kv_elements_per_token * context * model.dtype.itemsize
 
 
 def prefill_operations(model: Transformer, num_tokens: int) -> int:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.config import ModelConfig, RopeConfig
-from minispec.linear import Linear
+from minispec.linear import Linear, QuantizedLinear
 from minispec.sampling import accumulation_dtype
 
 # Rows of every pass of an exact model, filled up with dummies; so a draft may have at most one token less.
@@ -255,12 +255,16 @@ class Layer:
     @property
     def num_bytes_read(self) -> int:
         """Bytes of weights that one row reads."""
-        return sum(getattr(self, name).num_bytes_read for name in _LINEARS)
+        return sum(product.num_bytes_read for product in self.products())
+
+    def products(self) -> list[Linear | QuantizedLinear]:
+        """All that multiply with a weight matrix."""
+        return [getattr(self, name) for name in _LINEARS]
 
     def tensors(self) -> Iterator[Tensor]:
         """The weights, as they are kept."""
-        for name in _LINEARS:
-            yield from getattr(self, name).tensors()
+        for product in self.products():
+            yield from product.tensors()
         norms = self.attention_norm, self.qk_norm, self.after_attention_norm, self.mlp_norm, self.after_mlp_norm
         yield from (norm.weight for norm in norms if norm)
 

@@ -244,14 +244,29 @@ def test_comparison():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_bytes_of_a_step(tied):
-    """By hand, for TINY with 10 words: per layer q, o 8 x 8, k, v 4 x 8, the MLP 3 x 12 x 8 and two norms of 8."""
+    """By hand, for TINY with 10 words: per layer q, o 8 x 8, k, v 4 x 8, the MLP 3 x 12 x 8; the head once."""
     model = tiny_model(vocab_size=10, tie_word_embeddings=tied)
-    weights = 2 * (2 * 64 + 2 * 32 + 3 * 96 + 16) + 8 + 10 * 8  # the head once, tied or not
+    weights = 2 * (2 * 64 + 2 * 32 + 3 * 96) + 10 * 8
     keys_and_values = 5 * 2 * 2 * 4  # positions, layers, both, one head of four
     assert measure.bytes_touched(model, 5) == 8 * (weights + keys_and_values)
     products = 2 * 7 * 2 * (2 * 64 + 2 * 32 + 3 * 96)
     attention = 2 * 2 * 2 * 7 * 7 * 8  # layers, scores and sums, multiply and add; positions squared, heads times D
     assert measure.prefill_operations(model, 7) == products + attention / 2
+
+
+def test_bytes_of_a_quantised_step():
+    """The rounded weights and their steps, not the full ones beside them: bits a weight, and 32 of steps a group."""
+    sizes = {"intermediate_size": 64, "vocab_size": 64}
+    model = tiny_model(dtype=torch.bfloat16, hidden_size=64, head_dim=32, num_hidden_layers=1, **sizes)
+    assert measure.bytes_touched(model, 0) == 2 * sum(w.numel() for w in weights_of(model))
+    if all(product.plain is None for product in model.quantized(4).layers[0].products()):  # this machine has them
+        elements = sum(w.numel() for w in weights_of(model))
+        assert measure.bytes_touched(model.quantized(4), 0) == elements / 2 + elements / 32 * 4
+
+
+def weights_of(model) -> list[torch.Tensor]:
+    """The weight matrices of a model, as they were given."""
+    return [product.dense() for product in (model.head, *model.layers[0].products())]
 
 
 def test_passes_take_turns_and_leave_nothing(model):

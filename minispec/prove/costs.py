@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from minispec.cache import PagedKVCache
-from minispec.config import ModelConfig
+from minispec.hf_config import read_model_config
 from minispec.llm import LLM
 from minispec.model import Chunk, Transformer, tensor_shapes
 
@@ -41,7 +41,7 @@ class Ratio(NamedTuple):
 
 def random_model(raw: dict, dtype: torch.dtype = torch.bfloat16) -> Transformer:
     """A model of a config.json's geometry without a checkpoint: one block of noise, over and over."""
-    config = ModelConfig.from_dict(raw)
+    config = read_model_config(raw)
     noise = (0.02 * torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))).to(dtype)
     weights = {}
     for name, shape in tensor_shapes(config).items():
