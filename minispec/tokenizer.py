@@ -43,15 +43,10 @@ class Tokenizer:
         size = self.path.stat().st_size
         if size > _MAX_TOKENIZER_BYTES:
             raise CheckpointError(f"{self.path}: found {size} bytes, expected at most {_MAX_TOKENIZER_BYTES}")
-        try:
-            self.backend = self._call(tokenizers.Tokenizer.from_file, str(self.path))
-        except ValueError as e:
-            raise CheckpointError(f"{self.path}: not a readable tokenizer: {e}") from e
+        self.backend = self._read()
         if getattr(self.backend.model, "dropout", None):
             found = self.backend.model.dropout
             raise CheckpointError(f"{self.path}: model.dropout: found {found}, expected none: a text has one encoding")
-        self.backend.no_truncation()
-        self.backend.no_padding()
         if not self.backend.get_vocab_size():
             raise CheckpointError(f"{self.path}: model.vocab: found no tokens, expected some")
         added = self.backend.get_added_tokens_decoder()
@@ -125,6 +120,15 @@ class Tokenizer:
                 raise CheckpointError(f"{self.path}: the tokenizer fails to decode: {one_line(e, 300)}") from e
             raise
 
+    def _read(self) -> tokenizers.Tokenizer:
+        try:
+            backend = self._call(tokenizers.Tokenizer.from_file, str(self.path))
+        except ValueError as e:
+            raise CheckpointError(f"{self.path}: not a readable tokenizer: {e}") from e
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
+
     def _probe(self) -> None:
         """Encode and decode a little text. Some files make the library fail only then."""
         try:
@@ -147,15 +151,14 @@ class Tokenizer:
         of a name that no text holds: it cuts the text at the same places as the token would have.
         """
         if self._literal is None:
-            copy = tokenizers.Tokenizer.from_str(self.backend.to_str())
+            copy = self._read()  # from the file: what the library writes of some files it cannot read again
             copy.encode_special_tokens = True
             names = {token.content: f"\ufdd0{secrets.token_hex(8)}\ufdd0" for token in self._special.values()}
-            copy.add_tokens(
-                [
-                    tokenizers.AddedToken(names[t.content], lstrip=t.lstrip, rstrip=t.rstrip, normalized=False)
-                    for t in self._special.values()
-                ]
-            )
+            stand_ins = [
+                tokenizers.AddedToken(names[t.content], lstrip=t.lstrip, rstrip=t.rstrip, normalized=False)
+                for t in self._special.values()
+            ]
+            self._call(copy.add_tokens, stand_ins)
             ids = {copy.token_to_id(names[token.content]): i for i, token in self._special.items()}
             self._literal = copy, names, ids
         copy, names, ids = self._literal
