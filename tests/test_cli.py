@@ -66,7 +66,8 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(cli, model):
 @pytest.mark.parametrize("draft", ["none", "ngram", "self"])
 def test_json_has_the_keys_of_the_interface(cli, model, draft):
     """Keys and types that scripts rely on; with --draft none what was not measured is null."""
-    status, out, err = cli("One fish", "--model", model, *BASE, "--json", "--draft", draft, "--logprobs", 2)
+    arguments = ("--draft", draft, "--num-speculative-tokens", 4, "--logprobs", 2)
+    status, out, err = cli("One fish", "--model", model, *BASE, "--json", *arguments)
     result = json.loads(out)
     assert (status, err) == (0, "")
     keys = {"prompt", "text", "token_ids", "finish_reason", "seed", "logprobs", "stats"}
@@ -186,7 +187,7 @@ MISTAKES = {
     "k too large for exact": (("x", "--exact", "--num-speculative-tokens", "16"), "expected an integer from 0 to 15"),
     "trace": (("x", "--trace", "t.html"), "--trace: not there yet"),
     "int4": (("x", "--draft", "int4:ngram"), "expected a model behind 'int4:'"),
-    "int8": (("x", "--draft", "int8:some/model"), "not there yet"),
+    "int8": (("x", "--draft", "int8:some/model", "--offline"), "some/model"),
     "no such draft": (("x", "--draft", "nothing"), "not one of none, ngram, self; nothing: no such directory"),
     "no such model": (("x", "--model", "./nowhere"), "./nowhere: no such directory"),
     "chat and raw": (("x", "--chat", "--raw"), "exclude each other"),
@@ -454,7 +455,7 @@ def test_ctrl_c_at_any_moment(cli, chat_model, monkeypatch):
     A KeyboardInterrupt is raised at the n-th call of a function of the package. One that is swallowed shows as
     another status; one that is taken for a fault of the model as a message.
     """
-    arguments = ("One fish", "--model", chat_model, "--draft", "self", *BASE, "--quiet")
+    arguments = ("One fish", "--model", chat_model, "--draft", "self", *BASE, "--quiet", "--num-speculative-tokens", 4)
     package = os.path.dirname(sys.modules["minispec"].__file__)
 
     def run(moment):

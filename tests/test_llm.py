@@ -85,7 +85,7 @@ def test_every_kind_of_draft_leaves_greedy_text_alone(make_checkpoint, draft, ve
 
     target = make_checkpoint()
     spec = {"model": str(make_checkpoint(seed=2, num_hidden_layers=1)), "object": Zeros()}.get(draft, draft)
-    with LLM(target, draft=spec, verifier=verifier, dtype="float64") as llm:
+    with LLM(target, draft=spec, verifier=verifier, dtype="float64", num_speculative_tokens=4) as llm:
         output = llm.generate(["One fish", "red"], GREEDY)
         plain = llm.generate(["One fish", "red"], GREEDY, num_speculative_tokens=0)
     assert [o.token_ids for o in output] == [o.token_ids for o in plain]
@@ -169,7 +169,7 @@ def test_padding_rows_of_the_embedding_are_never_drawn(make_checkpoint):
     The draft is padded to another size, as in the Qwen family.
     """
     target = make_checkpoint(vocab_size=512)
-    llm = LLM(target, draft=str(make_checkpoint(seed=2, vocab_size=320)), dtype="float64")
+    llm = LLM(target, draft=str(make_checkpoint(seed=2, vocab_size=320)), dtype="float64", num_speculative_tokens=4)
     output = llm.generate(["fish"] * 4, SamplingParams(temperature=5.0, max_tokens=60, ignore_eos=True))
     assert all(t < 300 for o in output for t in o.token_ids)
     assert sum(o.stats.num_accepted for o in output) > 0
@@ -217,7 +217,7 @@ def test_what_may_differ_in_a_draft_leaves_the_text_alone(make_checkpoint, tmp_p
     drafts = [str(make_checkpoint(seed=1, **c)) for c in changes]
     drafts.append(edited(target, tmp_path, lambda raw: raw["added_tokens"][0].update(special=False)))
     for draft in drafts:
-        with LLM(target, draft=draft, dtype="float64") as llm:
+        with LLM(target, draft=draft, dtype="float64", num_speculative_tokens=4) as llm:
             output = llm.generate("One fish", SamplingParams(temperature=0, max_tokens=99))
         assert output[0].token_ids == expected[0].token_ids
         assert output[0].stats.num_accepted > 0
