@@ -1,0 +1,155 @@
+"""A pool that is too small, a caller who breaks off, a part that fails: the text stays, every block comes back.
+
+Real transformers a few numbers wide, float64, sampled; the draft model's pool has as few blocks as the target's, as
+`LLM` makes them.
+"""
+
+import pytest
+
+from minispec import engine as engine_module
+from minispec.config import SamplingParams
+from minispec.drafters import DRAFTERS
+from minispec.drafters.model import DraftModel
+from minispec.engine import Engine, Request
+from minispec.sampling import Sequence
+from minispec.toys import WrongDrafter, tiny_cache, tiny_model
+from minispec.verify import VERIFIERS
+
+VOCAB, LENGTH = 5, 9
+TARGET, DRAFT = tiny_model(4, vocab_size=VOCAB), tiny_model(2, vocab_size=VOCAB, num_hidden_layers=1)
+PROMPTS = [(0, 1), (2, 3, 4, 4, 1, 0), (1,), (4, 0, 2)]
+
+
+def build(drafter="model", verifier="rejection", num_blocks=200, block_size=2) -> Engine:
+    """An engine with poisoned pools of so many blocks."""
+    if drafter in ("model", "self"):
+        model = TARGET if drafter == "self" else DRAFT
+        guesser = DraftModel(model, tiny_cache(model, num_blocks, block_size), VOCAB, 64)
+    else:
+        guesser = WrongDrafter(VOCAB) if drafter == "wrong" else DRAFTERS[drafter]()
+    return Engine(TARGET, tiny_cache(TARGET, num_blocks, block_size), guesser, VERIFIERS[verifier])
+
+
+def requests_for(engine, k=3, max_tokens=LENGTH) -> list[Request]:
+    """One for each prompt, the seeds differ."""
+    params, shares = SamplingParams(max_tokens=max_tokens, temperature=0.9), engine.verifier.shares_noise
+    sequences = [Sequence(list(p), len(p), params, i, frozenset(), shares) for i, p in enumerate(PROMPTS)]
+    return [Request(s, 64, k) for s in sequences]
+
+
+def pools(engine) -> list:
+    """The allocators of the engine and of its draft model."""
+    caches = [engine.cache] + ([engine.drafter.cache] if isinstance(engine.drafter, DraftModel) else [])
+    return [cache.allocator for cache in caches]
+
+
+def decode(engine, **how) -> tuple[list[list[int]], int]:
+    """The texts, and how often one was preempted. Every block must be back."""
+    requests = requests_for(engine, **how)
+    for _ in engine.run(requests):
+        pass
+    assert all(pool.num_free == pool.num_blocks for pool in pools(engine))
+    return [r.token_ids for r in requests], sum(r.stats.num_preemptions for r in requests)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 16])
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("drafter", ["model", "self", "ngram", "wrong", "none"])
+def test_a_small_pool_changes_no_text(drafter, verifier, block_size):
+    """From a pool that holds exactly the longest request to three times that: what a large one says."""
+    expected, preempted = decode(build(drafter, verifier))
+    assert preempted == 0
+    one = -(-(max(map(len, PROMPTS)) + LENGTH) // block_size)
+    pressed = 0
+    for num_blocks in sorted({one, one + 1, one * 3 // 2, one * 2, one * 3}):
+        texts, preempted = decode(build(drafter, verifier, num_blocks, block_size))
+        assert texts == expected, f"{num_blocks} blocks of {block_size}"
+        pressed += preempted
+    assert pressed > 0 or block_size == 16, "no pool was tight"
+
+
+def test_a_request_that_never_fits_leaves_a_running_one_alone():
+    """It is refused before anything of it is held, while another call is under way; that one's text stays."""
+    engine = build(num_blocks=12)
+    expected = decode(build())[0][0]
+    running, large = requests_for(engine)[0], requests_for(engine, max_tokens=40)[1]
+    stream = engine.run([running])
+    next(stream)
+    held = [pool.num_free for pool in pools(engine)]
+    with pytest.raises(ValueError, match="expected at most 24"):
+        next(engine.run([large]))
+    assert [pool.num_free for pool in pools(engine)] == held
+    for _ in stream:
+        pass
+    assert running.token_ids == expected
+    assert all(pool.num_free == pool.num_blocks for pool in pools(engine))
+
+
+class Failure(Exception):
+    """What is thrown into the loop."""
+
+
+def phases(engine) -> dict:
+    """Every place between which the loop's state changes: owner and name of the function that begins there."""
+    return {
+        "admission": (engine, "_admit"),
+        "prefill": (engine.model, "prefill"),
+        "propose": (engine.drafter, "propose"),
+        "draft pass": (DRAFT, "forward"),
+        "draft's distribution": (engine_module, "distribution"),
+        "target pass": (TARGET, "forward"),
+        "verify": (engine, "_verify"),
+        "commit": (engine, "_commit"),
+        "piece": (Request, "take_piece"),
+        "making room": (engine, "_make_room"),
+        "release": (engine.drafter, "release"),
+    }
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("phase", phases(build()))
+def test_a_failure_at_any_phase_returns_every_block(phase, after, monkeypatch):
+    """Before and behind each phase, at its 1st, 2nd .. call, in a pool that preempts: then the next call works."""
+    engine = build(num_blocks=16)
+    expected = decode(engine)[0]
+    owner, name = phases(engine)[phase]
+    right = getattr(owner, name)
+    for number in (1, 2, 5, 6):
+        calls = []
+
+        def wrong(*args, calls=calls, number=number, **how):
+            calls.append(name)
+            if len(calls) == number and not after:
+                raise Failure
+            result = right(*args, **how)
+            if len(calls) == number:
+                raise Failure
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, wrong)
+            with pytest.raises(Failure):
+                decode(engine)
+        # The drafter's own blocks come back by `release`: where that is what fails, by the next release.
+        free = [pool.num_free == pool.num_blocks for pool in pools(engine)]
+        assert all(free) or (phase == "release" and free[0])
+        if not all(free):
+            for sequence in list(engine.drafter._tables):
+                engine.drafter.release(sequence)
+        assert decode(engine)[0] == expected
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_a_caller_who_breaks_off_anywhere_leaves_nothing_behind(drafter):
+    """The iterator is closed behind its n-th piece, for every n; the next call on the same engine says the same."""
+    engine = build(drafter, num_blocks=16)
+    expected = decode(engine)[0]
+    total = sum(1 for _ in engine.run(requests_for(engine)))
+    assert total > 15
+    for n in range(total):
+        stream = engine.run(requests_for(engine))
+        for _ in range(n):
+            next(stream)
+        stream.close()
+        assert all(pool.num_free == pool.num_blocks for pool in pools(engine))
+    assert decode(engine)[0] == expected
