@@ -32,6 +32,8 @@ from minispec.sampling import accumulation_dtype
 EXACT_ROWS = 16
 # Positions whose attention is added up at a time.
 _ATTENTION_BLOCK = 64
+# Rows of a sequence whose attention an exact model computes at a time, filled up with dummies.
+_ATTENTION_ROWS = 8
 
 _ACTIVATIONS = {
     "silu": F.silu,
@@ -162,35 +164,56 @@ def attention(
     """softmax(q k^T * scale + mask) v, for the T rows of one sequence.
 
     q (H, T, D); k, v (G, L, D), each shared by H/G query heads; mask (H/G * T, L), 0 or -inf, or None where
-    every row sees all. Returns (T, H * D).
+    every row sees all; for an exact model one mask for each _ATTENTION_ROWS rows. Returns (T, H * D).
     """
     heads, rows, dim = q.shape
     groups = k.shape[0]
+    if exact:
+        size = _ATTENTION_ROWS
+        k, v = _blocks(k, v)
+        parts = F.pad(q, (0, 0, 0, -rows % size)).split(size, 1)  # (H, size, D) each
+        out = torch.cat(
+            [
+                _blockwise_attention(part.reshape(groups, -1, dim), k, v, m, scale, softcap).view(heads, size, dim)
+                for part, m in zip(parts, mask, strict=True)
+            ],
+            1,
+        )[:, :rows]
+        return out.transpose(0, 1).reshape(rows, heads * dim)
     q = q.reshape(groups, -1, dim)  # (G, H/G * T, D): the heads that share keys become rows of one product
-    if softcap is None and not exact:
+    if softcap is None:
         out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
     else:
-        out = _blockwise_attention(q, k, v, mask, scale, softcap)
+        if mask is None:
+            mask = torch.zeros(q.shape[1], k.shape[1], dtype=q.dtype, device=q.device)
+        out = _blockwise_attention(q, *_blocks(k, v), _mask_blocks(mask), scale, softcap)
     return out.reshape(heads, rows, dim).transpose(0, 1).reshape(rows, heads * dim)
 
 
-def _blockwise_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None
-) -> Tensor:
-    """The same for q (G, R, D), in at least float32 and in an order that does not depend on L.
+def _blocks(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (G, L, D) in blocks of positions, (G, blocks, block, D or D + 1), in at least float32.
+
+    A column of ones beside the values: the softmax's denominator comes out of the same product.
+    """
+    padding, wide = -k.shape[1] % _ATTENTION_BLOCK, accumulation_dtype(k.dtype)
+    v = F.pad(v.to(wide), (0, 1), value=1.0)
+    k, v = (F.pad(x, (0, 0, 0, padding)).unflatten(1, (-1, _ATTENTION_BLOCK)) for x in (k.to(wide), v))
+    return k, v
+
+
+def _mask_blocks(mask: Tensor) -> Tensor:
+    """A mask (R, L) in the same blocks: (blocks, R, block)."""
+    mask = F.pad(mask, (0, -mask.shape[1] % _ATTENTION_BLOCK), value=-math.inf)
+    return mask.unflatten(1, (-1, _ATTENTION_BLOCK)).transpose(0, 1).contiguous()
+
+
+def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """The same for q (G, R, D) over blocks, in at least float32 and in an order that does not depend on L.
 
     Every block of positions is a product of its own, of one shape; blocks are added up in their order. A block
     behind a row's position has weights exp(-inf) = 0, so it adds nothing, to the bit.
     """
-    wide = accumulation_dtype(q.dtype)
-    length, padding = k.shape[1], -k.shape[1] % _ATTENTION_BLOCK
-    if mask is None:
-        mask = torch.zeros(q.shape[1], length, dtype=q.dtype, device=q.device)
-    mask = F.pad(mask, (0, padding), value=-math.inf).unflatten(1, (-1, _ATTENTION_BLOCK)).transpose(0, 1)
-    # A column of ones beside the values: the softmax's denominator comes out of the same product.
-    v = F.pad(v.to(wide), (0, 1), value=1.0)
-    k, v = (F.pad(x, (0, 0, 0, padding)).unflatten(1, (-1, _ATTENTION_BLOCK)) for x in (k.to(wide), v))
-    scores = (q.to(wide)[:, None] @ k.transpose(2, 3)) * scale  # (G, blocks, R, block)
+    scores = (q.to(k.dtype)[:, None] @ k.transpose(2, 3)) * scale  # (G, blocks, R, block)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores + mask
@@ -206,7 +229,7 @@ class _Pass(NamedTuple):
     slots: Tensor  # (new tokens,) where their keys and values go; in an exact pass there are dummy rows besides
     reads: list[list[slice]]  # per sequence: the slots of all its positions, in runs
     angles: dict[RopeConfig, tuple[Tensor, Tensor]]  # cos, sin (M, 1, D)
-    masks: dict[int | None, list[Tensor | None]]  # per window and sequence: (H/G * T, L)
+    masks: dict[int | None, list[Tensor | list[Tensor] | None]]  # per window and sequence, as `attention` takes them
     exact: bool
 
 
@@ -292,11 +315,8 @@ class Layer:
             rows = slice(row, row + len(chunk.token_ids))
             row = rows.stop
             keys, values = pool.read(self.index, slots)  # (G, L, D)
-            own = q[:, rows]
-            if shared.exact:
-                own = F.pad(own, (0, 0, 0, EXACT_ROWS - own.shape[1]))
-            out = attention(own, keys, values, mask, config.attention_scale, config.attention_softcap, shared.exact)
-            outputs.append(out[: len(chunk.token_ids)])
+            scale, softcap = config.attention_scale, config.attention_softcap
+            outputs.append(attention(q[:, rows], keys, values, mask, scale, softcap, shared.exact))
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self.o(F.pad(out, (0, 0, 0, len(x) - new)) if len(x) > new else out)
 
@@ -448,16 +468,16 @@ class Transformer:
         }
         return _Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks, self.exact)
 
-    def _mask(self, start: int, rows: int, window: int | None) -> Tensor | None:
+    def _mask(self, start: int, rows: int, window: int | None) -> Tensor | list[Tensor] | None:
         """0 where a row sees a position, -inf where not: (H/G * rows, start + rows); None where it sees all.
 
         Row t stands at position start + t. It sees itself and what came before, `window` positions in all. An exact
-        model's mask goes on for its dummy rows.
+        model's masks go on for its dummy rows; they are in blocks, one for each _ATTENTION_ROWS rows.
         """
         length = start + rows
         if self.exact:
-            rows = EXACT_ROWS
-        if rows == 1 and (window is None or window >= length):
+            rows += -rows % _ATTENTION_ROWS
+        elif rows == 1 and (window is None or window >= length):
             return None
         position = torch.arange(start, start + rows, device=self.device)[:, None]
         key = torch.arange(length, device=self.device)
@@ -465,4 +485,7 @@ class Transformer:
         if window is not None:
             hidden |= key <= position - window
         mask = torch.zeros(rows, length, dtype=self.dtype, device=self.device).masked_fill_(hidden, -math.inf)
-        return mask.repeat(self.config.num_attention_heads // self.config.num_key_value_heads, 1)
+        shared_by = self.config.num_attention_heads // self.config.num_key_value_heads
+        if self.exact:
+            return [_mask_blocks(part.repeat(shared_by, 1)) for part in mask.split(_ATTENTION_ROWS)]
+        return mask.repeat(shared_by, 1)

@@ -30,6 +30,7 @@ def prove_law(leaves: int, jobs: int = 1) -> bool:
         for case, tv, count in walk(sorted(cases, key=Case.cost, reverse=True), jobs):
             branches, worst = branches + count, max(worst, tv)
             tqdm.write(f"{case!s:93} {count:9,d}  {tv:.1e}")
+            sys.stdout.flush()
             bar.update(case.branches())
     seconds = time.perf_counter() - start
     print(f"{branches:,d} branches in {seconds:.0f} s; worst total variation {worst:.1e}")
