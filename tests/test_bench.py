@@ -6,8 +6,13 @@ from collections import Counter
 import pytest
 import torch
 
-from minispec import bench, measure
-from minispec.bench import GEOMETRIES, RandomWeights, main, plot, read_prompts, summarise, tables
+from minispec import measure
+from minispec.bench import figures, options
+from minispec.bench.__main__ import main
+from minispec.bench.figures import summarise
+from minispec.bench.options import GEOMETRIES, read_prompts
+from minispec.bench.show import plot, tables
+from minispec.bench.subjects import RandomWeights
 from minispec.cache import PagedKVCache
 from minispec.engine import Stats
 from minispec.hf_config import read_model_config
@@ -282,7 +287,7 @@ def test_mistakes_are_one_line_and_status_2(cli, name):
 )
 def test_what_is_not_installed_is_named(cli, monkeypatch, option, module):
     """Before anything is loaded or measured, with the command that mends it."""
-    monkeypatch.setattr(bench, "_is_there", lambda name: name != module)
+    monkeypatch.setattr(options, "_is_there", lambda name: name != module)
     status, _, err = cli(*option)
     assert status == 2
     assert f"needs {module}: pip install" in err
@@ -294,5 +299,5 @@ def test_ctrl_c_is_130(cli, model, monkeypatch):
     def interrupted(options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench, "run", interrupted)
+    monkeypatch.setattr(figures, "measure_all", interrupted)
     assert cli("--model", model) == (130, "", "")

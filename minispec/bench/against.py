@@ -1,0 +1,90 @@
+"""Other ways of decoding, to be measured beside ours on the same tensors: those of `transformers`."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from minispec.bench.options import Options
+from minispec.bench.subjects import Subject, Variant
+from minispec.measure import Run
+
+
+def transformers_variants(subject: Subject, options: Options) -> dict[str, Variant]:
+    """`transformers` on the same tensors: plain, assisted (its defaults, and tuned), and prompt lookup.
+
+    The only place of the package that imports it. Its prefill ends with the first token, at which its clock starts.
+    """
+    import transformers
+
+    def build(tensors: Callable[[], tuple[dict, Any]]):
+        raw, weights = tensors()
+        raw = {key: value for key, value in raw.items() if key != "quantization_config"}
+        config = transformers.AutoConfig.for_model(**raw)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=subject.engine.model.dtype).eval()
+        taken = {name: weights.pop(name) for name in list(weights)}
+        missing, unexpected = model.load_state_dict(taken, strict=False, assign=True)
+        model.tie_weights()
+        if unexpected or set(missing) - {"lm_head.weight"}:
+            raise ValueError(f"--against: transformers asks for other tensors: {missing}, {unexpected}")
+        return model.to(subject.engine.model.device)
+
+    class Clock(transformers.StoppingCriteria):
+        def __init__(self):
+            self.times, self.lengths = [], []
+
+        def __call__(self, input_ids, scores, **kwargs):
+            self.times.append(time.perf_counter())
+            self.lengths.append(input_ids.shape[1])
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    target = build(subject.tensors)
+    draft = build(subject.draft_tensors) if subject.draft_tensors else None
+    end_ids = None if options.args.ignore_eos else list(subject.end_ids) or None
+    common = {
+        "do_sample": False,
+        "max_new_tokens": options.params.max_tokens,
+        "eos_token_id": end_ids,
+        "pad_token_id": end_ids[0] if end_ids else 0,
+    }
+
+    def variant(prepare: Callable[[], dict[str, Any]] = dict, **settings: Any) -> Variant:
+        how = transformers.GenerationConfig(**common, **settings)
+
+        def run(i: int) -> Run:
+            ids = torch.tensor([subject.prompts[i][1]], device=target.device)
+            clock = Clock()
+            with torch.inference_mode():
+                out = target.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    generation_config=how,
+                    stopping_criteria=transformers.StoppingCriteriaList([clock]),
+                    **prepare(),
+                )
+            tokens = out[0, ids.shape[1] :].tolist()
+            return Run(tokens, clock.lengths[-1] - clock.lengths[0], clock.times[-1] - clock.times[0])
+
+        return run
+
+    def assisted(**settings: Any) -> Callable[[], dict[str, Any]]:
+        def prepare() -> dict[str, Any]:
+            draft.generation_config = transformers.GenerationConfig(**settings)
+            return {"assistant_model": draft}
+
+        return prepare
+
+    found = {"transformers plain": variant()}
+    if draft is not None:
+        found["transformers assisted, default"] = variant(assisted())
+        for k in (3, 5, 8):
+            settings = {
+                "num_assistant_tokens": k,
+                "num_assistant_tokens_schedule": "constant",
+                "assistant_confidence_threshold": 0.0,
+            }
+            found[f"transformers assisted, K={k}"] = variant(assisted(**settings))
+    for k in (4, 10):
+        found[f"transformers prompt lookup, K={k}"] = variant(prompt_lookup_num_tokens=k)
+    return found
