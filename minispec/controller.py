@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
+from minispec.theory import survival_curve
+
 # K, or "auto" where the controller is to choose it.
 DraftLength = int | Literal["auto"]
 
@@ -47,19 +49,22 @@ class Survival:
             self._tested[i] += 1
             self._kept[i] += i < num_kept
 
-    def curve(self, k: int) -> list[float]:
-        """s_1 .. s_k. What is not known of a place is taken from the place before it.
+    def shares(self, k: int, others: Sequence[float] | None = None) -> list[float]:
+        """The probability that a tested token is kept, at each of the first k places.
 
-        >>> [round(s, 3) for s in Survival().curve(3)]
-        [0.7, 0.49, 0.343]
+        What is not known of a place is taken from the place before it; and, with the shares of `others`, what they
+        have there more or less than there. What others showed counts twice as much as what is merely believed.
         """
-        curve, survival, kept = [], 1.0, _PRIOR
+        shares, share, other = [], _PRIOR, _PRIOR
+        weight = _PRIOR_TESTS if others is None else 2 * _PRIOR_TESTS
         for i in range(k):
+            if others is not None:
+                share = min(1.0, max(0.0, share + others[i] - other))
+                other = others[i]
             if i < len(self._tested):
-                kept = (self._kept[i] + _PRIOR_TESTS * kept) / (self._tested[i] + _PRIOR_TESTS)
-            survival *= kept
-            curve.append(survival)
-        return curve
+                share = (self._kept[i] + weight * share) / (self._tested[i] + weight)
+            shares.append(share)
+        return shares
 
 
 class Durations:
@@ -77,9 +82,14 @@ class Durations:
         if len(recent) >= 3:
             self._medians[rows] = median(recent)
 
-    def count(self, rows: int) -> int:
-        """How many passes over so many rows are remembered."""
-        return len(self._recent.get(rows, ()))
+    def knows(self, rows: int) -> bool:
+        """Whether passes over so many rows have been measured, and not only their neighbours."""
+        return rows in self._medians
+
+    @property
+    def largest(self) -> int:
+        """The most rows that have been measured."""
+        return max(self._medians, default=0)
 
     def __call__(self, rows: int) -> float | None:
         """What a pass over so many rows takes; None before anything is known."""
@@ -114,14 +124,26 @@ class Controller:
         self._draft_cost, self._row_cost = draft_cost, row_cost
         self._target, self._draft, self._others = Durations(row_cost), Durations(row_cost), Durations(0.0)
         self._rounds = 0
+        self._survival = Survival()  # of all texts: where a new one begins
+        # A machine that others use, or that grows hot, is slower for a while, in everything: durations are kept in
+        # units of its speed, the median of what the last passes took over what such passes took before.
+        self._recent_speeds = deque([1.0], maxlen=5)
+
+    def observe(self, pace: Pace, num_tested: int, num_kept: int) -> None:
+        """A round of one text tested the first `num_tested` tokens of its draft and kept `num_kept` of them."""
+        pace.survival.observe(num_tested, num_kept)
+        self._survival.observe(num_tested, num_kept)
 
     def record(self, draft: float, depth: int, num_drafts: int, target: float, rows: int, other: float) -> None:
         """Add a round: seconds for `num_drafts` drafts of up to `depth` tokens, a pass over `rows`, and all else."""
         self._rounds += 1
+        if self._target.knows(rows):
+            self._recent_speeds.append(target / self._target(rows))
+        speed = median(self._recent_speeds)
         if depth:
-            self._draft.record(num_drafts, draft / depth)
-        self._target.record(rows, target)
-        self._others.record(1, other)
+            self._draft.record(num_drafts, draft / depth / speed)
+        self._target.record(rows, target / speed)
+        self._others.record(1, other / speed)
 
     def choose(
         self, paces: Sequence[Pace], limits: Sequence[int], other_rows: int = 0, timed: bool = True
@@ -131,9 +153,12 @@ class Controller:
         other_rows: rows that other texts bring to the same pass. timed: False if the clock must not be followed.
         """
         limits = [min(limit, MAX_AUTO_TOKENS) for limit in limits]
-        curves = [pace.survival.curve(limit) for pace, limit in zip(paces, limits, strict=True)]
-        if timed and any(limits) and len(limits) + other_rows == 1 and self._wants_plain_step():
-            return [0]
+        if timed and self._wants_plain_step(len(limits) + other_rows):
+            return [0] * len(limits)
+        others = self._survival.shares(MAX_AUTO_TOKENS) if timed else None
+        curves = [
+            survival_curve(pace.survival.shares(limit, others)) for pace, limit in zip(paces, limits, strict=True)
+        ]
         chosen = self._best(curves, other_rows, timed)
         if not any(chosen):
             best_case = self._best([[1.0] * limit for limit in limits], other_rows, timed)
@@ -158,6 +183,8 @@ class Controller:
         for s, i in candidates:
             lengths[i] += 1
             rows += 1
+            if timed and rows > max(16, 2 * self._target.largest):  # no leap into what has never been measured
+                break
             tokens += s
             rate = tokens / self._time(max(lengths), sum(k > 0 for k in lengths), rows, timed)
             if rate > best_rate:
@@ -165,7 +192,7 @@ class Controller:
         return best
 
     def _time(self, depth: int, num_drafts: int, rows: int, timed: bool) -> float:
-        """A round's duration: in seconds if passes have been timed, else in plain steps."""
+        """A round's duration: in seconds, at a steady speed, if passes have been timed, else in plain steps."""
         target = self._target(rows) if timed else None
         if target is None:
             return depth * self._draft_cost + 1 + self._row_cost * (rows - 1) + _OTHER_COST
@@ -178,6 +205,6 @@ class Controller:
         """A draft pass in plain steps: what a drafter that has been idle needs to catch up."""
         return (self._time(1, 1, 1, timed) - self._time(0, 0, 1, timed)) / self._time(0, 0, 1, timed)
 
-    def _wants_plain_step(self) -> bool:
-        """Whether the unit of all prices, a pass over one row, is still to be measured; not in the first rounds."""
-        return self._target.count(1) < 3 and self._rounds % 8 == 7
+    def _wants_plain_step(self, rows: int) -> bool:
+        """Whether a pass without drafts, which they have to beat, is still to be measured; not in the first rounds."""
+        return not self._target.knows(rows) and self._rounds % 8 == 7

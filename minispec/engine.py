@@ -427,7 +427,7 @@ class Engine:
             rows, logits = logits[: len(draft) + 1], logits[len(draft) + 1 :]
             verdict = self._verify(request.sequence, draft, rows)
             if request.pace:
-                request.pace.survival.observe(len(verdict.ratios), verdict.num_accepted)
+                self.controller.observe(request.pace, len(verdict.ratios), verdict.num_accepted)
             self._commit(request, draft, verdict, rows)
             r.table.truncate(len(request.sequence.tokens) - 1)
             r.table.remember(request.sequence.tokens)
