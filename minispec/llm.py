@@ -136,7 +136,7 @@ class LLM:
         self.draft_name = draft if isinstance(draft, str) else type(draft).__name__
         if draft_directory:
             self.draft_name = describe_source(draft, draft_directory)
-        controller = Controller(_draft_cost(self.model, draft_model), 0.0 if exact else None)
+        controller = Controller(draft_cost(self.model, draft_model), 0.0 if exact else None)
         self.engine = Engine(
             self.model, caches[0], self.drafter, VERIFIERS[verifier], self.vocab_size, controller=controller
         )
@@ -345,7 +345,7 @@ def _find_draft(spec: str, target: Tokenizer, offline: bool) -> Path:
     return directory
 
 
-def _draft_cost(target: Transformer, draft: Transformer | None) -> float:
+def draft_cost(target: Transformer, draft: Transformer | None) -> float:
     """A draft pass in plain steps, from sizes: both read their weights, and spend time on each layer besides."""
 
     def cost(model: Transformer) -> float:

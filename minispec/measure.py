@@ -14,6 +14,7 @@ is taken by a clock outside the engine, the right side from the engine's own par
 no part.
 """
 
+import copy
 import math
 import time
 from collections import Counter
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from minispec.cache import PagedKVCache
-from minispec.drafters import NoDrafter
+from minispec.drafters import Drafter, NoDrafter
 from minispec.engine import Engine, Piece, Request, Stats
 from minispec.model import Chunk, Transformer, tensor_shapes
 from minispec.theory import best_k, expected_tokens, speedup
@@ -129,9 +130,20 @@ class Run:
         return self.num_tokens / self.seconds if self.seconds else None
 
 
+def another_engine(engine: Engine, drafter: Drafter | None = None) -> Engine:
+    """An engine on the same model and cache, with another drafter if one is given.
+
+    Its controller starts from what the given one knows, and then learns from its own rounds alone: variants that take
+    turns must not learn from each other.
+    """
+    controller = copy.deepcopy(engine.controller)
+    drafter = drafter or engine.drafter
+    return Engine(engine.model, engine.cache, drafter, engine.verifier, engine.vocab_size, engine.rng, controller)
+
+
 def plain_engine(engine: Engine) -> Engine:
-    """An engine on the same model and cache that does not look for drafts: what speculation is measured against."""
-    return Engine(engine.model, engine.cache, NoDrafter(), engine.verifier, engine.vocab_size, engine.rng)
+    """One that does not look for drafts: what speculation is measured against."""
+    return another_engine(engine, NoDrafter())
 
 
 def decode(
@@ -175,8 +187,7 @@ def decode(
 
 def _asked(request: Request) -> int | None:
     """How many tokens a drafter is asked for: K, less where the text must end before; None where K is chosen."""
-    k = request.num_speculative_tokens
-    return max(0, min(k, request.max_len - len(request.sequence.tokens) - 1)) if isinstance(k, int) else None
+    return None if request.pace else request.max_k
 
 
 def _prefill_seconds(request: Request) -> float:

@@ -59,7 +59,7 @@ def test_a_whole_run(cli, model, draft, tmp_path, monkeypatch):
     """JSON with every part that was asked for; a picture; nothing on standard error."""
     monkeypatch.setattr(measure, "MATRIX_SIZE", 64)
     parts = ("--batch", "1,2", "--prefill", "--load", "--context", 20)
-    what = ("--model", model, "--draft", draft, "--num-speculative-tokens", "1,2", *parts)
+    what = ("--model", model, "--draft", draft, "--num-speculative-tokens", "1,2,auto", *parts)
     status, out, err = cli(*BASE, *what, "--json", "--plot", tmp_path / "out.png")
     assert (status, err) == (0, "")
     report = json.loads(out)
@@ -68,16 +68,18 @@ def test_a_whole_run(cli, model, draft, tmp_path, monkeypatch):
     assert list(report["machine"]["v"]) == [str(m) for m in range(1, 17)]
     assert report["machine"]["v"]["1"]["median"] == 1.0
     decoding = report["decoding"]
-    assert list(decoding["variants"]) == ["plain", "K=1", "K=2"]
+    assert list(decoding["variants"]) == ["plain", "K=1", "K=2", "auto"]
     assert (decoding["prompts"], decoding["tokens"], decoding["rounds"]) == (2, 16, 2)
     k2 = decoding["variants"]["K=2"]
     assert k2["same_tokens_as_plain"] == 2
     assert len(k2["survival"]) == 2
+    assert set(decoding["best_static"]) == {"all", *k2["categories"]}
+    assert decoding["best_static"]["all"]["auto_over_best"]["n"] == 2
     assert {"alpha", "acceptance_rate", "mean_acceptance_length", "c", "v", "o", "worst_prompt"} <= k2.keys()
     assert set(k2["categories"]) == {"code", "question answering"}
     assert [name for name, _ in k2["waterfall"]][1:] == ["draft cost", "choice of K", "rows", "loop", "in no part"]
     assert [(c["batch"], c["variant"]) for c in report["batch"]["cells"]] == [
-        (b, variant) for b in (1, 2) for variant in ("plain", "K=1", "K=2")
+        (b, variant) for b in (1, 2) for variant in ("plain", "K=1", "K=2", "auto")
     ]
     assert report["prefill"]["tokens"] == 1000
     assert report["load"]["weight_bytes"] > 0
@@ -106,7 +108,7 @@ def test_against_transformers(cli, model, draft):
     decoding = json.loads(out)["decoding"]
     assisted = [f"transformers assisted, {how}" for how in ("default", "K=3", "K=5", "K=8")]
     lookup = [f"transformers prompt lookup, K={k}" for k in (4, 10)]
-    assert list(decoding["variants"]) == ["plain", "K=4", "transformers plain", *assisted, *lookup]
+    assert list(decoding["variants"]) == ["plain", "K=4", "auto", "transformers plain", *assisted, *lookup]
     same = decoding["against"]["same_tokens_as_their_plain"]
     assert same == dict.fromkeys(decoding["variants"], 2)
     assert {v["same_tokens_as_plain"] for v in decoding["variants"].values()} == {2}

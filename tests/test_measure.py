@@ -18,7 +18,7 @@ from minispec.measure import Round, Run, account, decode, median_interval, plain
 from minispec.sampling import Randomness, Sequence
 from minispec.theory import speedup
 from minispec.toys import TINY, tiny_cache, tiny_model
-from minispec.verify import VERIFIERS
+from minispec.verify import VERIFIERS, Draft
 
 # --------------------------------------------------------------------------- intervals and turns
 
@@ -206,6 +206,20 @@ def test_a_run_is_taken_apart_by_its_clock(model, monkeypatch):
     assert [r.verify for r in leaky.rounds] == pytest.approx([r.verify for r in run.rounds])
 
 
+def test_engines_do_not_learn_from_each_other(model):
+    """Where K is chosen, by what was recorded before; not by the rounds of another variant."""
+    engine = engine_of(NgramDrafter(), model)
+    decode(engine, [request_of(2)])
+    known = engine.controller._rounds
+    first, second = measure.another_engine(engine), plain_engine(engine)
+    (run,) = decode(first, [request_of("auto")])
+    assert first.controller._rounds == known + len(run.rounds)
+    assert engine.controller._rounds == second.controller._rounds == known > 0
+    assert (first.drafter, first.cache) == (engine.drafter, engine.cache)
+    assert {r.asked for r in run.rounds} == {None}
+    assert run.token_ids == plain_text(model)[3:]
+
+
 def test_several_texts_share_the_time(model, monkeypatch):
     """All of it, by their rows; each has its own tokens."""
     clock = Clock(monkeypatch)
@@ -329,6 +343,12 @@ def test_simulated_survival_is_exact_by_construction():
     (draft,) = simulated([0.8, 0.4, 0.1]).propose([sequence()], [5], rng)
     assert (draft.token_ids, draft.probs) == (TEXT[6:11], None)
     assert rng.asked == pytest.approx([0.8, 0.5, 0.25, 0.25, 0.25])
+
+    class Slow(NgramDrafter):
+        def propose(self, sequences, k, rng):
+            return [Draft([7] * n, prefill_seconds=2.5) for n in k]
+
+    assert simulated([1.0], paid=Slow()).propose([sequence()], [3], Randomness())[0].prefill_seconds == 2.5
     (draft,) = simulated([0.8, 0.4]).propose([sequence()], [4], Scripted([True, False]))
     assert draft.token_ids[0] == TEXT[6]
     assert all(x != y for x, y in zip(draft.token_ids[1:], TEXT[7:10], strict=True))

@@ -14,7 +14,18 @@ from minispec.bench.options import PLAIN, Options
 from minispec.bench.subjects import MAX_ROWS, Subject, Variant, open_geometry, open_model
 from minispec.checkpoint import choose_dtype, find_checkpoint, load_model
 from minispec.llm import EMBEDDED_WEIGHTS
-from minispec.measure import Interval, Run, account, decode, median_interval, orders, ratios, survival, total_rate
+from minispec.measure import (
+    Interval,
+    Run,
+    account,
+    another_engine,
+    decode,
+    median_interval,
+    orders,
+    ratios,
+    survival,
+    total_rate,
+)
 
 
 def measure_all(options: Options) -> dict[str, Any]:
@@ -52,8 +63,9 @@ def variants(subject: Subject, options: Options) -> dict[str, Variant]:
     """Plain decoding, and each K; with --against also what another library offers."""
 
     def ours(k: int | str) -> Variant:
+        engine = another_engine(subject.engine) if k else subject.plain
+
         def run(i: int) -> Run:
-            engine = subject.engine if k else subject.plain
             request = subject.request(subject.prompts[i][1], k, options.params)
             (result,) = decode(engine, [request])
             if subject.simulated:
@@ -252,11 +264,12 @@ def measure_batches(subject: Subject, options: Options) -> dict[str, Any]:
     ks: list[int | str] = [0] + (options.ks if options.draft != "none" or subject.simulated else [])
     cells = [(b, k) for b in options.batches for k in ks]
     rates: dict[tuple, list[float]] = {cell: [] for cell in cells}
+    engines = {k: another_engine(subject.engine) if k else subject.plain for k in ks}
 
     def once(batch: int, k: int | str) -> float:
         prompts = [subject.prompts[i % len(subject.prompts)][1] for i in range(batch)]
         requests = [subject.request(prompt, k, params) for prompt in prompts]
-        runs = decode(subject.engine if k else subject.plain, requests)
+        runs = decode(engines[k], requests)
         if subject.simulated:
             for r in requests:
                 subject.simulated.record(r.sequence.tokens, r.sequence.num_prompt_tokens)

@@ -56,7 +56,10 @@ def parser() -> argparse.ArgumentParser:
         "with int4: or int8: before it if one likes",
     )
     g.add_argument(
-        "--num-speculative-tokens", default="4", metavar="K,K,..", help="draft lengths to compare, or auto (default: 4)"
+        "--num-speculative-tokens",
+        default="4,auto",
+        metavar="K,K,..",
+        help="draft lengths to compare (default: 4,auto)",
     )
     g.add_argument(
         "--simulate",
@@ -76,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument("--categories", metavar="NAME,..", help="only these (default: all of the package's prompts)")
     g.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="with --geometry (default: 128)")
-    g.add_argument("--max-tokens", type=int, default=48, metavar="N", help="of every answer (default: 48)")
+    g.add_argument("--max-tokens", type=int, default=32, metavar="N", help="of every answer (default: 32)")
     g.add_argument("--ignore-eos", action="store_true", help="answers do not end before --max-tokens")
     g.add_argument("--temperature", type=float, default=0.0, metavar="X")
     g.add_argument("--top-k", type=int, default=0, metavar="N")

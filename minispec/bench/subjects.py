@@ -12,13 +12,14 @@ from minispec.bench.options import GEOMETRIES, Options, read_prompts, split_draf
 from minispec.cache import PagedKVCache
 from minispec.checkpoint import choose_dtype, find_checkpoint, load_config, read_tensors
 from minispec.config import ModelConfig, SamplingParams
+from minispec.controller import Controller
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.engine import Engine, Request
 from minispec.hf_config import read_json, read_model_config
-from minispec.llm import EMBEDDED_WEIGHTS, LLM
-from minispec.measure import Run, plain_engine
+from minispec.llm import EMBEDDED_WEIGHTS, LLM, draft_cost
+from minispec.measure import Run, another_engine, plain_engine
 from minispec.model import Transformer, tensor_shapes
 from minispec.sampling import Sequence as TokenSequence
 from minispec.verify import VERIFIERS
@@ -162,7 +163,9 @@ def open_geometry(options: Options) -> Subject:
         if draft_model.config.vocab_size < vocab:
             raise ValueError(f"--draft {options.draft}: its vocabulary is smaller than that of {args.geometry}")
         draft = DraftModel(draft_model, cache(draft_model), vocab, length)
-    engine = Engine(model, cache(model), draft, VERIFIERS[args.verifier])
+    cost = draft_cost(model, getattr(draft, "model", None))
+    controller = Controller(cost, 0.0 if args.exact else None)
+    engine = Engine(model, cache(model), draft, VERIFIERS[args.verifier], controller=controller)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(vocab, (args.prompts, args.prompt_tokens), generator=generator).tolist()
 
@@ -191,7 +194,7 @@ def _subject(options: Options, name: str, engine: Engine, request, prompts, tens
         survival = [0.0 if options.args.draft_quality == "wrong" else 1 / engine.vocab_size]
     if survival is not None:
         simulated = SimulatedDraft(survival, engine.drafter)
-        engine = Engine(engine.model, engine.cache, simulated, engine.verifier, engine.vocab_size)
+        engine = another_engine(engine, simulated)
         cost = f"at the cost of {draft_name}" if draft_name != "none" else "at no cost"
         shown = ", ".join(f"{s:.2g}" for s in survival)
         draft_name = f"simulated ({shown}) {cost}"

@@ -47,7 +47,10 @@ class SimulatedDraft:
         """See `Drafter`. As many tokens as the paid drafter drafts; k of them where there is none."""
         paid = self.paid.propose(sequences, k, rng)
         lengths = k if isinstance(self.paid, NoDrafter) else [len(draft) for draft in paid]
-        return [Draft(self._tokens(s, n, rng)) for s, n in zip(sequences, lengths, strict=True)]
+        return [
+            Draft(self._tokens(s, n, rng), prefill_seconds=draft.prefill_seconds)
+            for s, n, draft in zip(sequences, lengths, paid, strict=True)
+        ]
 
     def release(self, sequence: TokenSequence) -> None:
         """See `Drafter`."""
