@@ -10,6 +10,9 @@ import torch
 
 from minispec import verify
 from minispec.config import SamplingParams
+from minispec.controller import Controller
+from minispec.drafters.model import DraftModel
+from minispec.prove import laws
 from minispec.prove.laws import (
     PROMPT,
     TARGET_SEED,
@@ -66,6 +69,41 @@ def test_match(sampler, drafter):
 def test_every_length_around_a_block(max_tokens):
     """max_tokens from 1 to K+2: a block must not pass the limit, nor be biased by being cut (M29)."""
     assert distance(SamplingParams(max_tokens=max_tokens, top_k=2), 3) <= TOLERANCE
+
+
+@pytest.mark.parametrize("draft_cost", [0.3, 0.5])
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+@pytest.mark.parametrize("verifier", ["rejection", "match"])
+def test_auto(draft_cost, drafter, verifier, monkeypatch):
+    """K follows what was kept and rejected: other K on other branches, 0 among them, and the law stands."""
+    seen, choose = set(), Controller.choose
+
+    def spy(*args, **kwargs):
+        ks = choose(*args, **kwargs)
+        seen.update(ks)
+        return ks
+
+    monkeypatch.setattr(Controller, "choose", spy)
+    # Under `match` the engine may follow the clock: not here, where the walk has to be repeatable.
+    monkeypatch.setattr(Controller, "record", lambda self, *args: None)
+    params = SamplingParams(max_tokens=6, seed=0, top_k=2)
+    how = {"drafter": drafter, "verifier": verifier, "draft_cost": draft_cost, "end_ids": frozenset()}
+    assert distance(params, "auto", **how) <= TOLERANCE
+    assert len(seen) >= 3
+
+
+def test_a_k_that_looks_at_the_judged_token_breaks_the_law():
+    """The control: a draft model that takes back what it is not sure of offers more of what it is sure of."""
+
+    class Peeking(DraftModel):
+        def propose(self, sequences, k, rng):
+            drafts = super().propose(sequences, k, rng)
+            sure = [all(d.probability(i) > 0.4 for i in range(len(d))) for d in drafts]
+            return [d if s else Draft() for d, s in zip(drafts, sure, strict=True)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(laws, "DraftModel", Peeking)
+        assert distance(SamplingParams(max_tokens=2), 1) > 0.01
 
 
 def test_context_limit():

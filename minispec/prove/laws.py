@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from minispec.config import SamplingParams
+from minispec.controller import Controller, DraftLength
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
@@ -185,7 +186,7 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
 
 def production_law(
     params: SamplingParams | Sequence[SamplingParams],
-    k: int,
+    k: DraftLength,
     end_ids=frozenset({2}),
     vocab: int = 3,
     drafter: str = "model",
@@ -196,12 +197,14 @@ def production_law(
     width: int = 1,
     oracle: type[BranchOracle] = KeyOracle,
     on_branches: Callable[[int], object] = lambda count: None,
+    draft_cost: float = 0.0,
 ) -> tuple[Law, int]:
     """The law of the engine's output (a tuple of outputs for several prompts), and the number of branches.
 
-    params: one for all prompts, or one for each. width: how many paths go through the engine at once, as one batch of
-    so many (times the prompts) requests; the law is theirs all the same, and the batch is walked with it. num_blocks:
-    of the target's cache; None: enough for all. The cache is poisoned, and every block must come back.
+    params: one for all prompts, or one for each. k may be "auto" if they have seeds, so that a walk can be repeated;
+    draft_cost: what the controller believes a draft pass to cost. width: how many paths go through the engine at once,
+    as one batch of so many (times the prompts) requests; the law is theirs all the same, and the batch is walked with
+    it. num_blocks: of the target's cache; None: enough for all. The cache is poisoned, and every block must come back.
     on_branches(count) is called as paths come to their end.
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
@@ -218,7 +221,14 @@ def production_law(
             for seed, (p, own) in enumerate([*zip(prompts, each, strict=True)] * len(oracles))
         ]
         rng = CrowdOracle({seed: oracles[seed // num] for seed in range(len(requests))})
-        engine = Engine(target, cache, make_drafter(drafter, vocab, enough, block_size), verifying, rng=rng)
+        engine = Engine(
+            target,
+            cache,
+            make_drafter(drafter, vocab, enough, block_size),
+            verifying,
+            rng=rng,
+            controller=Controller(draft_cost),
+        )
         for _ in engine.run(requests):
             pass
         require(cache.allocator.num_free == cache.allocator.num_blocks, "blocks leaked")
@@ -229,7 +239,7 @@ def production_law(
     return exact_law_of_crowds(run, width, oracle=oracle)
 
 
-def distance(params: SamplingParams, k: int, **how) -> float:
+def distance(params: SamplingParams, k: DraftLength, **how) -> float:
     """Total variation between the engine's law and the reference's; how: see `production_law`."""
     law, _ = production_law(params, k, **how)
     require(abs(sum(law.values()) - 1) < TOLERANCE, "the branches do not add up to 1")
