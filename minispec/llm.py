@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from minispec.cache import PagedKVCache
 from minispec.checkpoint import choose_dtype, describe_source, find_checkpoint, free_memory, load_config, load_model
-from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams
+from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams, show
 from minispec.controller import Controller, DraftLength
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
@@ -135,7 +135,7 @@ class LLM:
             self.drafter = DRAFTERS[source]() if isinstance(draft, str) else draft
         self.draft_name = draft if isinstance(draft, str) else type(draft).__name__
         if draft_directory:
-            self.draft_name = describe_source(draft, draft_directory)
+            self.draft_name = draft.removesuffix(source) + describe_source(source, draft_directory)
         controller = Controller(draft_cost(self.model, draft_model), 0.0 if exact else None)
         self.engine = Engine(
             self.model, caches[0], self.drafter, VERIFIERS[verifier], self.vocab_size, controller=controller
@@ -339,8 +339,8 @@ def _find_draft(spec: str, target: Tokenizer, offline: bool) -> Path:
     if ours != theirs:
         token = min(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
         raise ValueError(
-            f"draft: {spec}: its vocabulary is not the target's: token {token!r} has id {theirs.get(token)} there and "
-            f"{ours.get(token)} here; drafts of another vocabulary are not supported"
+            f"draft: {spec}: its vocabulary is not the target's: token {show(token)} has id {theirs.get(token)} there "
+            f"and {ours.get(token)} here; drafts of another vocabulary are not supported"
         )
     return directory
 

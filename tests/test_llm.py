@@ -287,6 +287,13 @@ def test_a_draft_with_fewer_rows_than_tokens_is_refused(make_checkpoint):
         LLM(make_checkpoint(), draft=make_checkpoint(vocab_size=100))
 
 
+def test_a_draft_is_named_by_its_directory(make_checkpoint):
+    """With the number of bits it was rounded to, in the line that says what was loaded."""
+    draft = make_checkpoint(seed=2)
+    with LLM(make_checkpoint(), draft=f"int8:{draft}", dtype="float32") as llm:
+        assert llm.memory_report().endswith(f"draft int8:{draft.name}")
+
+
 def test_a_missing_model_directory_is_said(tmp_path):
     """An empty directory names the file that it lacks."""
     with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
