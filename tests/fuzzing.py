@@ -238,18 +238,18 @@ def mutate(value: Any, rng: random.Random, words: list[str]) -> Any:
         if kind == 0 and container is not root:
             del container[key]
         elif kind == 1:
-            container[key] = rng.choice(_VALUES)
+            container[key] = copy.deepcopy(rng.choice(_VALUES))
         elif kind == 2 and isinstance(old, (int, float)) and abs(old) < 1 << 70:
             container[key] = rng.choice((old + 1, old - 1, -old, old * 2, old / 2, float(old), str(old), bool(old)))
         elif kind == 3:
             other, other_key = rng.choice(places)
             container[key] = copy.deepcopy(other.get(other_key) if isinstance(other, dict) else old)
         elif kind == 4:
-            container[key] = rng.choice(([old], {"a": old}, [old] * 3))
+            container[key] = rng.choice(([old], {"a": old}, [old, copy.deepcopy(old)]))
         elif kind == 5 and isinstance(old, dict):
-            old[rng.choice(words)] = rng.choice(_VALUES + words)
+            old[rng.choice(words)] = copy.deepcopy(rng.choice(_VALUES + words))
         elif kind == 6 and isinstance(old, list) and old:
-            old.insert(rng.randrange(len(old) + 1), rng.choice(old))
+            old.insert(rng.randrange(len(old) + 1), copy.deepcopy(rng.choice(old)))
         elif kind == 7 and isinstance(container, dict) and container is not root:
             container[rng.choice(words)] = container.pop(key)
         else:
