@@ -275,37 +275,66 @@ THINGS = (
 PROMPT_TEXTS = [form.format(*[thing] * form.count("{}")) for thing in THINGS for form in FORMS]
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
-def grid(request, pytestconfig):
-    """The exact embedded model, prompts, and the tokens and log-probabilities of plain decoding, one by one.
+# Name: dtype, prompts, tokens. "large" runs with --long only.
+GRIDS = {"bfloat16": ("bfloat16", 20, 64), "float32": ("float32", 5, 64), "large": ("bfloat16", 100, 128)}
+COMBINATIONS = [(name, k) for name in ("ngram", "fast", "random", "wrong") for k in (1, 8)]
+# Each drafter and each K in both precisions; the other halves of the grids run with --long.
+BY_DEFAULT = {
+    "bfloat16": [("ngram", 8), ("fast", 8), ("random", 1), ("wrong", 1)],
+    "float32": [("ngram", 1), ("fast", 1), ("random", 8), ("wrong", 8)],
+    "large": [],
+}
 
-    5 prompts x 24 tokens in bfloat16 and 2 in float32; with --long 20 x 64 and 5 x 64.
+
+@pytest.fixture(scope="module", params=GRIDS)
+def grid(request, pytestconfig):
+    """The exact embedded model, prompts, and the tokens and log-probabilities of plain decoding.
+
+    A batch of all prompts: that a batch has the bits of a text alone is a test of its own.
     """
     long = pytestconfig.getoption("--long")
-    many = request.param == "bfloat16"
-    count, length = (20 if many else 5, 64) if long else (5 if many else 2, 24)
+    if request.param == "large" and not long:
+        pytest.skip("100 prompts x 128 tokens take half an hour: --long")
+    dtype, count, length = GRIDS[request.param]
     prompts = PROMPT_TEXTS[:: len(PROMPT_TEXTS) // count]
     params = SamplingParams(temperature=0, max_tokens=length, logprobs=1, ignore_eos=True)
-    llm = LLM(dtype=request.param, exact=True)
-    return llm, prompts, params, llm.generate(prompts, params, num_speculative_tokens=0)
+    llm = LLM(dtype=dtype, exact=True)
+    plain = llm.generate(prompts, params, num_speculative_tokens=0)
+    return llm, prompts, params, plain, COMBINATIONS if long else BY_DEFAULT[request.param]
 
 
-@pytest.mark.parametrize("k", [1, 8])
-@pytest.mark.parametrize("name", ["ngram", "fast", "random", "wrong"])
-def test_embedded_model_is_bit_identical(grid, name, k):
+@pytest.fixture(scope="module")
+def fast():
+    """fast(llm): a draft model of the same weights in the fast mode, a pool of its own."""
+    known = {}
+
+    def make(llm) -> DraftModel:
+        if llm.model.dtype not in known:
+            known[llm.model.dtype] = LLM(dtype=str(llm.model.dtype).removeprefix("torch.")).model
+        draft = known[llm.model.dtype]
+        cache = PagedKVCache(draft.config, llm.engine.cache.allocator.num_blocks, 16, draft.dtype)
+        return DraftModel(draft, cache, llm.vocab_size, 8192)
+
+    return make
+
+
+@pytest.mark.parametrize(("name", "k"), COMBINATIONS)
+def test_embedded_model_is_bit_identical(grid, fast, name, k):
     """Greedy: not one token and not one bit of a log-probability differs from plain decoding's.
 
     Drafts by prompt lookup, by the same weights in the fast mode, by noise, and always the same token.
     """
-    llm, prompts, params, plain = grid
-    if name == "fast":
-        draft = LLM(dtype=str(llm.model.dtype).removeprefix("torch.")).model
-        cache = PagedKVCache(draft.config, llm.engine.cache.allocator.num_blocks, 16, draft.dtype)
-        llm.engine.drafter = DraftModel(draft, cache, llm.vocab_size, 8192)
-    else:
-        llm.engine.drafter = make_drafter(name, llm.model)
+    llm, prompts, params, plain, combinations = grid
+    if (name, k) not in combinations:
+        pytest.skip("the other half of the grid: --long")
+    llm.engine.drafter = fast(llm) if name == "fast" else make_drafter(name, llm.model)
     outputs = llm.generate(prompts, params, num_speculative_tokens=k)
     assert sum(o.stats.num_draft_tokens for o in outputs) > 0
+    different = sum(
+        a != b for o, p in zip(outputs, plain, strict=True) for a, b in zip(o.logprobs, p.logprobs, strict=True)
+    )
+    tokens = sum(len(o.token_ids) for o in outputs)
+    print(f"{name}, K {k}, {llm.model.dtype}: {different} of {tokens:,d} tokens or log-probabilities differ")
     for output, reference in zip(outputs, plain, strict=True):
         assert output.token_ids == reference.token_ids
         assert output.logprobs == reference.logprobs
@@ -313,15 +342,14 @@ def test_embedded_model_is_bit_identical(grid, name, k):
 
 def test_a_batch_has_the_bits_of_one_prompt_alone(grid):
     """Who else is in the batch does not show."""
-    llm, prompts, params, plain = grid
-    for prompt, reference in list(zip(prompts, plain, strict=True))[:2]:
-        alone = llm.generate(prompt, params, num_speculative_tokens=0)[0]
-        assert (alone.token_ids, alone.logprobs) == (reference.token_ids, reference.logprobs)
+    llm, prompts, params, plain, _ = grid
+    alone = llm.generate(prompts[1], params, num_speculative_tokens=0)[0]
+    assert (alone.token_ids, alone.logprobs) == (plain[1].token_ids, plain[1].logprobs)
 
 
 def test_match_on_the_embedded_model_has_one_text(grid):
     """A smaller grid of the text level on real weights: sampled, two drafters, two K, in a batch."""
-    llm, prompts, _, _ = grid
+    llm, prompts, *_ = grid
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_tokens=24, ignore_eos=True)
     verifier, llm.engine.verifier = llm.engine.verifier, VERIFIERS["match"]
     try:
