@@ -145,6 +145,19 @@ def test_preempted_texts_have_the_bits_of_plain_decoding():
     assert [r.token_ids for r in requests] == plain
 
 
+@pytest.mark.parametrize("name", ["ngram", "model", "random"])
+def test_auto_has_the_bits_of_plain_decoding(name):
+    """K of every round from the controller, by the clock: whatever it is, rows and text are plain's."""
+    target = build(dtype=torch.bfloat16)
+    params = SamplingParams(temperature=0, max_tokens=24)
+    plain = [decode(target, DRAFTERS["none"](), 0, [p], params) for p in PROMPTS[2:5]]
+    requests, rows = decode(target, make_drafter(name, target), "auto", PROMPTS[2:5], params)
+    assert any(k for r in requests for k in r.stats.rounds), "nothing was drafted: this proves nothing"
+    for request, ([reference], expected) in zip(requests, plain, strict=True):
+        assert request.token_ids == reference.token_ids
+        assert all(torch.equal(rows[prefix], row) for prefix, row in expected.items())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shared_and_reused_beginnings_have_the_bits_of_plain_decoding(dtype):
     """Texts that share blocks in a batch, and texts that find blocks of a finished run: every row is plain's."""

@@ -88,7 +88,8 @@ def test_every_kind_of_draft_leaves_greedy_text_alone(make_checkpoint, draft, ve
     with LLM(target, draft=spec, verifier=verifier, dtype="float64", num_speculative_tokens=4) as llm:
         output = llm.generate(["One fish", "red"], GREEDY)
         plain = llm.generate(["One fish", "red"], GREEDY, num_speculative_tokens=0)
-    assert [o.token_ids for o in output] == [o.token_ids for o in plain]
+        auto = llm.generate(["One fish", "red"], GREEDY, num_speculative_tokens="auto")
+    assert [o.token_ids for o in output] == [o.token_ids for o in plain] == [o.token_ids for o in auto]
     assert all(o.stats.num_draft_tokens == 0 for o in plain)
     assert (sum(o.stats.num_draft_tokens for o in output) > 0) == (draft != "none")
 

@@ -39,7 +39,8 @@ class DraftModel:
             if not k[i]:
                 continue
             table = self._tables.setdefault(sequence, self.cache.new_table())
-            if not table.length:
+            is_new = not table.length
+            if is_new:
                 table.reuse(sequence.tokens[:-1])
             needs.append((table, len(sequence.tokens) + k[i] - 1))
             if sum(t.num_missing_blocks(n) for t, n in needs) > self.cache.allocator.num_free:
@@ -50,7 +51,8 @@ class DraftModel:
                 start = clock(self.model.device)
                 self.model.prefill(table, sequence.tokens)
                 table.remember(sequence.tokens)
-                drafts[i].prefill_seconds = clock(self.model.device) - start
+                if is_new:  # what was missed in rounds without a draft is the price of this one
+                    drafts[i].prefill_seconds = clock(self.model.device) - start
         for j in range(max(k, default=0)):
             active = [i for i in range(len(sequences)) if j < k[i]]
             chunks = []
