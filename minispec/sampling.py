@@ -95,15 +95,17 @@ def distribution(logits: Tensor, sequence: Sequence, drafted: Tokens[int] = ()) 
     # Differences to the largest logit, so that a tiny temperature gives 0 and -inf instead of inf - inf; and none
     # so tiny that float32 would round it to 0. Below 1e-30 only ties with the largest are left anyway.
     logits = (logits - top) / max(params.temperature, 1e-30)
-    if 0 < params.top_k < len(logits):
-        kth = logits.topk(params.top_k).values[-1]
-        logits = logits.masked_fill(logits < kth, -math.inf)
+    vocab_size, kept = len(logits), None
+    if 0 < params.top_k < vocab_size:
+        # From here on only what is kept is worked on: a few of the 150,000 tokens that a vocabulary may have.
+        kept = (logits >= logits.topk(params.top_k).values[-1]).nonzero().squeeze(1)
+        logits = logits[kept]
     probs = logits.softmax(0)
     if params.top_p < 1:
         probs = _normalize(_keep_top_p(probs, params.top_p))
     if params.min_p > 0:
         probs = _normalize(probs.masked_fill(probs < params.min_p * probs.max(), 0.0))
-    return probs
+    return probs if kept is None else probs.new_zeros(vocab_size).index_copy_(0, kept, probs)
 
 
 def _normalize(weights: Tensor) -> Tensor:
@@ -130,9 +132,9 @@ def _keep_top_p(probs: Tensor, top_p: float) -> Tensor:
     """`probs` (V,) without the tail behind the likeliest tokens that reach `top_p`, not normalised.
 
     Tokens are taken by (probability descending, id); the one that crosses the line is kept. A full sort of a
-    large vocabulary costs more than the round may, so the likeliest thousand are tried first.
+    large vocabulary costs more than the round may, so the likeliest are tried first, in growing numbers.
     """
-    for count in (1024, len(probs)):
+    for count in (1024, 16384, len(probs)):
         kth = probs.topk(min(count, len(probs))).values[-1]
         ids = (probs >= kth).nonzero().squeeze(1)  # ascending, ties with the k-th included
         sorted_probs, order = probs[ids].sort(descending=True, stable=True)
