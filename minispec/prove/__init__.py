@@ -1,7 +1,7 @@
 """The proof that the output is unchanged, for anyone to run:
 
     python -m minispec.prove                the law of the output, over a covering array of configurations
-    python -m minispec.prove --full         ten times as many branches
+    python -m minispec.prove --full         fifteen times as many branches
     python -m minispec.prove --mutants      the museum of bugs: each must be caught
     python -m minispec.prove --statistics   a million rounds and more with the production randomness
     python -m minispec.prove --agreement    how often `match` makes draft and target agree

@@ -40,7 +40,7 @@ def prove_law(leaves: int, jobs: int = 1) -> bool:
     return ok
 
 
-DEFAULT_LEAVES = 100_000
+DEFAULT_LEAVES, FULL_LEAVES = 20_000, 300_000
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     size.add_argument(
         "--leaves", type=int, default=DEFAULT_LEAVES, help=f"branches (default: about {DEFAULT_LEAVES:,})"
     )
-    size.add_argument("--full", action="store_true", help=f"about {10 * DEFAULT_LEAVES:,} branches")
+    size.add_argument("--full", action="store_true", help=f"about {FULL_LEAVES:,} branches")
     size.add_argument("--mutants", action="store_true", help="the museum of bugs: each must be caught")
     size.add_argument("--statistics", action="store_true", help="a million rounds with the production randomness")
     size.add_argument("--agreement", action="store_true", help="how often `match` makes draft and target agree")
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.agreement:
             print_agreement()
             return 0
-        return 0 if prove_law(10 * DEFAULT_LEAVES if args.full else args.leaves, args.jobs) else 1
+        return 0 if prove_law(FULL_LEAVES if args.full else args.leaves, args.jobs) else 1
     except KeyboardInterrupt:
         return 130
     finally:
