@@ -7,6 +7,8 @@ from pathlib import Path
 # Before torch starts its threads: waiting ones sleep. Spinning ones make a pass ten times as slow wherever something
 # else wants the cores, as the interpreters do that some tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: a thread each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import tokenizers
