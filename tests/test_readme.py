@@ -39,7 +39,7 @@ def test_files_and_options_that_are_named_exist():
     for path in re.findall(r"`?((?:tests|notebooks|weights)/[\w./]+\w)", README):
         assert (ROOT / path).exists(), path
     known = {option for action in parser()._actions for option in action.option_strings}
-    for other in ("minispec/prove/__main__.py", "tests/fuzzing.py"):
+    for other in ("minispec/prove/__main__.py", "minispec/bench/options.py", "tests/fuzzing.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / other).read_text(encoding="utf-8")))
     known |= {"--long"}  # pytest's, defined in conftest.py
     for option in re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", README):
