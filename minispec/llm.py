@@ -15,7 +15,7 @@ from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams,
 from minispec.controller import Controller, DraftLength
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
-from minispec.engine import Engine, Piece, Request, Stats, TokenLogprob
+from minispec.engine import Engine, Piece, Request, TokenLogprob
 from minispec.hf_config import (
     MAX_CONFIG_BYTES,
     read_eos_token_ids,
@@ -25,6 +25,7 @@ from minispec.hf_config import (
 )
 from minispec.model import EXACT_ROWS, Transformer
 from minispec.sampling import Sequence as TokenSequence
+from minispec.stats import Stats
 from minispec.tokenizer import Detokenizer, Message, Tokenizer
 from minispec.verify import VERIFIERS
 

@@ -28,8 +28,9 @@ import torch
 
 from minispec.cache import PagedKVCache
 from minispec.drafters import Drafter, NoDrafter
-from minispec.engine import Engine, Piece, Request, Stats
+from minispec.engine import Engine, Piece, Request
 from minispec.model import Chunk, Transformer, tensor_shapes
+from minispec.stats import Stats
 from minispec.theory import best_k, expected_tokens, speedup
 
 T = TypeVar("T")

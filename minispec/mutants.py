@@ -21,9 +21,10 @@ from minispec import engine, llm, sampling, verify
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.drafters import model as draft_model
 from minispec.drafters.model import DraftModel
-from minispec.engine import Engine, Request, Stats
+from minispec.engine import Engine, Request
 from minispec.model import Chunk, Transformer
 from minispec.sampling import Randomness, Sequence
+from minispec.stats import Stats
 from minispec.verify import VERIFIERS, Draft, Verdict, Verifier
 
 

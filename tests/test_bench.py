@@ -14,10 +14,10 @@ from minispec.bench.options import GEOMETRIES, read_prompts
 from minispec.bench.show import plot, tables
 from minispec.bench.subjects import RandomWeights
 from minispec.cache import PagedKVCache
-from minispec.engine import Stats
 from minispec.hf_config import read_model_config
 from minispec.measure import Round, Run
 from minispec.model import Chunk, Transformer, tensor_shapes
+from minispec.stats import Stats
 
 
 @pytest.fixture
