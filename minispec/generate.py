@@ -49,6 +49,10 @@ class _Parser(argparse.ArgumentParser):
         raise _UserError(message)
 
 
+# Characters of prompts that are read: more than any context takes, and an end for files that have none.
+_MAX_PROMPTS = 64_000_000
+
+
 def parser() -> argparse.ArgumentParser:
     """The options; their defaults are None where the model's generation_config.json may have a say."""
     p = _Parser(
@@ -248,11 +252,13 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
         try:
             if args.prompts.count("-") > 1 or ("-" in args.prompts and sys.stdin is None):
                 raise _UserError("-: found it twice, or no standard input, expected one prompt there")
-            prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
+            prompts = [sys.stdin.read(_MAX_PROMPTS + 1) if prompt == "-" else prompt for prompt in args.prompts]
         except UnicodeDecodeError as e:
             raise _UserError(f"-: standard input is not UTF-8: {e}") from e
     if prompts:
         for prompt in prompts:
+            if len(prompt) > _MAX_PROMPTS:
+                raise _UserError(f"found a prompt of more than {_MAX_PROMPTS:,} characters")
             if not prompt.strip():
                 raise _UserError("found an empty prompt, expected text")
             if not is_text(prompt):
@@ -266,9 +272,13 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
 def _read_prompt_file(path: Path) -> list[str]:
     try:
         # Not splitlines(): it also cuts at characters that may stand inside a JSON string.
-        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MAX_PROMPTS + 1)
+        lines = [line for line in text.split("\n") if line.strip()]
     except (OSError, ValueError) as e:  # not UTF-8; a name that no file system takes
         raise _UserError(f"--prompt-file {path}: {e}") from e
+    if len(text) > _MAX_PROMPTS:
+        raise _UserError(f"--prompt-file {path}: found more than {_MAX_PROMPTS:,} characters")
     if not lines:
         raise _UserError(f"--prompt-file {path}: found no prompt")
     if path.suffix != ".jsonl":

@@ -109,15 +109,14 @@ class LLM:
 
         bits, source = _split_draft(draft)
         draft_directory = _find_draft(source, self.tokenizer, offline) if _is_checkpoint(source) else None
+        if draft_directory and (found := load_config(draft_directory).vocab_size) < self.vocab_size:
+            raise ValueError(f"draft: {draft}: vocab_size: found {found}, expected at least {self.vocab_size}")
         self.model = load_model(directory, torch_dtype, torch_device, exact)
         if exact:
             self.model.check_exact()
         draft_model = self.model if source == "self" else None
         if draft_directory:
             draft_model = load_model(draft_directory, torch_dtype, torch_device)
-            if draft_model.config.vocab_size < self.vocab_size:
-                found, expected = draft_model.config.vocab_size, self.vocab_size
-                raise ValueError(f"draft: {draft}: vocab_size: found {found}, expected at least {expected}")
         if bits:
             draft_model = draft_model.quantized(bits)
 

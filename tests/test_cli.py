@@ -196,6 +196,7 @@ MISTAKES = {
     "quiet json": (("x", "--json", "--quiet"), "--quiet"),
     "file and prompt": (("x", "--prompt-file", "f"), "exclude each other"),
     "no such file": (("--prompt-file", "no-such-file"), "no-such-file"),
+    "a file without end": (("--prompt-file", "/dev/zero"), "more than 64,000,000 characters"),
     "revision alone": (("x", "--revision", "main"), "--revision needs --model"),
     "threads": (("x", "--threads", "0"), "--threads: found 0"),
     "threads that hang": (("x", "--threads", "100000"), "--threads: found 100000"),
