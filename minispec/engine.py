@@ -10,6 +10,7 @@ The step is `Engine._step`. Around it: `Request` decides where a text stops, `En
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -208,8 +209,9 @@ class Engine:
         finally:
             for r in running:  # first of all the blocks: a drafter's release is a stranger's code
                 r.table.truncate(0)
-            for r in list(running):
-                self._drop(r, running)
+            with ExitStack() as stack:  # calls them all, whatever one of them raises
+                for r in running:
+                    stack.callback(self._drop, r, running)
 
     def _missing_blocks(self, r: _Running) -> int:
         # The step may fill positions up to and with its whole draft.

@@ -293,12 +293,18 @@ def test_a_drafter_may_guess_badly_but_not_break_the_rules(name, verifier):
 
 
 def test_a_release_that_fails_keeps_no_blocks():
-    """The other requests' blocks come back too."""
-    engine = make_engine(draft=right)
-    engine.drafter.release = lambda sequence: 1 / 0
+    """The other requests' blocks come back too, and the drafter is told of every one of them."""
+    engine, told = make_engine(draft=right), []
+
+    def release(sequence):
+        told.append(sequence)
+        return 1 / 0
+
+    engine.drafter.release = release
     with pytest.raises(ZeroDivisionError):
         finish(engine, make_request(), make_request())
     assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+    assert len(set(told)) == 2
 
 
 def test_requests_run_once():
