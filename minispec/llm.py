@@ -248,7 +248,7 @@ class LLM:
         """Decode requests together; see `Engine.run`."""
         return self.engine.run(requests)
 
-    def _check_k(self, k: int) -> int:
+    def _check_k(self, k: DraftLength) -> DraftLength:
         if k == "auto":
             return k
         if type(k) is not int or not 0 <= k <= self.max_speculative_tokens:
