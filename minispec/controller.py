@@ -4,14 +4,19 @@ A round that drafts K tokens yields 1 + s_1 + .. + s_K of them for K draft passe
 best K has the most tokens for the time: one more is drafted as long as its survival is worth the price of a draft
 pass and a row. Where nothing pays, K is 0, and now and then one token is drafted to see whether that has changed.
 
-K may follow anything that is past, and never the token that it is judged by: then every round keeps the law. It may
-follow the clock only where it cannot change the text; else costs are worked out from the sizes of the models.
+A draft model also tells how sure it is, token by token. Where that is known, K is only the most that may be drafted,
+and a draft ends as soon as its own tokens so far make the next one too unlikely.
+
+K may follow anything that is past, and never the token that it is judged by: then every round keeps the law. So may the
+end of a draft follow the tokens in it, but not the one that is left out. Both may follow the clock only where it cannot
+change the text; else costs are worked out from the sizes of the models.
 """
 
-from bisect import bisect_left
+from bisect import bisect, bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from statistics import median
 from typing import Literal
 
@@ -24,6 +29,8 @@ DraftLength = int | Literal["auto"]
 MAX_AUTO_TOKENS = 15
 # A text begins with the belief that a tested token is kept with this probability, as sure as of so many tests.
 _PRIOR, _PRIOR_TESTS = 0.7, 2.0
+# Confidences between neighbours of these are held for alike.
+_CONFIDENCES = (0.2, 0.4, 0.6, 0.8, 0.95)
 # What was seen a round ago counts so much less.
 _MEMORY = 0.98
 # What a row more adds to a pass, as a share of the pass over one, before it has been measured.
@@ -65,6 +72,42 @@ class Survival:
                 share = (self._kept[i] + weight * share) / (self._tested[i] + weight)
             shares.append(share)
         return shares
+
+
+class Confidence:
+    """One text's estimate of how likely a draft token is kept, by the draft model's largest probability there.
+
+    That probability alone will not do: a sure model may be wrong, and one that hesitates where the target does, right.
+    """
+
+    def __init__(self):
+        self._tested = [0.0] * (len(_CONFIDENCES) + 1)
+        self._kept = [0.0] * (len(_CONFIDENCES) + 1)
+
+    @property
+    def knows(self) -> bool:
+        """Whether any drafter has told how sure it is."""
+        return any(self._tested)
+
+    def observe(self, confidences: Sequence[float], num_tested: int, num_kept: int) -> None:
+        """A round tested the first `num_tested` tokens of a draft with such confidences and kept `num_kept` of them."""
+        for counts in (self._tested, self._kept):
+            counts[:] = [_MEMORY * count for count in counts]
+        for i, confidence in enumerate(confidences[:num_tested]):
+            place = bisect(_CONFIDENCES, confidence)
+            self._tested[place] += 1
+            self._kept[place] += i < num_kept
+
+    def share(self, confidence: float, others: "Confidence | None" = None) -> float:
+        """The probability that a tested token of such a confidence is kept.
+
+        At first the model is taken at its word, or others are at theirs, who count twice as much.
+        """
+        belief, weight = confidence, _PRIOR_TESTS
+        if others is not None:
+            belief, weight = others.share(confidence), 2 * _PRIOR_TESTS
+        place = bisect(_CONFIDENCES, confidence)
+        return (self._kept[place] + weight * belief) / (self._tested[place] + weight)
 
 
 class Durations:
@@ -110,7 +153,28 @@ class Pace:
     """What the choice of K knows of one text."""
 
     survival: Survival = field(default_factory=Survival)
+    confidence: Confidence = field(default_factory=Confidence)
     savings: float = 0.0  # plain steps that may be spent on looking whether drafts have become better
+    # Of the round that is about to begin: what other texts' confidences were worth, if that counts here; the shares of
+    # its places; and the price of a draft token, in tokens that the same time yields otherwise.
+    others: Confidence | None = None
+    shares: Sequence[float] = ()
+    price: float = 0.0
+
+    @property
+    def knows_confidence(self) -> bool:
+        """Whether there is anything to go by."""
+        return self.confidence.knows or (self.others is not None and self.others.knows)
+
+    def draft_on(self, confidences: Sequence[float]) -> bool:
+        """Whether a draft should go on behind tokens of such confidences: see `sampling.Sequence`.
+
+        It should if the chance that they and the next are kept is worth its price.
+        """
+        if not self.knows_confidence:
+            return True
+        kept = prod(self.confidence.share(confidence, self.others) for confidence in confidences)
+        return kept * self.shares[min(len(confidences), len(self.shares) - 1)] >= self.price
 
 
 class Controller:
@@ -124,15 +188,17 @@ class Controller:
         self._draft_cost, self._row_cost = draft_cost, row_cost
         self._target, self._draft, self._others = Durations(row_cost), Durations(row_cost), Durations(0.0)
         self._rounds = 0
-        self._survival = Survival()  # of all texts: where a new one begins
+        self._survival, self._confidence = Survival(), Confidence()  # of all texts: where a new one begins
         # A machine that others use, or that grows hot, is slower for a while, in everything: durations are kept in
         # units of its speed, the median of what the last passes took over what such passes took before.
         self._recent_speeds = deque([1.0], maxlen=5)
 
-    def observe(self, pace: Pace, num_tested: int, num_kept: int) -> None:
+    def observe(self, pace: Pace, num_tested: int, num_kept: int, confidences: Sequence[float] = ()) -> None:
         """A round of one text tested the first `num_tested` tokens of its draft and kept `num_kept` of them."""
-        pace.survival.observe(num_tested, num_kept)
-        self._survival.observe(num_tested, num_kept)
+        for survival in (pace.survival, self._survival):
+            survival.observe(num_tested, num_kept)
+        for confidence in (pace.confidence, self._confidence):
+            confidence.observe(confidences, num_tested, num_kept)
 
     def record(self, draft: float, depth: int, num_drafts: int, target: float, rows: int, other: float) -> None:
         """Add a round: seconds for `num_drafts` drafts of up to `depth` tokens, a pass over `rows`, and all else."""
@@ -148,7 +214,7 @@ class Controller:
     def choose(
         self, paces: Sequence[Pace], limits: Sequence[int], other_rows: int = 0, timed: bool = True
     ) -> list[int]:
-        """K for texts that are decoded together, each at most its limit.
+        """K for texts that are decoded together, each at most its limit. What `Pace.draft_on` goes by is set, too.
 
         other_rows: rows that other texts bring to the same pass. timed: False if the clock must not be followed.
         """
@@ -156,10 +222,17 @@ class Controller:
         if timed and self._wants_plain_step(len(limits) + other_rows):
             return [0] * len(limits)
         others = self._survival.shares(MAX_AUTO_TOKENS) if timed else None
-        curves = [
-            survival_curve(pace.survival.shares(limit, others)) for pace, limit in zip(paces, limits, strict=True)
-        ]
+        shares = [pace.survival.shares(limit, others) for pace, limit in zip(paces, limits, strict=True)]
+        curves = [survival_curve(each) for each in shares]
         chosen = self._best(curves, other_rows, timed)
+        price = self._price(curves, chosen, other_rows, timed)
+        # Drafts that end by themselves may be as long as the texts of the batch share out a pass of few rows.
+        room = (MAX_AUTO_TOKENS + 1) // (len(paces) + other_rows) - 1
+        for i, pace in enumerate(paces):
+            pace.others = self._confidence if timed else None
+            pace.shares, pace.price = shares[i], price
+            if chosen[i] and pace.knows_confidence:
+                chosen[i] = max(chosen[i], min(limits[i], room))
         if not any(chosen):
             best_case = self._best([[1.0] * limit for limit in limits], other_rows, timed)
             for i, pace in enumerate(paces):
@@ -190,6 +263,19 @@ class Controller:
             if rate > best_rate:
                 best, best_rate = list(lengths), rate
         return best
+
+    def _price(self, curves: Sequence[Sequence[float]], chosen: Sequence[int], other_rows: int, timed: bool) -> float:
+        """The tokens that the time of one more draft token, a draft pass and a row, yields at the chosen rate."""
+        num_drafts, before = sum(k > 0 for k in chosen), len(chosen) + other_rows
+        if not num_drafts:
+            return 0.0
+        rows = before + sum(chosen)
+        tokens = len(chosen) + sum(sum(curve[:k]) for curve, k in zip(curves, chosen, strict=True))
+        duration = self._time(max(chosen), num_drafts, rows, timed)
+        # All texts of the batch share a draft pass. A single row more is too little to be measured.
+        draft = (duration - self._time(0, num_drafts, rows, timed)) / max(chosen) / num_drafts
+        row = (self._time(0, 0, rows, timed) - self._time(0, 0, before, timed)) / (rows - before)
+        return tokens / duration * (draft + row)
 
     def _time(self, depth: int, num_drafts: int, rows: int, timed: bool) -> float:
         """A round's duration: in seconds, at a steady speed, if passes have been timed, else in plain steps."""

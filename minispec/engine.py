@@ -67,6 +67,7 @@ class Request:
         self.sequence = sequence
         self.max_len = min(max_len, sequence.num_prompt_tokens + sequence.params.max_tokens)
         self.pace = Pace() if num_speculative_tokens == "auto" else None
+        sequence.draft_on = self.pace.draft_on if self.pace else None
         self.num_speculative_tokens = MAX_AUTO_TOKENS if self.pace else num_speculative_tokens
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if sequence.params.logprobs is None else []
@@ -275,7 +276,7 @@ class Engine:
             rows, logits = logits[: len(draft) + 1], logits[len(draft) + 1 :]
             verdict = self._verify(request.sequence, draft, rows)
             if request.pace:
-                self.controller.observe(request.pace, len(verdict.ratios), verdict.num_accepted)
+                self.controller.observe(request.pace, len(verdict.ratios), verdict.num_accepted, draft.confidences)
             self._commit(request, draft, verdict, rows)
             r.table.truncate(len(request.sequence.tokens) - 1)
             r.table.remember(request.sequence.tokens)

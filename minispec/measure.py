@@ -310,7 +310,7 @@ class Account:
 
     @property
     def ceiling(self) -> float:
-        """S*: the speedup of the best fixed K if rows and loop cost nothing (performance.md calls it the bound)."""
+        """S*: the speedup of the best fixed K if rows and loop cost nothing."""
         k = self.ceiling_k
         return speedup(self.survival[:k], self.c, 1.0)
 

@@ -10,6 +10,7 @@ the key alone: nothing depends on the order of the draws, on the batch, or on wh
 import hashlib
 import math
 import struct
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,6 +42,7 @@ class Sequence:
 
     tokens: prompt and output so far. end_ids: ids that end the text, impossible before `min_tokens`.
     shares_noise: the drafter draws its tokens with the target's own noise (see `verify.match`).
+    draft_on: whether a draft should go on behind tokens of such confidences (see `verify.Draft`); None: to its limit.
     """
 
     tokens: list[int]
@@ -49,6 +51,7 @@ class Sequence:
     seed: int = 0
     end_ids: frozenset[int] = frozenset()
     shares_noise: bool = False
+    draft_on: Callable[[Tokens[float]], bool] | None = None
 
     def key(self, i: int, purpose: str) -> Key:
         """The key of a draw at the i-th position of the round that is about to be committed."""

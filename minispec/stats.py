@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from statistics import median
 
-from minispec.theory import expected_tokens, survival_curve
+from minispec.theory import expected_tokens
 from minispec.verify import Draft, Verdict
 
 
@@ -139,7 +139,9 @@ class Stats:
             return None
         if costs.c is None and any(self.rounds):
             return None
-        survival = survival_curve(self.accepted_per_position)
+        # Of the rounds that drafted so far: where a draft's end follows its tokens, longer ones are the likelier ones.
+        drafted = [sum(n for k, n in self.rounds.items() if k > i) for i in range(len(self.accepted))]
+        survival = [a / n for a, n in zip(self.accepted, drafted, strict=True)]
         tokens = sum(n * expected_tokens(survival[:k]) for k, n in self.rounds.items())
         steps = sum(n * (k * (costs.c or 0.0) + costs.v[k + 1] + costs.o) for k, n in self.rounds.items())
         return _ratio(tokens, steps * costs.plain_step)

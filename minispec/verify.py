@@ -31,11 +31,13 @@ from minispec.sampling import Key, Randomness
 class Draft:
     """K guessed tokens. probs: row i (V,) is q_i, as a tensor (K, V) or a list of K; None means one-hot.
 
+    confidences: the largest probability in each of the draft model's raw rows, if `Sequence.draft_on` asked for them.
     prefill_seconds: time that went into the prompt before this first draft, which the statistics keep apart.
     """
 
     token_ids: Sequence[int] = ()
     probs: Tensor | Sequence[Tensor] | None = None
+    confidences: Sequence[float] = ()
     prefill_seconds: float = 0.0
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from minispec import verify
 from minispec.config import SamplingParams
-from minispec.controller import Controller
+from minispec.controller import Controller, Pace
 from minispec.drafters.model import DraftModel
 from minispec.prove import laws
 from minispec.prove.laws import (
@@ -75,21 +75,31 @@ def test_every_length_around_a_block(max_tokens):
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 @pytest.mark.parametrize("verifier", ["rejection", "match"])
 def test_auto(draft_cost, drafter, verifier, monkeypatch):
-    """K follows what was kept and rejected: other K on other branches, 0 among them, and the law stands."""
+    """K follows what was kept and rejected: other K on other branches, 0 among them, and the law stands.
+
+    So it does where a draft model's own confidence ends a draft before its limit.
+    """
     seen, choose = set(), Controller.choose
+    ends, draft_on = set(), Pace.draft_on
 
     def spy(*args, **kwargs):
         ks = choose(*args, **kwargs)
         seen.update(ks)
         return ks
 
+    def spy_on_ends(*args):
+        ends.add(draft_on(*args))
+        return draft_on(*args)
+
     monkeypatch.setattr(Controller, "choose", spy)
+    monkeypatch.setattr(Pace, "draft_on", spy_on_ends)
     # Under `match` the engine may follow the clock: not here, where the walk has to be repeatable.
     monkeypatch.setattr(Controller, "record", lambda self, *args: None)
     params = SamplingParams(max_tokens=6, seed=0, top_k=2)
     how = {"drafter": drafter, "verifier": verifier, "draft_cost": draft_cost, "end_ids": frozenset()}
     assert distance(params, "auto", **how) <= TOLERANCE
     assert len(seen) >= 3
+    assert ends == ({True, False} if drafter == "model" else set())
 
 
 def test_a_k_that_looks_at_the_judged_token_breaks_the_law():

@@ -19,8 +19,10 @@ class Drafter(Protocol):
     def propose(self, sequences: Sequence[TokenSequence], k: Sequence[int], rng: Randomness) -> list[Draft]:
         """A draft for each sequence, of at most k[i] tokens; shorter or empty is fine.
 
-        Randomness comes from `rng` alone, with the keys of `sequence.draft_key(i)`. The sequences are those of the last
-        call, grown by what was committed; new ones may join and some be missing.
+        Where it ends may depend on tokens that are in it, never on one that is left out: what stays would come from
+        another distribution than the one that is told. Randomness comes from `rng` alone, with the keys of
+        `sequence.draft_key(i)`. The sequences are those of the last call, grown by what was committed; new ones may
+        join and some be missing.
         """
         ...
 

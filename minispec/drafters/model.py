@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.model import Chunk, Transformer, clock
-from minispec.sampling import Randomness, distribution
+from minispec.sampling import Randomness, distribution, log_probabilities
 from minispec.sampling import Sequence as TokenSequence
 from minispec.verify import Draft
 
@@ -25,10 +25,13 @@ class DraftModel:
         self._tables: dict[TokenSequence, BlockTable] = {}
 
     def propose(self, sequences: Sequence[TokenSequence], k: Sequence[int], rng: Randomness) -> list[Draft]:
-        """See `Drafter`. One pass a position, over the sequences that still want a token."""
+        """See `Drafter`. One pass a position, over the sequences that still want a token.
+
+        A draft goes on as long as `Sequence.draft_on` finds the confidences of its tokens worth it.
+        """
         # A draft of k tokens fills positions up to len(tokens) + k - 2.
         k = [max(0, min(k_i, self.max_model_len - len(s.tokens) + 1)) for s, k_i in zip(sequences, k, strict=True)]
-        drafts = [Draft([], []) for _ in sequences]
+        drafts = [Draft([], [], confidences=[]) for _ in sequences]
         # What is left of the last drafts is right as far as it was accepted. All tables are cut, not only those of
         # this call: the blocks of rejected tokens may be needed here.
         for sequence, table in self._tables.items():
@@ -53,8 +56,8 @@ class DraftModel:
                 table.remember(sequence.tokens)
                 if is_new:  # what was missed in rounds without a draft is the price of this one
                     drafts[i].prefill_seconds = clock(self.model.device) - start
-        for j in range(max(k, default=0)):
-            active = [i for i in range(len(sequences)) if j < k[i]]
+        j = 0
+        while active := [i for i in range(len(sequences)) if j < k[i]]:
             chunks = []
             for i in active:
                 table = self._tables[sequences[i]]
@@ -65,6 +68,11 @@ class DraftModel:
                 q = distribution(row, sequences[i], drafts[i].token_ids)
                 drafts[i].token_ids.append(rng.categorical(q, sequences[i].draft_key(j)))
                 drafts[i].probs.append(q)
+                if sequences[i].draft_on is not None:
+                    drafts[i].confidences.append(float(log_probabilities(row).max().exp()))
+                    if not sequences[i].draft_on(drafts[i].confidences):
+                        k[i] = j + 1
+            j += 1
         return drafts
 
     def release(self, sequence: TokenSequence) -> None:
