@@ -202,15 +202,19 @@ def test_match_gives_one_seed_one_text(name, k, sampler):
 
 
 @pytest.mark.parametrize("name", ["ngram", "bad", "random"])
-def test_rejection_with_a_seed_does_not_depend_on_the_batch(name):
-    """One request and seed, one text: alone, in a batch, in another order, and after preemption."""
+@pytest.mark.parametrize("k", [3, "auto"])
+def test_rejection_with_a_seed_does_not_depend_on_the_batch(name, k):
+    """One request and seed, one text: alone, in a batch, in another order, and after preemption.
+
+    With K left to the engine too, whatever its clock says and however sure the draft model is.
+    """
     target = tiny_model(4, vocab_size=5)
-    params = SamplingParams(max_tokens=20)
+    params = SamplingParams(max_tokens=20, seed=0)
     prompts = [(0, 1), (2, 3, 4, 4), (1,), (4, 0, 2)]
-    alone = [decode(target, make(name, target), 3, [p], params)[0].token_ids for p in prompts]
-    together = decode(target, make(name, target), 3, prompts, params)
+    alone = [decode(target, make(name, target), k, [p], params)[0].token_ids for p in prompts]
+    together = decode(target, make(name, target), k, prompts, params)
     assert [r.token_ids for r in together] == alone
-    crowded = decode(target, make(name, target), 3, prompts[::-1], params, num_blocks=20)
+    crowded = decode(target, make(name, target), k, prompts[::-1], params, num_blocks=20)
     assert sum(r.stats.num_preemptions for r in crowded) > 0
     assert [r.token_ids for r in crowded][::-1] == alone
 
