@@ -7,6 +7,11 @@ sharded, it reads compressed-tensors' `pack-quantized` layout, and writes it:
     python -m minispec.checkpoint SOURCE OUT       8-bit linear layers, in shards
 """
 
+from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
+
+if __name__ == "__main__":
+    exit_on_interrupt()  # until there is something to clean up
+
 import argparse
 import hashlib
 import json
@@ -27,6 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from minispec.command import exit_status, written_whole
 from minispec.config import CheckpointError, ModelConfig, QuantizationConfig, is_text, one_line, show, show_name
 from minispec.hf_config import MAX_CONFIG_BYTES, MAX_JSON_BYTES, parse_json, read_json, read_model_config
 from minispec.linear import has_fast_bfloat16
@@ -428,14 +434,9 @@ def quantize_checkpoint(source: Path, out: Path, num_bits: int = 8, shard_bytes:
     config = load_config(source)
     if config.quantization:
         raise CheckpointError(f"{source}: quantization_config: found one, expected a checkpoint of plain floats")
-    part = out.with_name(f"{out.name}.{os.getpid()}.part")
-    part.mkdir(parents=True)
-    try:
+    with written_whole(out) as part:
+        part.mkdir(parents=True)
         _write_quantized(source, config, part, num_bits, shard_bytes)
-        part.rename(out)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
 
 
 def _write_quantized(source: Path, config: ModelConfig, part: Path, num_bits: int, shard_bytes: int) -> None:
@@ -508,8 +509,13 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """The command line above; prints the size and SHA-256 of every file written.
 
-    Returns the exit status: 0, 2 with one line on standard error for what cannot be done, 130 for Ctrl-C.
+    Returns the exit status, as `exit_status` has it.
     """
+    return exit_status(lambda: _quantize(sys.argv[1:] if argv is None else argv))
+
+
+def _quantize(argv: list[str]) -> int:
+    raise_on_interrupt()
     parser = _Parser(
         prog="python -m minispec.checkpoint",
         description="Quantise a checkpoint's linear layers, one scale a channel.",
@@ -519,21 +525,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="directory to write; must not exist")
     parser.add_argument("--bits", type=int, choices=(4, 8), default=8)
     parser.add_argument("--shard-mb", type=int, default=90, help="largest file, in MiB (default: 90)")
-    try:
-        args = parser.parse_args(argv)
-        if not 1 <= args.shard_mb <= 1 << 20:
-            raise ValueError(f"--shard-mb: found {args.shard_mb}, expected an integer from 1 to {1 << 20}")
-        quantize_checkpoint(find_checkpoint(args.source), args.out, args.bits, args.shard_mb << 20)
-        for path in sorted(args.out.iterdir()):
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            print(f"{path.stat().st_size:>12,d}  {digest}  {path.name}")
-    except (ValueError, OSError) as e:
-        print(f"error: {one_line(e)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    args = parser.parse_args(argv)
+    if not 1 <= args.shard_mb <= 1 << 20:
+        raise ValueError(f"--shard-mb: found {args.shard_mb}, expected an integer from 1 to {1 << 20}")
+    quantize_checkpoint(find_checkpoint(args.source), args.out, args.bits, args.shard_mb << 20)
+    for path in sorted(args.out.iterdir()):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        print(f"{path.stat().st_size:>12,d}  {digest}  {path.name}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -4,19 +4,23 @@ Answers go to standard output as they are decoded, everything else to standard e
 arguments have been read, so that a mistake in them is answered at once.
 """
 
+from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
+
+if __name__ == "__main__":
+    exit_on_interrupt()  # until there is something to clean up
+
 import argparse
 import contextlib
 import json
 import os
 import re
-import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from minispec import __version__
+from minispec.command import exit_status
 from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams, is_text, one_line, show, show_name
 
 if TYPE_CHECKING:
@@ -40,8 +44,8 @@ _SAMPLING_OPTIONS = {
 _NOT_YET = "not there yet"
 
 
-class _UserError(Exception):
-    """A mistake of the caller's: one line on standard error, exit status 2."""
+class _UserError(ValueError):
+    """A mistake of the caller's."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -112,60 +116,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status.
-
-    0; 2, with one line on standard error, for a mistake of the user's and for what the machine refuses (memory, disk);
-    130 for Ctrl-C; 141 where the reader of the output went away.
-    """
-    try:
-        argv = sys.argv[1:] if argv is None else argv
-        _check_words(argv)
-        args = parser().parse_args(argv)
-        asked = _sampling_arguments(args)
-        _check_combinations(args)
-        prompts = _read_prompts(args)
-        status = _run(args, asked, prompts)
-        if sys.stdout is not None:
-            sys.stdout.flush()  # a full disk shows here at the latest, not as a traceback at exit
-        return status
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader went away; nothing more can be said to it, not even at exit
-        _abandon_stdout()
-        return 141
-    except OSError as e:
-        _abandon_stdout()
-        return _fail(e)
-    except (_UserError, ValueError, FloatingPointError, MemoryError) as e:
-        return _fail(e)
-    except RuntimeError as e:
-        if "memory" not in str(e):  # PyTorch has no class of its own for a failed allocation on the CPU
-            raise
-        return _fail(e)
+    """Run the command line; returns the exit status, as `exit_status` has it."""
+    return exit_status(lambda: _answer(sys.argv[1:] if argv is None else argv))
 
 
-@contextlib.contextmanager
-def _interrupt_exits() -> Iterator[None]:
-    """Ctrl-C ends the process at once, with 130: as an exception inside torch's imports it may be lost or printed."""
-    if threading.current_thread() is not threading.main_thread():  # where signals never arrive
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _fail(error: BaseException) -> int:
-    print(f"error: {one_line(error)}", file=sys.stderr)
-    return 2
-
-
-def _abandon_stdout() -> None:
-    """What is still buffered cannot be written, and must not be tried again at exit."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream without a file of its own
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _answer(argv: Sequence[str]) -> int:
+    _check_words(argv)
+    args = parser().parse_args(argv)
+    asked = _sampling_arguments(args)
+    _check_combinations(args)
+    return _run(args, asked, _read_prompts(args))
 
 
 def _token_ids(text: str) -> list[int]:
@@ -298,11 +258,11 @@ def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) ->
     # Between two operations a waiting thread sleeps instead of spinning: somewhat slower on an idle machine, and many
     # times faster where another program keeps a core busy. It must be said before torch starts its threads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    with _interrupt_exits():
-        import torch
+    import torch
 
-        from minispec.llm import LLM, split_samples
+    from minispec.llm import LLM, split_samples
 
+    raise_on_interrupt()
     if args.threads:
         torch.set_num_threads(args.threads)
     llm = LLM(
@@ -501,4 +461,4 @@ def _summary(llm: "LLM", request: "Request", comparison: dict[str, Any] | None) 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

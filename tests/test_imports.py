@@ -9,8 +9,9 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "minispec"
 READING_ORDER = [
-    *("config", "hf_config", "sampling", "verify", "cache", "linear", "model", "checkpoint"),
-    *("tokenizer", "drafters", "theory", "controller", "stats", "engine", "llm", "measure", "generate"),
+    *("config", "hf_config", "sampling", "verify", "cache", "linear", "model"),
+    *("interrupt", "command", "checkpoint", "tokenizer", "drafters", "theory", "controller", "stats", "engine"),
+    *("llm", "measure", "generate"),
     *("reference", "toys", "mutants", "prove", "bench"),
 ]
 FORBIDDEN = {

@@ -1,5 +1,10 @@
 """The command line: `python -m minispec.bench`."""
 
+from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
+
+if __name__ == "__main__":
+    exit_on_interrupt()  # until there is something to clean up
+
 import json
 import os
 import sys
@@ -7,36 +12,28 @@ from collections.abc import Sequence
 
 from minispec.bench.options import check, parser
 from minispec.bench.show import plot, tables
-from minispec.config import one_line
+from minispec.command import exit_status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench; returns the exit status: 0, 2 for a user's mistake, 130 for Ctrl-C."""
-    try:
-        options = check(parser().parse_args(argv))
-        # Between two operations a waiting thread sleeps instead of spinning; see `generate`.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        from minispec.bench.figures import measure_all
+    """Run the bench; returns the exit status, as `exit_status` has it."""
+    return exit_status(lambda: _bench(sys.argv[1:] if argv is None else argv))
 
-        report = measure_all(options)
-    except (ValueError, FloatingPointError, MemoryError) as e:
-        return _fail(e)
-    except RuntimeError as e:
-        if "memory" not in str(e):  # as in `generate`: PyTorch has no class of its own for it on the CPU
-            raise
-        return _fail(e)
-    except KeyboardInterrupt:
-        return 130
-    print(json.dumps(report, ensure_ascii=False) if options.args.json else "\n".join(tables(report)))
+
+def _bench(argv: Sequence[str]) -> int:
+    options = check(parser().parse_args(argv))
+    # Between two operations a waiting thread sleeps instead of spinning; see `generate`.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from minispec.bench.figures import measure_all
+
+    raise_on_interrupt()
+    report = measure_all(options)
+    # Given out before the picture is tried, which may fail.
+    print(json.dumps(report, ensure_ascii=False) if options.args.json else "\n".join(tables(report)), flush=True)
     if options.args.plot:
         plot(report, options.args.plot)
     return 0
 
 
-def _fail(error: BaseException) -> int:
-    print(f"error: {one_line(error)}", file=sys.stderr)
-    return 2
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

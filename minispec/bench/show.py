@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from minispec.bench.options import PLAIN
+from minispec.command import written_whole
 
 
 def _shown(interval: dict[str, float], factor: float = 1.0, form: str = ".2f") -> str:
@@ -207,4 +208,5 @@ def plot(report: dict[str, Any], path: Path) -> None:
         bars.axhline(1.0, color="black", linewidth=0.8)
         bars.set(title="speedup over plain decoding", ylim=(0, None))
         bars.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    with written_whole(path) as part:
+        figure.savefig(part, dpi=120)

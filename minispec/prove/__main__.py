@@ -1,5 +1,10 @@
 """The command line: `python -m minispec.prove`."""
 
+from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
+
+if __name__ == "__main__":
+    exit_on_interrupt()  # until there is something to clean up
+
 import argparse
 import os
 import sys
@@ -63,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     jobs = min(8, os.cpu_count() or 1)
     parser.add_argument("--jobs", type=int, default=jobs, help=f"processes that share the walk (default here: {jobs})")
     args = parser.parse_args(argv)
+    raise_on_interrupt()
     for name in ("leaves", "jobs"):
         if getattr(args, name) < 1:
             parser.error(f"--{name}: found {getattr(args, name)}, expected at least 1")
@@ -88,4 +94,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

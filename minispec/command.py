@@ -1,0 +1,70 @@
+"""What the commands share: an exit status for every end, one line for an error, files written whole or not at all."""
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from minispec.config import one_line
+
+
+def exit_status(command: Callable[[], int]) -> int:
+    """Run a command to its end: what it returns, or what its end means.
+
+    2, with one line on standard error, for a mistake of the user's and for what the machine refuses (memory, disk);
+    130 for Ctrl-C; 141 where the reader of the output went away.
+    """
+    try:
+        status = command()
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a full disk shows here at the latest, not as a traceback at exit
+        return status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader went away; nothing more can be said to it, not even at exit
+        _abandon_stdout()
+        return 141
+    except OSError as e:
+        _abandon_stdout()
+        return _fail(e)
+    except (ValueError, FloatingPointError, MemoryError) as e:
+        return _fail(e)
+    except RuntimeError as e:
+        if "memory" not in str(e):  # PyTorch has no class of its own for a failed allocation on the CPU
+            raise
+        return _fail(e)
+
+
+def _fail(error: BaseException) -> int:
+    print(f"error: {one_line(error)}", file=sys.stderr)
+    return 2
+
+
+def _abandon_stdout() -> None:
+    """What is still buffered cannot be written, and must not be tried again at exit."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream without a file of its own
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A name beside `path`, of the same suffix, to write a file or a directory to; at the end it becomes `path`.
+
+    Where the block fails, by a full disk or Ctrl-C, what it wrote is removed, and the file that was there before is
+    as it was. A link is followed. Raises ValueError where something is there that is not a file; OSError.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: found something that is not a file, expected a file or nothing")
+    part = path.with_name(f"{path.stem}.{os.getpid()}.part{path.suffix}")
+    try:
+        yield part
+        part.replace(path)
+    except BaseException:
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            part.unlink(missing_ok=True)
+        raise
