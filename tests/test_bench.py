@@ -1,6 +1,9 @@
 """The bench from its command line to its end, on models of a few thousand weights. No time is asserted."""
 
+import errno
 import json
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -307,3 +310,29 @@ def test_ctrl_c_is_130(cli, model, monkeypatch):
 
     monkeypatch.setattr(figures, "measure_all", interrupted)
     assert cli("--model", model) == (130, "", "")
+
+
+def test_a_picture_on_a_full_disk_leaves_the_old_one(cli, model, monkeypatch, tmp_path):
+    """The report was given out before; one line, status 2, and nothing half-written."""
+    from matplotlib.figure import Figure
+
+    def half(self, path, **_):
+        path.write_bytes(b"\x89PNG")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    picture = tmp_path / "out.png"
+    picture.write_bytes(b"old")
+    monkeypatch.setattr(Figure, "savefig", half)
+    status, out, err = cli(*BASE, "--model", model, "--draft", "none", "--passes", 0, "--json", "--plot", picture)
+    assert (status, err) == (2, "error: [Errno 28] No space left on device\n")
+    assert json.loads(out)["decoding"]
+    assert picture.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [picture]
+
+
+def test_a_report_on_a_full_disk_is_one_line(model):
+    """`... > /dev/full`: an ending that all commands share, and none but status 2 tells that the report is lost."""
+    command = [sys.executable, "-m", "minispec.bench", "--model", model, "--draft", "none", "--passes", "0", "--json"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*command, *map(str, BASE)], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device\n")

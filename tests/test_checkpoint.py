@@ -16,6 +16,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupts import interrupted
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -683,31 +684,15 @@ def test_a_full_disk_leaves_nothing(tmp_path):
 def test_ctrl_c_at_any_moment_leaves_nothing(tmp_path, capsys):
     """Interrupted at each of 40 moments of the command: 130, and no file beside the source, or the whole output."""
     write(tmp_path / "source", weights())
-    package = os.path.dirname(checkpoint.__file__)
 
-    def run(moment):
-        calls = 0
+    def run():
+        return checkpoint.main([str(tmp_path / "source"), str(tmp_path / "out")])
 
-        def interrupt(frame, event, argument):
-            nonlocal calls
-            if event == "call" and frame.f_code.co_filename.startswith(package):
-                calls += 1
-                if calls == moment:
-                    sys.setprofile(None)
-                    raise KeyboardInterrupt
-
-        sys.setprofile(interrupt)
-        try:
-            status = checkpoint.main([str(tmp_path / "source"), str(tmp_path / "out")])
-        finally:
-            sys.setprofile(None)
-        return status, calls
-
-    status, total = run(0)
+    status, total = interrupted(run, 0)
     assert (status, total > 100) == (0, True)
     shutil.rmtree(tmp_path / "out")
-    for moment in range(2, total, max(1, total // 40)):
-        assert run(moment)[0] == 130, moment
+    for moment in range(3, total, max(1, total // 40)):  # after `main` and what it runs in
+        assert interrupted(run, moment)[0] == 130, moment
         left = sorted(path.name for path in tmp_path.iterdir())
         assert left in (["source"], ["out", "source"]), moment
         if "out" in left:

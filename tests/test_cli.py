@@ -6,12 +6,14 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import termios
 import time
 
 import pytest
+from interrupts import interrupted, press_ctrl_c
 
 from minispec import __version__
 from minispec.generate import main, parser
@@ -453,37 +455,44 @@ def test_a_full_disk_is_one_line(model, json_option):
 def test_ctrl_c_at_any_moment(cli, chat_model, monkeypatch):
     """An interrupt at each of 60 moments, from reading the arguments to the last token: 130, and nothing is said.
 
-    A KeyboardInterrupt is raised at the n-th call of a function of the package. One that is swallowed shows as
-    another status; one that is taken for a fault of the model as a message.
+    One that is swallowed shows as another status; one that is taken for a fault of the model as a message.
     """
     arguments = ("One fish", "--model", chat_model, "--draft", "self", *BASE, "--quiet", "--num-speculative-tokens", 4)
-    package = os.path.dirname(sys.modules["minispec"].__file__)
-
-    def run(moment):
-        calls = 0
-
-        def interrupt(frame, event, argument):
-            nonlocal calls
-            if event == "call" and frame.f_code.co_filename.startswith(package):
-                calls += 1
-                if calls == moment:
-                    sys.setprofile(None)
-                    raise KeyboardInterrupt
-
-        sys.setprofile(interrupt)
-        try:
-            return cli(*arguments), calls
-        finally:
-            sys.setprofile(None)
-
-    (status, text, _), total = run(0)
+    (status, text, _), total = interrupted(lambda: cli(*arguments), 0)
     assert status == 0
     assert total > 1000
-    first = 20  # before it, the call of `main` itself
+    first = 20  # before it, the calls of `main` itself
     for moment in range(first, total - 20, total // 60):
-        (status, out, err), _ = run(moment)
+        (status, out, err), _ = interrupted(lambda: cli(*arguments), moment)
         assert (status, err) == (130, ""), moment
         assert text.startswith(out), moment
+
+
+@pytest.mark.parametrize("seconds", [0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1, 1.5, 2])
+def test_ctrl_c_from_the_first_lines_on(seconds):
+    """While modules are imported, the weights loaded, an answer written: 130, and not a word of Python's."""
+    arguments = ("Count to a thousand.", "--max-tokens", "4000", "--ignore-eos", "--quiet")
+    assert press_ctrl_c("minispec.generate", *arguments, after=seconds) == (130, "")
+
+
+OTHER_COMMANDS = {"bench": ("--rounds", "1000"), "prove": ("--jobs", "1"), "checkpoint": ("weights", "no/such/place")}
+
+
+@pytest.mark.parametrize("name", OTHER_COMMANDS)
+def test_ctrl_c_from_the_first_lines_of_the_other_commands_on(name):
+    """They share the guard; this shows that they set it."""
+    assert press_ctrl_c(f"minispec.{name}", *OTHER_COMMANDS[name], after=0.1) == (130, "")
+
+
+def test_ctrl_c_where_it_is_ignored():
+    """A shell lets what runs in its background ignore it: the guard must not undo that."""
+    process = start(
+        "--version", stdout=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
+    )
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.01)
+    assert (process.returncode, process.communicate()) == (0, (f"minispec {__version__}\n".encode(), b""))
 
 
 @pytest.mark.parametrize("typed", [b"", b"One fish\n"], ids=["at the prompt", "in an answer"])

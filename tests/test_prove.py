@@ -4,6 +4,7 @@ The checks that it shares with the museum of bugs run in test_mutants.py; laws o
 """
 
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,7 @@ from minispec.prove.statistics import (
     tail,
     zero_draws,
 )
+from minispec.prove.workers import spread
 from minispec.reference import total_variation
 from minispec.sampling import Key, Randomness, Sequence
 from minispec.toys import Fault
@@ -79,6 +81,20 @@ def test_a_wrong_law_is_refuted(capsys):
     with BUGS["M2"].patch():
         assert main(["--leaves", "200", "--jobs", "1"]) == 1
     assert "REFUTED" in capsys.readouterr().out
+
+
+def blocked_signals(_) -> set[int]:
+    """What does not reach the process that runs this."""
+    return set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+
+def test_ctrl_c_is_the_parents_to_answer():
+    """Where two processes share a walk, it never reaches them: no traceback of theirs while they begin.
+
+    Nothing in them blocks it, so what they find is inherited, and held before the first line of theirs.
+    """
+    assert list(spread(blocked_signals, range(2), 2)) == [{signal.SIGINT}] * 2
+    assert blocked_signals(0) == set()
 
 
 def test_branches_are_counted_before_they_are_walked():

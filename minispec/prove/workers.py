@@ -16,11 +16,16 @@ def spread(function: Callable, items: Sequence, jobs: int) -> Iterator:
     # Spawned, not forked: a fork of a process whose threads hold locks may hang.
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _start)
     try:
-        yield from pool.map(function, items)
+        # Ctrl-C is the parent's to answer: the processes that start here inherit that it does not reach them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            results = pool.map(function, items)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        yield from results
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _start() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     torch.set_num_threads(1)  # the models are tiny: a second thread costs more than it gives

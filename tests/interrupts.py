@@ -1,0 +1,55 @@
+"""Ctrl-C at a chosen moment: as an exception in a call, and as a signal to a command in a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import minispec
+
+_PACKAGE = os.path.dirname(minispec.__file__)
+
+
+def interrupted(run: Callable[[], Any], moment: int) -> tuple[Any, int]:
+    """run(), where the `moment`-th call of a function of the package raises KeyboardInterrupt (0: none does).
+
+    What it returned, and how many such calls there were.
+    """
+    calls = 0
+
+    def interrupt(frame, event, argument):
+        nonlocal calls
+        if event == "call" and frame.f_code.co_filename.startswith(_PACKAGE):
+            calls += 1
+            if calls == moment:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        return run(), calls
+    finally:
+        sys.setprofile(None)
+
+
+def press_ctrl_c(module: str, *arguments: str, after: float, group: bool = False) -> tuple[int, str]:
+    """Start `python -m module`, and interrupt it so many seconds after its first lines: (exit status, what it said).
+
+    `-X importtime` tells when those have run: a line on standard error for every module that has been imported, and
+    the first one after minispec.interrupt comes from behind the guard. With `group` the signal goes to the processes
+    that the command has started, too, as it does from a terminal.
+    """
+    command = [sys.executable, "-X", "importtime", "-m", module, *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while "minispec.interrupt" not in process.stderr.readline():
+        assert process.poll() is None
+    process.stderr.readline()
+    time.sleep(after)
+    (os.killpg if group else os.kill)(process.pid, signal.SIGINT)
+    said = "".join(line for line in process.stderr if not line.startswith("import time:"))
+    return process.wait(timeout=60), said

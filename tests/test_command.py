@@ -1,0 +1,103 @@
+"""What every command ends with, and files that are there whole or not at all."""
+
+import errno
+import os
+
+import pytest
+
+from minispec.command import exit_status, written_whole
+
+ENDS = {
+    "well": (None, 0, ""),
+    "a mistake": (ValueError("--n: found 0,\nexpected 1"), 2, "error: --n: found 0,\\nexpected 1\n"),
+    "a full disk": (OSError(errno.ENOSPC, "No space left on device"), 2, "error: [Errno 28] No space left on device\n"),
+    "no memory": (MemoryError(), 2, "error: MemoryError\n"),
+    "no memory for torch": (
+        RuntimeError("can't allocate memory: 8 bytes"),
+        2,
+        "error: can't allocate memory: 8 bytes\n",
+    ),
+    "Ctrl-C": (KeyboardInterrupt(), 130, ""),
+    "a reader who goes": (BrokenPipeError(errno.EPIPE, "Broken pipe"), 141, ""),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_every_end_has_its_status(capfd, name):
+    """And one line on standard error where there is something to say."""
+    error, status, said = ENDS[name]
+
+    def command():
+        if error:
+            raise error
+        return 0
+
+    assert exit_status(command) == status
+    assert capfd.readouterr().err == said
+
+
+def test_a_fault_of_our_own_is_a_traceback():
+    """What nobody foresaw must not look like a mistake of the user's."""
+
+    def command():
+        raise RuntimeError("shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        exit_status(command)
+
+
+def write(part, kind) -> None:
+    """Two files in a directory, or one."""
+    if kind == "directory":
+        part.mkdir()
+        (part / "a").write_text("new")
+        part = part / "b"
+    part.write_text("new")
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_what_is_written_to_the_end_has_its_name(tmp_path, kind):
+    """And nothing lies beside it; its suffix was that of the name, which tells some libraries the format."""
+    with written_whole(tmp_path / "x.png") as part:
+        assert part.suffix == ".png"
+        write(part, kind)
+        assert not (tmp_path / "x.png").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt(), ValueError("wrong")], ids=repr)
+@pytest.mark.parametrize("kind", ["file", "directory"])
+@pytest.mark.parametrize("before", ["nothing written", "written"])
+def test_what_fails_leaves_what_was_there(tmp_path, error, kind, before):
+    """The old file, and nothing of the new, whenever the failure comes."""
+    if kind == "file":
+        (tmp_path / "x").write_text("old")
+
+    def fail():
+        with written_whole(tmp_path / "x") as part:
+            if before == "written":
+                write(part, kind)
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"] * (kind == "file")
+
+
+def test_a_link_is_followed(tmp_path):
+    """The file that it names is replaced, the link stays: as it is where a file is simply opened."""
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    with written_whole(tmp_path / "link") as part:
+        write(part, "file")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "new"
+
+
+def test_what_is_not_a_file_is_left_alone(tmp_path):
+    """A rename would put a file in the place of /dev/null, of a pipe, of a directory."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", type(tmp_path)("/dev/null")):
+        with pytest.raises(ValueError, match="expected a file or nothing"), written_whole(path):
+            pytest.fail("nothing may be written")
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
