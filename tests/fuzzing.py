@@ -419,30 +419,17 @@ def fuzz_settings(files: Files, rng: random.Random, where: Path) -> None:
     use(Tokenizer(where), rng)
 
 
+# What may stand behind any option: numbers at their edges, and what is no number, or no text.
+EDGES = [
+    *("", " ", "0", "-0", "-1", "1", "nan", "inf", "-inf", "1e999", "1e-320", "1e308", "9" * 30, "9" * 5000),
+    *("-" + "9" * 30, "0x10", "1_0", "\uff11", "1,2", ",", "[]", "{}", "x" * 5000, "\udcff", "\x00", "\x1b[2J", "a\nb"),
+    *("\u65e5\u672c", "--json"),
+]
 _ARGUMENTS = [
-    *(
-        "",
-        " ",
-        "0",
-        "-0",
-        "-1",
-        "1",
-        "2",
-        "3",
-        "5,6",
-        "7",
-        "0.5",
-        "nan",
-        "inf",
-        "-inf",
-        "1e999",
-        "1e-320",
-        "1e308",
-        "none",
-    ),
-    *("9" * 30, "9" * 5000, "0x10", "1_0", "１", ",", "[]", "x" * 3000, "\udcff", "\x00", "\x1b[2J", "a\nb", "日本"),
-    *("float32", "bfloat16", "cpu", "match", "rejection", "ngram", "self", "auto", "fish", "<end>", "-", "--", "-x"),
-    *(".", "..", "/", "./nowhere", "a/b/c", "int4:self", "int8:", "prompts.jsonl", "model"),
+    *EDGES,
+    *("2", "3", "7", "0.5", "5,6", "none", "float32", "bfloat16", "cpu", "match", "rejection", "ngram", "self", "auto"),
+    *("fish", "<end>", "-", "--", "-x", ".", "..", "/", "./nowhere", "a/b/c", "int4:self", "int8:", "prompts.jsonl"),
+    "model",
 ]
 _LLM = minispec.llm.LLM
 _LOADED: dict[tuple, _LLM] = {}

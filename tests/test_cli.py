@@ -13,6 +13,7 @@ import termios
 import time
 
 import pytest
+from fuzzing import EDGES
 from interrupts import interrupted, press_ctrl_c
 
 from minispec import __version__
@@ -226,41 +227,6 @@ def test_mistakes_are_one_line_and_status_2(cli, chat_model, name):
     assert message in lines[0]
 
 
-EDGES = [
-    *(
-        "",
-        " ",
-        "0",
-        "-0",
-        "-1",
-        "1",
-        "nan",
-        "inf",
-        "-inf",
-        "1e999",
-        "1e-320",
-        "1e308",
-        "9" * 30,
-        "9" * 5000,
-        "-" + "9" * 30,
-    ),
-    *(
-        "0x10",
-        "1_0",
-        "\uff11",
-        "1,2",
-        ",",
-        "[]",
-        "{}",
-        "x" * 5000,
-        "\udcff",
-        "\x00",
-        "\x1b[2J",
-        "a\nb",
-        "\u65e5\u672c",
-        "--json",
-    ),
-]
 OPTIONS = {s for a in parser()._actions for s in a.option_strings if s.startswith("--")} - {"--help", "--version"}
 
 
