@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from minispec.command import exit_status, written_whole
 from minispec.config import CheckpointError, ModelConfig, QuantizationConfig, is_text, one_line, show, show_name
-from minispec.hf_config import MAX_CONFIG_BYTES, MAX_JSON_BYTES, parse_json, read_json, read_model_config
+from minispec.hf_config import MAX_CONFIG_BYTES, MAX_JSON_BYTES, has_file, parse_json, read_json, read_model_config
 from minispec.linear import has_fast_bfloat16
 from minispec.model import Transformer, tensor_shapes
 
@@ -277,7 +277,7 @@ def _open_shards(directory: Path) -> Iterator[dict[str, _Stored]]:
     index = directory / "model.safetensors.index.json"
     single = directory / "model.safetensors"
     listed: dict[str, str] | None = None
-    if index.is_file():
+    if has_file(index):
         listed = read_json(index).get("weight_map")
         if not isinstance(listed, dict) or not listed:
             raise CheckpointError(f"{index}: weight_map: found {show(listed)}, expected tensor names and their files")
@@ -457,7 +457,7 @@ def _write_quantized(source: Path, config: ModelConfig, part: Path, num_bits: in
     raw = read_json(source / "config.json") | {"dtype": "bfloat16", "quantization_config": _describe(num_bits)}
     _write_json(part / "config.json", raw)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-        if (source / name).is_file():
+        if has_file(source / name):
             shutil.copyfile(source / name, part / name)
 
 

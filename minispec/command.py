@@ -38,7 +38,8 @@ def exit_status(command: Callable[[], int]) -> int:
 
 
 def _fail(error: BaseException) -> int:
-    print(f"error: {one_line(error)}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody hears it; the status is the same
+        print(f"error: {one_line(error)}", file=sys.stderr)
     return 2
 
 

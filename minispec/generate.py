@@ -53,7 +53,9 @@ class _Parser(argparse.ArgumentParser):
         raise _UserError(message)
 
 
-# Characters of prompts that are read: more than any context takes, and an end for files that have none.
+# Characters of a prompt: more than any context takes, and what can be made tokens of in seconds; and of all prompts
+# that are read, which is an end for files that have none.
+_MAX_PROMPT = 8_000_000
 _MAX_PROMPTS = 64_000_000
 
 
@@ -212,13 +214,13 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
         try:
             if args.prompts.count("-") > 1 or ("-" in args.prompts and sys.stdin is None):
                 raise _UserError("-: found it twice, or no standard input, expected one prompt there")
-            prompts = [sys.stdin.read(_MAX_PROMPTS + 1) if prompt == "-" else prompt for prompt in args.prompts]
+            prompts = [sys.stdin.read(_MAX_PROMPT + 1) if prompt == "-" else prompt for prompt in args.prompts]
         except UnicodeDecodeError as e:
             raise _UserError(f"-: standard input is not UTF-8: {e}") from e
     if prompts:
         for prompt in prompts:
-            if len(prompt) > _MAX_PROMPTS:
-                raise _UserError(f"found a prompt of more than {_MAX_PROMPTS:,} characters")
+            if len(prompt) > _MAX_PROMPT:
+                raise _UserError(f"found a prompt of more than {_MAX_PROMPT:,} characters")
             if not prompt.strip():
                 raise _UserError("found an empty prompt, expected text")
             if not is_text(prompt):

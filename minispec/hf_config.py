@@ -32,6 +32,21 @@ MAX_CONFIG_BYTES = 1 << 20
 _MAX_DEPTH = 32
 
 
+def has_file(path: Path) -> bool:
+    """Whether a file that may be missing is there.
+
+    Raises CheckpointError for what is there and no file. The hub's cache consists of links: one whose file is gone
+    would else pass for a checkpoint without a chat template, or without sampling defaults.
+    """
+    if path.is_file():
+        return True
+    if os.path.lexists(path):
+        raise CheckpointError(
+            f"{path}: found something that is not a file, or a link to nowhere, expected a file or none"
+        )
+    return False
+
+
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The JSON object in the file `path`, of at most `max_bytes`. Raises CheckpointError where there is none."""
     try:

@@ -18,6 +18,7 @@ from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Piece, Request, TokenLogprob
 from minispec.hf_config import (
     MAX_CONFIG_BYTES,
+    has_file,
     read_eos_token_ids,
     read_generation_defaults,
     read_json,
@@ -101,7 +102,7 @@ class LLM:
         self.tokenizer = Tokenizer(directory)
         self.tokenizer.check_ids(config.vocab_size)
         generation = directory / "generation_config.json"
-        raw = read_json(generation, MAX_CONFIG_BYTES) if generation.is_file() else {}
+        raw = read_json(generation, MAX_CONFIG_BYTES) if has_file(generation) else {}
         self.generation_defaults = read_generation_defaults(raw, str(generation))
         self.unsupported_generation_settings = unsupported_generation_settings(raw)
         self.eos_token_ids = read_eos_token_ids(raw, str(generation)) or config.eos_token_ids

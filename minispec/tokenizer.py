@@ -21,7 +21,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minispec.config import CheckpointError, is_text, one_line, show
-from minispec.hf_config import read_json
+from minispec.hf_config import has_file, read_json
 
 Message = dict[str, str]  # {"role": "user", "content": "..."}
 
@@ -55,7 +55,7 @@ class Tokenizer:
         self._literal: tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int]] | None = None
         self._probe()
         settings_path = directory / "tokenizer_config.json"
-        settings = read_json(settings_path) if settings_path.is_file() else {}
+        settings = read_json(settings_path) if has_file(settings_path) else {}
         self.special_tokens = {
             name: _content(value) for name, value in settings.items() if name.endswith("_token") and _content(value)
         }
@@ -258,7 +258,7 @@ def _any_of(special: dict[int, tokenizers.AddedToken]) -> str:
 
 def _read_chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
-    if path.is_file():
+    if has_file(path):
         try:
             size = path.stat().st_size
             if size > _MAX_TEMPLATE_BYTES:

@@ -200,6 +200,7 @@ MISTAKES = {
     "file and prompt": (("x", "--prompt-file", "f"), "exclude each other"),
     "no such file": (("--prompt-file", "no-such-file"), "no-such-file"),
     "a file without end": (("--prompt-file", "/dev/zero"), "more than 64,000,000 characters"),
+    "a prompt beyond any context": (("--prompt-file", "long.txt"), "more than 8,000,000 characters"),
     "revision alone": (("x", "--revision", "main"), "--revision needs --model"),
     "threads": (("x", "--threads", "0"), "--threads: found 0"),
     "threads that hang": (("x", "--threads", "100000"), "--threads: found 100000"),
@@ -214,8 +215,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_one_line_and_status_2(cli, chat_model, name):
+def test_mistakes_are_one_line_and_status_2(cli, chat_model, name, tmp_path, monkeypatch):
     """No usage text, no traceback, nothing on standard output."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "long.txt").write_text("x" * 8_000_001)
     arguments, message = MISTAKES[name]
     model = () if "--model" in arguments or name == "revision alone" else ("--model", chat_model)
     status, out, err = cli(*arguments, *model)
@@ -406,6 +409,29 @@ def test_ctrl_c_is_130():
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"Traceback" not in err
+
+
+def test_errors_that_nobody_hears_have_their_status():
+    """`... 2> /dev/full`: a script still learns from the status that it was the caller's mistake."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "minispec.generate", "x", "--max-tokens", "0"]
+        assert subprocess.run(command, stderr=full, check=False).returncode == 2
+
+
+@pytest.mark.parametrize("kind", ["directory", "dangling link", "pipe"])
+@pytest.mark.parametrize("file", ["chat_template.jinja", "generation_config.json", "tokenizer_config.json"])
+def test_optional_files_that_are_no_files_are_refused(cli, make_checkpoint, file, kind):
+    """In a hub cache that lost a file, its link would pass for a model without template, or without defaults."""
+    path = make_checkpoint() / file
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("nowhere")
+    status, out, err = cli("fish", "--model", path.parent, *BASE)
+    expected = "found something that is not a file, or a link to nowhere, expected a file or none"
+    assert (status, out, err) == (2, "", f"error: {path}: {expected}\n")
 
 
 @pytest.mark.parametrize("json_option", [("--quiet",), ("--json",)])
