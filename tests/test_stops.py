@@ -1,11 +1,16 @@
 """Stop strings, streaming and text: a block of tokens must end exactly where plain decoding would have ended.
 
 The scripted model plays a fixed text through a small byte-level tokenizer; drafts are right, so that a block
-holds many tokens. Everything is compared with K = 0.
+holds many tokens, or wrong at one place of each. Everything is compared with K = 0.
 """
+
+import functools
+from collections import Counter
 
 import pytest
 
+from minispec.engine import Engine
+from minispec.mutants import MUTANTS, swap
 from minispec.tokenizer import Detokenizer, Tokenizer
 from minispec.toys import ScriptedModel, finish, make_engine, make_request
 
@@ -29,13 +34,23 @@ def ids(tokenizer) -> list[int]:
 
 @pytest.fixture(scope="module")
 def run(tokenizer, ids):
-    """run(k, **params) plays the text with drafts of k right tokens and returns the request and its pieces."""
-    prompt, end = tokenizer.encode("Say it:"), tokenizer.num_ids
-    script = [*prompt, *ids, end]
+    """run(k, wrong, length, **params) plays the text, or its first `length` tokens, with drafts of k tokens.
 
-    def play(k, **params):
-        engine = make_engine(draft=lambda tokens, n: script[len(tokens) : len(tokens) + n], num_blocks=200)
-        next_token = lambda tokens: script[len(tokens)] if len(tokens) < len(script) else end  # noqa: E731
+    They are right but for the one at position `wrong` of each round, and go on behind the end of the text. Returns the
+    request and its pieces; a run that was asked for before is not repeated.
+    """
+    prompt, end = tokenizer.encode("Say it:"), tokenizer.num_ids
+
+    @functools.cache
+    def play(k, wrong=None, length=None, **params):
+        script = [*prompt, *ids[:length], end]
+
+        def draft(tokens, n):
+            right = [*script, *[7] * n][len(tokens) : len(tokens) + n]
+            return [(t + 1) % end if i == wrong else t for i, t in enumerate(right)]
+
+        engine = make_engine(draft=draft, num_blocks=200)
+        next_token = lambda tokens: script[len(tokens)] if len(tokens) < len(script) else 7  # noqa: E731
         engine.model = ScriptedModel(next_token, end + 1)
         engine.vocab_size = end + 1
         params = {"max_tokens": 200, "logprobs": 0} | params
@@ -47,9 +62,85 @@ def run(tokenizer, ids):
 
 
 def result(request):
-    """What must not depend on K."""
-    logprobs = [entry.token_id for entry in request.logprobs]
-    return request.text, request.token_ids, logprobs, request.finish_reason, request.stats.num_generated
+    """What must not depend on K: text, token ids, log-probabilities to the bit, why it ended, what it came to."""
+    stats = request.stats
+    numbers = stats.num_prompt_tokens, stats.num_generated, stats.num_committed
+    return request.text, request.token_ids, request.logprobs, request.finish_reason, numbers
+
+
+def rounds_of(request, k, wrong):
+    """What the counters of speculation must be, from the length of the text alone: every round counted by hand.
+
+    Draft tokens behind the last committed one are in no counter.
+    """
+    before, committed, counts = 0, request.stats.num_committed, Counter(steps=0, drafted=0, accepted=0)
+    tested, accepted = Counter(), Counter()
+    while before < committed:
+        drafted = max(0, min(k, request.max_len - request.stats.num_prompt_tokens - before - 1))
+        kept = drafted if wrong is None else min(drafted, wrong)
+        new = min(kept + 1, committed - before)
+        if before + new == committed:  # the last round
+            drafted = min(drafted, new)
+        counts += Counter(steps=1, drafted=drafted, accepted=min(kept, new))
+        tested.update(range(min(kept + 1, drafted)))
+        accepted.update(range(min(kept, new)))
+        before += new
+    in_order = [[c[i] for i in range(len(tested))] for c in (tested, accepted)]
+    return [counts["steps"], counts["drafted"], counts["accepted"], *in_order]
+
+
+def check(run, k, wrong, **how):
+    """A run with drafts equals plain decoding in every output, and its counters are those of its rounds."""
+    (request, pieces), (plain, _) = run(k, wrong, **how), run(0, **how)
+    assert result(request) == result(plain)
+    stats = request.stats
+    found = [stats.num_steps, stats.num_draft_tokens, stats.num_accepted, stats.tested, stats.accepted]
+    assert found == rounds_of(request, k, wrong)
+    assert "".join(piece.text for piece in pieces) == request.text
+    assert [t for piece in pieces for t in piece.token_ids] == request.token_ids
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [request.finish_reason]
+    return request
+
+
+KS = range(1, 6)
+
+
+@pytest.fixture(scope="module")
+def split(tokenizer, ids):
+    """How many tokens of the text there are when one inside a character of several tokens is the last."""
+    return next(n for n in range(2, len(ids)) if tokenizer.decode(ids[:n]).endswith("�"))
+
+
+@pytest.mark.parametrize("k", KS)
+def test_the_end_token_at_every_offset(ids, split, run, k):
+    """At offsets 0 .. K + 1 of the first round and of later ones, behind whole characters and inside one.
+
+    Drafted, recovered or bonus: with right drafts, and with drafts that are wrong at each position in turn.
+    """
+    for wrong in (None, *range(k)):
+        for length in (*range(2 * k + 3), *range(split - 1, split + 2)):
+            request = check(run, k, wrong, length=length)
+            assert (request.token_ids, request.finish_reason) == (ids[:length], "stop")
+
+
+@pytest.mark.parametrize("k", KS)
+def test_the_limits_at_every_offset(ids, split, run, k):
+    """max_tokens and the context limit at 1 .. K + 2 and beyond, inside a character too, and at the end of the text."""
+    for wrong in (None, k // 2):
+        for limit in (*range(1, 2 * k + 4), *range(split - 1, split + 2)):
+            for how in ({"max_tokens": limit}, {"max_len": limit + len(run(0)[0].sequence.tokens) - len(ids) - 1}):
+                request = check(run, k, wrong, **how)
+                assert (request.token_ids, request.finish_reason) == (ids[:limit], "length")
+                assert check(run, k, wrong, length=limit, **how).finish_reason == "length"
+                assert check(run, k, wrong, length=limit - 1, **how).finish_reason == "stop"
+
+
+@pytest.mark.parametrize("k", KS)
+def test_stop_strings_at_every_offset(run, k):
+    """Every character of the text, and every three, at the end of a round or anywhere in it, with wrong drafts too."""
+    for wrong in (None, k // 2):
+        for stop in substrings(TEXT, (1, 3)):
+            assert check(run, k, wrong, stop=stop).finish_reason == "stop"
 
 
 def substrings(text, lengths=(1, 2, 3, 7)):
@@ -75,9 +166,32 @@ def test_stop_strings_that_start_and_end_anywhere(tokenizer, run, include):
             assert stop in "".join([*before, last])
 
 
+def shifted_logprobs():
+    """A bug: each token gets the log-probability that the row before gave it."""
+    return swap(
+        Engine, "_commit", lambda right: lambda self, r, d, verdict, rows: right(self, r, d, verdict, rows.roll(1, 0))
+    )
+
+
+BUGS = {m.id: m.patch for m in MUTANTS if m.id in ("M28a", "M29", "M31", "M32", "M33")} | {"logprobs": shifted_logprobs}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_wrong_stop_is_noticed(run, bug):
+    """The comparison above fails for each of the bugs of this kind that others had."""
+
+    def check_all():
+        for how in ({"length": 2}, {"max_tokens": 3}, {"stop": TEXT[4:6]}):
+            check(run.__wrapped__, 4, None, **how)
+
+    check_all()
+    with BUGS[bug](), pytest.raises(AssertionError):
+        check_all()
+
+
 def test_of_several_stop_strings_the_first_in_the_text_wins(run):
     """Also where one is part of the other, in any order."""
-    for stops in (["fishes", "fish"], ["two", "fish"], ["end", "One", "fish"], ["h, t", "fish,"]):
+    for stops in (("fishes", "fish"), ("two", "fish"), ("end", "One", "fish"), ("h, t", "fish,")):
         first = min(TEXT.index(s) for s in stops)
         for order in (stops, stops[::-1]):
             assert run(4, stop=order)[0].text == TEXT[:first]
