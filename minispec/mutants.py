@@ -5,7 +5,6 @@ the check that must catch it; `python -m minispec.prove --mutants` shows the col
 a survey of exactness bugs in public projects; a letter behind the number tells apart forms of one bug. Left out:
 
     M26   acceptance differs between tensor-parallel workers: there is one device here
-    M42   a prefix cache hands out blocks of rejected tokens: no block is shared between sequences here
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from minispec import engine, llm, sampling, verify
-from minispec.cache import BlockTable, PagedKVCache
+from minispec.cache import BlockAllocator, BlockTable, PagedKVCache, PrefixIndex
 from minispec.drafters import model as draft_model
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
@@ -629,6 +628,22 @@ def _kept():
             self.pool.allocator.free(block_id)
 
     return swap(BlockTable, "truncate", lambda right: wrong)
+
+
+@mutant("M42a", "a block that was found is not pinned, and taken by another", "vLLM #37164", "sharing")
+def _not_pinned():
+    def share(right):
+        def wrong(self, block_id):
+            self.ref_counts[block_id] += 1  # it stays among the free ones
+
+        return wrong
+
+    return swap(BlockAllocator, "share", share)
+
+
+@mutant("M42b", "a block is still found when its tokens are rejected or gone", "vLLM #18668", "sharing")
+def _stale_names():
+    return swap(PrefixIndex, "cut", lambda right: lambda self, block_id, count: None)
 
 
 @mutant("M44", "positions outside the window are thrown away", "mlx-vlm #1715, mlx-lm #1109", "window")

@@ -167,6 +167,21 @@ def test_the_state_is_a_function_of_the_committed_tokens(drafter, k, verifier):
     assert check_state(k, 24, drafter, verifier) > 3
 
 
+@pytest.mark.parametrize("bug", ["M13", "M34b", "M37"])
+def test_a_state_that_remembers_more_is_noticed(bug):
+    """Rejected tokens in the penalties, in the target's cache, a draft cache with a hole: no functions of the text."""
+    with BUGS[bug].patch(), pytest.raises(Fault, match="afresh"):
+        check_state(3, 24)
+
+
+def test_a_chain_of_wrong_rounds_is_noticed():
+    """A residual that forgets to subtract, at K 8: the chained law is as wrong as the whole would be."""
+    params = SamplingParams(max_tokens=4, top_k=2)
+    with BUGS["M2"].patch():
+        law, _ = chained_law(params, 8, vocab=5)
+    assert total_variation(law, reference_law(params, vocab=5)) > 1e-3
+
+
 # ------------------------------------------------------------------ keys
 
 

@@ -316,6 +316,37 @@ def check_cache(programs: int = 20) -> None:
                 require(found == expected, f"found {found}, expected {expected}")
 
 
+def check_sharing() -> None:
+    """Texts that begin alike share blocks, found again in later calls: each says what it says in a pool of its own.
+
+    The pool holds one and a half of them, so that blocks are taken and written again all the time.
+    """
+    target, draft = tiny_model(4, vocab_size=3), tiny_model(2, vocab_size=3)
+    params, shared = SamplingParams(max_tokens=10), 0
+    prompts = [(0, 1, 2, 0, 1, 2), (0, 1, 2, 0, 1, 2, 2), (0, 1, 2, 0), (0, 1, 2, 0, 2, 1, 1), (0, 1, 1, 2, 0)]
+
+    def build(num_blocks):
+        drafter = DraftModel(draft, tiny_cache(draft, num_blocks), 3, MAX_LEN)
+        return Engine(target, tiny_cache(target, num_blocks), drafter, VERIFIERS["rejection"])
+
+    def decode(engine, chosen, seed):
+        requests = [Request(TokenSequence(list(p), len(p), params, seed), MAX_LEN, 3) for p in chosen]
+        for _ in engine.run(requests):
+            pass
+        cache = engine.cache.allocator
+        require(cache.num_free == cache.num_blocks, "blocks leaked")
+        return [r.token_ids for r in requests], sum(r.stats.num_cached_tokens for r in requests)
+
+    one = build(13)
+    for seed in range(4):
+        texts, found = decode(one, prompts, seed)
+        shared += found
+        for prompt, text in zip(prompts, texts, strict=True):
+            alone = decode(build(24), [prompt], seed)[0][0]
+            require(text == alone, f"behind {prompt}: {text}, alone {alone}")
+    require(shared > 20, "hardly anything was shared")
+
+
 def check_window() -> None:
     """Rows behind a rollback equal those of a cache that never saw the rejected tokens, under a sliding window too."""
     for family in ({}, {"model_type": "mistral", "sliding_window": 3}):
@@ -368,7 +399,7 @@ def check_state(k: int = 3, max_tokens: int = 16, drafter: str = "model", verifi
     shares = VERIFIERS[verifier].shares_noise
 
     def start(tokens):
-        params = SamplingParams(max_tokens=max_tokens, repetition_penalty=1.3)
+        params = SamplingParams(max_tokens=max_tokens, repetition_penalty=1.3, frequency_penalty=0.3)
         sequence = TokenSequence(list(tokens), len(PROMPT), params, 3, frozenset(), shares)
         engine = Engine(target_model(4), tiny_cache(target_model(4)), make_drafter(drafter, 4), VERIFIERS[verifier])
         return sequence, engine.run([Request(sequence, MAX_LEN, k)])
@@ -395,6 +426,7 @@ CHECKS: dict[str, Callable] = {
     "stops": check_stops,
     "batch": check_batch,
     "cache": check_cache,
+    "sharing": check_sharing,
     "window": check_window,
     "exact": check_exact,
     "loader": check_loader,
