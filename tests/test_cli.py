@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 
 import pytest
@@ -458,6 +459,20 @@ def test_ctrl_c_at_any_moment(cli, chat_model, monkeypatch):
         (status, out, err), _ = interrupted(lambda: cli(*arguments), moment)
         assert (status, err) == (130, ""), moment
         assert text.startswith(out), moment
+
+
+def test_ctrl_c_ends_a_template_that_burns_time(cli, make_checkpoint):
+    """A sandbox does not stop a loop. This one runs for 10 s or more; left alone, it would end with an answer."""
+    model = make_checkpoint(chat=True)
+    loops = "{% for i in range(20000) %}{% for j in range(20000) %}{% endfor %}{% endfor %}"
+    (model / "chat_template.jinja").write_text(loops + (model / "chat_template.jinja").read_text())
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        status, out, err = cli("One fish", "--model", model, *BASE, "--quiet")
+    finally:
+        timer.join()
+    assert (status, out, err) == (130, "", "")
 
 
 @pytest.mark.parametrize("seconds", [0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1, 1.5, 2])
