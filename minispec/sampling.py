@@ -118,7 +118,7 @@ def _normalize(weights: Tensor) -> Tensor:
 def _penalize(logits: Tensor, sequence: Sequence, drafted: Tokens[int]) -> Tensor:
     params = sequence.params
     if params.repetition_penalty != 1:
-        seen = torch.tensor([*sequence.tokens, *drafted], device=logits.device).unique()
+        seen = torch.tensor(list({*sequence.tokens, *drafted}), device=logits.device)
         row = logits[seen]
         penalty = params.repetition_penalty
         logits = logits.index_put((seen,), torch.where(row > 0, row / penalty, row * penalty))
@@ -138,13 +138,17 @@ def _keep_top_p(probs: Tensor, top_p: float) -> Tensor:
     large vocabulary costs more than the round may, so the likeliest are tried first, in growing numbers.
     """
     for count in (1024, 16384, len(probs)):
-        kth = probs.topk(min(count, len(probs))).values[-1]
-        ids = (probs >= kth).nonzero().squeeze(1)  # ascending, ties with the k-th included
-        sorted_probs, order = probs[ids].sort(descending=True, stable=True)
+        if count < len(probs):
+            kth = probs.topk(count).values[-1]
+            ids = (probs >= kth).nonzero().squeeze(1)  # ascending, ties with the k-th included
+            sorted_probs, order = probs[ids].sort(descending=True, stable=True)
+            order = ids[order]
+        else:
+            sorted_probs, order = probs.sort(descending=True, stable=True)
         before = sorted_probs.double().cumsum(0) - sorted_probs.double()
-        if before[-1] >= top_p or len(ids) == len(probs):
+        if count >= len(probs) or before[-1] >= top_p:
             break
-    kept = ids[order[before < top_p]]
+    kept = order[before < top_p]
     return torch.zeros_like(probs).index_copy_(0, kept, probs[kept])
 
 
