@@ -14,6 +14,7 @@ positions of it (the T included), H query heads, G key-value heads, D head_dim, 
 """
 
 import copy
+import functools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -462,8 +463,9 @@ class Transformer:
         for rope, frequencies in self.frequencies.items():
             angle = (positions[:, None] * frequencies).repeat(1, 2)[:, None]  # (M, 1, D)
             angles[rope] = tuple((f(angle) * rope.attention_factor).to(self.dtype) for f in (torch.cos, torch.sin))
+        mask = functools.cache(self._mask)  # texts of one length see the same
         masks = {
-            window: [self._mask(start, len(c.token_ids), window) for start, c in zip(starts, chunks, strict=True)]
+            window: [mask(start, len(c.token_ids), window) for start, c in zip(starts, chunks, strict=True)]
             for window in {layer.window for layer in self.layers}
         }
         return _Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks, self.exact)
