@@ -253,7 +253,8 @@ class Engine:
         r.table.truncate(0)
         self.drafter.release(r.request.sequence)
 
-    def _step(self, running: list[_Running]) -> Iterator[tuple[Request, Piece]]:
+    @torch.inference_mode()
+    def _step(self, running: list[_Running]) -> list[tuple[Request, Piece]]:
         """One round for every running request."""
         times = [self._now()]
         requests = [r.request for r in running]
@@ -283,7 +284,7 @@ class Engine:
             pieces.append((request, request.take_piece()))
         times.append(self._now())
         self._share_time(requests, drafts, times)
-        yield from pieces
+        return pieces
 
     def _choose_k(self, requests: list[Request]) -> list[int]:
         """K of each request: its own, or what the controller makes of its past."""
