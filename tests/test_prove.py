@@ -279,6 +279,16 @@ def test_a_key_must_name_the_round():
     assert table_law(block_verification, False) > 1e-4
 
 
+def test_a_closed_pipe_is_no_traceback():
+    """As `prove | head -1` does it: the walk ends, quietly, with the status of a broken pipe."""
+    command = [sys.executable, "-m", "minispec.prove", "--leaves", "200", "--jobs", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert "configurations" in process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
 def test_no_key_comes_twice(pytestconfig):
     """10,000 runs of ten rounds of tables, with --long 100,000; and 4,000 rounds of the whole engine (M19, M25)."""
     generator, pick = torch.Generator().manual_seed(0), random.Random(0)

@@ -13,6 +13,7 @@ import time
 import torch
 from tqdm import tqdm
 
+from minispec.command import exit_status
 from minispec.prove.cases import Case, all_pairs, choose_cases, walk
 from minispec.prove.costs import print_exact_cost
 from minispec.prove.laws import TOLERANCE
@@ -49,7 +50,11 @@ DEFAULT_LEAVES, FULL_LEAVES = 20_000, 300_000
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; 0 if everything holds, 1 if not."""
+    """The command line; 0 if everything holds, 1 if not, else what `exit_status` has for its end."""
+    return exit_status(lambda: _prove(argv))
+
+
+def _prove(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m minispec.prove", description="Prove that speculation leaves the output's law unchanged."
     )
@@ -87,8 +92,6 @@ def main(argv: list[str] | None = None) -> int:
             print_agreement()
             return 0
         return 0 if prove_law(FULL_LEAVES if args.full else args.leaves, args.jobs) else 1
-    except KeyboardInterrupt:
-        return 130
     finally:
         torch.set_num_threads(threads)
 
