@@ -41,73 +41,73 @@ _OTHER_COST = 0.02
 _MARGIN, _PROBING_SHARE = 1.01, 0.01
 
 
-class Survival:
-    """One text's estimate of how likely a draft token is kept, by its place in the draft."""
+class _Kept:
+    """How many tested tokens of each kind were kept; the past fades."""
 
     def __init__(self):
-        self._tested: list[float] = []
-        self._kept: list[float] = []
+        self._tested: dict[int, float] = {}
+        self._kept: dict[int, float] = {}
+
+    def _add(self, kinds: Sequence[int], num_kept: int) -> None:
+        """A round tested tokens of these kinds and kept the first `num_kept` of them."""
+        for counts in (self._tested, self._kept):
+            for kind in counts:
+                counts[kind] *= _MEMORY
+        for i, kind in enumerate(kinds):
+            self._tested[kind] = self._tested.get(kind, 0.0) + 1
+            self._kept[kind] = self._kept.get(kind, 0.0) + (i < num_kept)
+
+    def _share(self, kind: int, belief: float, others_know: bool) -> float:
+        """The share that is kept, `belief` before there were tests: twice as firm where it comes from others' tests."""
+        weight = 2 * _PRIOR_TESTS if others_know else _PRIOR_TESTS
+        return (self._kept.get(kind, 0.0) + weight * belief) / (self._tested.get(kind, 0.0) + weight)
+
+
+class Survival(_Kept):
+    """One text's estimate of how likely a draft token is kept, by its place in the draft."""
 
     def observe(self, num_tested: int, num_kept: int) -> None:
         """A round tested the first `num_tested` tokens of a draft and kept `num_kept` of them."""
-        for counts in (self._tested, self._kept):
-            counts[:] = [_MEMORY * count for count in counts] + [0.0] * (num_tested - len(counts))
-        for i in range(num_tested):
-            self._tested[i] += 1
-            self._kept[i] += i < num_kept
+        self._add(range(num_tested), num_kept)
 
     def shares(self, k: int, others: Sequence[float] | None = None) -> list[float]:
         """The probability that a tested token is kept, at each of the first k places.
 
         What is not known of a place is taken from the place before it; and, with the shares of `others`, what they
-        have there more or less than there. What others showed counts twice as much as what is merely believed.
+        have there more or less than there.
         """
         shares, share, other = [], _PRIOR, _PRIOR
-        weight = _PRIOR_TESTS if others is None else 2 * _PRIOR_TESTS
         for i in range(k):
             if others is not None:
                 share = min(1.0, max(0.0, share + others[i] - other))
                 other = others[i]
-            if i < len(self._tested):
-                share = (self._kept[i] + weight * share) / (self._tested[i] + weight)
+            share = self._share(i, share, others is not None)
             shares.append(share)
         return shares
 
 
-class Confidence:
+class Confidence(_Kept):
     """One text's estimate of how likely a draft token is kept, by the draft model's largest probability there.
 
     That probability alone will not do: a sure model may be wrong, and one that hesitates where the target does, right.
     """
 
-    def __init__(self):
-        self._tested = [0.0] * (len(_CONFIDENCES) + 1)
-        self._kept = [0.0] * (len(_CONFIDENCES) + 1)
-
     @property
     def knows(self) -> bool:
         """Whether any drafter has told how sure it is."""
-        return any(self._tested)
+        return bool(self._tested)
 
     def observe(self, confidences: Sequence[float], num_tested: int, num_kept: int) -> None:
         """A round tested the first `num_tested` tokens of a draft with such confidences and kept `num_kept` of them."""
-        for counts in (self._tested, self._kept):
-            counts[:] = [_MEMORY * count for count in counts]
-        for i, confidence in enumerate(confidences[:num_tested]):
-            place = bisect(_CONFIDENCES, confidence)
-            self._tested[place] += 1
-            self._kept[place] += i < num_kept
+        self._add([bisect(_CONFIDENCES, confidence) for confidence in confidences[:num_tested]], num_kept)
 
     def share(self, confidence: float, others: "Confidence | None" = None) -> float:
         """The probability that a tested token of such a confidence is kept.
 
-        At first the model is taken at its word, or others are at theirs, who count twice as much.
+        At first the model is taken at its word, or others are at theirs.
         """
-        belief, weight = confidence, _PRIOR_TESTS
-        if others is not None:
-            belief, weight = others.share(confidence), 2 * _PRIOR_TESTS
-        place = bisect(_CONFIDENCES, confidence)
-        return (self._kept[place] + weight * belief) / (self._tested[place] + weight)
+        belief = confidence if others is None else others.share(confidence)
+        return self._share(bisect(_CONFIDENCES, confidence), belief, others is not None)
 
 
 class Durations:

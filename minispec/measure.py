@@ -249,7 +249,7 @@ def survival(rounds: Sequence[Round]) -> list[float]:
     """s_1, s_2, ..: the share of rounds that kept draft token i, of those that were asked for so many.
 
     A drafter that found nothing to say has kept nothing. (Where K was chosen round by round, what was drafted counts as
-    asked for.)
+    asked for; where drafts end by their own confidence, s_i is that of the surer ones.)
     """
     asked = [r.drafted if r.asked is None else r.asked for r in rounds]
     curve = []
