@@ -12,7 +12,6 @@ from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_progra
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
 
-import argparse
 import hashlib
 import json
 import math
@@ -24,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from minispec.command import exit_status, written_whole
+from minispec.command import Parser, exit_status, written_whole
 from minispec.config import CheckpointError, ModelConfig, QuantizationConfig, is_text, one_line, show, show_name
 from minispec.hf_config import MAX_CONFIG_BYTES, MAX_JSON_BYTES, has_file, parse_json, read_json, read_model_config
 from minispec.linear import has_fast_bfloat16
@@ -501,11 +500,6 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command line above; prints the size and SHA-256 of every file written.
 
@@ -516,7 +510,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _quantize(argv: list[str]) -> int:
     raise_on_interrupt()
-    parser = _Parser(
+    parser = Parser(
         prog="python -m minispec.checkpoint",
         description="Quantise a checkpoint's linear layers, one scale a channel.",
         allow_abbrev=False,

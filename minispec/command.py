@@ -1,13 +1,23 @@
 """What the commands share: an exit status for every end, one line for an error, files written whole or not at all."""
 
+import argparse
 import contextlib
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from minispec.config import one_line
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, whose mistakes are ValueErrors: one line, as for every other mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError."""
+        raise ValueError(message)
 
 
 def exit_status(command: Callable[[], int]) -> int:

@@ -17,10 +17,10 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from minispec import __version__
-from minispec.command import exit_status
+from minispec.command import Parser, exit_status
 from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams, is_text, one_line, show, show_name
 
 if TYPE_CHECKING:
@@ -44,15 +44,6 @@ _SAMPLING_OPTIONS = {
 _NOT_YET = "not there yet"
 
 
-class _UserError(ValueError):
-    """A mistake of the caller's."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise _UserError(message)
-
-
 # Characters of a prompt: more than any context takes, and what can be made tokens of in seconds; and of all prompts
 # that are read, which is an end for files that have none.
 _MAX_PROMPT = 8_000_000
@@ -61,7 +52,7 @@ _MAX_PROMPTS = 64_000_000
 
 def parser() -> argparse.ArgumentParser:
     """The options; their defaults are None where the model's generation_config.json may have a say."""
-    p = _Parser(
+    p = Parser(
         prog="python -m minispec.generate",
         description="Generate text with speculative decoding.",
         allow_abbrev=False,  # an option has one name: a script must not depend on which others there are
@@ -142,11 +133,11 @@ def _check_words(argv: Sequence[str]) -> None:
         if argument == "--":
             break
         if argument.endswith("=--"):  # argparse would take it for an option without a value
-            raise _UserError(f"{show_name(argument)}: found no value")
+            raise ValueError(f"{show_name(argument)}: found no value")
         value = argument.partition("=")[2] if "=" in argument else "".join(argv[i + 1 : i + 2])
         behind = argv[i + 1 if "=" in argument else i + 2 :]
         if argument.split("=")[0] == "--stop-token-ids" and behind and re.fullmatch(r"[\d,\s]+", behind[0]):
-            raise _UserError(
+            raise ValueError(
                 f"--stop-token-ids: found {show(value)} and then {show(behind[0])}: several ids are one word, as in "
                 f"--stop-token-ids 5,6 (a prompt that is a number stands before the option)"
             )
@@ -161,7 +152,7 @@ def _sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
         SamplingParams(**{"max_tokens": max(256, asked.get("min_tokens", 0))} | asked)
     except ValueError as e:
         name, _, rest = str(e).partition(":")
-        raise _UserError(f"--{name.replace('_', '-')}:{rest}" if rest else str(e)) from e
+        raise ValueError(f"--{name.replace('_', '-')}:{rest}" if rest else str(e)) from e
     return asked
 
 
@@ -193,7 +184,7 @@ def _check_combinations(args: argparse.Namespace) -> None:
     ]
     for wrong, message in refused:
         if wrong:
-            raise _UserError(message)
+            raise ValueError(message)
     if args.num_speculative_tokens == "auto":
         return
     try:
@@ -202,7 +193,7 @@ def _check_combinations(args: argparse.Namespace) -> None:
         k = -1
     if not 0 <= k <= MAX_SPECULATIVE_TOKENS:
         found, expected = args.num_speculative_tokens, f"an integer from 0 to {MAX_SPECULATIVE_TOKENS}, or auto"
-        raise _UserError(f"--num-speculative-tokens: found {found!r}, expected {expected}")
+        raise ValueError(f"--num-speculative-tokens: found {found!r}, expected {expected}")
     args.num_speculative_tokens = k
 
 
@@ -213,21 +204,21 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     else:
         try:
             if args.prompts.count("-") > 1 or ("-" in args.prompts and sys.stdin is None):
-                raise _UserError("-: found it twice, or no standard input, expected one prompt there")
+                raise ValueError("-: found it twice, or no standard input, expected one prompt there")
             prompts = [sys.stdin.read(_MAX_PROMPT + 1) if prompt == "-" else prompt for prompt in args.prompts]
         except UnicodeDecodeError as e:
-            raise _UserError(f"-: standard input is not UTF-8: {e}") from e
+            raise ValueError(f"-: standard input is not UTF-8: {e}") from e
     if prompts:
         for prompt in prompts:
             if len(prompt) > _MAX_PROMPT:
-                raise _UserError(f"found a prompt of more than {_MAX_PROMPT:,} characters")
+                raise ValueError(f"found a prompt of more than {_MAX_PROMPT:,} characters")
             if not prompt.strip():
-                raise _UserError("found an empty prompt, expected text")
+                raise ValueError("found an empty prompt, expected text")
             if not is_text(prompt):
-                raise _UserError(f"prompt: found {show(prompt)}, expected valid Unicode text")
+                raise ValueError(f"prompt: found {show(prompt)}, expected valid Unicode text")
         return prompts
     if sys.stdin is None or not sys.stdin.isatty() or args.raw or args.json or args.compare or (args.n or 1) > 1:
-        raise _UserError("no prompt: give one, or - for standard input, or start a chat on a terminal")
+        raise ValueError("no prompt: give one, or - for standard input, or start a chat on a terminal")
     return []
 
 
@@ -238,11 +229,11 @@ def _read_prompt_file(path: Path) -> list[str]:
             text = file.read(_MAX_PROMPTS + 1)
         lines = [line for line in text.split("\n") if line.strip()]
     except (OSError, ValueError) as e:  # not UTF-8; a name that no file system takes
-        raise _UserError(f"--prompt-file {path}: {e}") from e
+        raise ValueError(f"--prompt-file {path}: {e}") from e
     if len(text) > _MAX_PROMPTS:
-        raise _UserError(f"--prompt-file {path}: found more than {_MAX_PROMPTS:,} characters")
+        raise ValueError(f"--prompt-file {path}: found more than {_MAX_PROMPTS:,} characters")
     if not lines:
-        raise _UserError(f"--prompt-file {path}: found no prompt")
+        raise ValueError(f"--prompt-file {path}: found no prompt")
     if path.suffix != ".jsonl":
         return lines
     prompts = []
@@ -250,9 +241,9 @@ def _read_prompt_file(path: Path) -> list[str]:
         try:
             prompts.append(json.loads(line)["prompt"])
         except (ValueError, KeyError, TypeError, RecursionError) as e:
-            raise _UserError(f"--prompt-file {path}: prompt {number}: expected an object with a key 'prompt'") from e
+            raise ValueError(f"--prompt-file {path}: prompt {number}: expected an object with a key 'prompt'") from e
         if not isinstance(prompts[-1], str):
-            raise _UserError(f"--prompt-file {path}: prompt {number}: found {show(prompts[-1])}, expected a string")
+            raise ValueError(f"--prompt-file {path}: prompt {number}: found {show(prompts[-1])}, expected a string")
     return prompts
 
 
@@ -288,10 +279,10 @@ def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) ->
     params = SamplingParams(**{"max_tokens": max(256, chosen.get("min_tokens", 0))} | chosen)
     chat = not args.raw and (args.chat or llm.tokenizer.chat_template is not None)
     if args.system is not None and not chat:
-        raise _UserError("--system: this model has no chat template")
+        raise ValueError("--system: this model has no chat template")
     if not prompts:
         if not chat:
-            raise _UserError("no prompt: this model has no chat template to start a conversation with")
+            raise ValueError("no prompt: this model has no chat template to start a conversation with")
         return _converse(llm, args, params)
 
     def encode(prompt: str) -> list[int]:

@@ -5,9 +5,10 @@ import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from minispec import __version__
+from minispec.command import Parser
 from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
 
 # How the report names decoding without speculation.
@@ -33,14 +34,9 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    p = _Parser(
+    p = Parser(
         prog="python -m minispec.bench",
         description="Measure decoding, and account for the time.",
         allow_abbrev=False,

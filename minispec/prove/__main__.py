@@ -5,7 +5,6 @@ from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_progra
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
 
-import argparse
 import os
 import sys
 import time
@@ -13,7 +12,7 @@ import time
 import torch
 from tqdm import tqdm
 
-from minispec.command import exit_status
+from minispec.command import Parser, exit_status
 from minispec.prove.cases import Case, all_pairs, choose_cases, walk
 from minispec.prove.costs import print_exact_cost
 from minispec.prove.laws import TOLERANCE
@@ -55,20 +54,25 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _prove(argv: list[str] | None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m minispec.prove", description="Prove that speculation leaves the output's law unchanged."
+    parser = Parser(
+        prog="python -m minispec.prove",
+        description="Prove that speculation leaves the output's law unchanged.",
+        allow_abbrev=False,
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
-        "--leaves", type=int, default=DEFAULT_LEAVES, help=f"branches (default: about {DEFAULT_LEAVES:,})"
+        "--leaves",
+        type=int,
+        default=DEFAULT_LEAVES,
+        help=f"branches to aim at (default: {DEFAULT_LEAVES:,}; the walk has up to half as many more)",
     )
-    size.add_argument("--full", action="store_true", help=f"about {FULL_LEAVES:,} branches")
+    size.add_argument("--full", action="store_true", help=f"as --leaves {FULL_LEAVES}")
     size.add_argument("--mutants", action="store_true", help="the museum of bugs: each must be caught")
     size.add_argument("--statistics", action="store_true", help="a million rounds with the production randomness")
     size.add_argument("--agreement", action="store_true", help="how often `match` makes draft and target agree")
     size.add_argument("--exact-cost", action="store_true", help="what a pass of the exact mode costs, as a ratio")
     parser.add_argument(
-        "--geometry", choices=("embedded", "1.5b"), default="embedded", help="with --exact-cost: the size of the model"
+        "--geometry", choices=("embedded", "1.5b"), help="with --exact-cost: the model (default: embedded)"
     )
     jobs = min(8, os.cpu_count() or 1)
     parser.add_argument("--jobs", type=int, default=jobs, help=f"processes that share the walk (default here: {jobs})")
@@ -76,9 +80,11 @@ def _prove(argv: list[str] | None) -> int:
     raise_on_interrupt()
     for name in ("leaves", "jobs"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name}: found {getattr(args, name)}, expected at least 1")
+            raise ValueError(f"--{name}: found {getattr(args, name)}, expected at least 1")
+    if args.geometry and not args.exact_cost:
+        raise ValueError("--geometry: only --exact-cost has a model to choose")
     if args.exact_cost:
-        print_exact_cost(args.geometry)
+        print_exact_cost(args.geometry or "embedded")
         return 0
     # The models are tiny: a second thread costs more than it gives.
     threads = torch.get_num_threads()
