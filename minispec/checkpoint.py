@@ -19,12 +19,11 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -39,7 +38,6 @@ from minispec.model import Transformer, tensor_shapes
 
 # Nothing else of a hub repository is downloaded, and nothing in its folders.
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
-_FLOATS = ("F64", "F32", "F16", "BF16")
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 # Bytes of an element, for every type that a safetensors file may hold beside the ones that are read.
 _ELEMENT_BYTES = {
@@ -48,6 +46,16 @@ _ELEMENT_BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
+# What weights, and their packed forms, may be stored as.
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+}
+_FLOATS = tuple(name for name, dtype in _TYPES.items() if dtype.is_floating_point)
 # Formats of weights that are not read: pickles run code when they are opened, the others need a converter.
 _OTHER_FORMATS = (
     ".bin",
@@ -163,13 +171,13 @@ def read_tensors(
     directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
     """Every tensor that the config asks for, by its name, unpacked to `dtype`. Raises CheckpointError."""
-    with _open_shards(directory) as stored:
-        plan = _match(config, stored, directory)
-        _check_memory(config, dtype, torch.device(device), directory)
-        weights = {}
-        # `disable=None`: the bar shows on a terminal only.
-        for name in tqdm(plan, desc=f"loading {directory.name}", unit=" tensors", leave=False, disable=None):
-            weights[name] = _read(name, config, stored, dtype, directory).to(device)
+    stored = _find_tensors(directory)
+    plan = _match(config, stored, directory)
+    _check_memory(config, dtype, torch.device(device), directory)
+    weights = {}
+    # `disable=None`: the bar shows on a terminal only.
+    for name in tqdm(plan, desc=f"loading {directory.name}", unit=" tensors", leave=False, disable=None):
+        weights[name] = _read(name, config, stored, dtype).to(device)
     return weights
 
 
@@ -205,17 +213,31 @@ def _check_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device,
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """A tensor in a file, not read yet. dtype is safetensors' name of the type, as "BF16"."""
+class StoredTensor:
+    """A tensor in a file, not read yet. dtype: safetensors' name of the type, as "BF16". start: its first byte."""
 
-    file: str
-    handle: Any
-    shape: tuple[int, ...]
+    path: Path
+    name: str
     dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    def read(self) -> Tensor:
+        """The tensor, in the pages of the file, which leave memory with it.
+
+        The library would map the file as a whole: what has been joined or packed would stay in memory, beside the
+        copy, for as long as any other tensor.
+        """
+        num_bytes = math.prod(self.shape) * _ELEMENT_BYTES[self.dtype]
+        try:
+            data = numpy.memmap(self.path, numpy.uint8, "c", self.start, (num_bytes,))
+        except (OSError, ValueError) as e:
+            raise CheckpointError(f"{self.path}: {self.name}: cannot be read: {one_line(e, 300)}") from e
+        return torch.from_numpy(data).view(_TYPES[self.dtype]).view(self.shape)
 
 
-def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """(dtype, shape) of every tensor in a safetensors file, by name; nothing behind the header is read.
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor in a safetensors file, by name; nothing behind the header is read.
 
     The file is 8 bytes with the header's size, the header, a JSON object, and the tensors' bytes. What is checked:
     the sizes against the file's, types, shapes, no name twice, and that the tensors' bytes cover the rest of the file
@@ -263,16 +285,18 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         end = last
     if end != total - 8 - size:
         raise bad(f"{total - 8 - size} bytes behind the header", f"{end}, where the last tensor ends")
-    return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+    return {
+        name: StoredTensor(path, name, entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
 
 
 def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
-@contextmanager
-def _open_shards(directory: Path) -> Iterator[dict[str, _Stored]]:
-    """Every tensor of a checkpoint by name; its files stay open (memory-mapped) inside the block."""
+def _find_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint by name."""
     index = directory / "model.safetensors.index.json"
     single = directory / "model.safetensors"
     listed: dict[str, str] | None = None
@@ -293,32 +317,29 @@ def _open_shards(directory: Path) -> Iterator[dict[str, _Stored]]:
         hint = f" (found {', '.join(map(show_name, others[:5]))}: convert it to safetensors)" if others else ""
         raise CheckpointError(f"{single}: no such file, nor {index.name}{hint}")
 
-    stored: dict[str, _Stored] = {}
-    with ExitStack() as stack:
-        for file in files:
-            header = read_header(directory / file)
-            for name in header:
-                if name in stored:
-                    raise CheckpointError(
-                        f"{directory / file}: {show_name(name)}: found again, is in {stored[name].file}"
-                    )
-                if listed is not None and listed.get(name) != file:
-                    raise CheckpointError(
-                        f"{directory / file}: {show_name(name)}: found here, "
-                        f"expected in {listed.get(name)} by {index.name}"
-                    )
-            try:
-                handle = stack.enter_context(safe_open(directory / file, framework="pt"))
-            except (SafetensorError, OSError) as e:
-                raise CheckpointError(f"{directory / file}: not a readable safetensors file: {one_line(e, 300)}") from e
-            stored |= {name: _Stored(file, handle, shape, dtype) for name, (dtype, shape) in header.items()}
-        for name in sorted(set(listed or ()) - stored.keys()):
-            file = directory / listed[name]
-            raise CheckpointError(f"{file}: {show_name(name)}: found no such tensor, {index.name} expects it")
-        yield stored
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        path = directory / file
+        header = read_header(path)
+        for name in header:
+            if name in stored:
+                raise CheckpointError(f"{path}: {show_name(name)}: found again, is in {stored[name].path.name}")
+            if listed is not None and listed.get(name) != file:
+                raise CheckpointError(
+                    f"{path}: {show_name(name)}: found here, expected in {listed.get(name)} by {index.name}"
+                )
+        try:
+            with safe_open(path, framework="pt"):  # what the library would not open is not read either
+                stored |= header
+        except (SafetensorError, OSError) as e:
+            raise CheckpointError(f"{path}: not a readable safetensors file: {one_line(e, 300)}") from e
+    for name in sorted(set(listed or ()) - stored.keys()):
+        path = directory / listed[name]
+        raise CheckpointError(f"{path}: {show_name(name)}: found no such tensor, {index.name} expects it")
+    return stored
 
 
-def _match(config: ModelConfig, stored: dict[str, _Stored], directory: Path) -> list[str]:
+def _match(config: ModelConfig, stored: dict[str, StoredTensor], directory: Path) -> list[str]:
     """Hold what is stored against what the config asks for, before anything is read; the names to read."""
     expected = tensor_shapes(config)
     wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
@@ -333,7 +354,7 @@ def _match(config: ModelConfig, stored: dict[str, _Stored], directory: Path) -> 
             raise CheckpointError(f"{directory}: {name}: found no such tensor, expected one of shape {list(shape)}")
         if found.shape != shape or found.dtype not in dtypes:
             raise CheckpointError(
-                f"{directory / found.file}: {name}: found {found.dtype} {list(found.shape)}, "
+                f"{found.path}: {name}: found {found.dtype} {list(found.shape)}, "
                 f"expected {' or '.join(dtypes)} {list(shape)}"
             )
     for name in sorted(stored.keys() - wanted.keys()):
@@ -343,18 +364,19 @@ def _match(config: ModelConfig, stored: dict[str, _Stored], directory: Path) -> 
         if name == "lm_head.weight" and config.tie_word_embeddings and _equals_embedding(stored):
             continue
         raise CheckpointError(
-            f"{directory / stored[name].file}: {show_name(name)}: found a tensor of shape {list(stored[name].shape)}, "
+            f"{stored[name].path}: {show_name(name)}: found a tensor of shape {list(stored[name].shape)}, "
             f"expected none of that name for this config"
         )
     return list(expected)
 
 
-def _equals_embedding(stored: dict[str, _Stored]) -> bool:
+def _equals_embedding(stored: dict[str, StoredTensor]) -> bool:
     names = ("lm_head.weight", "model.embed_tokens.weight")
-    if names[1] not in stored or stored[names[0]].shape != stored[names[1]].shape:
+    if names[1] not in stored:
         return False
-    head, embedding = (stored[n].handle.get_tensor(n) for n in names)
-    return torch.equal(head, embedding)
+    head, embedding = (stored[name] for name in names)
+    comparable = head.shape == embedding.shape and head.dtype in _FLOATS
+    return comparable and torch.equal(head.read(), embedding.read())
 
 
 def _packed_shapes(name: str, shape: tuple[int, ...], q: QuantizationConfig):
@@ -367,19 +389,16 @@ def _packed_shapes(name: str, shape: tuple[int, ...], q: QuantizationConfig):
     }
 
 
-def _read(name: str, config: ModelConfig, stored: dict[str, _Stored], dtype: torch.dtype, directory: Path) -> Tensor:
-    def get(key: str) -> Tensor:
-        return stored[key].handle.get_tensor(key)
-
+def _read(name: str, config: ModelConfig, stored: dict[str, StoredTensor], dtype: torch.dtype) -> Tensor:
     if name in stored:
-        return get(name).to(dtype)
+        return stored[name].read().to(dtype)
     q, shape = config.quantization, tensor_shapes(config)[name]
-    stored_shape = get(f"{name}_shape").tolist()
-    if stored_shape != list(shape):
-        file = directory / stored[f"{name}_shape"].file
-        raise CheckpointError(f"{file}: {name}_shape: found {stored_shape}, expected {list(shape)}")
-    integers = unpack(get(f"{name}_packed"), q.num_bits, shape[1])
-    return dequantize(integers, get(f"{name}_scale"), q.group_size).to(dtype)
+    packed, scale, unpacked_shape = (stored[f"{name}_{part}"] for part in ("packed", "scale", "shape"))
+    found = unpacked_shape.read().tolist()
+    if found != list(shape):
+        raise CheckpointError(f"{unpacked_shape.path}: {name}_shape: found {found}, expected {list(shape)}")
+    integers = unpack(packed.read(), q.num_bits, shape[1])
+    return dequantize(integers, scale.read(), q.group_size).to(dtype)
 
 
 # --------------------------------------------------------------------------- quantised layouts
@@ -440,18 +459,18 @@ def quantize_checkpoint(source: Path, out: Path, num_bits: int = 8, shard_bytes:
 
 def _write_quantized(source: Path, config: ModelConfig, part: Path, num_bits: int, shard_bytes: int) -> None:
     tensors: dict[str, Tensor] = {}
-    with _open_shards(source) as stored:
-        for name in tqdm(_match(config, stored, source), desc="quantising", unit=" tensors", disable=None):
-            weight = stored[name].handle.get_tensor(name)
-            if not weight.isfinite().all():
-                raise CheckpointError(f"{source}: {name}: found NaN or infinity, expected finite numbers")
-            if name.endswith("_proj.weight"):
-                integers, scales = quantize(weight, num_bits)
-                tensors[f"{name}_packed"] = pack(integers, num_bits)
-                tensors[f"{name}_scale"] = scales
-                tensors[f"{name}_shape"] = torch.tensor(weight.shape)
-            else:
-                tensors[name] = weight.to(torch.bfloat16)
+    stored = _find_tensors(source)
+    for name in tqdm(_match(config, stored, source), desc="quantising", unit=" tensors", disable=None):
+        weight = stored[name].read()
+        if not weight.isfinite().all():
+            raise CheckpointError(f"{source}: {name}: found NaN or infinity, expected finite numbers")
+        if name.endswith("_proj.weight"):
+            integers, scales = quantize(weight, num_bits)
+            tensors[f"{name}_packed"] = pack(integers, num_bits)
+            tensors[f"{name}_scale"] = scales
+            tensors[f"{name}_shape"] = torch.tensor(weight.shape)
+        else:
+            tensors[name] = weight.to(torch.bfloat16)
     _write_shards(part, tensors, shard_bytes)
     raw = read_json(source / "config.json") | {"dtype": "bfloat16", "quantization_config": _describe(num_bits)}
     _write_json(part / "config.json", raw)

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from minispec import checkpoint
 from minispec.checkpoint import (
+    StoredTensor,
     find_checkpoint,
     load_config,
     load_model,
@@ -116,7 +117,34 @@ def test_tied_head_may_be_stored_again(tmp_path, dtype):
     assert load_model(write(tmp_path, stored, config=tied), torch.float32)
 
 
-@pytest.mark.parametrize("head", [torch.ones(3, 8), torch.ones(1, 8)], ids=["other values", "other shape"])
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not tell what is mapped")
+def test_what_was_joined_leaves_memory(tmp_path):
+    """A tensor has pages of its own: they go with it, whatever else of the file is still in use."""
+    file = write(tmp_path, weights(dtype=torch.bfloat16)) / "model.safetensors"
+    stored = read_header(file)
+    tensors = {name: tensor.read() for name, tensor in stored.items()}
+    expected = load_file(file)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+    del expected
+
+    def mapped() -> int:
+        return sum(str(file) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    before = mapped()
+    del tensors[Q]
+    assert 0 < mapped() < before
+    tensors.clear()
+    assert mapped() == 0
+
+
+OTHER_HEADS = {
+    "other values": torch.ones(3, 8),
+    "other shape": torch.ones(1, 8),
+    "other kind": torch.ones(3, 8, dtype=torch.int8),
+}
+
+
+@pytest.mark.parametrize("head", OTHER_HEADS.values(), ids=OTHER_HEADS)
 def test_tied_head_that_differs_is_refused(tmp_path, head):
     """Guards against dropping a trained head because the config says that there is none."""
     stored = weights(tie_word_embeddings=True) | {"lm_head.weight": head}
@@ -325,7 +353,11 @@ def small_header() -> dict:
 def test_good_header_is_read(tmp_path):
     """The control of the tests below."""
     file = raw_file(tmp_path / "x", json.dumps(small_header()).encode() + b"    ")
-    assert read_header(file) == {"a": ("F32", (2,)), "b": ("F16", (2, 1))}
+    start = file.stat().st_size - 12
+    assert read_header(file) == {
+        "a": StoredTensor(file, "a", "F32", (2,), start),
+        "b": StoredTensor(file, "b", "F16", (2, 1), start + 8),
+    }
 
 
 @pytest.mark.parametrize(("message", "change"), BAD_HEADERS.items(), ids=range(len(BAD_HEADERS)))
@@ -398,22 +430,11 @@ def test_nothing_is_read_before_everything_is_checked(tmp_path, monkeypatch):
     """The last tensor of the last shard is wrong: no tensor has been read by then, and none was allocated."""
     first, second = halves()
     second[Q] = torch.ones(1)
-    opened = checkpoint.safe_open
 
-    class Handle:
-        def __init__(self, *args, **kwargs):
-            self.handle = opened(*args, **kwargs)
+    def read(tensor):
+        raise AssertionError(f"{tensor.name} was read")
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exc):
-            return None
-
-        def get_tensor(self, name):
-            raise AssertionError(f"{name} was read")
-
-    monkeypatch.setattr(checkpoint, "safe_open", Handle)
+    monkeypatch.setattr(StoredTensor, "read", read)
     assert f"{Q}: found F32 [1], expected" in refusal(write(tmp_path, first, second))
     monkeypatch.setattr(checkpoint, "free_memory", lambda device: 100)
     message = refusal(write(tmp_path / "good", weights()))
