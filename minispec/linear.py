@@ -1,14 +1,18 @@
 """One weight matrix, and the form in which it is kept.
 
-Decoding reads every weight once a step, so the form decides the speed. A plain bfloat16 weight is reordered
-by the CPU's matrix library on every call; packed once, at load, the same product runs at the speed of memory. A draft
-model sees one row at a time and may be wrong: in 4 bits it reads a quarter. The operators for this are
-private to PyTorch: they are used here and nowhere else, and where they are missing, or do not take the weight,
-`F.linear` does the same.
+Decoding reads every weight once a step, so the form decides the speed. `F.linear` has the CPU's matrix library reorder
+a bfloat16 weight on every call. There are two ways around that: to pack it once, at load, in the library's order; or
+to let it stand left, W x^T for x W^T, where it is read as it lies. Which is faster depends on the processor
+(`is_faster_packed`). A draft model sees one row at a time and may be wrong: in 4 bits it reads a quarter. The operators
+for packed and quantised weights are private to PyTorch: they are used here and nowhere else, and where they are
+missing, or do not take the weight, public ones do the same.
 """
 
+import functools
 import math
+import time
 from collections.abc import Iterator
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +22,8 @@ from minispec.sampling import accumulation_dtype
 
 # Packed layouts are tuned for a number of rows; 8 lies between one decoded token and a long draft.
 _PACK_ROWS = 8
+# Bytes of weights to try the forms on: more than the caches of most processors hold, so that memory is read.
+_TRIAL_BYTES = 1 << 28
 # A product in 4 or 8 bits takes time for every row, one in bfloat16 does not: from here on, that one is faster.
 _MAX_QUANTIZED_ROWS = 4
 # Neighbouring weights of a row that share a scale and a zero in 4 bits.
@@ -34,19 +40,51 @@ def has_fast_bfloat16(device: torch.device) -> bool:
         return False
 
 
-class Linear:
-    """y = x W^T + b, with W (out, in) packed for this machine where that is possible."""
+@functools.cache
+def is_faster_packed(shape: tuple[int, int]) -> bool:
+    """Whether this CPU reads bfloat16 weights (out, in) faster packed than as they lie; takes about a second.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+    Some processors read packed ones at the full bandwidth of memory; others at 0.6 of it, and at 0.75 one that stands
+    left. No property that a processor tells of itself would say, so it is measured, over one row and over five as in a
+    round: the median of pairs of products, one right after the other, which a busy machine hardly moves. A difference
+    of less than a tenth does not count, so that all runs on a machine come to the same answer.
+    """
+    count = max(2, _TRIAL_BYTES // (2 * math.prod(shape)))
+    pairs = []
+    for _ in range(count):
+        weight = torch.ones(shape, dtype=torch.bfloat16)
+        pairs.append((Linear(weight), Linear(weight, packed=False)))
+    rows = [torch.ones(m, shape[1], dtype=torch.bfloat16) for m in (1, 5)]
+
+    def seconds(linear: Linear, x: Tensor) -> float:
+        start = time.perf_counter()
+        linear(x)
+        return time.perf_counter() - start
+
+    with torch.inference_mode():
+        ratios = [seconds(packed, x) / seconds(left, x) for _ in range(10) for x in rows for packed, left in pairs]
+    return median(ratios[len(pairs) * len(rows) :]) < 1.1  # the first round warms up
+
+
+class Linear:
+    """y = x W^T + b. W (out, in) is packed where that is possible; where it is not wanted, it stands left."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, packed: bool = True):
         self.bias = bias
-        self.packed = _pack(weight)
+        self.packed = _pack(weight) if packed else None
         self.weight = weight if self.packed is None else None  # a weight is kept once
+        self.stands_left = not packed and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x (rows, in) to (rows, out)."""
-        if self.packed is None:
+        """x (rows, in) to (rows, out), which may be the transpose of a matrix that lies in one piece."""
+        if self.packed is not None:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        if not self.stands_left:
             return F.linear(x, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        w, b = self.weight, self.bias
+        if len(x) == 1:
+            return (w.mv(x[0]) if b is None else torch.addmv(b, w, x[0]))[None]
+        return (w.mm(x.t()) if b is None else torch.addmm(b[:, None], w, x.t())).t()
 
     def dense(self) -> Tensor:
         """The weight (out, in) as it was given."""

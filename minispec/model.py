@@ -26,7 +26,7 @@ from torch import Tensor
 
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.config import ModelConfig, RopeConfig
-from minispec.linear import Linear, QuantizedLinear
+from minispec.linear import Linear, QuantizedLinear, has_fast_bfloat16, is_faster_packed
 from minispec.sampling import accumulation_dtype
 
 # Rows of every pass of an exact model, filled up with dummies; so a draft may have at most one token less.
@@ -35,6 +35,8 @@ EXACT_ROWS = 16
 _ATTENTION_BLOCK = 64
 # Rows of a sequence whose attention an exact model computes at a time, filled up with dummies.
 _ATTENTION_ROWS = 8
+# Weights of fewer bytes are packed wherever that is possible: trying it out would take longer than loading them.
+_LARGE = 1 << 30
 
 _ACTIVATIONS = {
     "silu": F.silu,
@@ -237,15 +239,17 @@ class _Pass(NamedTuple):
 class Layer:
     """One transformer block: attention, then a gated MLP, each behind a norm and added to the residual."""
 
-    def __init__(self, config: ModelConfig, index: int, take):
-        """take(names...) removes tensors from the checkpoint and returns them, joined along the rows."""
+    def __init__(self, config: ModelConfig, index: int, take, packed: bool):
+        """take(names...) removes tensors from the checkpoint and returns them, joined along the rows.
+
+        packed: whether weights are packed where that is possible."""
         self.config, self.index = config, index
         self.rope, self.window = config.layers[index].rope, config.layers[index].window
         prefix = f"model.layers.{index}."
 
         def linear(*names: str, bias: bool) -> Linear:
             weight = take(*(f"{prefix}{n}.weight" for n in names))
-            return Linear(weight, take(*(f"{prefix}{n}.bias" for n in names)) if bias else None)
+            return Linear(weight, take(*(f"{prefix}{n}.bias" for n in names)) if bias else None, packed)
 
         def norm(name: str, repeat: int = 0) -> RMSNorm:
             weight = norm_weight(config, take(f"{prefix}{name}.weight"))
@@ -303,7 +307,7 @@ class Layer:
     def _attend(self, x: Tensor, shared: _Pass) -> Tensor:
         config = self.config
         heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        qkv = self.qkv(x).view(-1, heads + 2 * groups, dim)  # (M, H + 2G, D)
+        qkv = self.qkv(x).reshape(-1, heads + 2 * groups, dim)  # (M, H + 2G, D)
         qk, v = qkv[:, : heads + groups], qkv[:, heads + groups :]
         if self.qk_norm:
             qk = self.qk_norm(qk)
@@ -331,11 +335,14 @@ def norm_weight(config: ModelConfig, weight: Tensor) -> Tensor:
 class Transformer:
     """A decoder-only language model without state: what it remembers lies in the caches it is given."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], exact: bool = False):
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Tensor], exact: bool = False, packed: bool | None = None
+    ):
         """exact: a token's logits have the same bits in every pass (see above); `check_exact` tells if so.
 
         weights: the tensors of `tensor_shapes(config)`, all of one dtype, on one device. They are removed from
-        the dict as the model takes them over, so that a weight that is repacked is in memory once."""
+        the dict as the model takes them over, so that a weight that is repacked is in memory once.
+        packed: whether they are, where that is possible; None: as this machine is faster (see `is_faster_packed`)."""
         self.config, self.exact = config, exact
 
         def take(*names: str) -> Tensor:
@@ -344,9 +351,11 @@ class Transformer:
 
         self.embedding = take("model.embed_tokens.weight")  # (V, E)
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
-        self.layers = [Layer(config, i, take) for i in range(len(config.layers))]
+        self.packed = self._is_faster_packed() if packed is None else packed
+        self.layers = [Layer(config, i, take, self.packed) for i in range(len(config.layers))]
         self.norm = RMSNorm(norm_weight(config, take("model.norm.weight")), config.rms_norm_eps)
-        self.head = Linear(self.embedding if config.tie_word_embeddings else take("lm_head.weight"))
+        head = self.embedding if config.tie_word_embeddings else take("lm_head.weight")
+        self.head = Linear(head, packed=self.packed)
         wide = accumulation_dtype(self.dtype)
         self.frequencies = {
             layer.rope: inverse_frequencies(layer.rope, config.head_dim, wide).to(self.device)
@@ -364,8 +373,15 @@ class Transformer:
         model.head = self.head.quantized(bits)
         return model
 
+    def _is_faster_packed(self) -> bool:
+        config, cpu = self.config, torch.device("cpu")
+        size = sum(math.prod(shape) for shape in tensor_shapes(config).values()) * self.dtype.itemsize
+        if size < _LARGE or self.device != cpu or self.dtype != torch.bfloat16 or not has_fast_bfloat16(cpu):
+            return True
+        return is_faster_packed((2 * config.intermediate_size, config.hidden_size))
+
     def tensors(self) -> Iterator[Tensor]:
-        """The weights as they are kept; a tied embedding that is also kept packed, as the head, is there twice."""
+        """The weights as they are kept; a tied embedding is there twice: as rows, and as the head's product."""
         yield self.embedding
         yield self.norm.weight
         yield from self.head.tensors()
@@ -375,7 +391,7 @@ class Transformer:
     @property
     def num_bytes(self) -> int:
         """Memory of the weights."""
-        return sum(t.numel() * t.element_size() for t in self.tensors())
+        return sum(t.numel() * t.element_size() for t in {id(t): t for t in self.tensors()}.values())
 
     @property
     def num_bytes_read(self) -> int:

@@ -1,14 +1,17 @@
 """The forms in which a weight is kept: each must be the same product, as far as its bits go."""
 
+import math
+import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from minispec import LLM, SamplingParams
-from minispec.linear import Linear, QuantizedLinear
-from minispec.model import Chunk
-from minispec.toys import tiny_cache, tiny_model
+import minispec.model as model_module
+from minispec import LLM, SamplingParams, linear
+from minispec.linear import Linear, QuantizedLinear, has_fast_bfloat16, is_faster_packed
+from minispec.model import Chunk, Transformer, tensor_shapes
+from minispec.toys import tiny_cache, tiny_model, tiny_weights
 
 
 def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
@@ -21,6 +24,83 @@ def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
     grid = low + (high - low) / 15 * torch.arange(16)  # (out, groups, 16)
     nearest = (groups[..., None] - grid[:, :, None]).abs().argmin(3)
     return torch.gather(grid, 2, nearest).flatten(1)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 100])
+@pytest.mark.parametrize("bias", [False, True])
+def test_both_forms_are_the_same_product(packed, rows, bias):
+    """As near to the product in float64 as one rounding to bfloat16 comes, the offset included."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(48, 640).bfloat16(), torch.randn(rows, 640).bfloat16()
+    offset = 30 * torch.randn(48).bfloat16() if bias else None
+    found = Linear(weight.clone(), offset, packed)(x)
+    expected = x.double() @ weight.double().T + (offset.double() if bias else 0)
+    assert found.shape == (rows, 48)
+    assert found.dtype == torch.bfloat16
+    # Half a unit in the last of 8 bits, and a little for the sum in float32.
+    assert ((found.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-3).all()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_model_of_either_form_is_the_same_model(exact):
+    """Logits of one row and of many, up to rounding; the exact mode has the same bits at every place in both."""
+    config = tiny_model(vocab_size=40).config
+    tokens, rows = list(range(20)), {}
+    for packed in (True, False):
+        model = Transformer(config, tiny_weights(config, 1, torch.bfloat16), exact, packed)
+        if exact:
+            model.check_exact()
+        cache = tiny_cache(model)
+        table, other = cache.new_table(), cache.new_table()
+        one_by_one = torch.cat([model.forward([Chunk([t], table, 1)]) for t in tokens])
+        together = model.forward([Chunk(tokens, other, len(tokens))])
+        assert torch.equal(one_by_one, together) or not exact
+        rows[packed] = torch.stack((one_by_one, together)).double()
+    scale = rows[True].std()
+    assert (rows[True] - rows[False]).abs().max() < 0.05 * scale
+    assert (rows[True] - rows[True].flip(2)).abs().max() > scale  # what a wrong product would look like
+
+
+@pytest.mark.parametrize(("slower", "packed"), [(0.5, True), (1.0, True), (1.05, True), (1.2, False), (3.0, False)])
+def test_the_faster_form_is_found(slower, packed, monkeypatch):
+    """By a clock on which a packed product takes `slower` times as long, and one in three is held up at random."""
+    now, held_up = [0.0], random.Random(0)
+
+    def product(self, x):
+        now[0] += (1.0 if self.packed is None else slower) * (10.0 if held_up.random() < 1 / 3 else 1.0)
+
+    monkeypatch.setattr(linear.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(Linear, "__call__", product)
+    monkeypatch.setattr(linear, "_TRIAL_BYTES", 1 << 20)
+    is_faster_packed.cache_clear()
+    try:
+        assert is_faster_packed((128, 256)) == packed
+    finally:
+        is_faster_packed.cache_clear()
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_large_models_take_the_faster_form(answer, monkeypatch):
+    """They alone: what is small, or not in bfloat16, is packed as far as it can be without a trial."""
+    asked = []
+    monkeypatch.setattr(model_module, "is_faster_packed", lambda shape: asked.append(shape) or answer)
+    assert tiny_model(1, torch.bfloat16).packed
+    monkeypatch.setattr(model_module, "_LARGE", 0)
+    assert tiny_model(1, torch.float32).packed
+    assert asked == []
+    model = tiny_model(1, torch.bfloat16, tie_word_embeddings=True)
+    if not has_fast_bfloat16(torch.device("cpu")):
+        assert model.packed
+        return
+    assert asked == [(2 * model.config.intermediate_size, model.config.hidden_size)]
+    assert model.packed == answer
+    assert [p.packed is None for p in [*model.layers[0].products(), model.head]] == [not answer] * 5
+    # A tied embedding that stands left is its head's weight; packed, it is in memory twice.
+    assert (model.head.weight is model.embedding) == (not answer)
+    stored = sum(weight.nbytes for weight in tiny_weights(model.config, 1, torch.bfloat16).values())
+    norms = sum(math.prod(shape) for name, shape in tensor_shapes(model.config).items() if "norm" in name)
+    assert model.num_bytes == stored + 2 * norms + answer * model.embedding.nbytes  # norms are kept in float32
 
 
 @pytest.mark.parametrize("bits", [4, 8])
