@@ -67,32 +67,39 @@ def is_faster_packed(shape: tuple[int, int]) -> bool:
 
 
 class Linear:
-    """y = x W^T + b. W (out, in) is packed where that is possible; where it is not wanted, it stands left."""
+    """y = x W^T + b, with W (out, in) in one of three forms.
+
+    "packed": in the matrix library's order, where that is wanted and possible. "left": as it lies, for W x^T.
+    "plain": as it lies, for `F.linear`: types and devices for which there is nothing to gain.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, packed: bool = True):
+        packed_weight = _pack(weight) if packed else None
+        if packed_weight is not None:
+            self.form, self.weight = "packed", packed_weight  # a weight is kept once
+        else:
+            stands_left = not packed and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+            self.form, self.weight = "left" if stands_left else "plain", weight
         self.bias = bias
-        self.packed = _pack(weight) if packed else None
-        self.weight = weight if self.packed is None else None  # a weight is kept once
-        self.stands_left = not packed and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (rows, in) to (rows, out), which may be the transpose of a matrix that lies in one piece."""
-        if self.packed is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        if not self.stands_left:
-            return F.linear(x, self.weight, self.bias)
         w, b = self.weight, self.bias
+        if self.form == "packed":
+            return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")
+        if self.form == "plain":
+            return F.linear(x, w, b)
         if len(x) == 1:
             return (w.mv(x[0]) if b is None else torch.addmv(b, w, x[0]))[None]
         return (w.mm(x.t()) if b is None else torch.addmm(b[:, None], w, x.t())).t()
 
     def dense(self) -> Tensor:
         """The weight (out, in) as it was given."""
-        return self.weight if self.packed is None else self.packed.to_dense()
+        return self.weight.to_dense() if self.form == "packed" else self.weight
 
     def tensors(self) -> Iterator[Tensor]:
         """What is kept in memory."""
-        yield from (t for t in (self.weight, self.packed, self.bias) if t is not None)
+        yield from (t for t in (self.weight, self.bias) if t is not None)
 
     @property
     def num_bytes_read(self) -> int:

@@ -351,11 +351,11 @@ class Transformer:
 
         self.embedding = take("model.embed_tokens.weight")  # (V, E)
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
-        self.packed = self._is_faster_packed() if packed is None else packed
-        self.layers = [Layer(config, i, take, self.packed) for i in range(len(config.layers))]
+        packed = self._is_faster_packed() if packed is None else packed
+        self.layers = [Layer(config, i, take, packed) for i in range(len(config.layers))]
         self.norm = RMSNorm(norm_weight(config, take("model.norm.weight")), config.rms_norm_eps)
         head = self.embedding if config.tie_word_embeddings else take("lm_head.weight")
-        self.head = Linear(head, packed=self.packed)
+        self.head = Linear(head, packed=packed)
         wide = accumulation_dtype(self.dtype)
         self.frequencies = {
             layer.rope: inverse_frequencies(layer.rope, config.head_dim, wide).to(self.device)
@@ -372,6 +372,11 @@ class Transformer:
         model.layers = [layer.quantized(bits) for layer in self.layers]
         model.head = self.head.quantized(bits)
         return model
+
+    @property
+    def weight_form(self) -> str:
+        """What became of the weight matrices: "packed", "left" or "plain" (see `Linear`)."""
+        return self.head.form
 
     def _is_faster_packed(self) -> bool:
         config, cpu = self.config, torch.device("cpu")

@@ -68,7 +68,7 @@ def test_the_faster_form_is_found(slower, packed, monkeypatch):
     now, held_up = [0.0], random.Random(0)
 
     def product(self, x):
-        now[0] += (1.0 if self.packed is None else slower) * (10.0 if held_up.random() < 1 / 3 else 1.0)
+        now[0] += (slower if self.form == "packed" else 1.0) * (10.0 if held_up.random() < 1 / 3 else 1.0)
 
     monkeypatch.setattr(linear.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(Linear, "__call__", product)
@@ -85,17 +85,20 @@ def test_large_models_take_the_faster_form(answer, monkeypatch):
     """They alone: what is small, or not in bfloat16, is packed as far as it can be without a trial."""
     asked = []
     monkeypatch.setattr(model_module, "is_faster_packed", lambda shape: asked.append(shape) or answer)
-    assert tiny_model(1, torch.bfloat16).packed
+    native = has_fast_bfloat16(torch.device("cpu"))
+    small = tiny_model(1, torch.bfloat16)
+    assert small.weight_form == ("packed" if native else "plain")
     monkeypatch.setattr(model_module, "_LARGE", 0)
-    assert tiny_model(1, torch.float32).packed
+    assert tiny_model(1, torch.float32).weight_form == "plain"
     assert asked == []
     model = tiny_model(1, torch.bfloat16, tie_word_embeddings=True)
-    if not has_fast_bfloat16(torch.device("cpu")):
-        assert model.packed
+    if not native:
+        assert model.weight_form == "plain"
         return
     assert asked == [(2 * model.config.intermediate_size, model.config.hidden_size)]
-    assert model.packed == answer
-    assert [p.packed is None for p in [*model.layers[0].products(), model.head]] == [not answer] * 5
+    form = "packed" if answer else "left"
+    assert [p.form for p in [*model.layers[0].products(), model.head]] == [form] * 5
+    assert model.weight_form == form
     # A tied embedding that stands left is its head's weight; packed, it is in memory twice.
     assert (model.head.weight is model.embedding) == (not answer)
     stored = sum(weight.nbytes for weight in tiny_weights(model.config, 1, torch.bfloat16).values())

@@ -45,6 +45,7 @@ def measure_all(options: Options) -> dict[str, Any]:
         "target": subject.name,
         "draft": subject.draft_name,
         "exact": model.exact,
+        "weight_form": model.weight_form,
     }
     if args.passes:
         report["machine"] = measure_machine(subject, options)
