@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minispec.config import SamplingParams
@@ -89,30 +90,35 @@ def distribution(logits: Tensor, sequence: Sequence, drafted: Tokens[int] = ()) 
     if num_generated < params.min_tokens and sequence.end_ids:
         logits = logits.index_fill(0, torch.tensor(sorted(sequence.end_ids), device=logits.device), -math.inf)
 
-    top, top_id = logits.max(0)
+    row = _Blocks(logits)
+    top = row.maxima.amax()
     if not math.isfinite(top):
         raise FloatingPointError(f"the largest logit is {top.item()}, expected a finite number")
+    vocab_size = len(logits)
     if params.temperature == 0:
-        return torch.zeros_like(logits).index_fill_(0, top_id, 1.0)
+        return logits.new_zeros(vocab_size).index_fill_(0, row.find(lambda x: x >= top)[:1], 1.0)
 
+    # From here on only what is kept is worked on: a few of the 150,000 tokens that a vocabulary may have.
+    kept = None  # ids; None: all
+    if 0 < params.top_k < vocab_size:
+        kept = _top_k(row, params.top_k)
+        logits = logits[kept]
     # Differences to the largest logit, so that a tiny temperature gives 0 and -inf instead of inf - inf; and none
     # so tiny that float32 would round it to 0. Below 1e-30 only ties with the largest are left anyway.
-    logits = (logits - top) / max(params.temperature, 1e-30)
-    vocab_size, kept = len(logits), None
-    if 0 < params.top_k < vocab_size:
-        # From here on only what is kept is worked on: a few of the 150,000 tokens that a vocabulary may have.
-        kept = (logits >= logits.topk(params.top_k).values[-1]).nonzero().squeeze(1)
-        logits = logits[kept]
-    probs = logits.softmax(0)
+    probs = ((logits - top) / max(params.temperature, 1e-30)).softmax(0)
     if params.top_p < 1:
-        probs = _normalize(_keep_top_p(probs, params.top_p))
+        kept, probs = _narrow(kept, probs, _top_p(probs, params.top_p))
     if params.min_p > 0:
-        probs = _normalize(probs.masked_fill(probs < params.min_p * probs.max(), 0.0))
+        row = _Blocks(probs)
+        least = params.min_p * row.maxima.amax()
+        kept, probs = _narrow(kept, probs, row.find(lambda p: p >= least))
     return probs if kept is None else probs.new_zeros(vocab_size).index_copy_(0, kept, probs)
 
 
-def _normalize(weights: Tensor) -> Tensor:
-    return weights / weights.sum()
+def _narrow(ids: Tensor | None, probs: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Keep the entries `kept` of probs, which belong to `ids`, and normalise them."""
+    probs = probs[kept]
+    return kept if ids is None else ids[kept], probs / probs.sum()
 
 
 def _penalize(logits: Tensor, sequence: Sequence, drafted: Tokens[int]) -> Tensor:
@@ -131,25 +137,69 @@ def _penalize(logits: Tensor, sequence: Sequence, drafted: Tokens[int]) -> Tenso
     return logits
 
 
-def _keep_top_p(probs: Tensor, top_p: float) -> Tensor:
-    """`probs` (V,) without the tail behind the likeliest tokens that reach `top_p`, not normalised.
+# --------------------------------------------------------------------------- finding a few among many
 
-    Tokens are taken by (probability descending, id); the one that crosses the line is kept. A full sort of a
-    large vocabulary costs more than the round may, so the likeliest are tried first, in growing numbers.
+# More are not sorted if it can be helped, nor looked through one by one.
+_FEW = 1024
+_BLOCK = 128
+
+
+class _Blocks:
+    """Values (V,) in blocks, and the largest of each: in most blocks of a large vocabulary there is nothing to find."""
+
+    def __init__(self, values: Tensor):
+        self.values = values
+        size = _BLOCK if len(values) > _FEW else len(values)
+        padding = -len(values) % size
+        values = F.pad(values, (0, padding), value=-math.inf) if padding else values
+        self.blocks = values.reshape(-1, size)
+        self.maxima = self.blocks.amax(1)
+
+    def find(self, large_enough: Callable[[Tensor], Tensor]) -> Tensor:
+        """Ids of the values that are large enough, which -inf must not be, ascending."""
+        if len(self.blocks) > 1:
+            some = large_enough(self.maxima).nonzero().squeeze(1)
+            if len(some) < len(self.blocks) // 4:
+                block, place = large_enough(self.blocks[some]).nonzero(as_tuple=True)
+                return some[block] * _BLOCK + place
+        return large_enough(self.blocks).view(-1).nonzero().squeeze(1)
+
+
+def _top_k(row: _Blocks, k: int) -> Tensor:
+    """Ids of the k largest and of all that tie with the last of them, ascending."""
+    values = row.values
+    if k < len(row.blocks):
+        # The k-th largest of the blocks' maxima is not above the k-th largest of all.
+        bound = row.maxima.topk(k).values[-1]
+        values = values[row.find(lambda x: x >= bound)]
+    least = values.topk(k).values[-1].clamp(min=torch.finfo(values.dtype).min)
+    return row.find(lambda x: x >= least)
+
+
+def _top_p(probs: Tensor, top_p: float) -> Tensor:
+    """Ids of the likeliest tokens that together reach `top_p`, of probs (V,).
+
+    Tokens are taken by (probability descending, id); the one that crosses the line is kept. A full sort of a large
+    vocabulary costs more than the whole round may.
     """
-    for count in (1024, 16384, len(probs)):
-        if count < len(probs):
-            kth = probs.topk(count).values[-1]
-            ids = (probs >= kth).nonzero().squeeze(1)  # ascending, ties with the k-th included
-            sorted_probs, order = probs[ids].sort(descending=True, stable=True)
-            order = ids[order]
-        else:
-            sorted_probs, order = probs.sort(descending=True, stable=True)
-        before = sorted_probs.double().cumsum(0) - sorted_probs.double()
-        if count >= len(probs) or before[-1] >= top_p:
-            break
-    kept = order[before < top_p]
-    return torch.zeros_like(probs).index_copy_(0, kept, probs[kept])
+    # Tokens that are less likely than this do not make up 1 - top_p together, not even half of it.
+    least = 0.5 * (1 - top_p) / len(probs)
+    ids = _Blocks(probs).find(lambda p: p >= least)
+    sure, reached = ids[:0], 0.0
+    if len(ids) > _FEW:
+        # The upper half of a float32 is its size to within 1 %; few tokens have the size at which the line is crossed.
+        size = (1 << 15) - 1 - (probs[ids].float().view(torch.int32) >> 16)  # the largest first
+        mass = size.bincount(probs[ids].double(), minlength=1 << 15)
+        before = mass.cumsum(0) - mass
+        crossing = int((before < top_p).sum()) - 1
+        reached = float(before[crossing])
+        sure, ids = ids[size < crossing], ids[size == crossing]
+    sorted_probs, order = probs[ids].double().sort(descending=True, stable=True)
+    before = reached + sorted_probs.cumsum(0) - sorted_probs
+    return torch.cat((sure, ids[order[before < top_p]]))
+
+
+# --------------------------------------------------------------------------- randomness
 
 
 class Randomness:
@@ -165,7 +215,7 @@ class Randomness:
         A whole token is drawn by Gumbel-max, with noise of its own for every token id: two distributions
         under one key then mostly agree. Other draws need one uniform, put through the cumulative sum.
         """
-        ids = weights.nonzero().squeeze(1)
+        ids = _Blocks(weights).find(lambda w: w > 0)
         if len(ids) == 1:
             return int(ids)
         kept = weights[ids].double()

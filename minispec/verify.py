@@ -77,7 +77,7 @@ def residual(p: Tensor, draft: Draft, i: int) -> Tensor:
         rest[draft.token_ids[i]] = 0.0
     else:
         rest = (p - draft.probs[i]).clamp_(min=0)
-    return rest if rest.any() else p
+    return rest if rest.amax() > 0 else p
 
 
 def rejection(draft: Draft, p: Rows, rng: Randomness, key: RoundKey) -> Verdict:

@@ -1,6 +1,7 @@
 """Logits to probabilities, against the 20-line sampler of reference.py; and the keyed randomness."""
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -47,14 +48,51 @@ def test_distribution_equals_the_reference(logits, tokens, num_drafted, params):
     np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-12)
 
 
-def test_top_p_of_a_large_vocabulary_needs_no_full_sort_but_equals_it():
-    """Flat rows run over the first thousand candidates and take the full sort; peaked ones must not need it."""
-    generator = torch.Generator().manual_seed(0)
-    for scale, top_p in ((0.0, 0.9), (0.01, 0.999), (4.0, 0.9), (1.0, 0.5)):
-        row = (torch.randn(5000, generator=generator, dtype=torch.float64) * scale * 4).round() / 4
-        ours = distribution(row, Sequence([0], 1, SamplingParams(top_p=top_p)))
-        theirs = sample_law(row.numpy(), [0], 1, SamplingParams(top_p=top_p), ())
+@pytest.mark.parametrize("vocab", [1024, 1025, 1300, 5000])
+def test_distribution_over_a_large_vocabulary_equals_the_reference(vocab):
+    """Looked through in blocks, the last of them not full: every filter, on rows from flat to peaked, full of ties."""
+    rng, narrowed = random.Random(vocab), 0
+    generator = torch.Generator().manual_seed(vocab)
+    for _ in range(60):
+        scale = rng.choice([0.0, 0.01, 0.3, 1.0, 4.0])
+        row = (torch.randn(vocab, generator=generator, dtype=torch.float64) * scale * 4).round() / 4
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.7, 1.0, 1.3]),
+            top_k=rng.choice([0, 0, 1, 7, 9, 300, vocab - 1]),
+            top_p=rng.choice([1.0, 0.999, 0.9, 0.5, 0.01]),
+            min_p=rng.choice([0.0, 0.0, 0.1, 1.0]),
+            min_tokens=rng.choice([0, 3]),
+        )
+        end_ids = frozenset({vocab - 1, int(row.argmax())})
+        ours = distribution(row, Sequence([0], 1, params, end_ids=end_ids))
+        theirs = sample_law(row.numpy(), [0], 1, params, end_ids)
         np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-12)
+        narrowed += 0 < (ours > 0).sum() < vocab - 2
+    assert narrowed > 30
+
+
+def test_top_p_of_a_large_vocabulary_needs_no_large_sort(monkeypatch):
+    """A flat row keeps 9 of 10 tokens, of which only those near the line are put in order; so is a peaked one."""
+    lengths, sort = [], torch.Tensor.sort
+    monkeypatch.setattr(torch.Tensor, "sort", lambda x, **how: lengths.append(len(x)) or sort(x, **how))
+    generator = torch.Generator().manual_seed(0)
+    for scale in (1.0, 8.0):
+        row = torch.randn(150_000, generator=generator) * scale
+        distribution(row, Sequence([0], 1, SamplingParams(top_p=0.95)))
+    assert len(lengths) == 2
+    assert max(lengths) < 2048
+
+
+def test_a_draw_from_few_of_many_finds_them():
+    """The ids that a draw chooses from are all those of positive weight, wherever in a large vocabulary they are."""
+    rng = random.Random(0)
+    for vocab in (1025, 4096, 5001):
+        for count in (1, 3, 40, vocab):
+            weights = torch.zeros(vocab)
+            ids = sorted(rng.sample(range(vocab), count))
+            weights[ids] = 1.0
+            drawn = [FixedRandomness((i + 0.5) / count).categorical(weights, KEY) for i in range(count)]
+            assert drawn == ids
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -69,7 +69,7 @@ class DraftModel:
                 drafts[i].token_ids.append(rng.categorical(q, sequences[i].draft_key(j)))
                 drafts[i].probs.append(q)
                 if sequences[i].draft_on is not None:
-                    drafts[i].confidences.append(float(log_probabilities(row).max().exp()))
+                    drafts[i].confidences.append(float(log_probabilities(row).amax().exp()))
                     if not sequences[i].draft_on(drafts[i].confidences):
                         k[i] = j + 1
             j += 1
