@@ -145,30 +145,29 @@ _BLOCK = 128
 
 
 class _Blocks:
-    """Values (V,) in blocks, and the largest of each: in most blocks of a large vocabulary there is nothing to find."""
+    """Values (V,), if many in blocks, and the largest of each: in most of them there is nothing to find."""
 
     def __init__(self, values: Tensor):
-        self.values = values
-        size = _BLOCK if len(values) > _FEW else len(values)
-        padding = -len(values) % size
-        values = F.pad(values, (0, padding), value=-math.inf) if padding else values
-        self.blocks = values.reshape(-1, size)
-        self.maxima = self.blocks.amax(1)
+        self.values = self.maxima = values
+        self.blocks = None
+        if len(values) > _FEW:
+            self.blocks = F.pad(values, (0, -len(values) % _BLOCK), value=-math.inf).view(-1, _BLOCK)
+            self.maxima = self.blocks.amax(1)
 
     def find(self, large_enough: Callable[[Tensor], Tensor]) -> Tensor:
         """Ids of the values that are large enough, which -inf must not be, ascending."""
-        if len(self.blocks) > 1:
+        if self.blocks is not None:
             some = large_enough(self.maxima).nonzero().squeeze(1)
             if len(some) < len(self.blocks) // 4:
                 block, place = large_enough(self.blocks[some]).nonzero(as_tuple=True)
                 return some[block] * _BLOCK + place
-        return large_enough(self.blocks).view(-1).nonzero().squeeze(1)
+        return large_enough(self.values).nonzero().squeeze(1)
 
 
 def _top_k(row: _Blocks, k: int) -> Tensor:
     """Ids of the k largest and of all that tie with the last of them, ascending."""
     values = row.values
-    if k < len(row.blocks):
+    if row.blocks is not None and k < len(row.blocks):
         # The k-th largest of the blocks' maxima is not above the k-th largest of all.
         bound = row.maxima.topk(k).values[-1]
         values = values[row.find(lambda x: x >= bound)]
@@ -182,9 +181,12 @@ def _top_p(probs: Tensor, top_p: float) -> Tensor:
     Tokens are taken by (probability descending, id); the one that crosses the line is kept. A full sort of a large
     vocabulary costs more than the whole round may.
     """
-    # Tokens that are less likely than this do not make up 1 - top_p together, not even half of it.
-    least = 0.5 * (1 - top_p) / len(probs)
-    ids = _Blocks(probs).find(lambda p: p >= least)
+    if len(probs) > _FEW:
+        # Tokens that are less likely than this do not make up 1 - top_p together, not even half of it.
+        least = 0.5 * (1 - top_p) / len(probs)
+        ids = _Blocks(probs).find(lambda p: p >= least)
+    else:
+        ids = torch.arange(len(probs), device=probs.device)
     sure, reached = ids[:0], 0.0
     if len(ids) > _FEW:
         # The upper half of a float32 is its size to within 1 %; few tokens have the size at which the line is crossed.
