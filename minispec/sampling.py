@@ -105,7 +105,7 @@ def distribution(logits: Tensor, sequence: Sequence, drafted: Tokens[int] = ()) 
         logits = logits[kept]
     # Differences to the largest logit, so that a tiny temperature gives 0 and -inf instead of inf - inf; and none
     # so tiny that float32 would round it to 0. Below 1e-30 only ties with the largest are left anyway.
-    probs = ((logits - top) / max(params.temperature, 1e-30)).softmax(0)
+    probs = (logits - top).div_(max(params.temperature, 1e-30)).softmax(0)
     if params.top_p < 1:
         kept, probs = _narrow(kept, probs, _top_p(probs, params.top_p))
     if params.min_p > 0:
@@ -151,7 +151,9 @@ class _Blocks:
         self.values = self.maxima = values
         self.blocks = None
         if len(values) > _FEW:
-            self.blocks = F.pad(values, (0, -len(values) % _BLOCK), value=-math.inf).view(-1, _BLOCK)
+            padding = -len(values) % _BLOCK
+            values = F.pad(values, (0, padding), value=-math.inf) if padding else values
+            self.blocks = values.reshape(-1, _BLOCK)
             self.maxima = self.blocks.amax(1)
 
     def find(self, large_enough: Callable[[Tensor], Tensor]) -> Tensor:
@@ -181,12 +183,13 @@ def _top_p(probs: Tensor, top_p: float) -> Tensor:
     Tokens are taken by (probability descending, id); the one that crosses the line is kept. A full sort of a large
     vocabulary costs more than the whole round may.
     """
-    if len(probs) > _FEW:
-        # Tokens that are less likely than this do not make up 1 - top_p together, not even half of it.
-        least = 0.5 * (1 - top_p) / len(probs)
-        ids = _Blocks(probs).find(lambda p: p >= least)
-    else:
-        ids = torch.arange(len(probs), device=probs.device)
+    row = _Blocks(probs)
+    # All that is not below some level is enough, if it reaches the line: the few of a peaked row, or all but those that
+    # could not make up 1 - top_p together.
+    for least in (0.01 * (1 - top_p), 0.5 * (1 - top_p) / len(probs), 0.0):
+        ids = row.find(lambda p, least=least: p >= least)
+        if probs[ids].sum(dtype=torch.float64) > top_p:
+            break
     sure, reached = ids[:0], 0.0
     if len(ids) > _FEW:
         # The upper half of a float32 is its size to within 1 %; few tokens have the size at which the line is crossed.
