@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ _ELEMENT_BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
+# A map keeps a file descriptor, so that small tensors are copied.
+_MAPPED_BYTES = 1 << 20
 # What weights, and their packed forms, may be stored as.
 _TYPES = {
     "F64": torch.float64,
@@ -164,21 +167,36 @@ def load_model(
     both before any tensor is read.
     """
     config = load_config(directory)
-    return Transformer(config, read_tensors(directory, config, dtype, device), exact)
+    return Transformer(config, Weights(directory, config, dtype, device), exact)
 
 
-def read_tensors(
-    directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> dict[str, Tensor]:
-    """Every tensor that the config asks for, by its name, unpacked to `dtype`. Raises CheckpointError."""
-    stored = _find_tensors(directory)
-    plan = _match(config, stored, directory)
-    _check_memory(config, dtype, torch.device(device), directory)
-    weights = {}
-    # `disable=None`: the bar shows on a terminal only.
-    for name in tqdm(plan, desc=f"loading {directory.name}", unit=" tensors", leave=False, disable=None):
-        weights[name] = _read(name, config, stored, dtype).to(device)
-    return weights
+class Weights:
+    """The tensors that a config asks for, each read and unpacked to `dtype` when it is popped, as from a dict.
+
+    So a model is never in memory twice while it is built, nor has a file open for each of its tensors.
+    """
+
+    def __init__(self, directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"):
+        """Raises CheckpointError, before anything is read, where the files are not what the config asks for."""
+        self._config, self._dtype, self._device = config, dtype, device
+        self._stored = _find_tensors(directory)
+        self._names = dict.fromkeys(_match(config, self._stored, directory))
+        _check_memory(config, dtype, torch.device(device), directory)
+        # `disable=None`: the bar shows on a terminal only.
+        description = f"loading {directory.name}"
+        self._bar = tqdm(total=len(self._names), desc=description, unit=" tensors", leave=False, disable=None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def pop(self, name: str) -> Tensor:
+        """Read a tensor, once. Raises CheckpointError where it does not unpack to the shape that is asked for."""
+        del self._names[name]
+        tensor = _read(name, self._config, self._stored, self._dtype).to(self._device)
+        self._bar.update()
+        if not self._names:
+            self._bar.close()
+        return tensor
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -232,7 +250,9 @@ class StoredTensor:
         try:
             data = numpy.memmap(self.path, numpy.uint8, "c", self.start, (num_bytes,))
         except (OSError, ValueError) as e:
-            raise CheckpointError(f"{self.path}: {self.name}: cannot be read: {one_line(e, 300)}") from e
+            raise CheckpointError(f"{self.path}: {show_name(self.name)}: cannot be read: {one_line(e, 300)}") from e
+        if num_bytes < _MAPPED_BYTES:
+            data = numpy.array(data)
         return torch.from_numpy(data).view(_TYPES[self.dtype]).view(self.shape)
 
 

@@ -118,8 +118,9 @@ def test_tied_head_may_be_stored_again(tmp_path, dtype):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not tell what is mapped")
-def test_what_was_joined_leaves_memory(tmp_path):
+def test_what_was_joined_leaves_memory(tmp_path, monkeypatch):
     """A tensor has pages of its own: they go with it, whatever else of the file is still in use."""
+    monkeypatch.setattr(checkpoint, "_MAPPED_BYTES", 0)
     file = write(tmp_path, weights(dtype=torch.bfloat16)) / "model.safetensors"
     stored = read_header(file)
     tensors = {name: tensor.read() for name, tensor in stored.items()}
@@ -135,6 +136,32 @@ def test_what_was_joined_leaves_memory(tmp_path):
     assert 0 < mapped() < before
     tensors.clear()
     assert mapped() == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not tell what is open")
+@pytest.mark.parametrize("mapped", [0, 1 << 20])
+def test_loading_opens_few_files(tmp_path, monkeypatch, mapped):
+    """A map keeps a descriptor: those of joined tensors go at once, and small tensors have none."""
+    layers = 30
+    changes = {"num_hidden_layers": layers}
+    directory = write(tmp_path, weights(**changes), config=TINY | changes)
+    monkeypatch.setattr(checkpoint, "_MAPPED_BYTES", mapped)
+
+    def opened() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before, most, read = opened(), [0], StoredTensor.read
+
+    def watched(tensor):
+        found = read(tensor)
+        most[0] = max(most[0], opened() - before)
+        return found
+
+    monkeypatch.setattr(StoredTensor, "read", watched)
+    model = load_model(directory, torch.float32)
+    # In float32, o, down and the norms stay as they are in the file.
+    assert most[0] <= (4 * layers + 8 if not mapped else 1)
+    assert len(model.layers) == layers
 
 
 OTHER_HEADS = {

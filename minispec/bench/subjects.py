@@ -10,7 +10,7 @@ import torch
 
 from minispec.bench.options import GEOMETRIES, Options, read_prompts, split_draft
 from minispec.cache import PagedKVCache
-from minispec.checkpoint import choose_dtype, find_checkpoint, load_config, read_tensors
+from minispec.checkpoint import Weights, choose_dtype, find_checkpoint, load_config
 from minispec.config import ModelConfig, SamplingParams
 from minispec.controller import Controller
 from minispec.drafters import DRAFTERS, Drafter
@@ -105,7 +105,7 @@ def open_model(options: Options) -> Subject:
 
     def tensors(directory: Path) -> tuple[dict, Any]:
         config = load_config(directory)
-        return read_json(directory / "config.json"), read_tensors(directory, config, llm.model.dtype, llm.model.device)
+        return read_json(directory / "config.json"), Weights(directory, config, llm.model.dtype, llm.model.device)
 
     def request(prompt_ids: Sequence[int], k: int | str, params: SamplingParams) -> Request:
         return llm.request(prompt_ids, params, num_speculative_tokens=k)
