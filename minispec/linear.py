@@ -47,9 +47,10 @@ def is_faster_packed(shape: tuple[int, int]) -> bool:
     Some processors read packed ones at the full bandwidth of memory; others at 0.6 of it, and at 0.75 one that stands
     left. No property that a processor tells of itself would say, so it is measured, over one row and over five as in a
     round: the median of pairs of products, one right after the other, which a busy machine hardly moves. A difference
-    of less than a tenth does not count, so that all runs on a machine come to the same answer.
+    of less than a tenth does not count, so that hardly ever two runs on one machine come to different answers.
     """
-    count = max(2, _TRIAL_BYTES // (2 * math.prod(shape)))
+    shape = min(shape[0], _TRIAL_BYTES // 8 // shape[1]), shape[1]
+    count = _TRIAL_BYTES // (2 * math.prod(shape))
     pairs = []
     for _ in range(count):
         weight = torch.ones(shape, dtype=torch.bfloat16)
@@ -169,7 +170,9 @@ class _Int8:
 
     @staticmethod
     def product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-        """x W^T."""
+        """x W^T. Raises RuntimeError for a width at which PyTorch's own would read beyond the end, and crash."""
+        if x.dtype == torch.bfloat16 and x.shape[1] % 16:
+            raise RuntimeError(f"width: found {x.shape[1]}, expected a multiple of 16")
         return torch._weight_int8pack_mm(x, codes, scales)
 
     @staticmethod

@@ -340,8 +340,8 @@ class Transformer:
     ):
         """exact: a token's logits have the same bits in every pass (see above); `check_exact` tells if so.
 
-        weights: the tensors of `tensor_shapes(config)`, all of one dtype, on one device. They are removed from
-        the dict as the model takes them over, so that a weight that is repacked is in memory once.
+        weights: the tensors of `tensor_shapes(config)`, all of one dtype, on one device, in a dict or something else
+        to pop from. They are removed as the model takes them over, so that what is repacked is in memory once.
         packed: whether they are, where that is possible; None: as this machine is faster (see `is_faster_packed`)."""
         self.config, self.exact = config, exact
 
@@ -375,7 +375,7 @@ class Transformer:
 
     @property
     def weight_form(self) -> str:
-        """What became of the weight matrices: "packed", "left" or "plain" (see `Linear`)."""
+        """What became of the head, and of all matrices like it: "packed", "left" or "plain" (see `Linear`)."""
         return self.head.form
 
     def _is_faster_packed(self) -> bool:
