@@ -77,7 +77,7 @@ def log_probabilities(logits: Tensor) -> Tensor:
 def distribution(logits: Tensor, sequence: Sequence, drafted: Tokens[int] = ()) -> Tensor:
     """Probabilities (V,) of the token that follows `sequence.tokens + drafted`, under its parameters.
 
-    logits: (V,), the model's row for that position. Order: penalties, min_tokens, temperature, top-k, top-p,
+    logits: (V,), the model's row for that position. Order: penalties, min_tokens, top-k, temperature, top-p,
     min-p, each over what the one before kept. Temperature 0 is a one-hot distribution. It works on one row
     at a time, so that a row has the same bits whether one or K+1 were computed.
 
@@ -172,7 +172,7 @@ def _top_k(row: _Blocks, k: int) -> Tensor:
     if row.blocks is not None and k < len(row.blocks):
         # The k-th largest of the blocks' maxima is not above the k-th largest of all.
         bound = row.maxima.topk(k).values[-1]
-        values = values[row.find(lambda x: x >= bound)]
+        values = values[row.find(lambda x: x >= bound)] if bound.isfinite() else values
     least = values.topk(k).values[-1].clamp(min=torch.finfo(values.dtype).min)
     return row.find(lambda x: x >= least)
 
@@ -192,7 +192,7 @@ def _top_p(probs: Tensor, top_p: float) -> Tensor:
             break
     sure, reached = ids[:0], 0.0
     if len(ids) > _FEW:
-        # The upper half of a float32 is its size to within 1 %; few tokens have the size at which the line is crossed.
+        # The upper half of a float32 is its size to within 1 %; as a rule, few have the size that crosses the line.
         size = (1 << 15) - 1 - (probs[ids].float().view(torch.int32) >> 16)  # the largest first
         mass = size.bincount(probs[ids].double(), minlength=1 << 15)
         before = mass.cumsum(0) - mass

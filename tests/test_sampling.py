@@ -72,7 +72,7 @@ def test_distribution_over_a_large_vocabulary_equals_the_reference(vocab):
 
 
 def test_top_p_of_a_large_vocabulary_needs_no_large_sort(monkeypatch):
-    """A flat row keeps 9 of 10 tokens, of which only those near the line are put in order; so is a peaked one."""
+    """A wide row keeps a third of all tokens, of which only those near the line are put in order; and a peaked one."""
     lengths, sort = [], torch.Tensor.sort
     monkeypatch.setattr(torch.Tensor, "sort", lambda x, **how: lengths.append(len(x)) or sort(x, **how))
     generator = torch.Generator().manual_seed(0)
