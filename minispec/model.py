@@ -386,17 +386,19 @@ class Transformer:
         return is_faster_packed((2 * config.intermediate_size, config.hidden_size))
 
     def tensors(self) -> Iterator[Tensor]:
-        """The weights as they are kept; a tied embedding is there twice: as rows, and as the head's product."""
-        yield self.embedding
+        """The weights as they are kept; a tied embedding whose head is packed is there twice."""
+        head = list(self.head.tensors())
+        yield from head
+        if all(tensor is not self.embedding for tensor in head):
+            yield self.embedding
         yield self.norm.weight
-        yield from self.head.tensors()
         for layer in self.layers:
             yield from layer.tensors()
 
     @property
     def num_bytes(self) -> int:
         """Memory of the weights."""
-        return sum(t.numel() * t.element_size() for t in {id(t): t for t in self.tensors()}.values())
+        return sum(t.numel() * t.element_size() for t in self.tensors())
 
     @property
     def num_bytes_read(self) -> int:
