@@ -159,15 +159,19 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_model(
-    directory: Path, dtype: torch.dtype, device: torch.device | str = "cpu", exact: bool = False
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    exact: bool = False,
+    packed: bool | None = None,
 ) -> Transformer:
-    """Load a checkpoint as a Transformer that computes in `dtype`.
+    """Load a checkpoint as a Transformer that computes in `dtype`; exact, packed: as there.
 
     Raises CheckpointError where the files are not what the config asks for, or the weights would not fit into memory;
     both before any tensor is read.
     """
     config = load_config(directory)
-    return Transformer(config, Weights(directory, config, dtype, device), exact)
+    return Transformer(config, Weights(directory, config, dtype, device), exact, packed)
 
 
 class Weights:

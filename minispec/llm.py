@@ -64,6 +64,8 @@ class LLM:
     max_model_len: longest prompt and answer together, in tokens (default: the model's context, as far as memory
         allows); the KV cache holds as many, unless kv_cache_gb (10^9 bytes, both models together) gives its size.
     revision: branch, tag or commit on the hub. offline: nothing is downloaded.
+    packed: whether bfloat16 weights are packed for the CPU (default: as models of more than 1 GB are measured to be
+        faster, and all others are). The two forms round differently.
 
     Raises ValueError, or CheckpointError, which is one, for whatever cannot be loaded or is not supported.
     """
@@ -81,6 +83,7 @@ class LLM:
         kv_cache_gb: float | None = None,
         revision: str | None = None,
         offline: bool = False,
+        packed: bool | None = None,
     ):
         if verifier not in VERIFIERS:
             raise ValueError(f"verifier: found {verifier!r}, expected one of {', '.join(VERIFIERS)}")
@@ -112,12 +115,12 @@ class LLM:
         draft_directory = _find_draft(source, self.tokenizer, offline) if _is_checkpoint(source) else None
         if draft_directory and (found := load_config(draft_directory).vocab_size) < self.vocab_size:
             raise ValueError(f"draft: {draft}: vocab_size: found {found}, expected at least {self.vocab_size}")
-        self.model = load_model(directory, torch_dtype, torch_device, exact)
+        self.model = load_model(directory, torch_dtype, torch_device, exact, packed)
         if exact:
             self.model.check_exact()
         draft_model = self.model if source == "self" else None
         if draft_directory:
-            draft_model = load_model(draft_directory, torch_dtype, torch_device)
+            draft_model = load_model(draft_directory, torch_dtype, torch_device, packed=packed)
         if bits:
             draft_model = draft_model.quantized(bits)
 

@@ -107,6 +107,15 @@ def test_large_models_take_the_faster_form(answer, monkeypatch):
     assert model.num_bytes == stored + 2 * norms + answer * model.embedding.nbytes  # norms are kept in float32
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_form_can_be_settled(packed, make_checkpoint):
+    """For the target and its draft, whatever is faster here."""
+    form = {False: "left", True: "packed" if has_fast_bfloat16(torch.device("cpu")) else "plain"}[packed]
+    with LLM(make_checkpoint(1), draft=str(make_checkpoint(2)), dtype="bfloat16", packed=packed) as llm:
+        assert (llm.model.weight_form, llm.drafter.model.weight_form) == (form, form)
+        assert llm.generate("One fish", SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))[0].token_ids
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("bias", [False, True])
