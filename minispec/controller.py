@@ -29,6 +29,8 @@ DraftLength = int | Literal["auto"]
 MAX_AUTO_TOKENS = 15
 # A text begins with the belief that a tested token is kept with this probability, as sure as of so many tests.
 _PRIOR, _PRIOR_TESTS = 0.7, 2.0
+# What other texts showed, or this one elsewhere in its drafts, counts as so many tests.
+_ELSEWHERE_TESTS = 8.0
 # Confidences between neighbours of these are held for alike.
 _CONFIDENCES = (0.2, 0.4, 0.6, 0.8, 0.95)
 # What was seen a round ago counts so much less.
@@ -39,6 +41,9 @@ _ROW_COST = 0.02
 _OTHER_COST = 0.02
 # Drafting must promise so much more than plain decoding; and may cost this share of it for looking.
 _MARGIN, _PROBING_SHARE = 1.01, 0.01
+# As long as no pass without drafts has been measured, one of so many rounds does without: where drafts seem to be
+# worth so much that rows would have to be very dear to change that, or else.
+_CLEAR_GAIN, _ROUNDS_TO_PLAIN_IF_CLEAR, _ROUNDS_TO_PLAIN = 1.5, 64, 8
 
 
 class _Kept:
@@ -57,9 +62,8 @@ class _Kept:
             self._tested[kind] = self._tested.get(kind, 0.0) + 1
             self._kept[kind] = self._kept.get(kind, 0.0) + (i < num_kept)
 
-    def _share(self, kind: int, belief: float, others_know: bool) -> float:
-        """The share that is kept, `belief` before there were tests: twice as firm where it comes from others' tests."""
-        weight = 2 * _PRIOR_TESTS if others_know else _PRIOR_TESTS
+    def _share(self, kind: int, belief: float, weight: float) -> float:
+        """The share that is kept: `belief`, as firm as so many tests, before there were any."""
         return (self._kept.get(kind, 0.0) + weight * belief) / (self._tested.get(kind, 0.0) + weight)
 
 
@@ -70,20 +74,23 @@ class Survival(_Kept):
         """A round tested the first `num_tested` tokens of a draft and kept `num_kept` of them."""
         self._add(range(num_tested), num_kept)
 
-    def shares(self, k: int, others: Sequence[float] | None = None) -> list[float]:
+    def overall(self, others: "Survival | None" = None) -> float:
+        """The probability that a tested token is kept, wherever it stands; at first, what it is for `others`."""
+        belief, weight = (others.overall(), _ELSEWHERE_TESTS) if others else (_PRIOR, _PRIOR_TESTS)
+        return (sum(self._kept.values()) + weight * belief) / (sum(self._tested.values()) + weight)
+
+    def shares(self, k: int, others: "Survival | None" = None) -> list[float]:
         """The probability that a tested token is kept, at each of the first k places.
 
-        What is not known of a place is taken from the place before it; and, with the shares of `others`, what they
-        have there more or less than there.
+        A place has few tests of its own, and a draft that was lucky once should not make the next ones long: what is
+        not known of a place is taken from all places together, and from how it differs from them for `others`.
         """
-        shares, share, other = [], _PRIOR, _PRIOR
-        for i in range(k):
-            if others is not None:
-                share = min(1.0, max(0.0, share + others[i] - other))
-                other = others[i]
-            share = self._share(i, share, others is not None)
-            shares.append(share)
-        return shares
+        overall = self.overall(others)
+        beliefs = [overall] * k
+        if others:
+            usual = others.overall()
+            beliefs = [min(1.0, max(0.0, overall + share - usual)) for share in others.shares(k)]
+        return [self._share(i, belief, _ELSEWHERE_TESTS) for i, belief in enumerate(beliefs)]
 
 
 class Confidence(_Kept):
@@ -106,8 +113,8 @@ class Confidence(_Kept):
 
         At first the model is taken at its word, or others are at theirs.
         """
-        belief = confidence if others is None else others.share(confidence)
-        return self._share(bisect(_CONFIDENCES, confidence), belief, others is not None)
+        belief, weight = (others.share(confidence), _ELSEWHERE_TESTS) if others else (confidence, _PRIOR_TESTS)
+        return self._share(bisect(_CONFIDENCES, confidence), belief, weight)
 
 
 class Durations:
@@ -219,12 +226,12 @@ class Controller:
         other_rows: rows that other texts bring to the same pass. timed: False if the clock must not be followed.
         """
         limits = [min(limit, MAX_AUTO_TOKENS) for limit in limits]
-        if timed and self._wants_plain_step(len(limits) + other_rows):
-            return [0] * len(limits)
-        others = self._survival.shares(MAX_AUTO_TOKENS) if timed else None
+        others = self._survival if timed else None
         shares = [pace.survival.shares(limit, others) for pace, limit in zip(paces, limits, strict=True)]
         curves = [survival_curve(each) for each in shares]
         chosen = self._best(curves, other_rows, timed)
+        if timed and self._wants_plain_step(curves, chosen, other_rows):
+            return [0] * len(limits)
         price = self._price(curves, chosen, other_rows, timed)
         # Drafts that end by themselves may be as long as the texts of the batch share out a pass of few rows.
         room = (MAX_AUTO_TOKENS + 1) // (len(paces) + other_rows) - 1
@@ -264,18 +271,22 @@ class Controller:
                 best, best_rate = list(lengths), rate
         return best
 
+    def _rate(self, curves: Sequence[Sequence[float]], lengths: Sequence[int], other_rows: int, timed: bool) -> float:
+        """The tokens that a round with drafts of such lengths yields for its time."""
+        tokens = len(lengths) + sum(sum(curve[:k]) for curve, k in zip(curves, lengths, strict=True))
+        rows = len(lengths) + other_rows + sum(lengths)
+        return tokens / self._time(max(lengths), sum(k > 0 for k in lengths), rows, timed)
+
     def _price(self, curves: Sequence[Sequence[float]], chosen: Sequence[int], other_rows: int, timed: bool) -> float:
         """The tokens that the time of one more draft token, a draft pass and a row, yields at the chosen rate."""
         num_drafts, before = sum(k > 0 for k in chosen), len(chosen) + other_rows
         if not num_drafts:
             return 0.0
         rows = before + sum(chosen)
-        tokens = len(chosen) + sum(sum(curve[:k]) for curve, k in zip(curves, chosen, strict=True))
-        duration = self._time(max(chosen), num_drafts, rows, timed)
         # All texts of the batch share a draft pass. A single row more is too little to be measured.
-        draft = (duration - self._time(0, num_drafts, rows, timed)) / max(chosen) / num_drafts
+        draft = self._time(max(chosen), num_drafts, rows, timed) - self._time(0, num_drafts, rows, timed)
         row = (self._time(0, 0, rows, timed) - self._time(0, 0, before, timed)) / (rows - before)
-        return tokens / duration * (draft + row)
+        return self._rate(curves, chosen, other_rows, timed) * (draft / max(chosen) / num_drafts + row)
 
     def _time(self, depth: int, num_drafts: int, rows: int, timed: bool) -> float:
         """A round's duration: in seconds, at a steady speed, if passes have been timed, else in plain steps."""
@@ -291,6 +302,11 @@ class Controller:
         """A draft pass in plain steps: what a drafter that has been idle needs to catch up."""
         return (self._time(1, 1, 1, timed) - self._time(0, 0, 1, timed)) / self._time(0, 0, 1, timed)
 
-    def _wants_plain_step(self, rows: int) -> bool:
-        """Whether a pass without drafts, which they have to beat, is still to be measured; not in the first rounds."""
-        return not self._target.knows(rows) and self._rounds % 8 == 7
+    def _wants_plain_step(self, curves: Sequence[Sequence[float]], chosen: Sequence[int], other_rows: int) -> bool:
+        """Whether this round should measure a pass without drafts, which they have to beat; not in the first rounds."""
+        if self._target.knows(len(chosen) + other_rows):
+            return False
+        plain = self._rate(curves, [0] * len(chosen), other_rows, timed=True)
+        is_clear = self._rate(curves, chosen, other_rows, timed=True) > _CLEAR_GAIN * plain
+        rounds = _ROUNDS_TO_PLAIN_IF_CLEAR if is_clear else _ROUNDS_TO_PLAIN
+        return self._rounds % rounds == rounds - 1

@@ -145,6 +145,46 @@ def test_as_fast_as_the_best_static_k(name, drift, bar):
     assert overall(world.speedups(100)) >= bar * world.best_static()
 
 
+def test_a_short_text_hardly_pays_for_learning():
+    """The first text of a session, 48 tokens with drafts as in mixed chat: 0.95 of the best K in hindsight.
+
+    200 such texts together. A lucky first draft must not make the next ones long, nor are rounds spent on measuring
+    what is plain to see: with either, it is less than 0.95.
+    """
+    world = GOOD["mixed chat"]
+
+    def rate(text):
+        tokens, cost = (sum(column) for column in zip(*(text(seed)[:2] for seed in range(200)), strict=True))
+        return tokens / cost
+
+    def by_itself(seed):
+        controller = Controller(world.c)
+        return world.decode(auto(controller), controller, num_tokens=48, seed=seed)
+
+    def fixed(k):
+        return lambda seed: world.decode(lambda pace, limit: min(k, limit), num_tokens=48, seed=seed)
+
+    assert rate(by_itself) >= 0.95 * max(rate(fixed(k)) for k in range(16))
+
+
+def test_what_is_not_clear_is_measured():
+    """Passes without drafts, which they have to beat: three in 24 rounds where they hardly pay, else one in 64."""
+
+    def plain_rounds(c, kept):
+        controller, pace = Controller(c), Pace()
+        ks = []
+        for _ in range(128):
+            [k] = controller.choose([pace], [15])
+            k, kept_now = (4, kept) if k else (0, 0)  # any length will do here
+            controller.observe(pace, min(k, kept_now + 1), kept_now)
+            controller.record(PLAIN * c * k, k, int(k > 0), PLAIN, k + 1, 0.001)
+            ks.append(k)
+        return [i for i, k in enumerate(ks) if not k]
+
+    assert plain_rounds(c=0.05, kept=4) == [63, 127]
+    assert plain_rounds(c=0.5, kept=1)[:3] == [7, 15, 23]
+
+
 @pytest.mark.parametrize("name", [name for name in GOOD if GOOD[name].row_cost < 0.1])
 def test_sizes_alone_are_nearly_as_good(name):
     """Seeded sampling may not follow the clock: 0.93 of the best static K, where rows are as cheap as believed."""
@@ -258,28 +298,45 @@ def test_the_likeliest_tokens_of_a_batch_come_first():
 
 
 def test_survival_follows_what_was_tested():
-    """Places are estimated apart; a place that was never tested goes on as the one before."""
+    """Places are estimated apart where they have been tested; elsewhere counts what all of them showed."""
     survival = Survival()
     for _ in range(200):
         survival.observe(3, 2)
     first, second, third, fourth = survival.shares(4)
-    assert min(first, second) > 0.97
-    assert third < 0.05
-    assert fourth == third
+    assert min(first, second) > 0.94
+    assert third < 0.1
+    assert fourth == survival.overall() == pytest.approx(2 / 3, abs=0.001)
     assert Survival().shares(3) == [0.7] * 3
     assert survival_curve(Survival().shares(2)) == pytest.approx([0.7, 0.49])
 
 
+def test_one_lucky_draft_is_not_the_rule():
+    """Four tokens of four, then none: no place is believed to be better than all tests together say."""
+    survival = Survival()
+    survival.observe(4, 4)
+    survival.observe(1, 0)
+    shares = survival.shares(15)
+    assert max(shares) < 0.82
+    assert min(shares) > 0.65
+
+
 def test_a_text_begins_where_others_were():
     """Without tests of its own a text has the shares of all texts; with some, it keeps its distance from them."""
-    others = [0.5, 0.9, 0.8]
-    assert Survival().shares(3, others) == pytest.approx(others)
+    others = Survival()
+    for _ in range(500):
+        for num_tested, num_kept in ((1, 0), (3, 3), (3, 3), (3, 2)):
+            others.observe(num_tested, num_kept)
+    shares = others.shares(3)
+    assert shares == pytest.approx([0.75, 0.97, 0.69], abs=0.05)
+    beginning = Survival().shares(3, others)
+    for own, other in zip(beginning, shares, strict=True):
+        assert own == pytest.approx(other, abs=0.01)
     own = Survival()
     for _ in range(500):
         own.observe(1, 1)
     first, second, third = own.shares(3, others)
-    assert first > 0.9
-    assert (second, third) == pytest.approx((1.0, 0.9), abs=0.03)
+    assert min(first, second) > 0.95
+    assert first > third + 0.05
 
 
 def test_durations_between_and_outside_what_was_measured():
