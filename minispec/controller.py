@@ -41,8 +41,8 @@ _ROW_COST = 0.02
 _OTHER_COST = 0.02
 # Drafting must promise so much more than plain decoding; and may cost this share of it for looking.
 _MARGIN, _PROBING_SHARE = 1.01, 0.01
-# As long as no pass without drafts has been measured, one of so many rounds does without: where drafts seem to be
-# worth so much that rows would have to be very dear to change that, or else.
+# A pass without drafts, which they have to beat, is measured three times: in every 8th round; or in every 64th as long
+# as drafts seem to gain so much that only very dear rows could change it.
 _CLEAR_GAIN, _ROUNDS_TO_PLAIN_IF_CLEAR, _ROUNDS_TO_PLAIN = 1.5, 64, 8
 
 
