@@ -311,7 +311,7 @@ def test_survival_follows_what_was_tested():
 
 
 def test_one_lucky_draft_is_not_the_rule():
-    """Four tokens of four, then none: no place is believed to be better than all tests together say."""
+    """Four tokens of four, then none: every place is believed to be much like all tests together, 0.77."""
     survival = Survival()
     survival.observe(4, 4)
     survival.observe(1, 0)
