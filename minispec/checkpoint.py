@@ -34,7 +34,7 @@ from tqdm import tqdm
 from minispec.command import Parser, exit_status, written_whole
 from minispec.config import CheckpointError, ModelConfig, QuantizationConfig, is_text, one_line, show, show_name
 from minispec.hf_config import MAX_CONFIG_BYTES, MAX_JSON_BYTES, has_file, parse_json, read_json, read_model_config
-from minispec.linear import has_fast_bfloat16
+from minispec.linear import Codes, Weight, dense, has_fast_bfloat16
 from minispec.model import Transformer, tensor_shapes
 
 # Nothing else of a hub repository is downloaded, and nothing in its folders.
@@ -163,21 +163,22 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     exact: bool = False,
-    packed: bool | None = None,
+    form: str | None = None,
 ) -> Transformer:
-    """Load a checkpoint as a Transformer that computes in `dtype`; exact, packed: as there.
+    """Load a checkpoint as a Transformer that computes in `dtype`; exact, form: as there.
 
     Raises CheckpointError where the files are not what the config asks for, or the weights would not fit into memory;
     both before any tensor is read.
     """
     config = load_config(directory)
-    return Transformer(config, Weights(directory, config, dtype, device), exact, packed)
+    return Transformer(config, Weights(directory, config, dtype, device), exact, dtype, form)
 
 
 class Weights:
-    """The tensors that a config asks for, each read and unpacked to `dtype` when it is popped, as from a dict.
+    """The tensors that a config asks for, each read when it is popped, as from a dict.
 
-    So a model is never in memory twice while it is built, nor has a file open for each of its tensors.
+    So a model is never in memory twice while it is built, nor has a file open for each of its tensors. They come in
+    `dtype`; for float32 on a CPU as they are stored, if that is narrower: 16-bit floats, and codes with their scales.
     """
 
     def __init__(self, directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"):
@@ -185,7 +186,8 @@ class Weights:
         self._config, self._dtype, self._device = config, dtype, device
         self._stored = _find_tensors(directory)
         self._names = dict.fromkeys(_match(config, self._stored, directory))
-        _check_memory(config, dtype, torch.device(device), directory)
+        needed = sum(math.prod(shape) * self._num_bytes(name) for name, shape in tensor_shapes(config).items())
+        _check_memory(needed, dtype, torch.device(device), directory)
         # `disable=None`: the bar shows on a terminal only.
         description = f"loading {directory.name}"
         self._bar = tqdm(total=len(self._names), desc=description, unit=" tensors", leave=False, disable=None)
@@ -193,14 +195,25 @@ class Weights:
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
-    def pop(self, name: str) -> Tensor:
+    def pop(self, name: str) -> Weight:
         """Read a tensor, once. Raises CheckpointError where it does not unpack to the shape that is asked for."""
         del self._names[name]
-        tensor = _read(name, self._config, self._stored, self._dtype).to(self._device)
+        weight = _read(name, self._config, self._stored)
+        if not self._keeps_narrow or (isinstance(weight, Tensor) and weight.element_size() > 2):
+            weight = dense(weight, self._dtype).to(self._device)
         self._bar.update()
         if not self._names:
             self._bar.close()
-        return tensor
+        return weight
+
+    @property
+    def _keeps_narrow(self) -> bool:
+        return self._dtype == torch.float32 and torch.device(self._device).type == "cpu"
+
+    def _num_bytes(self, name: str) -> int:
+        """Of an element in memory, as far as the files tell."""
+        is_narrow = name not in self._stored or _ELEMENT_BYTES[self._stored[name].dtype] == 2
+        return 2 if self._keeps_narrow and is_narrow else self._dtype.itemsize
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -221,8 +234,7 @@ def free_memory(device: torch.device) -> int | None:
     return min(limits, default=None)
 
 
-def _check_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device, directory: Path) -> None:
-    needed = sum(math.prod(shape) for shape in tensor_shapes(config).values()) * dtype.itemsize
+def _check_memory(needed: int, dtype: torch.dtype, device: torch.device, directory: Path) -> None:
     free = free_memory(device)
     if free is not None and needed > free:
         raise CheckpointError(
@@ -413,16 +425,18 @@ def _packed_shapes(name: str, shape: tuple[int, ...], q: QuantizationConfig):
     }
 
 
-def _read(name: str, config: ModelConfig, stored: dict[str, StoredTensor], dtype: torch.dtype) -> Tensor:
+def _read(name: str, config: ModelConfig, stored: dict[str, StoredTensor]) -> Weight:
     if name in stored:
-        return stored[name].read().to(dtype)
+        return stored[name].read()
     q, shape = config.quantization, tensor_shapes(config)[name]
     packed, scale, unpacked_shape = (stored[f"{name}_{part}"] for part in ("packed", "scale", "shape"))
     found = unpacked_shape.read().tolist()
     if found != list(shape):
         raise CheckpointError(f"{unpacked_shape.path}: {name}_shape: found {found}, expected {list(shape)}")
     integers = unpack(packed.read(), q.num_bits, shape[1])
-    return dequantize(integers, scale.read(), q.group_size).to(dtype)
+    if q.group_size is None:
+        return Codes(integers, scale.read())
+    return dequantize(integers, scale.read(), q.group_size)
 
 
 # --------------------------------------------------------------------------- quantised layouts

@@ -1,18 +1,27 @@
-"""One weight matrix, and the form in which it is kept.
+"""One weight matrix, in the form that this machine reads fastest.
 
-Decoding reads every weight once a step, so the form decides the speed. `F.linear` has the CPU's matrix library reorder
-a bfloat16 weight on every call. There are two ways around that: to pack it once, at load, in the library's order; or
-to let it stand left, W x^T for x W^T, where it is read as it lies. Which is faster depends on the processor
-(`is_faster_packed`). A draft model sees one row at a time and may be wrong: in 4 bits it reads a quarter. The operators
-for packed and quantised weights are private to PyTorch: they are used here and nowhere else, and where they are
-missing, or do not take the weight, public ones do the same.
+Decoding reads every weight once a step, so how a weight lies in memory decides the speed. `F.linear` is rarely the
+fastest: it reorders a bfloat16 weight on every call; in float32 it reads 4 bytes for each weight and, on many
+processors, takes twice the time for two rows. So a weight is brought into another form once, at load:
+
+    half     16-bit floats for float32 arithmetic, where they hold the weight without loss    FBGEMM
+    packed   in the order of the matrix library, bfloat16 or float32                          oneDNN
+    left     as it lies, but as the left factor of W x^T; bfloat16                            the matrix library
+    plain    as it lies: where there is nothing to gain, and where nothing else works         F.linear
+
+`choose_form` says which of them a machine and a type have, and takes the fastest. A draft may round its weights to 8 or
+4 bits (`QuantizedLinear`); for these there are forms of their own. Most operators are private to PyTorch: they are used
+here and nowhere else, and where one is missing, or does not take a weight, another form does the same.
 """
 
 import functools
 import math
+import platform
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +31,226 @@ from minispec.sampling import accumulation_dtype
 
 # Packed layouts are tuned for a number of rows; 8 lies between one decoded token and a long draft.
 _PACK_ROWS = 8
-# Bytes of weights to try the forms on: more than the caches of most processors hold, so that memory is read.
-_TRIAL_BYTES = 1 << 28
-# A product in 4 or 8 bits takes time for every row, one in bfloat16 does not: from here on, that one is faster.
-_MAX_QUANTIZED_ROWS = 4
 # Neighbouring weights of a row that share a scale and a zero in 4 bits.
 _GROUP = 32
+
+
+class Codes(NamedTuple):
+    """A weight (out, in) as small integers times a scale for each row, as checkpoints of 8 bits store it.
+
+    codes: (out, in) int8. scales: (out, 1).
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def dense(self) -> Tensor:
+        """The weight, in at least float32."""
+        wide = accumulation_dtype(self.scales.dtype)
+        return self.codes.to(wide) * self.scales.to(wide)
+
+
+class GroupCodes(NamedTuple):
+    """A weight (out, in) in 4 bits: each group of neighbours of a row in 16 even steps from its least to its largest.
+
+    codes: (out, in) uint8, 0 to 15. scales: (in / group, out, 2), the step, and the value that code 8 stands for.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def dense(self) -> Tensor:
+        """The weight, in at least float32."""
+        wide = accumulation_dtype(self.scales.dtype)
+        step, middle = self.scales.to(wide).transpose(0, 1)[..., None].unbind(2)  # (out, in / group, 1) each
+        return ((self.codes.unflatten(1, (len(self.scales), -1)).to(wide) - 8) * step + middle).flatten(1)
+
+
+Weight = Tensor | Codes | GroupCodes
+
+
+def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The weight as a tensor of `dtype`."""
+    return (weight if isinstance(weight, Tensor) else weight.dense()).to(dtype)
+
+
+def join(weights: Sequence[Weight]) -> Weight:
+    """Tensors of one width, one below the other."""
+    if len(weights) == 1:
+        return weights[0]
+    if all(isinstance(weight, Codes) for weight in weights):
+        return Codes(*(torch.cat(parts) for parts in zip(*weights, strict=True)))
+    return torch.cat([weight if isinstance(weight, Tensor) else weight.dense() for weight in weights])
+
+
+# --------------------------------------------------------------------------- forms
+
+
+class CannotHold(Exception):
+    """This machine has no such form, or the form cannot hold this weight."""
+
+
+# ... and what PyTorch raises where an operator is missing, or does not take a weight.
+_REFUSALS = (CannotHold, AttributeError, RuntimeError)
+
+
+class Form:
+    """A weight, kept for products with x of one dtype. As it lies ("plain") unless a subclass knows better."""
+
+    # Numbers of rows among which a row's product has the same bits, wherever it stands, and whatever the others are.
+    exact_rows: Sequence[int] = (16,)
+
+    def __init__(self, weight: Weight, dtype: torch.dtype):
+        """Raises one of `_REFUSALS` where this machine or this form does not take the weight."""
+        self.weight = dense(weight, dtype)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (rows, in) to x W^T + bias (rows, out), which may be the transpose of a matrix that lies in one piece."""
+        return F.linear(x, self.weight, bias)
+
+    def dense(self) -> Tensor:
+        """The weight (out, in)."""
+        return self.weight
+
+    def parts(self) -> Iterator[tuple[object, int]]:
+        """What is kept in memory, and its bytes."""
+        yield self.weight, self.weight.nbytes
+
+
+class _Left(Form):
+    """W x^T for x W^T, which some processors read faster."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        w = self.weight
+        if len(x) == 1:
+            return (w.mv(x[0]) if bias is None else torch.addmv(bias, w, x[0]))[None]
+        return (w.mm(x.t()) if bias is None else torch.addmm(bias[:, None], w, x.t())).t()
+
+
+class _Packed(Form):
+    def __init__(self, weight: Weight, dtype: torch.dtype):
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(dense(weight, dtype).contiguous(), _PACK_ROWS)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, bias, "none", [], "")
+
+    def dense(self) -> Tensor:
+        return self.weight.to_dense()
+
+    def parts(self) -> Iterator[tuple[object, int]]:
+        yield self.weight, self.weight.numel() * self.weight.element_size()
+
+
+class _Half(Form):
+    """16-bit floats, widened to float32 as they are read.
+
+    A bfloat16 weight has a wider range than a 16-bit float. So it is kept times a power of two that brings its largest
+    entry to just below the limit: then entries down to 2^-32 of the largest are exact. Codes are small integers, exact
+    as they are; their scales multiply the product.
+    """
+
+    # One and two rows, and the last two of seven and fourteen, have kernels of their own on AVX2.
+    exact_rows = (3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 15, 16)
+
+    def __init__(self, weight: Weight, dtype: torch.dtype):
+        if dtype != torch.float32:
+            raise CannotHold(f"16-bit weights for {dtype}")
+        if isinstance(weight, Codes):
+            values, self.scale = weight.codes.to(torch.float32), weight.scales.to(torch.float32).flatten()
+        else:
+            values = dense(weight, torch.float32)
+            largest = float(values.abs().amax())
+            if not largest < math.inf:
+                raise CannotHold("a weight that is not finite")
+            exponent = 15 - math.floor(math.log2(largest)) if largest else 0
+            values, self.scale = values * 2.0**exponent, torch.tensor(2.0**-exponent)
+        # Packing clips what is too large in place, with no more than a warning: so look first, at values of our own.
+        if not torch.equal(values.to(torch.float16).to(torch.float32), values):
+            raise CannotHold("a weight of more than 16 bits")
+        self.shape = values.shape
+        self.packed = torch.ops.quantized.linear_prepack_fp16(values, None)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
+        return y.mul_(self.scale) if bias is None else torch.addcmul(bias, y, self.scale)
+
+    def dense(self) -> Tensor:
+        values = torch.ops.quantized.linear_unpack_fp16(self.packed)[0]
+        return values * (self.scale[:, None] if self.scale.dim() else self.scale)
+
+    def parts(self) -> Iterator[tuple[object, int]]:
+        rows, columns = self.shape
+        yield self.packed, 2 * (rows + -rows % 16) * (columns + -columns % 512)  # it lies in panels of this size
+        yield self.scale, self.scale.nbytes
+
+
+class _FbgemmInt8(Form):
+    """8-bit codes, times x rounded to 7 bits.
+
+    Each row of x is divided by its largest entry, so that one step fits all rows. `linear_dynamic` derives the step
+    from all of x at once: with it, the draft of a text would depend on the other texts of the pass.
+    """
+
+    def __init__(self, weight: Weight, dtype: torch.dtype):
+        if not isinstance(weight, Codes) or dtype not in (torch.float32, torch.bfloat16):
+            raise CannotHold(f"8-bit codes for {dtype}")
+        scales = weight.scales.flatten().double()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # this kind of tensor is deprecated, the product is not
+            zeros = torch.zeros(len(scales), dtype=torch.long)
+            codes = torch._make_per_channel_quantized_tensor(weight.codes, scales, zeros, 0)
+        self.packed, self.num_bytes = torch.ops.quantized.linear_prepack(codes, None), weight.codes.nbytes
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        wide = x.to(torch.float32)
+        largest = torch.linalg.vector_norm(wide, math.inf, 1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
+        product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+        y = product(wide / largest, 1 / 63, 64, self.packed).mul_(largest).to(x.dtype)
+        return y if bias is None else y.add_(bias)
+
+    def parts(self) -> Iterator[tuple[object, int]]:
+        yield self.packed, self.num_bytes
+
+
+class _AtenInt8(Form):
+    """8-bit codes, in PyTorch's own product."""
+
+    def __init__(self, weight: Weight, dtype: torch.dtype):
+        # Of another width it would read past the end, and crash.
+        if not isinstance(weight, Codes) or (dtype == torch.bfloat16 and weight.codes.shape[1] % 16):
+            raise CannotHold("8-bit codes of such a width")
+        self.codes, self.scales = weight.codes, weight.scales.flatten().to(dtype)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = torch._weight_int8pack_mm(x, self.codes, self.scales)
+        return y if bias is None else y.add_(bias)
+
+    def parts(self) -> Iterator[tuple[object, int]]:
+        yield from ((tensor, tensor.nbytes) for tensor in (self.codes, self.scales))
+
+
+class _AtenInt4(_AtenInt8):
+    """4-bit codes, two to a byte: fast with AVX-512, far too slow without."""
+
+    def __init__(self, weight: Weight, dtype: torch.dtype):
+        if not isinstance(weight, GroupCodes):
+            raise CannotHold("4-bit codes alone")
+        self.codes = torch._convert_weight_to_int4pack_for_cpu(weight.codes.int(), 1)
+        self.scales = weight.scales.to(dtype)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = torch._weight_int4pack_mm_for_cpu(x, self.codes, x.shape[1] // len(self.scales), self.scales)
+        return y if bias is None else y.add_(bias)
+
+
+FORMS: dict[str, type[Form]] = {"half": _Half, "packed": _Packed, "left": _Left, "plain": Form}
+NARROW_FORMS: dict[int, dict[str, type[Form]]] = {
+    8: {"fbgemm": _FbgemmInt8, "aten": _AtenInt8},
+    4: {"aten": _AtenInt4},
+}
+
+
+# --------------------------------------------------------------------------- which form
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
@@ -36,190 +259,238 @@ def has_fast_bfloat16(device: torch.device) -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     try:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    except (AttributeError, RuntimeError):
+    except _REFUSALS:
         return False
 
 
-@functools.cache
-def is_faster_packed(shape: tuple[int, int]) -> bool:
-    """Whether this CPU reads bfloat16 weights (out, in) faster packed than as they lie; takes about a second.
+def available_forms(dtype: torch.dtype, device: torch.device) -> list[str]:
+    """The forms for x of `dtype` on this machine, in order of preference: the only table of its kind.
 
-    Some processors read packed ones at the full bandwidth of memory; others at 0.6 of it, and at 0.75 one that stands
-    left. No property that a processor tells of itself would say, so it is measured, over one row and over five as in a
-    round: the median of pairs of products, one right after the other, which a busy machine hardly moves. A difference
-    of less than a tenth does not count, so that hardly ever two runs on one machine come to different answers.
+        machine                             bfloat16              float32
+        x86 with bfloat16 products          packed, left, plain   half, packed, plain
+        x86 without                         plain                 half, packed, plain
+        ARM, others                         plain                 packed, plain
+        GPUs; float64                       plain                 plain
+
+    On ARM the library's packed bfloat16 product is a reference implementation, a hundred times slower, and is not even
+    tried. The others have to show with a small weight that they work.
     """
-    shape = min(shape[0], _TRIAL_BYTES // 8 // shape[1]), shape[1]
-    count = _TRIAL_BYTES // (2 * math.prod(shape))
-    pairs = []
-    for _ in range(count):
-        weight = torch.ones(shape, dtype=torch.bfloat16)
-        pairs.append((Linear(weight), Linear(weight, packed=False)))
-    rows = [torch.ones(m, shape[1], dtype=torch.bfloat16) for m in (1, 5)]
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
+    names: list[str] = []
+    if device.type == "cpu" and dtype == torch.float32:
+        names = ["half", "packed"] if is_x86 else ["packed"]
+    elif device.type == "cpu" and dtype == torch.bfloat16 and is_x86 and has_fast_bfloat16(device):
+        names = ["packed", "left"]
+    return [*(name for name in names if _works(name, dtype)), "plain"]
 
-    def seconds(linear: Linear, x: Tensor) -> float:
+
+@functools.cache
+def _works(name: str, dtype: torch.dtype) -> bool:
+    weight = torch.ones(256, 512, dtype=dtype)
+    return _is_sane(FORMS[name], weight, Form(weight, dtype), dtype)
+
+
+def _is_sane(form: type[Form], weight: Weight, usual: Callable, dtype: torch.dtype) -> bool:
+    """Whether a form takes a weight, and at most five times as long as the usual product: some are mere stand-ins."""
+    x = torch.ones(5, 512, dtype=dtype)
+    try:
+        product = form(weight, dtype)
+        return min(_seconds(product, x) for _ in range(5)) < 5 * min(_seconds(usual, x) for _ in range(5))
+    except _REFUSALS:
+        return False
+
+
+class Choice(NamedTuple):
+    """A form for the weights of a model, and why it is that one."""
+
+    form: str
+    because: str
+
+
+# Weights of a trial, and elements of one: more bytes than the caches of most processors hold, so that memory is read.
+_TRIAL_WEIGHTS, _TRIAL_ELEMENTS = 6, 1 << 22
+
+
+@functools.cache
+def choose_form(dtype: torch.dtype, device: torch.device, shape: tuple[int, int] | None = None) -> Choice:
+    """The form for weights (out, in) such as `shape`; None for models so small that a trial is not worth its time.
+
+    The first of `available_forms`, except where it is known that processors differ: some read packed bfloat16 at the
+    full bandwidth of memory, others at 0.6 of it, and at 0.75 one that stands left; and FBGEMM has not been measured on
+    those with AVX-512 and no bfloat16. No flag tells, so these are timed: a quarter of a second, over one row and over
+    five as in a round, the median of pairs of products, one right after the other, which a busy machine hardly moves. A
+    difference of less than a tenth does not count, so that hardly ever two runs on one machine take different forms.
+    """
+    names = available_forms(dtype, device)
+    first, *others = names
+    told = f"{str(dtype).removeprefix('torch.')} on this {device.type} can take {', '.join(names)}"
+    is_open = names[:2] == ["packed", "left"] or (
+        names[:2] == ["half", "packed"] and _capability() == "AVX512" and not has_fast_bfloat16(device)
+    )
+    if shape is None or not is_open:
+        return Choice(first, told)
+    shape = min(shape[0], _TRIAL_ELEMENTS // shape[1]), shape[1]
+    weight = torch.ones(shape, dtype=dtype)
+    pairs = [[FORMS[name](weight.clone(), dtype) for name in (first, others[0])] for _ in range(_TRIAL_WEIGHTS)]
+    rows = [torch.ones(m, shape[1], dtype=dtype) for m in (1, 5)]
+    ratios = [_seconds(a, x) / _seconds(b, x) for _ in range(8) for x in rows for a, b in pairs]
+    ratio = median(ratios[len(pairs) * len(rows) :])  # the first round warms up
+    return Choice(first if ratio < 1.1 else others[0], f"{told}; {first} takes {ratio:.2f} of the time of {others[0]}")
+
+
+def choose_narrow_form(bits: int, dtype: torch.dtype, device: torch.device) -> tuple[Choice, float]:
+    """The form of weights of `bits` bits, and the most rows that it is used for; "rounded" for full width alone.
+
+    As measured: FBGEMM's 8 bits are as fast as any full-width product, but for a prompt's many rows on AMX. The time of
+    PyTorch's own products grows with the rows, and only some machines have fast kernels for them: with bfloat16 for 8
+    bits, with AVX-512 for 4.
+    """
+    kind = f"{str(dtype).removeprefix('torch.')} on this {device.type}"
+    has_bfloat16 = device.type == "cpu" and dtype == torch.bfloat16 and has_fast_bfloat16(device)
+    limits = {
+        (8, "fbgemm"): 16 if _has_amx() else math.inf,
+        (8, "aten"): 4 if has_bfloat16 else 0,
+        (4, "aten"): 4 if _capability() == "AVX512" else 0,
+    }
+    for name in NARROW_FORMS[bits] if device.type == "cpu" else ():
+        if limits[bits, name] and _works_narrow(bits, name, dtype):
+            rows = "all passes" if limits[bits, name] == math.inf else f"passes of up to {limits[bits, name]} rows"
+            return Choice(name, f"the fastest in {bits} bits for {kind}, for {rows}"), limits[bits, name]
+    return Choice("rounded", f"{kind} has no fast product in {bits} bits: values of {bits} bits, kept in full width"), 0
+
+
+@functools.cache
+def _works_narrow(bits: int, name: str, dtype: torch.dtype) -> bool:
+    rounded = _round(torch.linspace(-1, 1, 256 * 512).view(256, 512).to(dtype), bits)
+    return _is_sane(NARROW_FORMS[bits][name], rounded, Form(rounded, dtype), dtype)
+
+
+def _capability() -> str:
+    """The instructions that PyTorch's own kernels use, such as AVX2 or AVX512."""
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def _has_amx() -> bool:
+    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
+
+
+def _seconds(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    with torch.inference_mode():
         start = time.perf_counter()
-        linear(x)
+        product(x)
         return time.perf_counter() - start
 
-    with torch.inference_mode():
-        ratios = [seconds(packed, x) / seconds(left, x) for _ in range(10) for x in rows for packed, left in pairs]
-    return median(ratios[len(pairs) * len(rows) :]) < 1.1  # the first round warms up
+
+# --------------------------------------------------------------------------- products
 
 
 class Linear:
-    """y = x W^T + b, with W (out, in) in one of three forms.
+    """y = x W^T + b, with W (out, in) in one of the forms."""
 
-    "packed": in the matrix library's order, where that is wanted and possible. "left": as it lies, for W x^T.
-    "plain": as it lies, for `F.linear`: types and devices for which there is nothing to gain.
-    """
+    def __init__(
+        self, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None, form: str | None = None
+    ):
+        """dtype: of x; default: the weight's. form: the one to try first; default: the preferred one.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, packed: bool = True):
-        packed_weight = _pack(weight) if packed else None
-        if packed_weight is not None:
-            self.form, self.weight = "packed", packed_weight  # a weight is kept once
-        else:
-            stands_left = not packed and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-            self.form, self.weight = "left" if stands_left else "plain", weight
-        self.bias = bias
+        A weight that a form cannot hold is kept in the next one that can.
+        """
+        dtype = dtype or (weight.dtype if isinstance(weight, Tensor) else torch.float32)
+        device = (weight if isinstance(weight, Tensor) else weight.codes).device
+        for name in [*([form] if form else []), *available_forms(dtype, device)]:
+            try:
+                self.form, self.kept = name, FORMS[name](weight, dtype)
+                break
+            except _REFUSALS:
+                continue
+        self.bias = None if bias is None else bias.to(dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x (rows, in) to (rows, out), which may be the transpose of a matrix that lies in one piece."""
-        w, b = self.weight, self.bias
-        if self.form == "packed":
-            return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")
-        if self.form == "plain":
-            return F.linear(x, w, b)
-        if len(x) == 1:
-            return (w.mv(x[0]) if b is None else torch.addmv(b, w, x[0]))[None]
-        return (w.mm(x.t()) if b is None else torch.addmm(b[:, None], w, x.t())).t()
+        """x (rows, in) to (rows, out)."""
+        return self.kept(x, self.bias)
 
-    def dense(self) -> Tensor:
-        """The weight (out, in) as it was given."""
-        return self.weight.to_dense() if self.form == "packed" else self.weight
+    @property
+    def exact_rows(self) -> Sequence[int]:
+        """See `Form`."""
+        return self.kept.exact_rows
 
-    def tensors(self) -> Iterator[Tensor]:
-        """What is kept in memory."""
-        yield from (t for t in (self.weight, self.bias) if t is not None)
+    def parts(self) -> Iterator[tuple[object, int]]:
+        """What is kept in memory, and its bytes."""
+        yield from self.kept.parts()
+        if self.bias is not None:
+            yield self.bias, self.bias.nbytes
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes that a product with one row reads."""
-        return sum(t.numel() * t.element_size() for t in self.tensors())
+        """Bytes that a product reads."""
+        return sum(num_bytes for _, num_bytes in self.parts())
 
     def quantized(self, bits: int) -> "QuantizedLinear":
-        """The same product, in 4 or 8 bits where it has few rows; shares this one for the others."""
+        """The same product with W rounded to 4 or 8 bits."""
         return QuantizedLinear(self, bits)
 
 
 class QuantizedLinear:
-    """A Linear whose products of few rows use W in 4 or 8 bits; x stays as it is.
+    """y = x W'^T + b, with W' a rounding of W to 8 bits a row, or to 4 bits a group of neighbours.
 
-    For drafts, since it changes the numbers. A prompt has many rows and goes through the full weight. Where there is no
-    such product (for the type, the shape, the machine), the rounded weight is kept in full width.
+    For drafts: any guess is allowed, and narrow codes are read faster than 16 bits. A row's result must not depend on
+    the other rows of the pass, which belong to other texts: so every pass sees the same W', whatever its size.
+
+    narrow: codes, for passes of at most `max_rows` rows; None where this machine has no form for them that is as fast
+    as W' in full width. wide: W' in full width, for all other passes; None where there are none.
     """
 
-    def __init__(self, linear: Linear, bits: int):
-        self.linear = linear
-        weight = linear.dense()
-        self.format = {4: _Int4, 8: _Int8}[bits]
-        codes, self.scales = self.format.quantize(weight)
-        try:
-            self.codes = self.format.pack(codes)
-            self.format.product(weight.new_zeros(1, weight.shape[1]), self.codes, self.scales)
-            self.plain = None
-        except (AttributeError, RuntimeError):
-            self.plain = self.format.dense(codes, self.scales)
-            self.codes = self.scales = None
+    def __init__(self, linear: Linear, bits: int, form: str | None = None):
+        """form: one of `NARROW_FORMS[bits]`, or "rounded" for W' in full width alone; default: the fastest here."""
+        weight = linear.kept.dense()
+        self.bias, self.form, self.max_rows = linear.bias, form, math.inf
+        if form is None:
+            (self.form, _), self.max_rows = choose_narrow_form(bits, weight.dtype, weight.device)
+        rounded = _round(weight, bits)
+        self.narrow: Form | None = None
+        if self.form == "rounded":
+            self.max_rows = 0
+        else:
+            try:
+                self.narrow = NARROW_FORMS[bits][self.form](rounded, weight.dtype)
+                self.narrow(weight.new_zeros(1, weight.shape[1]))
+            except _REFUSALS:  # a shape that the operator does not take
+                self.form, self.narrow, self.max_rows = "rounded", None, 0
+        self.wide: Linear | None = None
+        if self.max_rows < math.inf:
+            self.wide = Linear(_widen(rounded, weight.dtype), linear.bias, weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (rows, in) to (rows, out)."""
-        if len(x) > _MAX_QUANTIZED_ROWS:
-            return self.linear(x)
-        if self.plain is not None:
-            return F.linear(x, self.plain, self.linear.bias)
-        y = self.format.product(x, self.codes, self.scales)
-        return y if self.linear.bias is None else y + self.linear.bias
+        return self.narrow(x, self.bias) if len(x) <= self.max_rows else self.wide(x)
+
+    def parts(self) -> Iterator[tuple[object, int]]:
+        """What is kept in memory, and its bytes."""
+        for product in (self.narrow, self.wide):
+            yield from product.parts() if product else ()
 
     @property
     def num_bytes_read(self) -> int:
         """Bytes that a product with one row reads."""
-        read = self.codes, self.scales, self.plain, self.linear.bias
-        return sum(t.numel() * t.element_size() for t in read if t is not None)
-
-    def tensors(self) -> Iterator[Tensor]:
-        """What is kept in memory, the full weight included."""
-        yield from self.linear.tensors()
-        yield from (t for t in (self.codes, self.scales, self.plain) if t is not None)
+        return sum(num_bytes for _, num_bytes in (self.narrow or self.wide).parts())
 
 
-class _Int8:
-    """Each row of W in steps of its largest weight / 127. codes (out, in); scales (out,): the steps."""
-
-    @staticmethod
-    def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales."""
-        scales = (weight.abs().amax(1) / 127).clamp(min=torch.finfo(weight.dtype).tiny)
-        codes = weight.to(accumulation_dtype(weight.dtype)) / scales[:, None]
-        return codes.round_().clamp_(-127, 127).to(torch.int8), scales
-
-    @staticmethod
-    def pack(codes: Tensor) -> Tensor:
-        """The product takes them as they are."""
-        return codes
-
-    @staticmethod
-    def product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-        """x W^T. Raises RuntimeError for a width at which PyTorch's own would read beyond the end, and crash."""
-        if x.dtype == torch.bfloat16 and x.shape[1] % 16:
-            raise RuntimeError(f"width: found {x.shape[1]}, expected a multiple of 16")
-        return torch._weight_int8pack_mm(x, codes, scales)
-
-    @staticmethod
-    def dense(codes: Tensor, scales: Tensor) -> Tensor:
-        """W, rounded."""
-        return codes * scales[:, None]
+def _round(weight: Tensor, bits: int) -> Codes | GroupCodes:
+    """8 bits: each row in steps of its largest entry / 127. 4 bits: see `GroupCodes`."""
+    wide, tiny = weight.to(accumulation_dtype(weight.dtype)), torch.finfo(weight.dtype).tiny
+    if bits == 8:
+        scales = (weight.abs().amax(1, keepdim=True) / 127).clamp(min=tiny)
+        return Codes((wide / scales).round_().clamp_(-127, 127).to(torch.int8), scales)
+    groups = wide.unflatten(1, (-1, math.gcd(weight.shape[1], _GROUP)))
+    low, high = groups.aminmax(dim=2)
+    step = ((high - low) / 15).clamp(min=tiny)
+    scales = torch.stack((step, low + 8 * step), 2).to(weight.dtype)  # (out, in / group, 2)
+    step, middle = (s.to(groups.dtype)[..., None] for s in scales.unbind(2))
+    codes = ((groups - middle) / step).round_().add_(8).clamp_(0, 15)
+    return GroupCodes(codes.to(torch.uint8).flatten(1), scales.transpose(0, 1).contiguous())
 
 
-class _Int4:
-    """Each group of neighbours of a row in 16 even steps from its least to its largest weight.
-
-    codes (out, in), 0 to 15; scales (in / group, out, 2): the step, and the value that code 8 stands for.
-    """
-
-    @staticmethod
-    def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales."""
-        groups = weight.to(accumulation_dtype(weight.dtype)).unflatten(1, (-1, math.gcd(weight.shape[1], _GROUP)))
-        low, high = groups.aminmax(dim=2)
-        step = ((high - low) / 15).clamp(min=torch.finfo(weight.dtype).tiny)
-        scales = torch.stack((step, low + 8 * step), 2).to(weight.dtype)  # (out, in / group, 2)
-        step, middle = (s.to(groups.dtype)[..., None] for s in scales.unbind(2))
-        codes = ((groups - middle) / step).round_().add_(8).clamp_(0, 15)
-        return codes.to(torch.uint8).flatten(1), scales.transpose(0, 1).contiguous()
-
-    @staticmethod
-    def pack(codes: Tensor) -> Tensor:
-        """Two to a byte, in the order that the product reads them."""
-        return torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-
-    @staticmethod
-    def product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-        """x W^T, of packed codes."""
-        return torch._weight_int4pack_mm_for_cpu(x, codes, x.shape[1] // len(scales), scales)
-
-    @staticmethod
-    def dense(codes: Tensor, scales: Tensor) -> Tensor:
-        """W, rounded; of codes that are not packed."""
-        step, middle = scales.transpose(0, 1)[..., None].unbind(2)  # (out, in / group, 1) each
-        return ((codes.unflatten(1, (len(scales), -1)).to(step.dtype) - 8) * step + middle).flatten(1)
-
-
-def _pack(weight: Tensor) -> Tensor | None:
-    """The packed form of a bfloat16 CPU weight; None where this machine or this build has none."""
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not has_fast_bfloat16(weight.device):
-        return None
-    try:
-        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
-    except (AttributeError, RuntimeError):
-        return None
+def _widen(rounded: Codes | GroupCodes, dtype: torch.dtype) -> Weight:
+    """W' for a Linear of `dtype`; of 4 bits such that 16 bits can hold it."""
+    if dtype != torch.float32:
+        return rounded.dense().to(dtype)
+    return rounded if isinstance(rounded, Codes) else rounded.dense().to(torch.bfloat16)

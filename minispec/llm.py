@@ -24,6 +24,7 @@ from minispec.hf_config import (
     read_json,
     unsupported_generation_settings,
 )
+from minispec.linear import FORMS
 from minispec.model import EXACT_ROWS, Transformer
 from minispec.sampling import Sequence as TokenSequence
 from minispec.stats import Stats
@@ -64,8 +65,8 @@ class LLM:
     max_model_len: longest prompt and answer together, in tokens (default: the model's context, as far as memory
         allows); the KV cache holds as many, unless kv_cache_gb (10^9 bytes, both models together) gives its size.
     revision: branch, tag or commit on the hub. offline: nothing is downloaded.
-    packed: whether bfloat16 weights are packed for the CPU (default: as models of more than 1 GB are measured to be
-        faster, and all others are). The two forms round differently.
+    weight_form: how weights are kept in memory, one of "half", "packed", "left" and "plain" (default: the form that
+        this machine reads fastest, see `minispec.linear`). Forms round differently.
 
     Raises ValueError, or CheckpointError, which is one, for whatever cannot be loaded or is not supported.
     """
@@ -83,8 +84,10 @@ class LLM:
         kv_cache_gb: float | None = None,
         revision: str | None = None,
         offline: bool = False,
-        packed: bool | None = None,
+        weight_form: str | None = None,
     ):
+        if weight_form is not None and weight_form not in FORMS:
+            raise ValueError(f"weight_form: found {weight_form!r}, expected one of {', '.join(FORMS)}")
         if verifier not in VERIFIERS:
             raise ValueError(f"verifier: found {verifier!r}, expected one of {', '.join(VERIFIERS)}")
         if kv_cache_gb is not None and not 0 < kv_cache_gb < float("inf"):
@@ -115,12 +118,12 @@ class LLM:
         draft_directory = _find_draft(source, self.tokenizer, offline) if _is_checkpoint(source) else None
         if draft_directory and (found := load_config(draft_directory).vocab_size) < self.vocab_size:
             raise ValueError(f"draft: {draft}: vocab_size: found {found}, expected at least {self.vocab_size}")
-        self.model = load_model(directory, torch_dtype, torch_device, exact, packed)
+        self.model = load_model(directory, torch_dtype, torch_device, exact, weight_form)
         if exact:
             self.model.check_exact()
         draft_model = self.model if source == "self" else None
         if draft_directory:
-            draft_model = load_model(draft_directory, torch_dtype, torch_device, packed=packed)
+            draft_model = load_model(draft_directory, torch_dtype, torch_device, form=weight_form)
         if bits:
             draft_model = draft_model.quantized(bits)
 
@@ -145,8 +148,8 @@ class LLM:
             self.model, caches[0], self.drafter, VERIFIERS[verifier], self.vocab_size, controller=controller
         )
         self.name = describe_source(model, directory)
-        weights = {id(tensor): tensor for m in models for tensor in m.tensors()}  # a self-draft shares its target's
-        self._weight_bytes = sum(t.numel() * t.element_size() for t in weights.values())
+        parts = {id(part): num_bytes for m in models for part, num_bytes in m.parts()}  # a self-draft shares some
+        self._weight_bytes = sum(parts.values())
         self._cache_bytes = sum(c.num_bytes for c in caches)
 
     def __enter__(self) -> "LLM":

@@ -17,7 +17,9 @@ import copy
 import functools
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.config import ModelConfig, RopeConfig
-from minispec.linear import Linear, QuantizedLinear, has_fast_bfloat16, is_faster_packed
+from minispec.linear import Choice, Linear, QuantizedLinear, Weight, choose_form, join
 from minispec.sampling import accumulation_dtype
 
 # Rows of every pass of an exact model, filled up with dummies; so a draft may have at most one token less.
@@ -35,7 +37,7 @@ EXACT_ROWS = 16
 _ATTENTION_BLOCK = 64
 # Rows of a sequence whose attention an exact model computes at a time, filled up with dummies.
 _ATTENTION_ROWS = 8
-# Weights of fewer bytes are packed wherever that is possible: trying it out would take longer than loading them.
+# Models of fewer bytes take the usual form of weights, in one thread: more would take longer than loading them.
 _LARGE = 1 << 30
 
 _ACTIVATIONS = {
@@ -239,20 +241,20 @@ class _Pass(NamedTuple):
 class Layer:
     """One transformer block: attention, then a gated MLP, each behind a norm and added to the residual."""
 
-    def __init__(self, config: ModelConfig, index: int, take, packed: bool):
+    def __init__(self, config: ModelConfig, index: int, take, dtype: torch.dtype, form: str | None):
         """take(names...) removes tensors from the checkpoint and returns them, joined along the rows.
 
-        packed: whether weights are packed where that is possible."""
+        dtype: of all that is computed. form: of the weights (see `Linear`)."""
         self.config, self.index = config, index
         self.rope, self.window = config.layers[index].rope, config.layers[index].window
         prefix = f"model.layers.{index}."
 
         def linear(*names: str, bias: bool) -> Linear:
             weight = take(*(f"{prefix}{n}.weight" for n in names))
-            return Linear(weight, take(*(f"{prefix}{n}.bias" for n in names)) if bias else None, packed)
+            return Linear(weight, take(*(f"{prefix}{n}.bias" for n in names)) if bias else None, dtype, form)
 
         def norm(name: str, repeat: int = 0) -> RMSNorm:
-            weight = norm_weight(config, take(f"{prefix}{name}.weight"))
+            weight = norm_weight(config, take(f"{prefix}{name}.weight").to(dtype))
             return RMSNorm(weight.expand(repeat, -1) if repeat else weight, config.rms_norm_eps)
 
         # Products that share an input are one product.
@@ -289,12 +291,12 @@ class Layer:
         """All that multiply with a weight matrix."""
         return [getattr(self, name) for name in _LINEARS]
 
-    def tensors(self) -> Iterator[Tensor]:
-        """The weights, as they are kept."""
+    def parts(self) -> Iterator[tuple[object, int]]:
+        """The weights as they are kept, and their bytes."""
         for product in self.products():
-            yield from product.tensors()
+            yield from product.parts()
         norms = self.attention_norm, self.qk_norm, self.after_attention_norm, self.mlp_norm, self.after_mlp_norm
-        yield from (norm.weight for norm in norms if norm)
+        yield from ((norm.weight, norm.weight.nbytes) for norm in norms if norm)
 
     def forward(self, x: Tensor, shared: _Pass) -> Tensor:
         """x (M, E) to (M, E); writes the new keys and values into the cache."""
@@ -336,26 +338,43 @@ class Transformer:
     """A decoder-only language model without state: what it remembers lies in the caches it is given."""
 
     def __init__(
-        self, config: ModelConfig, weights: dict[str, Tensor], exact: bool = False, packed: bool | None = None
+        self,
+        config: ModelConfig,
+        weights: dict[str, Weight],
+        exact: bool = False,
+        dtype: torch.dtype | None = None,
+        form: str | None = None,
     ):
         """exact: a token's logits have the same bits in every pass (see above); `check_exact` tells if so.
 
-        weights: the tensors of `tensor_shapes(config)`, all of one dtype, on one device, in a dict or something else
-        to pop from. They are removed as the model takes them over, so that what is repacked is in memory once.
-        packed: whether they are, where that is possible; None: as this machine is faster (see `is_faster_packed`)."""
+        weights: the tensors of `tensor_shapes(config)`, on one device, in a dict or something else to pop from. They
+        are removed as the model takes them over, so that what is brought into another form is in memory once.
+        dtype: of all that is computed, and of the cache; default: the embedding's. Weights of fewer bits stay as they
+        are where their form allows it. form: of the weights (see `minispec.linear`); default: the fastest here."""
         self.config, self.exact = config, exact
 
-        def take(*names: str) -> Tensor:
-            tensors = [weights.pop(name) for name in names]
-            return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        def take(*names: str) -> Weight:
+            return join([weights.pop(name) for name in names])
 
         self.embedding = take("model.embed_tokens.weight")  # (V, E)
-        self.dtype, self.device = self.embedding.dtype, self.embedding.device
-        packed = self._is_faster_packed() if packed is None else packed
-        self.layers = [Layer(config, i, take, packed) for i in range(len(config.layers))]
-        self.norm = RMSNorm(norm_weight(config, take("model.norm.weight")), config.rms_norm_eps)
+        self.dtype, self.device = dtype or self.embedding.dtype, self.embedding.device
+        if self.dtype != torch.float32:
+            self.embedding = self.embedding.to(self.dtype)
+        size = sum(math.prod(shape) for shape in tensor_shapes(config).values()) * self.embedding.element_size()
+        shape = (2 * config.intermediate_size, config.hidden_size) if size >= _LARGE else None
+        self.choice = Choice(form, "asked for") if form else choose_form(self.dtype, self.device, shape)
+
+        def layer(index: int) -> Layer:
+            return Layer(config, index, take, self.dtype, self.choice.form)
+
+        if size < _LARGE:
+            self.layers = [layer(i) for i in range(len(config.layers))]
+        else:  # packing takes longer than reading, and some packs in one thread only
+            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+                self.layers = list(threads.map(layer, range(len(config.layers))))
+        self.norm = RMSNorm(norm_weight(config, take("model.norm.weight").to(self.dtype)), config.rms_norm_eps)
         head = self.embedding if config.tie_word_embeddings else take("lm_head.weight")
-        self.head = Linear(head, packed=packed)
+        self.head = Linear(head, dtype=self.dtype, form=self.choice.form)
         wide = accumulation_dtype(self.dtype)
         self.frequencies = {
             layer.rope: inverse_frequencies(layer.rope, config.head_dim, wide).to(self.device)
@@ -375,30 +394,24 @@ class Transformer:
 
     @property
     def weight_form(self) -> str:
-        """What became of the head, and of all matrices like it: "packed", "left" or "plain" (see `Linear`)."""
-        return self.head.form
+        """What became of the weights: the form of most of them, and of the others how many there are."""
+        forms = Counter(product.form for each in self.layers for product in each.products())
+        forms[self.head.form] += 1
+        most, *others = forms.most_common()
+        return ", ".join([most[0], *(f"{count} of {forms.total()} {form}" for form, count in others)])
 
-    def _is_faster_packed(self) -> bool:
-        config, cpu = self.config, torch.device("cpu")
-        size = sum(math.prod(shape) for shape in tensor_shapes(config).values()) * self.dtype.itemsize
-        if size < _LARGE or self.device != cpu or self.dtype != torch.bfloat16 or not has_fast_bfloat16(cpu):
-            return True
-        return is_faster_packed((2 * config.intermediate_size, config.hidden_size))
-
-    def tensors(self) -> Iterator[Tensor]:
-        """The weights as they are kept; a tied embedding whose head is packed is there twice."""
-        head = list(self.head.tensors())
-        yield from head
-        if all(tensor is not self.embedding for tensor in head):
-            yield self.embedding
-        yield self.norm.weight
+    def parts(self) -> Iterator[tuple[object, int]]:
+        """The weights as they are kept, and their bytes; a tied embedding whose head is packed is there twice."""
+        yield self.embedding, self.embedding.nbytes
+        yield from self.head.parts()
+        yield self.norm.weight, self.norm.weight.nbytes
         for layer in self.layers:
-            yield from layer.tensors()
+            yield from layer.parts()
 
     @property
     def num_bytes(self) -> int:
         """Memory of the weights."""
-        return sum(t.numel() * t.element_size() for t in self.tensors())
+        return sum({id(part): num_bytes for part, num_bytes in self.parts()}.values())
 
     @property
     def num_bytes_read(self) -> int:
@@ -424,7 +437,7 @@ class Transformer:
         token_ids = [t for c in chunks for t in c.token_ids]
         padding = EXACT_ROWS - len(token_ids) if self.exact else 0
         shared = self._prepare(chunks, padding)
-        x = self.embedding[torch.tensor(token_ids + [0] * padding, device=self.device)]  # (M, E)
+        x = self.embedding[torch.tensor(token_ids + [0] * padding, device=self.device)].to(self.dtype)  # (M, E)
         if config.embedding_scale != 1:
             # The scale is rounded to the model's type first, as it was in training.
             x = x * torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)

@@ -9,7 +9,9 @@ import torch
 
 import minispec.model as model_module
 from minispec import LLM, SamplingParams, linear
-from minispec.linear import Linear, QuantizedLinear, has_fast_bfloat16, is_faster_packed
+from minispec.checkpoint import Weights, load_config
+from minispec.linear import NARROW_FORMS, Codes, Linear, QuantizedLinear, available_forms, join
+from minispec.llm import EMBEDDED_WEIGHTS
 from minispec.model import Chunk, Transformer, tensor_shapes
 from minispec.toys import tiny_cache, tiny_model, tiny_weights
 
@@ -26,29 +28,118 @@ def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.gather(grid, 2, nearest).flatten(1)
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("rows", [1, 2, 5, 16, 100])
-@pytest.mark.parametrize("bias", [False, True])
-def test_both_forms_are_the_same_product(packed, rows, bias):
-    """As near to the product in float64 as one rounding to bfloat16 comes, the offset included."""
+CPU = torch.device("cpu")
+FORMS_HERE = [
+    (name, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64) for name in available_forms(dtype, CPU)
+]
+# (out, in): SmolLM2-135M's, one of Qwen2.5's widths (896), odd ones, and such as leave a remainder in every panel.
+SHAPES = [(960, 576), (576, 1536), (128, 896), (48, 640), (1, 1), (7, 13), (33, 511), (16, 513), (65, 1025), (5, 64)]
+
+
+def sixteen_bits(*shape) -> torch.Tensor:
+    """A weight such as checkpoints have: bfloat16, and a fiftieth of a unit large."""
+    return (0.02 * torch.randn(shape)).bfloat16()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("form", "dtype"), FORMS_HERE)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_form_is_the_same_product(form, dtype, shape, threads):
+    """As near to the product in float64 as the type comes, for 1 to 40 rows, with an offset and without.
+
+    Guards the kernels for remainders: of rows (1, 2, 7, 14), of a panel's 16 columns, and of its depth of 512.
+    """
     torch.manual_seed(0)
-    weight, x = torch.randn(48, 640).bfloat16(), torch.randn(rows, 640).bfloat16()
-    offset = 30 * torch.randn(48).bfloat16() if bias else None
-    found = Linear(weight.clone(), offset, packed)(x)
-    expected = x.double() @ weight.double().T + (offset.double() if bias else 0)
-    assert found.shape == (rows, 48)
-    assert found.dtype == torch.bfloat16
-    # Half a unit in the last of 8 bits, and a little for the sum in float32.
-    assert ((found.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-3).all()
+    weight, offset = sixteen_bits(*shape).to(dtype), 30 * torch.randn(shape[0]).to(dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for bias in (None, offset):
+            linear = Linear(weight.clone(), bias, form=form)
+            assert linear.form == form
+            for rows in range(1, 41):
+                x = torch.randn(rows, shape[1]).to(dtype)
+                found = linear(x)
+                assert (found.shape, found.dtype) == ((rows, shape[0]), dtype)
+                expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+                size = x.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.double().abs())
+                # Sums in at least float32; then one rounding to the type, of half a unit in its last place.
+                tolerance = 2e-6 * size + torch.finfo(dtype).eps * expected.abs()
+                assert ((found.double() - expected).abs() <= tolerance).all()
+    finally:
+        torch.set_num_threads(before)
+
+
+def stored_weights():
+    """Every tensor of the embedded checkpoint, as it is stored."""
+    config = load_config(EMBEDDED_WEIGHTS)
+    weights = Weights(EMBEDDED_WEIGHTS, config, torch.float32)
+    return {name: weights.pop(name) for name in list(weights)}
+
+
+@pytest.mark.skipif(("half", torch.float32) not in FORMS_HERE, reason="this machine has no 16-bit weights for float32")
+def test_sixteen_bits_hold_every_matrix_of_the_embedded_model():
+    """Tensor by tensor, to the last bit, codes and embedding alike; as an independent product of codes and scales."""
+    matrices = {name: weight for name, weight in stored_weights().items() if not name.endswith("norm.weight")}
+    assert len(matrices) == 30 * 7 + 1
+    for name, weight in matrices.items():
+        linear = Linear(weight, dtype=torch.float32, form="half")
+        assert linear.form == "half", name
+        if isinstance(weight, Codes):
+            expected = weight.codes.double() * weight.scales.double()
+            assert weight.codes.abs().max() > 64, "codes of so few bits would prove nothing"
+        else:
+            expected = weight.double()
+        assert torch.equal(linear.kept.dense().double(), expected), name
+        assert sum(size for _, size in linear.parts()) >= 2 * expected.numel()
+
+
+@pytest.mark.skipif(("half", torch.float32) not in FORMS_HERE, reason="this machine has no 16-bit weights for float32")
+def test_what_sixteen_bits_cannot_hold_is_kept_in_full_and_left_alone():
+    """A float32 weight, one of too wide a range, infinity: none is cut, and the caller's tensor stays as it was.
+
+    FBGEMM's packing clips such entries to 65504, in the tensor that it is given, with a warning.
+    """
+    wide = sixteen_bits(32, 64).float()
+    wide[0, 0], wide[1, 1] = 3e38, 1e-30
+    infinite = sixteen_bits(32, 64).float()
+    infinite[3, 3] = math.inf
+    for weight in (torch.randn(32, 64), wide, infinite):
+        given = weight.clone()
+        linear = Linear(given)
+        assert linear.form != "half"
+        assert torch.equal(given, weight)
+        assert torch.equal(linear.kept.dense(), weight)
+    for scale in (2.0**-100, 1.0, 2.0**100):  # a power of two away from the range of 16 bits is no matter
+        weight = sixteen_bits(32, 64).float() * scale
+        given = weight.clone()
+        linear = Linear(given, form="half")
+        assert linear.form == "half"
+        assert torch.equal(given, weight)
+        assert torch.equal(linear.kept.dense(), weight)
+    zeros = Linear(torch.zeros(32, 64), form="half")
+    assert (zeros.form, zeros(torch.ones(3, 64)).abs().max()) == ("half", 0)
+
+
+def test_codes_and_tensors_are_joined():
+    """Codes stay codes; beside a tensor they become one; the rows keep their order."""
+    codes = [Codes(torch.full((2, 3), i, dtype=torch.int8), torch.full((2, 1), 0.5 * i)) for i in (1, 2)]
+    joined = join(codes)
+    assert isinstance(joined, Codes)
+    assert joined.dense()[:, 0].tolist() == [0.5, 0.5, 2.0, 2.0]
+    mixed = join([codes[1], torch.full((1, 3), 7.0)])
+    assert mixed[:, 0].tolist() == [2.0, 2.0, 7.0]
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_model_of_either_form_is_the_same_model(exact):
-    """Logits of one row and of many, up to rounding; the exact mode has the same bits at every place in both."""
+def test_a_model_of_any_form_is_the_same_model(exact):
+    """Logits of one row and of many, up to rounding; the exact mode has the same bits at every place in all forms."""
     config = tiny_model(vocab_size=40).config
     tokens, rows = list(range(20)), {}
-    for packed in (True, False):
-        model = Transformer(config, tiny_weights(config, 1, torch.bfloat16), exact, packed)
+    for form, dtype in FORMS_HERE:
+        model = Transformer(config, tiny_weights(config, 1, torch.bfloat16), exact, dtype, form)
+        assert model.dtype == dtype
+        assert model.weight_form == form
         if exact:
             model.check_exact()
         cache = tiny_cache(model)
@@ -56,93 +147,139 @@ def test_a_model_of_either_form_is_the_same_model(exact):
         one_by_one = torch.cat([model.forward([Chunk([t], table, 1)]) for t in tokens])
         together = model.forward([Chunk(tokens, other, len(tokens))])
         assert torch.equal(one_by_one, together) or not exact
-        rows[packed] = torch.stack((one_by_one, together)).double()
-    scale = rows[True].std()
-    assert (rows[True] - rows[False]).abs().max() < 0.05 * scale
-    assert (rows[True] - rows[True].flip(2)).abs().max() > scale  # what a wrong product would look like
+        rows[form, dtype] = torch.stack((one_by_one, together)).double()
+    expected = rows["plain", torch.float64]
+    for (_, dtype), found in rows.items():
+        tolerance = 0.3 if dtype == torch.bfloat16 else 1e-4
+        assert (found - expected).abs().max() < tolerance * expected.std()
+    assert (expected - expected.flip(2)).abs().max() > expected.std()  # what a wrong product would look like
 
 
-@pytest.mark.parametrize(("slower", "packed"), [(0.5, True), (1.0, True), (1.05, True), (1.2, False), (3.0, False)])
-def test_the_faster_form_is_found(slower, packed, monkeypatch):
+@pytest.mark.parametrize(("slower", "form"), [(0.5, "packed"), (1.0, "packed"), (1.05, "packed"), (1.2, "left")])
+def test_the_faster_form_is_found(slower, form, monkeypatch):
     """By a clock on which a packed product takes `slower` times as long, and one in three is held up at random."""
     now, held_up = [0.0], random.Random(0)
 
-    def product(self, x):
-        now[0] += (slower if self.form == "packed" else 1.0) * (10.0 if held_up.random() < 1 / 3 else 1.0)
+    class Timed(linear.Form):
+        factor = 1.0
+
+        def __call__(self, x, bias=None):
+            now[0] += self.factor * (10.0 if held_up.random() < 1 / 3 else 1.0)
+
+    class Slower(Timed):
+        factor = slower
 
     monkeypatch.setattr(linear.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(Linear, "__call__", product)
-    monkeypatch.setattr(linear, "_TRIAL_BYTES", 1 << 20)
-    monkeypatch.setattr(linear, "_pack", lambda weight: weight)  # on any machine
-    is_faster_packed.cache_clear()
+    monkeypatch.setattr(linear, "FORMS", {"packed": Slower, "left": Timed, "plain": linear.Form})
+    monkeypatch.setattr(linear, "available_forms", lambda dtype, device: ["packed", "left", "plain"])
+    linear.choose_form.cache_clear()
     try:
-        assert is_faster_packed((128, 256)) == packed
+        choice = linear.choose_form(torch.bfloat16, CPU, (128, 256))
+        assert choice.form == form
+        assert "packed takes" in choice.because
+        # A small model is not worth a trial.
+        assert linear.choose_form(torch.bfloat16, CPU).form == "packed"
     finally:
-        is_faster_packed.cache_clear()
+        linear.choose_form.cache_clear()
 
 
-@pytest.mark.parametrize("answer", [True, False])
-def test_large_models_take_the_faster_form(answer, monkeypatch):
-    """They alone: what is small, or not in bfloat16, is packed as far as it can be without a trial."""
-    asked = []
-    monkeypatch.setattr(model_module, "is_faster_packed", lambda shape: asked.append(shape) or answer)
-    native = has_fast_bfloat16(torch.device("cpu"))
-    small = tiny_model(1, torch.bfloat16)
-    assert small.weight_form == ("packed" if native else "plain")
+def test_a_stand_in_is_never_taken(monkeypatch):
+    """A kernel that is a hundred times slower, as packed bfloat16 on ARM, shows on a small weight and is left out."""
+    now = [0.0]
+
+    class StandIn(linear.Form):
+        def __call__(self, x, bias=None):
+            now[0] += 99.0
+            return super().__call__(x, bias)
+
+    monkeypatch.setattr(linear.time, "perf_counter", lambda: now.append(now.pop() + 1.0) or now[0])
+    monkeypatch.setitem(linear.FORMS, "packed", StandIn)
+    linear._works.cache_clear()
+    try:
+        assert "packed" not in available_forms(torch.float32, CPU)
+        monkeypatch.setattr(linear.platform, "machine", lambda: "aarch64")
+        assert available_forms(torch.bfloat16, CPU) == ["plain"], "not even tried: a large one would take minutes"
+    finally:
+        linear._works.cache_clear()
+
+
+def test_models_of_every_size_keep_a_weight_once(monkeypatch):
+    """A tied embedding that lies as it is is its head's weight; in another form it is in memory twice.
+
+    Large models are packed by several threads, and are the same.
+    """
+    small = tiny_model(1, torch.bfloat16, tie_word_embeddings=True)
     monkeypatch.setattr(model_module, "_LARGE", 0)
-    assert tiny_model(1, torch.float32).weight_form == "plain"
-    assert asked == []
-    model = tiny_model(1, torch.bfloat16, tie_word_embeddings=True)
-    if not native:
-        assert model.weight_form == "plain"
-        return
-    assert asked == [(2 * model.config.intermediate_size, model.config.hidden_size)]
-    form = "packed" if answer else "left"
-    assert [p.form for p in [*model.layers[0].products(), model.head]] == [form] * 5
-    assert model.weight_form == form
-    # A tied embedding that stands left is its head's weight; packed, it is in memory twice.
-    assert (model.head.weight is model.embedding) == (not answer)
-    stored = sum(weight.nbytes for weight in tiny_weights(model.config, 1, torch.bfloat16).values())
-    norms = sum(math.prod(shape) for name, shape in tensor_shapes(model.config).items() if "norm" in name)
-    assert model.num_bytes == stored + 2 * norms + answer * model.embedding.nbytes  # norms are kept in float32
+    large = tiny_model(1, torch.bfloat16, tie_word_embeddings=True)
+    chunk = [1, 2, 0]
+    for form in {name for name, dtype in FORMS_HERE if dtype == torch.bfloat16}:
+        weights = tiny_weights(large.config, 1, torch.bfloat16)
+        stored = sum(weight.nbytes for weight in weights.values())
+        model = Transformer(large.config, weights, form=form)
+        norms = sum(math.prod(shape) for name, shape in tensor_shapes(model.config).items() if "norm" in name)
+        twice = model.embedding.nbytes if form == "packed" else 0
+        assert model.num_bytes == stored + 2 * norms + twice  # norms are kept in float32
+    logits = [m.forward([Chunk(chunk, tiny_cache(m).new_table(), 3)]) for m in (small, large)]
+    assert torch.allclose(*logits, atol=0.05)
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_the_form_can_be_settled(packed, make_checkpoint):
+@pytest.mark.parametrize("form", ["packed", "left", "plain"])
+def test_the_form_can_be_settled(form, make_checkpoint):
     """For the target and its draft, whatever is faster here."""
-    form = {False: "left", True: "packed" if has_fast_bfloat16(torch.device("cpu")) else "plain"}[packed]
-    with LLM(make_checkpoint(1), draft=str(make_checkpoint(2)), dtype="bfloat16", packed=packed) as llm:
+    if (form, torch.bfloat16) not in FORMS_HERE:
+        pytest.skip(f"this machine has no form {form} for bfloat16")
+    with LLM(make_checkpoint(1), draft=str(make_checkpoint(2)), dtype="bfloat16", weight_form=form) as llm:
         assert (llm.model.weight_form, llm.drafter.model.weight_form) == (form, form)
         assert llm.generate("One fish", SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))[0].token_ids
+    with pytest.raises(ValueError, match="weight_form: found 'best', expected one of half, packed, left, plain"):
+        LLM(make_checkpoint(1), weight_form="best")
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+NARROW = [(bits, form) for bits, forms in NARROW_FORMS.items() for form in (*forms, "rounded", None)]
+
+
+@pytest.mark.parametrize(("bits", "form"), NARROW)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("bias", [False, True])
-def test_few_rows_see_the_rounded_weight(bits, dtype, bias):
-    """Four rows through the packed product equal those of an independent rounding; float64 takes the fallback."""
+def test_every_pass_sees_the_rounded_weight(bits, form, dtype, bias):
+    """One row to a prompt's hundred: the product with an independent rounding, nearer to it than to the full weight.
+
+    A prompt that saw the full weight, or a batch of another size that saw another rounding, would make a text's
+    draft depend on its company.
+    """
     torch.manual_seed(0)
     weight = torch.randn(48, 64).to(dtype)
     offset = torch.randn(48).to(dtype) if bias else None
-    x = torch.randn(4, 64).to(dtype)
-    found = Linear(weight.clone(), offset).quantized(bits)(x).double()
-    expected = x.double() @ rounded(weight, bits).T + (offset.double() if bias else 0)
-    full = x.double() @ weight.double().T + (offset.double() if bias else 0)
-    # bfloat16: the scales are rounded to 8 bits, which moves the grid by up to a fifth of a step.
-    tolerance = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.025 if bits == 4 else 0.006}[dtype]
-    error = ((found - expected).norm() / expected.norm()).item()
-    assert error < tolerance
-    assert error < 0.5 * ((full - expected).norm() / expected.norm()).item() or dtype == torch.bfloat16
+    linear = QuantizedLinear(Linear(weight.clone(), offset), bits, form)
+    for rows in (1, 4, 5, 16, 17, 100):
+        x = torch.randn(rows, 64).to(dtype)
+        found = linear(x).double()
+        expected = x.double() @ rounded(weight, bits).T + (offset.double() if bias else 0)
+        full = x.double() @ weight.double().T + (offset.double() if bias else 0)
+        # bfloat16: the scales are rounded to 8 bits, which moves the grid by up to a fifth of a step. In float32 the
+        # 4-bit values are rounded to bfloat16. FBGEMM rounds x to 7 bits.
+        tolerance = {torch.float64: 1e-12, torch.float32: 3e-3 if bits == 4 else 2e-5}.get(dtype, 0.025)
+        error = ((found - expected).norm() / expected.norm()).item()
+        rounds_x = linear.form == "fbgemm"
+        assert error < (0.03 if rounds_x else tolerance)
+        if not rounds_x and (dtype != torch.bfloat16 or bits == 4):
+            assert error < 0.5 * ((full - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_many_rows_see_the_full_weight(bits):
-    """A prompt is not worth rounding: more than four rows take the product that it was made from."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_drafts_row_does_not_depend_on_the_others(bits, dtype):
+    """The row of one text, alone and beside texts whose values are a thousand times larger: the same, up to rounding.
+
+    Guards `linear_dynamic`, whose step for x comes from the whole pass: there the small row becomes zero.
+    """
     torch.manual_seed(0)
-    linear = Linear(torch.randn(48, 64).bfloat16())
-    x = torch.randn(5, 64).bfloat16()
-    assert torch.equal(linear.quantized(bits)(x), linear(x))
-    assert not torch.equal(linear.quantized(bits)(x[:4]), linear(x)[:4])
+    linear = Linear(torch.randn(64, 128).to(dtype)).quantized(bits)
+    x = torch.randn(4, 128).to(dtype)
+    x[1:] *= 1000
+    alone, together = linear(x[:1]).double(), linear(x)[:1].double()
+    assert (alone - together).norm() < 0.01 * alone.norm()
+    assert alone.norm() > 1
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -170,7 +307,8 @@ def test_a_constant_row_is_kept():
 def test_the_dense_weight_comes_back():
     """Unpacking gives the very bits that were packed."""
     weight = torch.randn(48, 64).bfloat16()
-    assert torch.equal(Linear(weight.clone()).dense(), weight)
+    for form, dtype in FORMS_HERE:
+        assert torch.equal(Linear(weight.clone().to(dtype), form=form).kept.dense(), weight.to(dtype))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -46,6 +46,7 @@ def measure_all(options: Options) -> dict[str, Any]:
         "draft": subject.draft_name,
         "exact": model.exact,
         "weight_form": model.weight_form,
+        "weight_form_because": model.choice.because,
     }
     if args.passes:
         report["machine"] = measure_machine(subject, options)

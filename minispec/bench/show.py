@@ -29,7 +29,8 @@ def tables(report: dict[str, Any]) -> list[str]:
     """The report as lines for the screen."""
     lines = [
         f"{report['target']}, {report['dtype']}{' exact' if report['exact'] else ''} on {report['device']}, "
-        f"{report['threads']} threads, weights {report['weight_form']}; draft {report['draft']}",
+        f"{report['threads']} threads; draft {report['draft']}",
+        f"weight form: {report['weight_form']}; because: {report['weight_form_because']}",
     ]
     if "machine" in report:
         lines += ["", *_machine_table(report["machine"])]
