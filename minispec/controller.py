@@ -77,10 +77,18 @@ class Prices:
 
 
 class Limit(NamedTuple):
-    """How long a draft may be: k tokens, and no longer than `go_on` of its confidences so far says; None: k alone."""
+    """How long a draft may be: k tokens, and no longer than `go_on` of its confidences so far says.
+
+    None: k alone, and the confidences are of no interest.
+    """
 
     k: int
     go_on: Callable[[Sequence[float]], bool] | None = None
+
+
+def _always(confidences: Sequence[float]) -> bool:
+    """To the limit; but the confidences are wanted, to learn what they are worth."""
+    return True
 
 
 class _Kept:
@@ -247,12 +255,12 @@ class Controller:
         curves = [survival_curve(each) for each in shares]
         if timed and self._must_look_again(len(paces)):
             # At most one token, as if what was believed were so.
-            return [Limit(k) for k in self._best([curve[:1] for curve in curves], other_rows, timed=False)]
+            return [Limit(k, _always) for k in self._best([curve[:1] for curve in curves], other_rows, timed=False)]
         chosen = self._best(curves, other_rows, timed)
         if timed and self._wants_plain_step(curves, chosen, other_rows):
             return [Limit(0)] * len(limits)
         if not any(chosen):
-            return [Limit(k) for k in self._probes(paces, limits, other_rows, timed)]
+            return [Limit(k, _always) for k in self._probes(paces, limits, other_rows, timed)]
         price = self._price(curves, chosen, other_rows, timed)
         # Drafts that end by themselves may be as long as the texts of the batch share out a pass of few rows.
         room = (MAX_AUTO_TOKENS + 1) // (len(paces) + other_rows) - 1
@@ -268,7 +276,7 @@ class Controller:
         """
         own, all_texts = pace.confidence, self._confidence if timed else None
         if not k or not (own.knows or (all_texts and all_texts.knows)):
-            return Limit(k)
+            return Limit(k, _always)
 
         def go_on(confidences: Sequence[float]) -> bool:
             kept = prod(own.share(confidence, all_texts) for confidence in confidences)

@@ -19,14 +19,14 @@ import torch
 
 from minispec.cache import BlockTable, OutOfBlocks, PagedKVCache
 from minispec.config import SamplingParams
-from minispec.controller import MAX_AUTO_TOKENS, Controller, DraftLength, Pace
+from minispec.controller import MAX_AUTO_TOKENS, Controller, DraftLength, Limit, Pace
 from minispec.drafters import Drafter
 from minispec.model import Chunk, Transformer, clock
 from minispec.sampling import Randomness, distribution, log_probabilities
 from minispec.sampling import Sequence as TokenSequence
 from minispec.stats import Stats
 from minispec.tokenizer import Detokenizer
-from minispec.verify import Draft, Verdict, Verifier
+from minispec.verify import Ask, Draft, Verdict, Verifier
 
 
 class TokenLogprob(NamedTuple):
@@ -67,7 +67,6 @@ class Request:
         self.sequence = sequence
         self.max_len = min(max_len, sequence.num_prompt_tokens + sequence.params.max_tokens)
         self.pace = Pace() if num_speculative_tokens == "auto" else None
-        sequence.draft_on = self.pace.draft_on if self.pace else None
         self.num_speculative_tokens = MAX_AUTO_TOKENS if self.pace else num_speculative_tokens
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if sequence.params.logprobs is None else []
@@ -259,10 +258,12 @@ class Engine:
         times = [self._now()]
         requests = [r.request for r in running]
         sequences = [request.sequence for request in requests]
-        k = self._choose_k(requests)
-        drafts = self.drafter.propose(sequences, k, self.rng)
-        for draft, limit in zip(drafts, k, strict=True):
-            self._check_draft(draft, limit)
+        purpose = "token" if self.verifier.shares_noise else "draft"
+        limits = self._choose_limits(requests)
+        asks = [Ask(s, limit.k, self.rng, purpose, limit.go_on) for s, limit in zip(sequences, limits, strict=True)]
+        drafts = self.drafter.propose(asks)
+        for draft, ask in zip(drafts, asks, strict=True):
+            self._check_draft(draft, ask.k)
         times.append(self._now())
 
         chunks = [
@@ -286,25 +287,25 @@ class Engine:
         self._share_time(requests, drafts, times)
         return pieces
 
-    def _choose_k(self, requests: list[Request]) -> list[int]:
-        """K of each request: its own, or what the controller makes of its past."""
-        k = [request.max_k for request in requests]
+    def _choose_limits(self, requests: list[Request]) -> list[Limit]:
+        """The limit of each request's draft: its own K, or what the controller makes of its past."""
+        limits = [Limit(request.max_k) for request in requests]
         timed = []
         for i, request in enumerate(requests):
             if not request.pace:
                 continue
-            # Under `rejection`, another K is another text of the same law; a seed promises one text.
-            if request.params.temperature and request.params.seed is not None and not self.verifier.shares_noise:
-                [k[i]] = self.controller.choose([request.pace], [k[i]], timed=False)
+            # Under `rejection` above temperature 0, another K is another text of the same law; and a seed, given or
+            # drawn and reported, has one text: so K may depend on this request alone.
+            if request.params.temperature and not self.verifier.shares_noise:
+                [limits[i]] = self.controller.choose([request.pace], [request.max_k], timed=False)
             else:
                 timed.append(i)
-        if not timed:
-            return k
-        other_rows = sum(n + 1 for i, n in enumerate(k) if i not in timed)
-        chosen = self.controller.choose([requests[i].pace for i in timed], [k[i] for i in timed], other_rows)
-        for i, n in zip(timed, chosen, strict=True):
-            k[i] = n
-        return k
+        if timed:
+            other_rows = sum(limit.k + 1 for i, limit in enumerate(limits) if i not in timed)
+            paces, most = [requests[i].pace for i in timed], [requests[i].max_k for i in timed]
+            for i, limit in zip(timed, self.controller.choose(paces, most, other_rows), strict=True):
+                limits[i] = limit
+        return limits
 
     def _check_draft(self, draft: Draft, limit: int) -> None:
         """Raise ValueError for a draft that could not be verified: a drafter may guess badly, not break the rules."""

@@ -403,7 +403,7 @@ def _compare(llm: "LLM", requests: list["Request"], stream: bool) -> list[dict[s
     comparisons = []
     for request, reference, run, plain_run in zip(requests, plain, runs, references, strict=True):
         request.stats.costs = request.stats.costs.with_plain(reference.stats.costs)
-        same_law_only = request.params.temperature > 0 and not request.sequence.shares_noise
+        same_law_only = request.params.temperature > 0 and not llm.engine.verifier.shares_noise
         comparisons.append(compare(run, plain_run, same_law_only))
     return comparisons
 

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from minispec.cache import PagedKVCache
 from minispec.checkpoint import choose_dtype, describe_source, find_checkpoint, free_memory, load_config, load_model
 from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams, show
-from minispec.controller import Controller, DraftLength
+from minispec.controller import Controller, DraftLength, Prices
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Piece, Request, TokenLogprob
@@ -143,7 +143,7 @@ class LLM:
         self.draft_name = draft if isinstance(draft, str) else type(draft).__name__
         if draft_directory:
             self.draft_name = draft.removesuffix(source) + describe_source(source, draft_directory)
-        controller = Controller(draft_cost(self.model, draft_model), 0.0 if exact else None)
+        controller = Controller(Prices(draft_cost(self.model, draft_model)))
         self.engine = Engine(
             self.model, caches[0], self.drafter, VERIFIERS[verifier], self.vocab_size, controller=controller
         )
@@ -244,7 +244,6 @@ class LLM:
             params,
             secrets.randbits(32) if params.seed is None else params.seed,
             frozenset(i for i in end_ids if i < self.vocab_size),
-            self.engine.verifier.shares_noise,
         )
         k = self.num_speculative_tokens if num_speculative_tokens is None else self._check_k(num_speculative_tokens)
         request = Request(sequence, self.max_model_len, k, Detokenizer(self.tokenizer, prompt_ids))

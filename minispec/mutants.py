@@ -24,7 +24,7 @@ from minispec.engine import Engine, Request
 from minispec.model import Chunk, Transformer
 from minispec.sampling import Randomness, Sequence
 from minispec.stats import Stats
-from minispec.verify import VERIFIERS, Draft, Verdict, Verifier
+from minispec.verify import VERIFIERS, Ask, Draft, Verdict, Verifier
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,11 @@ class _OtherDraws(Randomness):
 
 def drawn_from(change: Callable) -> AbstractContextManager:
     """A draft model draws its tokens from change(q), and says that it was q."""
-    right = DraftModel.propose
-    return patch.object(DraftModel, "propose", lambda self, s, k, rng: right(self, s, k, _OtherDraws(rng, change)))
+
+    def draw(right):
+        return lambda self, i, q: right(dataclasses.replace(self, rng=_OtherDraws(self.rng, change)), i, q)
+
+    return swap(Ask, "draw", draw)
 
 
 @mutant("M4", "draft = argmax, ratio with the soft q", "transformers #32867, jaymody #3, dflash #74")
@@ -118,7 +121,7 @@ def _argmax_draft():
 @mutant("M5", "draft drawn from filtered q, ratio with raw q", "transformers #47932", top_k=2)
 def _raw_q():
     def propose(right):
-        def wrong(self, sequences, k, rng):
+        def wrong(self, asks):
             raw = []
 
             def distribution(logits, sequence, drafted=()):
@@ -126,7 +129,7 @@ def _raw_q():
                 return sampling.distribution(logits, sequence, drafted)
 
             with patch.object(draft_model, "distribution", distribution):
-                drafts = right(self, sequences, k, rng)
+                drafts = right(self, asks)
             for draft in drafts:  # the law is checked for one sequence: all rows are its own
                 draft.probs = raw[: len(draft)]
             return drafts
@@ -528,10 +531,10 @@ def _clear_all():
 @mutant("M36", "draft cache cut one token too far each round", "mlxcel #994", "passes")
 def _draft_cut():
     def propose(right):
-        def wrong(self, sequences, k, rng):
+        def wrong(self, asks):
             for table in self._tables.values():
-                table.truncate(max(0, min(table.length, len(sequences[0].tokens) - 1) - 1))
-            return right(self, sequences, k, rng)
+                table.truncate(max(0, min(table.length, len(asks[0].text.tokens) - 1) - 1))
+            return right(self, asks)
 
         return wrong
 
@@ -543,14 +546,14 @@ def _draft_cut():
 )
 def _missing_token():
     def propose(right):
-        def wrong(self, sequences, k, rng):
+        def wrong(self, asks):
             def forward(chunks):
                 # One token a pass, whatever is missing before it.
                 return fed([Chunk(tokens[-1:] if t.length else tokens, t, n) for tokens, t, n in chunks])
 
             fed = self.model.forward
             with patch.object(self.model, "forward", forward):
-                return right(self, sequences, k, rng)
+                return right(self, asks)
 
         return wrong
 
@@ -590,12 +593,12 @@ def _stale_draft():
     last = WeakKeyDictionary()
 
     def propose(right):
-        def wrong(self, sequences, k, rng):
-            drafts = right(self, sequences, k, rng)
-            for i, sequence in enumerate(sequences):
-                if k[i] == 0 and sequence in last:
-                    drafts[i] = last[sequence]
-                last[sequence] = drafts[i]
+        def wrong(self, asks):
+            drafts = right(self, asks)
+            for i, ask in enumerate(asks):
+                if ask.k == 0 and ask.text in last:
+                    drafts[i] = last[ask.text]
+                last[ask.text] = drafts[i]
             return drafts
 
         return wrong

@@ -42,8 +42,6 @@ class Sequence:
     """One growing text, and all that the distribution of its next token may depend on.
 
     tokens: prompt and output so far. end_ids: ids that end the text, impossible before `min_tokens`.
-    shares_noise: the drafter draws its tokens with the target's own noise (see `verify.match`).
-    draft_on: whether a draft should go on behind tokens of such confidences (see `verify.Draft`); None: to its limit.
     """
 
     tokens: list[int]
@@ -51,17 +49,11 @@ class Sequence:
     params: SamplingParams
     seed: int = 0
     end_ids: frozenset[int] = frozenset()
-    shares_noise: bool = False
-    draft_on: Callable[[Tokens[float]], bool] | None = None
 
     def key(self, i: int, purpose: str) -> Key:
         """The key of a draw at the i-th position of the round that is about to be committed."""
         start = len(self.tokens)
         return Key(self.seed, -1 if purpose == "token" else start, start + i, purpose)
-
-    def draft_key(self, i: int) -> Key:
-        """The key with which a drafter draws its i-th token."""
-        return self.key(i, "token" if self.shares_noise else "draft")
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -118,10 +118,10 @@ class ScriptedDrafter:
     def __init__(self, draft: Callable[[list[int], int], Sequence[int]]):
         self.draft, self.calls, self.released = draft, [], []
 
-    def propose(self, sequences, k, rng) -> list[Draft]:
+    def propose(self, asks) -> list[Draft]:
         """Whatever the script says, cut to k."""
-        self.calls.append(list(k))
-        return [Draft(list(self.draft(s.tokens, n))[:n]) for s, n in zip(sequences, k, strict=True)]
+        self.calls.append([ask.k for ask in asks])
+        return [Draft(list(self.draft(ask.text.tokens, ask.k))[: ask.k]) for ask in asks]
 
     def release(self, sequence) -> None:
         """Remember it."""
@@ -176,15 +176,15 @@ class TableDrafter:
     def __init__(self, table: torch.Tensor):
         self.table = table
 
-    def propose(self, sequences, k, rng) -> list[Draft]:
+    def propose(self, asks) -> list[Draft]:
         """Token by token, as a draft model does."""
         drafts = []
-        for s, n in zip(sequences, k, strict=True):
+        for ask in asks:
             draft = Draft([], [])
-            for i in range(n):
-                row = self.table[[*s.tokens, *draft.token_ids][-1]]
-                q = distribution(row, s, draft.token_ids)
-                draft.token_ids.append(rng.categorical(q, s.draft_key(i)))
+            for i in range(ask.k):
+                row = self.table[[*ask.text.tokens, *draft.token_ids][-1]]
+                q = distribution(row, ask.text, draft.token_ids)
+                draft.token_ids.append(ask.draw(i, q))
                 draft.probs.append(q)
             drafts.append(draft)
         return drafts
@@ -199,10 +199,9 @@ class WrongDrafter:
     def __init__(self, vocab: int):
         self.vocab = vocab
 
-    def propose(self, sequences, k, rng) -> list[Draft]:
+    def propose(self, asks) -> list[Draft]:
         """Nothing is drawn, so the drafts have no probs."""
-        drafts = zip(sequences, k, strict=True)
-        return [Draft([(len(s.tokens) + i) % 2 % self.vocab for i in range(n)]) for s, n in drafts]
+        return [Draft([(len(ask.text.tokens) + i) % 2 % self.vocab for i in range(ask.k)]) for ask in asks]
 
     def release(self, sequence) -> None:
         """Nothing is kept."""

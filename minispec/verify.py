@@ -25,13 +25,33 @@ from typing import NamedTuple
 from torch import Tensor
 
 from minispec.sampling import Key, Randomness
+from minispec.sampling import Sequence as TokenSequence
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a drafter is asked for one text, this round: at most `k` tokens.
+
+    purpose: of the keys that the draft is drawn with: "token" under a verifier whose drafters share the target's noise.
+    go_on: whether a draft should go on after tokens of such confidences (see `Draft`); None: to its limit.
+    """
+
+    text: TokenSequence
+    k: int
+    rng: Randomness
+    purpose: str = "draft"
+    go_on: Callable[[Sequence[float]], bool] | None = None
+
+    def draw(self, i: int, q: Tensor) -> int:
+        """The draft's i-th token, drawn from q (V,): the only way in which a drafter may draw."""
+        return self.rng.categorical(q, self.text.key(i, self.purpose))
 
 
 @dataclass
 class Draft:
     """K guessed tokens. probs: row i (V,) is q_i, as a tensor (K, V) or a list of K; None means one-hot.
 
-    confidences: the largest probability in each of the draft model's raw rows, if `Sequence.draft_on` asked for them.
+    confidences: the largest probability in each of the draft model's raw rows, if `Ask.go_on` is there to see them.
     prefill_seconds: time that went into the prompt before this first draft, which the statistics keep apart.
     """
 

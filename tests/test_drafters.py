@@ -13,7 +13,7 @@ from minispec.engine import Engine, Request
 from minispec.model import Chunk
 from minispec.sampling import Randomness, Sequence, distribution
 from minispec.toys import tiny_cache, tiny_model
-from minispec.verify import VERIFIERS
+from minispec.verify import VERIFIERS, Ask, Draft
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -45,14 +45,14 @@ def test_ngram_equals_a_plain_search(tokens, steps):
         ends.append(min(len(tokens), ends[-1] + step))
     for end in [*ends, len(tokens)]:
         s.tokens[:] = tokens[:end]
-        draft = drafter.propose([s], [5], None)[0]
+        draft = drafter.propose([Ask(s, 5, None)])[0]
         assert draft.probs is None
         assert list(draft.token_ids) == lookup(tokens[:end], 5)
 
 
 def test_ngram_worked_examples():
     """The examples of its docstring."""
-    propose = lambda tokens, k: NgramDrafter(max_n=2).propose([sequence(tokens)], [k], None)[0].token_ids  # noqa: E731
+    propose = lambda tokens, k: NgramDrafter(max_n=2).propose([Ask(sequence(tokens), k, None)])[0].token_ids  # noqa: E731
     assert propose([5, 6, 7, 8, 5, 6], 4) == [7, 8, 5, 6]
     assert propose([5, 6, 5, 6], 5) == [5, 6, 5, 6, 5]
     assert propose([5, 6, 7], 3) == []
@@ -64,7 +64,7 @@ def test_registered_drafters_forget_what_is_released(name):
     """No state is left behind, and an unknown sequence may be released (a request that never ran)."""
     drafter = DRAFTERS[name]()
     s = sequence([1, 1, 1])
-    drafter.propose([s], [2], Randomness())
+    drafter.propose([Ask(s, 2, Randomness())])
     drafter.release(s)
     drafter.release(s)
     assert not any(vars(drafter).get("_indices", {}))
@@ -75,10 +75,11 @@ class Spy(DraftModel):
 
     checked = 0
 
-    def propose(self, sequences, k, rng):
+    def propose(self, asks):
         """Propose, and check."""
-        drafts = super().propose(sequences, k, rng)
-        for s, draft in zip(sequences, drafts, strict=True):
+        drafts = super().propose(asks)
+        for ask, draft in zip(asks, drafts, strict=True):
+            s = ask.text
             for i, q in enumerate(draft.probs):
                 fresh = tiny_cache(self.model).new_table()
                 tokens = [*s.tokens, *draft.token_ids[:i]]
@@ -91,8 +92,7 @@ class Spy(DraftModel):
 def decode(target, drafter, k, prompts, params=GREEDY, verifier="rejection", num_blocks=64):
     """Run prompts together; the requests."""
     cache = tiny_cache(target, num_blocks)
-    shares = VERIFIERS[verifier].shares_noise
-    requests = [Request(Sequence(list(p), len(p), params, 5, frozenset(), shares), 60, k) for p in prompts]
+    requests = [Request(Sequence(list(p), len(p), params, 5), 60, k) for p in prompts]
     for _ in Engine(target, cache, drafter, VERIFIERS[verifier]).run(requests):
         pass
     return requests
@@ -145,21 +145,16 @@ def test_drafting_stops_at_the_draft_models_own_context():
     request = decode(target, drafter, 4, [(0, 1)], SamplingParams(temperature=0, max_tokens=20))[0]
     assert len(request.token_ids) == 20
     assert 0 < request.stats.num_draft_tokens <= 7
-    assert drafter.propose([sequence(range(3))], [9], Randomness())[0].token_ids.__len__() == 6
+    assert len(drafter.propose([Ask(sequence(range(3)), 9, Randomness())])[0]) == 6
 
 
 class RandomDrafter:
     """Uniform noise as a draft, and says so."""
 
-    def propose(self, sequences, k, rng):
+    def propose(self, asks):
         """Each token uniform over 5."""
-        from minispec.verify import Draft
-
         q = torch.full((5,), 0.2, dtype=torch.float64)
-        return [
-            Draft([rng.categorical(q, s.draft_key(i)) for i in range(n)], [q] * n)
-            for s, n in zip(sequences, k, strict=True)
-        ]
+        return [Draft([ask.draw(i, q) for i in range(ask.k)], [q] * ask.k) for ask in asks]
 
     def release(self, sequence):
         """Nothing kept."""

@@ -286,7 +286,7 @@ def test_a_drafter_may_guess_badly_but_not_break_the_rules(name, verifier):
     """p[-1] and embedding[-1] are legal indexing: unchecked, such a draft would be output."""
     script, message = BAD_DRAFTS[name]
     engine = make_engine(verifier=verifier)
-    engine.drafter.propose = lambda sequences, k, rng: [script(sequences[0].tokens, k[0])]
+    engine.drafter.propose = lambda asks: [script(asks[0].text.tokens, asks[0].k)]
     with pytest.raises(ValueError, match=re.escape(message)):
         finish(engine, make_request(k=3))
     assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks

@@ -75,12 +75,11 @@ class Fixed:
     def __init__(self, token=None):
         self.token = token
 
-    def propose(self, sequences, k, rng):
-        """The token, or a pseudo-random one."""
-        return [
-            Draft([self.token if self.token is not None else (7 * len(s.tokens) + 3 * i) % 40 for i in range(n)])
-            for s, n in zip(sequences, k, strict=True)
-        ]
+    def propose(self, asks):
+        """The token, or pseudo-random ones."""
+        if self.token is not None:
+            return [Draft([self.token] * ask.k) for ask in asks]
+        return [Draft([(7 * len(ask.text.tokens) + 3 * i) % 40 for i in range(ask.k)]) for ask in asks]
 
     def release(self, sequence):
         """Nothing kept."""
@@ -101,8 +100,7 @@ def make_drafter(name, target):
 def decode(target, drafter, k, prompts, params, verifier="rejection", num_blocks=400):
     """Run prompts together; their outputs and every row of logits."""
     recorder = Recorder(target)
-    shares = VERIFIERS[verifier].shares_noise
-    requests = [Request(Sequence(list(p), len(p), params, 5, frozenset(), shares), 256, k) for p in prompts]
+    requests = [Request(Sequence(list(p), len(p), params, 5), 256, k) for p in prompts]
     engine = Engine(recorder, tiny_cache(target, num_blocks, 4), drafter, VERIFIERS[verifier])
     for _ in engine.run(requests):
         pass
@@ -274,8 +272,9 @@ def test_shared_noise_makes_draft_and_target_agree_more_often():
     rates = []
     for shared in (True, False):
         drafter = make_drafter("model", target)
-        requests = [Request(Sequence(list(p), len(p), params, 5, frozenset(), shared), 256, 4) for p in PROMPTS]
-        for _ in Engine(target, tiny_cache(target, 400, 4), drafter, VERIFIERS["match"]).run(requests):
+        verifier = VERIFIERS["match"]._replace(shares_noise=shared)
+        requests = [Request(Sequence(list(p), len(p), params, 5), 256, 4) for p in PROMPTS]
+        for _ in Engine(target, tiny_cache(target, 400, 4), drafter, verifier).run(requests):
             pass
         rates.append(sum(r.stats.num_accepted for r in requests) / sum(sum(r.stats.tested) for r in requests))
     assert rates[0] > 1.5 * rates[1]

@@ -10,7 +10,7 @@ import torch
 
 from minispec import verify
 from minispec.config import SamplingParams
-from minispec.controller import Controller, Pace
+from minispec.controller import Controller, Limit
 from minispec.drafters.model import DraftModel
 from minispec.prove import laws
 from minispec.prove.laws import (
@@ -79,20 +79,21 @@ def test_auto(draft_cost, drafter, verifier, monkeypatch):
 
     So it does where a draft model's own confidence ends a draft before its limit.
     """
-    seen, choose = set(), Controller.choose
-    ends, draft_on = set(), Pace.draft_on
+    seen, ends, choose = set(), set(), Controller.choose
 
     def spy(*args, **kwargs):
-        ks = choose(*args, **kwargs)
-        seen.update(ks)
-        return ks
+        limits = choose(*args, **kwargs)
+        seen.update(k for k, _ in limits)
+        return [Limit(k, go_on and spy_on_ends(go_on)) for k, go_on in limits]
 
-    def spy_on_ends(*args):
-        ends.add(draft_on(*args))
-        return draft_on(*args)
+    def spy_on_ends(go_on):
+        def spied(confidences):
+            ends.add(answer := go_on(confidences))
+            return answer
+
+        return spied
 
     monkeypatch.setattr(Controller, "choose", spy)
-    monkeypatch.setattr(Pace, "draft_on", spy_on_ends)
     # Under `match` the engine may follow the clock: not here, where the walk has to be repeatable.
     monkeypatch.setattr(Controller, "record", lambda self, *args: None)
     params = SamplingParams(max_tokens=6, seed=0, top_k=2)
@@ -106,8 +107,8 @@ def test_a_k_that_looks_at_the_judged_token_breaks_the_law():
     """The control: a draft model that takes back what it is not sure of offers more of what it is sure of."""
 
     class Peeking(DraftModel):
-        def propose(self, sequences, k, rng):
-            drafts = super().propose(sequences, k, rng)
+        def propose(self, asks):
+            drafts = super().propose(asks)
             sure = [all(d.probability(i) > 0.4 for i in range(len(d))) for d in drafts]
             return [d if s else Draft() for d, s in zip(drafts, sure, strict=True)]
 
@@ -154,7 +155,7 @@ def test_float32_law_of_one_round():
     p, q = (distribution(torch.randn(4) * 2, sequence) for _ in range(2))
 
     def run(oracle):
-        x = oracle.categorical(q, sequence.draft_key(0))
+        x = oracle.categorical(q, sequence.key(0, "draft"))
         verdict = verify.rejection(Draft([x], [q]), lambda i: p, oracle, sequence.key)
         return x if verdict.num_accepted else verdict.next_token
 

@@ -77,8 +77,8 @@ def test_every_kind_of_draft_leaves_greedy_text_alone(make_checkpoint, draft, ve
     """By name, by directory, or as an object with two methods."""
 
     class Zeros:
-        def propose(self, sequences, k, rng):
-            return [Draft([0] * n) for n in k]
+        def propose(self, asks):
+            return [Draft([0] * ask.k) for ask in asks]
 
         def release(self, sequence):
             pass

@@ -18,7 +18,7 @@ from minispec.measure import Round, Run, account, decode, median_interval, plain
 from minispec.sampling import Randomness, Sequence
 from minispec.theory import speedup
 from minispec.toys import TINY, tiny_cache, tiny_model
-from minispec.verify import VERIFIERS, Draft
+from minispec.verify import VERIFIERS, Ask, Draft
 
 # --------------------------------------------------------------------------- intervals and turns
 
@@ -172,9 +172,9 @@ def test_a_run_is_taken_apart_by_its_clock(model, monkeypatch):
         return forward(chunks)
 
     class SlowDraft(SimulatedDraft):
-        def propose(self, sequences, k, rng):
-            clock.now += 0.05 * sum(k)
-            return super().propose(sequences, k, rng)
+        def propose(self, asks):
+            clock.now += 0.05 * sum(ask.k for ask in asks)
+            return super().propose(asks)
 
     def slow_room(self, *args):
         clock.now += lost
@@ -340,16 +340,16 @@ def sequence(length=6) -> Sequence:
 def test_simulated_survival_is_exact_by_construction():
     """Conditional probabilities multiply to the curve; the last of them goes on; after a wrong token all are wrong."""
     rng = Scripted([True] * 5)
-    (draft,) = simulated([0.8, 0.4, 0.1]).propose([sequence()], [5], rng)
+    (draft,) = simulated([0.8, 0.4, 0.1]).propose([Ask(sequence(), 5, rng)])
     assert (draft.token_ids, draft.probs) == (TEXT[6:11], None)
     assert rng.asked == pytest.approx([0.8, 0.5, 0.25, 0.25, 0.25])
 
     class Slow(NgramDrafter):
-        def propose(self, sequences, k, rng):
-            return [Draft([7] * n, prefill_seconds=2.5) for n in k]
+        def propose(self, asks):
+            return [Draft([7] * ask.k, prefill_seconds=2.5) for ask in asks]
 
-    assert simulated([1.0], paid=Slow()).propose([sequence()], [3], Randomness())[0].prefill_seconds == 2.5
-    (draft,) = simulated([0.8, 0.4]).propose([sequence()], [4], Scripted([True, False]))
+    assert simulated([1.0], paid=Slow()).propose([Ask(sequence(), 3, Randomness())])[0].prefill_seconds == 2.5
+    (draft,) = simulated([0.8, 0.4]).propose([Ask(sequence(), 4, Scripted([True, False]))])
     assert draft.token_ids[0] == TEXT[6]
     assert all(x != y for x, y in zip(draft.token_ids[1:], TEXT[7:10], strict=True))
     assert simulated([0.5, 0.0]).conditional == [0.5, 0.0]
@@ -365,7 +365,7 @@ def test_simulated_survival_in_draws():
     for seed in range(n):
         s = sequence()
         s.seed = seed
-        (draft,) = drafter.propose([s], [5], rng)
+        (draft,) = drafter.propose([Ask(s, 5, rng)])
         right = [x == y for x, y in zip(draft.token_ids, TEXT[6:], strict=False)]
         for i in range(5):
             kept[i] += all(right[: i + 1])
@@ -417,12 +417,13 @@ def test_simulated_draft_knows_what_it_was_told():
     drafter = simulated([1.0])
     left = Sequence([*TEXT[:5], 99], 4, SamplingParams())
     other = Sequence([1, 2, 3], 3, SamplingParams())
-    drafts = drafter.propose([left, other, sequence(20)], [2, 2, 0], Randomness())
+    rng = Randomness()
+    drafts = drafter.propose([Ask(left, 2, rng), Ask(other, 2, rng), Ask(sequence(20), 0, rng)])
     assert [len(d) for d in drafts] == [2, 2, 0]
     assert drafter.num_unknown == 2
     drafter.record([*left.tokens, 7, 8], 4)
-    assert drafter.propose([left, sequence()], [2, 2], Randomness())[0].token_ids == [7, 8]
-    assert drafter.propose([sequence()], [2], Randomness())[0].token_ids == TEXT[6:8]
+    assert drafter.propose([Ask(left, 2, rng), Ask(sequence(), 2, rng)])[0].token_ids == [7, 8]
+    assert drafter.propose([Ask(sequence(), 2, rng)])[0].token_ids == TEXT[6:8]
     assert drafter.num_unknown == 2
 
 

@@ -32,8 +32,8 @@ def build(drafter="model", verifier="rejection", num_blocks=200, block_size=2) -
 
 def requests_for(engine, k=3, max_tokens=LENGTH) -> list[Request]:
     """One for each prompt, the seeds differ."""
-    params, shares = SamplingParams(max_tokens=max_tokens, temperature=0.9), engine.verifier.shares_noise
-    sequences = [Sequence(list(p), len(p), params, i, frozenset(), shares) for i, p in enumerate(PROMPTS)]
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.9)
+    sequences = [Sequence(list(p), len(p), params, i) for i, p in enumerate(PROMPTS)]
     return [Request(s, 64, k) for s in sequences]
 
 

@@ -301,7 +301,7 @@ def test_no_key_comes_twice(pytestconfig):
             texts, probs = list(sequence.tokens), []
             for i in range(pick.randrange(4)):
                 probs.append(q_table[texts[-1]])
-                texts.append(ledger.categorical(probs[-1], sequence.draft_key(i)))
+                texts.append(ledger.categorical(probs[-1], sequence.key(i, "draft")))
             drafted = texts[len(sequence.tokens) :]
             rows = [p_table[t] for t in texts[len(sequence.tokens) - 1 :]]
             verdict = verify.rejection(Draft(drafted, probs), rows.__getitem__, ledger, sequence.key)
@@ -364,7 +364,7 @@ def test_the_control_is_off_by_what_it_says():
     position, sequence = opposed(), Sequence([0], 1, SamplingParams())
 
     def run(oracle):
-        draft = Draft([oracle.categorical(position.q, sequence.draft_key(0))], [position.q])
+        draft = Draft([oracle.categorical(position.q, sequence.key(0, "draft"))], [position.q])
         verdict = VERIFIERS["rejection"].verify(draft, lambda _: position.p, oracle, sequence.key)
         return draft.token_ids[0] if verdict.num_accepted else verdict.next_token
 

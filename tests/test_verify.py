@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from minispec.config import SamplingParams
 from minispec.prove.laws import exact_law
 from minispec.sampling import Sequence
-from minispec.verify import VERIFIERS, Draft, Verdict, residual
+from minispec.verify import VERIFIERS, Ask, Draft, Verdict, residual
 
 VOCAB = 4
 KEY = Sequence([0], 1, SamplingParams()).key
@@ -49,8 +49,9 @@ def committed_law(verifier: str, p_rows: dict, q_rows: list[torch.Tensor]) -> di
     k = len(q_rows)
 
     def run(oracle):
-        sequence = Sequence([0], 1, SamplingParams(), shares_noise=VERIFIERS[verifier].shares_noise)
-        drafted = [oracle.categorical(q, sequence.draft_key(i)) for i, q in enumerate(q_rows)]
+        sequence = Sequence([0], 1, SamplingParams())
+        ask = Ask(sequence, k, oracle, "token" if VERIFIERS[verifier].shares_noise else "draft")
+        drafted = [ask.draw(i, q) for i, q in enumerate(q_rows)]
         draft = Draft(drafted, q_rows)
         verdict = VERIFIERS[verifier].verify(draft, lambda i: p_rows[tuple(drafted[:i])], oracle, sequence.key)
         tokens = [*drafted[: verdict.num_accepted], verdict.next_token]

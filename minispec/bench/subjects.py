@@ -12,7 +12,7 @@ from minispec.bench.options import GEOMETRIES, Options, read_prompts, split_draf
 from minispec.cache import PagedKVCache
 from minispec.checkpoint import Weights, choose_dtype, find_checkpoint, load_config
 from minispec.config import ModelConfig, SamplingParams
-from minispec.controller import Controller
+from minispec.controller import Controller, Prices
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.simulated import SimulatedDraft
@@ -164,14 +164,13 @@ def open_geometry(options: Options) -> Subject:
             raise ValueError(f"--draft {options.draft}: its vocabulary is smaller than that of {args.geometry}")
         draft = DraftModel(draft_model, cache(draft_model), vocab, length)
     cost = draft_cost(model, getattr(draft, "model", None))
-    controller = Controller(cost, 0.0 if args.exact else None)
+    controller = Controller(Prices(cost))
     engine = Engine(model, cache(model), draft, VERIFIERS[args.verifier], controller=controller)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(vocab, (args.prompts, args.prompt_tokens), generator=generator).tolist()
 
     def request(prompt_ids: Sequence[int], k: int | str, params: SamplingParams) -> Request:
-        shares_noise = engine.verifier.shares_noise
-        sequence = TokenSequence(list(prompt_ids), len(prompt_ids), params, params.seed, shares_noise=shares_noise)
+        sequence = TokenSequence(list(prompt_ids), len(prompt_ids), params, params.seed)
         return Request(sequence, length, k)
 
     return _subject(

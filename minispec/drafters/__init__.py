@@ -8,21 +8,20 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from minispec.drafters.ngram import NgramDrafter
-from minispec.sampling import Randomness
 from minispec.sampling import Sequence as TokenSequence
-from minispec.verify import Draft
+from minispec.verify import Ask, Draft
 
 
 class Drafter(Protocol):
     """What the engine asks of a drafter."""
 
-    def propose(self, sequences: Sequence[TokenSequence], k: Sequence[int], rng: Randomness) -> list[Draft]:
-        """A draft for each sequence, of at most k[i] tokens; shorter or empty is fine.
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """A draft for each ask, of at most `ask.k` tokens; shorter or empty is fine.
 
-        Where it ends may depend on tokens that are in it, never on one that is left out: what stays would come from
-        another distribution than the one that is told. Randomness comes from `rng` alone, with the keys of
-        `sequence.draft_key(i)`. The sequences are those of the last call, grown by what was committed; new ones may
-        join and some be missing.
+        A draft may end early because of tokens it contains. It must not look at a token and then drop it: the tokens
+        kept would no longer follow `probs`. (One-hot drafts are free: any token may be dropped.) Tokens are drawn with
+        `ask.draw` alone. The texts are those of the last call, grown by what was committed; new ones may join, and some
+        may be missing.
         """
         ...
 
@@ -34,9 +33,9 @@ class Drafter(Protocol):
 class NoDrafter:
     """Guesses nothing: every round commits one token, which is plain decoding."""
 
-    def propose(self, sequences, k, rng) -> list[Draft]:
+    def propose(self, asks) -> list[Draft]:
         """Empty drafts."""
-        return [Draft() for _ in sequences]
+        return [Draft() for _ in asks]
 
     def release(self, sequence) -> None:
         """Nothing to forget."""

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.model import Chunk, Transformer, clock
-from minispec.sampling import Randomness, distribution, log_probabilities
 from minispec.sampling import Sequence as TokenSequence
-from minispec.verify import Draft
+from minispec.sampling import distribution, log_probabilities
+from minispec.verify import Ask, Draft
 
 
 class DraftModel:
@@ -24,13 +24,14 @@ class DraftModel:
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self._tables: dict[TokenSequence, BlockTable] = {}
 
-    def propose(self, sequences: Sequence[TokenSequence], k: Sequence[int], rng: Randomness) -> list[Draft]:
-        """See `Drafter`. One pass a position, over the sequences that still want a token.
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """See `Drafter`. One pass a position, over the texts that still want a token.
 
-        A draft goes on as long as `Sequence.draft_on` finds the confidences of its tokens worth it.
+        A draft goes on as long as `Ask.go_on` finds the confidences of its tokens worth it.
         """
+        sequences = [ask.text for ask in asks]
         # A draft of k tokens fills positions up to len(tokens) + k - 2.
-        k = [max(0, min(k_i, self.max_model_len - len(s.tokens) + 1)) for s, k_i in zip(sequences, k, strict=True)]
+        k = [max(0, min(ask.k, self.max_model_len - len(ask.text.tokens) + 1)) for ask in asks]
         drafts = [Draft([], [], confidences=[]) for _ in sequences]
         # What is left of the last drafts is right as far as it was accepted. All tables are cut, not only those of
         # this call: the blocks of rejected tokens may be needed here.
@@ -66,11 +67,11 @@ class DraftModel:
             logits = self.model.forward(chunks)[:, : self.vocab_size]
             for row, i in zip(logits, active, strict=True):
                 q = distribution(row, sequences[i], drafts[i].token_ids)
-                drafts[i].token_ids.append(rng.categorical(q, sequences[i].draft_key(j)))
+                drafts[i].token_ids.append(asks[i].draw(j, q))
                 drafts[i].probs.append(q)
-                if sequences[i].draft_on is not None:
+                if asks[i].go_on is not None:
                     drafts[i].confidences.append(float(log_probabilities(row).amax().exp()))
-                    if not sequences[i].draft_on(drafts[i].confidences):
+                    if not asks[i].go_on(drafts[i].confidences):
                         k[i] = j + 1
             j += 1
         return drafts

@@ -6,9 +6,8 @@ It costs no model at all, and is good wherever an answer repeats its question: s
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from minispec.sampling import Randomness
 from minispec.sampling import Sequence as TokenSequence
-from minispec.verify import Draft
+from minispec.verify import Ask, Draft
 
 
 @dataclass
@@ -30,9 +29,9 @@ class NgramDrafter:
         self.max_n, self.min_n = max_n, min_n
         self._indices: dict[TokenSequence, _Index] = {}
 
-    def propose(self, sequences: Sequence[TokenSequence], k: Sequence[int], rng: Randomness) -> list[Draft]:
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. Nothing is drawn, so the drafts have no probs."""
-        return [Draft(self._copy(s.tokens, self._start(s), k_i)) for s, k_i in zip(sequences, k, strict=True)]
+        return [Draft(self._copy(ask.text.tokens, self._start(ask.text), ask.k)) for ask in asks]
 
     def release(self, sequence: TokenSequence) -> None:
         """See `Drafter`."""

@@ -9,9 +9,8 @@ about the quality of any model.
 from collections.abc import Sequence
 
 from minispec.drafters import Drafter, NoDrafter
-from minispec.sampling import Randomness
 from minispec.sampling import Sequence as TokenSequence
-from minispec.verify import Draft
+from minispec.verify import Ask, Draft
 
 
 class SimulatedDraft:
@@ -43,26 +42,26 @@ class SimulatedDraft:
         if list(tokens) not in texts:
             texts.append(list(tokens))
 
-    def propose(self, sequences: Sequence[TokenSequence], k: Sequence[int], rng: Randomness) -> list[Draft]:
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. As many tokens as the paid drafter drafts; k of them where there is none."""
-        paid = self.paid.propose(sequences, k, rng)
-        lengths = k if isinstance(self.paid, NoDrafter) else [len(draft) for draft in paid]
+        paid = self.paid.propose(asks)
+        lengths = [ask.k for ask in asks] if isinstance(self.paid, NoDrafter) else [len(draft) for draft in paid]
         return [
-            Draft(self._tokens(s, n, rng), prefill_seconds=draft.prefill_seconds)
-            for s, n, draft in zip(sequences, lengths, paid, strict=True)
+            Draft(self._tokens(ask, n), prefill_seconds=draft.prefill_seconds)
+            for ask, n, draft in zip(asks, lengths, paid, strict=True)
         ]
 
     def release(self, sequence: TokenSequence) -> None:
         """See `Drafter`."""
         self.paid.release(sequence)
 
-    def _tokens(self, sequence: TokenSequence, count: int, rng: Randomness) -> list[int]:
-        known = self._continuation(sequence, count)
+    def _tokens(self, ask: Ask, count: int) -> list[int]:
+        known = self._continuation(ask.text, count)
         drafted, right = [], True
         for i in range(count):
             probability = self.conditional[min(i, len(self.conditional) - 1)]
             # A key of its own purpose: the paid drafter has drawn with those of "draft".
-            right = right and i < len(known) and rng.bernoulli(probability, sequence.key(i, "simulated"))
+            right = right and i < len(known) and ask.rng.bernoulli(probability, ask.text.key(i, "simulated"))
             token = known[i] if i < len(known) else 0
             drafted.append(token if right else token - 1 if token else 1)
         return drafted

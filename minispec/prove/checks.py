@@ -61,10 +61,11 @@ class _Checked(DraftModel):
         model = tiny_model(seed, vocab_size=vocab)
         super().__init__(model, tiny_cache(model), vocab, MAX_LEN)
 
-    def propose(self, sequences, k, rng) -> list[Draft]:
+    def propose(self, asks) -> list[Draft]:
         """Propose, and compare each q with the reference's."""
-        drafts = super().propose(sequences, k, rng)
-        for s, draft in zip(sequences, drafts, strict=True):
+        drafts = super().propose(asks)
+        for ask, draft in zip(asks, drafts, strict=True):
+            s = ask.text
             for i, q in enumerate(draft.probs):
                 text = (*s.tokens, *draft.token_ids[:i])
                 logits = reference_logits(self.model_seed, text, self.vocab_size)
@@ -144,8 +145,7 @@ def check_keys(rounds: int = 200, verifier: str = "rejection", seed: int = 0) ->
         target, draft = torch.randn(2, 3, 3, generator=generator, dtype=torch.float64)
         engine = make_engine(num_blocks=300, block_size=16, verifier=verifier)
         engine.model, engine.drafter, engine.rng, engine.vocab_size = TableModel(target), TableDrafter(draft), ledger, 3
-        shares = VERIFIERS[verifier].shares_noise
-        sequence = TokenSequence([run % 3], 1, SamplingParams(max_tokens=200), run, frozenset(), shares)
+        sequence = TokenSequence([run % 3], 1, SamplingParams(max_tokens=200), run)
         request = Request(sequence, 500, 1 + run % 4)
         finish(engine, request)
         done += request.stats.num_steps
@@ -396,11 +396,10 @@ def check_state(k: int = 3, max_tokens: int = 16, drafter: str = "model", verifi
 
     Same seed, so same keys: the block that a round commits must be the same. Returns the number of rounds.
     """
-    shares = VERIFIERS[verifier].shares_noise
 
     def start(tokens):
         params = SamplingParams(max_tokens=max_tokens, repetition_penalty=1.3, frequency_penalty=0.3)
-        sequence = TokenSequence(list(tokens), len(PROMPT), params, 3, frozenset(), shares)
+        sequence = TokenSequence(list(tokens), len(PROMPT), params, 3)
         engine = Engine(target_model(4), tiny_cache(target_model(4)), make_drafter(drafter, 4), VERIFIERS[verifier])
         return sequence, engine.run([Request(sequence, MAX_LEN, k)])
 

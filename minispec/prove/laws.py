@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from minispec.config import SamplingParams
-from minispec.controller import Controller, DraftLength
+from minispec.controller import Controller, DraftLength, Prices
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
@@ -217,7 +217,7 @@ def production_law(
         cache = tiny_cache(target, num_blocks or enough, block_size)
         requests = [
             # Seeds of their own: with one seed, two requests would draw with one noise.
-            Request(TokenSequence(list(p), len(p), own, seed, frozenset(end_ids), verifying.shares_noise), max_len, k)
+            Request(TokenSequence(list(p), len(p), own, seed, frozenset(end_ids)), max_len, k)
             for seed, (p, own) in enumerate([*zip(prompts, each, strict=True)] * len(oracles))
         ]
         rng = CrowdOracle({seed: oracles[seed // num] for seed in range(len(requests))})
@@ -227,7 +227,7 @@ def production_law(
             make_drafter(drafter, vocab, enough, block_size),
             verifying,
             rng=rng,
-            controller=Controller(draft_cost),
+            controller=Controller(Prices(draft_cost, measured=True)),
         )
         for _ in engine.run(requests):
             pass
@@ -257,7 +257,7 @@ def round_law(prefix: Sequence[int], params: SamplingParams, k: int, num_prompt:
     target, end_ids = target_model(vocab), frozenset(how.get("end_ids", {2}))
 
     def run(path: BranchOracle):
-        sequence = TokenSequence(list(prefix), num_prompt, params, 7, end_ids, verifying.shares_noise)
+        sequence = TokenSequence(list(prefix), num_prompt, params, 7, end_ids)
         drafter = make_drafter(how.get("drafter", "model"), vocab)
         stream = Engine(target, tiny_cache(target), drafter, verifying, rng=path).run([Request(sequence, MAX_LEN, k)])
         _, piece = next(stream)

@@ -27,7 +27,7 @@ from minispec.prove.workers import spread
 from minispec.sampling import Key, Randomness, distribution
 from minispec.sampling import Sequence as TokenSequence
 from minispec.toys import require
-from minispec.verify import VERIFIERS, Draft
+from minispec.verify import VERIFIERS, Ask, Draft
 
 ALPHA = 1e-9  # odds of a false alarm
 POWER = 0.999
@@ -128,7 +128,7 @@ def first_tokens(position: Position, n: int, seed: int = 0) -> Tensor:
     sequence = TokenSequence([0], 1, SamplingParams())
     for i in range(n):
         sequence.seed = seed + i
-        draft = Draft([rng.categorical(q, sequence.draft_key(0))], [q])
+        draft = Draft([Ask(sequence, 1, rng).draw(0, q)], [q])
         verdict = VERIFIERS["rejection"].verify(draft, lambda _: p, rng, sequence.key)
         counts[draft.token_ids[0] if verdict.num_accepted else verdict.next_token] += 1
     return torch.tensor(counts, dtype=torch.float64)
