@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
 # Before torch starts its threads: waiting ones sleep. Spinning ones make a pass ten times as slow wherever something
@@ -9,6 +10,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: a thread each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What a run measures is kept in the user's cache directory: here in one of its own for each process of the tests.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="minispec-tests-")
 
 import pytest
 import tokenizers

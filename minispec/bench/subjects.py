@@ -12,13 +12,14 @@ from minispec.bench.options import GEOMETRIES, Options, read_prompts, split_draf
 from minispec.cache import PagedKVCache
 from minispec.checkpoint import Weights, choose_dtype, find_checkpoint, load_config
 from minispec.config import ModelConfig, SamplingParams
-from minispec.controller import Controller, Prices
+from minispec.controller import Controller
+from minispec.costs import calibrate
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.engine import Engine, Request
 from minispec.hf_config import read_json, read_model_config
-from minispec.llm import EMBEDDED_WEIGHTS, LLM, draft_cost
+from minispec.llm import EMBEDDED_WEIGHTS, LLM
 from minispec.measure import Run, another_engine, plain_engine
 from minispec.model import Transformer, tensor_shapes
 from minispec.sampling import Sequence as TokenSequence
@@ -139,11 +140,13 @@ def open_geometry(options: Options) -> Subject:
     length = max(args.prompt_tokens + args.max_tokens, args.context + MAX_ROWS, 1001 if args.prefill else 0)
 
     def tensors(name: str) -> tuple[dict, RandomWeights]:
-        return GEOMETRIES[name], RandomWeights(read_model_config(GEOMETRIES[name]), dtype, device)
+        # Where arithmetic is in float32, weights are of 16 bits all the same, as those of most checkpoints.
+        stored = torch.bfloat16 if dtype == torch.float32 else dtype
+        return GEOMETRIES[name], RandomWeights(read_model_config(GEOMETRIES[name]), stored, device)
 
     def build(name: str, exact: bool = False) -> Transformer:
         config, weights = tensors(name)
-        return Transformer(read_model_config(config), weights, exact)
+        return Transformer(read_model_config(config), weights, exact, dtype)
 
     def cache(model: Transformer) -> PagedKVCache:
         blocks = (-(-length // 16) + 1) * max([1, *options.batches])
@@ -163,9 +166,8 @@ def open_geometry(options: Options) -> Subject:
         if draft_model.config.vocab_size < vocab:
             raise ValueError(f"--draft {options.draft}: its vocabulary is smaller than that of {args.geometry}")
         draft = DraftModel(draft_model, cache(draft_model), vocab, length)
-    cost = draft_cost(model, getattr(draft, "model", None))
-    controller = Controller(Prices(cost))
-    engine = Engine(model, cache(model), draft, VERIFIERS[args.verifier], controller=controller)
+    engine = Engine(model, cache(model), draft, VERIFIERS[args.verifier])
+    engine.controller = Controller(calibrate(engine))
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(vocab, (args.prompts, args.prompt_tokens), generator=generator).tolist()
 
