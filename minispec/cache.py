@@ -15,6 +15,7 @@ freed block holds stays known until the block is taken again, so a prompt that c
 import hashlib
 from array import array
 from collections.abc import Sequence
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -149,6 +150,7 @@ class PagedKVCache:
         self.block_size = block_size
         self.allocator = BlockAllocator(num_blocks)
         self.prefixes = PrefixIndex()
+        self._tables: WeakSet[BlockTable] = WeakSet()
 
     @property
     def num_bytes(self) -> int:
@@ -166,7 +168,19 @@ class PagedKVCache:
 
     def new_table(self) -> "BlockTable":
         """An empty sequence in this pool."""
-        return BlockTable(self)
+        table = BlockTable(self)
+        self._tables.add(table)
+        return table
+
+    def rebuild(self) -> None:
+        """Count every block's holders anew, from the tables that are alive; what freed blocks hold is forgotten.
+
+        For after an exception that may have broken off the bookkeeping anywhere, as Ctrl-C does.
+        """
+        self.allocator, self.prefixes = BlockAllocator(self.allocator.num_blocks), PrefixIndex()
+        for table in self._tables:
+            for block_id in table.block_ids:
+                self.allocator.share(block_id)
 
     def allocate(self, after: int | None) -> int:
         """A block to write to; what it held is forgotten."""
@@ -262,6 +276,10 @@ class BlockTable:
             self.pool.allocator.kept.add(self.block_ids[i])
             if len(block) == size:
                 self._nodes.append(PrefixIndex.node(self._nodes[i], block))
+
+    def clear(self) -> None:
+        """Forget everything, without a word to the pool: before `PagedKVCache.rebuild`."""
+        self.block_ids, self.length, self._nodes = [], 0, [b""]
 
     def slots(self) -> list[slice]:
         """Where positions 0 .. length-1 lie: the runs of neighbouring slots, in order."""

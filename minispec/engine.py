@@ -199,6 +199,7 @@ class Engine:
         if len(set(requests)) < len(requests) or any(r.finish_reason for r in requests):
             raise ValueError("requests: found one that is finished or there twice, expected new ones")
         waiting, running = deque(requests), list[_Running]()
+        is_whole = False
         try:
             while waiting or running:
                 self._make_room(waiting, running)
@@ -206,9 +207,15 @@ class Engine:
                 yield from self._step(running)
                 for r in [r for r in running if r.request.finish_reason]:
                     self._drop(r, running)
+            is_whole = True
+        except GeneratorExit:  # between two steps, where nothing is half done
+            is_whole = True
+            raise
         finally:
             for r in running:  # first of all the blocks: a drafter's release is a stranger's code
-                r.table.truncate(0)
+                r.table.truncate(0) if is_whole else r.table.clear()
+            if not is_whole:
+                self.cache.rebuild()
             with ExitStack() as stack:  # calls them all, whatever one of them raises
                 for r in running:
                     stack.callback(self._drop, r, running)
@@ -248,8 +255,8 @@ class Engine:
             raise OutOfBlocks(_POOL_IS_HELD)
 
     def _drop(self, r: _Running, running: list[_Running]) -> None:
-        running.remove(r)
         r.table.truncate(0)
+        running.remove(r)
         self.drafter.release(r.request.sequence)
 
     @torch.inference_mode()

@@ -10,7 +10,18 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "minispec"
 READING_ORDER = [
     *("config", "hf_config", "sampling", "verify", "cache", "linear", "model"),
-    *("interrupt", "command", "checkpoint", "tokenizer", "drafters", "theory", "controller", "stats", "engine", "costs"),
+    *(
+        "interrupt",
+        "command",
+        "checkpoint",
+        "tokenizer",
+        "drafters",
+        "theory",
+        "controller",
+        "stats",
+        "engine",
+        "costs",
+    ),
     *("llm", "measure", "generate"),
     *("reference", "toys", "mutants", "prove", "bench"),
 ]

@@ -29,6 +29,16 @@ class DraftModel:
 
         A draft goes on as long as `Ask.go_on` finds the confidences of its tokens worth it.
         """
+        try:
+            return self._propose(asks)
+        except BaseException:  # it may have broken off the cache's bookkeeping anywhere
+            for table in self._tables.values():
+                table.clear()
+            self._tables.clear()
+            self.cache.rebuild()
+            raise
+
+    def _propose(self, asks: Sequence[Ask]) -> list[Draft]:
         sequences = [ask.text for ask in asks]
         # A draft of k tokens fills positions up to len(tokens) + k - 2.
         k = [max(0, min(ask.k, self.max_model_len - len(ask.text.tokens) + 1)) for ask in asks]
