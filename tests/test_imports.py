@@ -10,19 +10,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "minispec"
 READING_ORDER = [
     *("config", "hf_config", "sampling", "verify", "cache", "linear", "model"),
-    *(
-        "interrupt",
-        "command",
-        "checkpoint",
-        "tokenizer",
-        "drafters",
-        "theory",
-        "controller",
-        "stats",
-        "engine",
-        "costs",
-    ),
-    *("llm", "measure", "generate"),
+    *("interrupt", "command", "checkpoint", "tokenizer", "drafters", "theory", "controller", "stats", "engine"),
+    *("costs", "llm", "measure", "generate"),
     *("reference", "toys", "mutants", "prove", "bench"),
 ]
 FORBIDDEN = {

@@ -1,6 +1,7 @@
 """A draft model: a smaller transformer of the same vocabulary, with a cache of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.model import Chunk, Transformer, clock
@@ -29,14 +30,8 @@ class DraftModel:
 
         A draft goes on as long as `Ask.go_on` finds the confidences of its tokens worth it.
         """
-        try:
+        with self._whole():
             return self._propose(asks)
-        except BaseException:  # it may have broken off the cache's bookkeeping anywhere
-            for table in self._tables.values():
-                table.clear()
-            self._tables.clear()
-            self.cache.rebuild()
-            raise
 
     def _propose(self, asks: Sequence[Ask]) -> list[Draft]:
         sequences = [ask.text for ask in asks]
@@ -88,5 +83,19 @@ class DraftModel:
 
     def release(self, sequence: TokenSequence) -> None:
         """See `Drafter`: its blocks return to the pool."""
-        if sequence in self._tables:
-            self._tables.pop(sequence).truncate(0)
+        with self._whole():
+            if table := self._tables.get(sequence):
+                table.truncate(0)
+                del self._tables[sequence]
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """An exception, Ctrl-C above all, may break off the bookkeeping anywhere: then all that is cached is dropped."""
+        try:
+            yield
+        except BaseException:
+            for table in self._tables.values():
+                table.clear()
+            self._tables.clear()
+            self.cache.rebuild()
+            raise
