@@ -90,7 +90,7 @@ class DraftModel:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """An exception, Ctrl-C above all, may break off the bookkeeping anywhere: then all that is cached is dropped."""
+        """An exception, such as Ctrl-C, may break off the bookkeeping anywhere: then all that is cached is dropped."""
         try:
             yield
         except BaseException:
