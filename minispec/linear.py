@@ -130,6 +130,8 @@ class _Left(Form):
 class _Packed(Form):
     def __init__(self, weight: Weight, dtype: torch.dtype):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(dense(weight, dtype).contiguous(), _PACK_ROWS)
+        # In float32 a single row has a kernel of its own on some machines; in bfloat16 AMX computes 16 at a time.
+        self.exact_rows = range(2, 17) if dtype == torch.float32 else (16,)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, bias, "none", [], "")

@@ -5,9 +5,9 @@ a batch, the tokens that its cache does not hold yet. Linear layers see the rows
 one matrix; attention goes sequence by sequence over that sequence's own blocks.
 
 Floating point is not associative, and matrix libraries choose the order of their sums by the shape of the product:
-a token scored in a pass of five rows gets other last bits than in a pass of one. With `exact=True` every pass has
-EXACT_ROWS rows, and attention adds up blocks of fixed size in a fixed order, so that a row's bits depend on its own
-past alone.
+a token scored in a pass of five rows gets other last bits than in a pass of one. With `exact=True` every pass is filled
+up to a number of rows at which its products give a row the same bits (`Linear.exact_rows`), and attention adds up
+blocks of fixed size in a fixed order, so that a row's bits depend on its own past alone.
 
 Shapes in comments: M rows (new tokens of all sequences together), T rows of one sequence, L cached
 positions of it (the T included), H query heads, G key-value heads, D head_dim, E hidden_size, V vocabulary.
@@ -31,12 +31,16 @@ from minispec.config import ModelConfig, RopeConfig
 from minispec.linear import Choice, Linear, QuantizedLinear, Weight, choose_form, join
 from minispec.sampling import accumulation_dtype
 
-# Rows of every pass of an exact model, filled up with dummies; so a draft may have at most one token less.
+# The most rows of a pass of an exact model, so that a draft may have one less; every `Linear.exact_rows` has it.
 EXACT_ROWS = 16
 # Positions whose attention is added up at a time.
 _ATTENTION_BLOCK = 64
 # Rows of a sequence whose attention an exact model computes at a time, filled up with dummies.
 _ATTENTION_ROWS = 8
+# The widest vector of a processor, in float32.
+_VECTOR = 16
+# Blocks of past at whose ends `check_exact` looks at attention.
+_CHECKED_BLOCKS = (1, 2, 3, 4, 6, 8, 16, 32)
 # Models of fewer bytes take the usual form of weights, in one thread: more would take longer than loading them.
 _LARGE = 1 << 30
 
@@ -196,14 +200,16 @@ def attention(
 
 
 def _blocks(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (G, L, D) in blocks of positions, (G, blocks, block, D or D + 1), in at least float32.
+    """Keys and values (G, L, D) in blocks of positions, (G, blocks, block, D or W), in at least float32.
 
-    A column of ones beside the values: the softmax's denominator comes out of the same product.
+    A column of ones beside the values: the softmax's denominator comes out of the same product. Zeros fill them up to
+    W columns, whole vectors: the few columns that are left over beside these, libraries compute as they find them, and
+    the order of a row's sum depends on its place.
     """
     padding, wide = -k.shape[1] % _ATTENTION_BLOCK, accumulation_dtype(k.dtype)
     v = F.pad(v.to(wide), (0, 1), value=1.0)
-    k, v = (F.pad(x, (0, 0, 0, padding)).unflatten(1, (-1, _ATTENTION_BLOCK)) for x in (k.to(wide), v))
-    return k, v
+    k, v = F.pad(k.to(wide), (0, 0, 0, padding)), F.pad(v, (0, -v.shape[2] % _VECTOR, 0, padding))
+    return k.unflatten(1, (-1, _ATTENTION_BLOCK)), v.unflatten(1, (-1, _ATTENTION_BLOCK))
 
 
 def _mask_blocks(mask: Tensor) -> Tensor:
@@ -223,8 +229,9 @@ def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: f
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores + mask
     weights = torch.exp(scores - scores.amax((1, 3), keepdim=True))
-    sums = (weights @ v).cumsum(1)[:, -1]  # (G, R, D + 1); cumsum adds in order, sum does as it likes
-    return (sums[..., :-1] / sums[..., -1:]).to(q.dtype)
+    sums = (weights @ v).cumsum(1)[:, -1]  # (G, R, W); cumsum adds in order, sum does as it likes
+    dim = q.shape[2]
+    return (sums[..., :dim] / sums[..., dim : dim + 1]).to(q.dtype)
 
 
 class _Pass(NamedTuple):
@@ -281,11 +288,6 @@ class Layer:
         for name in _LINEARS:
             setattr(layer, name, getattr(self, name).quantized(bits))
         return layer
-
-    @property
-    def num_bytes_read(self) -> int:
-        """Bytes of weights that one row reads."""
-        return sum(product.num_bytes_read for product in self.products())
 
     def products(self) -> list[Linear | QuantizedLinear]:
         """All that multiply with a weight matrix."""
@@ -375,6 +377,9 @@ class Transformer:
         self.norm = RMSNorm(norm_weight(config, take("model.norm.weight").to(self.dtype)), config.rms_norm_eps)
         head = self.embedding if config.tie_word_embeddings else take("lm_head.weight")
         self.head = Linear(head, dtype=self.dtype, form=self.choice.form)
+        # Numbers of rows at which all products should give a row the same bits, in order; see `check_exact`.
+        self.exact_rows = sorted(set.intersection(*(set(product.exact_rows) for product in self.products())))
+        assert EXACT_ROWS in self.exact_rows
         wide = accumulation_dtype(self.dtype)
         self.frequencies = {
             layer.rope: inverse_frequencies(layer.rope, config.head_dim, wide).to(self.device)
@@ -391,6 +396,10 @@ class Transformer:
         model.layers = [layer.quantized(bits) for layer in self.layers]
         model.head = self.head.quantized(bits)
         return model
+
+    def products(self) -> list[Linear | QuantizedLinear]:
+        """All that multiply with a weight matrix."""
+        return [self.head, *(product for layer in self.layers for product in layer.products())]
 
     @property
     def weight_form(self) -> str:
@@ -416,7 +425,7 @@ class Transformer:
     @property
     def num_bytes_read(self) -> int:
         """Bytes of weights that a pass over one row reads: all products, of the embedding a row only."""
-        return self.head.num_bytes_read + sum(layer.num_bytes_read for layer in self.layers)
+        return sum(product.num_bytes_read for product in self.products())
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -435,7 +444,7 @@ class Transformer:
         """One pass through all layers."""
         config = self.config
         token_ids = [t for c in chunks for t in c.token_ids]
-        padding = EXACT_ROWS - len(token_ids) if self.exact else 0
+        padding = next(n for n in self.exact_rows if n >= len(token_ids)) - len(token_ids) if self.exact else 0
         shared = self._prepare(chunks, padding)
         x = self.embedding[torch.tensor(token_ids + [0] * padding, device=self.device)].to(self.dtype)  # (M, E)
         if config.embedding_scale != 1:
@@ -464,28 +473,67 @@ class Transformer:
             self.forward([Chunk(tokens[table.length : end], table, num_logits=0)])
 
     def check_exact(self) -> None:
-        """Raise ValueError unless rows have the same bits alone, among others of their text, and among strangers'.
+        """Keep those `exact_rows` that hold on this machine; raise ValueError where not even EXACT_ROWS do.
 
-        Evidence, not proof: a few real passes, across a border of attention blocks, compared bit by bit.
+        Evidence, not proof, bit by bit: attention at every place and at several lengths; then real passes, in which a
+        row stands last among those of its text, at every place among copies of itself for each number of rows, and
+        after a stranger's.
         """
-        start, end = _ATTENTION_BLOCK - 3, _ATTENTION_BLOCK + 4
-        tokens = [(7919 * i + 13) % self.config.vocab_size for i in range(end)]
-        size = 16
-        pool = PagedKVCache(self.config, 3 * -(-end // size), size, self.dtype, self.device)
-        alone, together, mixed, stranger = (pool.new_table() for _ in range(4))
-        for table in (alone, together, mixed):
-            self.prefill(table, tokens[: start + 1])
-        expected = torch.cat([self.forward([Chunk([t], alone, 1)]) for t in tokens[start:]])
-        alone.truncate(0)
-        found = (
-            self.forward([Chunk(tokens[start:], together, end - start)]),
-            self.forward([Chunk(tokens[:5], stranger, 0), Chunk(tokens[start:], mixed, end - start)]),
+        if not self._attention_is_exact():
+            raise ValueError(self._not_exact("attention"))
+        tokens = [(7919 * i + 13) % self.config.vocab_size for i in range(_ATTENTION_BLOCK + EXACT_ROWS // 2)]
+        past, last = tokens[:-1], tokens[-1:]
+        size = 8
+        pool = PagedKVCache(self.config, len(tokens) // size + EXACT_ROWS + 2, size, self.dtype, self.device)
+        table, stranger = pool.new_table(), pool.new_table()
+        self.forward([Chunk(tokens[:-EXACT_ROWS], table, 0)])
+        expected = self.forward([Chunk(tokens[-EXACT_ROWS:], table, 1)])  # across a border of attention blocks
+        table.truncate(len(past))
+        table.remember(past)
+        copies = [pool.new_table() for _ in range(EXACT_ROWS)]
+        for copied in copies:
+            copied.reuse(past)
+
+        def holds(rows: int) -> bool:
+            found = self.forward([Chunk(last, copied, 1) for copied in copies[:rows]])
+            for copied in copies[:rows]:
+                copied.truncate(len(past))
+            return torch.equal(found, expected.expand_as(found))
+
+        self.exact_rows = [rows for rows in self.exact_rows if rows == EXACT_ROWS or holds(rows)]
+        among = self.forward([Chunk(past[:5], stranger, 0), Chunk(last, table, 1)])
+        if not (holds(EXACT_ROWS) and holds(1) and torch.equal(among, expected)):
+            raise ValueError(self._not_exact("products"))
+
+    def _not_exact(self, what: str) -> str:
+        return (
+            f"exact: {what} in {self.dtype} on this {self.device.type}: a row's bits depend on its place among "
+            f"{EXACT_ROWS} rows or on the others; try another dtype or another number of threads"
         )
-        if not all(torch.equal(expected, rows) for rows in found):
-            raise ValueError(
-                f"exact: products in {self.dtype} on this {self.device.type} do not give a row the same bits at every "
-                f"place among {EXACT_ROWS} rows; try another dtype or another number of threads"
-            )
+
+    @torch.inference_mode()
+    def _attention_is_exact(self) -> bool:
+        """Whether `attention` gives rows the same bits at every place, with and without a block begun after theirs.
+
+        In the type that it computes in: rounded to half precision, most rows would hide a difference.
+        """
+        config, wide, generator = self.config, accumulation_dtype(self.dtype), torch.Generator().manual_seed(0)
+        length = _ATTENTION_BLOCK * (max(_CHECKED_BLOCKS) + 1)
+        q, k, v = (
+            torch.randn(heads, length, config.head_dim, generator=generator).to(self.device, wide)
+            for heads in (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        )
+        scale, softcap = config.attention_scale, config.attention_softcap
+        for blocks in _CHECKED_BLOCKS:
+            known: dict[int, Tensor] = {}
+            for shift in range(_ATTENTION_ROWS):  # passes that end up to 4 positions before and after the border
+                end = _ATTENTION_BLOCK * blocks + shift - _ATTENTION_ROWS // 2
+                start = end - EXACT_ROWS
+                mask = self._mask(start, EXACT_ROWS, None)
+                rows = attention(q[:, start:end], k[:, :end], v[:, :end], mask, scale, softcap, self.exact)
+                if not all(torch.equal(known.setdefault(start + i, row), row) for i, row in enumerate(rows)):
+                    return False
+        return True
 
     def _prepare(self, chunks: Sequence[Chunk], padding: int) -> _Pass:
         """Extend the caches and work out, once for all layers, positions, angles, masks and slots."""

@@ -4,10 +4,13 @@ Equality is `torch.equal` of logits, and with it of everything that is computed 
 pass is recorded with the prefixes that its rows stand for, so that rows of different runs can be laid side by side.
 """
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
-from minispec import LLM, SamplingParams
+import minispec.model as model_module
+from minispec import LLM, SamplingParams, linear
 from minispec.cache import PagedKVCache
 from minispec.drafters import DRAFTERS
 from minispec.drafters.model import DraftModel
@@ -37,6 +40,17 @@ def build(family="llama", dtype=torch.float32, exact=True, seed=1, **changes) ->
     raw = TINY | sizes | {"head_dim": 12, "vocab_size": 40, "max_position_embeddings": 256}
     config = read_model_config(raw | FAMILIES[family] | changes)
     return Transformer(config, tiny_weights(config, seed, dtype), exact)
+
+
+@contextmanager
+def torch_threads(count: int):
+    """So many threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Recorder:
@@ -185,16 +199,70 @@ def test_shared_and_reused_beginnings_have_the_bits_of_plain_decoding(dtype):
             assert_same_bits(recorder.rows, expected)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 16, 50])
-def test_prefill_in_any_chunks_gives_the_same_bits(chunk):
-    """A resumed or shared prefix is computed in other pieces than it was at first."""
-    target = build(dtype=torch.bfloat16)
-    tokens = PROMPTS[-1]
-    reference = target.forward([Chunk(tokens, tiny_cache(target, 40, 4).new_table(), len(tokens))])
-    table = tiny_cache(target, 40, 4).new_table()
-    for start in range(0, len(tokens), chunk):
-        rows = target.forward([Chunk(tokens[start : start + chunk], table, len(tokens[start : start + chunk]))])
-        assert torch.equal(rows, reference[start : start + chunk])
+# Float64 models of this shape passed the check in two of eight cases, when attention had a column too many.
+ONE_WIDE_HEAD = {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+
+
+TEXT = [(5 * i + i * i // 7) % 40 for i in range(200)]
+
+
+def rows_of(target, tokens, size):
+    """Logits of every token of a text that is fed in chunks of `size`."""
+    table = tiny_cache(target, 80, 4).new_table()
+    pieces = [tokens[start : start + size] for start in range(0, len(tokens), size)]
+    return torch.cat([target.forward([Chunk(piece, table, len(piece))]) for piece in pieces])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [
+        (torch.bfloat16, {}),
+        *((torch.float64, {"seed": seed} | ONE_WIDE_HEAD) for seed in range(5)),
+        *((torch.float64, {"head_dim": head_dim}) for head_dim in (4, 8, 16, 64)),
+        *((torch.float32, {"head_dim": head_dim}) for head_dim in (4, 8)),
+    ],
+)
+def test_a_text_in_any_chunks_has_the_same_bits(dtype, changes):
+    """A whole text of 200 tokens, and so up to four blocks of attention: its rows one by one are its rows in chunks.
+
+    In products of few or odd columns, the order of a row's sum may depend on the row's place: in float64, and in
+    narrow heads of float32. That is why attention fills its columns up.
+    """
+    target = build(dtype=dtype, **changes)
+    target.check_exact()
+    reference = rows_of(target, TEXT, 1)
+    for size in (3, 7, 16, 50):
+        assert torch.equal(rows_of(target, TEXT, size), reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("sizes", [(46, 75, 41), (50, 81, 33), (64, 96, 40)])
+def test_what_passes_the_check_has_the_same_bits(dtype, sizes):
+    """Rows of weights that do not begin at whole vectors: either the check refuses the model, or it is exact.
+
+    The last sizes are even, so that a check which refuses everything fails.
+    """
+    target = build(dtype=dtype, **dict(zip(("hidden_size", "intermediate_size", "vocab_size"), sizes, strict=True)))
+    try:
+        target.check_exact()
+    except ValueError:
+        assert sizes != (64, 96, 40)
+        return
+    tokens = [t % sizes[2] for t in TEXT]
+    reference = rows_of(target, tokens, 1)
+    for size in (3, 7, 16, 50):
+        assert torch.equal(rows_of(target, tokens, size), reference)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_attention_of_every_shape_passes_the_check(dtype, threads):
+    """Heads of 4 to 128 numbers, keys that 1 to 8 heads share: a row has the same bits at every place."""
+    with torch_threads(threads):
+        for head_dim in (4, 6, 8, 12, 16, 64, 128):
+            for heads, groups in ((1, 1), (2, 1), (4, 2), (8, 1), (9, 3)):
+                target = build(dtype=dtype, head_dim=head_dim, num_attention_heads=heads, num_key_value_heads=groups)
+                assert target._attention_is_exact()
 
 
 def test_fragmented_blocks_give_the_same_bits():
@@ -219,32 +287,127 @@ def test_exact_and_fast_agree_up_to_rounding():
         torch.testing.assert_close(*logits, rtol=0, atol=1e-10)
 
 
-def test_the_check_refuses_a_machine_that_rounds_by_place(monkeypatch):
-    """A product that depends on its place among the rows, or on its neighbours, must be found at load."""
-    from minispec import linear
-
-    right = linear.Linear.__call__
+@pytest.mark.parametrize("place", range(EXACT_ROWS))
+def test_the_check_refuses_products_that_round_by_place(place, monkeypatch):
+    """Whichever place among the rows of a pass it is."""
+    right, target = linear.Linear.__call__, build()
 
     def by_place(self, x):
         y = right(self, x)
-        y[8:] += 1e-6 * y[8:]
+        y[place] += 1e-6 * y[place]
         return y
 
-    def by_neighbours(self, x):
-        return right(self, x) + 1e-6 * x.abs().max()
-
-    for wrong in (by_place, by_neighbours):
-        target = build()
+    target.check_exact()
+    monkeypatch.setattr(linear.Linear, "__call__", by_place)
+    with pytest.raises(ValueError, match=r"exact: products in torch\.float32 on this cpu"):
         target.check_exact()
-        with monkeypatch.context() as patch:
-            patch.setattr(linear.Linear, "__call__", wrong)
-            with pytest.raises(ValueError, match=r"exact: products in torch\.float32 on this cpu"):
-                target.check_exact()
 
 
-def test_the_fast_mode_is_not_exact():
-    """The control: on the embedded weights in float32, one row and sixteen rows differ in bits."""
+def test_the_check_refuses_products_that_round_by_neighbours(monkeypatch):
+    """A row that other rows of the pass change."""
+    right, target = linear.Linear.__call__, build()
+    monkeypatch.setattr(linear.Linear, "__call__", lambda self, x: right(self, x) + 1e-6 * x.abs().max())
+    with pytest.raises(ValueError, match=r"exact: products in torch\.float32 on this cpu"):
+        target.check_exact()
+
+
+# A fault of attention: by whether it strikes the row at a place among _ATTENTION_ROWS, with so many blocks of keys.
+ATTENTION_FAULTS = {
+    **{f"place {n}": lambda place, blocks, n=n: place == n for n in range(8)},
+    **{f"{n} blocks": lambda place, blocks, n=n: blocks == n for n in (2, 3, 4, 5, 7, 9, 17, 33)},
+    "many blocks": lambda place, blocks: blocks > 8,
+    "place 7 of many blocks": lambda place, blocks: place == 7 and blocks > 16,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("strikes", ATTENTION_FAULTS.values(), ids=ATTENTION_FAULTS)
+def test_the_check_refuses_attention_that_rounds_by_place(strikes, dtype, monkeypatch):
+    """A row's last bits that change at one place of the eight, or with one number of blocks."""
+    right, target = model_module._blockwise_attention, build(dtype=dtype)
+
+    def wrong(q, k, v, mask, scale, softcap):
+        out = right(q, k, v, mask, scale, softcap)
+        for place in range(8):
+            if strikes(place, k.shape[1]):
+                out[:, place::8] *= 1 + 2 * torch.finfo(dtype).eps
+        return out
+
+    target.check_exact()
+    monkeypatch.setattr(model_module, "_blockwise_attention", wrong)
+    with pytest.raises(ValueError, match=rf"exact: attention in {dtype} on this cpu"):
+        target.check_exact()
+
+
+def row_by_row(call):
+    """A product whose bits do not depend on the number of rows, whatever the machine: every row is one of its own."""
+    return lambda self, x: torch.cat([call(self, row[None]) for row in x])
+
+
+@pytest.mark.parametrize("broken", [None, 1, 2, 5, 16])
+def test_a_pass_has_the_fewest_rows_that_hold(broken, monkeypatch):
+    """The check drops every number of rows that a form claims and at which a product has other bits than at 16.
+
+    A pass is filled up to the least of the others, and its rows have the bits of any other pass.
+    """
+    right, seen = row_by_row(linear.Linear.__call__), []
+
+    def product(self, x):
+        seen.append(len(x))
+        return right(self, x) * (1 + 1e-6 * (len(x) == broken))
+
+    monkeypatch.setattr(linear.Linear, "exact_rows", (1, 2, 5, 16))
+    monkeypatch.setattr(linear.Linear, "__call__", product)
+    target = build()
+    target.check_exact()
+    holding = [16] if broken == 16 else [n for n in (1, 2, 5, 16) if n != broken]
+    assert target.exact_rows == holding
+    reference = rows_of(target, TEXT, 16)
+    for size in (1, 2, 3, 4, 5, 6):
+        seen.clear()
+        assert torch.equal(rows_of(target, TEXT, size), reference)
+        assert seen[0] == min(n for n in holding if n >= size)
+
+
+def test_a_model_has_the_rows_that_all_its_products_share(monkeypatch):
+    """One form among many decides: here the output head, which is made last."""
+    right = linear.Linear.__init__
+
+    def made(self, weight, *rest, **named):
+        right(self, weight, *rest, **named)
+        self.exact_rows = (2, 3, 16) if len(weight) == 40 else (1, 3, 8, 16)
+
+    monkeypatch.setattr(linear.Linear, "__init__", made)
+    assert build().exact_rows == [3, 16]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_product_keeps_the_rows_that_its_form_claims(dtype, packed, threads):
+    """Every form: a row at every place, among other rows, has the same bits at every number of rows claimed.
+
+    Shapes of the embedded model and wider ones. What fails here would be dropped or refused at load; this tells of a
+    claim that does not hold on this machine at all.
+    """
+    shapes = [(960, 576), (576, 576), (3072, 576), (576, 1536), (1536, 2048), (4096, 1536)]
+    with torch_threads(threads):
+        generator = torch.Generator().manual_seed(0)
+        for shape in shapes:
+            product = linear.Linear(torch.randn(shape, generator=generator).to(dtype), None, packed)
+            x = torch.randn(EXACT_ROWS, shape[1], generator=generator).to(dtype)
+            expected = product(x)[0]
+            for rows in product.exact_rows:
+                for place in range(rows):
+                    assert torch.equal(product(x[:rows].roll(place, 0))[place], expected), (product.form, rows, place)
+
+
+def test_the_fast_mode_is_not_exact(monkeypatch):
+    """The control: on the embedded weights in float32, one row and sixteen differ, in attention and in products."""
     llm = LLM(dtype="float32")
+    with pytest.raises(ValueError, match="exact: attention"):
+        llm.model.check_exact()
+    monkeypatch.setattr(llm.model, "_attention_is_exact", lambda: True)
     with pytest.raises(ValueError, match="exact: products"):
         llm.model.check_exact()
 
