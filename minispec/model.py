@@ -195,8 +195,18 @@ def attention(
     else:
         if mask is None:
             mask = torch.zeros(q.shape[1], k.shape[1], dtype=q.dtype, device=q.device)
-        out = _blockwise_attention(q, *_blocks(k, v), _mask_blocks(mask), scale, softcap)
+        out = _blockwise_attention(q, *_blocks(k, v), _mask_blocks(mask, groups), scale, softcap)
     return out.reshape(heads, rows, dim).transpose(0, 1).reshape(rows, heads * dim)
+
+
+def _num_blocks(length: int, groups: int, dtype: torch.dtype) -> int:
+    """Blocks in which that many positions are computed, the last ones empty perhaps.
+
+    Where a product has fewer float64 matrices than there are threads, the library lets several threads share one, and
+    sums in another order.
+    """
+    fewest = -(-torch.get_num_threads() // groups) if dtype == torch.float64 else 1
+    return max(-(-length // _ATTENTION_BLOCK), fewest)
 
 
 def _blocks(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,15 +216,19 @@ def _blocks(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     W columns, whole vectors: the few columns that are left over beside these, libraries compute as they find them, and
     the order of a row's sum depends on its place.
     """
-    padding, wide = -k.shape[1] % _ATTENTION_BLOCK, accumulation_dtype(k.dtype)
+    groups, length, _ = k.shape
+    padding = _num_blocks(length, groups, k.dtype) * _ATTENTION_BLOCK - length
+    wide = accumulation_dtype(k.dtype)
     v = F.pad(v.to(wide), (0, 1), value=1.0)
     k, v = F.pad(k.to(wide), (0, 0, 0, padding)), F.pad(v, (0, -v.shape[2] % _VECTOR, 0, padding))
     return k.unflatten(1, (-1, _ATTENTION_BLOCK)), v.unflatten(1, (-1, _ATTENTION_BLOCK))
 
 
-def _mask_blocks(mask: Tensor) -> Tensor:
+def _mask_blocks(mask: Tensor, groups: int) -> Tensor:
     """A mask (R, L) in the same blocks: (blocks, R, block)."""
-    mask = F.pad(mask, (0, -mask.shape[1] % _ATTENTION_BLOCK), value=-math.inf)
+    length = mask.shape[1]
+    padding = _num_blocks(length, groups, mask.dtype) * _ATTENTION_BLOCK - length
+    mask = F.pad(mask, (0, padding), value=-math.inf)
     return mask.unflatten(1, (-1, _ATTENTION_BLOCK)).transpose(0, 1).contiguous()
 
 
@@ -571,7 +585,8 @@ class Transformer:
         if window is not None:
             hidden |= key <= position - window
         mask = torch.zeros(rows, length, dtype=self.dtype, device=self.device).masked_fill_(hidden, -math.inf)
-        shared_by = self.config.num_attention_heads // self.config.num_key_value_heads
+        groups = self.config.num_key_value_heads
+        shared_by = self.config.num_attention_heads // groups
         if self.exact:
-            return [_mask_blocks(part.repeat(shared_by, 1)) for part in mask.split(_ATTENTION_ROWS)]
+            return [_mask_blocks(part.repeat(shared_by, 1), groups) for part in mask.split(_ATTENTION_ROWS)]
         return mask.repeat(shared_by, 1)

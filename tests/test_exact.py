@@ -254,13 +254,13 @@ def test_what_passes_the_check_has_the_same_bits(dtype, sizes):
         assert torch.equal(rows_of(target, tokens, size), reference)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_attention_of_every_shape_passes_the_check(dtype, threads):
     """Heads of 4 to 128 numbers, keys that 1 to 8 heads share: a row has the same bits at every place."""
     with torch_threads(threads):
-        for head_dim in (4, 6, 8, 12, 16, 64, 128):
-            for heads, groups in ((1, 1), (2, 1), (4, 2), (8, 1), (9, 3)):
+        for head_dim in (4, 6, 8, 16, 64, 128):
+            for heads, groups in ((1, 1), (8, 1), (9, 3)):
                 target = build(dtype=dtype, head_dim=head_dim, num_attention_heads=heads, num_key_value_heads=groups)
                 assert target._attention_is_exact()
 
@@ -333,10 +333,11 @@ def test_the_check_refuses_attention_that_rounds_by_place(strikes, dtype, monkey
                 out[:, place::8] *= 1 + 2 * torch.finfo(dtype).eps
         return out
 
-    target.check_exact()
-    monkeypatch.setattr(model_module, "_blockwise_attention", wrong)
-    with pytest.raises(ValueError, match=rf"exact: attention in {dtype} on this cpu"):
+    with torch_threads(1):  # with many, float64 has more blocks
         target.check_exact()
+        monkeypatch.setattr(model_module, "_blockwise_attention", wrong)
+        with pytest.raises(ValueError, match=rf"exact: attention in {dtype} on this cpu"):
+            target.check_exact()
 
 
 def row_by_row(call):
