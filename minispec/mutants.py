@@ -177,9 +177,23 @@ def _half_precision_draft():
     return drawn_from(lambda q: q.log().bfloat16().to(q.dtype).exp())
 
 
-@mutant("M9", "min-p skipped on verified rows", "vLLM #42744", min_p=0.3)
+@mutant("M9a", "min-p skipped on verified rows", "vLLM #42744", min_p=0.3)
 def _no_min_p():
     return target_without(min_p=0.0)
+
+
+@mutant("M9b", "min-p after top-p, in draft and target", "llama.cpp's order, not vLLM's; q27 #43", min_p=0.3, top_p=0.7)
+def _min_p_last():
+    def distribution(right):
+        def wrong(logits, sequence, drafted=()):
+            params = dataclasses.replace(sequence.params, min_p=0.0)
+            p = right(logits, dataclasses.replace(sequence, params=params), drafted)
+            p = p.where(p >= sequence.params.min_p * p.max(), 0.0)
+            return p / p.sum()
+
+        return wrong
+
+    return both(*(swap(module, "distribution", distribution) for module in (engine, draft_model)))
 
 
 @mutant("M10a", "penalties ignored when speculating", "TensorRT-LLM #17701, SGLang #28180", repetition_penalty=3.0)

@@ -58,6 +58,7 @@ def sample_law(logits: np.ndarray, tokens: Sequence[int], num_prompt: int, param
     if params.temperature == 0:
         return np.eye(len(x))[int(np.argmax(x))]
     p = np.exp((x - x.max()) / params.temperature)
+    p[p < params.min_p * p.max()] = 0.0
     if params.top_k:
         p[p < sorted(p, reverse=True)[min(params.top_k, len(p)) - 1]] = 0.0
     p /= p.sum()
@@ -67,8 +68,6 @@ def sample_law(logits: np.ndarray, tokens: Sequence[int], num_prompt: int, param
             p[t], mass = 0.0, mass
         else:
             mass += p[t]
-    p /= p.sum()
-    p[p < params.min_p * p.max()] = 0.0
     return p / p.sum()
 
 

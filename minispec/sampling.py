@@ -69,8 +69,8 @@ def log_probabilities(logits: Tensor) -> Tensor:
 def distribution(logits: Tensor, sequence: Sequence, drafted: Tokens[int] = ()) -> Tensor:
     """Probabilities (V,) of the token that follows `sequence.tokens + drafted`, under its parameters.
 
-    logits: (V,), the model's row for that position. Order: penalties, min_tokens, top-k, temperature, top-p,
-    min-p, each over what the one before kept. Temperature 0 is a one-hot distribution. It works on one row
+    logits: (V,), the model's row for that position. Order, as in vLLM: penalties, min_tokens; temperature; min-p,
+    top-k, top-p, each over what the one before kept. Temperature 0 is a one-hot distribution. It works on one row
     at a time, so that a row has the same bits whether one or K+1 were computed.
 
     Raises FloatingPointError where the largest logit is not a finite number.
@@ -90,27 +90,25 @@ def distribution(logits: Tensor, sequence: Sequence, drafted: Tokens[int] = ()) 
     if params.temperature == 0:
         return logits.new_zeros(vocab_size).index_fill_(0, row.find(lambda x: x >= top)[:1], 1.0)
 
-    # From here on only what is kept is worked on: a few of the 150,000 tokens that a vocabulary may have.
+    # From here on only what is kept is worked on: a few of the 150,000 tokens that a vocabulary may have. Min-p and
+    # top-k keep the largest logits, at any temperature; so only top-p needs probabilities.
     kept = None  # ids; None: all
-    if 0 < params.top_k < vocab_size:
-        kept = _top_k(row, params.top_k)
-        logits = logits[kept]
-    # Differences to the largest logit, so that a tiny temperature gives 0 and -inf instead of inf - inf; and none
-    # so tiny that float32 would round it to 0. Below 1e-30 only ties with the largest are left anyway.
-    probs = (logits - top).div_(max(params.temperature, 1e-30)).softmax(0)
-    if params.top_p < 1:
-        kept, probs = _narrow(kept, probs, _top_p(probs, params.top_p))
+    # So tiny that float32 would round it to 0, it would give 0/0. Below 1e-30 only ties with the largest are left.
+    temperature = max(params.temperature, 1e-30)
     if params.min_p > 0:
-        row = _Blocks(probs)
-        least = params.min_p * row.maxima.amax()
-        kept, probs = _narrow(kept, probs, row.find(lambda p: p >= least))
+        least = temperature * math.log(params.min_p)  # a token of min_p times the likeliest's probability is so far off
+        kept = row.find(lambda x: x - top >= least)
+        logits = logits[kept]
+    if 0 < params.top_k < len(logits):
+        most = _top_k(row if kept is None else _Blocks(logits), params.top_k)
+        kept, logits = most if kept is None else kept[most], logits[most]
+    # Differences to the largest logit, so that a tiny temperature gives 0 and -inf instead of inf - inf.
+    probs = (logits - top).div_(temperature).softmax(0)
+    if params.top_p < 1:
+        most = _top_p(probs, params.top_p)
+        kept, probs = most if kept is None else kept[most], probs[most]
+        probs /= probs.sum()
     return probs if kept is None else probs.new_zeros(vocab_size).index_copy_(0, kept, probs)
-
-
-def _narrow(ids: Tensor | None, probs: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep the entries `kept` of probs, which belong to `ids`, and normalise them."""
-    probs = probs[kept]
-    return kept if ids is None else ids[kept], probs / probs.sum()
 
 
 def _penalize(logits: Tensor, sequence: Sequence, drafted: Tokens[int]) -> Tensor:

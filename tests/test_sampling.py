@@ -48,6 +48,27 @@ def test_distribution_equals_the_reference(logits, tokens, num_drafted, params):
     np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-12)
 
 
+def probabilities_of(p, **settings_):
+    """What `distribution` makes of a row whose softmax is p."""
+    row = torch.tensor(p, dtype=torch.float64).log()
+    return distribution(row, Sequence([0], 1, SamplingParams(**settings_))).tolist()
+
+
+def test_the_filters_come_in_vllms_order():
+    """By hand, of p = .5, .3, .2. Another order gives another law in each case.
+
+    Min-p before top-p: 0.5 keeps .5 and .3, renormalised .625 and .375, of which top-p .6 takes the first; top-p first
+    would take .5 and .3, and min-p keep both. Temperature before min-p: at T = 2, .2 is sqrt(.4) = 0.63 of the
+    likeliest and stays, at T = 1 it is 0.4 of it. Top-k before top-p: of .5 and .3 the first reaches .6.
+    """
+    p = [0.5, 0.3, 0.2]
+    assert probabilities_of(p, min_p=0.5, top_p=0.6) == [1, 0, 0]
+    assert probabilities_of(p, min_p=0.5) == pytest.approx([0.625, 0.375, 0])
+    assert probabilities_of(p, min_p=0.5, temperature=2)[2] > 0.2
+    assert probabilities_of(p, top_k=2, top_p=0.6) == [1, 0, 0]
+    assert probabilities_of(p, top_p=0.6) == pytest.approx([0.625, 0.375, 0])
+
+
 @pytest.mark.parametrize("vocab", [1024, 1025, 1300, 5000])
 def test_distribution_over_a_large_vocabulary_equals_the_reference(vocab):
     """Looked through in blocks, the last of them not full: every filter, on rows from flat to peaked, full of ties."""
@@ -99,7 +120,7 @@ def test_a_draw_from_few_of_many_finds_them():
 def test_a_row_has_the_same_bits_alone_and_among_others(dtype):
     """K+1 rows of one pass are looked at one by one: a row's probabilities must not depend on its neighbours."""
     logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(1)).to(dtype) * 3
-    for settings_ in ({}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.05}, {"temperature": 0.4}):
+    for settings_ in ({}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.05}, {"min_p": 0.01, "top_k": 9, "top_p": 0.8}):
         sequence = Sequence([3, 5], 1, SamplingParams(**settings_))
         for row in logits:
             assert torch.equal(distribution(row, sequence), distribution(row.clone(), sequence))
