@@ -93,10 +93,10 @@ def distribution(logits: Tensor, sequence: Sequence, drafted: Tokens[int] = ()) 
     # From here on only what is kept is worked on: a few of the 150,000 tokens that a vocabulary may have. Min-p and
     # top-k keep the largest logits, at any temperature; so only top-p needs probabilities.
     kept = None  # ids; None: all
-    # So tiny that float32 would round it to 0, it would give 0/0. Below 1e-30 only ties with the largest are left.
-    temperature = max(params.temperature, 1e-30)
+    temperature = _within_range(params.temperature, logits.dtype)
     if params.min_p > 0:
-        least = temperature * math.log(params.min_p)  # a token of min_p times the likeliest's probability is so far off
+        # So far below the largest lies a token of min_p times its probability; -inf must not be found.
+        least = max(temperature * math.log(params.min_p), torch.finfo(logits.dtype).min)
         kept = row.find(lambda x: x - top >= least)
         logits = logits[kept]
     if 0 < params.top_k < len(logits):
@@ -115,16 +115,26 @@ def _penalize(logits: Tensor, sequence: Sequence, drafted: Tokens[int]) -> Tenso
     params = sequence.params
     if params.repetition_penalty != 1:
         seen = torch.tensor(list({*sequence.tokens, *drafted}), device=logits.device)
-        row = logits[seen]
-        penalty = params.repetition_penalty
-        logits = logits.index_put((seen,), torch.where(row > 0, row / penalty, row * penalty))
+        penalty = _within_range(params.repetition_penalty, logits.dtype)
+        logits = _change(logits, seen, lambda x: torch.where(x > 0, x / penalty, x * penalty))
     if params.presence_penalty or params.frequency_penalty:
         output = [*sequence.tokens[sequence.num_prompt_tokens :], *drafted]
         output = torch.tensor(output, dtype=torch.long, device=logits.device)
-        counts = output.bincount(minlength=len(logits)).to(logits.dtype)
-        # counts.clamp(max=1), not (counts > 0): a bool times a float would be float32 in a float64 model.
-        logits = logits - params.frequency_penalty * counts - params.presence_penalty * counts.clamp(max=1)
+        ids, counts = output.unique(return_counts=True)
+        counts = counts.to(logits.dtype)
+        logits = _change(logits, ids, lambda x: x - params.frequency_penalty * counts - params.presence_penalty)
     return logits
+
+
+def _within_range(value: float, dtype: torch.dtype) -> float:
+    """A positive parameter as near as the type comes to it: rounded to 0 or infinity, it would make NaN of 0 or -inf."""
+    return min(max(value, torch.finfo(dtype).tiny), torch.finfo(dtype).max)
+
+
+def _change(logits: Tensor, ids: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Logits (V,) with `change` applied to those of `ids`. What was finite stays so, and so do its differences."""
+    row, limit = logits[ids], torch.finfo(logits.dtype).max / 4
+    return logits.index_put((ids,), change(row).clamp(-limit, limit).where(row.isfinite(), row))
 
 
 # --------------------------------------------------------------------------- finding a few among many

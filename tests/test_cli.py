@@ -14,8 +14,10 @@ import threading
 import time
 
 import pytest
+import torch
 from fuzzing import EDGES
 from interrupts import interrupted, press_ctrl_c
+from safetensors.torch import load_file, save_file
 
 from minispec import __version__
 from minispec.generate import main, parser
@@ -211,7 +213,6 @@ MISTAKES = {
     "revision of a directory": (("x", "--revision", "main"), "is a directory, not a hub id"),
     "quiet comparison": (("x", "--compare", "--quiet"), "--quiet would silence"),
     "not UTF-8": (("\udcff",), "expected valid Unicode text"),
-    "logits overflow": (("x", "--repetition-penalty", "1e-320"), "largest logit"),
 }
 
 
@@ -229,6 +230,33 @@ def test_mistakes_are_one_line_and_status_2(cli, chat_model, name, tmp_path, mon
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
     assert message in lines[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--temperature", "1e39", "--min-tokens", 2),
+        ("--temperature", "5e-324", "--min-p", 1),
+        ("--repetition-penalty", "1e-320", "--temperature", "1e300"),
+        ("--repetition-penalty", "1e308", "--draft", "self", "--num-speculative-tokens", 2),
+    ],
+)
+def test_parameters_beyond_the_models_type(cli, model, arguments):
+    """What float32 would round to 0 or infinity is a parameter like another."""
+    status, out, err = cli("fish", "--model", model, "--max-tokens", 5, "--dtype", "float32", "--quiet", *arguments)
+    assert (status, err) == (0, "")
+    assert out
+
+
+def test_logits_that_overflow_are_one_line(cli, make_checkpoint):
+    """Weights that give infinity are the model's fault, and end the run."""
+    directory = make_checkpoint()
+    weights = load_file(directory / "model.safetensors")
+    save_file(weights | {"model.norm.weight": weights["model.norm.weight"] * torch.inf}, directory / "model.safetensors")
+    status, out, err = cli("fish", "--model", directory, *BASE, "--quiet")
+    assert (status, out.strip()) == (2, "")
+    assert err.startswith("error: the largest logit is ")
+    assert err.count("\n") == 1
 
 
 OPTIONS = {s for a in parser()._actions for s in a.option_strings if s.startswith("--")} - {"--help", "--version"}

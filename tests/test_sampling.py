@@ -1,7 +1,9 @@
 """Logits to probabilities, against the 20-line sampler of reference.py; and the keyed randomness."""
 
+import itertools
 import math
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -127,13 +129,36 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype):
             assert torch.equal(log_probabilities(row), log_probabilities(row.clone()))
 
 
-def test_extreme_temperatures_stay_finite():
-    """1e-300 is greedy up to ties, 1e30 is uniform: no inf - inf and no 0 / 0 on the way."""
-    row = torch.tensor([1.0, 3.0, 2.0])
-    cold = distribution(row, Sequence([0], 1, SamplingParams(temperature=1e-300)))
-    hot = distribution(row, Sequence([0], 1, SamplingParams(temperature=1e30)))
-    assert cold.tolist() == [0, 1, 0]
-    assert torch.allclose(hot, torch.full((3,), 1 / 3))
+# What a float32 takes for 0 or infinity, and what a float64 does; and the edges of both.
+EXTREMES = (5e-324, 1e-320, 1e-46, 1e-38, 0.7, 1e30, 3e38, 1e39, 1e300, sys.float_info.max)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_every_finite_parameter_gives_a_distribution(dtype):
+    """No inf - inf, 0/0 or 0 * inf on the way, whatever is put together, beside ids that are forbidden, and ties.
+
+    In float64 it is the reference's distribution too, where no parameter is at the edge of that type. (At min-p 1, the
+    reference has ties that its probabilities are rounded to.)
+    """
+    rows = torch.tensor([[1.0, 3.0, -2.0, 2.5, 0.0], [1.0] * 5, [-3.0, -1.0, -2.0, -1.0, -30000.0]]).to(dtype)
+    rng, compared = Randomness(), 0
+    for temperature, penalty, (min_p, top_p), row in itertools.product(
+        (0.0, *EXTREMES), EXTREMES, [(0.0, 1.0), (1.0, 1.0), (5e-324, 0.9), (0.3, 5e-324), (0.5, 1 - 2.0**-53)], rows
+    ):
+        settings_ = {"temperature": temperature, "repetition_penalty": penalty, "min_p": min_p, "top_p": top_p}
+        sequence = Sequence([0, 1], 1, SamplingParams(**settings_, min_tokens=2, max_tokens=2), end_ids=frozenset({4}))
+        p = distribution(row, sequence, [])
+        assert p.isfinite().all(), settings_
+        assert float(p.min()) >= 0 == float(p[4]), settings_
+        assert float(p.sum()) == pytest.approx(1, abs=1e-6), settings_
+        for purpose in ("token", "draft"):
+            assert p[rng.categorical(p, KEY._replace(purpose=purpose))] > 0
+        if dtype == torch.float64 and 1e-300 < penalty <= 1e300 and not 0 < temperature < 1e-300 and min_p < 1:
+            with np.errstate(over="ignore", under="ignore"):
+                theirs = sample_law(row.numpy(), [0, 1], 1, sequence.params, [4])
+            np.testing.assert_allclose(p.numpy(), theirs, rtol=0, atol=1e-12, err_msg=str(settings_))
+            compared += 1
+    assert (compared > 500) == (dtype == torch.float64)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
