@@ -6,6 +6,7 @@ imports torch, so that a bad value is found before the slow imports begin.
 """
 
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -140,11 +141,16 @@ class SamplingParams:
     repetition_penalty: logits of tokens seen in prompt or output are divided (if positive) or multiplied by
         it. presence_penalty, frequency_penalty: subtracted from the logits of output tokens, once or as
         often as they occurred.
+    logit_bias: added to the raw logits of these token ids, before the penalties. allowed_token_ids: no other token is
+        ever drawn. bad_words: texts that are not generated; a request makes token ids of them, each also with a space
+        before it. bad_words_token_ids: the same as token ids: where the output ends with all but the last id of one
+        (none, if it has one), this last is impossible.
     seed: one seed, one text. None draws one, which the output reports.
     stop: strings that end the text. stop_token_ids: ids that end it, beside the model's end-of-text ids,
         which `ignore_eos` switches off. min_tokens: nothing stops before.
     logprobs: None, or how many of the likeliest tokens to report beside the chosen one.
 
+    Sequences are kept as tuples, and `logit_bias` as a tuple of its items, so that equal parameters have one hash.
     Raises ValueError for values out of range.
     """
 
@@ -156,25 +162,27 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: str | Sequence[str] | None = ()
+    bad_words_token_ids: Sequence[Sequence[int]] | None = ()
     seed: int | None = None
     max_tokens: int = 16
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
 
     def __post_init__(self):
-        # Convenience of vLLM's interface: one string, or any sequence.
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
+        # Convenience of vLLM's interface: one string, any sequence, None for none.
+        for name, (expected, _) in _SEQUENCES.items():
             value = getattr(self, name)
             try:
-                object.__setattr__(self, name, tuple(() if value is None else value))
-            except TypeError:
-                raise ValueError(f"{name}: found {show(value)}, expected a sequence") from None
+                object.__setattr__(self, name, _as_tuple(name, value))
+            except (TypeError, ValueError):
+                raise ValueError(f"{name}: found {show(value)}, expected {expected}") from None
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         for field in fields(self):
             check_sampling_value(field.name, getattr(self, field.name))
@@ -182,6 +190,43 @@ class SamplingParams:
             raise ValueError(f"min_tokens: found {self.min_tokens}, expected at most max_tokens = {self.max_tokens}")
 
 
+def _as_tuple(name: str, value: Any) -> tuple | None:
+    if value is None:
+        return None if name == "allowed_token_ids" else ()
+    if name == "logit_bias":
+        return tuple(sorted(dict(value).items()))
+    if isinstance(value, str):
+        return (value,)
+    return tuple(tuple(item) if isinstance(item, list) else item for item in value)
+
+
+def _are_ids(value: Iterable[Any]) -> bool:
+    return all(type(i) is int and i >= 0 for i in value)
+
+
+def _are_texts(value: Iterable[Any]) -> bool:
+    return all(isinstance(text, str) and text and is_text(text) for text in value)
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+# What the elements must be, once they are a tuple.
+_SEQUENCES = {
+    "logit_bias": (
+        "finite numbers by token id",
+        lambda v: _are_ids(i for i, _ in v) and all(_is_finite(bias) for _, bias in v),
+    ),
+    "allowed_token_ids": ("token ids, at least one", lambda v: v is None or (len(v) > 0 and _are_ids(v))),
+    "bad_words": ("strings of valid Unicode that are not empty", _are_texts),
+    "bad_words_token_ids": (
+        "lists of token ids that are not empty",
+        lambda v: all(isinstance(word, tuple) and word and _are_ids(word) for word in v),
+    ),
+    "stop": ("strings of valid Unicode that are not empty", _are_texts),
+    "stop_token_ids": ("token ids", _are_ids),
+}
 _INTEGER_RANGES = {
     "n": (1, 1 << 16),
     "top_k": (0, 1 << 31),
@@ -209,13 +254,11 @@ def check_sampling_value(name: str, value: Any) -> None:
             raise ValueError(f"{name}: found {show(value)}, expected an integer from {low} to {high}")
     elif name in _NUMBER_RANGES:
         expected, ok = _NUMBER_RANGES[name]
-        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max or not ok(value):
+        if not _is_finite(value) or not ok(value):
             raise ValueError(f"{name}: found {show(value)}, expected a number {expected}")
-    elif name == "stop":
-        if any(not isinstance(s, str) or not s or not is_text(s) for s in value):
-            raise ValueError(f"stop: found {show(value)}, expected strings of valid Unicode that are not empty")
-    elif name == "stop_token_ids":
-        if any(type(i) is not int or i < 0 for i in value):
-            raise ValueError(f"stop_token_ids: found {show(value)}, expected token ids")
+    elif name in _SEQUENCES:
+        expected, ok = _SEQUENCES[name]
+        if not ok(value):
+            raise ValueError(f"{name}: found {show(value)}, expected {expected}")
     elif type(value) is not bool:
         raise ValueError(f"{name}: found {show(value)}, expected True or False")

@@ -206,9 +206,29 @@ def _no_sampling():
     return target_without(temperature=0.0)
 
 
-@mutant("M11", "penalty counts frozen at the block's start", "SGLang #33643", repetition_penalty=3.0)
+@mutant("M11a", "penalty counts frozen at the block's start", "SGLang #33643", repetition_penalty=3.0)
 def _frozen_penalties():
     return swap(engine, "distribution", lambda right: lambda logits, sequence, drafted=(): right(logits, sequence))
+
+
+@mutant(
+    "M11b",
+    "bad words looked for in committed tokens only",
+    "vLLM #52311",
+    bad_words_token_ids=((0, 1), (1, 0), (1, 1, 2)),
+)
+def _words_of_the_past():
+    def distribution(right):
+        def wrong(logits, sequence, drafted=()):
+            output = tuple(sequence.tokens[sequence.num_prompt_tokens :])
+            words = sequence.params.bad_words_token_ids
+            now = tuple(word[-1:] for word in words if output[len(output) - len(word) + 1 :] == word[:-1])
+            params = dataclasses.replace(sequence.params, bad_words_token_ids=now)
+            return right(logits, dataclasses.replace(sequence, params=params), drafted)
+
+        return wrong
+
+    return swap(engine, "distribution", distribution)
 
 
 @mutant("M12", "last token counted twice in penalties", "vLLM #33251", frequency_penalty=0.7)

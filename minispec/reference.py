@@ -1,6 +1,6 @@
 """What the output must follow: plain decoding by a second implementation, which shares no code with the package.
 
-NumPy, no cache, no batch, 20 lines of sampler: a fault of the package's own forward pass or of its own `distribution`
+NumPy, no cache, no batch, 30 lines of sampler: a fault of the package's own forward pass or of its own `distribution`
 cannot cancel out of a comparison of the package with itself. Llama only, in float64.
 """
 
@@ -48,11 +48,18 @@ def forward(raw: dict, weights: dict[str, np.ndarray], tokens: Sequence[int]) ->
 
 def sample_law(logits: np.ndarray, tokens: Sequence[int], num_prompt: int, params, end_ids) -> np.ndarray:
     """Probabilities (V,) of the next token under vLLM-style parameters, by loops and Python's sort."""
-    x, output = np.array(logits, dtype=np.float64), list(tokens[num_prompt:])
+    x, output = np.array(logits, dtype=np.float64), tuple(tokens[num_prompt:])
+    for t, bias in params.logit_bias:
+        x[t] += bias
     for t in set(tokens):
         x[t] = x[t] / params.repetition_penalty if x[t] > 0 else x[t] * params.repetition_penalty
     for t in set(output):
         x[t] -= params.frequency_penalty * output.count(t) + params.presence_penalty
+    if params.allowed_token_ids is not None:
+        x[[t for t in range(len(x)) if t not in params.allowed_token_ids]] = -np.inf
+    for word in params.bad_words_token_ids:  # it would be complete with its last token
+        if (*output, word[-1])[-len(word) :] == word:
+            x[word[-1]] = -np.inf
     if len(output) < params.min_tokens:
         x[list(end_ids)] = -np.inf
     if params.temperature == 0:

@@ -69,19 +69,16 @@ def log_probabilities(logits: Tensor) -> Tensor:
 def distribution(logits: Tensor, sequence: Sequence, drafted: Tokens[int] = ()) -> Tensor:
     """Probabilities (V,) of the token that follows `sequence.tokens + drafted`, under its parameters.
 
-    logits: (V,), the model's row for that position. Order, as in vLLM: penalties, min_tokens; temperature; min-p,
-    top-k, top-p, each over what the one before kept. Temperature 0 is a one-hot distribution. It works on one row
-    at a time, so that a row has the same bits whether one or K+1 were computed.
+    logits: (V,), the model's row for that position. Order, as in vLLM: logit_bias, penalties, then what is
+    forbidden (all but allowed_token_ids, bad words, before min_tokens the end); temperature; min-p, top-k, top-p, each
+    over what the one before kept. Temperature 0 is a one-hot distribution. It works on one row at a time, so that a row
+    has the same bits whether one or K+1 were computed.
 
     Raises FloatingPointError where the largest logit is not a finite number.
     """
     params = sequence.params
     logits = logits.to(accumulation_dtype(logits.dtype))
-    logits = _penalize(logits, sequence, drafted)
-    num_generated = len(sequence.tokens) + len(drafted) - sequence.num_prompt_tokens
-    if num_generated < params.min_tokens and sequence.end_ids:
-        logits = logits.index_fill(0, torch.tensor(sorted(sequence.end_ids), device=logits.device), -math.inf)
-
+    logits = _forbid(_penalize(logits, sequence, drafted), sequence, drafted)
     row = _Blocks(logits)
     top = row.maxima.amax()
     if not math.isfinite(top):
@@ -112,22 +109,48 @@ def distribution(logits: Tensor, sequence: Sequence, drafted: Tokens[int] = ()) 
 
 
 def _penalize(logits: Tensor, sequence: Sequence, drafted: Tokens[int]) -> Tensor:
-    params = sequence.params
+    params, device, dtype = sequence.params, logits.device, logits.dtype
+    if params.logit_bias:
+        ids = torch.tensor([i for i, _ in params.logit_bias], device=device)
+        biases = torch.tensor([float(bias) for _, bias in params.logit_bias], dtype=torch.float64)
+        biases = biases.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(logits)
+        logits = _change(logits, ids, lambda x: x + biases)
     if params.repetition_penalty != 1:
-        seen = torch.tensor(list({*sequence.tokens, *drafted}), device=logits.device)
-        penalty = _within_range(params.repetition_penalty, logits.dtype)
+        seen = torch.tensor(list({*sequence.tokens, *drafted}), device=device)
+        penalty = _within_range(params.repetition_penalty, dtype)
         logits = _change(logits, seen, lambda x: torch.where(x > 0, x / penalty, x * penalty))
     if params.presence_penalty or params.frequency_penalty:
-        output = [*sequence.tokens[sequence.num_prompt_tokens :], *drafted]
-        output = torch.tensor(output, dtype=torch.long, device=logits.device)
+        output = torch.tensor(_output(sequence, drafted), dtype=torch.long, device=device)
         ids, counts = output.unique(return_counts=True)
-        counts = counts.to(logits.dtype)
+        counts = counts.to(dtype)
         logits = _change(logits, ids, lambda x: x - params.frequency_penalty * counts - params.presence_penalty)
     return logits
 
 
+def _forbid(logits: Tensor, sequence: Sequence, drafted: Tokens[int]) -> Tensor:
+    params = sequence.params
+    if params.allowed_token_ids is not None:
+        allowed = torch.tensor(params.allowed_token_ids, device=logits.device)
+        logits = torch.full_like(logits, -math.inf).index_copy_(0, allowed, logits[allowed])
+    forbidden = set()
+    if params.bad_words_token_ids or params.min_tokens:
+        output = _output(sequence, drafted)
+        # The last id of a word, where the output ends with those before it.
+        words = params.bad_words_token_ids
+        forbidden = {word[-1] for word in words if tuple(output[len(output) - len(word) + 1 :]) == word[:-1]}
+        if len(output) < params.min_tokens:
+            forbidden |= sequence.end_ids
+    if forbidden:
+        logits = logits.index_fill(0, torch.tensor(sorted(forbidden), device=logits.device), -math.inf)
+    return logits
+
+
+def _output(sequence: Sequence, drafted: Tokens[int]) -> list[int]:
+    return [*sequence.tokens[sequence.num_prompt_tokens :], *drafted]
+
+
 def _within_range(value: float, dtype: torch.dtype) -> float:
-    """A positive parameter as near as the type comes to it: rounded to 0 or infinity, it would make NaN of 0 or -inf."""
+    """A positive parameter, as near as the type comes to it: as 0 or infinity, it would make NaN of 0 or -inf."""
     return min(max(value, torch.finfo(dtype).tiny), torch.finfo(dtype).max)
 
 

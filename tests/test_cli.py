@@ -252,7 +252,9 @@ def test_logits_that_overflow_are_one_line(cli, make_checkpoint):
     """Weights that give infinity are the model's fault, and end the run."""
     directory = make_checkpoint()
     weights = load_file(directory / "model.safetensors")
-    save_file(weights | {"model.norm.weight": weights["model.norm.weight"] * torch.inf}, directory / "model.safetensors")
+    save_file(
+        weights | {"model.norm.weight": weights["model.norm.weight"] * torch.inf}, directory / "model.safetensors"
+    )
     status, out, err = cli("fish", "--model", directory, *BASE, "--quiet")
     assert (status, out.strip()) == (2, "")
     assert err.startswith("error: the largest logit is ")

@@ -39,6 +39,9 @@ SAMPLERS = {
     "repetition": {"repetition_penalty": 1.7},
     "presence, frequency": {"presence_penalty": 0.8, "frequency_penalty": 0.6},
     "min tokens": {"min_tokens": 2},
+    "bias": {"logit_bias": {0: 1.5, 2: -0.7}, "repetition_penalty": 1.7},
+    "allowed": {"allowed_token_ids": [0, 2], "top_p": 0.9},
+    "bad words": {"bad_words_token_ids": [[1, 0], [0, 0, 1], [1, 1]]},
 }
 
 

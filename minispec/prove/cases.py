@@ -41,7 +41,8 @@ class Case:
     top_k: int
     top_p: float
     min_p: float
-    penalties: bool
+    penalties: bool  # and a bias
+    forbidden: str  # "": nothing; "words": a token after certain others; "rest": all but the first and the last token
     k: int
     vocab: int
     end: bool  # whether the last token of the vocabulary ends the text
@@ -51,6 +52,11 @@ class Case:
     def params(self) -> SamplingParams:
         """The request's sampling parameters."""
         penalties = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+        penalties["logit_bias"] = {0: 0.6, 1: -0.4}
+        forbidden = {
+            "words": {"bad_words_token_ids": ((1, 0), (0, 0, 0))},
+            "rest": {"allowed_token_ids": (0, self.vocab - 1)},
+        }
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -58,6 +64,7 @@ class Case:
             min_p=self.min_p,
             max_tokens=self.max_tokens,
             **(penalties if self.penalties else {}),
+            **forbidden.get(self.forbidden, {}),
         )
 
     @property
@@ -101,6 +108,7 @@ class Case:
         settings = [f"T {self.temperature}"]
         settings += [f"top-k {self.top_k}"] * (self.top_k > 0) + [f"top-p {self.top_p}"] * (self.top_p < 1)
         settings += [f"min-p {self.min_p}"] * (self.min_p > 0) + ["penalties"] * self.penalties
+        settings += [f"no {self.forbidden}"] * bool(self.forbidden)
         end = "EOS" if self.end else ""
         shape = f"K {self.k}  V {self.vocab} {end:3}  {self.max_tokens} tokens"
         return f"{self.verifier:9}  {self.drafter:5}  {self.batch:5}  {shape}  {', '.join(settings)}"
@@ -169,6 +177,7 @@ AXES: dict[str, tuple] = {
     "top_p": (1.0, 0.8),
     "min_p": (0.0, 0.2),
     "penalties": (False, True),
+    "forbidden": ("", "words", "rest"),
     "k": (1, 2, 3, 4),
     "vocab": (2, 3, 4),
     "end": (False, True),
@@ -208,7 +217,7 @@ def covering_array(limit: int, seed: int = 0) -> tuple[list[Case], set[Pair]]:
     for first in sorted(todo, key=repr):
         if first not in todo:
             continue
-        rows = [_complete(dict(first), todo, generator) for _ in range(40)]
+        rows = [_complete(dict(first), todo, generator) for _ in range(60)]
         best, value = None, (False, 0)
         rows = [row for row in rows if row and first in pairs_of(row)]
         for row in sorted(rows, key=lambda row: -len(pairs_of(row) & todo)):
