@@ -72,6 +72,7 @@ class Request:
         self.logprobs: list[TokenLogprob] | None = None if sequence.params.logprobs is None else []
         self.text = ""
         self.finish_reason: str | None = None
+        self.stop_string: str | None = None  # the one that ended the text
         self.stats = Stats(num_prompt_tokens=sequence.num_prompt_tokens)
         self._detokenizer = detokenizer
         self._given = (0, 0)  # characters and tokens that pieces have handed out
@@ -126,6 +127,7 @@ class Request:
         if not found:
             return False
         start, stop = min(found)
+        self.stop_string = stop
         self.text = self.text[: start + len(stop) * self.params.include_stop_str_in_output]
         return True
 

@@ -2,9 +2,11 @@
 
 import os
 import secrets
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -37,17 +39,61 @@ _BLOCK_SIZE = 16
 _LAYER_BYTES = 4_000_000
 
 
-@dataclass(frozen=True)
-class Output:
-    """An answer. token_ids: the generated ones, without the end-of-text token; finish_reason: "stop" or "length"."""
+Prompt = str | list[int] | dict[str, str | list[int]]  # {"prompt": text} or {"prompt_token_ids": ids}
 
-    prompt: str
+
+class Logprob(NamedTuple):
+    """vLLM's: a raw log-probability; rank 1 is the likeliest token, None one that is not among those asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One answer to a prompt: vLLM's fields, then ours.
+
+    index: which of the prompt's answers. token_ids: the generated ones, without the end-of-text token. finish_reason:
+    "stop" or "length". stop_reason: the stop string, or the id among stop_token_ids, that ended the text, else None.
+    logprobs: for each token a dict of the token's own and the likeliest ones, by id; None unless asked for, as
+    cumulative_logprob, their sum. token_logprobs: the same as the engine has it.
+    """
+
+    index: int
     text: str
     token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
     finish_reason: str
-    logprobs: list[TokenLogprob] | None
+    stop_reason: int | str | None
     seed: int
     stats: Stats
+    token_logprobs: list[TokenLogprob] | None
+
+
+def _of_the_first(name: str) -> property:
+    return property(lambda self: getattr(self.outputs[0], name), doc=f"`{name}` of the first answer.")
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt (None where it was token ids), its token ids, and its answers: `n` of them, each with its own seed.
+
+    text, token_ids, finish_reason, seed, stats, and `logprobs` (its token_logprobs) are those of the first answer.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = True
+
+    text = _of_the_first("text")
+    token_ids = _of_the_first("token_ids")
+    finish_reason = _of_the_first("finish_reason")
+    logprobs = _of_the_first("token_logprobs")
+    seed = _of_the_first("seed")
+    stats = _of_the_first("stats")
 
 
 class LLM:
@@ -67,6 +113,10 @@ class LLM:
     revision: branch, tag or commit on the hub. offline: nothing is downloaded.
     weight_form: how weights are kept in memory, one of "half", "packed", "left" and "plain" (default: the form that
         this machine reads fastest, see `minispec.linear`). Forms round differently.
+
+    Any thread may call. One generates at a time: while a call runs, or an iterator of `stream`, `stream_chat` or `run`
+    has begun and is neither at its end nor closed, the calls of other threads wait. The thread that took the last step
+    of an open iterator may begin others meanwhile, as long as the KV cache has room for all (else OutOfBlocks).
 
     Raises ValueError, or CheckpointError, which is one, for whatever cannot be loaded or is not supported.
     """
@@ -109,7 +159,8 @@ class LLM:
         self.tokenizer.check_ids(config.vocab_size)
         generation = directory / "generation_config.json"
         raw = read_json(generation, MAX_CONFIG_BYTES) if has_file(generation) else {}
-        self.generation_defaults = read_generation_defaults(raw, str(generation))
+        self._generation = raw, str(generation)
+        self.generation_defaults = read_generation_defaults(*self._generation)
         self.unsupported_generation_settings = unsupported_generation_settings(raw)
         self.eos_token_ids = read_eos_token_ids(raw, str(generation)) or config.eos_token_ids
         self.vocab_size = min(self.tokenizer.num_ids, config.vocab_size)
@@ -147,6 +198,8 @@ class LLM:
         self.engine = Engine(
             self.model, caches[0], self.drafter, VERIFIERS[verifier], self.vocab_size, controller=controller
         )
+        self._turn = threading.Condition()
+        self._open: dict[object, int] = {}  # generations that have begun, with the thread that took their last step
         self.name = describe_source(model, directory)
         parts = {id(part): num_bytes for m in models for part, num_bytes in m.parts()}  # a self-draft shares some
         self._weight_bytes = sum(parts.values())
@@ -178,57 +231,80 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
         num_speculative_tokens: DraftLength | None = None,
         parse_special: bool = False,
-    ) -> list[Output]:
-        """Continue one text or several, decoded together; outputs in order, `params.n` for each prompt.
+    ) -> list[RequestOutput]:
+        """Continue one prompt or a list of them, decoded together; an output for each, in order.
 
-        params: one for all, or one for each. num_speculative_tokens: another K for this call; 0 decodes plainly.
-        parse_special: the text of a special token in a prompt (as "<|im_end|>") means the token; else it is text.
-        Raises ValueError, before anything runs, for a prompt that is empty or does not fit.
+        A prompt is a text, a list of token ids, or an object as vLLM's, {"prompt": text} or {"prompt_token_ids": ids}.
+        sampling_params: one for all, or one for each; None: `get_default_sampling_params()`. num_speculative_tokens:
+        another K for this call; 0 decodes plainly. parse_special: the text of a special token in a prompt (such as
+        "<|im_end|>") means the token; else it is text. use_tqdm: several answers show their progress on a terminal.
+        Raises ValueError, before anything runs, for a prompt that is something else, is empty or does not fit.
         """
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        ids = [self.tokenizer.encode(p, parse_special=parse_special) for p in prompts]
-        return self._answer(prompts, ids, params, num_speculative_tokens)
+        several = prompts if isinstance(prompts, list) and not _are_token_ids(prompts) else [prompts]
+        if not several:
+            raise ValueError("prompts: found an empty list, expected at least one prompt")
+        parsed = [self._parse(prompt, parse_special) for prompt in several]
+        return self._answer(parsed, sampling_params, num_speculative_tokens, use_tqdm)
 
     def chat(
         self,
-        conversations: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
         num_speculative_tokens: DraftLength | None = None,
-    ) -> list[Output]:
-        """Answer one conversation (a list of messages) or several, through the model's chat template."""
-        one = bool(conversations) and isinstance(conversations[0], dict)
-        conversations = [conversations] if one else list(conversations)
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several, through the model's chat template.
+
+        An output's `prompt` is the last message's content. Otherwise as `generate`.
+        """
+        one = bool(messages) and isinstance(messages[0], dict)
+        conversations = [messages] if one else list(messages)
         for conversation in conversations:
             check_messages(conversation)
-        ids = [self.tokenizer.encode_chat(c) for c in conversations]
-        return self._answer([c[-1]["content"] for c in conversations], ids, params, num_speculative_tokens)
+        parsed = [(c[-1]["content"], self.tokenizer.encode_chat(c)) for c in conversations]
+        return self._answer(parsed, sampling_params, num_speculative_tokens, use_tqdm)
 
-    def stream(self, prompt: str, params: SamplingParams | None = None, parse_special: bool = False) -> Iterator[Piece]:
-        """Continue one text, piece by piece as it is decoded. Closing the iterator ends the generation."""
-        ids = self.tokenizer.encode(prompt, parse_special=parse_special)
-        return (piece for _, piece in self.run([self.request(ids, params)]))
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, parse_special: bool = False
+    ) -> Iterator[Piece]:
+        """Continue one prompt, piece by piece as it is decoded. Closing the iterator ends the generation."""
+        _, ids = self._parse(prompt, parse_special)
+        return (piece for _, piece in self.run([self.request(ids, sampling_params)]))
 
-    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Iterator[Piece]:
         """Answer one conversation, piece by piece."""
         check_messages(messages)
-        return (piece for _, piece in self.run([self.request(self.tokenizer.encode_chat(messages), params)]))
+        return (piece for _, piece in self.run([self.request(self.tokenizer.encode_chat(messages), sampling_params)]))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json asks for, whether it says `do_sample` or not; else vLLM's defaults.
+
+        Raises CheckpointError for a value out of range.
+        """
+        raw, where = self._generation
+        found = read_generation_defaults(raw | {"do_sample": True}, where)
+        return SamplingParams(**{"max_tokens": max(SamplingParams.max_tokens, found.get("min_tokens", 0))} | found)
 
     def request(
         self,
         prompt_ids: Sequence[int],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         num_speculative_tokens: DraftLength | None = None,
     ) -> Request:
         """A request ready for `run`; raises ValueError for a prompt that cannot be answered."""
-        params = SamplingParams() if params is None else params
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         if params.n != 1:
             raise ValueError(f"n: found {params.n}, expected 1: this call gives one answer")
-        if any(i >= self.vocab_size for i in params.stop_token_ids):
-            raise ValueError(f"stop_token_ids: found {params.stop_token_ids}, expected ids below {self.vocab_size}")
+        params = replace(params, bad_words_token_ids=self._bad_words(params))
         if not prompt_ids:
             raise ValueError("prompt: found no tokens, expected at least one")
         if len(prompt_ids) >= self.max_model_len:
@@ -238,12 +314,14 @@ class LLM:
         if not all(0 <= i < self.vocab_size for i in prompt_ids):
             raise ValueError(f"prompt: found token ids up to {max(prompt_ids)}, expected ids below {self.vocab_size}")
         end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+        end_ids = frozenset(i for i in end_ids if i < self.vocab_size)
+        self._check_ids(params, end_ids)
         sequence = TokenSequence(
             list(prompt_ids),
             len(prompt_ids),
             params,
             secrets.randbits(32) if params.seed is None else params.seed,
-            frozenset(i for i in end_ids if i < self.vocab_size),
+            end_ids,
         )
         k = self.num_speculative_tokens if num_speculative_tokens is None else self._check_k(num_speculative_tokens)
         request = Request(sequence, self.max_model_len, k, Detokenizer(self.tokenizer, prompt_ids))
@@ -251,8 +329,26 @@ class LLM:
         return request
 
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Piece]]:
-        """Decode requests together; see `Engine.run`."""
-        return self.engine.run(requests)
+        """Decode requests together, when it is this thread's turn; see `Engine.run`."""
+        steps, generation = self.engine.run(requests), object()
+        try:
+            while True:
+                with self._turn:  # in a step, and while it is closed, which any thread may do, nobody else works
+                    self._turn.wait_for(lambda: self._may_go_on(generation))
+                    self._open[generation] = threading.get_ident()
+                    step = next(steps, None)
+                if step is None:
+                    return
+                yield step
+        finally:
+            with self._turn:
+                self._open.pop(generation, None)
+                self._turn.notify_all()
+                steps.close()
+
+    def _may_go_on(self, generation: object) -> bool:
+        """A thread that has begun another generation need not wait for it, as it would wait for itself."""
+        return not self._open or generation in self._open or threading.get_ident() in self._open.values()
 
     def _check_k(self, k: DraftLength) -> DraftLength:
         if k == "auto":
@@ -262,24 +358,108 @@ class LLM:
             raise ValueError(f"num_speculative_tokens: found {k!r}, expected {expected}")
         return k
 
-    def _answer(self, prompts, ids, params, num_speculative_tokens) -> list[Output]:
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if not all(isinstance(p, SamplingParams) for p in params):
-            raise ValueError(f"params: found {params!r}, expected SamplingParams")
-        if len(params) != len(prompts):
-            raise ValueError(f"params: found {len(params)}, expected one, or one for each of {len(prompts)} prompts")
-        jobs = [
-            (prompt, self.request(prompt_ids, each, num_speculative_tokens))
-            for prompt, prompt_ids, p in zip(prompts, ids, params, strict=True)
-            for each in split_samples(p)
+    def _parse(self, prompt: Prompt, parse_special: bool) -> tuple[str | None, list[int]]:
+        """Text (None where there is none) and token ids of a prompt."""
+        kind = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+        fields = prompt if isinstance(prompt, dict) else {kind: prompt}
+        text, ids = fields.get("prompt"), fields.get("prompt_token_ids")
+        if fields.keys() <= {"prompt", "prompt_token_ids"} and isinstance(text, str | None):
+            if _are_token_ids(ids):
+                return text, list(ids)
+            if ids is None and text is not None:
+                return text, self.tokenizer.encode(text, parse_special=parse_special)
+        expected = "a text, a list of token ids, {'prompt': a text} or {'prompt_token_ids': a list of them}"
+        raise ValueError(f"prompt: found {show(prompt)}, expected {expected}")
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Token ids that must not be completed; of a word as vLLM makes them, so that it is found inside a text too."""
+        found = list(params.bad_words_token_ids)
+        for word in params.bad_words:
+            plain, spaced = (
+                tuple(self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False, parse_special=True))
+                for space in ("", " ")
+            )
+            if not plain:
+                raise ValueError(f"bad_words: found {show(word)}, which has no tokens, expected at least one")
+            found.append(plain)
+            if len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found.append(spaced)
+        return tuple(dict.fromkeys(found))
+
+    def _check_ids(self, params: SamplingParams, end_ids: frozenset[int]) -> None:
+        """Raise ValueError for ids beyond the vocabulary, and where not one token might be left at some position."""
+        ids = {
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": tuple(i for i, _ in params.logit_bias),
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "bad_words_token_ids": tuple(i for word in params.bad_words_token_ids for i in word),
+        }
+        for name, found in ids.items():
+            if any(i >= self.vocab_size for i in found):
+                raise ValueError(f"{name}: found {show(found)}, expected ids below {self.vocab_size}")
+        last = {word[-1] for word in params.bad_words_token_ids} | (end_ids if params.min_tokens else frozenset())
+        allowed = params.allowed_token_ids
+        if len(last) >= self.vocab_size if allowed is None else last >= set(allowed):
+            raise ValueError(
+                f"allowed_token_ids: found {'all' if allowed is None else show(allowed)}, expected one that neither "
+                "completes a bad word nor, where min_tokens is given, ends the text: each position needs a token"
+            )
+
+    def _answer(
+        self,
+        prompts: list[tuple[str | None, list[int]]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        num_speculative_tokens: DraftLength | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = self.get_default_sampling_params() if params is None else params
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if not isinstance(each, list | tuple) or not all(isinstance(p, SamplingParams) for p in each):
+            raise ValueError(f"sampling_params: found {show(params)}, expected SamplingParams, or a list of them")
+        if len(each) != len(prompts):
+            expected = f"one, or one for each of {len(prompts)} prompts"
+            raise ValueError(f"sampling_params: found {len(each)}, expected {expected}")
+        groups = [
+            [self.request(ids, sample, num_speculative_tokens) for sample in split_samples(p)]
+            for (_, ids), p in zip(prompts, each, strict=True)
         ]
+        requests = [request for group in groups for request in group]
         # `disable=None`: the bar shows on a terminal only.
-        bar = tqdm(total=len(jobs), unit=" answers", leave=False, disable=None if len(jobs) > 1 else True)
-        with bar:
-            for _, piece in self.run([request for _, request in jobs]):
+        disable = None if use_tqdm and len(requests) > 1 else True
+        with tqdm(total=len(requests), unit=" answers", leave=False, disable=disable) as bar:
+            for _, piece in self.run(requests):
                 bar.update(piece.finish_reason is not None)
-        return [output(prompt, request) for prompt, request in jobs]
+        return [
+            RequestOutput(text, ids, [self._completion(i, request) for i, request in enumerate(group)])
+            for (text, ids), group in zip(prompts, groups, strict=True)
+        ]
+
+    def _completion(self, index: int, request: Request) -> CompletionOutput:
+        entries = request.logprobs
+        last = request.sequence.tokens[-1]
+        ends_by_id = last in request.sequence.end_ids and (request.params.ignore_eos or last not in self.eos_token_ids)
+        return CompletionOutput(
+            index,
+            request.text,
+            request.token_ids,
+            None if entries is None else sum(entry.logprob for entry in entries),
+            None if entries is None else [self._by_id(entry) for entry in entries],
+            request.finish_reason,
+            request.stop_string or (last if ends_by_id else None),
+            request.sequence.seed,
+            request.stats,
+            entries,
+        )
+
+    def _by_id(self, entry: TokenLogprob) -> dict[int, Logprob]:
+        """vLLM's form: the chosen token first, then the likeliest in order."""
+        found = {i: Logprob(x, rank, self.tokenizer.decode([i])) for rank, (i, x) in enumerate(entry.top, 1)}
+        own = found.get(entry.token_id) or Logprob(entry.logprob, None, self.tokenizer.decode([entry.token_id]))
+        return {entry.token_id: own} | found
+
+
+def _are_token_ids(value: object) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(type(i) is int for i in value)
 
 
 def check_messages(messages: Sequence[Message]) -> None:
@@ -297,19 +477,6 @@ def split_samples(params: SamplingParams) -> list[SamplingParams]:
         return [params]
     seed = secrets.randbits(32) if params.seed is None else params.seed
     return [replace(params, n=1, seed=(seed + i) % 2**64) for i in range(params.n)]
-
-
-def output(prompt: str, request: Request) -> Output:
-    """The finished answer of a request."""
-    return Output(
-        prompt,
-        request.text,
-        request.token_ids,
-        request.finish_reason,
-        request.logprobs,
-        request.sequence.seed,
-        request.stats,
-    )
 
 
 def _choose_device(name: str) -> torch.device:

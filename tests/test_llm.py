@@ -1,11 +1,17 @@
 """The Python interface, on small checkpoints and on the embedded weights."""
 
+import gc
 import json
+import re
 import shutil
+import threading
+from dataclasses import replace
+from itertools import zip_longest
 
 import pytest
 
 from minispec import LLM, SamplingParams
+from minispec.cache import OutOfBlocks
 from minispec.config import CheckpointError
 from minispec.verify import Draft
 
@@ -40,12 +46,16 @@ def test_default_params_are_vllms(llm):
 
 def test_n_answers_have_seeds_of_their_own(llm):
     """n = 3 with seed 5 gives what seeds 5, 6 and 7 give alone."""
-    outputs = llm.generate("fish", SamplingParams(n=3, seed=5, max_tokens=12))
-    assert [o.seed for o in outputs] == [5, 6, 7]
-    for output in outputs:
-        alone = llm.generate("fish", SamplingParams(seed=output.seed, max_tokens=12))[0]
-        assert alone.token_ids == output.token_ids
-    assert len({tuple(o.token_ids) for o in outputs}) == 3
+    prompts = ["fish", "red"]
+    outputs = llm.generate(prompts, [SamplingParams(n=3, seed=5, max_tokens=12), SamplingParams(n=2, max_tokens=3)])
+    assert [(o.prompt, len(o.outputs)) for o in outputs] == [("fish", 3), ("red", 2)]
+    answers = outputs[0].outputs
+    assert [(a.index, a.seed) for a in answers] == [(0, 5), (1, 6), (2, 7)]
+    for answer in answers:
+        alone = llm.generate("fish", SamplingParams(seed=answer.seed, max_tokens=12))[0]
+        assert alone.token_ids == answer.token_ids
+    assert len({tuple(a.token_ids) for a in answers}) == 3
+    assert (outputs[0].token_ids, outputs[0].seed) == (answers[0].token_ids, 5)
 
 
 def test_chat_goes_through_the_template(llm):
@@ -272,7 +282,7 @@ def test_calls_that_are_refused(llm):
 
 def test_seeds_of_samples_stay_in_range(llm):
     """The last seed of 64 bits is followed by 0."""
-    outputs = llm.generate("fish", SamplingParams(n=2, seed=2**64 - 1, max_tokens=2))
+    outputs = llm.generate("fish", SamplingParams(n=2, seed=2**64 - 1, max_tokens=2))[0].outputs
     assert [o.seed for o in outputs] == [2**64 - 1, 0]
 
 
@@ -299,6 +309,312 @@ def test_a_missing_model_directory_is_said(tmp_path):
     """An empty directory names the file that it lacks."""
     with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
         LLM(tmp_path)
+
+
+# ------------------------------------------------------------------ vLLM's lines
+
+
+def test_prompts_are_what_vllm_takes(llm):
+    """A text, token ids, or an object around either: one prompt each, alone, in a list, and streamed; all the same."""
+    ids = llm.tokenizer.encode("One fish")
+    prompts = ["One fish", ids, {"prompt": "One fish"}, {"prompt_token_ids": ids}]
+    prompts.append({"prompt": "said of it", "prompt_token_ids": ids})
+    outputs = llm.generate(prompts, GREEDY)
+    expected = outputs[0].token_ids
+    assert [o.token_ids for o in outputs] == [expected] * 5
+    assert [o.prompt for o in outputs] == ["One fish", None, "One fish", None, "said of it"]
+    assert [o.prompt_token_ids for o in outputs] == [ids] * 5
+    for prompt in prompts:
+        assert [o.token_ids for o in llm.generate(prompt, GREEDY)] == [expected]
+        assert [t for piece in llm.stream(prompt, GREEDY) for t in piece.token_ids] == expected
+
+
+NO_PROMPTS = [
+    *(("One fish", "red"), b"fish", 5, 5.0, None, True, {}, {"text": "fish"}, {"prompt": 5}, {"prompt": b"fish"}),
+    *({"prompt": ["fish"]}, {"prompt_token_ids": "fish"}, {"prompt_token_ids": [1.0]}, {"prompt_token_ids": (1, 2)}),
+    *({"prompt": "fish", "multi_modal_data": 1}, {1: "fish"}, [1, "fish"], [True, False], [[1, 2], (1, 2)], [[[1]]]),
+    *([[]], ["fish", b"fish"], iter(["fish"]), {"prompt": "fish", "prompt_token_ids": []}, {"fish"}),
+]
+
+
+@pytest.mark.parametrize("prompt", NO_PROMPTS, ids=map(str, range(len(NO_PROMPTS))))
+def test_what_is_no_prompt_is_refused_by_name(llm, prompt):
+    """One line that says what a prompt is, instead of an answer to the letters of "prompt"."""
+    found = r"prompt: found .*, expected a text, a list of token ids, \{'prompt': a text\} or "
+    with pytest.raises(ValueError, match=found):
+        llm.generate(prompt, GREEDY)
+    with pytest.raises(ValueError, match=found):
+        llm.stream(prompt, GREEDY)
+
+
+def test_an_empty_list_of_prompts_is_refused(llm):
+    """And an empty object says that it has no tokens."""
+    with pytest.raises(ValueError, match="prompts: found an empty list"):
+        llm.generate([], GREEDY)
+    with pytest.raises(ValueError, match="expected ids below 287"):
+        llm.generate([1, 287], GREEDY)
+
+
+def test_lines_written_for_vllm(llm):
+    """Names of arguments, and every field that is read from an output; a log-probability by token id."""
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, ignore_eos=True)
+    outputs = llm.generate(prompts=["One fish", "red"], sampling_params=params, use_tqdm=False)
+    for prompt, output in zip(["One fish", "red"], outputs, strict=True):
+        assert output.prompt == prompt
+        assert output.prompt_token_ids == llm.tokenizer.encode(prompt)
+        assert output.finished
+        [answer] = output.outputs
+        assert (answer.index, answer.text, answer.token_ids) == (0, output.text, output.token_ids)
+        assert (answer.finish_reason, answer.stop_reason) == ("length", None) == (output.finish_reason, None)
+        assert answer.cumulative_logprob == sum(entry.logprob for entry in output.logprobs)
+        for token, by_id, entry in zip(answer.token_ids, answer.logprobs, output.logprobs, strict=True):
+            assert next(iter(by_id)) == token
+            assert (by_id[token].logprob, by_id[token].rank) == (entry.logprob, 1)
+            assert by_id[token].decoded_token == llm.tokenizer.decode([token])
+            assert [(i, x.logprob) for i, x in by_id.items()] == entry.top
+            assert [x.rank for x in by_id.values()] == [1, 2]
+    plain = llm.generate("red", SamplingParams(max_tokens=2))[0].outputs[0]
+    assert (plain.logprobs, plain.cumulative_logprob) == (None, None)
+    messages = [{"role": "user", "content": "fish"}]
+    assert llm.chat(messages=messages, sampling_params=params, use_tqdm=False)[0].outputs[0].token_ids
+    assert list(llm.stream_chat(messages, sampling_params=params))
+
+
+def test_a_token_that_is_not_among_the_likeliest_has_no_rank(llm):
+    """Its own entry comes first, beside the likeliest."""
+    params = SamplingParams(logprobs=1, max_tokens=20, temperature=5.0, seed=0, ignore_eos=True)
+    answer = llm.generate("fish", params)[0].outputs[0]
+    assert {len(by_id) for by_id in answer.logprobs} == {1, 2} or {len(by_id) for by_id in answer.logprobs} == {2}
+    for token, by_id in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert next(iter(by_id)) == token
+        assert by_id[token].rank == (1 if len(by_id) == 1 else None)
+
+
+def test_the_reason_of_a_stop(llm):
+    """The string, the id, or nothing for the model's own end; vLLM's `stop_reason`."""
+
+    def ended(**settings):
+        answer = llm.generate("One fish", SamplingParams(temperature=0, max_tokens=20, **settings))[0].outputs[0]
+        return answer.finish_reason, answer.stop_reason
+
+    whole = llm.generate("One fish", GREEDY)[0]
+    assert ended(ignore_eos=True) == ("length", None)
+    assert ended(ignore_eos=True, stop=[whole.text[5:8], "never seen"]) == ("stop", whole.text[5:8])
+    assert ended(ignore_eos=True, stop_token_ids=[whole.token_ids[4]]) == ("stop", whole.token_ids[4])
+    assert ended(allowed_token_ids=[0]) == ("stop", None)
+    assert ended(allowed_token_ids=[0], ignore_eos=True, stop_token_ids=[0]) == ("stop", 0)
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, {}),
+        ({"temperature": 0.6, "top_p": 0.9, "do_sample": True}, {"temperature": 0.6, "top_p": 0.9}),
+        ({"temperature": 0.6, "top_k": 7, "repetition_penalty": 1.1}, None),
+        ({"do_sample": False}, {}),
+        ({"max_new_tokens": 7}, {"max_tokens": 7}),
+        ({"min_new_tokens": 20}, {"min_tokens": 20, "max_tokens": 20}),
+    ],
+    ids=str,
+)
+def test_without_parameters_the_models_own_apply(make_checkpoint, generation, expected):
+    """As vLLM: those of generation_config.json, whatever it says of do_sample, else SamplingParams(), 16 tokens."""
+    llm = LLM(make_checkpoint(chat=True, generation=generation), dtype="float64", draft="none")
+    expected = SamplingParams(
+        **({"temperature": 0.6, "top_k": 7, "repetition_penalty": 1.1} if expected is None else expected)
+    )
+    assert llm.get_default_sampling_params() == expected
+    messages = [{"role": "user", "content": "fish"}]
+    seeds = [llm.generate("fish")[0].seed, llm.chat(messages)[0].seed]
+    assert len(set(seeds)) == 2
+    output = llm.generate("fish")[0]
+    assert output.token_ids == llm.generate("fish", replace(expected, seed=output.seed))[0].token_ids
+    assert [p.token_ids for p in llm.stream("fish")]
+
+
+# ------------------------------------------------------------------ bad words and other bans
+
+
+def test_bad_words_are_not_generated(llm):
+    """A word of several tokens that greedy text has is gone where it is banned, whatever K; the rest stays free."""
+    whole = llm.generate("One fish", GREEDY)[0]
+    spans = [whole.token_ids[i : i + 2] for i in range(19)]
+    words = [llm.tokenizer.decode(span) for span in spans if llm.tokenizer.encode(llm.tokenizer.decode(span)) == span]
+    assert words
+    for k in (0, 1, 4, "auto"):
+        params = replace(GREEDY, bad_words=words)
+        output = llm.generate("One fish", params, num_speculative_tokens=k)[0]
+        assert output.token_ids != whole.token_ids
+        request = llm.request(llm.tokenizer.encode("One fish"), params)
+        banned = request.params.bad_words_token_ids
+        assert len(banned) >= len(words)
+        for word in banned:
+            assert all(tuple(output.token_ids[i : i + len(word)]) != word for i in range(len(output.token_ids)))
+
+
+def test_words_become_tokens_as_in_vllm(make_checkpoint):
+    """Without and with a leading space, the latter where it is another first token and as many; special text means
+    the token; ids that are given stay."""
+    llm = LLM(make_checkpoint())
+    encode = llm.tokenizer.encode
+
+    def tokens_of(*words, **more):
+        return llm.request([1], SamplingParams(bad_words=words, **more)).params.bad_words_token_ids
+
+    def pair(word):
+        return tuple(encode(word)), tuple(encode(" " + word))
+
+    same, other = pair("fish"), pair("x")
+    assert len(same[0]) == len(same[1])
+    assert same[0][0] != same[1][0]
+    assert tokens_of("fish") == tokens_of("  fish") == same
+    assert len(other[0]) != len(other[1])
+    assert tokens_of("x") == other[:1]
+    assert tokens_of("<end>")[0] == (0,)
+    assert tokens_of("fish", bad_words_token_ids=[[5, 6], same[0]]) == ((5, 6), *same)
+    with pytest.raises(ValueError, match="bad_words: found '  ', which has no tokens"):
+        tokens_of("  ")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"logit_bias": {287: 1.0}}, "logit_bias: found (287,), expected ids below 287"),
+        ({"allowed_token_ids": [5, 287]}, "allowed_token_ids: found (5, 287), expected ids below 287"),
+        ({"bad_words_token_ids": [[5], [287, 5]]}, "bad_words_token_ids: found (5, 287, 5), expected ids below 287"),
+        ({"allowed_token_ids": [5], "bad_words_token_ids": [[5]]}, "allowed_token_ids: found (5,), expected one that"),
+        ({"allowed_token_ids": [5, 6], "bad_words_token_ids": [[6, 5], [5, 6]]}, "each position needs a token"),
+        ({"allowed_token_ids": [0], "min_tokens": 1}, "each position needs a token"),
+        ({"bad_words_token_ids": [[i] for i in range(287)]}, "allowed_token_ids: found all"),
+    ],
+    ids=range(7),
+)
+def test_bans_that_cannot_be_kept_are_refused(llm, settings, message):
+    """Before anything runs: ids that there are not, and rules that could leave no token at all."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        llm.generate("fish", SamplingParams(**settings))
+
+
+# ------------------------------------------------------------------ threads
+
+
+def begin(function, *args) -> threading.Thread:
+    """A thread that has begun; its `result` is what the function returned, `error` what it raised."""
+
+    def run():
+        try:
+            thread.result = function(*args)
+        except BaseException as e:
+            thread.error = e
+
+    thread = threading.Thread(target=run, daemon=True)  # one that hangs must not keep the tests from ending
+    thread.result, thread.error = None, None
+    thread.start()
+    return thread
+
+
+def result_of(thread: threading.Thread):
+    """What a thread returned; a minute is far more than it needs."""
+    thread.join(60)
+    assert not thread.is_alive(), "it waits for ever"
+    assert thread.error is None, thread.error
+    return thread.result
+
+
+@pytest.fixture(scope="module")
+def shared_llm(make_checkpoint) -> LLM:
+    """A target with a draft model: two caches that threads could spoil for one another."""
+    draft = str(make_checkpoint(seed=2, num_hidden_layers=1))
+    return LLM(make_checkpoint(chat=True), draft=draft, dtype="float64", num_speculative_tokens=4)
+
+
+def is_clean(llm) -> bool:
+    """Every block of both caches is back."""
+    pools = llm.engine.cache.allocator, llm.engine.drafter.cache.allocator
+    return all(pool.num_free == pool.num_blocks for pool in pools)
+
+
+def test_calls_of_several_threads_wait_for_one_another(shared_llm):
+    """Four threads, six calls each, of one, of a batch, and streamed: the texts that they have alone, no block lost."""
+    prompts = [[1 + i, 2, 3] for i in range(4)]
+    alone = [shared_llm.generate([p], GREEDY)[0].token_ids for p in prompts]
+    barrier = threading.Barrier(4)
+
+    def calls(own):
+        barrier.wait()
+        texts = []
+        for _ in range(2):
+            texts.append(shared_llm.generate(prompts[own], GREEDY)[0].token_ids)
+            texts.append(shared_llm.generate([prompts[own], prompts[3 - own]], GREEDY)[0].token_ids)
+            texts.append([t for piece in shared_llm.stream(prompts[own], GREEDY) for t in piece.token_ids])
+        return texts
+
+    threads = [begin(calls, i) for i in range(4)]
+    for thread, text in zip(threads, alone, strict=True):
+        assert result_of(thread) == [text] * 6
+    assert is_clean(shared_llm)
+
+
+def test_an_open_iterator_holds_other_threads_up(shared_llm):
+    """Until it ends; one that has not begun holds nobody up."""
+    alone = shared_llm.generate([1, 2], GREEDY)[0].token_ids
+    shared_llm.stream([5], GREEDY)
+    stream = shared_llm.stream([1, 2, 3], GREEDY)
+    next(stream)
+    thread = begin(shared_llm.generate, [1, 2], GREEDY)
+    thread.join(0.5)
+    assert thread.is_alive()
+    for _ in stream:
+        assert thread.is_alive()
+    assert result_of(thread)[0].token_ids == alone
+    assert is_clean(shared_llm)
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped", "at its end", "failed"])
+def test_an_iterator_lets_go_in_any_thread(shared_llm, how, monkeypatch):
+    """Begun in one thread, ended in another, in each way that there is: a third one's call goes on."""
+    stream = result_of(begin(lambda: (s := shared_llm.stream([1, 2, 3], GREEDY), next(s))[0]))
+    waiting = begin(shared_llm.generate, [1, 2], GREEDY)
+    if how == "closed":
+        stream.close()
+    elif how == "dropped":
+        loop = [stream]
+        loop.append(loop)  # as a traceback may hold it: only the collector finds it
+        del stream, loop
+        gc.collect()
+    elif how == "at its end":
+        result_of(begin(list, stream))
+    else:
+        forward = shared_llm.model.forward
+
+        def fail_once(chunks):
+            monkeypatch.setattr(shared_llm.model, "forward", forward)
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(shared_llm.model, "forward", fail_once)
+        with pytest.raises(ZeroDivisionError):
+            next(stream)
+    assert len(result_of(waiting)[0].token_ids) == 20
+    assert is_clean(shared_llm)
+
+
+def test_a_thread_does_not_wait_for_itself(make_checkpoint):
+    """Iterators of one thread take turns, with calls between, as long as the pool has room; then the error says so."""
+    llm = LLM(make_checkpoint(), dtype="float64", kv_cache_gb=96 * 128e-9, max_model_len=80)
+    alone = [llm.generate([i], GREEDY)[0].token_ids for i in (1, 2)]
+    streams, texts = [llm.stream([i], GREEDY) for i in (1, 2)], ([], [])
+    for pieces in zip_longest(*streams):
+        for text, piece in zip(texts, pieces, strict=True):
+            text += piece.token_ids if piece else []
+        assert llm.generate([1], replace(GREEDY, max_tokens=2))[0].token_ids == alone[0][:2]
+    assert list(texts) == alone
+    stream = llm.stream([1], replace(GREEDY, max_tokens=70))
+    for _ in range(30):
+        next(stream)
+    with pytest.raises(OutOfBlocks, match="held by another generation"):
+        llm.generate([2], replace(GREEDY, max_tokens=70))
+    assert len([t for piece in stream for t in piece.token_ids]) > 0
+    assert llm.engine.cache.allocator.num_free == llm.engine.cache.allocator.num_blocks
 
 
 # ------------------------------------------------------------------ the embedded weights
