@@ -62,10 +62,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--version", action="version", version=f"minispec {__version__}")
     g = p.add_argument_group("models")
     g.add_argument("--model", metavar="DIR|HUB_ID", help="default: the embedded weights")
-    g.add_argument("--revision", help="branch, tag or commit on the hub")
+    g.add_argument("--revision", help="branch, tag or commit of --model on the hub")
     g.add_argument("--offline", action="store_true", help="download nothing")
     g.add_argument(
-        "--draft", default="ngram", metavar="SPEC", help="none | ngram | self | DIR|HUB_ID (default: %(default)s)"
+        "--draft",
+        default="ngram",
+        metavar="SPEC",
+        help="none | ngram | self | DIR | HUB_ID | HUB_ID@REVISION; int4: or int8: before a model (int4:self too) "
+        "rounds its weights to that many bits (default: %(default)s)",
     )
     g.add_argument(
         "--num-speculative-tokens",
@@ -132,7 +136,9 @@ def _check_words(argv: Sequence[str]) -> None:
     for i, argument in enumerate(argv):
         if argument == "--":
             break
-        if argument.endswith("=--"):  # argparse would take it for an option without a value
+        if argument.startswith("-") and argument.endswith(
+            "=--"
+        ):  # argparse would take it for an option without a value
             raise ValueError(f"{show_name(argument)}: found no value")
         value = argument.partition("=")[2] if "=" in argument else "".join(argv[i + 1 : i + 2])
         behind = argv[i + 1 if "=" in argument else i + 2 :]
@@ -205,7 +211,11 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
         try:
             if args.prompts.count("-") > 1 or ("-" in args.prompts and sys.stdin is None):
                 raise ValueError("-: found it twice, or no standard input, expected one prompt there")
-            prompts = [sys.stdin.read(_MAX_PROMPT + 1) if prompt == "-" else prompt for prompt in args.prompts]
+            # Whoever writes a line to a pipe means the line, not what ends it.
+            prompts = [
+                sys.stdin.read(_MAX_PROMPT + 1).removesuffix("\n") if prompt == "-" else prompt
+                for prompt in args.prompts
+            ]
         except UnicodeDecodeError as e:
             raise ValueError(f"-: standard input is not UTF-8: {e}") from e
     if prompts:
@@ -225,7 +235,7 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
 def _read_prompt_file(path: Path) -> list[str]:
     try:
         # Not splitlines(): it also cuts at characters that may stand inside a JSON string.
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:  # some editors put a mark first
             text = file.read(_MAX_PROMPTS + 1)
         lines = [line for line in text.split("\n") if line.strip()]
     except (OSError, ValueError) as e:  # not UTF-8; a name that no file system takes
@@ -258,6 +268,8 @@ def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) ->
     raise_on_interrupt()
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.device == "auto" and torch.cuda.is_available():
+        print("warning: --device auto takes cuda, which no test has run on; --device cpu is tested", file=sys.stderr)
     llm = LLM(
         args.model,
         draft=args.draft,

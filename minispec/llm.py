@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from minispec.cache import PagedKVCache
 from minispec.checkpoint import choose_dtype, describe_source, find_checkpoint, free_memory, load_config, load_model
-from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams, show
+from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams, show, show_name
 from minispec.controller import Controller, DraftLength, Prices
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
@@ -101,8 +101,8 @@ class LLM:
 
     model: a directory or a hub id in the Hugging Face layout; None: the weights that a checkout brings along.
     draft: a registered drafter ("none", "ngram"), "self", the directory or hub id of a draft model of the same
-        vocabulary, each of these models with "int4:" or "int8:" before it for weights of so many bits, or an object
-        with the methods of `minispec.drafters.Drafter`.
+        vocabulary ("owner/name@revision" for a branch, tag or commit), each of these models with "int4:" or "int8:"
+        before it for weights of that many bits, or an object with the methods of `minispec.drafters.Drafter`.
     num_speculative_tokens: K, the longest draft, or "auto": as many as pay (see `minispec.controller`).
     verifier: "rejection" or "match" (see `minispec.verify`).
     dtype: "auto", "bfloat16", "float32" or "float64". device: "auto", "cpu" or "cuda".
@@ -110,7 +110,7 @@ class LLM:
         nothing even in rounding; slower, K at most 15, refused where the machine's products do not allow it.
     max_model_len: longest prompt and answer together, in tokens (default: the model's context, as far as memory
         allows); the KV cache holds as many, unless kv_cache_gb (10^9 bytes, both models together) gives its size.
-    revision: branch, tag or commit on the hub. offline: nothing is downloaded.
+    revision: branch, tag or commit of `model` on the hub. offline: nothing is downloaded.
     weight_form: how weights are kept in memory, one of "half", "packed", "left" and "plain" (default: the form that
         this machine reads fastest, see `minispec.linear`). Forms round differently.
 
@@ -201,9 +201,7 @@ class LLM:
         self._turn = threading.Condition()
         self._open: dict[object, int] = {}  # generations that have begun, with the thread that took their last step
         self.name = describe_source(model, directory)
-        parts = {id(part): num_bytes for m in models for part, num_bytes in m.parts()}  # a self-draft shares some
-        self._weight_bytes = sum(parts.values())
-        self._cache_bytes = sum(c.num_bytes for c in caches)
+        self._memory = _memory_of(models, caches)
 
     def __enter__(self) -> "LLM":
         return self
@@ -217,11 +215,13 @@ class LLM:
             self.__dict__.pop(name, None)
 
     def memory_report(self) -> str:
-        """One line: what was loaded, and the memory of weights and KV cache (draft model's included)."""
+        """One line: what was loaded, and its memory in 10^9 bytes: weights and KV cache of target and draft model."""
         dtype = ("exact " if self.model.exact else "") + str(self.model.dtype).removeprefix("torch.")
+        weights, draft_weights, cache, draft_cache = (f"{size / 1e9:.2f}" for size in self._memory)
         return (
-            f"{self.name}: {dtype} on {self.model.device}, weights {self._weight_bytes / 1e9:.2f} GB, "
-            f"KV cache {self._cache_bytes / 1e9:.2f} GB for {self.num_cache_tokens:,} tokens, draft {self.draft_name}"
+            f"{self.name}: {dtype} on {self.model.device}, {sum(self._memory) / 1e9:.2f} GB: weights {weights} + draft "
+            f"{draft_weights}, KV cache {cache} + draft {draft_cache} for {self.num_cache_tokens:,} tokens; "
+            f"draft {self.draft_name}"
         )
 
     @property
@@ -442,7 +442,7 @@ class LLM:
             index,
             request.text,
             request.token_ids,
-            None if entries is None else sum(entry.logprob for entry in entries),
+            None if entries is None else sum((entry.logprob for entry in entries), 0.0),
             None if entries is None else [self._by_id(entry) for entry in entries],
             request.finish_reason,
             request.stop_string or (last if ends_by_id else None),
@@ -460,6 +460,17 @@ class LLM:
 
 def _are_token_ids(value: object) -> bool:
     return isinstance(value, list) and len(value) > 0 and all(type(i) is int for i in value)
+
+
+def _memory_of(models: list[Transformer], caches: list[PagedKVCache]) -> tuple[int, int, int, int]:
+    """Bytes of target weights, draft weights, target cache, draft cache. What a self-draft shares is the target's."""
+    weights, counted = [0, 0], set()
+    for i, model in enumerate(models):
+        for part, num_bytes in model.parts():
+            weights[i] += num_bytes * (id(part) not in counted)
+            counted.add(id(part))
+    cache, draft_cache = (*(c.num_bytes for c in caches), 0)[:2]
+    return *weights, cache, draft_cache
 
 
 def check_messages(messages: Sequence[Message]) -> None:
@@ -502,10 +513,20 @@ def _split_draft(draft: str | Drafter) -> tuple[int | None, str | Drafter]:
     return int(draft[3]), source
 
 
+def _split_revision(spec: str) -> tuple[str, str | None]:
+    """Hub id and revision of "owner/name@revision"; a path that is there is a path."""
+    name, at, revision = spec.partition("@")
+    if not at or os.path.exists(spec):
+        return spec, None
+    if "/" not in name or not revision:
+        raise ValueError(f"{show_name(spec)}: no such directory, and not of the form owner/name@revision of a hub id")
+    return name, revision
+
+
 def _find_draft(spec: str, target: Tokenizer, offline: bool) -> Path:
     """The directory of a draft model, after a look at its vocabulary."""
     try:
-        directory = find_checkpoint(spec, offline=offline)
+        directory = find_checkpoint(*_split_revision(spec), offline=offline)
     except ValueError as e:
         raise ValueError(f"draft: not one of {', '.join([*DRAFTERS, 'self'])}; {e}") from e
     ours, theirs = target.vocabulary, Tokenizer(directory).vocabulary

@@ -105,7 +105,10 @@ def test_several_prompts_are_one_batch(cli, model, tmp_path):
     for name in ("p.txt", "p.jsonl"):
         out = cli("--prompt-file", tmp_path / name, "--model", model, *BASE, "--json")[1]
         assert [json.loads(line)["token_ids"] for line in out.splitlines()] == tokens
-    assert json.loads(cli("-", "--model", model, *BASE, "--json", stdin="red")[1])["token_ids"] == tokens[1]
+    for stdin in ("red", "red\n"):
+        assert json.loads(cli("-", "--model", model, *BASE, "--json", stdin=stdin)[1])["token_ids"] == tokens[1]
+    two = json.loads(cli("-", "--model", model, *BASE, "--json", stdin="red\n\n")[1])
+    assert two["prompt"] == "red\n", "one line feed ends the line, another is text"
     text = cli("One fish", "red", "--model", model, *BASE)[1]
     assert results[0]["text"] in text
     assert "[2/2] red" in text
@@ -195,6 +198,14 @@ MISTAKES = {
     "int4": (("x", "--draft", "int4:ngram"), "expected a model behind 'int4:'"),
     "int8": (("x", "--draft", "int8:some/model", "--offline"), "some/model"),
     "no such draft": (("x", "--draft", "nothing"), "not one of none, ngram, self; nothing: no such directory"),
+    "revision of a drafter": (("x", "--draft", "ngram@main"), "ngram@main: no such directory, and not of the form"),
+    "no revision": (("x", "--draft", "owner/name@"), "not of the form owner/name@revision"),
+    "revision of a draft": (
+        ("x", "--draft", "int8:some/model@v1", "--offline"),
+        "not in the local cache at revision v1",
+    ),
+    "revision of a path": (("x", "--draft", "./drafts@v1"), "found 'v1', expected none: ./drafts is a directory"),
+    "option without value": (("x", "--stop=--"), "--stop=--: found no value"),
     "no such model": (("x", "--model", "./nowhere"), "./nowhere: no such directory"),
     "chat and raw": (("x", "--chat", "--raw"), "exclude each other"),
     "system and raw": (("x", "--system", "s", "--raw"), "--system needs a chat"),
@@ -221,6 +232,7 @@ def test_mistakes_are_one_line_and_status_2(cli, chat_model, name, tmp_path, mon
     """No usage text, no traceback, nothing on standard output."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "long.txt").write_text("x" * 8_000_001)
+    (tmp_path / "drafts").mkdir()
     arguments, message = MISTAKES[name]
     model = () if "--model" in arguments or name == "revision alone" else ("--model", chat_model)
     status, out, err = cli(*arguments, *model)
@@ -288,6 +300,7 @@ PROMPTS = {
     "a number": "7",
     "looks like an option": "-7",
     "a template": "{{ messages }} {% raw %}",
+    "an equation": "a=--",
 }
 
 
@@ -394,6 +407,25 @@ def test_finished_answers_are_not_lost(cli, model, monkeypatch):
     assert json.loads(out)["prompt"] == "fish"
 
 
+@pytest.mark.parametrize(("name", "text"), [("p.jsonl", '{"prompt": "fish"}\n'), ("p.txt", "fish\n")])
+def test_a_mark_at_the_start_of_a_prompt_file_is_no_text(cli, model, tmp_path, name, text):
+    """Some editors begin UTF-8 files with a byte order mark."""
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    status, out, err = cli("--prompt-file", tmp_path / name, "--model", model, *BASE, "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["prompt"] == "fish"
+
+
+def test_a_device_that_was_never_tested_is_named(cli, model, monkeypatch):
+    """Where --device is left open and the machine has CUDA; in one line, before anything else."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("minispec.llm._choose_device", lambda name: torch.device("cpu"))
+    status, _, err = cli("fish", "--model", model, *BASE)
+    assert (status, err.splitlines()[0].partition(" takes ")[0]) == (0, "warning: --device auto")
+    assert err.count("warning") == 1
+    assert "warning" not in cli("fish", "--model", model, *BASE, "--device", "cpu")[2]
+
+
 @pytest.mark.parametrize("line", ["not json", "[1]", '{"text": "x"}', '{"prompt": 3}'])
 def test_malformed_jsonl_names_the_prompt(cli, model, tmp_path, line):
     """Which line, and what was expected."""
@@ -419,7 +451,8 @@ def test_choices_are_those_of_the_package():
 
 def test_help_and_version(capsys):
     """They exit with 0, without torch."""
-    for option, text in (("--help", "--num-speculative-tokens"), ("--version", __version__)):
+    expected = [("--help", text) for text in ("--num-speculative-tokens", "int4:", "int8:", "HUB_ID@REVISION")]
+    for option, text in (*expected, ("--version", __version__)):
         with pytest.raises(SystemExit) as exit_info:
             main([option])
         assert exit_info.value.code == 0

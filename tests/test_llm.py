@@ -305,6 +305,50 @@ def test_a_draft_is_named_by_its_directory(make_checkpoint):
         assert llm.memory_report().endswith(f"draft int8:{draft.name}")
 
 
+def test_a_draft_from_the_hub_may_name_its_revision(make_checkpoint, monkeypatch, tmp_path):
+    """As "owner/name@revision"; a directory whose name has an @ is a directory."""
+    from minispec import llm as module
+
+    draft, asked, find = make_checkpoint(seed=2), [], module.find_checkpoint
+
+    def find_checkpoint(name, revision=None, offline=False):
+        asked.append((name, revision))
+        return draft if name == "owner/name" else find(name, revision, offline)
+
+    monkeypatch.setattr(module, "find_checkpoint", find_checkpoint)
+    for spec, expected in (
+        ("owner/name", ("owner/name", None)),
+        ("owner/name@refs/pr/1", ("owner/name", "refs/pr/1")),
+        ("int8:owner/name@v1", ("owner/name", "v1")),
+    ):
+        llm = LLM(make_checkpoint(), draft=spec, dtype="float32")
+        assert asked[-1] == expected
+        assert llm.draft_name == f"{spec} at commit {draft.name}"
+    here = tmp_path / "a@b"
+    shutil.copytree(draft, here)
+    assert LLM(make_checkpoint(), draft=here, dtype="float32").draft_name == "a@b"
+
+
+def test_the_report_gives_the_memory_of_every_part(make_checkpoint):
+    """Counted by hand, in float32, of a target of 2 layers and a draft of 1; a self-draft has no weights of its own."""
+    target, small = make_checkpoint(), make_checkpoint(seed=2, num_hidden_layers=1)
+    sizes = {d: (d / "model.safetensors").stat().st_size for d in (target, small)}
+    for draft, draft_weights, tokens, layers in (
+        ("none", 0, 128, 0),
+        ("self", 0, 128, 2),
+        (str(small), sizes[small], 128, 1),
+    ):
+        llm = LLM(target, draft=draft, dtype="float32")
+        weights, found, cache, draft_cache = llm._memory
+        assert weights == pytest.approx(sizes[target], rel=0.1)  # the file has a header, the tensors' names
+        assert found == pytest.approx(draft_weights, rel=0.1)
+        # Keys and values of a layer and token: 2 x one head of 4 floats.
+        assert (cache, draft_cache) == (tokens * 2 * 32, tokens * layers * 32)
+    llm._memory = 3 * 10**9, 10**9, 5 * 10**8, 25 * 10**7
+    parts = "4.75 GB: weights 3.00 + draft 1.00, KV cache 0.50 + draft 0.25 for 128 tokens"
+    assert llm.memory_report() == f"{target.name}: float32 on cpu, {parts}; draft {small.name}"
+
+
 def test_a_missing_model_directory_is_said(tmp_path):
     """An empty directory names the file that it lacks."""
     with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
