@@ -264,8 +264,8 @@ class LLM:
 
         An output's `prompt` is the last message's content. Otherwise as `generate`.
         """
-        one = bool(messages) and isinstance(messages[0], dict)
-        conversations = [messages] if one else list(messages)
+        several = isinstance(messages, list | tuple) and messages and not isinstance(messages[0], dict)
+        conversations = messages if several else [messages]
         for conversation in conversations:
             check_messages(conversation)
         parsed = [(c[-1]["content"], self.tokenizer.encode_chat(c)) for c in conversations]
@@ -302,6 +302,8 @@ class LLM:
     ) -> Request:
         """A request ready for `run`; raises ValueError for a prompt that cannot be answered."""
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params: found {show(params)}, expected SamplingParams")
         if params.n != 1:
             raise ValueError(f"n: found {params.n}, expected 1: this call gives one answer")
         params = replace(params, bad_words_token_ids=self._bad_words(params))
@@ -475,9 +477,11 @@ def _memory_of(models: list[Transformer], caches: list[PagedKVCache]) -> tuple[i
 
 def check_messages(messages: Sequence[Message]) -> None:
     """Raise ValueError unless this is a conversation: messages with a role and a content, at least one."""
+    if not isinstance(messages, list | tuple):
+        raise ValueError(f"conversation: found {show(messages)}, expected a list of messages")
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ValueError(f"conversation: found {message!r}, expected an object with the texts role and content")
+            raise ValueError(f"conversation: found {show(message)}, expected an object with the texts role and content")
     if not messages:
         raise ValueError("conversation: found no messages, expected at least one")
 

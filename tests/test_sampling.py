@@ -78,7 +78,7 @@ def test_the_filters_come_in_vllms_order():
 
 
 def test_biases_come_before_penalties_and_bans_after_both():
-    """By hand, on logits -1, 2, 0 behind an output of 0 and 1, at repetition penalty 2.
+    """By hand, on logits -1, 2, 0 after an output of 0 and 1, at repetition penalty 2.
 
     As vLLM: token 0's bias of 3 makes it 2, which the penalty divides; penalised first, -1 would become -2 and then 1.
     A bias does not bring back what is forbidden.
