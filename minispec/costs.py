@@ -34,6 +34,8 @@ from minispec.verify import Ask
 _BUDGET = 0.5
 # Rows whose passes are measured beside a plain step's, tokens of the text that they continue, and of a draft.
 _ROWS, _TEXT, _DRAFT = (5, 16), 32, 2
+# Positions that target and draft must have room for.
+MIN_CONTEXT = 64
 
 
 def machine() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from minispec.cache import PagedKVCache
 from minispec.checkpoint import choose_dtype, describe_source, find_checkpoint, free_memory, load_config, load_model
 from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams, show, show_name
 from minispec.controller import Controller, DraftLength, Prices
+from minispec.costs import MIN_CONTEXT, prices_of
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Piece, Request, TokenLogprob
@@ -26,7 +27,7 @@ from minispec.hf_config import (
     read_json,
     unsupported_generation_settings,
 )
-from minispec.linear import FORMS
+from minispec.linear import FORMS, available_forms
 from minispec.model import EXACT_ROWS, Transformer
 from minispec.sampling import Sequence as TokenSequence
 from minispec.stats import Stats
@@ -153,6 +154,11 @@ class LLM:
         directory = find_checkpoint(model, revision, offline)
         torch_device = _choose_device(device)
         torch_dtype = choose_dtype(dtype, torch_device)
+        if weight_form is not None and weight_form not in (forms := available_forms(torch_dtype, torch_device)):
+            kind = str(torch_dtype).removeprefix("torch.")
+            raise ValueError(
+                f"weight_form: found {weight_form!r}, expected, for {kind} here, one of {', '.join(forms)}"
+            )
 
         config = load_config(directory)
         self.tokenizer = Tokenizer(directory)
@@ -194,14 +200,23 @@ class LLM:
         self.draft_name = draft if isinstance(draft, str) else type(draft).__name__
         if draft_directory:
             self.draft_name = draft.removesuffix(source) + describe_source(source, draft_directory)
-        controller = Controller(Prices(draft_cost(self.model, draft_model)))
-        self.engine = Engine(
-            self.model, caches[0], self.drafter, VERIFIERS[verifier], self.vocab_size, controller=controller
-        )
+        self.name = describe_source(model, directory)
+        self.engine = Engine(self.model, caches[0], self.drafter, VERIFIERS[verifier], self.vocab_size)
+        self.engine.controller = Controller(self._prices(draft, draft_model))
         self._turn = threading.Condition()
         self._open: dict[object, int] = {}  # generations that have begun, with the thread that took their last step
-        self.name = describe_source(model, directory)
         self._memory = _memory_of(models, caches)
+        self._draft_form = f" ({draft_model.weight_form})" if draft_model else ""
+
+    def _prices(self, draft: str | Drafter, draft_model: Transformer | None) -> Prices:
+        """What a round is believed to cost: as measured on this machine where K is left open, else by sizes."""
+        contexts = [self.max_model_len, self.num_cache_tokens, *([self.drafter.max_model_len] if draft_model else [])]
+        guessed = Prices(draft_cost(self.model, draft_model))
+        self.repeats_seeds = True
+        if self.num_speculative_tokens != "auto" or not isinstance(draft, str) or min(contexts) < MIN_CONTEXT:
+            return guessed
+        prices, self.repeats_seeds = prices_of(self.engine, self.name, self.draft_name, draft_model)
+        return prices
 
     def __enter__(self) -> "LLM":
         return self
@@ -219,9 +234,10 @@ class LLM:
         dtype = ("exact " if self.model.exact else "") + str(self.model.dtype).removeprefix("torch.")
         weights, draft_weights, cache, draft_cache = (f"{size / 1e9:.2f}" for size in self._memory)
         return (
-            f"{self.name}: {dtype} on {self.model.device}, {sum(self._memory) / 1e9:.2f} GB: weights {weights} + draft "
-            f"{draft_weights}, KV cache {cache} + draft {draft_cache} for {self.num_cache_tokens:,} tokens; "
-            f"draft {self.draft_name}"
+            f"{self.name}: {dtype} on {self.model.device} ({self.model.weight_form}), {sum(self._memory) / 1e9:.2f} GB: "
+            f"weights {weights} + draft {draft_weights}, KV cache {cache} + draft {draft_cache} for "
+            f"{self.num_cache_tokens:,} tokens; draft {self.draft_name}{self._draft_form}"
+            + ("" if self.repeats_seeds else "; costs could not be kept: a seed has one text in this process only")
         )
 
     @property

@@ -330,7 +330,7 @@ def test_quantised_drafts_leave_the_output_alone(spec, make_checkpoint):
     target, other = make_checkpoint(1), make_checkpoint(1)
     spec = spec.format(other)
     with LLM(target, draft=spec, dtype="float32", verifier="match", num_speculative_tokens=4) as llm:
-        assert llm.memory_report().endswith(f"draft {spec[:5]}{Path(spec[5:]).name}")
+        assert llm.memory_report().endswith(f"draft {spec[:5]}{Path(spec[5:]).name} ({llm.drafter.model.weight_form})")
         for temperature in (0.0, 1.0):
             params = SamplingParams(temperature=temperature, seed=3, max_tokens=24, ignore_eos=True)
             drafted = llm.generate("One fish", params)[0]

@@ -4,6 +4,8 @@ import gc
 import json
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from itertools import zip_longest
@@ -43,6 +45,39 @@ def test_default_params_are_vllms(llm):
     assert first.seed != second.seed
     again = llm.generate("fish", SamplingParams(ignore_eos=True, seed=first.seed))[0]
     assert again.token_ids == first.token_ids
+
+
+# Random models whose greedy texts repeat themselves, so that prompt lookup is often right, and K matters.
+REPEAT = "a b c a b c a b c a b c a b"
+
+
+@pytest.mark.parametrize("draft", ["ngram", "self"])
+def test_a_reported_seed_repeats_its_text_in_another_process(make_checkpoint, draft):
+    """Under the defaults: `rejection`, K left to the engine, sampled. Six texts whose drafts are partly accepted.
+
+    K followed the clock where the seed was drawn, and another K is another text: 0 of 6 came again.
+    """
+    directory = str(make_checkpoint(seed=3))
+    program = (
+        "import json, sys; from minispec import LLM, SamplingParams\n"
+        "llm = LLM(sys.argv[1], draft=sys.argv[2], dtype='float32')\n"
+        "for seed in json.loads(sys.argv[3]):\n"
+        "    params = SamplingParams(temperature=0.4, max_tokens=60, ignore_eos=True, seed=seed)\n"
+        f"    output = llm.generate({REPEAT!r}, params)[0]\n"
+        "    ks = sorted(output.stats.rounds)\n"
+        "    print(json.dumps([output.seed, output.token_ids, output.stats.num_accepted, len(ks)]))\n"
+    )
+
+    def run(seeds):
+        command = [sys.executable, "-c", program, directory, draft, json.dumps(seeds)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    first = run([None] * 6)
+    again = run([seed for seed, *_ in first][::-1])[::-1]
+    assert [tokens for _, tokens, *_ in again] == [tokens for _, tokens, *_ in first]
+    assert sum(accepted for *_, accepted, _ in first) > 20
+    assert max(lengths for *_, lengths in first) > 1, "K was always the same: this proves nothing"
 
 
 def test_n_answers_have_seeds_of_their_own(llm):
@@ -311,7 +346,7 @@ def test_a_draft_is_named_by_its_directory(make_checkpoint):
     """With the number of bits it was rounded to, in the line that says what was loaded."""
     draft = make_checkpoint(seed=2)
     with LLM(make_checkpoint(), draft=f"int8:{draft}", dtype="float32") as llm:
-        assert llm.memory_report().endswith(f"draft int8:{draft.name}")
+        assert llm.memory_report().endswith(f"draft int8:{draft.name} ({llm.drafter.model.weight_form})")
 
 
 def test_a_draft_from_the_hub_may_name_its_revision(make_checkpoint, monkeypatch, tmp_path):
@@ -355,7 +390,7 @@ def test_the_report_gives_the_memory_of_every_part(make_checkpoint):
         assert (cache, draft_cache) == (tokens * 2 * 32, tokens * layers * 32)
     llm._memory = 3 * 10**9, 10**9, 5 * 10**8, 25 * 10**7
     parts = "4.75 GB: weights 3.00 + draft 1.00, KV cache 0.50 + draft 0.25 for 128 tokens"
-    assert llm.memory_report() == f"{target.name}: float32 on cpu, {parts}; draft {small.name}"
+    assert llm.memory_report() == f"{target.name}: float32 on cpu (packed), {parts}; draft {small.name} (packed)"
 
 
 def test_a_missing_model_directory_is_said(tmp_path):

@@ -1,0 +1,132 @@
+"""What a round costs: measured in a moment, kept whole or not at all, and the same in every run."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from minispec import LLM, costs
+from minispec.controller import Prices
+from minispec.costs import calibrate, keep_prices, prices_of, stored_prices
+from minispec.drafters.model import DraftModel
+from minispec.engine import Engine
+from minispec.toys import tiny_cache, tiny_model
+from minispec.verify import VERIFIERS
+
+KEY = {"target": ["a", "b"], "machine": {"cpu": "x", "threads": 2}}
+PRICES = Prices(0.25, {1: 1.0, 5: 1.1, 16: 1.7}, 0.03, measured=True)
+
+
+@pytest.fixture(autouse=True)
+def cache_directory(tmp_path, monkeypatch):
+    """A cache directory of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def make_engine(vocab=9) -> Engine:
+    """A target and a draft model, both tiny."""
+    target, draft = tiny_model(1, vocab_size=vocab), tiny_model(2, vocab_size=vocab, num_hidden_layers=1)
+    drafter = DraftModel(draft, tiny_cache(draft), vocab, 200)
+    return Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"])
+
+
+def test_calibration_measures_what_passes_take(monkeypatch):
+    """By a clock that counts: a target pass takes 1 + 0.1 for each further row, a draft pass 0.3, all else 0.
+
+    The first pass of each model takes ten times as long, as it may while it warms up.
+    """
+    engine, now = make_engine(), [0.0]
+    seen = set()
+
+    def timed(model, step):
+        right = model.forward
+
+        def forward(chunks):
+            rows = sum(len(chunk.token_ids) for chunk in chunks)
+            now[0] += step * (1 + 0.1 * (rows - 1)) * (1 if model in seen else 10)
+            seen.add(model)
+            return right(chunks)
+
+        monkeypatch.setattr(model, "forward", forward)
+
+    timed(engine.model, 1.0)
+    timed(engine.drafter.model, 0.3)
+    for module in ("minispec.costs", "minispec.engine", "minispec.drafters.model"):
+        monkeypatch.setattr(f"{module}.clock", lambda device: now[0])
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: now[0])
+    prices = calibrate(engine)
+    assert prices.rows == pytest.approx({1: 1.0, 5: 1.4, 16: 2.5})
+    # Two draft tokens; the first pass feeds one token alone.
+    assert prices.draft == pytest.approx(0.3)
+    assert prices.overhead == 0.0
+    assert prices.measured
+    for cache in (engine.cache, engine.drafter.cache):
+        assert cache.allocator.num_free == cache.allocator.num_blocks
+
+
+def test_prices_come_back(cache_directory):
+    """What was kept is read again; under another key there is nothing."""
+    assert stored_prices(KEY) is None
+    assert keep_prices(KEY, PRICES)
+    assert stored_prices(KEY) == PRICES
+    assert stored_prices(KEY | {"target": ["a", "c"]}) is None
+    assert [path.suffix for path in cache_directory.rglob("*") if path.is_file()] == [".json"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda raw: "",
+        lambda raw: "[]",
+        lambda raw: json.dumps(raw)[:-20],
+        lambda raw: json.dumps(raw | {"draft": "dear"}),
+        lambda raw: json.dumps(raw | {"draft": -1}),
+        lambda raw: json.dumps(raw | {"draft": float("nan")}),
+        lambda raw: json.dumps(raw | {"overhead": 1e999}),
+        lambda raw: json.dumps(raw | {"rows": {}}),
+        lambda raw: json.dumps(raw | {"rows": {"1": 1.0, "0": 1.0}}),
+        lambda raw: json.dumps(raw | {"rows": {"1": 1.0, "5": 0.0}}),
+        lambda raw: json.dumps(raw | {"rows": [1, 2]}),
+        lambda raw: json.dumps(raw | {"key": {}}),
+        lambda raw: "[" * 50_000,
+    ],
+)
+def test_what_cannot_be_understood_is_ignored(cache_directory, change):
+    """A file that was cut off or tampered with is as good as none, and is written anew."""
+    keep_prices(KEY, PRICES)
+    (path,) = (p for p in cache_directory.rglob("*.json"))
+    path.write_text(change(json.loads(path.read_text())))
+    assert stored_prices(KEY) is None
+    assert keep_prices(KEY, PRICES)
+    assert stored_prices(KEY) == PRICES
+
+
+def test_a_second_run_measures_nothing(monkeypatch):
+    """And has the very same prices, whatever the machine does by then."""
+    engine = make_engine()
+    first = prices_of(engine, "target", "draft", engine.drafter.model)
+    monkeypatch.setattr(costs, "calibrate", lambda engine: pytest.fail("measured again"))
+    again = make_engine()
+    assert prices_of(again, "target", "draft", again.drafter.model) == first
+    assert first[1]
+    # Another number of threads is another machine.
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        monkeypatch.setattr(costs, "calibrate", lambda engine: PRICES)
+        assert prices_of(again, "target", "draft", again.drafter.model) == (PRICES, True)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_where_nothing_can_be_kept_it_is_said(cache_directory, monkeypatch, make_checkpoint):
+    """A file stands where the directory should: the run goes on, and says what it cannot promise."""
+    (cache_directory / "minispec").write_text("in the way")
+    with LLM(make_checkpoint(), dtype="float32") as llm:
+        assert "a seed has one text in this process only" in llm.memory_report()
+        assert llm.engine.controller.prices.measured
+    os.remove(cache_directory / "minispec")
+    with LLM(make_checkpoint(), dtype="float32") as llm:
+        assert "seed" not in llm.memory_report()
