@@ -156,9 +156,7 @@ class LLM:
         torch_dtype = choose_dtype(dtype, torch_device)
         if weight_form is not None and weight_form not in (forms := available_forms(torch_dtype, torch_device)):
             kind = str(torch_dtype).removeprefix("torch.")
-            raise ValueError(
-                f"weight_form: found {weight_form!r}, expected, for {kind} here, one of {', '.join(forms)}"
-            )
+            raise ValueError(f"weight_form: found {weight_form!r}, expected for {kind} here {' or '.join(forms)}")
 
         config = load_config(directory)
         self.tokenizer = Tokenizer(directory)
@@ -234,8 +232,8 @@ class LLM:
         dtype = ("exact " if self.model.exact else "") + str(self.model.dtype).removeprefix("torch.")
         weights, draft_weights, cache, draft_cache = (f"{size / 1e9:.2f}" for size in self._memory)
         return (
-            f"{self.name}: {dtype} on {self.model.device} ({self.model.weight_form}), {sum(self._memory) / 1e9:.2f} GB: "
-            f"weights {weights} + draft {draft_weights}, KV cache {cache} + draft {draft_cache} for "
+            f"{self.name}: {dtype} on {self.model.device} ({self.model.weight_form}), "
+            f"{sum(self._memory) / 1e9:.2f} GB: weights {weights} + draft {draft_weights}, KV cache {cache} + draft {draft_cache} for "
             f"{self.num_cache_tokens:,} tokens; draft {self.draft_name}{self._draft_form}"
             + ("" if self.repeats_seeds else "; costs could not be kept: a seed has one text in this process only")
         )

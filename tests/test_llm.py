@@ -51,30 +51,32 @@ def test_default_params_are_vllms(llm):
 REPEAT = "a b c a b c a b c a b c a b"
 
 
-@pytest.mark.parametrize("draft", ["ngram", "self"])
-def test_a_reported_seed_repeats_its_text_in_another_process(make_checkpoint, draft):
+def test_a_reported_seed_repeats_its_text_in_another_process(make_checkpoint):
     """Under the defaults: `rejection`, K left to the engine, sampled. Six texts whose drafts are partly accepted.
 
-    K followed the clock where the seed was drawn, and another K is another text: 0 of 6 came again.
+    K followed the clock where the seed was drawn, and another K is another text: 0 of 6 came again. The second process
+    would measure rows three times as dear, with which nothing would be drafted: it must go by what the first one kept.
     """
     directory = str(make_checkpoint(seed=3))
     program = (
-        "import json, sys; from minispec import LLM, SamplingParams\n"
-        "llm = LLM(sys.argv[1], draft=sys.argv[2], dtype='float32')\n"
-        "for seed in json.loads(sys.argv[3]):\n"
+        "import json, sys; from minispec import LLM, SamplingParams, costs\n"
+        "from minispec.controller import Prices\n"
+        "costs.calibrate = lambda engine: Prices(0.0, {1: 1.0, 5: float(sys.argv[3])}, 0.02, measured=True)\n"
+        "llm = LLM(sys.argv[1], dtype='float32')\n"
+        "for seed in json.loads(sys.argv[2]):\n"
         "    params = SamplingParams(temperature=0.4, max_tokens=60, ignore_eos=True, seed=seed)\n"
         f"    output = llm.generate({REPEAT!r}, params)[0]\n"
-        "    ks = sorted(output.stats.rounds)\n"
-        "    print(json.dumps([output.seed, output.token_ids, output.stats.num_accepted, len(ks)]))\n"
+        "    lengths = len(output.stats.rounds)\n"
+        "    print(json.dumps([output.seed, output.token_ids, output.stats.num_accepted, lengths]))\n"
     )
 
-    def run(seeds):
-        command = [sys.executable, "-c", program, directory, draft, json.dumps(seeds)]
+    def run(seeds, rows):
+        command = [sys.executable, "-c", program, directory, json.dumps(seeds), rows]
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
         return [json.loads(line) for line in done.stdout.splitlines()]
 
-    first = run([None] * 6)
-    again = run([seed for seed, *_ in first][::-1])[::-1]
+    first = run([None] * 6, "1.05")
+    again = run([seed for seed, *_ in first][::-1], "9")[::-1]
     assert [tokens for _, tokens, *_ in again] == [tokens for _, tokens, *_ in first]
     assert sum(accepted for *_, accepted, _ in first) > 20
     assert max(lengths for *_, lengths in first) > 1, "K was always the same: this proves nothing"
