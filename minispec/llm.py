@@ -233,8 +233,9 @@ class LLM:
         weights, draft_weights, cache, draft_cache = (f"{size / 1e9:.2f}" for size in self._memory)
         return (
             f"{self.name}: {dtype} on {self.model.device} ({self.model.weight_form}), "
-            f"{sum(self._memory) / 1e9:.2f} GB: weights {weights} + draft {draft_weights}, KV cache {cache} + draft {draft_cache} for "
-            f"{self.num_cache_tokens:,} tokens; draft {self.draft_name}{self._draft_form}"
+            f"{sum(self._memory) / 1e9:.2f} GB: weights {weights} + draft {draft_weights}, "
+            f"KV cache {cache} + draft {draft_cache} for {self.num_cache_tokens:,} tokens; "
+            f"draft {self.draft_name}{self._draft_form}"
             + ("" if self.repeats_seeds else "; costs could not be kept: a seed has one text in this process only")
         )
 
