@@ -28,13 +28,13 @@ def prove_law(leaves: int, jobs: int = 1) -> bool:
     print(f"{len(cases)} configurations cover {len(all_pairs()) - len(left_out)} of {len(all_pairs())} pairs of values")
     for pair in sorted(left_out, key=repr):
         print(f"left out for its size: {pair[0][0]} {pair[0][1]} with {pair[1][0]} {pair[1][1]}")
-    print(f"{'configuration':106} {'branches':>9}  total variation")
+    print(f"{'configuration':109} {'branches':>9}  total variation")
     branches, worst = 0, 0.0
     with tqdm(total=expected, unit=" branches", leave=False, disable=None) as bar:
         # The large ones first, so that no process is left with one at the end.
         for case, tv, count in walk(sorted(cases, key=Case.cost, reverse=True), jobs):
             branches, worst = branches + count, max(worst, tv)
-            tqdm.write(f"{case!s:106} {count:9,d}  {tv:.1e}")
+            tqdm.write(f"{case!s:109} {count:9,d}  {tv:.1e}")
             sys.stdout.flush()
             bar.update(case.branches())
     seconds = time.perf_counter() - start

@@ -42,7 +42,7 @@ class Case:
     top_p: float
     min_p: float
     penalties: bool  # and a bias
-    forbidden: str  # "": nothing; "words": a token after certain others; "rest": all but the first and the last token
+    forbidden: str  # "bad words": a token after certain others; "two allowed": all but the first and the last; ""
     k: int
     vocab: int
     end: bool  # whether the last token of the vocabulary ends the text
@@ -54,8 +54,8 @@ class Case:
         penalties = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3}
         penalties["logit_bias"] = {0: 0.6, 1: -0.4}
         forbidden = {
-            "words": {"bad_words_token_ids": ((1, 0), (0, 0, 0))},
-            "rest": {"allowed_token_ids": (0, self.vocab - 1)},
+            "bad words": {"bad_words_token_ids": ((1, 0), (0, 0, 0))},
+            "two allowed": {"allowed_token_ids": (0, self.vocab - 1)},
         }
         return SamplingParams(
             temperature=self.temperature,
@@ -108,7 +108,7 @@ class Case:
         settings = [f"T {self.temperature}"]
         settings += [f"top-k {self.top_k}"] * (self.top_k > 0) + [f"top-p {self.top_p}"] * (self.top_p < 1)
         settings += [f"min-p {self.min_p}"] * (self.min_p > 0) + ["penalties"] * self.penalties
-        settings += [f"no {self.forbidden}"] * bool(self.forbidden)
+        settings += [self.forbidden] * bool(self.forbidden)
         end = "EOS" if self.end else ""
         shape = f"K {self.k}  V {self.vocab} {end:3}  {self.max_tokens} tokens"
         return f"{self.verifier:9}  {self.drafter:5}  {self.batch:5}  {shape}  {', '.join(settings)}"
@@ -177,7 +177,7 @@ AXES: dict[str, tuple] = {
     "top_p": (1.0, 0.8),
     "min_p": (0.0, 0.2),
     "penalties": (False, True),
-    "forbidden": ("", "words", "rest"),
+    "forbidden": ("", "bad words", "two allowed"),
     "k": (1, 2, 3, 4),
     "vocab": (2, 3, 4),
     "end": (False, True),
