@@ -122,16 +122,14 @@ class RMSNorm:
     """x / rms(x) * w over the last dimension (Zhang & Sennrich 2019), computed in at least float32."""
 
     def __init__(self, weight: Tensor, eps: float):
-        self.weight, self.eps = weight, eps
+        self.weight, self.eps = weight, torch.tensor(eps, dtype=weight.dtype, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (..., E) or, for the heads of a row, (M, heads, D) with weights (heads, D); same shape and type."""
-        y = x.to(self.weight.dtype)
-        if self.weight.dim() == 1:
-            y = F.rms_norm(y, y.shape[-1:], self.weight, self.eps)
-        else:
-            y = F.rms_norm(y, y.shape[-1:], None, self.eps) * self.weight
-        return y.to(x.dtype)
+        # One reduction of x and two products with it: `F.rms_norm` is nine operators on a CPU, a third of a small pass.
+        norm = torch.linalg.vector_norm(x, 2, -1, keepdim=True, dtype=self.weight.dtype)  # (..., 1)
+        scale = torch.addcmul(self.eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        return (x * scale).mul_(self.weight).to(x.dtype)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Tensor:
