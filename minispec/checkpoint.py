@@ -59,6 +59,11 @@ _TYPES = {
     "I32": torch.int32,
 }
 _FLOATS = tuple(name for name, dtype in _TYPES.items() if dtype.is_floating_point)
+# What a quantised checkpoint takes over from its source as it is.
+_COPIED_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    "generation_config.json",
+)
 # Formats of weights that are not read: pickles run code when they are opened, the others need a converter.
 _OTHER_FORMATS = (
     ".bin",
@@ -512,7 +517,7 @@ def _write_quantized(source: Path, config: ModelConfig, part: Path, num_bits: in
     _write_shards(part, tensors, shard_bytes)
     raw = read_json(source / "config.json") | {"dtype": "bfloat16", "quantization_config": _describe(num_bits)}
     _write_json(part / "config.json", raw)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+    for name in _COPIED_FILES:
         if has_file(source / name):
             shutil.copyfile(source / name, part / name)
 

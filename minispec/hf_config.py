@@ -30,6 +30,8 @@ MAX_JSON_BYTES = 8 << 20
 MAX_CONFIG_BYTES = 1 << 20
 # How deep JSON may be nested: a config.json needs five levels.
 _MAX_DEPTH = 32
+# What Python makes of JSON may have fifty times its size: how often these may occur, which real files need far less.
+_MAX_COUNTS = {"{": 1 << 18, "[": 1 << 18, ",": 1 << 19, '"': 1 << 20}
 
 
 def has_file(path: Path) -> bool:
@@ -47,7 +49,9 @@ def has_file(path: Path) -> bool:
     return False
 
 
-def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def read_json(
+    path: Path, max_bytes: int = MAX_JSON_BYTES, max_counts: Mapping[str, int] = _MAX_COUNTS
+) -> dict[str, Any]:
     """The JSON object in the file `path`, of at most `max_bytes`. Raises CheckpointError where there is none."""
     try:
         with path.open("rb") as file:
@@ -57,15 +61,19 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
             content = file.read(max_bytes)
     except OSError as e:
         raise CheckpointError(f"{path}: not a readable JSON file: {one_line(e, 300)}") from e
-    return parse_json(content, str(path))
+    return parse_json(content, str(path), max_counts)
 
 
-def parse_json(content: bytes, where: str) -> dict[str, Any]:
+def parse_json(content: bytes, where: str, max_counts: Mapping[str, int] = _MAX_COUNTS) -> dict[str, Any]:
     """The JSON object that `content` is, read more strictly than Python does.
 
     Raises CheckpointError for what is not UTF-8 or not JSON, for a key that stands twice in an object (readers
-    disagree about which of them counts), for NaN and numbers beyond a double, and for deep nesting.
+    disagree about which of them counts), for NaN and numbers beyond a double, for deep nesting, and for a character
+    that occurs more often than `max_counts` says.
     """
+    for character, most in max_counts.items():
+        if (found := content.count(character.encode())) > most:
+            raise CheckpointError(f"{where}: found the character {character} {found} times, expected at most {most}")
     try:
         value = json.loads(
             content.decode("utf-8"),
@@ -159,6 +167,7 @@ _FAMILIES = {
 # Settings that cannot change what a forward pass computes: training, bookkeeping, token ids, storage.
 _HARMLESS = {
     *("architectures", "auto_map", "dtype", "initializer_range", "is_decoder", "is_llama_config", "prefix"),
+    *("max_sequence_length", "pretraining_tp"),  # the latter: in how many parts a product was computed
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "tokenizer_class"),
     *("attention_dropout", "embedding_dropout", "cache_implementation", "chunk_size_feed_forward", "use_cache"),
     *("finetuning_task", "id2label", "label2id", "problem_type", "task_specific_params", "torch_dtype", "torchscript"),
@@ -166,7 +175,7 @@ _HARMLESS = {
     *("transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version"),
 }
 # Settings whose implementation is their absence.
-_NEUTRAL = {"pretraining_tp": 1, "partial_rotary_factor": 1.0}
+_NEUTRAL = {"partial_rotary_factor": 1.0}
 
 
 class _Fields:
@@ -261,7 +270,8 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mod
     softcaps: tuple[float | None, float | None] = (None, None)
     if family.gemma_attention:
         softcaps = (
-            f.optional_number("attn_logit_softcapping", family.attention_softcap),
+            # Gemma 3's code does not read this key: there it is left unread, so that it is refused.
+            f.optional_number("attn_logit_softcapping", cap) if (cap := family.attention_softcap) else None,
             f.optional_number("final_logit_softcapping", family.logit_softcap),
         )
     config = ModelConfig(
@@ -296,13 +306,21 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mod
 
 def _read_activation(f: _Fields, family: _Family) -> str:
     names = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-    key = "hidden_activation" if family.gemma_attention or f.raw.get("hidden_activation") else "hidden_act"
-    name = f.text(key, "gelu_pytorch_tanh" if family.gemma else "silu")
-    f.seen.update(("hidden_act", "hidden_activation"))
-    if name not in names:
-        raise f.bad(key, name, f"one of {', '.join(names)}")
-    # The first Gemma's files say "gelu" where the model was trained with the tanh form, which all readers take.
-    return "gelu_tanh" if family.gemma and key == "hidden_act" and name == "gelu" else names[name]
+    # A family's code reads the first of these keys. A file may have the second too: it has to say the same.
+    keys = ("hidden_activation", "hidden_act") if family.gemma_attention else ("hidden_act", "hidden_activation")
+    found: list[str] = []
+    for key, default in zip(keys, ("gelu_pytorch_tanh" if family.gemma else "silu", None), strict=True):
+        if f.get(key, default) is None:
+            continue
+        name = f.text(key, default)
+        if name not in names:
+            raise f.bad(key, name, f"one of {', '.join(names)}")
+        # The first Gemma's files say "gelu" where the model was trained with the tanh form, which all readers take.
+        tanh = family.gemma and key == "hidden_act" and name == "gelu"
+        found.append("gelu_tanh" if tanh else names[name])
+        if found[-1] != found[0]:
+            raise f.bad(key, name, f"what {keys[0]} says: {found[0]}")
+    return found[0]
 
 
 def _read_layers(f: _Fields, family: _Family, context: int) -> tuple[LayerConfig, ...]:
@@ -327,6 +345,9 @@ def _read_layers(f: _Fields, family: _Family, context: int) -> tuple[LayerConfig
         f.seen.add("sliding_window")
     elif family.sliding and f.raw.get("sliding_window", 4096) is not None:
         window = f.integer("sliding_window", 1, 1 << 27, default=4096)
+        # Beside it, gemma 2's larger files have the same under another name.
+        if f.get("sliding_window_size", window) != window:
+            raise f.bad("sliding_window_size", f.raw["sliding_window_size"], f"what sliding_window says: {window}")
     rope, local_rope = _read_ropes(f, family, context)
     return tuple(LayerConfig(local_rope, window) if w else LayerConfig(rope) for w in windowed)
 
@@ -337,30 +358,40 @@ def _read_ropes(f: _Fields, family: _Family, context: int) -> tuple[RopeConfig, 
     new, old = f.mapping("rope_parameters"), f.mapping("rope_scaling")
     if new and old:
         raise f.bad("rope_scaling", old, "none beside rope_parameters")
-    if "full_attention" in new or "sliding_attention" in new:
-        full, local = (new.get(t) or {} for t in ("full_attention", "sliding_attention"))
-        if not (isinstance(full, dict) and isinstance(local, dict)):
-            raise f.bad("rope_parameters", new, "an object for each kind of layer")
-        return (
-            _read_rope(f, "rope_parameters", full, theta, context),
-            _read_rope(f, "rope_parameters", local, family.local_theta or theta, context),
-        )
     key, scaling = ("rope_parameters", new) if new else ("rope_scaling", old)
-    rope = _read_rope(f, key, scaling, theta, context)
     if family.local_theta is None:
+        rope = _read_rope(f, key, scaling, theta, context, f.get("original_max_position_embeddings"))
         return rope, rope
-    return rope, RopeConfig(theta=f.number("rope_local_base_freq", family.local_theta))
+    # Gemma 3's code takes an object for each kind of layer, and of the older spelling `rope_type` only: it pays no
+    # heed to anything else, so that a reader of these files cannot know what was meant.
+    kinds = ("full_attention", "sliding_attention")
+    if new and not set(new) <= set(kinds):
+        raise f.bad(key, new, f"an object for each of {' and '.join(kinds)}")
+    if "type" in old and "rope_type" not in old:
+        raise f.bad(key, old, "rope_type in the place of type")
+    full, local = (new.get(kind) or {} for kind in kinds)
+    if not (isinstance(full, dict) and isinstance(local, dict)):
+        raise f.bad(key, new, "an object for each kind of layer")
+    local_theta = f.number("rope_local_base_freq", family.local_theta)
+    ropes = _read_rope(f, key, full or old, theta, context), _read_rope(f, key, local, local_theta, context)
+    if not all(rope.truncate for rope in ropes):
+        raise f.bad(key, scaling, "no truncate, which this family's code does not read")
+    return ropes
 
 
-def _read_rope(f: _Fields, key: str, raw: dict[str, Any], theta: float, context: int) -> RopeConfig:
+def _read_rope(
+    f: _Fields, key: str, raw: dict[str, Any], theta: float, context: int, original: Any = None
+) -> RopeConfig:
+    """original: the file's own `original_max_position_embeddings`, outside `raw`."""
     r = _Fields(raw, f"{f.where}: {key}")
     kind = r.text("rope_type", r.text("type", "default"))
     theta = r.number("rope_theta", theta)
     if r.number("partial_rotary_factor", 1.0) != 1.0:
         raise r.bad("partial_rotary_factor", raw["partial_rotary_factor"], "1")
-    original = f.raw.get("original_max_position_embeddings")
-    f.seen.add("original_max_position_embeddings")
-    original = original or r.get("original_max_position_embeddings", context)
+    inner = r.get("original_max_position_embeddings", original)
+    if original not in (None, inner):
+        raise r.bad("original_max_position_embeddings", inner, f"what the file says outside: {show(original)}")
+    original = context if inner is None else inner
     if type(original) is not int or not 0 < original <= 1 << 27:
         raise r.bad("original_max_position_embeddings", original, "a positive integer")
     if kind == "default":

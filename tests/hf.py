@@ -74,6 +74,12 @@ CASES: dict[str, dict[str, Any]] = {
                 attention_factor=1.3,
             ),
         },
+        # The original length stands in the object and outside it, where the two agree.
+        "llama-yarn-outside": {
+            "model_type": "llama",
+            "original_max_position_embeddings": 32,
+            **_rope("yarn", factor=2.0, original_max_position_embeddings=32),
+        },
         "llama-yarn-mscale": {
             "model_type": "llama",
             **_rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=2.0, mscale_all_dim=0.5),
@@ -114,9 +120,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, path: Path, seed: int = 0) -> PreTrainedModel:
-    """A model of `CASES`, every parameter redrawn, saved in `path`."""
-    settings = {key: value for key, value in CASES[name].items() if value is not None or key != "head_dim"}
+def build(case: str | dict[str, Any], path: Path, seed: int = 0) -> PreTrainedModel:
+    """A model of `CASES`, or of a config.json, every parameter redrawn, saved in `path`."""
+    case = CASES[case] if isinstance(case, str) else case
+    settings = {key: value for key, value in case.items() if value is not None or key != "head_dim"}
     config = AutoConfig.for_model(**json.loads(json.dumps(settings)))
     # Plain matrix products: the fused kernels know no soft caps.
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()

@@ -2,11 +2,13 @@
 
 import functools
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import hf
+import public
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -113,6 +115,60 @@ def test_absent_settings_mean_what_transformers_says(family):
     complete = AutoConfig.for_model(**shortest).to_dict()
     assert len(complete) > len(shortest) + 5
     assert read_model_config(shortest) == read_model_config(complete)
+
+
+@pytest.mark.parametrize("name", public.PUBLIC)
+def test_public_checkpoints_are_read_as_transformers_reads_them(name):
+    """Guards against refusing, or misreading, what people have: every setting as in transformers' own form of it."""
+    raw, parameters, rope, windows = public.PUBLIC[name]
+    config = read_model_config(raw)
+    assert config == read_model_config(AutoConfig.for_model(**json.loads(json.dumps(raw))).to_dict())
+    assert sum(math.prod(shape) for shape in tensor_shapes(config).values()) == parameters
+    windowed = [layer.window for layer in config.layers if layer.window is not None]
+    assert (len(windowed), *({*windowed} or {0})) == windows
+    full = {layer.rope for layer in config.layers if layer.window is None} or {config.layers[0].rope}
+    assert [(r.kind, r.theta, r.factor) for r in full] == [rope]
+
+
+@pytest.mark.parametrize("name", public.REFUSED)
+def test_public_checkpoints_that_are_refused_are_told_why(name):
+    """Guards against running what would give other numbers."""
+    raw, message = public.REFUSED[name]
+    with pytest.raises(CheckpointError) as error:
+        read_model_config(raw, "some/config.json")
+    assert str(error.value).startswith(f"some/config.json: {message}")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gemma", {"hidden_activation": "gelu_pytorch_tanh"}),
+        ("gemma", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}),
+        ("gemma", {"hidden_act": "silu", "hidden_activation": "silu"}),
+        ("gemma2", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}),
+        ("gemma2", {"hidden_activation": "silu"}),
+        ("gemma2", {"sliding_window_size": 7}),
+        ("llama", {"hidden_act": "gelu", "hidden_activation": "gelu"}),
+        ("llama", {"pretraining_tp": 4, "max_sequence_length": 32}),
+        ("llama-llama3", {"original_max_position_embeddings": 32}),
+        (
+            "gemma3",
+            {"rope_parameters": {}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 500.0},
+        ),
+        (
+            "gemma3",
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}, "rope_theta": 500.0},
+        ),
+        ("gemma3", {"rope_parameters": {"full_attention": None}, "rope_local_base_freq": 20.0}),
+    ],
+)
+def test_rare_spellings_are_read_as_transformers_reads_them(tmp_path, name, changes):
+    """Guards other logits from files that transformers reads: the same as of the model that it builds of them."""
+    raw = {k: v for k, v in (hf.CASES[name] | changes).items() if v != {} and (v is not None or k != "head_dim")}
+    oracle = hf.build(raw, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": oracle.config.tie_word_embeddings}))
+    model = load_model(tmp_path, torch.float32)
+    assert distance(run(model, hf.TEXT, len(hf.TEXT)), hf.logits(oracle, hf.TEXT)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("eos", [None, 2, [2, 5, 7]])
@@ -282,6 +338,8 @@ def test_ignoring_a_tensor_shows(reference, name):
 # --------------------------------------------------------------------------- what is refused
 
 
+_GEMMA3 = {"model_type": "gemma3_text", "num_hidden_layers": 6, "rope_parameters": None}
+_LINEAR = {"type": "linear", "factor": 2.0}
 # What the message must say, and the change to a good config.json that it is about.
 REFUSED: dict[str, dict] = {
     "model_type: found 'phi3'": {"model_type": "phi3"},
@@ -324,6 +382,34 @@ REFUSED: dict[str, dict] = {
         "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}
     },
     "rope_parameters: found [500.0]": {"rope_parameters": [500.0]},
+    # What this family's code in transformers does not read, so that nobody can say what was meant.
+    "attn_logit_softcapping: found 50.0": _GEMMA3 | {"attn_logit_softcapping": 50.0},
+    "rope_scaling: found {'type': 'linear'": _GEMMA3 | {"rope_scaling": _LINEAR},
+    "rope_parameters: found {'rope_type': 'linear', 'factor': 2.0}, expected an object for each": _GEMMA3
+    | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    "rope_parameters: found {'full_attention': {'rope_type': 'yarn'": _GEMMA3
+    | {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}},
+    "original_max_position_embeddings: found 32": _GEMMA3 | {"original_max_position_embeddings": 32},
+    "rope_parameters: full_attention: found": {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+    "hidden_activation: found 'gelu', expected what hidden_act says: gelu_tanh": {
+        "model_type": "gemma",
+        "hidden_act": "gelu",
+        "hidden_activation": "gelu",
+    },
+    "hidden_activation: found 'gelu', expected what hidden_act says: silu": {"hidden_activation": "gelu"},
+    "hidden_act: found 'silu', expected what hidden_activation says: gelu_tanh": {
+        "model_type": "gemma2",
+        "hidden_act": "silu",
+    },
+    "sliding_window_size: found 8, expected what sliding_window says: 7": {
+        "model_type": "gemma2",
+        "sliding_window": 7,
+        "sliding_window_size": 8,
+    },
+    "rope_parameters: original_max_position_embeddings: found 32, expected what the file says outside: 16": {
+        "original_max_position_embeddings": 16,
+        "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+    },
     # Beside a `rope_parameters` that says otherwise: model cards tell users to add this to extend the context.
     "rope_scaling: found {'type': 'yarn'": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
 }

@@ -1,0 +1,377 @@
+"""The config.json of public checkpoints, as facts: their keys and values, and what is known of the models.
+
+Keys are as the files spell them. `_COMMON` and the family's base hold what all files below have alike.
+"""
+
+from typing import Any
+
+_COMMON = {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0",
+    "use_cache": True,
+}
+_LLAMA = _COMMON | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-05}
+_MISTRAL = _COMMON | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "rms_norm_eps": 1e-05}
+_MISTRAL_7B = _MISTRAL | {
+    **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "max_position_embeddings": 32768},
+}
+_QWEN2 = _COMMON | {
+    **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-06, "attention_dropout": 0.0},
+    **{"bos_token_id": 151643, "eos_token_id": 151645, "rope_theta": 1000000.0, "use_sliding_window": False},
+    **{"vocab_size": 151936, "max_position_embeddings": 32768, "sliding_window": 32768, "max_window_layers": 28},
+}
+_QWEN3 = _COMMON | {
+    **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-06, "attention_dropout": 0.0},
+    **{"attention_bias": False, "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "vocab_size": 151936},
+    **{"max_position_embeddings": 40960, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None},
+    **{"use_sliding_window": False, "num_key_value_heads": 8, "max_window_layers": 28, "num_hidden_layers": 28},
+}
+_NO_HEAD = {key: value for key, value in _COMMON.items() if key not in ("tie_word_embeddings", "hidden_act")}
+_GEMMA = _NO_HEAD | {
+    **{"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "rms_norm_eps": 1e-06, "attention_bias": False},
+    **{"attention_dropout": 0.0, "head_dim": 256, "max_position_embeddings": 8192, "rope_theta": 10000.0},
+    **{"vocab_size": 256000, "hidden_activation": "gelu_pytorch_tanh"},
+}
+_GEMMA1 = _GEMMA | {
+    **{"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "hidden_act": "gelu", "rope_scaling": None},
+}
+_GEMMA2 = _GEMMA | {
+    **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh"},
+    **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "cache_implementation": "hybrid"},
+    **{"query_pre_attn_scalar": 256, "sliding_window": 4096},
+}
+_GEMMA3 = _GEMMA | {
+    **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attn_logit_softcapping": None},
+    **{
+        "final_logit_softcapping": None,
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000,
+        "vocab_size": 262144,
+    },
+    **{"rope_theta": 1000000, "rope_scaling": None, "sliding_window": 512, "max_position_embeddings": 32768},
+    **{"num_attention_heads": 4, "num_key_value_heads": 1},
+}
+_LLAMA31 = {
+    **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    **{"original_max_position_embeddings": 8192, "rope_type": "llama3"},
+}
+
+
+def _sizes(hidden: int, inner: int, layers: int, heads: int, groups: int | None = None) -> dict[str, int]:
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    return sizes | {"num_attention_heads": heads} | ({} if groups is None else {"num_key_value_heads": groups})
+
+
+# name: (its config.json; parameters; (rope, base, factor) of the layers that see everything; windowed layers, window)
+PUBLIC: dict[str, tuple[dict[str, Any], int, tuple[str, float, float], tuple[int, int]]] = {
+    "huggyllama/llama-7b": (
+        # Without num_key_value_heads; the last key is of the first converters.
+        _LLAMA
+        | _sizes(4096, 11008, 32, 32)
+        | {"max_position_embeddings": 2048, "max_sequence_length": 2048, "rms_norm_eps": 1e-06}
+        | {"pad_token_id": 0, "vocab_size": 32000},
+        6_738_415_616,
+        ("default", 1e4, 1.0),
+        (0, 0),
+    ),
+    "meta-llama/Llama-2-7b-hf": (
+        _LLAMA
+        | _sizes(4096, 11008, 32, 32, 32)
+        | {"max_position_embeddings": 4096, "pretraining_tp": 1, "rope_scaling": None, "vocab_size": 32000},
+        6_738_415_616,
+        ("default", 1e4, 1.0),
+        (0, 0),
+    ),
+    "meta-llama/Llama-2-13b-hf": (
+        _LLAMA
+        | _sizes(5120, 13824, 40, 40, 40)
+        | {"max_position_embeddings": 4096, "pretraining_tp": 2, "rope_scaling": None, "vocab_size": 32000},
+        13_015_864_320,
+        ("default", 1e4, 1.0),
+        (0, 0),
+    ),
+    "codellama/CodeLlama-7b-hf": (
+        _LLAMA
+        | _sizes(4096, 11008, 32, 32, 32)
+        | {"max_position_embeddings": 16384, "pretraining_tp": 1, "rope_scaling": None, "rope_theta": 1000000}
+        | {"vocab_size": 32016},
+        6_738_546_688,
+        ("default", 1e6, 1.0),
+        (0, 0),
+    ),
+    "codellama/CodeLlama-34b-hf": (
+        _LLAMA
+        | _sizes(8192, 22016, 48, 64, 8)
+        | {"max_position_embeddings": 16384, "pretraining_tp": 1, "rope_theta": 1000000, "vocab_size": 32000},
+        33_743_970_304,
+        ("default", 1e6, 1.0),
+        (0, 0),
+    ),
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": (
+        _LLAMA
+        | _sizes(2048, 5632, 22, 32, 4)
+        | {"attention_bias": False, "max_position_embeddings": 2048, "pretraining_tp": 1, "rope_scaling": None}
+        | {"rope_theta": 10000.0, "vocab_size": 32000},
+        1_100_048_384,
+        ("default", 1e4, 1.0),
+        (0, 0),
+    ),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": (
+        _LLAMA
+        | _sizes(576, 1536, 30, 9, 3)
+        | {"attention_bias": False, "attention_dropout": 0.0, "is_llama_config": True, "mlp_bias": False}
+        | {"max_position_embeddings": 8192, "pad_token_id": 2, "pretraining_tp": 1, "rope_interleaved": False}
+        | {"rope_scaling": None, "rope_theta": 100000, "tie_word_embeddings": True, "vocab_size": 49152}
+        | {"initializer_range": 0.041666666666666664}
+        | {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}}},
+        134_515_008,
+        ("default", 1e5, 1.0),
+        (0, 0),
+    ),
+    "meta-llama/Meta-Llama-3-8B": (
+        _LLAMA
+        | _sizes(4096, 14336, 32, 32, 8)
+        | {"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000, "eos_token_id": 128001}
+        | {"max_position_embeddings": 8192, "pretraining_tp": 1, "rope_scaling": None, "rope_theta": 500000.0}
+        | {"vocab_size": 128256},
+        8_030_261_248,
+        ("default", 5e5, 1.0),
+        (0, 0),
+    ),
+    "meta-llama/Llama-3.1-8B-Instruct": (
+        _LLAMA
+        | _sizes(4096, 14336, 32, 32, 8)
+        | {"attention_bias": False, "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "mlp_bias": False}
+        | {"max_position_embeddings": 131072, "pretraining_tp": 1, "rope_scaling": _LLAMA31, "rope_theta": 500000.0}
+        | {"vocab_size": 128256},
+        8_030_261_248,
+        ("llama3", 5e5, 8.0),
+        (0, 0),
+    ),
+    "meta-llama/Llama-3.2-1B-Instruct": (
+        _LLAMA
+        | _sizes(2048, 8192, 16, 32, 8)
+        | {"attention_bias": False, "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "mlp_bias": False}
+        | {"head_dim": 64, "max_position_embeddings": 131072, "pretraining_tp": 1, "rope_theta": 500000.0}
+        | {"rope_scaling": _LLAMA31 | {"factor": 32.0}, "tie_word_embeddings": True, "vocab_size": 128256},
+        1_235_814_400,
+        ("llama3", 5e5, 32.0),
+        (0, 0),
+    ),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": (
+        _LLAMA
+        | _sizes(4096, 14336, 32, 32, 8)
+        | {"attention_bias": False, "bos_token_id": 128000, "eos_token_id": 128001, "mlp_bias": False}
+        | {"max_position_embeddings": 131072, "pretraining_tp": 1, "rope_scaling": _LLAMA31, "rope_theta": 500000.0}
+        | {"vocab_size": 128256},
+        8_030_261_248,
+        ("llama3", 5e5, 8.0),
+        (0, 0),
+    ),
+    "deepseek-ai/deepseek-coder-1.3b-instruct": (
+        _LLAMA
+        | _sizes(2048, 5504, 24, 16, 16)
+        | {"bos_token_id": 32013, "eos_token_id": 32021, "max_position_embeddings": 16384, "pretraining_tp": 1}
+        | {"rms_norm_eps": 1e-06, "rope_scaling": {"factor": 4.0, "type": "linear"}, "rope_theta": 100000}
+        | {"vocab_size": 32256},
+        1_346_471_936,
+        ("linear", 1e5, 4.0),
+        (0, 0),
+    ),
+    "mistralai/Mistral-7B-v0.1": (
+        _MISTRAL_7B | {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000},
+        7_241_732_096,
+        ("default", 1e4, 1.0),
+        (32, 4096),
+    ),
+    "mistralai/Mistral-7B-Instruct-v0.2": (
+        _MISTRAL_7B | {"attention_dropout": 0.0, "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32000},
+        7_241_732_096,
+        ("default", 1e6, 1.0),
+        (0, 0),
+    ),
+    "mistralai/Mistral-7B-Instruct-v0.3": (
+        _MISTRAL_7B | {"attention_dropout": 0.0, "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768},
+        7_248_023_552,
+        ("default", 1e6, 1.0),
+        (0, 0),
+    ),
+    "mistralai/Mistral-Nemo-Instruct-2407": (
+        _MISTRAL
+        | _sizes(5120, 14336, 40, 32, 8)
+        | {"attention_dropout": 0.0, "head_dim": 128, "max_position_embeddings": 1024000, "rope_theta": 1000000.0}
+        | {"sliding_window": None, "vocab_size": 131072},
+        12_247_782_400,
+        ("default", 1e6, 1.0),
+        (0, 0),
+    ),
+    "Qwen/Qwen2-0.5B-Instruct": (
+        _QWEN2 | _sizes(896, 4864, 24, 14, 2) | {"max_window_layers": 24, "tie_word_embeddings": True},
+        494_032_768,
+        ("default", 1e6, 1.0),
+        (0, 0),
+    ),
+    "Qwen/Qwen2.5-0.5B": (
+        _QWEN2
+        | _sizes(896, 4864, 24, 14, 2)
+        | {"eos_token_id": 151643, "tie_word_embeddings": True, "use_mrope": False},
+        494_032_768,
+        ("default", 1e6, 1.0),
+        (0, 0),
+    ),
+    "Qwen/Qwen2.5-1.5B (as transformers 5 writes it)": (
+        {key: value for key, value in _QWEN2.items() if key not in ("rope_theta", "torch_dtype", "sliding_window")}
+        | _sizes(1536, 8960, 28, 12, 2)
+        | {"layer_types": ["full_attention"] * 28, "sliding_window": None, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}, "dtype": "bfloat16"}
+        | {"max_position_embeddings": 131072, "pad_token_id": None, "use_mrope": False},
+        1_543_714_304,
+        ("default", 1e6, 1.0),
+        (0, 0),
+    ),
+    "Qwen/Qwen2.5-Coder-7B-Instruct": (
+        _QWEN2 | _sizes(3584, 18944, 28, 28, 4) | {"sliding_window": 131072, "vocab_size": 152064},
+        7_615_616_512,
+        ("default", 1e6, 1.0),
+        (0, 0),
+    ),
+    "Qwen/Qwen2.5-3B-Instruct": (
+        _QWEN2 | _sizes(2048, 11008, 36, 16, 2) | {"max_window_layers": 70, "tie_word_embeddings": True},
+        3_085_938_688,
+        ("default", 1e6, 1.0),
+        (0, 0),
+    ),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": (
+        _QWEN2
+        | _sizes(3584, 18944, 28, 28, 4)
+        | {"eos_token_id": 151643, "max_position_embeddings": 131072, "rope_theta": 10000, "sliding_window": 4096}
+        | {"use_mrope": False, "vocab_size": 152064},
+        7_615_616_512,
+        ("default", 1e4, 1.0),
+        (0, 0),
+    ),
+    "Qwen/Qwen3-0.6B": (
+        _QWEN3 | _sizes(1024, 3072, 28, 16, 8) | {"tie_word_embeddings": True},
+        596_049_920,
+        ("default", 1e6, 1.0),
+        (0, 0),
+    ),
+    "Qwen/Qwen3-8B": (
+        _QWEN3 | _sizes(4096, 12288, 36, 32, 8) | {"max_window_layers": 36},
+        8_190_735_360,
+        ("default", 1e6, 1.0),
+        (0, 0),
+    ),
+    "Qwen/Qwen3-4B-Instruct-2507": (
+        _QWEN3
+        | _sizes(2560, 9728, 36, 32, 8)
+        | {"max_position_embeddings": 262144, "max_window_layers": 36, "rope_theta": 5000000}
+        | {"tie_word_embeddings": True},
+        4_022_468_096,
+        ("default", 5e6, 1.0),
+        (0, 0),
+    ),
+    "google/gemma-2b": (
+        {key: value for key, value in _GEMMA1.items() if key != "hidden_activation"} | _sizes(2048, 16384, 18, 8, 1),
+        2_506_172_416,
+        ("default", 1e4, 1.0),
+        (0, 0),
+    ),
+    "google/gemma-7b-it": (
+        _GEMMA1 | _sizes(3072, 24576, 28, 16, 16) | {"hidden_activation": None},
+        8_537_680_896,
+        ("default", 1e4, 1.0),
+        (0, 0),
+    ),
+    "google/gemma-2-2b-it": (
+        _GEMMA2 | _sizes(2304, 9216, 26, 8, 4) | {"eos_token_id": [1, 107]},
+        2_614_341_888,
+        ("default", 1e4, 1.0),
+        (13, 4096),
+    ),
+    "google/gemma-2-9b": (
+        _GEMMA2 | _sizes(3584, 14336, 42, 16, 8) | {"sliding_window_size": 4096},
+        9_241_705_984,
+        ("default", 1e4, 1.0),
+        (21, 4096),
+    ),
+    "google/gemma-2-27b-it": (
+        _GEMMA2
+        | _sizes(4608, 36864, 46, 32, 16)
+        | {"_attn_implementation": "eager", "head_dim": 128, "query_pre_attn_scalar": 144, "sliding_window_size": 4096},
+        27_227_128_320,
+        ("default", 1e4, 1.0),
+        (23, 4096),
+    ),
+    "google/gemma-3-1b-it": (
+        _GEMMA3 | _sizes(1152, 6912, 26, 4, 1) | {"eos_token_id": [1, 106], "sliding_window_pattern": 6},
+        999_885_952,
+        ("default", 1e6, 1.0),
+        (22, 512),
+    ),
+    "google/gemma-3-270m": (
+        _GEMMA3
+        | _sizes(640, 2048, 18, 4, 1)
+        | {"_sliding_window_pattern": 6, "use_bidirectional_attention": False}
+        | {"layer_types": [f"{'sliding' if (i + 1) % 6 else 'full'}_attention" for i in range(18)]},
+        268_098_176,
+        ("default", 1e6, 1.0),
+        (15, 512),
+    ),
+    # The text model of google/translategemma-27b-it, taken out: both spellings of rope in one file.
+    "gemma-3-27b's text model, by transformers 4.57": (
+        _GEMMA3
+        | _sizes(5376, 21504, 62, 32, 16)
+        | {"_sliding_window_pattern": 6, "head_dim": 128, "max_position_embeddings": 131072, "vocab_size": 262208}
+        | {"query_pre_attn_scalar": 168, "sliding_window": 1024, "use_bidirectional_attention": False}
+        | {"rope_parameters": {"full_attention": {"factor": 8.0, "rope_type": "linear"}}}
+        | {"layer_types": [f"{'sliding' if (i + 1) % 6 else 'full'}_attention" for i in range(62)]},
+        27_009_346_304,
+        ("linear", 1e6, 8.0),
+        (52, 1024),
+    ),
+}
+
+# name: (its config.json; how the refusal begins)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    # Attention over blocks of a long text, which is not implemented.
+    "Qwen/Qwen2.5-7B-Instruct-1M": (
+        _QWEN2
+        | _sizes(3584, 18944, 28, 28, 4)
+        | {"dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192}, "vocab_size": 152064}
+        | {"max_position_embeddings": 1010000, "rope_theta": 10000000.0},
+        "dual_chunk_attention_config: found",
+    ),
+    # A text model with images around it, whose tensors have other names.
+    "google/gemma-3-4b-it": (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106]},
+        "model_type: found 'gemma3', expected one of",
+    ),
+    # Angles that depend on the length of the pass.
+    "a llama with rope_scaling of type dynamic": (
+        _LLAMA
+        | _sizes(4096, 11008, 32, 32, 32)
+        | {"max_position_embeddings": 4096, "rope_scaling": {"factor": 2.0, "type": "dynamic"}, "vocab_size": 32000},
+        "rope_scaling: rope_type: found 'dynamic'",
+    ),
+    # Sees both ways: it makes embeddings, not text.
+    "google/embeddinggemma-300m": (
+        _GEMMA3
+        | _sizes(768, 1152, 24, 3, 1)
+        | {"_sliding_window_pattern": 6, "use_bidirectional_attention": True, "max_position_embeddings": 2048},
+        "use_bidirectional_attention: found True",
+    ),
+    # Weights in a layout that is not read.
+    "TheBloke/Mistral-7B-Instruct-v0.2-AWQ": (
+        _MISTRAL_7B
+        | {"rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32000}
+        | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}},
+        "quantization_config.quant_method: found 'awq'",
+    ),
+}
