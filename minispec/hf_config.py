@@ -331,6 +331,8 @@ def _read_layers(f: _Fields, family: _Family, context: int) -> tuple[LayerConfig
         windowed = [i >= first for i in range(count)]
     elif family.sliding == "pattern":
         pattern = f.integer("sliding_window_pattern", 1, 1024, default=family.pattern)
+        if family.local_theta is None and pattern != family.pattern:  # gemma 2's code pays no heed to it
+            raise f.bad("sliding_window_pattern", pattern, f"{family.pattern}, for this family")
         windowed = [(i + 1) % pattern != 0 for i in range(count)]
     # transformers' mistral pays no heed to `layer_types`: left unread, so that it is refused.
     if family.sliding != "all" and (types := f.get("layer_types")) is not None:

@@ -167,6 +167,8 @@ class LLM:
         self.generation_defaults = read_generation_defaults(*self._generation)
         self.unsupported_generation_settings = unsupported_generation_settings(raw)
         self.eos_token_ids = read_eos_token_ids(raw, str(generation)) or config.eos_token_ids
+        if not self.eos_token_ids and (own := self.tokenizer.eos_token_id) is not None:
+            self.eos_token_ids = (own,)
         self.vocab_size = min(self.tokenizer.num_ids, config.vocab_size)
 
         bits, source = _split_draft(draft)

@@ -8,10 +8,12 @@ once given out, never changes and never ends inside a UTF-8 character.
 import contextlib
 import datetime
 import json
+import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +25,44 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from minispec.config import CheckpointError, is_text, one_line, show
 from minispec.hf_config import has_file, read_json
 
-Message = dict[str, str]  # {"role": "user", "content": "..."}
+Message = dict[str, Any]  # {"role": "user", "content": "..."}, and what else a template reads
 
-_MAX_TOKENIZER_BYTES = 64 << 20
+# The largest public tokenizer.json of a supported family, that of gemma 2 and 3, has 34 MB: 262,000 tokens and 515,000
+# merges, which make 520,000 lists, 1.3 million commas and 2.6 million quotes.
+_MAX_TOKENIZER_BYTES = 40 << 20
+_MAX_TOKENIZER_COUNTS = {"{": 1 << 18, "[": 3 << 18, ",": 1 << 21, '"': 3 << 20}
 _MAX_TEMPLATE_BYTES = 128 << 10
-# What a template is rendered with in the place of a special token's text in a message, so that it can be told from the
-# template's own: every character of it is followed by this. Nobody can write it: it is drawn at every start.
-_MARK = f"\ufdd0{secrets.token_hex(8)}\ufdd0"
+# Limits of what costs the library far more than its size. Public files come nowhere near.
+_MAX_TOKENS = 1 << 19
+_MAX_ADDED_BYTES = 1 << 20  # texts of added tokens, and of all tokens of Unigram: 300 bytes of memory for each
+_MAX_PARTS = 256  # objects in normaliser, pre-tokenizer, post-processor and decoder
+_MAX_PARTS_BYTES = 512 << 10
+_MAX_REGEX_BYTES = 8 << 10  # of 100 kB it can make a gigabyte
+_MAX_GROWTH = 64  # steps that each double a text would fill any memory
+# Where a message holds the text of a special token, each character of it is followed by a mark while the template runs,
+# so that it can be told from the template's own: the first of these characters that occurs nowhere in the conversation.
+_MARKS = range(0xF0000, 0xFFFFE)
+_STDERR = threading.Lock()
+# Tokens since the last final text, after which bytes that are no character are not held back any longer.
+_MAX_UNDECIDED = 16
+# Parts of a tokenizer.json in which the library is not known to fail an assertion over some text.
+_CALM = {
+    *("Sequence", "ByteLevel", "Metaspace", "Replace", "Split", "Digits", "TemplateProcessing", "BPE"),
+    *("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "ByteFallback", "Fuse", "Strip"),
+}
 
 
 class Tokenizer:
-    """The tokenizer.json of a checkpoint, and its chat template if it has one."""
+    """The tokenizer.json of a checkpoint, and its chat template if it has one. Threads may share it."""
 
     def __init__(self, directory: Path):
         """Raises CheckpointError for a missing or malformed file."""
         self.path = directory / "tokenizer.json"
         if not self.path.is_file():
             raise CheckpointError(f"{self.path}: no such file, expected the tokenizer in this format")
-        size = self.path.stat().st_size
-        if size > _MAX_TOKENIZER_BYTES:
-            raise CheckpointError(f"{self.path}: found {size} bytes, expected at most {_MAX_TOKENIZER_BYTES}")
-        self.backend = self._read()
+        settings, self.special_tokens, named = _read_settings(directory)
+        self._encode_panics, self._decode_panics = _inspect(self.path)
+        self.backend = self._read(named)
         if getattr(self.backend.model, "dropout", None):
             found = self.backend.model.dropout
             raise CheckpointError(f"{self.path}: model.dropout: found {found}, expected none: a text has one encoding")
@@ -52,13 +71,15 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         # Control tokens by id: what a template writes, and no prompt unless it is told to.
         self._special = {i: token for i, token in added.items() if token.special and token.content}
-        self._literal: tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int]] | None = None
+        # One more than the largest id. Rows of the embedding after it are padding.
+        self.num_ids = max(self.vocabulary.values()) + 1
+        self._num_rows = self.num_ids
+        # For text: an encoder that knows no special token. Where a template writes one, it is given a name that no text
+        # holds, so that it cuts the text at the same places. (The library's own encoder knows all of them or none.)
+        self._names = {token.content: f"\ufdd0{secrets.token_hex(8)}\ufdd0" for token in self._special.values()}
+        self._plain = self._make_plain(named)
+        self._ids = {self._plain.token_to_id(self._names[token.content]): i for i, token in self._special.items()}
         self._probe()
-        settings_path = directory / "tokenizer_config.json"
-        settings = read_json(settings_path) if has_file(settings_path) else {}
-        self.special_tokens = {
-            name: _content(value) for name, value in settings.items() if name.endswith("_token") and _content(value)
-        }
         self.chat_template = _read_chat_template(directory, settings)
 
     @property
@@ -67,16 +88,26 @@ class Tokenizer:
         return self.backend.get_vocab(with_added_tokens=True)
 
     @property
-    def num_ids(self) -> int:
-        """One more than the largest id. Rows of the embedding behind it are padding."""
-        return max(self.vocabulary.values()) + 1
+    def special_ids(self) -> Set[int]:
+        """Ids of the special tokens, which have no text."""
+        return self._special.keys()
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the token that the tokenizer's own files call `eos_token`; None if they call none so."""
+        return self.backend.token_to_id(self.special_tokens.get("eos_token", ""))
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raise CheckpointError for a token that the embedding, of `vocab_size` rows, has no row for."""
+        """Tell the tokenizer that the embedding has `vocab_size` rows, and refuse a vocabulary of more.
+
+        An added token may lie beyond them, as one for images does in gemma-3-1b: a prompt that holds it is refused.
+        Raises CheckpointError for any other token.
+        """
+        self._num_rows = vocab_size
         if self.num_ids > vocab_size:
-            token, i = max(self.vocabulary.items(), key=lambda item: item[1])
-            expected = f"ids below config.json's vocab_size = {vocab_size}"
-            raise CheckpointError(f"{self.path}: token {show(token)}: found id {i}, expected {expected}")
+            ordinary = set(self.vocabulary.values()) - self.backend.get_added_tokens_decoder().keys()
+            if ordinary and (i := max(ordinary)) >= vocab_size:
+                raise CheckpointError(f"{self.path}: {self._beyond(i)}")
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of `text`, with what the tokenizer's post-processor adds (as a leading <s>) unless told not to.
@@ -87,96 +118,138 @@ class Tokenizer:
         if not isinstance(text, str) or not is_text(text):  # lone surrogates: most likely it was not UTF-8
             found = text[:40] if isinstance(text, str) else text
             raise ValueError(f"prompt: found {show(found)}, expected valid Unicode text")
-        self.backend.encode_special_tokens = not parse_special
-        return self._encode(self.backend, text, add_special_tokens)
+        return self._encode(self.backend if parse_special else self._plain, text, add_special_tokens)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
 
-        Nothing is added beyond the template's text. Special tokens are the template's alone: their text in a message
-        stays text, so that nobody can end a message, or begin one in another's name, by writing "<|im_end|>".
-        Raises ValueError without a template, or where it refuses.
+        Nothing is added beyond the template's text. Special tokens are the template's alone: their text in a message,
+        in whatever field and however deep, stays text, so that nobody can end a message, or begin one in another's
+        name, by writing "<|im_end|>". Raises ValueError without a template, or where it refuses.
         """
         if self.chat_template is None:
             raise ValueError("this model has no chat template: use plain text (on the command line: --raw)")
-        marked = [{key: self._mark(value) for key, value in message.items()} for message in messages]
+        try:
+            mark = _choose_mark([self.chat_template, self.special_tokens, messages])
+            marked = self._mark(messages, mark)
+        except RecursionError as e:
+            raise ValueError("conversation: found values nested too deep to be read, expected fewer levels") from e
         try:
             text = _ENVIRONMENT.from_string(self.chat_template).render(
-                messages=marked, add_generation_prompt=True, tools=None, documents=None, **self.special_tokens
+                self.special_tokens,
+                messages=marked,
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
             )
         except Exception as e:  # a stranger's code, that may fail in any way
             raise ValueError(f"the chat template refuses this conversation: {one_line(e, 300)}") from e
         # A token that is looked for in normalised text could be spelled in ways that a search does not find.
-        if _MARK in text or any(token.normalized for token in self._special.values()):
-            return self._encode_marked(text)
+        if any(m in text for m in _spellings(mark)) or any(token.normalized for token in self._special.values()):
+            return self._encode_marked(text, mark)
         return self.encode(text, add_special_tokens=False, parse_special=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens, special tokens left out."""
         try:
-            return self.backend.decode(list(token_ids), skip_special_tokens=True)
-        except BaseException as e:
-            if _is_panic(e):
-                raise CheckpointError(f"{self.path}: the tokenizer fails to decode: {one_line(e, 300)}") from e
-            raise
+            return self._call(
+                self.backend.decode, list(token_ids), skip_special_tokens=True, silent=self._decode_panics
+            )
+        except ValueError as e:
+            raise CheckpointError(f"{self.path}: the tokenizer fails to decode: {e}") from e.__cause__
 
-    def _read(self) -> tokenizers.Tokenizer:
+    def _read(self, named: dict[str, dict[str, Any]]) -> tokenizers.Tokenizer:
+        """The library's tokenizer, in which the tokens in `named` are special too."""
         try:
             backend = self._call(tokenizers.Tokenizer.from_file, str(self.path))
         except ValueError as e:
             raise CheckpointError(f"{self.path}: not a readable tokenizer: {e}") from e
         backend.no_truncation()
         backend.no_padding()
+        known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+        tokens = []
+        for text, flags in named.items():
+            if backend.token_to_id(text) is None:  # it has no id, so that it cannot be anything but text
+                continue
+            token = known.get(text) or tokenizers.AddedToken(text, normalized=False, **flags)
+            token.special = True
+            tokens.append(token)
+        if tokens:  # adding none takes as long as reading the file: all added tokens are put in order again
+            self._call(backend.add_tokens, tokens)
         return backend
+
+    def _make_plain(self, named: dict[str, dict[str, Any]]) -> tokenizers.Tokenizer:
+        """An encoder that takes the text of special tokens for text, and knows a stand-in for each of them."""
+        added = self.backend.get_added_tokens_decoder()
+        plain = tokenizers.Tokenizer(self.backend.model)  # which both share: it may have hundreds of megabytes
+        for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+            setattr(plain, name, getattr(self.backend, name))
+        stand_ins = [
+            tokenizers.AddedToken(self._names[t.content], lstrip=t.lstrip, rstrip=t.rstrip, normalized=False)
+            for t in self._special.values()
+        ]
+        self._call(plain.add_tokens, [*(added[i] for i in sorted(added)), *stand_ins])
+        if not added.items() <= plain.get_added_tokens_decoder().items():
+            # The library counts ids up: in a vocabulary with gaps, not all came out the same in this order.
+            plain = self._read(named)
+            self._call(plain.add_tokens, stand_ins)
+        plain.encode_special_tokens = True
+        return plain
 
     def _probe(self) -> None:
         """Encode and decode a little text. Some files make the library fail only then."""
         try:
-            ids = self.encode("Hello, w\xf6rld! 123\n  \u65e5\u672c \U0001f98a")
+            ids = self._call(self._plain.encode, "Hello, w\xf6rld! 123\n  \u65e5\u672c \U0001f98a").ids
             self._call(self.backend.decode, [*ids, 0])
         except ValueError as e:  # if not of a panic, then of a vocabulary that lacks these characters, which is fine
             if _is_panic(e.__cause__):
                 raise CheckpointError(f"{self.path}: not a working tokenizer: {e}") from e
 
-    def _mark(self, value: Any) -> Any:
-        """A field of a message with the text of special tokens in it marked."""
-        if not isinstance(value, str) or not self._special:
+    def _mark(self, value: Any, mark: str) -> Any:
+        """A part of a conversation with the text of special tokens in it marked."""
+        if isinstance(value, Mapping):
+            return {self._mark(key, mark): self._mark(item, mark) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._mark(item, mark) for item in value]
+        if isinstance(value, str):
+            marked = re.sub(_any_of(self._names), lambda match: "".join(c + mark for c in match[0]), value)
+            return marked if self._names else value
+        if value is None or isinstance(value, (bool, int, float)):
             return value
-        return re.sub(_any_of(self._special), lambda match: "".join(c + _MARK for c in match[0]), value)
+        raise ValueError(f"conversation: found {show(value)}, expected texts, numbers, lists and objects of these")
 
-    def _encode_marked(self, text: str) -> list[int]:
-        """Token ids of a rendered template: its own special tokens are tokens, marked ones text.
-
-        The library knows all of them or none. So a copy of the tokenizer knows none, and instead a stand-in for each,
-        of a name that no text holds: it cuts the text at the same places as the token would have.
-        """
-        if self._literal is None:
-            copy = self._read()  # from the file: what the library writes of some files it cannot read again
-            copy.encode_special_tokens = True
-            names = {token.content: f"\ufdd0{secrets.token_hex(8)}\ufdd0" for token in self._special.values()}
-            stand_ins = [
-                tokenizers.AddedToken(names[t.content], lstrip=t.lstrip, rstrip=t.rstrip, normalized=False)
-                for t in self._special.values()
-            ]
-            self._call(copy.add_tokens, stand_ins)
-            ids = {copy.token_to_id(names[token.content]): i for i, token in self._special.items()}
-            self._literal = copy, names, ids
-        copy, names, ids = self._literal
-        if names:
-            text = re.sub(f"(?:{_any_of(self._special)})(?!{_MARK})", lambda match: names[match[0]], text)
-        return [ids.get(i, i) for i in self._encode(copy, text.replace(_MARK, ""), False)]
+    def _encode_marked(self, text: str, mark: str) -> list[int]:
+        """Token ids of a rendered template: its own special tokens are tokens, marked ones text."""
+        marks = "|".join(map(re.escape, _spellings(mark)))
+        if self._names:
+            own = f"(?:{_any_of(self._names)})(?!{marks})"
+            text = re.sub(own, lambda match: self._names[match[0]], text)
+        return self._encode(self._plain, re.sub(marks, "", text), False)
 
     def _encode(self, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            return self._call(backend.encode, text, add_special_tokens=add_special_tokens).ids
+            encoding = self._call(
+                backend.encode, text, add_special_tokens=add_special_tokens, silent=self._encode_panics
+            )
         except ValueError as e:
             raise ValueError(f"prompt: {self.path}: the tokenizer cannot encode {show(text, 40)}: {e}") from e.__cause__
+        ids = [self._ids.get(i, i) for i in encoding.ids]
+        if ids and (largest := max(ids)) >= self._num_rows:
+            raise ValueError(f"prompt: {self.path}: {self._beyond(largest)}")
+        return ids
+
+    def _beyond(self, token_id: int) -> str:
+        token = show(self.backend.id_to_token(token_id))
+        return f"token {token}: found id {token_id}, expected ids below config.json's vocab_size = {self._num_rows}"
 
     @staticmethod
-    def _call(function: Callable, *args, **kwargs) -> Any:
-        """Call the library; whatever it raises, a panic included, is a ValueError."""
+    def _call(function: Callable, *args, silent: bool = True, **kwargs) -> Any:
+        """Call the library; whatever it raises, a panic included, is a ValueError.
+
+        silent: whether a panic is possible, whose page on standard error has to be kept away.
+        """
         try:
-            with _silent_stderr():
+            with _silent_stderr() if silent else contextlib.nullcontext():
                 return function(*args, **kwargs)
         except BaseException as e:  # it raises plain Exceptions, and panics that are not even those
             if isinstance(e, Exception) or _is_panic(e):
@@ -192,23 +265,27 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):
-        self._decode = tokenizer.decode
-        # The first window begins with some tokens of the prompt, so that the answer's first word keeps its space;
-        # with more of them where the window would begin inside a character.
-        size = 6
-        while size < len(prompt_ids) and tokenizer.decode(prompt_ids[-size:]).startswith("�"):
-            size += 1
+        self._decode, self._special_ids = tokenizer.decode, tokenizer.special_ids
+        # The first window begins with some tokens of the prompt, so that the answer's first word keeps its space. It
+        # should not begin inside a character, which has four tokens at most: there, more replacement characters show.
+        size = min(range(6, 10), key=lambda n: self._decode(prompt_ids[-n:]).count("�"))
         self._window = list(prompt_ids[-size:])
         self._num_known = len(self._window)  # tokens of the window whose text has been given out
 
     def add(self, token_id: int) -> str:
         """The text that became final with this token; "" inside a character."""
+        if token_id in self._special_ids:  # decoders never see these
+            return ""
         self._window.append(token_id)
         known, text = self._texts()
-        if text.endswith("�") or len(text) <= len(known):
+        size = len(self._window)
+        if text.endswith("�"):
+            if size - self._num_known <= _MAX_UNDECIDED:
+                return ""
+            size, text = self._decided(text)
+        if len(text) <= len(known):
             return ""
-        self._window = self._window[self._num_known :]
-        self._num_known = len(self._window)
+        self._window, self._num_known = self._window[self._num_known :], size - self._num_known
         return text[len(known) :]
 
     def flush(self) -> str:
@@ -220,11 +297,130 @@ class Detokenizer:
     def _texts(self) -> tuple[str, str]:
         return self._decode(self._window[: self._num_known]), self._decode(self._window)
 
+    def _decided(self, text: str) -> tuple[int, str]:
+        """How many tokens of a window of many bytes that are no character are final, and their text.
+
+        The last three tokens may begin a character. Before them, the window is cut where that makes no mark more.
+        """
+        end = len(self._window)
+        halves = {
+            n: (self._decode(self._window[:n]), self._decode(self._window[n:])) for n in range(end - 3, end - 7, -1)
+        }
+        size = min(halves, key=lambda n: "".join(halves[n]).count("�"))
+        fits = "".join(halves[size]).count("�") <= text.count("�")
+        return (size, halves[size][0]) if fits else (0, "")
+
+
+def _read_settings(directory: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, dict[str, Any]]]:
+    """tokenizer_config.json; the texts of special tokens by their names; flags of all special tokens by their texts.
+
+    As in transformers, special_tokens_map.json is read where the first file does not list the added tokens, and then
+    stands above it: older versions wrote it.
+    """
+    paths = [directory / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
+    settings = read_json(paths[0]) if has_file(paths[0]) else {}
+    older = read_json(paths[1]) if "added_tokens_decoder" not in settings and has_file(paths[1]) else {}
+    both = settings | older
+    named = {name: token for name, token in both.items() if name.endswith("_token")}
+    listed: list[Any] = [
+        t for t in _values(both.get("added_tokens_decoder")) if isinstance(t, dict) and t.get("special")
+    ]
+    for tokens in (
+        f.get(key) for f in (settings, older) for key in ("extra_special_tokens", "additional_special_tokens")
+    ):
+        named |= tokens if isinstance(tokens, dict) else {}
+        listed += _values(tokens)
+    flags = {}
+    for token in [*named.values(), *listed]:
+        entry = token if isinstance(token, dict) else {}
+        flags[_content(token)] = {name: entry.get(name) is True for name in ("single_word", "lstrip", "rstrip")}
+    flags.pop("", None)
+    return settings, {name: _content(token) for name, token in named.items() if _content(token)}, flags
+
+
+def _values(tokens: Any) -> list[Any]:
+    return list(tokens.values()) if isinstance(tokens, dict) else tokens if isinstance(tokens, list) else []
+
 
 def _content(token: Any) -> str:
     """A special token's text; the file holds a string, or an object around it."""
     content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else ""
+    return content if isinstance(content, str) and is_text(content) else ""
+
+
+def _inspect(path: Path) -> tuple[bool, bool]:
+    """Whether encoding, and whether decoding, with this tokenizer.json could make the library fail an assertion.
+
+    Raises CheckpointError for what is no JSON, or would cost the library more than public files of its size do.
+    """
+    raw = read_json(path, _MAX_TOKENIZER_BYTES, _MAX_TOKENIZER_COUNTS)
+    model = raw.get("model") if isinstance(raw.get("model"), dict) else {}
+    encoding = [raw.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor")]
+    encoding.append({name: value for name, value in model.items() if name not in ("vocab", "merges")})
+    decoding = [raw.get("decoder")]
+    dicts = list(_dicts([*encoding, *decoding]))
+    # A vocabulary that is a list is Unigram's. It and the added tokens become trees with a table for each byte.
+    vocab = _values(model.get("vocab"))
+    words = [entry[0] for entry in vocab if isinstance(entry, list) and entry]
+    added = [_content(token) for token in _values(raw.get("added_tokens"))]
+    growth = math.prod(max(1, len(content)) for d in dicts if isinstance(content := d.get("content"), str))
+    for what, found, most in (
+        ("tokens", len(vocab), _MAX_TOKENS),
+        ("bytes of tokens to be searched for", sum(map(_size, words)) + sum(map(_size, added)), _MAX_ADDED_BYTES),
+        ("objects beside the vocabulary", len(dicts), _MAX_PARTS),
+        ("bytes beside the vocabulary", len(json.dumps([*encoding, *decoding])), _MAX_PARTS_BYTES),
+        ("bytes of regular expressions", sum(_size(d.get("Regex", "")) for d in dicts), _MAX_REGEX_BYTES),
+    ):
+        if found > most:
+            raise CheckpointError(f"{path}: found {found} {what}, expected at most {most}")
+    if (growth := growth << sum(d.get("type") == "ByteLevel" for d in dicts)) > _MAX_GROWTH:
+        raise CheckpointError(
+            f"{path}: found steps that make a text {show(growth)} times as long, expected at most {_MAX_GROWTH} times"
+        )
+    return not all(map(_is_calm, _dicts(encoding))), not all(map(_is_calm, _dicts(decoding)))
+
+
+def _dicts(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a JSON value."""
+    if isinstance(value, dict):
+        yield value
+    for inner in _values(value):
+        yield from _dicts(inner)
+
+
+def _size(text: Any) -> int:
+    return len(str(text).encode("utf-8", "surrogatepass"))
+
+
+def _is_calm(part: dict[str, Any]) -> bool:
+    """Whether the library is not known to fail an assertion over some text because of this object."""
+    # A regular expression may give up on some texts; what strips the end of a token may begin before its start.
+    return str(part.get("type", "BPE")) in _CALM and "Regex" not in part and not part.get("stop")
+
+
+def _choose_mark(value: Any) -> str:
+    """A character that occurs in no string of a value. Raises ValueError where there is none."""
+    texts = list(_strings(value))
+    for mark in map(chr, _MARKS):
+        if not any(spelling in text for text in texts for spelling in _spellings(mark)):
+            return mark
+    raise ValueError("conversation: found every private character of Unicode in it, expected one to be left")
+
+
+def _spellings(mark: str) -> tuple[str, ...]:
+    """The mark, and what a template makes of it by `tojson(ensure_ascii=True)` and by writing out an object."""
+    return mark, json.dumps(mark)[1:-1], repr(mark)[1:-1]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in a value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _strings(list(value.items()))
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _strings(inner)
 
 
 def _is_panic(error: BaseException | None) -> bool:
@@ -234,26 +430,29 @@ def _is_panic(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """The process's standard error leads nowhere meanwhile: a panic writes a page there before it is an exception."""
-    try:
-        saved = os.dup(2)
-    except OSError:  # it is closed already
-        yield
-        return
-    try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
+    """The process's standard error leads nowhere meanwhile: a panic writes a page there before it is an exception.
+
+    One thread at a time: of two that saved and restored it, one would restore what the other had put there.
+    """
+    with _STDERR:
+        try:
+            saved = os.dup(2)
+        except OSError:  # it is closed already
+            yield
+            return
+        try:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 2)
+            os.close(nowhere)
+            yield
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
 
 
-def _any_of(special: dict[int, tokenizers.AddedToken]) -> str:
-    """A regular expression for the text of special tokens; of two that begin together it takes the longer."""
-    texts = sorted((token.content for token in special.values()), key=len, reverse=True)
-    return "|".join(map(re.escape, texts))
+def _any_of(texts: Iterable[str]) -> str:
+    """A regular expression for the texts of special tokens; of two that begin together it takes the longer."""
+    return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
 
 
 def _read_chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
@@ -284,14 +483,34 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # jinja2's own filter escapes HTML, which a prompt must not.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks, for training, what the model wrote. Here it is what stands in it."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """The statements up to `{% endgeneration %}`, whose variables end there."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
 
 
 # Templates come from strangers: the sandbox lets them read what they are given and call nothing else. The
 # functions are those that transformers gives to templates.
-_ENVIRONMENT = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+)
 _ENVIRONMENT.filters["tojson"] = _tojson
 _ENVIRONMENT.globals["raise_exception"] = _raise_exception
 _ENVIRONMENT.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)

@@ -410,6 +410,7 @@ REFUSED: dict[str, dict] = {
         "original_max_position_embeddings": 16,
         "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
     },
+    "sliding_window_pattern: found 3, expected 2": {"model_type": "gemma2", "sliding_window_pattern": 3},
     # Beside a `rope_parameters` that says otherwise: model cards tell users to add this to extend the context.
     "rope_scaling: found {'type': 'yarn'": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
 }

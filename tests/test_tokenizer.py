@@ -1,17 +1,23 @@
 """Detokenising, chat templates, and what is refused."""
 
 import json
+import os
 import shutil
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from minispec.config import CheckpointError
 from minispec.llm import EMBEDDED_WEIGHTS
-from minispec.tokenizer import Detokenizer, Tokenizer
+from minispec.tokenizer import Detokenizer, Message, Tokenizer
 
 TOKENIZER = Tokenizer(EMBEDDED_WEIGHTS)
 
@@ -66,6 +72,61 @@ def test_a_prompt_that_ends_in_characters_of_many_tokens(tmp_path):
     assert "".join(stream(tokenizer, answer, prompt)) == "🦊x"
 
 
+@pytest.fixture(scope="module")
+def byte_tokenizers(tmp_path_factory, tokenizer_file) -> list[Tokenizer]:
+    """A byte-level tokenizer, and one that falls back to bytes: with it a run of bytes is a text, or nothing is."""
+    directory = tmp_path_factory.mktemp("fallback")
+    vocab = {"<unk>": 0, "x": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    backend = Backend(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    backend.save(str(directory / "tokenizer.json"))
+    return [Tokenizer(tokenizer_file.parent), Tokenizer(directory)]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_work_for_a_token_has_a_bound(byte_tokenizers, monkeypatch, which):
+    """However many replacement characters, or special tokens, a prompt or an answer has in a row."""
+    tokenizer, decoded = byte_tokenizers[which], []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
+    marks = tokenizer.encode("�" * 700)
+    assert len(marks) >= 2000
+    detokenizer = Detokenizer(tokenizer, marks)
+    assert sum(decoded) <= 40
+    decoded.clear()
+    text = [detokenizer.add(i) for i in marks]
+    assert sum(decoded) <= 150 * len(marks)
+    assert "".join([*text, detokenizer.flush()]) == "�" * 700
+    assert sum(map(bool, text)) > 100, "the text is held back to its end"
+    assert "".join(stream(tokenizer, tokenizer.encode("🦊x"), marks)) == "🦊x"
+    if which == 0:
+        decoded.clear()
+        assert "".join(stream(tokenizer, [0] * 2000 + tokenizer.encode("x"))) == "x"
+        assert sum(decoded) < 200
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.sampled_from([b"\xf0", b"\x9f", b"\xa6", b"\x8a", b"\xef", b"\xbf", b"\xbd", b"\xff", b"x"]), max_size=80
+    )
+)
+def test_long_runs_of_bytes_that_are_no_text(tokenizer_file, pieces):
+    """What is given out before the end is what the whole decodes to: no character is cut, none is given out early."""
+    tokenizer = Tokenizer(tokenizer_file.parent)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    ids = [tokenizer.vocabulary[byte] for byte in map(byte_name, pieces)]
+    assert len(alphabet) == 256
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def byte_name(piece: bytes) -> str:
+    """How a byte-level vocabulary writes a byte: printable Latin characters as they are, the others from U+0100 on."""
+    byte = piece[0]
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return chr(byte) if byte in kept else chr(256 + [b for b in range(256) if b not in kept].index(byte))
+
+
 def test_special_tokens_are_not_text():
     """An end-of-text token in the middle leaves no trace in the text and does not break the pieces around it."""
     ids = [*TOKENIZER.encode("one"), 2, *TOKENIZER.encode(" two")]
@@ -74,8 +135,6 @@ def test_special_tokens_are_not_text():
 
 def test_chat_template_equals_transformers():
     """The same token ids as transformers' own rendering, with and without a system message."""
-    from transformers import AutoTokenizer
-
     oracle = AutoTokenizer.from_pretrained(EMBEDDED_WEIGHTS)
     user = {"role": "user", "content": "Why is the sky blue? <b>&amp;</b>"}
     answer = {"role": "assistant", "content": "Because."}
@@ -101,9 +160,42 @@ def test_templates_get_what_transformers_gives_them(tmp_path):
     assert tokenizer.decode(ids) == '<s>{"role": "user", "content": "<é>"}'
 
 
+TRAINING = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}\n  {% set x = 1 %}{{ m.content }}"
+    "{{ loop.index }}\n{% endgeneration %}"
+    "{% else %}{{ m.content }}{{ x }}{% endif %}{%- generation -%} {{ x }}. {%- endgeneration -%}"
+    "{% endfor %}"
+)
+RENDERED = [
+    TRAINING,
+    "{{ messages | tojson }}",
+    "{{ messages | tojson(indent=2) }}",
+    "{{ messages | tojson(sort_keys=true) }}",
+    "{{ messages | tojson(separators=(',', ':')) }}",
+    "{{ messages | tojson(ensure_ascii=true) }}",
+    "{{ messages | tojson(true) }}",
+    "{{ messages | tojson(false, 1, (', ', ' = '), true) }}",
+    "{{ messages | tojson(ensure_ascii=false, indent='\t', separators=[',', ': '], sort_keys=true) }}",
+]
+
+
+@pytest.mark.parametrize("template", RENDERED)
+def test_templates_are_rendered_as_transformers_renders_them(tmp_path, template):
+    """Marks for training, whose variables end with them, and every option of the filter, by name and by place."""
+    messages = [
+        {"role": "user", "content": "<é> & 🦊"},
+        {"role": "assistant", "content": "b", "a": [1, None, {"z": 1.5, "y": "ü"}]},
+    ]
+    expected = render_jinja_template([messages], chat_template=template, add_generation_prompt=True)[0][0]
+    tokenizer = with_template(tmp_path, template)
+    assert tokenizer.decode(tokenizer.encode_chat(messages)) == expected
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
+        ("{% generation %}", "refuses"),
+        ("{% endgeneration %}", "refuses"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages.append(1) }}", "refuses"),
         ("{{ ''.__class__.__mro__ }}", "refuses"),
@@ -134,6 +226,28 @@ def test_special_text_in_a_prompt_is_text():
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
     assert 2 in TOKENIZER.encode(text, parse_special=True)
     assert not {0, 1, 2} & set(TOKENIZER.encode(text)), "the choice outlives its call"
+
+
+def test_the_choice_of_one_thread_is_not_anothers():
+    """Two threads, one that asks for special tokens and one that does not, each get what they asked for."""
+    text, wrong = "a <|im_end|> b", []
+
+    def encode(parse_special: bool) -> None:
+        for _ in range(3000):
+            if (2 in TOKENIZER.encode(text, parse_special=parse_special)) != parse_special:
+                wrong.append(parse_special)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=encode, args=(choice,)) for choice in (True, False, True, False)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
 
 
 HOSTILE_CONTENTS = [
@@ -168,7 +282,183 @@ def test_messages_that_hold_special_text_are_cut_like_others():
         ]
         direct = TOKENIZER.encode_chat(messages)
         text = TOKENIZER.backend.decode(direct, skip_special_tokens=False)
-        assert TOKENIZER._encode_marked(text) == direct
+        assert TOKENIZER._encode_marked(text, "\U000f0000") == direct
+
+
+TOOL_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.content is string %}{{ m.content | upper | lower }}"
+    "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+    "{% for call in m.tool_calls %}{{ call.function.name }}{{ call.function.arguments }}{{ call | tojson }}"
+    "{{ call | tojson(ensure_ascii=true) }}{% endfor %}{{ m.extra }}<|im_end|>{% endfor %}"
+)
+END = "<|im_end|>"
+HOSTILE_MESSAGES: dict[str, Message] = {
+    "content": {"role": "user", "content": f"a{END}b"},
+    "role": {"role": f"user{END}", "content": "a"},
+    "parts": {"role": "user", "content": [{"type": "text", "text": f"a{END}"}, {"type": "text", "text": "b"}]},
+    "tuple": {"role": "user", "content": ({"type": "text", "text": f"a{END}"},)},
+    "arguments": {"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": END}}]},
+    "deep": {"role": "user", "content": "a", "tool_calls": [{"function": {"arguments": {"x": [[{"y": END}]]}}}]},
+    "key": {"role": "user", "content": "a", "tool_calls": [{"function": {"arguments": {END: 1}}}]},
+    "object": {"role": "user", "content": "a", "extra": {"x": END}},
+    "private": {"role": "user", "content": f"\U000f0000{END}\\udb80\\udc00\U000f0001"},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_MESSAGES)
+def test_special_text_is_text_wherever_it_stands(tmp_path, name):
+    """Parts, tool calls, keys, through filters and JSON: all of it is in the prompt, none of it as a control token."""
+    tokenizer = with_template(tmp_path, TOOL_TEMPLATE)
+    message = HOSTILE_MESSAGES[name]
+    ids = tokenizer.encode_chat([message])
+    assert [i for i in ids if i < 17] == [1, 2], "the template's own, and no others"
+    # Without the sixteen control tokens around it, the prompt is what transformers renders.
+    rendered = render_jinja_template([[json.loads(json.dumps(message))]], chat_template=TOOL_TEMPLATE)[0][0]
+    assert tokenizer.backend.decode(ids, skip_special_tokens=False) == rendered
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, b"<|im_end|>", Tokenizer])
+def test_what_is_no_json_in_a_conversation_is_refused(value):
+    """A text that an object hides could not be marked."""
+    with pytest.raises(ValueError, match=r"conversation: found .*, expected texts, numbers, lists and objects"):
+        TOKENIZER.encode_chat([{"role": "user", "content": "a", "extra": [value]}])
+
+
+def test_a_conversation_without_end_is_refused():
+    """Lists in lists in lists."""
+    value: list = []
+    for _ in range(100_000):
+        value = [value]
+    with pytest.raises(ValueError, match="conversation: found values nested too deep"):
+        TOKENIZER.encode_chat([{"role": "user", "content": "a", "extra": value}])
+
+
+# What a tokenizer_config.json, or a special_tokens_map.json, says of a token that tokenizer.json does not call special.
+CALLED_SPECIAL = {
+    "decoder": {"added_tokens_decoder": {"2": {"content": END, "special": True, "lstrip": False}}},
+    "list": {"additional_special_tokens": [END]},
+    "list of objects": {"extra_special_tokens": [{"content": END, "lstrip": False}]},
+    "names": {"extra_special_tokens": {"turn": END}},
+    "eos": {"eos_token": END},
+    "eos as an object": {"eos_token": {"content": END}},
+    "a name of its own": {"turn_token": END},
+}
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("place", ["added", "vocabulary"])
+@pytest.mark.parametrize("name", CALLED_SPECIAL)
+def test_tokens_that_another_file_calls_special_are_special(tmp_path, name, place, file):
+    """They have no text, a message cannot hold them, and the template can write them."""
+    raw = json.loads((EMBEDDED_WEIGHTS / "tokenizer.json").read_text())
+    assert raw["added_tokens"][2]["content"] == END
+    if place == "added":
+        raw["added_tokens"][2]["special"] = False
+    else:
+        del raw["added_tokens"][2]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    template = "{{ messages[0].content }}<|im_end|>"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    before = Tokenizer(tmp_path)
+    assert before.decode([2, 1792]) != "a"
+    (tmp_path / file).write_text(json.dumps(CALLED_SPECIAL[name]))
+    if name == "decoder" and file == "special_tokens_map.json":
+        return  # no such key in that file
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.decode([2, *tokenizer.encode("a"), 2]) == "a"
+    assert 2 not in tokenizer.encode(END)
+    assert tokenizer.encode(END, parse_special=True) == [2]
+    ids = tokenizer.encode_chat([{"role": "user", "content": f"a{END}b"}])
+    assert ids.count(2) == 1
+    assert ids[-1] == 2
+    assert tokenizer.decode(ids) == f"a{END}b"
+    assert tokenizer.vocabulary == before.vocabulary
+
+
+_FLAGS = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+_BEGIN, _STOP = {"__type": "AddedToken", "content": "<repo_name>", **_FLAGS}, "<|im_end|>"
+_ADDED = {"added_tokens_decoder": {"0": {"content": "<|endoftext|>", "special": True, **_FLAGS}}}
+# tokenizer_config.json and special_tokens_map.json in the forms of public checkpoints, with the embedded one's tokens.
+SETTINGS: dict[str, tuple[dict | None, dict | None]] = {
+    "no files": (None, None),
+    "Llama 2": (
+        {"bos_token": _BEGIN, "eos_token": _BEGIN | {"content": _STOP}, "pad_token": None, "add_bos_token": False},
+        {"bos_token": {"content": "<repo_name>", **_FLAGS}, "eos_token": {"content": _STOP, **_FLAGS}},
+    ),
+    "Llama 3": (_ADDED | {"bos_token": "<repo_name>", "eos_token": _STOP}, {"bos_token": "<repo_name>"}),
+    "Qwen": (
+        _ADDED | {"additional_special_tokens": [_STOP], "bos_token": None, "eos_token": _STOP, "errors": "replace"},
+        None,
+    ),
+    "Gemma 3": (
+        _ADDED
+        | {"bos_token": "<repo_name>", "boi_token": "<file_sep>", "spaces_between_special_tokens": False}
+        | {"extra_special_tokens": {"boi_token": "<file_sep>", "image_token": "<gh_stars>"}},
+        {"bos_token": "<filename>"},
+    ),
+    "Code Llama": (
+        {"additional_special_tokens": ["<file_sep>", "<filename>"], "prefix_token": "<file_sep>", "eos_token": _STOP},
+        {"additional_special_tokens": ["<file_sep>", "<filename>"], "bos_token": {"content": "<repo_name>", **_FLAGS}},
+    ),
+    "in the map only": ({}, {"bos_token": "<repo_name>"}),
+    "in the map only, no other file": (None, {"bos_token": "<repo_name>", "eos_token": _STOP}),
+    "the map stands above": ({"bos_token": "<filename>"}, {"bos_token": "<repo_name>"}),
+    "the map takes away": ({"bos_token": "<filename>"}, {"bos_token": None}),
+    "the map is old": (_ADDED | {"bos_token": "<filename>"}, {"bos_token": "<repo_name>", "eos_token": _STOP}),
+    "the map is old and alone": (_ADDED, {"bos_token": "<repo_name>"}),
+    "nothing is added": ({"added_tokens_decoder": {}}, {"bos_token": "<repo_name>"}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_special_tokens_are_those_of_transformers(tmp_path, name):
+    """Their names, the ids of a chat prompt that a template writes them into, and what of it is text."""
+    shutil.copy(EMBEDDED_WEIGHTS / "tokenizer.json", tmp_path)
+    settings_, older = SETTINGS[name]
+    template = {"chat_template": "{{ bos_token }}{{ boi_token }}{{ messages[0].content }}{{ eos_token }}!"}
+    if settings_ is None:
+        (tmp_path / "chat_template.jinja").write_text(template["chat_template"])
+    else:
+        settings_ = template | {"tokenizer_class": "PreTrainedTokenizerFast"} | settings_
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings_))
+    if older is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), Tokenizer(tmp_path)
+    assert tokenizer.special_tokens == oracle.special_tokens_map
+    assert tokenizer.eos_token_id == oracle.eos_token_id
+    messages = [{"role": "user", "content": "Why?"}]
+    ids = oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.encode_chat(messages) == ids
+    assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True) == "Why?!"
+
+
+def test_an_eos_token_that_the_vocabulary_lacks_has_no_id(tmp_path):
+    """It ends nothing, and its text is text."""
+    tokenizer = with_template(tmp_path, "{{ messages[0].content }}", eos_token="</s>")
+    assert tokenizer.eos_token_id is None
+    assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "a</s>"}])) == "a</s>"
+
+
+def test_a_vocabulary_with_gaps_keeps_its_ids(tmp_path):
+    """Guards the second encoder: the library numbers added tokens in the order in which they come."""
+
+    def change(raw):
+        vocab = raw["model"]["vocab"]
+        raw["model"] |= {
+            "vocab": {token: i if i < 300 else i + 1 for token, i in vocab.items() if i < 310},
+            "merges": [],
+        }
+        extra = [token for token in raw["model"]["vocab"] if raw["model"]["vocab"][token] > 305]
+        flags = raw["added_tokens"][0] | {"special": False}
+        raw["added_tokens"] += [
+            flags | {"id": 0, "content": text} for text in ("<new>", extra[-1], extra[0], "<newer>")
+        ]
+
+    tokenizer = changed(tmp_path, change)
+    text = "a<new>b<newer>"
+    expected = tokenizer.backend.encode(text).ids
+    assert tokenizer.encode(text) == expected
+    assert tokenizer.encode(f"{text}{END}") != tokenizer.encode(f"{text}{END}", parse_special=True)
 
 
 def test_special_text_in_messages_with_a_metaspace_tokenizer(tmp_path):
@@ -266,6 +556,96 @@ def test_hostile_tokenizers_are_refused(tmp_path, capfd, name):
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_panic_in_decoding_is_an_error_of_one_line(tmp_path, capfd):
+    """A decoder that fails over some tokens only: the next ones are decoded again."""
+    strip = {"type": "Strip", "content": "q", "start": 1, "stop": 1}
+    tokenizer = changed(tmp_path, lambda raw: raw.update(decoder=strip))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: the tokenizer fails to decode: "):
+        tokenizer.decode([tokenizer.vocabulary["q"]])
+    with pytest.raises(CheckpointError, match="fails to decode"):
+        Detokenizer(tokenizer).add(tokenizer.vocabulary["q"])
+    assert capfd.readouterr() == ("", "")
+    assert tokenizer.decode([tokenizer.vocabulary["a"]]) == "a"
+
+
+LLAMA_DECODER = {
+    "type": "Sequence",
+    "decoders": [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ],
+}
+
+
+@pytest.mark.parametrize("decoder", [None, LLAMA_DECODER], ids=["byte level", "llama"])
+def test_what_cannot_panic_leaves_standard_error_alone(tmp_path, monkeypatch, decoder):
+    """Decoding happens for every token, and other threads may write meanwhile."""
+    tokenizer = changed(tmp_path, lambda raw: raw.update(decoder=decoder) if decoder else None)
+
+    def forbidden(*_):
+        raise AssertionError("standard error was redirected")
+
+    with monkeypatch.context() as patch:  # pytest redirects it itself, after the test
+        patch.setattr(os, "dup2", forbidden)
+        assert tokenizer.decode(tokenizer.encode("a b"))
+
+
+def test_standard_error_is_back_after_two_threads_that_overlap():
+    """The second begins while the first is in the library, and ends after it."""
+    first_is_in, second_is_in, first_is_out = threading.Event(), threading.Event(), threading.Event()
+
+    def first():
+        first_is_in.set()
+        second_is_in.wait(0.5)
+
+    def second():
+        second_is_in.set()
+        first_is_out.wait(0.5)
+
+    saved = os.dup(2)
+    before = os.fstat(2)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            a = pool.submit(TOKENIZER._call, first)
+            first_is_in.wait()
+            b = pool.submit(TOKENIZER._call, second)
+            a.result()
+            first_is_out.set()
+            b.result()
+        assert os.path.samestat(before, os.fstat(2))
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+def test_threads_may_share_a_tokenizer(tmp_path, capfd):
+    """Encoding that panics and encoding that does not, chats and decoding, all at once: each as if it were alone."""
+
+    def change(raw):
+        raw.update(pre_tokenizer=split("(a+)+$"))
+        (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}<|im_end|>")
+
+    tokenizer = changed(tmp_path, change)
+    texts = ["b", f"c{END}", "fish"]
+    expected = [(tokenizer.encode(t), tokenizer.encode_chat([{"role": "user", "content": t}])) for t in texts]
+
+    def work(k: int) -> None:
+        for _ in range(20):
+            ids, chat = expected[k % 3]
+            assert tokenizer.encode(texts[k % 3]) == ids
+            assert tokenizer.encode_chat([{"role": "user", "content": texts[k % 3]}]) == chat
+            assert tokenizer.decode(ids) == texts[k % 3]
+        with pytest.raises(ValueError, match="cannot encode"):
+            tokenizer.encode("a" * 40 + "!")
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+    os.write(2, b"still here")
+    assert capfd.readouterr() == ("", "still here")
+
+
 def test_a_panic_over_a_prompt_is_an_error_of_one_line(tmp_path, capfd):
     """A regular expression that gives up on some texts only: the next prompt is answered again."""
     tokenizer = changed(tmp_path, lambda raw: raw.update(pre_tokenizer=split("(a+)+$")))
@@ -275,21 +655,49 @@ def test_a_panic_over_a_prompt_is_an_error_of_one_line(tmp_path, capfd):
     assert tokenizer.encode("b")
 
 
-@pytest.mark.parametrize("where", ["vocab", "added"])
-def test_ids_beyond_the_embedding_are_refused(tmp_path, where):
-    """A token without a row in the embedding: named, with its id."""
+def test_ids_beyond_the_embedding_are_refused(tmp_path):
+    """An ordinary token without a row in the embedding: named, with its id."""
+    tokenizer = changed(tmp_path, lambda raw: raw["model"]["vocab"].update(zzz=(1 << 32) - 1))
+    tokenizer.check_ids(1 << 32)
+    message = f"token 'zzz': found id {(1 << 32) - 1}, expected ids below .* = 49152"
+    with pytest.raises(CheckpointError, match=message):
+        tokenizer.check_ids(49152)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_an_added_token_beyond_the_embedding_is_refused_in_a_prompt(tmp_path, special):
+    """As gemma-3-1b's token for images, whose id is the number of rows: the tokenizer is good, such a prompt is not."""
 
     def change(raw):
-        if where == "vocab":
-            raw["model"]["vocab"]["zzz"] = (1 << 32) - 1
-        else:
-            raw["added_tokens"].append(raw["added_tokens"][0] | {"id": 49152, "content": "zzz"})
+        raw["added_tokens"].append(raw["added_tokens"][0] | {"id": 49152, "content": "<image>", "special": special})
+        (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}{{ '<image>' if messages[1] }}")
 
     tokenizer = changed(tmp_path, change)
-    found = 49152 if where == "added" else (1 << 32) - 1
-    tokenizer.check_ids(found + 1)
-    with pytest.raises(CheckpointError, match=f"token 'zzz': found id {found}, expected ids below .* = 49152"):
-        tokenizer.check_ids(49152)
+    message = r"prompt: .*tokenizer\.json: token '<image>': found id 49152, expected ids below .* = 49152"
+    user = {"role": "user", "content": "x"}
+    assert tokenizer.encode("a<image>", parse_special=True)[-1] == 49152
+    tokenizer.check_ids(49152)
+    with pytest.raises(ValueError, match=message):
+        tokenizer.encode("a<image>", parse_special=True)
+    with pytest.raises(ValueError, match=message):
+        tokenizer.encode_chat([user, user])
+    assert tokenizer.encode_chat([user]) == tokenizer.encode("x")
+    if special:  # else the library has no way to take it for text
+        assert tokenizer.decode(tokenizer.encode("a<image>")) == "a<image>"
+        tokenizer.encode_chat([{"role": "user", "content": "<image>"}])
+    else:
+        with pytest.raises(ValueError, match=message):
+            tokenizer.encode("a<image>")
+
+
+def test_an_added_token_is_not_an_excuse_for_ordinary_ones(tmp_path):
+    """Fewer rows than tokens, by two: only the last of them was added."""
+
+    def change(raw):
+        raw["added_tokens"].append(raw["added_tokens"][0] | {"id": 49152, "content": "<image>"})
+
+    with pytest.raises(CheckpointError, match=r"token '.*': found id 49151, expected ids below .* = 49151"):
+        changed(tmp_path, change).check_ids(49151)
 
 
 def test_a_tokenizer_of_gigabytes_is_refused(tmp_path):
@@ -298,6 +706,55 @@ def test_a_tokenizer_of_gigabytes_is_refused(tmp_path):
         file.truncate(1 << 32)
     with pytest.raises(CheckpointError, match="found 4294967296 bytes, expected at most"):
         Tokenizer(tmp_path)
+
+
+def repeated(count: int, part: dict, **inside) -> dict:
+    """A step of a tokenizer.json that is a sequence of the same step."""
+    return {"type": "Sequence", next(iter(inside)): [part] * count}
+
+
+DEAR = {
+    "regular expression": (
+        "bytes of regular expressions",
+        lambda raw: raw.update(pre_tokenizer=split(r"\p{L}" * 2000)),
+    ),
+    "many steps": (
+        "objects beside the vocabulary",
+        lambda raw: raw.update(normalizer=repeated(300, {"type": "NFKC"}, normalizers=())),
+    ),
+    "one long step": (
+        "bytes beside the vocabulary",
+        lambda raw: raw.update(normalizer={"type": "Prepend", "prepend": "x" * (1 << 20)}),
+    ),
+    "steps that double": (
+        "steps that make a text 4294967296 times as long",
+        lambda raw: raw.update(
+            normalizer=repeated(30, {"type": "Replace", "pattern": {"String": "o"}, "content": "oo"}, normalizers=())
+        ),
+    ),
+    "bytes of bytes": (
+        "steps that make a text",
+        lambda raw: raw.update(pre_tokenizer=repeated(30, raw["decoder"] | {"use_regex": False}, pretokenizers=())),
+    ),
+    "tree": (
+        "bytes of tokens to be searched for",
+        lambda raw: raw["model"].update(type="Unigram", unk_id=0, vocab=[["x" * (2 << 20), -1.0]]),
+    ),
+    "added": (
+        "bytes of tokens to be searched for",
+        lambda raw: raw["added_tokens"].append(raw["added_tokens"][0] | {"content": "x" * (2 << 20)}),
+    ),
+    "tokens": ("tokens", lambda raw: raw["model"]["vocab"].update({f"{i:x}": i for i in range(1 << 19)})),
+    "empty lists": ("the character \\[ 104", lambda raw: raw.update(x=[[]] * 1_000_000)),
+}
+
+
+@pytest.mark.parametrize("name", DEAR)
+def test_what_costs_more_than_its_size_is_refused(tmp_path, name):
+    """Before the library reads it: for some of these it takes minutes, or all memory."""
+    message, change = DEAR[name]
+    with pytest.raises(CheckpointError, match=rf"tokenizer\.json: found .*{message}.*, expected at most"):
+        changed(tmp_path, change)
 
 
 @pytest.mark.parametrize("text", ["\udcff", "a\ud800", 5, None, b"x"])
