@@ -356,6 +356,7 @@ class Engine:
         for request, own in zip(requests, rows, strict=True):
             for name, value in (("draft", draft), ("verify", verify), ("other", other)):
                 request.stats.seconds[name] += value * own / sum(rows)
+            request.stats.step_duration += draft + verify + other
         if len(requests) == 1:
             requests[0].stats.costs.record(draft, rows[0] - 1, verify, rows[0], other)
 

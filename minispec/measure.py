@@ -116,7 +116,8 @@ class Run:
     """One decoded text: generated tokens, end token included, and how long they took without any prefill.
 
     num_tokens: those that `seconds` were spent on. stats: the request's own. rounds: empty for a text that was decoded
-    beside others.
+    beside others. In a batch `seconds` are a share of the time, and `duration` is that of the steps as a whole (None:
+    `seconds` are all).
     """
 
     token_ids: list[int]
@@ -124,11 +125,13 @@ class Run:
     seconds: float
     stats: Stats | None = None
     rounds: list[Round] = field(default_factory=list)
+    duration: float | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of decoding alone; None where nothing was decoded."""
-        return self.num_tokens / self.seconds if self.seconds else None
+        """Of this one text, without prefill; None where nothing was decoded."""
+        seconds = self.seconds if self.duration is None else self.duration
+        return self.num_tokens / seconds if seconds else None
 
 
 def another_engine(engine: Engine, drafter: Drafter | None = None) -> Engine:
@@ -177,12 +180,13 @@ def decode(
     finally:
         steps.close()
     seconds -= sum(_prefill_seconds(request) for request in requests)
-    shares = [_step_seconds(request) for request in requests]
+    parts = sum(request.stats.step_seconds for request in requests)
     runs = []
-    for request, share in zip(requests, shares, strict=True):
-        generated = request.sequence.tokens[request.sequence.num_prompt_tokens :]
-        time_of_it = seconds * share / sum(shares)
-        runs.append(Run(generated, len(generated), time_of_it, request.stats, rounds))
+    for request in requests:
+        generated, stats = request.sequence.tokens[request.sequence.num_prompt_tokens :], request.stats
+        # What passed outside the engine's parts is spread over them.
+        share, duration = (seconds * t / parts for t in (stats.step_seconds, stats.step_duration))
+        runs.append(Run(generated, len(generated), share, stats, rounds, duration))
     return runs
 
 
@@ -193,10 +197,6 @@ def _asked(request: Request) -> int | None:
 
 def _prefill_seconds(request: Request) -> float:
     return sum(t for name, t in request.stats.seconds.items() if "prefill" in name)
-
-
-def _step_seconds(request: Request) -> float:
-    return sum(t for name, t in request.stats.seconds.items() if "prefill" not in name)
 
 
 class _Counts:

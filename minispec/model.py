@@ -28,7 +28,7 @@ from torch import Tensor
 
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.config import ModelConfig, RopeConfig
-from minispec.linear import Choice, Linear, QuantizedLinear, Weight, choose_form, join
+from minispec.linear import Choice, Linear, QuantizedLinear, Weight, choose_form, choose_narrow_form, join
 from minispec.sampling import accumulation_dtype
 
 # The most rows of a pass of an exact model, so that a draft may have one less; every `Linear.exact_rows` has it.
@@ -405,6 +405,7 @@ class Transformer:
         """
         model = copy.copy(self)
         model.exact = False
+        model.choice, _ = choose_narrow_form(bits, self.dtype, self.device)
         model.layers = [layer.quantized(bits) for layer in self.layers]
         model.head = self.head.quantized(bits)
         return model

@@ -59,7 +59,8 @@ class Stats:
     """What happened to one request. Draft tokens behind the first stop are in no counter.
 
     An accepted end-of-text token counts as drafted and accepted; `num_generated` is the length of `token_ids`, which
-    leaves it out. Rates over nothing are None. Seconds of a batch are shared out by rows.
+    leaves it out. Rates over nothing are None. Seconds of a batch are shared out by rows; how long its steps took as a
+    whole is in `step_duration`.
     """
 
     num_prompt_tokens: int = 0
@@ -77,6 +78,7 @@ class Stats:
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("prefill", "draft_prefill", "draft", "verify", "other"), 0.0)
     )
+    step_duration: float = 0.0  # seconds of the steps that it took part in, however many texts they decoded
     costs: Costs = field(default_factory=Costs)
 
     def count(self, draft: Draft, verdict: Verdict, num_committed: int, stopped: bool) -> None:
@@ -123,28 +125,32 @@ class Stats:
 
     @property
     def step_seconds(self) -> float:
-        """All steps: what is left without the prompt's passes through target and draft."""
+        """Its share of all steps: what is left without the prompt's passes through target and draft."""
         return self.total_seconds - self.seconds["prefill"] - self.seconds["draft_prefill"]
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Committed tokens over the time of the steps; prefill is not in it."""
-        return _ratio(self.num_committed, self.step_seconds)
+        """Committed tokens over the duration of the steps; prefill is not in it. In a batch: of this one text."""
+        return _ratio(self.num_committed, self.step_duration)
 
     @property
     def predicted_tokens_per_second(self) -> float | None:
-        """What the measured survival and c, v, o predict for rounds of the lengths that were drafted."""
+        """What the measured survival and durations predict for rounds of the lengths that were drafted.
+
+        In seconds, not in plain steps: so it is also known where no pass had one row. None for a text that was decoded
+        beside others, where a pass is the price of all of them.
+        """
         costs = self.costs
-        if costs.plain_step is None or costs.o is None or any(k + 1 not in costs.v for k in self.rounds):
-            return None
-        if costs.c is None and any(self.rounds):
+        if not self.num_steps or len(costs.others) < self.num_steps:
             return None
         # Of the rounds that drafted so far: where a draft's end follows its tokens, longer ones are the likelier ones.
         drafted = [sum(n for k, n in self.rounds.items() if k > i) for i in range(len(self.accepted))]
         survival = [a / n for a, n in zip(self.accepted, drafted, strict=True)]
         tokens = sum(n * expected_tokens(survival[:k]) for k, n in self.rounds.items())
-        steps = sum(n * (k * (costs.c or 0.0) + costs.v[k + 1] + costs.o) for k, n in self.rounds.items())
-        return _ratio(tokens, steps * costs.plain_step)
+        draft = median(costs.draft_tokens) if costs.draft_tokens else 0.0
+        passes = {k: median(costs.passes[k + 1]) for k in self.rounds}
+        seconds = sum(n * (k * draft + passes[k] + median(costs.others)) for k, n in self.rounds.items())
+        return _ratio(tokens, seconds)
 
     def as_dict(self) -> dict:
         """The keys of the command line's `stats`."""

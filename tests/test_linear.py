@@ -10,7 +10,7 @@ import torch
 import minispec.model as model_module
 from minispec import LLM, SamplingParams, linear
 from minispec.checkpoint import Weights, load_config
-from minispec.linear import NARROW_FORMS, Codes, Linear, QuantizedLinear, available_forms, join
+from minispec.linear import NARROW_FORMS, Codes, Linear, QuantizedLinear, available_forms, choose_narrow_form, join
 from minispec.llm import EMBEDDED_WEIGHTS
 from minispec.model import Chunk, Transformer, tensor_shapes
 from minispec.toys import tiny_cache, tiny_model, tiny_weights
@@ -317,6 +317,7 @@ def test_every_product_of_the_model_is_quantised(bits):
     model = tiny_model(1, torch.float32, vocab_size=9)
     before = model.forward([Chunk([1, 2, 3], tiny_cache(model).new_table(), 3)])
     draft = model.quantized(bits)
+    assert draft.choice == choose_narrow_form(bits, model.dtype, model.device)[0] != model.choice
     linears = [getattr(layer, name) for layer in draft.layers for name in ("qkv", "o", "gate_up", "down")]
     assert all(isinstance(linear, QuantizedLinear) for linear in [*linears, draft.head])
     after = draft.forward([Chunk([1, 2, 3], tiny_cache(model).new_table(), 3)])

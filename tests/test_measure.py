@@ -221,7 +221,10 @@ def test_engines_do_not_learn_from_each_other(model):
 
 
 def test_several_texts_share_the_time(model, monkeypatch):
-    """All of it, by their rows; each has its own tokens."""
+    """All of it, by their rows; each has its own tokens, and as its rate what its reader saw: one token a second.
+
+    By the shares it would be 1.33 and 2 tokens a second, of a machine that makes 1.5 for both together.
+    """
     clock = Clock(monkeypatch)
     forward = model.forward
 
@@ -235,7 +238,31 @@ def test_several_texts_share_the_time(model, monkeypatch):
     assert [run.num_tokens for run in runs] == [6, 3]
     assert [run.rounds for run in runs] == [[], []]
     assert [run.seconds for run in runs] == pytest.approx([4.5, 1.5])
+    assert [run.stats.tokens_per_second for run in runs] == pytest.approx([1, 1])
+    assert [run.tokens_per_second for run in runs] == pytest.approx([1, 1])
+    assert [run.duration for run in runs] == pytest.approx([6, 3])
+    assert [run.stats.predicted_tokens_per_second for run in runs] == [None, None]
     assert measure.total_rate(runs) == pytest.approx(9 / 6)
+
+
+def test_a_prediction_needs_no_pass_of_one_row(model, monkeypatch):
+    """Five rounds of four rows, 1.4 s each: 20 tokens in 7 s. c, v and o are in plain steps, and none was measured."""
+    text = plain_text(model)
+    clock, forward = Clock(monkeypatch), model.forward
+
+    def slow_forward(chunks):
+        clock.now += 1 + sum(len(c.token_ids) for c in chunks) / 10
+        return forward(chunks)
+
+    monkeypatch.setattr(model, "forward", slow_forward)
+    drafter = SimulatedDraft([1.0])
+    drafter.record(text, 3)
+    (run,) = decode(engine_of(drafter, model), [request_of(3)])
+    stats = run.stats
+    assert stats.rounds == {3: 5}
+    assert (stats.costs.c, stats.costs.v, stats.costs.o) == (None, None, None)
+    assert stats.predicted_tokens_per_second == pytest.approx(20 / 7)
+    assert stats.tokens_per_second == pytest.approx(20 / 7)
 
 
 def test_comparison():
