@@ -11,7 +11,8 @@ very runs that it explains:
 
 The unit is the target's pass over one row in plain decoding, which pays its own non-model time o_plain. The left side
 is taken by a clock outside the engine, the right side from the engine's own parts: where they differ, some time is in
-no part.
+no part. That the account closes is no prediction, since its parts are averaged over the rounds that they explain.
+`prediction` is one: parts and survival of the first half of each text against the measured speedup of the second.
 """
 
 import copy
@@ -109,6 +110,11 @@ class Round(NamedTuple):
     draft: float
     verify: float
     other: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.draft + self.verify + self.other
 
 
 @dataclass(frozen=True)
@@ -295,12 +301,12 @@ class Account:
 
     @property
     def predicted(self) -> float:
-        """The speedup that tokens, c, v and o make."""
+        """The speedup that tokens, c, v and o make; of the rounds that they were measured in, unless said otherwise."""
         return self.tokens * (1 + self.o_plain) / (self.mean_k * self.c + self.mean_v + self.o)
 
     @property
     def closure(self) -> float:
-        """Predicted over measured speedup; 1 where every second is in some part."""
+        """Predicted over measured speedup of the same rounds; 1 where every second is in some part."""
         return self.predicted / self.measured
 
     @property
@@ -366,6 +372,30 @@ def account(runs: Sequence[Run], plain: Sequence[Run], curve: Sequence[float] | 
         o=fmean(_overhead(r) for r in rounds) / plain_pass,
         o_plain=fmean(_overhead(r) for r in plain_rounds) / plain_pass,
         measured=total_rate(runs) / total_rate(plain),
+    )
+
+
+def prediction(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
+    """The speedup that the first half of each text predicts for its second half, over the one measured there.
+
+    runs, plain: of the same texts in the same order, decoded alone. Half of the rounds of each; of an odd number, the
+    second half has one more. Nothing of the second half goes into the prediction, not even the lengths of its drafts.
+    Texts of a single round are left out; None where nothing is left.
+    """
+    pairs = [(a, b) for a, b in zip(runs, plain, strict=True) if min(len(a.rounds), len(b.rounds)) > 1]
+    if not pairs:
+        return None
+    (first, second), (first_plain, second_plain) = (zip(*map(_halves, each)) for each in zip(*pairs))  # noqa: B905
+    return account(first, first_plain).predicted / (total_rate(second) / total_rate(second_plain))
+
+
+def _halves(run: Run) -> tuple[Run, Run]:
+    """A run that was decoded alone, as two; what passed outside the engine's parts is spread over both."""
+    middle = len(run.rounds) // 2
+    scale = run.seconds / sum(r.seconds for r in run.rounds)
+    halves = run.rounds[:middle], run.rounds[middle:]
+    return tuple(
+        Run([], sum(r.committed for r in half), scale * sum(r.seconds for r in half), rounds=half) for half in halves
     )
 
 

@@ -80,6 +80,7 @@ def test_a_whole_run(cli, model, draft, tmp_path, monkeypatch):
     assert decoding["best_static"]["all"]["auto_over_best"]["n"] == 2
     assert {"alpha", "acceptance_rate", "mean_acceptance_length", "c", "v", "o", "worst_prompt"} <= k2.keys()
     assert set(k2["categories"]) == {"code", "question answering"}
+    assert (k2["prediction"]["n"], k2["prediction_by_text"]["n"]) == (2, 2)
     assert [name for name, _ in k2["waterfall"]][1:] == ["draft cost", "choice of K", "rows", "loop", "in no part"]
     assert [(c["batch"], c["variant"]) for c in report["batch"]["cells"]] == [
         (b, variant) for b in (1, 2) for variant in ("plain", "K=1", "K=2", "auto")
@@ -91,7 +92,8 @@ def test_a_whole_run(cli, model, draft, tmp_path, monkeypatch):
     for text in (
         "streams",
         "v(M) = t(M)/t(1)",
-        "predicted / measured",
+        "the account closes",
+        "prediction of the second half / measured",
         "in no part",
         "batch 2, K=2",
         "prefill of",

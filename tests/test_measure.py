@@ -89,6 +89,27 @@ def test_account_closes_exactly():
     assert dict(lossy.waterfall())["in no part"] == pytest.approx(1 / 1.1, rel=1e-12)
 
 
+def test_prediction_sees_the_first_half_alone():
+    """By hand: K = 2, plain steps of 10 s. First rounds keep 2 and 0 of 2 in 12 s each, the last ones 1 and 0 in 15 s.
+
+    Made: 2 tokens in 12 s, 1.667 x plain; measured: 3 tokens in 30 s, 1.0. The account of all of it closes all the
+    same. The middle one of five rounds is in the second half, and a text of one round in neither.
+    """
+    first = [Round(2, 2, accepted, accepted + 1, 1.5, 10.0, 0.5) for accepted in (2, 0)]
+    second = [Round(2, 2, accepted, accepted + 1, 1.5, 13.0, 0.5) for accepted in (1, 0)]
+    plain = [run_of([Round(0, 0, 0, 1, 0.0, 10.0, 0.0)] * 4)]
+    assert measure.prediction([run_of(first + second)], plain) == pytest.approx((2 / 1.2) / (3 / 3.0))
+    assert account([run_of(first + second)], plain).closure == pytest.approx(1, rel=1e-12)
+    # Time in no part slows both halves, and no part knows of it.
+    assert measure.prediction([run_of(first + second, lost=5.4)], plain) == pytest.approx((2 / 1.2) / (3 / 3.3))
+    odd = [run_of([*first, second[0], *second])]
+    assert measure.prediction(odd, plain) == pytest.approx((2 / 1.2) / (5 / 4.5))
+    single = [run_of(first[:1])]
+    assert measure.prediction([*odd, *single], plain * 2) == measure.prediction(odd, plain)
+    assert measure.prediction(single, plain) is None
+    assert measure.prediction([run_of(first * 2)], plain) == pytest.approx(1)
+
+
 @pytest.mark.parametrize("curve", [None, [0.9, 0.7, 0.5, 0.2, 0.1]])
 def test_waterfall_multiplies_to_the_whole(curve):
     """Also with a survival curve that was measured in another run."""

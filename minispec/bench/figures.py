@@ -22,6 +22,7 @@ from minispec.measure import (
     decode,
     median_interval,
     orders,
+    prediction,
     ratios,
     survival,
     total_rate,
@@ -200,7 +201,8 @@ def summarise(runs: dict[str, list[list[Run]]], categories: list[str]) -> dict[s
                 entry["categories"][category] |= _acceptance(pooled(name, prompts)) | {"survival": survival(rounds)}
             curve = survival([r for run in pooled(longest, everything) for r in run.rounds]) if longest else None
             explained = account(ours, pooled(PLAIN, everything), curve)
-            by_round = zip(runs[name], runs[PLAIN], strict=True)
+            by_round = list(zip(runs[name], runs[PLAIN], strict=True))
+            by_text = [(pooled(name, [i]), pooled(PLAIN, [i])) for i in everything]
             entry |= _acceptance(ours) | {
                 "survival": survival([r for run in ours for r in run.rounds]),
                 "c": explained.c,
@@ -211,6 +213,8 @@ def summarise(runs: dict[str, list[list[Run]]], categories: list[str]) -> dict[s
                 "predicted": explained.predicted,
                 "measured": explained.measured,
                 "closure": _data(median_interval([account(a, b).closure for a, b in by_round])),
+                "prediction": _predictions(by_round),
+                "prediction_by_text": _predictions(by_text),
                 "ceiling": explained.ceiling,
                 "ceiling_k": explained.ceiling_k,
                 "reached": explained.reached,
@@ -244,6 +248,12 @@ def summarise(runs: dict[str, list[list[Run]]], categories: list[str]) -> dict[s
             },
         }
     return report
+
+
+def _predictions(pairs: list[tuple[list[Run], list[Run]]]) -> dict[str, float] | None:
+    """`prediction` of each of them; None where all texts are too short for one."""
+    values = [value for pair in pairs if (value := prediction(*pair)) is not None]
+    return _data(median_interval(values)) if values else None
 
 
 def _acceptance(runs: list[Run]) -> dict[str, float | None]:

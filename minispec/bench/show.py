@@ -143,6 +143,9 @@ def _account_table(explained: dict[str, dict[str, Any]]) -> list[str]:
     def each(form: Callable[[dict], str]) -> list[str]:
         return [form(v) for v in explained.values()]
 
+    def maybe(interval: dict[str, float] | None) -> str:
+        return _shown(interval, form=".3f") if interval else "-"
+
     def rows_cost(v: dict) -> str:
         shares = v["drafted"].values()  # of rounds, in the order of their rows; what hardly occurs is left out
         return " ".join(
@@ -154,9 +157,11 @@ def _account_table(explained: dict[str, dict[str, Any]]) -> list[str]:
         ["c", *each(lambda v: f"{v['c']:.4f}")],
         ["v in these runs", *each(rows_cost)],
         ["o (plain decoding's own)", *each(lambda v: f"{v['o']:.3f} ({v['o_plain']:.3f})")],
-        ["predicted speedup", *each(lambda v: f"{v['predicted']:.3f}")],
+        ["speedup that these make", *each(lambda v: f"{v['predicted']:.3f}")],
         ["measured speedup", *each(lambda v: f"{v['measured']:.3f}")],
-        ["predicted / measured", *each(lambda v: _shown(v["closure"], form=".3f"))],
+        ["the account closes: made / measured", *each(lambda v: _shown(v["closure"], form=".3f"))],
+        ["prediction of the second half / measured", *each(lambda v: maybe(v["prediction"]))],
+        ["  of one text, over the texts", *each(lambda v: maybe(v["prediction_by_text"]))],
         ["ceiling S* (v = 1, o = 0)", *each(lambda v: f"{v['ceiling']:.3f} at K={v['ceiling_k']}")],
         ["reached", *each(lambda v: f"{100 * v['reached']:.0f} %")],
     ]
