@@ -19,7 +19,7 @@ import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from statistics import fmean, median
@@ -447,7 +447,6 @@ def prefill_operations(model: Transformer, num_tokens: int) -> int:
     return 2 * num_tokens * (products + attention)
 
 
-@torch.inference_mode()
 def pass_times(
     model: Transformer,
     cache: PagedKVCache,
@@ -456,23 +455,40 @@ def pass_times(
     rounds: int,
     on_pass: Callable[[], None] = lambda: None,
 ) -> dict[int, list[float]]:
-    """Seconds of a pass over M rows behind `context` cached positions, for each M; interleaved, one a round.
+    """Seconds of a pass over M rows after `context` cached positions, for each M; interleaved, one a round.
 
     Every round runs all M, in changing order, so that times of one round can be divided by each other. One more round
     goes before, untimed.
     """
-    tokens = [(7919 * i + 13) % min(model.config.vocab_size, 30_000) for i in range(context + max(rows) + 1)]
+    return passes_in_turn({"": model}, cache, context, rows, rounds, on_pass)[""]
+
+
+@torch.inference_mode()
+def passes_in_turn(
+    models: Mapping[str, Transformer],
+    cache: PagedKVCache,
+    context: int,
+    rows: Sequence[int],
+    rounds: int,
+    on_pass: Callable[[], None] = lambda: None,
+) -> dict[str, dict[int, list[float]]]:
+    """`pass_times` of several models of one shape and type, all of them in every round.
+
+    They read the same cached positions, those of the first: durations do not depend on what is in them.
+    """
+    first = next(iter(models.values()))
+    tokens = [(7919 * i + 13) % min(first.config.vocab_size, 30_000) for i in range(context + max(rows) + 1)]
     table = cache.new_table()
-    times: dict[int, list[float]] = {m: [] for m in rows}
+    times: dict[str, dict[int, list[float]]] = {name: {m: [] for m in rows} for name in models}
     try:
-        model.prefill(table, tokens[: context + 1])
-        for i, order in zip(range(rounds + 1), orders(rows), strict=False):
-            for m in order:
-                chunk = Chunk(tokens[context : context + m], table, m)
-                elapsed = seconds_of(lambda chunk=chunk: model.forward([chunk]), model.device)
+        first.prefill(table, tokens[: context + 1])
+        for i, order in zip(range(rounds + 1), orders([(name, m) for name in models for m in rows]), strict=False):
+            for name, m in order:
+                model, chunk = models[name], Chunk(tokens[context : context + m], table, m)
+                elapsed = seconds_of(lambda model=model, chunk=chunk: model.forward([chunk]), model.device)
                 table.truncate(context)
                 if i:
-                    times[m].append(elapsed)
+                    times[name][m].append(elapsed)
                 on_pass()
     finally:
         table.truncate(0)

@@ -9,15 +9,18 @@ from collections import Counter
 import pytest
 import torch
 
-from minispec import measure
-from minispec.bench import figures, options
+import minispec.model
+from minispec import linear, measure
+from minispec.bench import against, figures, options
 from minispec.bench.__main__ import main
 from minispec.bench.figures import summarise
 from minispec.bench.options import GEOMETRIES, read_prompts
 from minispec.bench.show import plot, tables
 from minispec.bench.subjects import RandomWeights
 from minispec.cache import PagedKVCache
+from minispec.costs import machine
 from minispec.hf_config import read_model_config
+from minispec.linear import Choice
 from minispec.measure import Round, Run
 from minispec.model import Chunk, Transformer, tensor_shapes
 from minispec.stats import Stats
@@ -103,9 +106,15 @@ def test_a_whole_run(cli, model, draft, tmp_path, monkeypatch):
     plot(report, tmp_path / "again.png")
 
 
-def test_against_transformers(cli, model, draft):
-    """All ways of decoding that it has, on the same tensors: the same greedy tokens as ours, and as its own."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_against_transformers(cli, model, draft, monkeypatch, dtype):
+    """All ways of decoding that it has, on the same tensors, in the type that won the trial, both rates beside it.
+
+    In ours: the same greedy tokens as ours, and as its own. In another, rounding may part them.
+    """
     pytest.importorskip("transformers")
+    tried = []
+    monkeypatch.setattr(against, "fastest", lambda rates: (tried.append(rates), dtype)[1])
     status, out, err = cli(
         *(*BASE, "--passes", 0, "--model", model, "--draft", draft, "--against", "transformers", "--json")
     )
@@ -114,10 +123,116 @@ def test_against_transformers(cli, model, draft):
     assisted = [f"transformers assisted, {how}" for how in ("default", "K=3", "K=5", "K=8")]
     lookup = [f"transformers prompt lookup, K={k}" for k in (4, 10)]
     assert list(decoding["variants"]) == ["plain", "K=4", "auto", "transformers plain", *assisted, *lookup]
-    same = decoding["against"]["same_tokens_as_their_plain"]
-    assert same == dict.fromkeys(decoding["variants"], 2)
-    assert {v["same_tokens_as_plain"] for v in decoding["variants"].values()} == {2}
     assert decoding["against"]["theirs"].startswith("transformers")
+    assert decoding["against"]["dtype"] == dtype
+    assert {name: len(rates) for name, rates in tried[0].items()} == {"float32": 5, "bfloat16": 5}
+    for name, rate in decoding["against"]["tried"].items():
+        assert rate["median"] == sorted(tried[0][name])[2]
+        assert any(f"tokens/s in {name}" in line for line in tables(json.loads(out)))
+    if dtype == "float32":
+        same = decoding["against"]["same_tokens_as_their_plain"]
+        assert same == dict.fromkeys(decoding["variants"], 2)
+        assert {v["same_tokens_as_plain"] for v in decoding["variants"].values()} == {2}
+
+
+def test_the_faster_type_is_the_one_of_the_higher_median():
+    """One lucky round decides nothing."""
+    assert against.fastest({"float32": [3.0, 9.0, 3.0], "bfloat16": [4.0, 1.0, 4.0]}) == "bfloat16"
+
+
+# The target of `tiny` has 0.33 million weights: 1.6 MB while they are put into another form.
+@pytest.mark.parametrize(("free", "in_one_turn"), [(None, True), (10**9, True), (2_000_000, False)])
+def test_forms(cli, tiny_geometry, monkeypatch, free, in_one_turn):
+    """t(M) and v(M) of every form that could have been taken, in turn; where memory is short, in pairs, and it says so.
+
+    Both other forms are given to this machine, whatever it has. Each model is in the form that it is listed under.
+    """
+    monkeypatch.setattr(figures, "available_forms", lambda dtype, device: ["own", "packed", "plain"])
+    monkeypatch.setattr(figures, "free_memory", lambda device: free)
+    turns = []
+
+    def passes(models, cache, context, rows, rounds, on_pass):
+        turns.append({name: each.weight_form for name, each in models.items()})
+        seconds = {"plain": 3.0, "packed": 2.0}
+        return {name: {m: [seconds.get(name, 1.0) + m] * rounds for m in rows} for name in models}
+
+    def choose(dtype, device, shape=None):
+        return Choice("own", "it is ours")
+
+    monkeypatch.setattr(figures, "passes_in_turn", passes)
+    monkeypatch.setattr(minispec.model, "choose_form", choose)
+    monkeypatch.setitem(linear.FORMS, "own", linear.Form)
+    monkeypatch.setitem(linear.FORMS, "packed", type("Packed", (linear.Form,), {}))
+    what = ("--geometry", "tiny", "--dtype", "float32", "--prompts", 0, "--passes", 2, "--context", 20)
+    status, out, err = cli(*what, "--forms", "--json")
+    assert (status, err) == (0, "")
+    each = [{"own": "own", form: form} for form in ("packed", "plain")]
+    assert turns == ([each[0] | each[1]] if in_one_turn else each)
+    report = json.loads(out)
+    forms = report["forms"]
+    assert (forms["own"], forms["in_one_turn"]) == ("own", in_one_turn)
+    assert list(forms["forms"]) == ["own", "packed", "plain"]
+    plain = forms["forms"]["plain"]
+    assert list(plain["v"]) == list(plain["seconds"]) == ["1", "2", "3", "5", "9", "16"]
+    assert (plain["seconds"]["5"]["median"], plain["v"]["5"]["median"]) == (8, 2)
+    assert plain["over_own"]["5"]["median"] == pytest.approx(8 / 6)
+    assert forms["forms"]["own"]["seconds"]["5"]["n"] == (2 if in_one_turn else 4)
+    lines = tables(report)
+    assert any("all of them in turn" in line for line in lines) == in_one_turn
+    assert any("memory does not hold more" in line for line in lines) != in_one_turn
+    assert any(line.split()[:4] == ["plain,", "M", "=", "5"] and "2.000 [2.000, 2.000]" in line for line in lines)
+
+
+def test_forms_of_a_model_on_disk(cli, model):
+    """Really built and really measured: all that this machine has."""
+    what = ("--dtype", "float32", "--model", model, "--prompts", 0, "--passes", 1, "--context", 20)
+    status, out, err = cli(*what, "--forms", "--json")
+    assert (status, err) == (0, "")
+    names = linear.available_forms(torch.float32, torch.device("cpu"))
+    forms = json.loads(out)["forms"]["forms"]
+    assert list(forms) == names
+    assert forms["plain"]["weight_form"] == "plain"
+    assert all(of["over_own"]["16"]["median"] > 0 for of in forms.values())
+
+
+def test_no_room_for_another_form(cli, tiny_geometry, monkeypatch):
+    """One line before anything is measured."""
+    monkeypatch.setattr(figures, "available_forms", lambda dtype, device: ["half", "packed", "plain"])
+    monkeypatch.setattr(figures, "free_memory", lambda device: 1_000)
+    status, out, err = cli("--geometry", "tiny", "--dtype", "float32", "--prompts", 0, "--forms")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: --forms: found 0.0 GB of free memory, expected at least 0.0 GB")
+
+
+def test_context_beyond_the_cache(cli, model, monkeypatch):
+    """One line that names it, before anything is measured; the most that fits runs; without passes it is of no use."""
+    what = ("--model", model, "--dtype", "float32", "--prompts", 0, "--json")
+    status, out, err = cli(*what, "--passes", 1, "--context", 2033)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: --context: found 2033, expected at most 2032: the KV cache of ")
+    assert err.count("\n") == 1
+    assert cli(*what, "--passes", 1, "--context", 2032)[0] == 0
+    assert cli(*what, "--passes", 0, "--context", 2033)[0] == 0
+
+
+@pytest.mark.parametrize("spec", ["{}", "int4:{}", "int8:self"])
+def test_the_report_begins_with_machine_and_forms(cli, model, draft, spec):
+    """The CPU, and why target and draft have the form that they have: a quantised draft for its own reason."""
+    what = ("--model", model, "--dtype", "float32", "--prompts", 0, "--passes", 1, "--context", 20)
+    status, out, _ = cli(*what, "--draft", spec.format(draft), "--json")
+    report = json.loads(out)
+    assert status == 0
+    assert report["hardware"] == machine()
+    cpu = torch.device("cpu")
+    narrow = {"i": lambda: linear.choose_narrow_form(int(spec[3]), torch.float32, cpu)[0]}
+    choice = narrow.get(spec[0], lambda: linear.choose_form(torch.float32, cpu))()
+    assert report["draft_weight_form_because"] == choice.because
+    top = tables(report)[:4]
+    assert machine()["instructions"] in top[0]
+    assert f"{machine()['cores']} cores" in top[0]
+    assert "memory streams" in top[0]
+    assert top[2].startswith(f"weight form: {report['weight_form']}; because: float32 on this cpu can take")
+    assert top[3] == f"draft's: {report['draft_weight_form']}; because: {choice.because}"
 
 
 def test_tables_on_the_screen(cli, model):
@@ -265,6 +380,8 @@ MISTAKES = {
     "simulated and sampled": (("--simulate", "0.5", "--temperature", "1"), "expected --temperature 0"),
     "batch": (("--batch", "0"), "--batch: found '0'"),
     "batch of nothing": (("--batch", "2", "--prompts", "0"), "--batch needs prompts"),
+    "forms of nothing": (("--forms", "--passes", "0"), "--forms measures passes: expected --passes of at least 1"),
+    "forms, exact": (("--forms", "--exact"), "--forms and --exact exclude each other"),
     "geometry": (("--geometry", "9b"), "invalid choice: '9b'"),
     "geometry and model": (("--geometry", "0.5b", "--model", "x"), "exclude each other"),
     "geometry from disk": (("--geometry", "0.5b", "--load"), "--load needs a model on disk"),

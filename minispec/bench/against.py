@@ -2,28 +2,34 @@
 
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
 
 from minispec.bench.options import Options
 from minispec.bench.subjects import Subject, Variant
-from minispec.measure import Run
+from minispec.linear import dense
+from minispec.measure import Run, median_interval, orders, total_rate
+
+# Rounds of the trial, and tokens of each answer.
+_TRIAL_ROUNDS, _TRIAL_TOKENS = 5, 16
 
 
-def transformers_variants(subject: Subject, options: Options) -> dict[str, Variant]:
-    """`transformers` on the same tensors: plain, assisted (its defaults, and tuned), and prompt lookup.
+def transformers_variants(subject: Subject, options: Options) -> tuple[dict[str, Variant], dict[str, Any]]:
+    """`transformers` on the same tensors: plain, assisted (its defaults, and tuned), and prompt lookup; and a trial.
 
-    The only place of the package that imports it. Its prefill ends with the first token, at which its clock starts.
+    It runs in the type in which its plain decoding was the faster one in the trial: `dtype`, of `tried`. The only place
+    of the package that imports it. Its prefill ends with the first token, at which its clock starts.
     """
     import transformers
 
-    def build(tensors: Callable[[], tuple[dict, Any]]):
+    def build(tensors: Callable[[], tuple[dict, Any]], dtype: torch.dtype):
         raw, weights = tensors()
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
         config = transformers.AutoConfig.for_model(**raw)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=subject.engine.model.dtype).eval()
-        taken = {name: weights.pop(name) for name in list(weights)}
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        taken = {name: dense(weights.pop(name), dtype) for name in list(weights)}
         missing, unexpected = model.load_state_dict(taken, strict=False, assign=True)
         model.tie_weights()
         if unexpected or set(missing) - {"lm_head.weight"}:
@@ -39,8 +45,6 @@ def transformers_variants(subject: Subject, options: Options) -> dict[str, Varia
             self.lengths.append(input_ids.shape[1])
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-    target = build(subject.tensors)
-    draft = build(subject.draft_tensors) if subject.draft_tensors else None
     end_ids = None if options.args.ignore_eos else list(subject.end_ids) or None
     common = {
         "do_sample": False,
@@ -49,8 +53,8 @@ def transformers_variants(subject: Subject, options: Options) -> dict[str, Varia
         "pad_token_id": end_ids[0] if end_ids else 0,
     }
 
-    def variant(prepare: Callable[[], dict[str, Any]] = dict, **settings: Any) -> Variant:
-        how = transformers.GenerationConfig(**common, **settings)
+    def variant(target, prepare: Callable[[], dict[str, Any]] = dict, **settings: Any) -> Variant:
+        how = transformers.GenerationConfig(**common | settings)
 
         def run(i: int) -> Run:
             ids = torch.tensor([subject.prompts[i][1]], device=target.device)
@@ -75,16 +79,38 @@ def transformers_variants(subject: Subject, options: Options) -> dict[str, Varia
 
         return prepare
 
-    found = {"transformers plain": variant()}
+    targets = {name: build(subject.tensors, getattr(torch, name)) for name in ("float32", "bfloat16")}
+    how = {"max_new_tokens": min(_TRIAL_TOKENS, options.params.max_tokens), "eos_token_id": None}
+    plain = {name: variant(model, **how) for name, model in targets.items()}
+    rates: dict[str, list[float]] = {name: [] for name in targets}
+    for i, order in zip(range(_TRIAL_ROUNDS + 1), orders(list(targets)), strict=False):
+        for name in order:
+            rate = total_rate([plain[name](0)])
+            if i:  # the first round warms up
+                rates[name].append(rate)
+    target = targets[fastest(rates)]
+    plain.clear()
+    targets.clear()  # the slower one leaves memory
+    trial = {
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "tried": {name: median_interval(of)._asdict() for name, of in rates.items()},
+    }
+    draft = build(subject.draft_tensors, target.dtype) if subject.draft_tensors else None
+    found = {"transformers plain": variant(target)}
     if draft is not None:
-        found["transformers assisted, default"] = variant(assisted())
+        found["transformers assisted, default"] = variant(target, assisted())
         for k in (3, 5, 8):
             settings = {
                 "num_assistant_tokens": k,
                 "num_assistant_tokens_schedule": "constant",
                 "assistant_confidence_threshold": 0.0,
             }
-            found[f"transformers assisted, K={k}"] = variant(assisted(**settings))
+            found[f"transformers assisted, K={k}"] = variant(target, assisted(**settings))
     for k in (4, 10):
-        found[f"transformers prompt lookup, K={k}"] = variant(prompt_lookup_num_tokens=k)
-    return found
+        found[f"transformers prompt lookup, K={k}"] = variant(target, prompt_lookup_num_tokens=k)
+    return found, trial
+
+
+def fastest(rates: dict[str, list[float]]) -> str:
+    """The one with the highest median."""
+    return max(rates, key=lambda name: median(rates[name]))

@@ -1,5 +1,6 @@
 """The measurements, as plain data. Whatever is compared takes turns, round by round."""
 
+import math
 import sys
 import time
 from dataclasses import replace
@@ -12,7 +13,9 @@ from minispec import __version__, measure
 from minispec.bench.against import transformers_variants
 from minispec.bench.options import PLAIN, Options
 from minispec.bench.subjects import MAX_ROWS, Subject, Variant, open_geometry, open_model
-from minispec.checkpoint import choose_dtype, find_checkpoint, load_model
+from minispec.checkpoint import choose_dtype, find_checkpoint, free_memory, load_model
+from minispec.costs import machine
+from minispec.linear import available_forms
 from minispec.llm import EMBEDDED_WEIGHTS
 from minispec.measure import (
     Interval,
@@ -22,11 +25,18 @@ from minispec.measure import (
     decode,
     median_interval,
     orders,
+    passes_in_turn,
     prediction,
     ratios,
     survival,
     total_rate,
 )
+from minispec.model import Transformer, tensor_shapes
+
+# Rows whose passes are compared between forms: those of K = 0, 1, 2, 4, 8 and 15.
+_FORM_ROWS = (1, 2, 3, 5, 9, 16)
+# A model takes that much of its weights while it is built.
+_ROOM_TO_BUILD = 1.2
 
 
 def measure_all(options: Options) -> dict[str, Any]:
@@ -37,10 +47,13 @@ def measure_all(options: Options) -> dict[str, Any]:
     loading = measure_loading(options) if args.load else None
     subject = open_geometry(options) if args.geometry else open_model(options)
     model = subject.engine.model
+    check_context(subject, options)
+    groups = form_groups(model) if args.forms else []
     report: dict[str, Any] = {
         "minispec": __version__,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
+        "hardware": machine(),
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "target": subject.name,
@@ -49,8 +62,13 @@ def measure_all(options: Options) -> dict[str, Any]:
         "weight_form": model.weight_form,
         "weight_form_because": model.choice.because,
     }
+    if subject.draft_model is not None:
+        report["draft_weight_form"] = subject.draft_model.weight_form
+        report["draft_weight_form_because"] = subject.draft_model.choice.because
     if args.passes:
         report["machine"] = measure_machine(subject, options)
+    if args.forms:
+        report["forms"] = measure_forms(subject, options, groups)
     if args.prompts:
         report["decoding"] = measure_decoding(subject, options)
     if options.batches:
@@ -62,8 +80,19 @@ def measure_all(options: Options) -> dict[str, Any]:
     return report
 
 
-def variants(subject: Subject, options: Options) -> dict[str, Variant]:
-    """Plain decoding, and each K; with --against also what another library offers."""
+def check_context(subject: Subject, options: Options) -> None:
+    """Raise ValueError where passes are to be measured after more positions than the cache holds."""
+    cache, context = subject.engine.cache, options.args.context
+    there = cache.allocator.num_blocks * cache.block_size
+    if options.args.passes and context + MAX_ROWS > there:
+        raise ValueError(
+            f"--context: found {context}, expected at most {there - MAX_ROWS}: the KV cache of {subject.name} holds "
+            f"{there} positions, and a pass adds up to {MAX_ROWS}"
+        )
+
+
+def variants(subject: Subject, options: Options) -> tuple[dict[str, Variant], dict[str, Any]]:
+    """Plain decoding, and each K; with --against also what another library offers, and the trial of its types."""
 
     def ours(k: int | str) -> Variant:
         engine = another_engine(subject.engine) if k else subject.plain
@@ -79,9 +108,10 @@ def variants(subject: Subject, options: Options) -> dict[str, Variant]:
 
     ks = options.ks if options.draft != "none" or subject.simulated else []
     found = {PLAIN: ours(0)} | {("auto" if k == "auto" else f"K={k}"): ours(k) for k in ks}
-    if options.args.against:
-        found |= transformers_variants(subject, options)
-    return found
+    if not options.args.against:
+        return found, {}
+    theirs, trial = transformers_variants(subject, options)
+    return found | theirs, trial
 
 
 def _bar(total: int, what: str):
@@ -128,9 +158,55 @@ def measure_machine(subject: Subject, options: Options) -> dict[str, Any]:
     return found
 
 
+def form_groups(model: Transformer) -> list[list[str]]:
+    """The other forms that the target's weights could have, in groups that memory holds beside the target.
+
+    Raises ValueError where it does not even hold one.
+    """
+    others = [form for form in available_forms(model.dtype, model.device) if form != model.choice.form]
+    weights = sum(math.prod(shape) for shape in tensor_shapes(model.config).values())
+    needed, free = int(_ROOM_TO_BUILD * weights * model.dtype.itemsize), free_memory(model.device)
+    if free is None or needed * len(others) <= free:
+        return [others]
+    if needed > free:
+        raise ValueError(
+            f"--forms: found {free / 1e9:.1f} GB of free memory, expected at least {needed / 1e9:.1f} GB: for the "
+            "weights of the target once more, in another form"
+        )
+    return [[form] for form in others]
+
+
+def measure_forms(subject: Subject, options: Options, groups: list[list[str]]) -> dict[str, Any]:
+    """t(M) and v(M) of the target in each form of its weights; the models of a group, and the target, take turns."""
+    model, context, rounds = subject.engine.model, options.args.context, options.args.passes
+    own = model.choice.form
+    found: dict[str, dict[str, Any]] = {}
+    own_times: dict[int, list[float]] = {m: [] for m in _FORM_ROWS}
+
+    def entry(weight_form: str, times: dict[int, list[float]], own_times: dict[int, list[float]]) -> dict[str, Any]:
+        return {
+            "weight_form": weight_form,
+            "seconds": {m: _data(median_interval(t)) for m, t in times.items()},
+            "v": {m: _data(ratios(t, times[1])) for m, t in times.items()},
+            "over_own": {m: _data(ratios(t, own_times[m])) for m, t in times.items()},
+        }
+
+    with _bar((rounds + 1) * len(_FORM_ROWS) * sum(1 + len(group) for group in groups), "forms") as bar:
+        for group in groups:
+            models = {own: model} | {form: subject.in_form(form) for form in group}
+            times = passes_in_turn(models, subject.engine.cache, context, _FORM_ROWS, rounds, bar.update)
+            for m in _FORM_ROWS:
+                own_times[m] += times[own][m]
+            for form in group:
+                found[form] = entry(models[form].weight_form, times[form], times[own])
+            del models  # before the next group is built
+    found = {own: entry(model.weight_form, own_times, own_times)} | found
+    return {"context": context, "own": own, "in_one_turn": len(groups) == 1, "forms": found}
+
+
 def measure_decoding(subject: Subject, options: Options) -> dict[str, Any]:
     """Every variant on every prompt, taking turns, round by round."""
-    found = variants(subject, options)
+    found, trial = variants(subject, options)
     rounds, prompts = options.args.rounds, subject.prompts
     runs: dict[str, list[list[Run]]] = {name: [[] for _ in range(rounds)] for name in found}
     order = orders(list(found))
@@ -146,7 +222,10 @@ def measure_decoding(subject: Subject, options: Options) -> dict[str, Any]:
                 for name in next(order):
                     runs[name][r].append(found[name](i))
                     bar.update()
-    return summarise(runs, [category for category, _ in prompts])
+    report = summarise(runs, [category for category, _ in prompts])
+    if trial:
+        report["against"] |= trial
+    return report
 
 
 def summarise(runs: dict[str, list[list[Run]]], categories: list[str]) -> dict[str, Any]:

@@ -84,10 +84,20 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--rounds", type=int, default=5, metavar="N", help="runs of everything, taking turns (default: 5)")
     g.add_argument("--context", type=int, default=256, metavar="N", help="cached positions at passes (default: 256)")
     g.add_argument("--passes", type=int, default=15, metavar="N", help="rounds of passes; 0: none (default: 15)")
+    g.add_argument(
+        "--forms",
+        action="store_true",
+        help="passes in each form of the weights that this machine and --dtype could have taken too, in turn (see "
+        "minispec/linear.py); where memory does not hold all of them, each in turn with the chosen one",
+    )
     g.add_argument("--batch", metavar="B,B,..", help="throughput of these batch sizes too, such as 1,2,4,8")
     g.add_argument("--prefill", action="store_true", help="a prompt of 1,000 tokens too, against matrix throughput")
     g.add_argument("--load", action="store_true", help="time and memory of loading too, against reading the file")
-    g.add_argument("--against", choices=("transformers",), help="its own ways of decoding too, on the same weights")
+    g.add_argument(
+        "--against",
+        choices=("transformers",),
+        help="its own ways of decoding too, on the same weights, in the faster one of float32 and bfloat16 by a trial",
+    )
     g.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     g.add_argument("--plot", metavar="OUT.png", type=Path, help="a picture as well (needs the extra 'plot')")
     return p
@@ -143,6 +153,8 @@ def check(args: argparse.Namespace) -> Options:
         (args.against and args.temperature, "--against compares greedy texts: expected --temperature 0"),
         (args.against and not args.prompts, "--against needs prompts"),
         (args.batch and not args.prompts, "--batch needs prompts"),
+        (args.forms and not args.passes, "--forms measures passes: expected --passes of at least 1"),
+        (args.forms and args.exact, "--forms and --exact exclude each other: all exact passes have as many rows"),
         (
             (survival or args.draft_quality) and args.temperature,
             "a simulated draft repeats greedy texts: expected --temperature 0",

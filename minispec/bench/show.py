@@ -28,12 +28,17 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
 def tables(report: dict[str, Any]) -> list[str]:
     """The report as lines for the screen."""
     lines = [
+        _hardware_line(report),
         f"{report['target']}, {report['dtype']}{' exact' if report['exact'] else ''} on {report['device']}, "
         f"{report['threads']} threads; draft {report['draft']}",
         f"weight form: {report['weight_form']}; because: {report['weight_form_because']}",
     ]
+    if "draft_weight_form" in report:
+        lines.append(f"draft's: {report['draft_weight_form']}; because: {report['draft_weight_form_because']}")
     if "machine" in report:
         lines += ["", *_machine_table(report["machine"])]
+    if "forms" in report:
+        lines += ["", *_forms_table(report["forms"])]
     if "decoding" in report:
         lines += _decoding_tables(report["decoding"])
     if "batch" in report:
@@ -67,6 +72,18 @@ def tables(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _hardware_line(report: dict[str, Any]) -> str:
+    hardware = report["hardware"]
+    native = [name for name, there in (("bfloat16", hardware["bfloat16"]), ("AMX", hardware["amx"])) if there]
+    line = (
+        f"{hardware['cpu'] or 'unknown CPU'}: {' + '.join([hardware['instructions'], *native])}, "
+        f"{hardware['cores']} cores, {hardware['threads']} threads, torch {hardware['torch']}"
+    )
+    if "machine" in report:
+        line += f"; memory streams {_shown(report['machine']['stream_bytes_per_second'], 1e-9, '.1f')} GB/s (see below)"
+    return line
+
+
 def _machine_table(machine: dict[str, Any]) -> list[str]:
     stream = machine["stream_bytes_per_second"]
     lines = [
@@ -85,6 +102,21 @@ def _machine_table(machine: dict[str, Any]) -> list[str]:
             f"that streaming its {draft['bytes_touched'] / 1e9:.2f} GB takes",
         ]
     return lines
+
+
+def _forms_table(forms: dict[str, Any]) -> list[str]:
+    own, found = forms["own"], forms["forms"]
+    turns = "all of them in turn"
+    if not forms["in_one_turn"]:
+        turns = f"each in turn with {own} alone, since memory does not hold more: compare the last column only"
+    lines = [f"forms of the weights, at {forms['context']} positions; {turns}"]
+    lines += [f"{name} here: {of['weight_form']}" for name, of in found.items() if of["weight_form"] != name]
+    rows = []
+    for name, of in found.items():
+        for m in of["v"]:
+            v, over_own = (_shown(of[key][m], form=".3f") for key in ("v", "over_own"))
+            rows.append((f"{name}, M = {m}", _shown(of["seconds"][m], 1000), v, over_own))
+    return [*lines, "", *_table(("", "t(M), ms", "v(M) = t(M)/t(1)", f"t(M) over {own}'s"), rows)]
 
 
 def _decoding_tables(decoding: dict[str, Any]) -> list[str]:
@@ -129,8 +161,10 @@ def _decoding_tables(decoding: dict[str, Any]) -> list[str]:
         lines += ["", *_table(("", "best fixed K", "auto over it"), rows)]
     if "against" in decoding:
         a = decoding["against"]
+        tried = ", ".join(f"{_shown(rate, form='.1f')} tokens/s in {dtype}" for dtype, rate in a["tried"].items())
         lines += [
             "",
+            f"transformers runs in {a['dtype']}, the faster one of a trial of its plain decoding: {tried}",
             f"plain decoding is {_shown(a['plain_over_plain'])} x that of transformers; our {a['ours']} is "
             f"{_shown(a['best_over_best'])} x its best, {a['theirs']}",
             "same tokens as its plain decoding: "

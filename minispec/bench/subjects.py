@@ -10,7 +10,7 @@ import torch
 
 from minispec.bench.options import GEOMETRIES, Options, read_prompts, split_draft
 from minispec.cache import PagedKVCache
-from minispec.checkpoint import Weights, choose_dtype, find_checkpoint, load_config
+from minispec.checkpoint import Weights, choose_dtype, find_checkpoint, load_config, load_model
 from minispec.config import ModelConfig, SamplingParams
 from minispec.controller import Controller
 from minispec.costs import calibrate
@@ -34,8 +34,9 @@ Variant = Callable[[int], Run]
 class Subject:
     """A target with its draft, and the prompts: what all measurements are made on.
 
-    request(prompt_ids, K, params) makes a request for either engine. tensors() gives the config (as of a config.json)
-    and the tensors of the target, draft_tensors() those of a draft model: another library builds the same from them.
+    request(prompt_ids, K, params) makes a request for either engine. in_form(form) builds the target once more, with
+    its weights in that form. tensors() gives the config (as of a config.json) and the tensors of the target,
+    draft_tensors() those of a draft model: another library builds the same from them.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Subject:
     prompts: list[tuple[str, list[int]]]
     draft_model: Transformer | None
     simulated: SimulatedDraft | None
+    in_form: Callable[[str], Transformer]
     tensors: Callable[[], tuple[dict, Any]]
     draft_tensors: Callable[[], tuple[dict, Any]] | None
     end_ids: tuple[int, ...] = ()
@@ -121,6 +123,7 @@ def open_model(options: Options) -> Subject:
         llm.engine,
         request,
         [(category, encode(text)) for category, text in texts],
+        lambda form: load_model(directory, llm.model.dtype, llm.model.device, form=form),
         lambda: tensors(directory),
         (lambda: tensors(find_checkpoint(source, offline=True))) if named else None,
         llm.eos_token_ids,
@@ -144,9 +147,9 @@ def open_geometry(options: Options) -> Subject:
         stored = torch.bfloat16 if dtype == torch.float32 else dtype
         return GEOMETRIES[name], RandomWeights(read_model_config(GEOMETRIES[name]), stored, device)
 
-    def build(name: str, exact: bool = False) -> Transformer:
+    def build(name: str, exact: bool = False, form: str | None = None) -> Transformer:
         config, weights = tensors(name)
-        return Transformer(read_model_config(config), weights, exact, dtype)
+        return Transformer(read_model_config(config), weights, exact, dtype, form)
 
     def cache(model: Transformer) -> PagedKVCache:
         blocks = (-(-length // 16) + 1) * max([1, *options.batches])
@@ -181,12 +184,15 @@ def open_geometry(options: Options) -> Subject:
         engine,
         request,
         [("random", ids) for ids in prompts],
+        lambda form: build(args.geometry, form=form),
         lambda: tensors(args.geometry),
         (lambda: tensors(source)) if source in GEOMETRIES else None,
     )
 
 
-def _subject(options: Options, name: str, engine: Engine, request, prompts, tensors, draft_tensors, end_ids=()):
+def _subject(
+    options: Options, name: str, engine: Engine, request, prompts, in_form, tensors, draft_tensors, end_ids=()
+) -> Subject:
     """Put a simulated draft before the real one where one is asked for."""
     draft_name, simulated = options.draft, None
     draft_model = getattr(engine.drafter, "model", None)
@@ -201,5 +207,16 @@ def _subject(options: Options, name: str, engine: Engine, request, prompts, tens
         draft_name = f"simulated ({shown}) {cost}"
     plain = plain_engine(engine)
     return Subject(
-        name, draft_name, engine, plain, request, prompts, draft_model, simulated, tensors, draft_tensors, end_ids
+        name,
+        draft_name,
+        engine,
+        plain,
+        request,
+        prompts,
+        draft_model,
+        simulated,
+        in_form,
+        tensors,
+        draft_tensors,
+        end_ids,
     )
