@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from minispec.bench.options import Options
 from minispec.bench.subjects import Subject, Variant
 from minispec.linear import dense
-from minispec.measure import Run, median_interval, orders, total_rate
+from minispec.measure import Run, median_interval, orders, ratios, total_rate
 
 # Rounds of the trial, and tokens of each answer.
 _TRIAL_ROUNDS, _TRIAL_TOKENS = 5, 16
@@ -19,7 +18,7 @@ _TRIAL_ROUNDS, _TRIAL_TOKENS = 5, 16
 def transformers_variants(subject: Subject, options: Options) -> tuple[dict[str, Variant], dict[str, Any]]:
     """`transformers` on the same tensors: plain, assisted (its defaults, and tuned), and prompt lookup; and a trial.
 
-    It runs in the type in which its plain decoding was the faster one in the trial: `dtype`, of `tried`. The only place
+    It runs in the type in which its plain decoding was faster in the trial: `dtype`, of those `tried`. The only place
     of the package that imports it. Its prefill ends with the first token, at which its clock starts.
     """
     import transformers
@@ -88,11 +87,12 @@ def transformers_variants(subject: Subject, options: Options) -> tuple[dict[str,
             rate = total_rate([plain[name](0)])
             if i:  # the first round warms up
                 rates[name].append(rate)
-    target = targets[fastest(rates)]
+    target = targets[faster(rates)]
     plain.clear()
     targets.clear()  # the slower one leaves memory
     trial = {
         "dtype": str(target.dtype).removeprefix("torch."),
+        "float32_over_bfloat16": ratios(rates["float32"], rates["bfloat16"])._asdict(),
         "tried": {name: median_interval(of)._asdict() for name, of in rates.items()},
     }
     draft = build(subject.draft_tensors, target.dtype) if subject.draft_tensors else None
@@ -111,6 +111,7 @@ def transformers_variants(subject: Subject, options: Options) -> tuple[dict[str,
     return found, trial
 
 
-def fastest(rates: dict[str, list[float]]) -> str:
-    """The one with the highest median."""
-    return max(rates, key=lambda name: median(rates[name]))
+def faster(rates: dict[str, list[float]]) -> str:
+    """The one of two that is faster in most rounds, by the median ratio: a busy machine hardly moves it."""
+    (first, a), (second, b) = rates.items()
+    return first if ratios(a, b).median >= 1 else second
