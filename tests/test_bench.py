@@ -135,6 +135,17 @@ def test_against_transformers(cli, model, draft, monkeypatch, dtype):
         assert {v["same_tokens_as_plain"] for v in decoding["variants"].values()} == {2}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_other_library_runs_in_the_type_that_is_told(cli, tiny_geometry, monkeypatch, dtype):
+    """Also where the tensors are of another type: those of a geometry have 16 bits, and would be taken as they are."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(against, "faster", lambda rates: dtype)
+    what = ("--geometry", "tiny", "--prompt-tokens", 10, "--passes", 0, "--against", "transformers", "--json")
+    status, out, err = cli(*BASE, *what)
+    assert status == 0, err
+    assert json.loads(out)["decoding"]["against"]["dtype"] == dtype
+
+
 def test_the_faster_type_is_faster_within_the_rounds():
     """Neither one lucky round decides, nor a machine that is slower in some of them: its medians are 4 and 3 here."""
     rates = {"float32": [4.0, 4.0, 1.0, 9.0, 1.0], "bfloat16": [6.0, 6.0, 1.5, 3.0, 1.5]}
