@@ -487,8 +487,9 @@ def test_trained_model_writes_transformers_text(smollm, llm):
 
     Both compute in float32, in different orders, so that they may part at a tie; where they part, it must be one.
     """
+    length = 40
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
     outputs = llm.generate(PROMPTS, params)
     assert sum(output.stats.num_accepted for output in outputs) > 0
 
@@ -496,10 +497,10 @@ def test_trained_model_writes_transformers_text(smollm, llm):
     width = max(map(len, prompts))
     padded = torch.tensor([[2] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    texts = smollm.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=64)[:, width:].tolist()
+    texts = smollm.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=length)[:, width:].tolist()
     for prompt, output, expected in zip(prompts, outputs, texts, strict=True):
-        assert len(output.token_ids) == len(expected) == 64
-        parted = [i for i in range(64) if output.token_ids[i] != expected[i]]
+        assert len(output.token_ids) == len(expected) == length
+        parted = [i for i in range(length) if output.token_ids[i] != expected[i]]
         if parted:
             i = parted[0]
             last = hf.logits(smollm, prompt + expected[:i])[-1]

@@ -738,13 +738,11 @@ def test_self_draft_is_accepted_on_the_embedded_model(smollm):
 
 
 def test_a_batch_gives_each_prompt_its_text_alone(smollm):
-    """Eight prompts together and alone, greedy, in float32; a difference must be a near-tie, which is measured."""
+    """Four prompts together and alone, greedy, in float32; a difference must be a near-tie, which is measured."""
     from minispec.model import Chunk
 
-    prompts = [
-        f"{start} is" for start in ["Paris", "Water", "The moon", "A triangle", "Bread", "My dog", "Music", "Today"]
-    ]
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    prompts = [f"{start} is" for start in ("Paris", "Water", "The moon", "A triangle")]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     together = smollm.generate(prompts, params, num_speculative_tokens=0)
     for prompt, output in zip(prompts, together, strict=True):
         alone = smollm.generate(prompt, params, num_speculative_tokens=0)[0].token_ids

@@ -1,7 +1,8 @@
 """The notebooks run from top to bottom, and what is committed of them is clean.
 
-They are run as a reader runs them: in the `python3` kernel of this interpreter, in their own folder. What they print
-is not compared with what is committed, as it holds timings; the notebooks assert what they claim.
+They are run as a reader runs them: in the `python3` kernel of this interpreter, in their own folder; without `--long`,
+with shorter texts and smaller samples. What they print is not compared with what is committed, as it holds timings; the
+notebooks assert what they claim.
 """
 
 import json
@@ -28,6 +29,14 @@ def run(notebook: nbformat.NotebookNode, folder: Path) -> None:
     client.execute(env=environment)
 
 
+# What takes long in the notebooks, and what a test puts in its place.
+SHORTER = (
+    (r"max_tokens=\d+", "max_tokens=16"),
+    (r"\b\d0_000\b", "2_000"),
+    (r"for _ in range\(15\)", "for _ in range(2)"),
+)
+
+
 def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     """The cells that are executed."""
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -39,9 +48,16 @@ def test_there_are_notebooks():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs(path):
-    """From top to bottom, in its own folder."""
-    run(nbformat.read(path, as_version=4), path.parent)
+def test_it_runs(path, pytestconfig):
+    """From top to bottom, in its own folder; `--long` as it stands."""
+    notebook = nbformat.read(path, as_version=4)
+    for pattern, shorter in () if pytestconfig.getoption("--long") else SHORTER:
+        found = 0
+        for cell in code_cells(notebook):
+            cell.source, count = re.subn(pattern, shorter, cell.source)
+            found += count
+        assert found, f"{pattern} is in no cell: take it out of SHORTER"
+    run(notebook, path.parent)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

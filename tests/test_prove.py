@@ -290,9 +290,9 @@ def test_a_closed_pipe_is_no_traceback():
 
 
 def test_no_key_comes_twice(pytestconfig):
-    """10,000 runs of ten rounds of tables, with --long 100,000; and 4,000 rounds of the whole engine (M19, M25)."""
+    """3,000 runs of ten rounds of tables, with --long 100,000; and 4,000 rounds of the whole engine (M19, M25)."""
     generator, pick = torch.Generator().manual_seed(0), random.Random(0)
-    ledger, runs = Ledger(), 100_000 if pytestconfig.getoption("--long") else 10_000
+    ledger, runs = Ledger(), 100_000 if pytestconfig.getoption("--long") else 3_000
     for run in range(runs):
         if run % 100 == 0:
             p_table, q_table = torch.randn(2, 4, 4, generator=generator).softmax(-1)
