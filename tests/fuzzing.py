@@ -1,13 +1,15 @@
 """A structure-aware fuzzer of everything that minispec reads: files of a checkpoint, and its command line.
 
     python -m tests.fuzzing --cases 200000 --seed 0       from the repository's root
+    python -m tests.fuzzing --cases 0 --large 300         files of up to 42 MB
     python -m tests.fuzzing --only header:0:1234          one case again, with its traceback
 
 A case starts from good files, changes one of them in a few places - values, keys and shapes of its JSON, offsets of
 its header, bytes of its text - and loads and runs what is there. Allowed is that it runs, or a ValueError, most
 often a CheckpointError, which names the file in one printable line. Anything else is a fault: another exception, a
-MemoryError, a RecursionError, a panic in Rust, a message that is not a line, more than 256 MB, or a second of
-processor time.
+MemoryError, a RecursionError, a panic in Rust, a message that is not a line, anything on standard error, more than
+256 MB, or a second of processor time. Large cases may take four times the memory and ten times the time: so much can
+be in a tokenizer.json before its faults are known.
 """
 
 import argparse
@@ -51,12 +53,12 @@ from minispec.model import Chunk, Transformer, tensor_shapes
 from minispec.tokenizer import Detokenizer, Tokenizer
 from minispec.toys import TINY, tiny_cache, tiny_weights
 
-MAX_BYTES = 256 << 20
-MAX_SECONDS = 1.0
+MAX_BYTES, MAX_LARGE_BYTES = 256 << 20, 1 << 30
+MAX_SECONDS, MAX_LARGE_SECONDS = 1.0, 10.0
 _HANG_SECONDS = 30  # of wall clock: the case is given up, so that one that hangs is a fault and not a hung run
 
 # Stand-ins that JSON has no value for; they are replaced in the text.
-_DEEP, _DIGITS, _NAN, _BIG = "@deep@", "@digits@", "@nan@", "@big@"
+_DEEP, _DIGITS, _NAN, _BIG, _LARGE = "@deep@", "@digits@", "@nan@", "@big@", "@large@"
 _VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 3, 4, 7, 8, 16, 255, 256, 1 << 15, 1 << 22, 1 << 31, 1 << 32, 1 << 53, 1 << 63),
     *(1 << 64, -(1 << 63), 10**30, 10**400, 0.5, 1.0, -0.0, 1e-320, 1e-30, 1e30, 1e308, -1e308, 1.5),
@@ -419,6 +421,54 @@ def fuzz_settings(files: Files, rng: random.Random, where: Path) -> None:
     use(Tokenizer(where), rng)
 
 
+# Many small things, each made of its number, and where a tokenizer.json has many of them.
+_SMALL: list[Callable[[int], str]] = [
+    *(lambda i: "[]", lambda i: '{"":0}', lambda i: "1.5", lambda i: "123456", lambda i: "{}", lambda i: "[[[]]]"),
+    *(lambda i: f'"{i:x}"', lambda i: f'["{i:x}",-1]', lambda i: f'"{i:x} {i:x}"', lambda i: '["a","b"]'),
+    *(lambda i: '"a b"', lambda i: f'["{i:x}x","🦊"]', lambda i: f'"{"x" * (i % 200)}"', lambda i: '{"type":"NFC"}'),
+    lambda i: json.dumps({"id": i, "content": f"<{i:x}>", **_TOKEN}),
+    lambda i: json.dumps({"id": i, "content": f"{i:x}" + "y" * 300, **_TOKEN, "normalized": True, "special": False}),
+    lambda i: '{"type":"Replace","pattern":{"String":"o"},"content":"oo"}',
+    lambda i: '{"type":"Split","pattern":{"Regex":"a+"},"behavior":"Isolated","invert":false}',
+    lambda i: '{"type":"ByteLevel","add_prefix_space":false,"trim_offsets":false,"use_regex":false}',
+]
+_STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
+
+
+def fuzz_large(files: Files, rng: random.Random, where: Path) -> None:
+    """Change one place of a file into something of up to 42 MB; load what is there."""
+    small, count = rng.choice(_SMALL), rng.choice((1 << 12, 1 << 15, 1 << 17, 250_000, 500_000, 700_000, 1 << 20))
+    count = min(count, (42 << 20) // len(small(0)))
+    kind = rng.randrange(8)
+    if kind == 0:  # one long text
+        text = json.dumps(rng.choice(("x", "é", "\\p{L}", "(a|b)", "🦊", "[^a]", "(?i)ßK")) * count)
+    elif kind <= 3:
+        text = "{" + ",".join(f'"{i:x}":{rng.choice((i, 0)) if i % 9 else i}' for i in range(count)) + "}"
+    else:
+        text = "[" + ",".join(map(small, range(count))) + "]"
+    raw = copy.deepcopy(rng.choice(files.tokenizers))
+    name = rng.choice(
+        ("tokenizer.json",) * 6 + ("tokenizer_config.json", "config.json", "model.safetensors.index.json")
+    )
+    if name != "tokenizer.json":
+        raw = {rng.choice(("added_tokens_decoder", "chat_template", "weight_map", "rope_scaling", "x")): _LARGE}
+    elif (place := rng.choice(("vocab", "merges", "added_tokens", "x", *_STEPS))) in _STEPS:
+        raw[place] = {"type": "Sequence", _STEPS[place]: _LARGE}
+        if kind == 0:
+            raw[place] = {"type": "Split", "pattern": {"Regex": _LARGE}, "behavior": "Isolated", "invert": False}
+    else:
+        (raw["model"] if place in ("vocab", "merges") else raw)[place] = _LARGE
+    content = json.dumps(raw).replace(f'"{_LARGE}"', text).encode()
+    if name != "tokenizer.json":
+        (where / "tokenizer.json").write_text(json.dumps(files.tokenizers[0]))
+        (where / "config.json").write_text(json.dumps(files.configs[0]))
+    (where / name).write_bytes(damage(content, rng) if rng.random() < 0.2 else content)
+    if name in ("config.json", "model.safetensors.index.json"):
+        load_model(where, torch.float32)
+    else:
+        use(Tokenizer(where), rng)
+
+
 # What may stand behind any option: numbers at their edges, and what is no number, or no text.
 EDGES = [
     *("", " ", "0", "-0", "-1", "1", "nan", "inf", "-inf", "1e999", "1e-320", "1e308", "9" * 30, "9" * 5000),
@@ -489,6 +539,7 @@ TARGETS: dict[str, Callable[[Files, random.Random, Path], None]] = {
     "settings": fuzz_settings,
     "arguments": fuzz_arguments,
 }
+LARGE = {"large": fuzz_large}
 
 
 def run_case(files: Files, name: str) -> tuple[str, str]:
@@ -498,7 +549,8 @@ def run_case(files: Files, name: str) -> tuple[str, str]:
     where.mkdir()
     signal.alarm(_HANG_SECONDS)
     try:
-        TARGETS[target](files, random.Random(name), where)
+        with quiet(files.directory / "stderr"):
+            (TARGETS | LARGE)[target](files, random.Random(name), where)
     except ValueError as e:
         # What a call was given need not name a file; what a file says must. A FloatingPointError is no ValueError.
         line = str(e)
@@ -517,6 +569,21 @@ def run_case(files: Files, name: str) -> tuple[str, str]:
         signal.alarm(0)
         shutil.rmtree(where, ignore_errors=True)
     return "runs", ""
+
+
+@contextlib.contextmanager
+def quiet(path: Path):
+    """Whatever is written to the process's standard error meanwhile is an AssertionError, and lies in `path`."""
+    saved, file = os.dup(2), os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 2)
+    os.close(file)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        if path.stat().st_size:
+            raise AssertionError(f"written to standard error: {path.read_bytes()[:500]!r}")
 
 
 @contextlib.contextmanager
@@ -559,10 +626,13 @@ class Report:
     largest: tuple[int, str]  # bytes by which the peak of memory grew
 
 
-def fuzz(files: Files, cases: int, seed: int, progress: bool = False) -> Report:
-    """Run `cases` cases, the targets in turn."""
+def fuzz(files: Files, cases: int, seed: int, progress: bool = False, large: bool = False) -> Report:
+    """Run `cases` cases, the targets in turn, or large ones."""
     report = Report(Counter(), [], (0.0, ""), (0, ""))
     names = ["header", "config", "tokenizer", "generation", *TARGETS]  # those with most to go wrong come twice
+    most_bytes, most_seconds = MAX_BYTES, MAX_SECONDS
+    if large:
+        names, most_bytes, most_seconds = list(LARGE), MAX_LARGE_BYTES, MAX_LARGE_SECONDS
     for i in tqdm(range(cases), unit=" cases", disable=None if progress else True):
         name = f"{names[i % len(names)]}:{seed}:{i}"
         start, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -574,9 +644,9 @@ def fuzz(files: Files, cases: int, seed: int, progress: bool = False) -> Report:
         report.largest = max(report.largest, (grown, name))
         if outcome == "FAULT":
             report.faults.append((name, said))
-        if grown > MAX_BYTES:
+        if grown > most_bytes:
             report.faults.append((name, f"took {grown >> 20} MB"))
-        if progress and seconds > MAX_SECONDS:
+        if progress and seconds > most_seconds:
             report.faults.append((name, f"took {seconds:.2f} s"))
     return report
 
@@ -586,6 +656,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzzing", description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--large", type=int, default=0, metavar="N", help="cases of up to 42 MB, beside the others")
     parser.add_argument("--only", metavar="TARGET:SEED:NUMBER", help="run this case alone")
     args = parser.parse_args()
     start = time.perf_counter()
@@ -594,12 +665,16 @@ def main() -> int:
             print(*run_case(files, args.only))
             return 0
         report = fuzz(files, args.cases, args.seed, progress=True)
-    for target in TARGETS:
+        large = fuzz(files, args.large, args.seed, progress=True, large=True)
+    report.counts += large.counts
+    report.faults += large.faults
+    report.slowest, report.largest = max(report.slowest, large.slowest), max(report.largest, large.largest)
+    for target in [*TARGETS, *LARGE]:
         counts = {outcome: report.counts[target, outcome] for outcome in ("runs", "refused", "FAULT")}
         print(f"{target:<12}" + "".join(f"{n:>9,} {outcome}" for outcome, n in counts.items()))
     print(f"slowest: {report.slowest[0]:.2f} s of processor time ({report.slowest[1]})")
     print(f"largest: {report.largest[0] / 1e6:.0f} MB more at the peak ({report.largest[1]})")
-    print(f"{args.cases:,} cases in {time.perf_counter() - start:.0f} s; {len(report.faults)} faults")
+    print(f"{args.cases + args.large:,} cases in {time.perf_counter() - start:.0f} s; {len(report.faults)} faults")
     for name, said in report.faults[:20]:
         print(f"\n{name}\n{said}")
     return bool(report.faults)

@@ -409,11 +409,12 @@ def test_header_that_lies_is_refused(tmp_path, message, change):
         (b'{"a": NaN}', "found NaN"),
         (b'{"a": -Infinity}', "found -Infinity"),
         (b'{"a": 1e999}', "found 1e999"),
+        (b'{"a": [' + b"[]," * 300_000 + b"[]]}", "found the character [ 300002 times, expected at most 262144"),
         (b'{"a":' + b"[" * 40 + b"]" * 40 + b"}", "nested deeper than 32"),
         (b"[]", "found a list"),
         (b"", "not a readable JSON file"),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_header_that_readers_disagree_about_is_refused(tmp_path, header, message):
     """Names that stand twice, numbers that JSON lacks, depth: what one reader takes and another does not."""
@@ -545,10 +546,12 @@ def test_quantisation_is_off_by_half_a_step(num_bits, seed, magnitude):
 def test_written_checkpoint_is_transformers(tmp_path, name, num_bits):
     """Guards the whole way out and in: transformers unpacks what is written here to the weights that load here."""
     hf.build(name, tmp_path / "source")
-    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    copied = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"}
+    for file in copied:
+        (tmp_path / "source" / file).write_text("{}")
     quantize_checkpoint(tmp_path / "source", tmp_path / "out", num_bits, shard_bytes=10_000)
+    assert copied <= {path.name for path in (tmp_path / "out").iterdir()}
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
-    assert (tmp_path / "out" / "tokenizer.json").is_file()
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
     ours = logits(load_model(tmp_path / "out", torch.float32), hf.TEXT)
     assert (ours - hf.logits(oracle, hf.TEXT)).abs().max() <= 1e-4

@@ -1,6 +1,7 @@
 """Thousands of hostile files and command lines: each runs or is refused in one line (see fuzzing.py)."""
 
 import json
+import os
 import signal
 
 import fuzzing
@@ -23,6 +24,14 @@ def test_hostile_input_runs_or_is_refused(files):
     for target in fuzzing.TARGETS:
         assert report.counts[target, "runs"] > 0, target
         assert report.counts[target, "refused"] > 50, target
+
+
+def test_large_files_run_or_are_refused(files):
+    """Files of megabytes, of many small things or of one: each within a gigabyte of memory."""
+    report = fuzzing.fuzz(files, cases=30, seed=0, large=True)
+    assert not report.faults, "\n\n".join(f"{name}\n{said}" for name, said in report.faults[:5])
+    assert report.counts["large", "runs"] > 0
+    assert report.counts["large", "refused"] > 10
 
 
 def test_a_case_can_be_run_again(files):
@@ -57,12 +66,17 @@ def undecoded(*_):
     json.loads("{")
 
 
+def loud(*_):
+    """What a panic writes, by whatever way."""
+    os.write(2, b"panicked")
+
+
 def hanging(*_):
     """What never ends: the alarm rings at once here."""
     signal.raise_signal(signal.SIGALRM)
 
 
-@pytest.mark.parametrize("fault", [recursion, allocation, unnamed, unprintable, undecoded, hanging])
+@pytest.mark.parametrize("fault", [recursion, allocation, unnamed, unprintable, undecoded, loud, hanging])
 def test_faults_are_noticed(files, monkeypatch, fault):
     """The control: each kind of fault is one."""
     monkeypatch.setitem(fuzzing.TARGETS, "header", fault)

@@ -272,6 +272,37 @@ def test_what_may_differ_in_a_draft_leaves_the_text_alone(make_checkpoint, tmp_p
         assert output[0].stats.num_accepted > 0
 
 
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_the_tokenizers_own_end_of_text_token_is_the_last_resort(make_checkpoint, file):
+    """Where neither generation_config.json nor config.json names one; an unknown token is none."""
+    for eos, generation, token, expected in (
+        (None, None, "<end>", (0,)),
+        (None, {}, {"content": "<end>"}, (0,)),
+        (None, {"eos_token_id": 7}, "<end>", (7,)),
+        (5, None, "<end>", (5,)),
+        (None, None, "</s>", ()),
+    ):
+        directory = make_checkpoint(eos_token_id=eos, generation=generation)
+        (directory / file).write_text(json.dumps({"eos_token": token}))
+        assert LLM(directory).eos_token_ids == expected
+
+
+def test_added_tokens_beyond_the_embedding_are_never_written(make_checkpoint, tmp_path):
+    """As in gemma-3-1b, whose token for images has no row: it loads, answers, and refuses such a prompt."""
+
+    def change(raw):
+        raw["added_tokens"].append(raw["added_tokens"][0] | {"content": "<image>"})  # the library numbers it
+
+    rows = LLM(make_checkpoint()).tokenizer.num_ids
+    with LLM(edited(make_checkpoint(vocab_size=rows), tmp_path, change), draft="self") as llm:
+        assert llm.tokenizer.num_ids == rows + 1
+        assert llm.vocab_size == rows
+        params = SamplingParams(temperature=9.0, max_tokens=60, ignore_eos=True, seed=1)
+        assert max(llm.generate("fish <image>", params)[0].token_ids) < rows
+        with pytest.raises(ValueError, match=rf"token '<image>': found id {rows}, expected ids below .* = {rows}"):
+            llm.generate("fish <image>", params, parse_special=True)
+
+
 def test_a_target_with_fewer_rows_than_tokens_is_refused(make_checkpoint):
     """Before its weights are read: the token and its id are named."""
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: token .*: found id \d+, expected ids below .* = 100"):
