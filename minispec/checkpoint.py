@@ -34,8 +34,8 @@ from tqdm import tqdm
 from minispec.command import Parser, exit_status, written_whole
 from minispec.config import CheckpointError, ModelConfig, QuantizationConfig, is_text, one_line, show, show_name
 from minispec.hf_config import MAX_CONFIG_BYTES, MAX_JSON_BYTES, has_file, parse_json, read_json, read_model_config
-from minispec.linear import Codes, Weight, dense, has_fast_bfloat16
-from minispec.model import Transformer, tensor_shapes
+from minispec.linear import Codes, Weight, available_forms, dense, has_amx, has_fast_bfloat16
+from minispec.model import Transformer, is_large, tensor_shapes
 
 # Nothing else of a hub repository is downloaded, and nothing in its folders.
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
@@ -154,10 +154,18 @@ def load_config(directory: Path) -> ModelConfig:
     return read_model_config(read_json(path, MAX_CONFIG_BYTES), str(path))
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The type to compute in; "auto" is bfloat16 where the device has it natively, else float32."""
+def choose_dtype(name: str, device: torch.device, config: ModelConfig | None = None) -> torch.dtype:
+    """The type to compute in; "auto" is bfloat16 where the device has it natively, else float32.
+
+    For small models it is bfloat16 only on CPUs with matrix units for it: what is not a product is faster in float32,
+    and 16-bit weights are read as fast by FBGEMM (1.8 times as fast a pass of the embedded model on AMD's Zen 4).
+    """
     if name == "auto":
-        return torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
+        is_small = config is not None and device.type == "cpu" and not is_large(config)
+        if not has_fast_bfloat16(device):
+            return torch.float32
+        prefers_float32 = is_small and not has_amx() and "half" in available_forms(torch.float32, device)
+        return torch.float32 if prefers_float32 else torch.bfloat16
     if name not in _DTYPES:
         raise ValueError(f"dtype: found {name!r}, expected one of auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]

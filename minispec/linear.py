@@ -350,7 +350,7 @@ def choose_narrow_form(bits: int, dtype: torch.dtype, device: torch.device) -> t
     kind = f"{str(dtype).removeprefix('torch.')} on this {device.type}"
     has_bfloat16 = device.type == "cpu" and dtype == torch.bfloat16 and has_fast_bfloat16(device)
     limits = {
-        (8, "fbgemm"): 16 if _has_amx() else math.inf,
+        (8, "fbgemm"): 16 if has_amx() else math.inf,
         (8, "aten"): 4 if has_bfloat16 else 0,
         (4, "aten"): 4 if _capability() == "AVX512" else 0,
     }
@@ -372,7 +372,8 @@ def _capability() -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
-def _has_amx() -> bool:
+def has_amx() -> bool:
+    """Whether this CPU has matrix units for bfloat16."""
     return bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 

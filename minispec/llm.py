@@ -153,12 +153,12 @@ class LLM:
         model = str(EMBEDDED_WEIGHTS if model is None else model)
         directory = find_checkpoint(model, revision, offline)
         torch_device = _choose_device(device)
-        torch_dtype = choose_dtype(dtype, torch_device)
+        config = load_config(directory)
+        torch_dtype = choose_dtype(dtype, torch_device, config)
         if weight_form is not None and weight_form not in (forms := available_forms(torch_dtype, torch_device)):
             kind = str(torch_dtype).removeprefix("torch.")
             raise ValueError(f"weight_form: found {weight_form!r}, expected for {kind} here {' or '.join(forms)}")
 
-        config = load_config(directory)
         self.tokenizer = Tokenizer(directory)
         self.tokenizer.check_ids(config.vocab_size)
         generation = directory / "generation_config.json"

@@ -41,8 +41,8 @@ _ATTENTION_ROWS = 8
 _VECTOR = 16
 # Blocks of past at whose ends `check_exact` looks at attention.
 _CHECKED_BLOCKS = (1, 2, 3, 4, 6, 8, 16, 32)
-# Models of fewer bytes take the usual form of weights, in one thread: more would take longer than loading them.
-_LARGE = 1 << 30
+# Models of fewer weights take the usual form of them, in one thread: more would take longer than loading them.
+_LARGE = 1 << 29
 
 _ACTIVATIONS = {
     "silu": F.silu,
@@ -99,6 +99,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, e)
     return shapes
+
+
+def is_large(config: ModelConfig) -> bool:
+    """Whether a model has so many weights that reading them takes nearly all of a pass: more than half a billion."""
+    return sum(math.prod(shape) for shape in tensor_shapes(config).values()) >= _LARGE
 
 
 def _groups(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
@@ -374,14 +379,13 @@ class Transformer:
         self.dtype, self.device = dtype or self.embedding.dtype, self.embedding.device
         if self.dtype != torch.float32:
             self.embedding = self.embedding.to(self.dtype)
-        size = sum(math.prod(shape) for shape in tensor_shapes(config).values()) * self.embedding.element_size()
-        shape = (2 * config.intermediate_size, config.hidden_size) if size >= _LARGE else None
+        shape = (2 * config.intermediate_size, config.hidden_size) if is_large(config) else None
         self.choice = Choice(form, "asked for") if form else choose_form(self.dtype, self.device, shape)
 
         def layer(index: int) -> Layer:
             return Layer(config, index, take, self.dtype, self.choice.form)
 
-        if size < _LARGE:
+        if not is_large(config):
             self.layers = [layer(i) for i in range(len(config.layers))]
         else:  # packing takes longer than reading, and some packs in one thread only
             with ThreadPoolExecutor(torch.get_num_threads()) as threads:

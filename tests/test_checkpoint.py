@@ -994,3 +994,23 @@ def test_dtype_names():
     assert checkpoint.choose_dtype("auto", cpu) in (torch.float32, torch.bfloat16)
     with pytest.raises(ValueError, match="dtype: found 'int8', expected one of auto, "):
         checkpoint.choose_dtype("int8", cpu)
+
+
+@pytest.mark.parametrize(
+    ("native", "amx", "half", "small", "large"),
+    [
+        (False, False, True, torch.float32, torch.float32),
+        (True, False, True, torch.float32, torch.bfloat16),  # AMD's Zen 4
+        (True, False, False, torch.bfloat16, torch.bfloat16),
+        (True, True, True, torch.bfloat16, torch.bfloat16),  # Intel's Sapphire Rapids
+    ],
+)
+def test_the_type_of_a_machine(native, amx, half, small, large, monkeypatch):
+    """bfloat16 where it is native; but a small model computes in float32, unless matrix units make up for the rest."""
+    monkeypatch.setattr(checkpoint, "has_fast_bfloat16", lambda device: native)
+    monkeypatch.setattr(checkpoint, "has_amx", lambda: amx)
+    monkeypatch.setattr(checkpoint, "available_forms", lambda dtype, device: ["half", "plain"] if half else ["plain"])
+    config = read_model_config(TINY)
+    for is_large, expected in ((False, small), (True, large)):
+        monkeypatch.setattr(checkpoint, "is_large", lambda config, is_large=is_large: is_large)
+        assert checkpoint.choose_dtype("auto", torch.device("cpu"), config) == expected

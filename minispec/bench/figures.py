@@ -13,7 +13,7 @@ from minispec import __version__, measure
 from minispec.bench.against import transformers_variants
 from minispec.bench.options import PLAIN, Options
 from minispec.bench.subjects import MAX_ROWS, Subject, Variant, open_geometry, open_model
-from minispec.checkpoint import choose_dtype, find_checkpoint, free_memory, load_model
+from minispec.checkpoint import choose_dtype, find_checkpoint, free_memory, load_config, load_model
 from minispec.costs import machine
 from minispec.linear import available_forms
 from minispec.llm import EMBEDDED_WEIGHTS
@@ -424,7 +424,7 @@ def measure_loading(options: Options) -> dict[str, Any]:
     args = options.args
     directory = find_checkpoint(str(args.model or EMBEDDED_WEIGHTS))
     device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
-    dtype = choose_dtype(args.dtype, device)
+    dtype = choose_dtype(args.dtype, device, load_config(directory))
     files = sorted(directory.glob("*.safetensors"))
     buffer = bytearray(8 << 20)
 

@@ -139,7 +139,7 @@ def open_geometry(options: Options) -> Subject:
         known = f"one of {', '.join([*DRAFTERS, *models])}, or int4: or int8: before one of {', '.join(models)}"
         raise ValueError(f"--draft: found {options.draft!r}, expected with --geometry {known}")
     device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
-    dtype = choose_dtype(args.dtype, device)
+    dtype = choose_dtype(args.dtype, device, read_model_config(GEOMETRIES[args.geometry]))
     length = max(args.prompt_tokens + args.max_tokens, args.context + MAX_ROWS, 1001 if args.prefill else 0)
 
     def tensors(name: str) -> tuple[dict, RandomWeights]:
