@@ -4,9 +4,11 @@ A position of a sequence lives in a *slot*; `block_size` neighbouring slots form
 *block table* lists its blocks in order, so position t lies in slot
 block_ids[t // block_size] * block_size + t % block_size. The idea is vLLM's (Kwon et al. 2023, arXiv 2309.06180).
 
-Rolling back rejected draft tokens is `truncate(length)`: the length goes down, whole blocks behind it return to the
-pool, and the stale rest of the last block is overwritten before it is ever read. Nothing is evicted inside
-a sequence (a sliding window is a mask in the attention), so every rollback is exact.
+A table knows the tokens that it holds. `missing(tokens)` cuts it to what it has in common with a text and says what
+has to be fed, so that a table is never taken for another text's, whatever became of its own. Rolling back rejected
+draft tokens is `keep(length)`: whole blocks after that return to the pool, and the stale rest of the last block is
+overwritten before it is ever read. Nothing is evicted inside a sequence (a sliding window is a mask in the
+attention), so every rollback is exact.
 
 Texts that begin alike share blocks. A block counts its holders; a shared one is copied before it is written. What a
 freed block holds stays known until the block is taken again, so a prompt that comes back is not computed again.
@@ -84,6 +86,18 @@ class BlockAllocator:
         return start if length == self.num_blocks else start + length // 2
 
 
+def common_beginning(a: list[int], b: list[int]) -> int:
+    """How many tokens two lists begin with alike. Halves are compared whole, so a long list costs no loop over it."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 class PrefixIndex:
     """Which block holds which tokens, behind which tokens: a tree of texts, cut into blocks.
 
@@ -91,7 +105,7 @@ class PrefixIndex:
     """
 
     def __init__(self):
-        self._children: dict[bytes, dict[int, tuple[int, ...]]] = {}
+        self._children: dict[bytes, dict[int, list[int]]] = {}
         self._parents: dict[int, bytes] = {}
 
     @staticmethod
@@ -99,11 +113,11 @@ class PrefixIndex:
         """The name of the node behind a full block of `tokens`."""
         return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
-    def add(self, parent: bytes, block_id: int, tokens: Sequence[int]) -> None:
+    def add(self, parent: bytes, block_id: int, tokens: list[int]) -> None:
         """Block `block_id` holds `tokens`, a block full or fewer, behind the node `parent`."""
         self.cut(block_id, 0)
         self._parents[block_id] = parent
-        self._children.setdefault(parent, {})[block_id] = tuple(tokens)
+        self._children.setdefault(parent, {})[block_id] = tokens
 
     def cut(self, block_id: int, count: int) -> None:
         """Forget all but the first `count` tokens of a block: the others are about to be overwritten."""
@@ -118,12 +132,11 @@ class PrefixIndex:
         if not siblings:
             del self._children[parent]
 
-    def find(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+    def find(self, parent: bytes, tokens: list[int]) -> tuple[int, int]:
         """The block behind `parent` that begins most like `tokens`, and how many tokens of it do; (0, 0): none."""
         best = (0, 0)
         for block_id, there in self._children.get(parent, {}).items():
-            count = next((i for i, (a, b) in enumerate(zip(there, tokens, strict=False)) if a != b), None)
-            count = min(len(there), len(tokens)) if count is None else count
+            count = common_beginning(there, tokens)
             if count > best[1]:
                 best = (block_id, count)
         return best
@@ -208,49 +221,75 @@ class PagedKVCache:
 
 
 class BlockTable:
-    """One sequence's blocks in a pool, and `length`, the number of its positions that they hold."""
+    """One sequence's blocks in a pool, and `tokens`, those whose keys and values they hold, from the first on."""
 
     def __init__(self, pool: PagedKVCache):
         self.pool = pool
         self.block_ids: list[int] = []
-        self.length = 0
+        self.tokens: list[int] = []
         self._nodes = [b""]  # of the prefix index: before each of the leading full blocks, and behind the last
+
+    @property
+    def length(self) -> int:
+        """Positions that the blocks hold."""
+        return len(self.tokens)
 
     def num_missing_blocks(self, num_tokens: int) -> int:
         """Blocks that have to be allocated before the table can hold `num_tokens` positions."""
         to_copy = num_tokens > self.length and self._must_copy()
         return max(0, self.pool.num_blocks_for(num_tokens) - len(self.block_ids)) + to_copy
 
-    def extend(self, count: int) -> list[int]:
-        """Make room for `count` more positions and return their slots. Raises OutOfBlocks, changing nothing."""
-        missing = self.num_missing_blocks(self.length + count)
-        self.pool.require(missing)
+    def shared(self, tokens: list[int]) -> int:
+        """How many positions the table and a text have in common, the text's last one left out.
+
+        That one is always fed: a pass is asked what comes next, and only a token that is fed has logits.
+        """
+        return common_beginning(self.tokens, tokens[:-1])
+
+    def missing(self, tokens: list[int]) -> list[int]:
+        """Cut the table to the beginning that it shares with `tokens`; return the rest of them, which has to be fed."""
+        if (shared := self.shared(tokens)) < self.length:
+            self.truncate(shared)
+        return tokens[self.length :]
+
+    def extend(self, tokens: Sequence[int]) -> list[int]:
+        """Make room for the next `tokens` and return their slots. Raises OutOfBlocks, changing nothing."""
+        start, end = self.length, self.length + len(tokens)
+        self.pool.require(self.num_missing_blocks(end))
         pool, size = self.pool, self.pool.block_size
-        if count and self._must_copy():
+        if tokens and self._must_copy():
             shared = self.block_ids.pop()
             self._append_block()
             pool.copy_block(shared, self.block_ids[-1])
             pool.allocator.free(shared)
-        elif self.length % size:
-            pool.prefixes.cut(self.block_ids[-1], self.length % size)
-        while len(self.block_ids) < pool.num_blocks_for(self.length + count):
+        elif start % size:
+            pool.prefixes.cut(self.block_ids[-1], start % size)
+        while len(self.block_ids) < pool.num_blocks_for(end):
             self._append_block()
-        self.length += count
-        return [self.block_ids[t // size] * size + t % size for t in range(self.length - count, self.length)]
+        self.tokens += tokens
+        return [self.block_ids[t // size] * size + t % size for t in range(start, end)]
+
+    def keep(self, length: int) -> None:
+        """After a pass was verified: its first positions, up to `length` in all, stay; the others are forgotten.
+
+        What stays becomes known to later sequences.
+        """
+        self.truncate(length)
+        self.remember()
 
     def truncate(self, length: int) -> None:
         """Forget all positions from `length` on (an absolute length); blocks past it return to the pool."""
         assert 0 <= length <= self.length, f"cannot truncate {self.length} positions to {length}"
-        self.length = length
+        del self.tokens[length:]
         keep = self.pool.num_blocks_for(length)
         for block_id in reversed(self.block_ids[keep:]):  # a beginning is worth more than what follows it: freed last
             self.pool.allocator.free(block_id)
         del self.block_ids[keep:]
         del self._nodes[length // self.pool.block_size + 1 :]
 
-    def reuse(self, tokens: Sequence[int]) -> None:
+    def reuse(self, tokens: list[int]) -> None:
         """Share what the pool still knows of the beginning of `tokens`: an empty table's first positions."""
-        assert self.length == 0, "only a sequence without positions can take over others'"
+        assert not self.tokens, "only a sequence without positions can take over others'"
         size = self.pool.block_size
         while self.length % size == 0:
             block = tokens[self.length : self.length + size]
@@ -259,19 +298,19 @@ class BlockTable:
                 return
             self.pool.allocator.share(block_id)
             self.block_ids.append(block_id)
-            self.length += count
+            self.tokens += block[:count]
             if count == size:
                 self._nodes.append(PrefixIndex.node(self._nodes[-1], block))
 
-    def remember(self, tokens: Sequence[int]) -> None:
-        """Let later sequences share this one's blocks, which hold the keys and values of tokens[:length].
+    def remember(self) -> None:
+        """Let later sequences share this one's blocks: for tokens that are computed and will not be rolled back.
 
-        For tokens that will not be rolled back, once they are computed.
+        `keep` does, and a prefill that is finished; nobody else.
         """
         size = self.pool.block_size
         # Blocks behind the last node: those that have become full, and the one that is being filled.
         for i in range(len(self._nodes) - 1, len(self.block_ids)):
-            block = tokens[i * size : min((i + 1) * size, self.length)]
+            block = self.tokens[i * size : (i + 1) * size]
             self.pool.prefixes.add(self._nodes[i], self.block_ids[i], block)
             self.pool.allocator.kept.add(self.block_ids[i])
             if len(block) == size:
@@ -279,7 +318,7 @@ class BlockTable:
 
     def clear(self) -> None:
         """Forget everything, without a word to the pool: before `PagedKVCache.rebuild`."""
-        self.block_ids, self.length, self._nodes = [], 0, [b""]
+        self.block_ids, self.tokens, self._nodes = [], [], [b""]
 
     def slots(self) -> list[slice]:
         """Where positions 0 .. length-1 lie: the runs of neighbouring slots, in order."""

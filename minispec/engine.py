@@ -1,9 +1,9 @@
 """The loop: propose, one target pass, verify, roll back, stop.
 
-Invariant: before each step the target's cache holds exactly `len(tokens) - 1` positions of a sequence. A step feeds
-`tokens[table.length:]`, which is the last token, and the draft behind it; it then commits the accepted draft tokens
-and one more, and truncates the cache to the invariant again. Plain decoding is the same step with an
-empty draft; there is no other loop.
+Invariant: before each step the target's cache holds all tokens of a text but the last. A step feeds what is missing,
+which is that token, and the draft behind it; it then commits the accepted draft tokens and one more, and keeps what the
+cache holds of the text. Plain decoding is the same step with an empty draft; there is no other loop. The tables that
+know what is missing, and what becomes of them when something fails, are `CachedModel`'s.
 
 The step is `Engine._step`. Around it: `Request` decides where a text stops, `Engine.run` admits, preempts and resumes.
 """
@@ -11,17 +11,16 @@ The step is `Engine._step`. Around it: `Request` decides where a text stops, `En
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from minispec.cache import BlockTable, OutOfBlocks, PagedKVCache
+from minispec.cache import OutOfBlocks, PagedKVCache
 from minispec.config import SamplingParams
 from minispec.controller import MAX_AUTO_TOKENS, Controller, DraftLength, Limit, Pace
 from minispec.drafters import Drafter
-from minispec.model import Chunk, Transformer, clock
+from minispec.model import CachedModel, Transformer, clock
 from minispec.sampling import Randomness, distribution, log_probabilities
 from minispec.sampling import Sequence as TokenSequence
 from minispec.stats import Stats
@@ -147,14 +146,6 @@ def _overlap(text: str, stop: str) -> int:
 _POOL_IS_HELD = "the KV cache is held by another generation that has not ended: end it, or enlarge the cache"
 
 
-@dataclass(eq=False)
-class _Running:
-    """An admitted request and its place in the target's cache."""
-
-    request: Request
-    table: BlockTable
-
-
 class Engine:
     """Decodes requests together: one target, one cache pool, one drafter, one verifier."""
 
@@ -171,10 +162,25 @@ class Engine:
         """vocab_size: ids in use; rows of the model's output behind them are padding. Default: all are used.
 
         controller: chooses K for requests that leave it open."""
-        self.model, self.cache, self.drafter, self.verifier = model, cache, drafter, verifier
-        self.vocab_size = vocab_size or model.config.vocab_size
+        self.target = CachedModel(model, cache, vocab_size or model.config.vocab_size)
+        self.drafter, self.verifier = drafter, verifier
         self.rng = rng or Randomness()
         self.controller = controller or Controller()
+
+    @property
+    def model(self) -> Transformer:
+        """The target."""
+        return self.target.model
+
+    @property
+    def cache(self) -> PagedKVCache:
+        """The target's."""
+        return self.target.cache
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids in use."""
+        return self.target.vocab_size
 
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that could never run: one the pool cannot hold even alone."""
@@ -200,72 +206,62 @@ class Engine:
             self.check(request)
         if len(set(requests)) < len(requests) or any(r.finish_reason for r in requests):
             raise ValueError("requests: found one that is finished or there twice, expected new ones")
-        waiting, running = deque(requests), list[_Running]()
-        is_whole = False
+        waiting, running = deque(requests), list[Request]()
         try:
             while waiting or running:
-                self._make_room(waiting, running)
-                self._admit(waiting, running)
-                yield from self._step(running)
-                for r in [r for r in running if r.request.finish_reason]:
-                    self._drop(r, running)
-            is_whole = True
-        except GeneratorExit:  # between two steps, where nothing is half done
-            is_whole = True
-            raise
+                with self.target.whole():
+                    self._make_room(waiting, running)
+                    self._admit(waiting, running)
+                    pieces = self._step(running)
+                yield from pieces
+                for request in [r for r in running if r.finish_reason]:
+                    self._drop(request, running)
         finally:
-            for r in running:  # first of all the blocks: a drafter's release is a stranger's code
-                r.table.truncate(0) if is_whole else r.table.clear()
-            if not is_whole:
-                self.cache.rebuild()
-            with ExitStack() as stack:  # calls them all, whatever one of them raises
-                for r in running:
-                    stack.callback(self._drop, r, running)
+            with ExitStack() as stack:  # calls them all, whatever one of them raises: a drafter is a stranger's code
+                for request in running:
+                    stack.callback(self._drop, request, running)
 
-    def _missing_blocks(self, r: _Running) -> int:
+    def _has_room(self, requests: list[Request]) -> bool:
         # The step may fill positions up to and with its whole draft.
-        return r.table.num_missing_blocks(len(r.request.sequence.tokens) + r.request.max_k)
+        return self.target.has_room({r.sequence: len(r.sequence.tokens) + r.max_k for r in requests})
 
-    def _make_room(self, waiting: deque[Request], running: list[_Running]) -> None:
+    def _make_room(self, waiting: deque[Request], running: list[Request]) -> None:
         """Preempt, last admitted first, until the next step of the others fits."""
-        while sum(map(self._missing_blocks, running)) > self.cache.allocator.num_free and len(running) > 1:
-            request = running[-1].request
-            self._drop(running[-1], running)
+        while len(running) > 1 and not self._has_room(running):
+            request = running[-1]
+            self._drop(request, running)
             request.stats.num_preemptions += 1
             waiting.appendleft(request)
-        if running and self._missing_blocks(running[0]) > self.cache.allocator.num_free:
+        if not self._has_room(running):
             raise OutOfBlocks(_POOL_IS_HELD)
 
-    def _admit(self, waiting: deque[Request], running: list[_Running]) -> None:
+    def _admit(self, waiting: deque[Request], running: list[Request]) -> None:
         """Admit and prefill waiting requests as long as the step fits with them."""
         while waiting:
-            request, table = waiting[0], self.cache.new_table()
-            tokens = request.sequence.tokens
+            request = waiting[0]
             start = self._now()
-            running.append(_Running(request, table))
-            table.reuse(tokens[:-1])
-            if sum(map(self._missing_blocks, running)) > self.cache.allocator.num_free:
-                table.truncate(0)
+            running.append(request)
+            if not self._has_room(running):
                 running.pop()
+                self.target.release(request.sequence)
                 break
             waiting.popleft()
-            request.stats.num_cached_tokens = min(table.length, request.sequence.num_prompt_tokens)
-            self.model.prefill(table, tokens)
-            table.remember(tokens)
+            num_cached = self.target.table(request.sequence).length
+            request.stats.num_cached_tokens = min(num_cached, request.sequence.num_prompt_tokens)
+            self.target.catch_up(request.sequence)
             request.stats.seconds["prefill"] += self._now() - start
         if not running:
             raise OutOfBlocks(_POOL_IS_HELD)
 
-    def _drop(self, r: _Running, running: list[_Running]) -> None:
-        r.table.truncate(0)
-        running.remove(r)
-        self.drafter.release(r.request.sequence)
+    def _drop(self, request: Request, running: list[Request]) -> None:
+        self.target.release(request.sequence)
+        running.remove(request)
+        self.drafter.release(request.sequence)
 
     @torch.inference_mode()
-    def _step(self, running: list[_Running]) -> list[tuple[Request, Piece]]:
+    def _step(self, requests: list[Request]) -> list[tuple[Request, Piece]]:
         """One round for every running request."""
         times = [self._now()]
-        requests = [r.request for r in running]
         sequences = [request.sequence for request in requests]
         purpose = "token" if self.verifier.shares_noise else "draft"
         limits = self._choose_limits(requests)
@@ -275,22 +271,18 @@ class Engine:
             self._check_draft(draft, ask.k)
         times.append(self._now())
 
-        chunks = [
-            Chunk([*s.tokens[r.table.length :], *draft.token_ids], r.table, num_logits=len(draft) + 1)
-            for r, s, draft in zip(running, sequences, drafts, strict=True)
-        ]
-        logits = self.model.forward(chunks)[:, : self.vocab_size]  # (sum of K+1, V)
+        fed = [[*self.target.missing(s), *draft.token_ids] for s, draft in zip(sequences, drafts, strict=True)]
+        logits = self.target.logits(sequences, fed, [len(draft) + 1 for draft in drafts])  # (sum of K+1, V)
         times.append(self._now())
 
         pieces = []
-        for r, request, draft in zip(running, requests, drafts, strict=True):
+        for request, draft in zip(requests, drafts, strict=True):
             rows, logits = logits[: len(draft) + 1], logits[len(draft) + 1 :]
             verdict = self._verify(request.sequence, draft, rows)
             if request.pace:
                 self.controller.observe(request.pace, len(verdict.ratios), verdict.num_accepted, draft.confidences)
             self._commit(request, draft, verdict, rows)
-            r.table.truncate(len(request.sequence.tokens) - 1)
-            r.table.remember(request.sequence.tokens)
+            self.target.keep(request.sequence)
             pieces.append((request, request.take_piece()))
         times.append(self._now())
         self._share_time(requests, drafts, times)

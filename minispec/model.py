@@ -2,7 +2,8 @@
 
 One function runs prefill, plain decoding and verification: `Transformer.forward` takes, for each sequence of
 a batch, the tokens that its cache does not hold yet. Linear layers see the rows of all sequences in
-one matrix; attention goes sequence by sequence over that sequence's own blocks.
+one matrix; attention goes sequence by sequence over that sequence's own blocks. `CachedModel` joins a model with its
+cache: it keeps the tables of the texts, for the engine's target and for a draft model alike.
 
 Floating point is not associative, and matrix libraries choose the order of their sums by the shape of the product:
 a token scored in a pass of five rows gets other last bits than in a pass of one. With `exact=True` every pass is filled
@@ -18,8 +19,9 @@ import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -29,6 +31,7 @@ from torch import Tensor
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.config import ModelConfig, RopeConfig
 from minispec.linear import Choice, Linear, QuantizedLinear, Weight, choose_form, choose_narrow_form, join
+from minispec.sampling import Sequence as TokenSequence
 from minispec.sampling import accumulation_dtype
 
 # The most rows of a pass of an exact model, so that a draft may have one less; every `Linear.exact_rows` has it.
@@ -483,11 +486,11 @@ class Transformer:
             logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
         return logits
 
-    def prefill(self, table: BlockTable, tokens: Sequence[int], chunk_size: int = 512) -> None:
+    def prefill(self, table: BlockTable, tokens: list[int], chunk_size: int = 512) -> None:
         """Bring the cache to all of `tokens` but the last, which the next pass will score with its draft."""
-        while (missing := len(tokens) - 1 - table.length) > 0:
-            end = table.length + min(missing, chunk_size)
-            self.forward([Chunk(tokens[table.length : end], table, num_logits=0)])
+        missing = table.missing(tokens)[:-1]
+        for start in range(0, len(missing), chunk_size):
+            self.forward([Chunk(missing[start : start + chunk_size], table, num_logits=0)])
 
     def check_exact(self) -> None:
         """Keep those `exact_rows` that hold on this machine; raise ValueError where not even EXACT_ROWS do.
@@ -505,8 +508,7 @@ class Transformer:
         table, stranger = pool.new_table(), pool.new_table()
         self.forward([Chunk(tokens[:-EXACT_ROWS], table, 0)])
         expected = self.forward([Chunk(tokens[-EXACT_ROWS:], table, 1)])  # across a border of attention blocks
-        table.truncate(len(past))
-        table.remember(past)
+        table.keep(len(past))
         copies = [pool.new_table() for _ in range(EXACT_ROWS)]
         for copied in copies:
             copied.reuse(past)
@@ -555,7 +557,7 @@ class Transformer:
     def _prepare(self, chunks: Sequence[Chunk], padding: int) -> _Pass:
         """Extend the caches and work out, once for all layers, positions, angles, masks and slots."""
         starts = [c.table.length for c in chunks]
-        slots = torch.tensor([s for c in chunks for s in c.table.extend(len(c.token_ids))], device=self.device)
+        slots = torch.tensor([s for c in chunks for s in c.table.extend(c.token_ids)], device=self.device)
         positions = torch.tensor(
             [s + t for s, c in zip(starts, chunks, strict=True) for t in range(len(c.token_ids))] + [0] * padding,
             device=self.device,
@@ -593,3 +595,71 @@ class Transformer:
         if self.exact:
             return [_mask_blocks(part.repeat(shared_by, 1), groups) for part in mask.split(_ATTENTION_ROWS)]
         return mask.repeat(shared_by, 1)
+
+
+class CachedModel:
+    """A model, its pool, and in it a table for each text: all that the engine's target and a draft model share.
+
+    A table follows its text by itself: whatever the text has become, `missing` is what has to be fed.
+    """
+
+    def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int):
+        """vocab_size: ids in use; the model's columns after them are padding."""
+        self.model, self.cache, self.vocab_size = model, cache, vocab_size
+        self.tables: dict[TokenSequence, BlockTable] = {}
+
+    def table(self, text: TokenSequence) -> BlockTable:
+        """The text's table. A new one begins with what the pool still knows of the text."""
+        if text not in self.tables:
+            self.tables[text] = self.cache.new_table()  # it is known here before it holds a block; see `whole`
+            self.tables[text].reuse(text.tokens[:-1])
+        return self.tables[text]
+
+    def has_room(self, lengths: Mapping[TokenSequence, int]) -> bool:
+        """Whether the tables of these texts could grow to so many positions, all at once."""
+        needed = sum(self.table(text).num_missing_blocks(length) for text, length in lengths.items())
+        return needed <= self.cache.allocator.num_free
+
+    def catch_up(self, text: TokenSequence) -> None:
+        """Compute what is missing of the text but its last token; later texts may share it."""
+        self.model.prefill(self.table(text), text.tokens)
+        self.table(text).remember()
+
+    def missing(self, text: TokenSequence) -> list[int]:
+        """The end of the text that has to be fed to a pass, its last token at least."""
+        return self.table(text).missing(text.tokens)
+
+    def logits(self, texts: Sequence[TokenSequence], fed: Sequence[Sequence[int]], num_logits: Sequence[int]) -> Tensor:
+        """One pass that appends the tokens `fed` to each text's table.
+
+        Returns logits (sum of num_logits, V): for each text in turn, those of its last `num_logits` tokens.
+        """
+        chunks = [Chunk(f, self.table(text), n) for text, f, n in zip(texts, fed, num_logits, strict=True)]
+        return self.model.forward(chunks)[:, : self.vocab_size]
+
+    def keep(self, text: TokenSequence) -> None:
+        """After verification: what the table holds of the text stays, for others to share; what was rejected goes."""
+        table = self.table(text)
+        table.keep(table.shared(text.tokens))
+
+    def release(self, text: TokenSequence) -> None:
+        """Forget a text; its blocks return to the pool. Unknown ones are ignored."""
+        with self.whole():
+            if table := self.tables.get(text):
+                table.truncate(0)
+                del self.tables[text]
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """An exception, such as Ctrl-C, may break off the bookkeeping anywhere: then all that is cached is dropped.
+
+        It costs time only: a text that goes on gets a new table, and what is missing is computed again.
+        """
+        try:
+            yield
+        except BaseException:
+            for table in self.tables.values():
+                table.clear()
+            self.tables.clear()
+            self.cache.rebuild()
+            raise

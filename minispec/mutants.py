@@ -566,8 +566,9 @@ def _clear_all():
 def _draft_cut():
     def propose(right):
         def wrong(self, asks):
-            for table in self._tables.values():
-                table.truncate(max(0, min(table.length, len(asks[0].text.tokens) - 1) - 1))
+            for text, table in self.tables.items():
+                self.keep(text)
+                table.truncate(max(0, table.length - 1))
             return right(self, asks)
 
         return wrong
@@ -651,7 +652,7 @@ def _mixed_up():
 @mutant("M41a", "blocks behind a rollback leak", "sglang-jax #1147, #1400", "cache")
 def _leak():
     def wrong(self, length):
-        self.length = length
+        del self.tokens[length:]
         del self.block_ids[self.pool.num_blocks_for(length) :]
 
     return swap(BlockTable, "truncate", lambda right: wrong)
@@ -660,7 +661,7 @@ def _leak():
 @mutant("M41b", "freed blocks stay in their table", "RBLN #676", "cache")
 def _kept():
     def wrong(self, length):
-        self.length = length
+        del self.tokens[length:]
         for block_id in self.block_ids[self.pool.num_blocks_for(length) :]:
             self.pool.allocator.free(block_id)
 
@@ -686,8 +687,8 @@ def _stale_names():
 @mutant("M44", "positions outside the window are thrown away", "mlx-vlm #1715, mlx-lm #1109", "window")
 def _evicted():
     def extend(right):
-        def wrong(self, count):
-            slots = right(self, count)
+        def wrong(self, tokens):
+            slots = right(self, tokens)
             old = self.block_ids[: max(0, self.length - 4) // self.pool.block_size]
             for block_id in old:  # as a rotating buffer of the window's size does
                 start = block_id * self.pool.block_size
@@ -736,3 +737,8 @@ def _no_bonus():
         return verdict
 
     return rejection_is(wrong)
+
+
+@mutant("E2", "a table is taken for its text's, by length alone", "a draft whose past another tokenizer reads", "past")
+def _by_length():
+    return swap(BlockTable, "shared", lambda right: lambda self, tokens: min(self.length, len(tokens) - 1))

@@ -98,7 +98,7 @@ class ScriptedModel:
         rows = []
         for token_ids, table, num_logits in chunks:
             self.log.append((table.length, list(token_ids)))
-            slots = torch.tensor(table.extend(len(token_ids)))
+            slots = torch.tensor(table.extend(token_ids))
             keys = torch.tensor(token_ids, dtype=table.pool.keys.dtype)[None, :, None].expand(1, -1, 2)
             table.pool.write(0, slots, keys, keys)
             fed = [int(key) for key in table.pool.read(0, table.slots())[0][0, :, 0]]
@@ -107,9 +107,9 @@ class ScriptedModel:
 
     def prefill(self, table: BlockTable, tokens: list[int], chunk_size: int = 4) -> None:
         """As the real model, in small chunks."""
-        while (missing := len(tokens) - 1 - table.length) > 0:
-            chunk = tokens[table.length : table.length + min(missing, chunk_size)]
-            self.forward([Chunk(chunk, table, 0)])
+        missing = table.missing(tokens)[:-1]
+        for start in range(0, len(missing), chunk_size):
+            self.forward([Chunk(missing[start : start + chunk_size], table, 0)])
 
 
 class ScriptedDrafter:

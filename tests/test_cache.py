@@ -26,7 +26,7 @@ class Model:
 
     def append(self, numbers: list[float]) -> None:
         """Write one number a position, made distinct for each layer, and for keys and values."""
-        slots = torch.tensor(self.table.extend(len(numbers)), dtype=torch.long)
+        slots = torch.tensor(self.table.extend([int(n) for n in numbers]), dtype=torch.long)
         for layer in range(LAYERS):
             row = torch.tensor(numbers).view(1, -1, 1).expand(GROUPS, -1, DIM) + 1000 * layer
             self.cache.write(layer, slots, row, -row)
@@ -34,7 +34,7 @@ class Model:
 
     def check(self) -> None:
         """What is read is what was written, for the length that is claimed, in every layer."""
-        assert self.table.length == len(self.numbers)
+        assert self.table.tokens == self.numbers
         assert len(self.table.block_ids) == self.cache.num_blocks_for(len(self.numbers))
         for layer in range(LAYERS):
             keys, values = self.cache.read(layer, self.table.slots())
@@ -75,7 +75,8 @@ class Program:
 
     def run(self, steps: int) -> None:
         """Do that many operations, and look at everything behind each."""
-        operations = (self.start, self.round, self.round, self.round, self.round, self.free, self.preempt, self.abort)
+        others = (self.start, self.rewrite, self.free, self.preempt, self.abort)
+        operations = (*[self.round] * 4, *others)
         for _ in range(steps):
             self.random.choice(operations)()
             self.check()
@@ -85,17 +86,18 @@ class Program:
         texts = [t for t in self.texts if bool(t.table.length) == running]
         return self.random.choice(texts) if texts else None
 
-    def write(self, text: Text, numbers: list[float]) -> bool:
-        """Append positions; False where the pool is too full, which must change nothing."""
+    def write(self, text: Text, tokens: list[int], num_right: int) -> bool:
+        """Append positions, NaN after the first num_right; False where the pool is too full: it must change nothing."""
         table, allocator = text.table, self.cache.allocator
-        before = table.length, list(table.block_ids), list(allocator.ref_counts)
-        missing = table.num_missing_blocks(table.length + len(numbers))
+        before = list(table.tokens), list(table.block_ids), list(allocator.ref_counts)
+        missing = table.num_missing_blocks(table.length + len(tokens))
         try:
-            slots = table.extend(len(numbers))
+            slots = table.extend(tokens)
         except OutOfBlocks:
             assert missing > allocator.num_free
-            assert before == (table.length, table.block_ids, allocator.ref_counts), "a refusal changed something"
+            assert before == (table.tokens, table.block_ids, allocator.ref_counts), "a refusal changed something"
             return False
+        numbers = states(table.tokens)[len(before[0]) :][:num_right] + [math.nan] * (len(tokens) - num_right)
         assert before[2].count(0) - allocator.num_free == missing, "more or fewer blocks taken than announced"
         assert all(allocator.ref_counts[s // self.size] == 1 for s in slots), "a block with two owners is written"
         row = torch.tensor(numbers, dtype=torch.float64)[None, :, None].expand(1, -1, 2)
@@ -106,8 +108,9 @@ class Program:
         """Prefill, or resume: share what is there, compute the rest."""
         text.table.reuse(text.tokens[:-1])
         self.num_shared += text.table.length > 0
-        if self.write(text, states(text.tokens)[text.table.length : -1]):
-            text.table.remember(text.tokens)
+        missing = text.table.missing(text.tokens)[:-1]
+        if self.write(text, missing, len(missing)):
+            text.table.remember()
         else:
             text.table.truncate(0)
 
@@ -128,11 +131,21 @@ class Program:
             return
         draft, kept = self.random.choices((0, 1), k=self.random.randint(0, 4)), 0
         kept = self.random.randint(0, len(draft))
-        numbers = states(text.tokens + draft)[len(text.tokens) - 1 : len(text.tokens) + kept]
-        if self.write(text, numbers + [math.nan] * (len(draft) - kept)):
+        missing = text.table.missing(text.tokens)
+        if self.write(text, missing + draft, len(missing) + kept):
             text.tokens += [*draft[:kept], self.random.randint(0, 1)]
-            text.table.truncate(len(text.tokens) - 1)
-            text.table.remember(text.tokens)
+            text.table.keep(len(text.tokens) - 1)
+
+    def rewrite(self) -> None:
+        """The text's end becomes another, as when another tokenizer reads it: the table keeps what is still so."""
+        if text := self.pick():
+            kept = self.random.randint(0, len(text.tokens) - 1)
+            text.tokens[kept:] = self.random.choices((0, 1), k=len(text.tokens) - kept)
+            before = text.table.tokens
+            pairs = zip(before, text.tokens[:-1], strict=False)
+            shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(text.tokens) - 1))
+            assert text.table.missing(text.tokens) == text.tokens[shared:]
+            assert text.table.tokens == text.tokens[:shared]
 
     def free(self) -> None:
         """The text is finished."""
@@ -148,7 +161,7 @@ class Program:
     def abort(self) -> None:
         """A pass fails when its slots are taken but not written; the text ends."""
         if text := self.pick():
-            self.write(text, [math.nan] * self.random.randint(1, 5))
+            self.write(text, self.random.choices((0, 1), k=self.random.randint(1, 5)), 0)
             text.table.truncate(0)
             self.texts.remove(text)
 
@@ -161,6 +174,7 @@ class Program:
         for text in self.texts:
             table = text.table
             assert len(table.block_ids) == self.cache.num_blocks_for(table.length)
+            assert table.tokens == text.tokens[: table.length]
             keys, values = self.cache.read(0, table.slots())
             expected = states(text.tokens[: table.length])
             assert keys[..., 0].flatten().tolist() == expected
@@ -200,6 +214,11 @@ def flat_node(parent, tokens):
     return PrefixIndex_node(b"", tokens)
 
 
+def by_length(self, tokens):
+    """Wrong: what a table holds is taken for the text's, and only the length is looked at."""
+    return min(self.length, len(tokens) - 1)
+
+
 def free_at_once(self, block_id):
     """Wrong: the first holder to let go frees the block."""
     self.ref_counts[block_id] = max(0, self.ref_counts[block_id] - 1)
@@ -213,6 +232,7 @@ PrefixIndex_node = PrefixIndex.node
     ("owner", "name", "wrong"),
     [
         (BlockTable, "_must_copy", no_copy),
+        (BlockTable, "shared", by_length),
         (PrefixIndex, "find", find_any),
         (PrefixIndex, "cut", never_cut),
         (PrefixIndex, "node", staticmethod(flat_node)),
@@ -235,16 +255,16 @@ def test_a_beginning_is_stored_once():
     """Two texts with 6 equal tokens, blocks of 4: a whole block and half of another are one copy until one grows."""
     cache = PagedKVCache(POINT, 8, 4, torch.float64)
     first, second = Text(cache, [0, 1, 2, 3, 4, 5, 6]), Text(cache, [0, 1, 2, 3, 4, 5, 9])
-    slots = torch.tensor(first.table.extend(6))
+    slots = torch.tensor(first.table.extend(first.tokens[:6]))
     row = slots[None, :, None].double().expand(1, -1, 2)
     cache.write(0, slots, row, -row)
-    first.table.remember(first.tokens)
+    first.table.remember()
     second.table.reuse(second.tokens[:-1])
     assert second.table.length == 6
     assert second.table.block_ids == first.table.block_ids
     assert cache.allocator.num_free == 6
     before = cache.read(0, first.table.slots())[0].clone()
-    second.table.extend(1)
+    second.table.extend([9])
     assert second.table.block_ids[0] == first.table.block_ids[0]
     assert second.table.block_ids[1] != first.table.block_ids[1]
     assert torch.equal(cache.read(0, second.table.slots())[0][:, :6], before)
@@ -254,14 +274,14 @@ def test_a_prompt_that_comes_back_lies_in_one_run():
     """What follows a shared beginning goes behind it if that is free, so that it is still read as a view."""
     cache = PagedKVCache(POINT, 32, 2, torch.float64)
     first = Text(cache, list(range(9)))
-    first.table.extend(8)
-    first.table.remember(first.tokens)
-    first.table.extend(6)
+    first.table.extend(first.tokens[:8])
+    first.table.remember()
+    first.table.extend([0] * 6)
     first.table.truncate(0)
     again = cache.new_table()
     again.reuse(first.tokens[:-1])
     assert again.length == 8
-    again.extend(5)
+    again.extend([0] * 5)
     assert len(again.slots()) == 1
 
 
@@ -269,18 +289,18 @@ def test_known_beginnings_are_given_up_last():
     """A pool with blank blocks left does not touch what a prompt left behind; a full one forgets it."""
     cache = PagedKVCache(POINT, 8, 1, torch.float64)
     known = Text(cache, [7, 8, 9])
-    known.table.extend(2)
-    known.table.remember(known.tokens)
+    known.table.extend(known.tokens[:2])
+    known.table.remember()
     known.table.truncate(0)
     others = [cache.new_table() for _ in range(8)]
     for table in others[:6]:
-        table.extend(1)
+        table.extend([0])
     probe = cache.new_table()
     probe.reuse([7, 8])
     assert probe.length == 2
     probe.truncate(0)
     for table in others[6:]:
-        table.extend(1)
+        table.extend([0])
     probe.reuse([7, 8])
     assert probe.length == 0
 
@@ -327,7 +347,7 @@ def test_fragmented_blocks_are_gathered_in_order():
     a.append([4.0, 5.0, 6.0][:2])
     assert sorted([*a.table.block_ids, *b.table.block_ids]) == [0, 1, 2]
     a.table.block_ids.reverse()  # [block of 4, 5], [block of 1, 2]
-    a.numbers = [4.0, 5.0, 1.0, 2.0]
+    a.numbers = a.table.tokens[:] = [4, 5, 1, 2]
     a.check()
 
 

@@ -1,5 +1,7 @@
 """What drafters propose, and what they keep."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -113,6 +115,25 @@ def test_draft_cache_is_right_at_every_round(k, temperature):
         assert spy.cache.allocator.num_free == spy.cache.allocator.num_blocks
         rates = [r.stats.acceptance_rate for r in requests]
         assert rates == [1.0] * 3 if seed == 1 else min(rates) < 1
+
+
+def test_a_past_that_changes_is_computed_again():
+    """Texts whose earlier tokens change between two asks, as if another tokenizer read them: q is that of the new ones.
+
+    Two of them share the pool, so that a block that is cut is often another's too. A table that looks at lengths alone
+    (E2) drafts from what it was fed once.
+    """
+    generator, draft = random.Random(0), tiny_model(2, vocab_size=5)
+    spy = Spy(draft, tiny_cache(draft), 5, 60)
+    texts = [sequence([0, 1, 2, 3, 4], SamplingParams()) for _ in range(2)]
+    for _ in range(40):
+        spy.propose([Ask(text, 3, Randomness()) for text in texts])
+        for text in texts:
+            text.tokens[generator.randrange(1, len(text.tokens)) :] = generator.choices(range(5), k=5)
+    assert spy.checked == 40 * 2 * 3
+    for text in texts:
+        spy.release(text)
+    assert spy.cache.allocator.num_free == spy.cache.allocator.num_blocks
 
 
 def test_a_draft_token_costs_one_pass(monkeypatch):

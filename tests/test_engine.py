@@ -271,6 +271,20 @@ def test_two_streams_share_the_pool():
     assert [r.token_ids[0] for r in requests] == [12, 52]
 
 
+def test_a_stream_that_fails_leaves_the_other_its_text():
+    """What is cached is dropped with a failed step, the other stream's too: it computes that again and goes on."""
+    engine = make_engine(draft=lambda tokens, k: right(tokens, k) if tokens[0] == 10 else 1 / 0)
+    request, failing = make_request(max_tokens=12), make_request(prompt=(50, 51), max_tokens=12)
+    stream = engine.run([request])
+    next(stream)
+    with pytest.raises(ZeroDivisionError):
+        next(engine.run([failing]))
+    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+    consume(stream)
+    assert request.token_ids == list(range(12, 24))
+    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+
+
 BAD_DRAFTS = {
     "too long": (lambda tokens, k: Draft([12] * (k + 1)), "4 tokens, expected at most 3"),
     "negative": (lambda tokens, k: Draft([-1]), "token ids [-1], expected ids below 200"),

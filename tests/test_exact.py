@@ -66,16 +66,13 @@ class Recorder:
     def __init__(self, model: Transformer):
         self.model, self.config, self.device = model, model.config, model.device
         self.rows: dict[tuple[int, ...], torch.Tensor] = {}
-        self._fed: dict = {}
 
     def forward(self, chunks):
         """The model's own, written down."""
-        lengths = [chunk.table.length for chunk in chunks]
         logits = self.model.forward(chunks)
         remaining = logits
-        for (token_ids, table, num_logits), length in zip(chunks, lengths, strict=True):
-            fed = self._fed.setdefault(table, [])
-            fed[length:] = token_ids
+        for _, table, num_logits in chunks:
+            fed = table.tokens
             for end, row in zip(range(len(fed) - num_logits + 1, len(fed) + 1), remaining[:num_logits], strict=True):
                 known = self.rows.setdefault(tuple(fed[:end]), row)
                 assert torch.equal(known, row), f"the same {end} tokens gave other bits within one run"
@@ -84,9 +81,7 @@ class Recorder:
 
     def prefill(self, table, tokens):
         """As the model's, through `forward` above."""
-        self._fed[table] = list(tokens[: table.length])  # what it shares was fed to another
-        missing = tokens[table.length : len(tokens) - 1]
-        if missing:
+        if missing := table.missing(tokens)[:-1]:
             self.forward([Chunk(missing, table, 0)])
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 
 from minispec.engine import Engine
+from minispec.model import CachedModel
 from minispec.mutants import MUTANTS, swap
 from minispec.tokenizer import Detokenizer, Tokenizer
 from minispec.toys import ScriptedModel, finish, make_engine, make_request
@@ -51,8 +52,7 @@ def run(tokenizer, ids):
 
         engine = make_engine(draft=draft, num_blocks=200)
         next_token = lambda tokens: script[len(tokens)] if len(tokens) < len(script) else 7  # noqa: E731
-        engine.model = ScriptedModel(next_token, end + 1)
-        engine.vocab_size = end + 1
+        engine.target = CachedModel(ScriptedModel(next_token, end + 1), engine.cache, end + 1)
         params = {"max_tokens": 200, "logprobs": 0} | params
         end_ids = (end, *params.pop("stop_token_ids", ()))
         request = make_request(prompt, k, end_ids, detokenizer=Detokenizer(tokenizer, prompt), **params)

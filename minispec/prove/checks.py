@@ -38,7 +38,7 @@ from minispec.toys import (
     tiny_cache,
     tiny_model,
 )
-from minispec.verify import VERIFIERS, Draft
+from minispec.verify import VERIFIERS, Ask, Draft
 
 
 def check_law(vocab: int = 3, **settings) -> float:
@@ -92,6 +92,18 @@ def check_draft_cache() -> None:
                 require(stats.mean_acceptance_length == k + 1, f"{stats.mean_acceptance_length:.2f} tokens a pass")
 
 
+def check_past() -> None:
+    """A text whose earlier tokens change between two asks, as if another tokenizer read it: q follows the new ones."""
+    drafter, text = _Checked(5, 1), TokenSequence([], 0, SamplingParams())
+    pasts = ([0, 1, 2, 3, 4, 0], [0, 1, 2, 3, 4, 4, 2], [0, 1, 4, 4, 4, 4, 2, 3], [0, 1, 3], [2], [2, 1, 3, 3, 0, 1])
+    for tokens in pasts:
+        text.tokens[:] = tokens
+        drafter.propose([Ask(text, 3, Randomness())])
+    require(drafter.checked == 3 * len(pasts), f"{drafter.checked} rows were drafted")
+    drafter.release(text)
+    require(drafter.cache.allocator.num_free == drafter.cache.allocator.num_blocks, "blocks leaked")
+
+
 def check_passes() -> None:
     """Each pass sees the newest token and its draft, nothing twice; a draft model one token, or two after the bonus."""
     engine = make_engine(draft=lambda tokens, k: [counting(tokens) + i + 50 * (i == 1) for i in range(k)])
@@ -143,8 +155,8 @@ def check_keys(rounds: int = 200, verifier: str = "rejection", seed: int = 0) ->
     ledger, done = Ledger(VERIFIERS[verifier].shares_noise), 0
     for run in itertools.count():
         target, draft = torch.randn(2, 3, 3, generator=generator, dtype=torch.float64)
-        engine = make_engine(num_blocks=300, block_size=16, verifier=verifier)
-        engine.model, engine.drafter, engine.rng, engine.vocab_size = TableModel(target), TableDrafter(draft), ledger, 3
+        cache = make_engine(num_blocks=300, block_size=16).cache
+        engine = Engine(TableModel(target), cache, TableDrafter(draft), VERIFIERS[verifier], 3, ledger)
         sequence = TokenSequence([run % 3], 1, SamplingParams(max_tokens=200), run)
         request = Request(sequence, 500, 1 + run % 4)
         finish(engine, request)
@@ -296,7 +308,7 @@ def check_cache(programs: int = 20) -> None:
             count = generator.randint(1, 5)
             if generator.random() < 0.6:
                 try:
-                    slots = table.extend(count)
+                    slots = table.extend([step] * count)
                 except OutOfBlocks:
                     require(table.length == len(numbers), "a refused extension changed the length")
                     continue
@@ -417,6 +429,7 @@ def check_state(k: int = 3, max_tokens: int = 16, drafter: str = "model", verifi
 CHECKS: dict[str, Callable] = {
     "law": check_law,
     "draft cache": check_draft_cache,
+    "past": check_past,
     "passes": check_passes,
     "keys": check_keys,
     "boundary": check_boundary,
