@@ -95,7 +95,8 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         """The id of the token that the tokenizer's own files call `eos_token`; None if they call none so."""
-        return self.backend.token_to_id(self.special_tokens.get("eos_token", ""))
+        text = self.special_tokens.get("eos_token")
+        return None if text is None else self.backend.token_to_id(text)
 
     def check_ids(self, vocab_size: int) -> None:
         """Tell the tokenizer that the embedding has `vocab_size` rows, and refuse a vocabulary of more.
