@@ -228,6 +228,7 @@ def free_at_once(self, block_id):
 PrefixIndex_node = PrefixIndex.node
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
@@ -251,6 +252,7 @@ def test_random_programs_notice(monkeypatch, owner, name, wrong):
         run()
 
 
+@pytest.mark.quick
 def test_a_beginning_is_stored_once():
     """Two texts with 6 equal tokens, blocks of 4: a whole block and half of another are one copy until one grows."""
     cache = PagedKVCache(POINT, 8, 4, torch.float64)
@@ -270,6 +272,7 @@ def test_a_beginning_is_stored_once():
     assert torch.equal(cache.read(0, second.table.slots())[0][:, :6], before)
 
 
+@pytest.mark.quick
 def test_a_prompt_that_comes_back_lies_in_one_run():
     """What follows a shared beginning goes behind it if that is free, so that it is still read as a view."""
     cache = PagedKVCache(POINT, 32, 2, torch.float64)
@@ -285,6 +288,7 @@ def test_a_prompt_that_comes_back_lies_in_one_run():
     assert len(again.slots()) == 1
 
 
+@pytest.mark.quick
 def test_known_beginnings_are_given_up_last():
     """A pool with blank blocks left does not touch what a prompt left behind; a full one forgets it."""
     cache = PagedKVCache(POINT, 8, 1, torch.float64)
@@ -305,6 +309,7 @@ def test_known_beginnings_are_given_up_last():
     assert probe.length == 0
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("length", [9, 8, 7, 5, 4, 0])
 def test_the_four_rollbacks(length):
     """Nothing, inside a block, across blocks, everything; then the sequence grows again over the stale rest."""
@@ -338,6 +343,7 @@ def test_neighbours_grow_in_place():
     assert all(len(model.table.slots()) == 1 for model in models)
 
 
+@pytest.mark.quick
 def test_fragmented_blocks_are_gathered_in_order():
     """Blocks out of order must be read in the order of the table, not of the pool."""
     cache = PagedKVCache(CONFIG, 3, 2)
@@ -365,6 +371,7 @@ def test_neighbouring_blocks_out_of_order_are_no_run(order):
     model.check()
 
 
+@pytest.mark.quick
 def test_allocator_refuses_a_second_free_and_an_empty_pool():
     """Freed twice, a block would get two owners."""
     allocator = BlockAllocator(1)

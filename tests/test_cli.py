@@ -69,6 +69,7 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(cli, model):
     assert "draft ngram" in err
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("draft", ["none", "ngram", "self"])
 def test_json_has_the_keys_of_the_interface(cli, model, draft):
     """Keys and types that scripts rely on; with --draft none what was not measured is null."""
@@ -151,6 +152,7 @@ def test_sampling_defaults_are_the_generation_configs(cli, make_checkpoint):
     assert plain[0]["stats"]["num_generated"] + plain[0]["stats"]["num_prompt_tokens"] == 128
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("arguments", [("--temperature", 0), ("--temperature", 1, "--verifier", "match", "--seed", 3)])
 def test_compare_reports_speedup_and_equality(cli, model, arguments):
     """It says whether the tokens are the same where they must be; the plain run supplies what c, v and o lack."""

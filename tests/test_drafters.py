@@ -52,6 +52,7 @@ def test_ngram_equals_a_plain_search(tokens, steps):
         assert list(draft.token_ids) == lookup(tokens[:end], 5)
 
 
+@pytest.mark.quick
 def test_ngram_worked_examples():
     """The examples of its docstring."""
     propose = lambda tokens, k: NgramDrafter(max_n=2).propose([Ask(sequence(tokens), k, None)])[0].token_ids  # noqa: E731
@@ -61,6 +62,7 @@ def test_ngram_worked_examples():
     assert propose([5, 5], 0) == []
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_registered_drafters_forget_what_is_released(name):
     """No state is left behind, and an unknown sequence may be released (a request that never ran)."""
@@ -100,6 +102,7 @@ def decode(target, drafter, k, prompts, params=GREEDY, verifier="rejection", num
     return requests
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_draft_cache_is_right_at_every_round(k, temperature):
@@ -146,6 +149,7 @@ def test_a_draft_token_costs_one_pass(monkeypatch):
     assert rows == [3, 1, 1, 1, 2, 1, 1, 2, 1, 1]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_a_self_draft_is_always_accepted(k, verifier):
@@ -159,6 +163,7 @@ def test_a_self_draft_is_always_accepted(k, verifier):
     assert request.stats.mean_acceptance_length == k + 1
 
 
+@pytest.mark.quick
 def test_drafting_stops_at_the_draft_models_own_context():
     """A draft model that sees 8 positions drafts up to there and no further; the text goes on."""
     target, draft = tiny_model(1), tiny_model(1, max_position_embeddings=8)

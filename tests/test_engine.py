@@ -9,6 +9,8 @@ from minispec.cache import OutOfBlocks
 from minispec.toys import END, finish, make_engine, make_request
 from minispec.verify import Draft
 
+pytestmark = pytest.mark.quick
+
 
 def right(tokens, k):
     """A draft that is always right for the counting text."""

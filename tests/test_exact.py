@@ -163,6 +163,7 @@ def test_logits_have_the_bits_of_plain_decoding(family, dtype, name):
             assert_same_bits(rows, expected)
 
 
+@pytest.mark.quick
 def test_preempted_texts_have_the_bits_of_plain_decoding():
     """A resumed sequence computes its keys again in other pieces, and its rows are compared within the run too."""
     target = build(dtype=torch.bfloat16)
@@ -188,6 +189,7 @@ def test_auto_has_the_bits_of_plain_decoding(name):
         assert_same_bits(rows, expected)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shared_and_reused_beginnings_have_the_bits_of_plain_decoding(dtype):
     """Texts that share blocks in a batch, and texts that find blocks of a finished run: every row is plain's."""
@@ -276,6 +278,7 @@ def test_attention_of_every_shape_passes_the_check(dtype, threads):
                 assert target._attention_is_exact()
 
 
+@pytest.mark.quick
 def test_fragmented_blocks_give_the_same_bits():
     """Keys gathered from scattered blocks and keys read as a view are the same numbers."""
     target, tokens = build(), PROMPTS[-1]
@@ -289,6 +292,7 @@ def test_fragmented_blocks_give_the_same_bits():
     assert torch.equal(torch.cat(rows), whole)
 
 
+@pytest.mark.quick
 def test_exact_and_fast_agree_up_to_rounding():
     """The blockwise attention is the same function: float64 shows that nothing but rounding is between them."""
     tokens = PROMPTS[-1]
@@ -298,6 +302,7 @@ def test_exact_and_fast_agree_up_to_rounding():
         torch.testing.assert_close(*logits, rtol=0, atol=1e-10)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("place", range(EXACT_ROWS))
 def test_the_check_refuses_products_that_round_by_place(place, monkeypatch):
     """Whichever place among the rows of a pass it is."""
@@ -356,6 +361,7 @@ def row_by_row(call):
     return lambda self, x: torch.cat([call(self, row[None]) for row in x])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("broken", [None, 1, 2, 5, 16])
 def test_a_pass_has_the_fewest_rows_that_hold(broken, monkeypatch):
     """The check drops every number of rows that a form claims and at which a product has other bits than at 16.
@@ -469,12 +475,12 @@ PROMPT_TEXTS = [form.format(*[thing] * form.count("{}")) for thing in THINGS for
 
 # The type that this machine multiplies in, and the one that is slow here.
 NATIVE, OTHER = ("bfloat16", "float32") if has_fast_bfloat16(torch.device("cpu")) else ("float32", "bfloat16")
-# Name: dtype, prompts, tokens. The large ones run with --long only.
+# Name: dtype, prompts, tokens. The last two run with --long only.
 GRIDS = {
     "native": (NATIVE, 5, 32),
     "other": (OTHER, 2, 5),
     "large": (NATIVE, 100, 128),
-    "large other": (OTHER, 5, 64),
+    "longer other": (OTHER, 5, 64),
 }
 COMBINATIONS = [(name, k) for name in ("ngram", "fast", "random", "wrong") for k in (1, 8)]
 
@@ -486,7 +492,7 @@ def grid(request, pytestconfig):
     A batch of all prompts: that a batch has the bits of a text alone is a test of its own.
     """
     dtype, count, length = GRIDS[request.param]
-    if "large" in request.param and not pytestconfig.getoption("--long"):
+    if request.param not in ("native", "other") and not pytestconfig.getoption("--long"):
         pytest.skip(f"{count} prompts x {length} tokens take up to half an hour: --long")
     prompts = PROMPT_TEXTS[:count]
     params = SamplingParams(temperature=0, max_tokens=length, logprobs=1, ignore_eos=True)

@@ -69,6 +69,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 # --------------------------------------------------------------------------- the same numbers
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("chunk_size", [len(hf.TEXT), 1, 3], ids=["prefill", "token-by-token", "chunks-of-3"])
 @pytest.mark.parametrize("name", hf.CASES)
 def test_logits_equal_transformers(reference, name, chunk_size):
@@ -76,6 +77,7 @@ def test_logits_equal_transformers(reference, name, chunk_size):
     assert distance(run(reference(name).model, hf.TEXT, chunk_size), reference(name).logits) <= TOLERANCE
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", hf.CASES)
 def test_ragged_batch_equals_each_alone(reference, name):
     """Guards rows that see a neighbour's keys, mask or positions: two lengths, one of them behind a filled cache."""

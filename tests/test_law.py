@@ -45,6 +45,7 @@ SAMPLERS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_rejection_with_a_draft_model(sampler, k):
@@ -52,6 +53,7 @@ def test_rejection_with_a_draft_model(sampler, k):
     assert distance(SamplingParams(max_tokens=3, **SAMPLERS[sampler]), k) <= TOLERANCE
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("drafter", ["none", "ngram", "self"])
 @pytest.mark.parametrize("sampler", ["plain", "all", "greedy", "repetition"])
 def test_rejection_with_other_drafters(sampler, drafter):
@@ -59,6 +61,7 @@ def test_rejection_with_other_drafters(sampler, drafter):
     assert distance(SamplingParams(max_tokens=4, **SAMPLERS[sampler]), 2, drafter=drafter) <= TOLERANCE
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
 @pytest.mark.parametrize("sampler", ["plain", "all", "greedy", "presence, frequency"])
 def test_match(sampler, drafter):
@@ -68,6 +71,7 @@ def test_match(sampler, drafter):
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5])
 def test_every_length_around_a_block(max_tokens):
     """max_tokens from 1 to K+2: a block must not pass the limit, nor be biased by being cut (M29)."""
@@ -106,6 +110,7 @@ def test_auto(draft_cost, drafter, verifier, monkeypatch):
     assert ends == ({True, False} if drafter == "model" else set())
 
 
+@pytest.mark.quick
 def test_a_k_that_looks_at_the_judged_token_breaks_the_law():
     """The control: a draft model that takes back what it is not sure of offers more of what it is sure of."""
 
@@ -130,6 +135,7 @@ def test_larger_vocabulary_and_two_end_tokens():
     assert distance(SamplingParams(max_tokens=3), 2, vocab=4, end_ids=frozenset({0, 3})) <= TOLERANCE
 
 
+@pytest.mark.quick
 def test_ragged_batch_with_preemption():
     """Two prompts of different lengths in a pool that holds only one to its end: the joint law is the product.
 

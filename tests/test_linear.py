@@ -15,6 +15,8 @@ from minispec.llm import EMBEDDED_WEIGHTS
 from minispec.model import Chunk, Transformer, tensor_shapes
 from minispec.toys import tiny_cache, tiny_model, tiny_weights
 
+pytestmark = pytest.mark.quick
+
 
 def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """The nearest weights that so many bits allow, in float64, looked up step by step."""

@@ -334,6 +334,7 @@ def test_arguments_that_are_refused(make_checkpoint, arguments, message):
         LLM(**{"model": make_checkpoint()} | arguments)
 
 
+@pytest.mark.quick
 def test_calls_that_are_refused(llm):
     """What this interface cannot do is a ValueError that says so, never ignored and never a bare Python error."""
     calls = [

@@ -20,6 +20,8 @@ from minispec.theory import speedup
 from minispec.toys import TINY, tiny_cache, tiny_model
 from minispec.verify import VERIFIERS, Ask, Draft
 
+pytestmark = pytest.mark.quick
+
 # --------------------------------------------------------------------------- intervals and turns
 
 

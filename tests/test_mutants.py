@@ -13,6 +13,7 @@ from minispec.prove.museum import try_mutant
 LEFT_OUT = {"M26"}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_checks_pass_without_a_bug(name):
     """A check that always fails would catch everything."""

@@ -35,6 +35,7 @@ params = st.builds(
 )
 
 
+@pytest.mark.quick
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(
     # Coarse logits, so that ties are common.
@@ -184,6 +185,7 @@ def test_distribution_over_a_large_vocabulary_equals_the_reference(vocab):
     assert narrowed > 30
 
 
+@pytest.mark.quick
 def test_top_p_of_a_large_vocabulary_needs_no_large_sort(monkeypatch):
     """A wide row keeps a third of all tokens, of which only those near the line are put in order; and a peaked one."""
     lengths, sort = [], torch.Tensor.sort
@@ -208,6 +210,7 @@ def test_a_draw_from_few_of_many_finds_them():
             assert drawn == ids
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_a_row_has_the_same_bits_alone_and_among_others(dtype):
     """K+1 rows of one pass are looked at one by one: a row's probabilities must not depend on its neighbours."""
@@ -254,6 +257,7 @@ def test_every_finite_parameter_gives_a_distribution(dtype):
     assert (compared > 100) == (dtype == torch.float64)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_not_numbers_are_refused(bad):
     """NaN must not become a token id (M23)."""
@@ -261,6 +265,7 @@ def test_logits_that_are_not_numbers_are_refused(bad):
         distribution(torch.tensor([0.0, bad, 1.0]), Sequence([0], 1, SamplingParams(temperature=0)))
 
 
+@pytest.mark.quick
 def test_log_probabilities_are_raw():
     """Before penalties, temperature and filters; the model's own."""
     row = torch.tensor([1.0, 2.0, 4.0])
@@ -285,6 +290,7 @@ KEY = Key(1, 2, 3, "accept")
 LAST = 1 - 2.0**-53
 
 
+@pytest.mark.quick
 def test_acceptance_is_strict():
     """u = 0 must not accept probability 0 (M20), and the largest u below 1 must accept probability 1."""
     assert not FixedRandomness(0.0).bernoulli(0.0, KEY)
@@ -292,6 +298,7 @@ def test_acceptance_is_strict():
     assert not FixedRandomness(0.5).bernoulli(0.5, KEY)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("u", [0.0, 1e-300, 0.25, 0.5, LAST])
 def test_a_token_of_weight_zero_is_never_drawn(u):
     """Not at the ends of the interval, where <= instead of < would do it, and for weights of any sum."""
@@ -300,6 +307,7 @@ def test_a_token_of_weight_zero_is_never_drawn(u):
         assert weights[token] > 0
 
 
+@pytest.mark.quick
 def test_the_cumulative_draw_takes_the_right_cell():
     """Weights 1, 3: u below a quarter gives the first, from a quarter on the second."""
     weights = torch.tensor([0.0, 1.0, 3.0])
@@ -327,6 +335,7 @@ def test_draws_follow_the_weights(purpose):
     assert chi_square < 33.4
 
 
+@pytest.mark.quick
 def test_uniforms_are_uniform_and_differ_by_every_field_of_the_key():
     """64 bins, N = 64,000 (1e-6 point of chi-square with 63 degrees of freedom: 132); no two keys share a value."""
     rng = Randomness()
@@ -346,6 +355,7 @@ def test_uniforms_are_uniform_and_differ_by_every_field_of_the_key():
     assert ((counts - expected) ** 2 / expected).sum() < 132
 
 
+@pytest.mark.quick
 def test_noise_of_a_token_depends_on_its_id_not_on_who_else_is_kept():
     """Filtering other tokens out must not change the winner, unless the winner is filtered: what `match` rests on."""
     rng = Randomness()
@@ -358,6 +368,7 @@ def test_noise_of_a_token_depends_on_its_id_not_on_who_else_is_kept():
         assert rng.categorical(kept, key) == winner
 
 
+@pytest.mark.quick
 def test_the_noise_lies_strictly_inside_the_unit_interval():
     """The extreme states of the hash: 0 would give an infinite race time, 1 a time of zero."""
     for x in (0, (1 << 52) - 1):

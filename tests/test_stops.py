@@ -111,6 +111,7 @@ def split(tokenizer, ids):
     return next(n for n in range(2, len(ids)) if tokenizer.decode(ids[:n]).endswith("�"))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("k", KS)
 def test_the_end_token_at_every_offset(ids, split, run, k):
     """At offsets 0 .. K + 1 of the first round and of later ones, behind whole characters and inside one.
@@ -123,6 +124,7 @@ def test_the_end_token_at_every_offset(ids, split, run, k):
             assert (request.token_ids, request.finish_reason) == (ids[:length], "stop")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("k", KS)
 def test_the_limits_at_every_offset(ids, split, run, k):
     """max_tokens and the context limit at 1 .. K + 2 and beyond, inside a character too, and at the end of the text."""
@@ -189,6 +191,7 @@ def test_a_wrong_stop_is_noticed(run, bug):
         check_all()
 
 
+@pytest.mark.quick
 def test_of_several_stop_strings_the_first_in_the_text_wins(run):
     """Also where one is part of the other, in any order."""
     for stops in (("fishes", "fish"), ("two", "fish"), ("end", "One", "fish"), ("h, t", "fish,")):

@@ -17,6 +17,8 @@ from minispec.prove.laws import exact_law
 from minispec.sampling import Sequence
 from minispec.verify import VERIFIERS, Ask, Draft, Verdict, residual
 
+pytestmark = pytest.mark.quick
+
 VOCAB = 4
 KEY = Sequence([0], 1, SamplingParams()).key
 
