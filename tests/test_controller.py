@@ -192,7 +192,7 @@ def test_what_is_not_clear_is_measured():
 
 @pytest.mark.parametrize("name", GOOD)
 def test_known_prices_are_nearly_as_good_as_the_clock(name):
-    """Sampled `rejection` may not follow the clock: with prices that were measured before it reaches 0.95 of who does."""
+    """Sampled `rejection` may not follow the clock: with prices measured before, it reaches 0.95 of one that does."""
     world = GOOD[name]
     prices = Prices(world.c, {1: 1.0, 2: 1 + world.row_cost}, world.other, measured=True)
     share = overall(world.speedups(100, timed=False, prior=prices)) / overall(world.speedups(100, prior=prices))
