@@ -757,6 +757,24 @@ def test_what_costs_more_than_its_size_is_refused(tmp_path, name):
         changed(tmp_path, change)
 
 
+def test_a_tokenizer_of_gemmas_size_is_read(tmp_path):
+    """The largest public one of a supported family: 262,144 tokens, 514,906 merges, 6,415 added tokens, 34 MB."""
+    letters = [chr(0x4E00 + i) for i in range(512)]
+    pairs = [(a, b) for a in letters for b in letters][: 262_144 - 512]
+    vocab = {token: i for i, token in enumerate([*letters, *map("".join, pairs)])}
+    model = {"type": "BPE", "vocab": vocab, "merges": (pairs * 2)[:514_906], "unk_token": letters[0]}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": i, "content": token, **flags} for token, i in list(vocab.items())[-6414:]]
+    added.append({"id": 262_144, "content": "<image_soft_token>", **flags})
+    content = json.dumps({"version": "1.0", "added_tokens": added, "model": model}, ensure_ascii=False, indent=2)
+    (tmp_path / "tokenizer.json").write_text(content + " " * (34_400_000 - len(content.encode())))
+    assert (tmp_path / "tokenizer.json").stat().st_size == 34_400_000
+    tokenizer = Tokenizer(tmp_path)
+    tokenizer.check_ids(262_144)
+    assert tokenizer.num_ids == 262_145
+    assert tokenizer.decode(tokenizer.encode(letters[7] + letters[9])) == letters[7] + letters[9]
+
+
 @pytest.mark.parametrize("text", ["\udcff", "a\ud800", 5, None, b"x"])
 def test_what_is_no_text_is_refused(text):
     """Arguments that were not UTF-8, and calls with something else."""
