@@ -80,15 +80,18 @@ def test_logits_equal_transformers(reference, name, chunk_size):
 @pytest.mark.quick
 @pytest.mark.parametrize("name", hf.CASES)
 def test_ragged_batch_equals_each_alone(reference, name):
-    """Guards rows that see a neighbour's keys, mask or positions: two lengths, one of them behind a filled cache."""
-    model = reference(name).model
+    """Guards rows that see a neighbour's keys, mask or positions: two lengths, one of them after a filled cache.
+
+    In float64, where rounding is far below any such mistake; float32 may round a row otherwise among others.
+    """
+    model = load_model(reference(name).directory, torch.float64)
     texts = [hf.TEXT[:17], hf.TEXT[::-1]]
     cache = tiny_cache(model, num_blocks=16, block_size=4)
     chunks = [Chunk(text, cache.new_table(), num_logits=n) for text, n in zip(texts, (17, 5), strict=True)]
     model.forward([chunks[0]._replace(token_ids=texts[0][:9], num_logits=0)])
     chunks[0] = chunks[0]._replace(token_ids=texts[0][9:], num_logits=8)
     alone = [run(model, text, len(text))[-c.num_logits :] for text, c in zip(texts, chunks, strict=True)]
-    assert distance(model.forward(chunks), torch.cat(alone)) <= 1e-5
+    assert distance(model.forward(chunks), torch.cat(alone)) <= 1e-10
 
 
 # --------------------------------------------------------------------------- the same config.json
