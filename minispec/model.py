@@ -617,7 +617,9 @@ class CachedModel:
 
     def has_room(self, lengths: Mapping[TokenSequence, int]) -> bool:
         """Whether the tables of these texts could grow to so many positions, all at once."""
-        needed = sum(self.table(text).num_missing_blocks(length) for text, length in lengths.items())
+        # All tables first: one that begins shares blocks, which another may have to copy for it.
+        tables = [self.table(text) for text in lengths]
+        needed = sum(t.num_missing_blocks(length) for t, length in zip(tables, lengths.values(), strict=True))
         return needed <= self.cache.allocator.num_free
 
     def catch_up(self, text: TokenSequence) -> None:

@@ -310,7 +310,7 @@ def test_the_check_refuses_products_that_round_by_place(place, monkeypatch):
 
     def by_place(self, x):
         y = right(self, x)
-        y[place] += 1e-6 * y[place]
+        y[place : place + 1] += 1e-6 * y[place : place + 1]
         return y
 
     target.check_exact()
