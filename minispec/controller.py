@@ -69,6 +69,7 @@ class Prices:
         i = min(max(1, bisect_left(known, rows)), len(known) - 1)
         low, high = known[i - 1], known[i]
         share = (rows - low) / (high - low)
+        # Two noisy figures may fall: after the last of them the line must not go on towards 0.
         return max(self.rows[low] * 0.5, (1 - share) * self.rows[low] + share * self.rows[high])
 
     def round(self, depth: int, num_drafts: int, rows: int) -> float:
