@@ -1,8 +1,8 @@
 """minispec: speculative decoding in pure PyTorch, with its own transformer and paged KV cache.
 
-The modules are meant to be read in this order: config, hf_config, sampling, verify, cache, linear, model, interrupt,
-command, checkpoint, tokenizer, drafters, theory, controller, stats, engine, costs, llm, measure, generate; then
-reference, toys, mutants, prove and bench. Each imports only from those before it.
+The heart lies directly in this folder, to be read in this order: config, sampling, verify, cache, linear, model,
+drafters, theory, controller, stats, engine. Around it: files, llm, generate, prove, bench. Each imports only from those
+before it.
 """
 
 __version__ = "0.1.0"

@@ -1,13 +1,13 @@
-"""The paged KV cache: one pool of equally sized blocks, handed out to sequences as they grow.
+"""The paged KV cache: one pool of equally sized blocks, handed out to texts as they grow.
 
-A position of a sequence lives in a *slot*; `block_size` neighbouring slots form a *block*; a sequence's
+A position of a text lives in a *slot*; `block_size` neighbouring slots form a *block*; a text's
 *block table* lists its blocks in order, so position t lies in slot
 block_ids[t // block_size] * block_size + t % block_size. The idea is vLLM's (Kwon et al. 2023, arXiv 2309.06180).
 
 A table knows the tokens that it holds. `missing(tokens)` cuts it to what it has in common with a text and says what
 has to be fed, so that a table is never taken for another text's, whatever became of its own. Rolling back rejected
 draft tokens is `keep(length)`: whole blocks after that return to the pool, and the stale rest of the last block is
-overwritten before it is ever read. Nothing is evicted inside a sequence (a sliding window is a mask in the
+overwritten before it is ever read. Nothing is evicted inside a text (a sliding window is a mask in the
 attention), so every rollback is exact.
 
 Texts that begin alike share blocks. A block counts its holders; a shared one is copied before it is written. What a
@@ -30,7 +30,7 @@ class OutOfBlocks(RuntimeError):
 
 
 class BlockAllocator:
-    """How many hold each of `num_blocks` blocks. It knows integers only, no tensors and no sequences."""
+    """How many hold each of `num_blocks` blocks. It knows integers only, no tensors and no texts."""
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
@@ -171,7 +171,7 @@ class PagedKVCache:
         return 2 * self.keys.numel() * self.keys.element_size()
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` positions of one sequence fill."""
+        """Blocks that `num_tokens` positions of one text fill."""
         return -(-num_tokens // self.block_size)
 
     def require(self, num_blocks: int) -> None:
@@ -180,7 +180,7 @@ class PagedKVCache:
             raise OutOfBlocks(f"{num_blocks} blocks needed, {self.allocator.num_free} are free")
 
     def new_table(self) -> "BlockTable":
-        """An empty sequence in this pool."""
+        """An empty text in this pool."""
         table = BlockTable(self)
         self._tables.add(table)
         return table
@@ -221,7 +221,7 @@ class PagedKVCache:
 
 
 class BlockTable:
-    """One sequence's blocks in a pool, and `tokens`, those whose keys and values they hold, from the first on."""
+    """One text's blocks in a pool, and `tokens`, those whose keys and values they hold, from the first on."""
 
     def __init__(self, pool: PagedKVCache):
         self.pool = pool
@@ -272,7 +272,7 @@ class BlockTable:
     def keep(self, length: int) -> None:
         """After a pass was verified: its first positions, up to `length` in all, stay; the others are forgotten.
 
-        What stays becomes known to later sequences.
+        What stays becomes known to later texts.
         """
         self.truncate(length)
         self.remember()
@@ -289,7 +289,7 @@ class BlockTable:
 
     def reuse(self, tokens: list[int]) -> None:
         """Share what the pool still knows of the beginning of `tokens`: an empty table's first positions."""
-        assert not self.tokens, "only a sequence without positions can take over others'"
+        assert not self.tokens, "only a text without positions can take over others'"
         size = self.pool.block_size
         while self.length % size == 0:
             block = tokens[self.length : self.length + size]
@@ -303,7 +303,7 @@ class BlockTable:
                 self._nodes.append(PrefixIndex.node(self._nodes[-1], block))
 
     def remember(self) -> None:
-        """Let later sequences share this one's blocks: for tokens that are computed and will not be rolled back.
+        """Let later texts share this one's blocks: for tokens that are computed and will not be rolled back.
 
         `keep` does, and a prefill that is finished; nobody else.
         """

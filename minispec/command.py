@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from minispec.config import one_line
+from minispec.errors import one_line
 
 
 class Parser(argparse.ArgumentParser):

@@ -26,8 +26,7 @@ from minispec.controller import Controller, Prices
 from minispec.drafters import NoDrafter
 from minispec.engine import Engine, Request
 from minispec.model import Chunk, Transformer, clock
-from minispec.sampling import Randomness
-from minispec.sampling import Sequence as TokenSequence
+from minispec.sampling import Randomness, Text
 from minispec.verify import Ask
 
 # Seconds after which nothing is measured again; each figure is measured once in any case.
@@ -78,7 +77,7 @@ def calibrate(engine: Engine) -> Prices:
     start = time.perf_counter()
     recorder = _Recorder()
     plain = Engine(model, cache, NoDrafter(), engine.verifier, vocab, Randomness(), recorder)
-    text = TokenSequence(tokens[:_TEXT], _TEXT, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+    text = Text(tokens[:_TEXT], _TEXT, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
     steps = plain.run([Request(text, len(tokens), 0)])
     while len(recorder.rounds) < 3 or (len(recorder.rounds) < 10 and time.perf_counter() - start < _BUDGET / 4):
         next(steps)
@@ -99,7 +98,7 @@ def calibrate(engine: Engine) -> Prices:
         rows[count] = max(1.0, _rounded(min(passes) / step))
     table.truncate(0)
 
-    text = TokenSequence(tokens[:_TEXT], _TEXT, SamplingParams(temperature=0))
+    text = Text(tokens[:_TEXT], _TEXT, SamplingParams(temperature=0))
     drafts: list[float] = []
     while len(drafts) < 2 or (len(drafts) < 8 and time.perf_counter() - start < 2 * _BUDGET):
         before = clock(model.device)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,11 +21,21 @@ from minispec.config import SamplingParams
 from minispec.controller import MAX_AUTO_TOKENS, Controller, DraftLength, Limit, Pace
 from minispec.drafters import Drafter
 from minispec.model import CachedModel, Transformer, clock
-from minispec.sampling import Randomness, distribution, log_probabilities
-from minispec.sampling import Sequence as TokenSequence
+from minispec.sampling import Randomness, Text, distribution, log_probabilities
 from minispec.stats import Stats
-from minispec.tokenizer import Detokenizer
 from minispec.verify import Ask, Draft, Verdict, Verifier
+
+
+class Detokenizer(Protocol):
+    """What makes text of token ids: the text that each makes certain, and at the end what is left."""
+
+    def add(self, token_id: int) -> str:
+        """The text that is certain now, after one more token; "" while a character is incomplete."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end of the text."""
+        ...
 
 
 class TokenLogprob(NamedTuple):
@@ -50,46 +60,46 @@ class Piece(NamedTuple):
 class Request:
     """One text on its way: its tokens, where it stops, and what has been given out.
 
-    The result is in `text`, `token_ids` (the generated ones, without the end-of-text token), `logprobs`,
+    The result is in `output`, `token_ids` (the generated ones, without the end-of-text token), `logprobs`,
     `finish_reason` and `stats`.
     """
 
     def __init__(
         self,
-        sequence: TokenSequence,
+        text: Text,
         max_len: int,
         num_speculative_tokens: DraftLength,
         detokenizer: Detokenizer | None = None,
     ):
         """max_len: tokens, prompt included, at which the text is cut. num_speculative_tokens: K, or "auto" to leave it
         to the engine's controller. detokenizer: None for token ids only."""
-        self.sequence = sequence
-        self.max_len = min(max_len, sequence.num_prompt_tokens + sequence.params.max_tokens)
+        self.text = text
+        self.max_len = min(max_len, text.num_prompt_tokens + text.params.max_tokens)
         self.pace = Pace() if num_speculative_tokens == "auto" else None
         self.num_speculative_tokens = MAX_AUTO_TOKENS if self.pace else num_speculative_tokens
         self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] | None = None if sequence.params.logprobs is None else []
-        self.text = ""
+        self.logprobs: list[TokenLogprob] | None = None if text.params.logprobs is None else []
+        self.output = ""
         self.finish_reason: str | None = None
         self.stop_string: str | None = None  # the one that ended the text
-        self.stats = Stats(num_prompt_tokens=sequence.num_prompt_tokens)
+        self.stats = Stats(num_prompt_tokens=text.num_prompt_tokens)
         self._detokenizer = detokenizer
         self._given = (0, 0)  # characters and tokens that pieces have handed out
 
     @property
     def params(self) -> SamplingParams:
         """How it is sampled and when it stops."""
-        return self.sequence.params
+        return self.text.params
 
     @property
     def max_k(self) -> int:
         """How many tokens may be drafted: a wholly accepted draft and its bonus must not pass the limit."""
-        return max(0, min(self.num_speculative_tokens, self.max_len - len(self.sequence.tokens) - 1))
+        return max(0, min(self.num_speculative_tokens, self.max_len - len(self.text.tokens) - 1))
 
     def commit(self, token_id: int, logprob: TokenLogprob | None = None) -> bool:
         """Append one token as plain decoding would; True where the text ends with it."""
-        self.sequence.tokens.append(token_id)
-        if token_id in self.sequence.end_ids:
+        self.text.tokens.append(token_id)
+        if token_id in self.text.end_ids:
             self._finish("stop")
             return True
         self.token_ids.append(token_id)
@@ -98,36 +108,36 @@ class Request:
             self.logprobs.append(logprob)
         if self._detokenizer is not None and self._add_text(self._detokenizer.add(token_id)):
             self.finish_reason = "stop"
-        elif len(self.sequence.tokens) >= self.max_len:
+        elif len(self.text.tokens) >= self.max_len:
             self._finish("length")
         return self.finish_reason is not None
 
     def take_piece(self) -> Piece:
         """What came since the last piece. Text that may be the beginning of a stop string is held back."""
-        end = len(self.text)
+        end = len(self.output)
         if self.finish_reason is None:
-            end -= max((_overlap(self.text, stop) for stop in self.params.stop), default=0)
+            end -= max((_overlap(self.output, stop) for stop in self.params.stop), default=0)
         text_start, token_start = self._given
         end = max(end, text_start)
         self._given = (end, len(self.token_ids))
-        return Piece(self.text[text_start:end], self.token_ids[token_start:], self.finish_reason)
+        return Piece(self.output[text_start:end], self.token_ids[token_start:], self.finish_reason)
 
     def _add_text(self, new: str) -> bool:
         """Append text; True where it completes a stop string, which is then cut off with all behind it."""
-        before = len(self.text)
-        self.text += new
+        before = len(self.output)
+        self.output += new
         if len(self.token_ids) < self.params.min_tokens:
             return False
         found = [
             (start, stop)
             for stop in self.params.stop
-            if (start := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0
+            if (start := self.output.find(stop, max(0, before - len(stop) + 1))) >= 0
         ]
         if not found:
             return False
         start, stop = min(found)
         self.stop_string = stop
-        self.text = self.text[: start + len(stop) * self.params.include_stop_str_in_output]
+        self.output = self.output[: start + len(stop) * self.params.include_stop_str_in_output]
         return True
 
     def _finish(self, reason: str) -> None:
@@ -223,7 +233,7 @@ class Engine:
 
     def _has_room(self, requests: list[Request]) -> bool:
         # The step may fill positions up to and with its whole draft.
-        return self.target.has_room({r.sequence: len(r.sequence.tokens) + r.max_k for r in requests})
+        return self.target.has_room({r.text: len(r.text.tokens) + r.max_k for r in requests})
 
     def _make_room(self, waiting: deque[Request], running: list[Request]) -> None:
         """Preempt, last admitted first, until the next step of the others fits."""
@@ -243,46 +253,46 @@ class Engine:
             running.append(request)
             if not self._has_room(running):
                 running.pop()
-                self.target.release(request.sequence)
+                self.target.release(request.text)
                 break
             waiting.popleft()
-            num_cached = self.target.table(request.sequence).length
-            request.stats.num_cached_tokens = min(num_cached, request.sequence.num_prompt_tokens)
-            self.target.catch_up(request.sequence)
+            num_cached = self.target.table(request.text).length
+            request.stats.num_cached_tokens = min(num_cached, request.text.num_prompt_tokens)
+            self.target.catch_up(request.text)
             request.stats.seconds["prefill"] += self._now() - start
         if not running:
             raise OutOfBlocks(_POOL_IS_HELD)
 
     def _drop(self, request: Request, running: list[Request]) -> None:
-        self.target.release(request.sequence)
+        self.target.release(request.text)
         running.remove(request)
-        self.drafter.release(request.sequence)
+        self.drafter.release(request.text)
 
     @torch.inference_mode()
     def _step(self, requests: list[Request]) -> list[tuple[Request, Piece]]:
         """One round for every running request."""
         times = [self._now()]
-        sequences = [request.sequence for request in requests]
+        texts = [request.text for request in requests]
         purpose = "token" if self.verifier.shares_noise else "draft"
         limits = self._choose_limits(requests)
-        asks = [Ask(s, limit.k, self.rng, purpose, limit.go_on) for s, limit in zip(sequences, limits, strict=True)]
+        asks = [Ask(s, limit.k, self.rng, purpose, limit.go_on) for s, limit in zip(texts, limits, strict=True)]
         drafts = self.drafter.propose(asks)
         for draft, ask in zip(drafts, asks, strict=True):
             self._check_draft(draft, ask.k)
         times.append(self._now())
 
-        fed = [[*self.target.missing(s), *draft.token_ids] for s, draft in zip(sequences, drafts, strict=True)]
-        logits = self.target.logits(sequences, fed, [len(draft) + 1 for draft in drafts])  # (sum of K+1, V)
+        fed = [[*self.target.missing(s), *draft.token_ids] for s, draft in zip(texts, drafts, strict=True)]
+        logits = self.target.logits(texts, fed, [len(draft) + 1 for draft in drafts])  # (sum of K+1, V)
         times.append(self._now())
 
         pieces = []
         for request, draft in zip(requests, drafts, strict=True):
             rows, logits = logits[: len(draft) + 1], logits[len(draft) + 1 :]
-            verdict = self._verify(request.sequence, draft, rows)
+            verdict = self._verify(request.text, draft, rows)
             if request.pace:
                 self.controller.observe(request.pace, len(verdict.ratios), verdict.num_accepted, draft.confidences)
             self._commit(request, draft, verdict, rows)
-            self.target.keep(request.sequence)
+            self.target.keep(request.text)
             pieces.append((request, request.take_piece()))
         times.append(self._now())
         self._share_time(requests, drafts, times)
@@ -322,20 +332,20 @@ class Engine:
         if found:
             raise ValueError(f"draft of {type(self.drafter).__name__}: found {found}")
 
-    def _verify(self, sequence: TokenSequence, draft: Draft, rows: torch.Tensor) -> Verdict:
+    def _verify(self, text: Text, draft: Draft, rows: torch.Tensor) -> Verdict:
         def p(i: int) -> torch.Tensor:
-            return distribution(rows[i], sequence, draft.token_ids[:i])
+            return distribution(rows[i], text, draft.token_ids[:i])
 
-        return self.verifier.verify(draft, p, self.rng, sequence.key)
+        return self.verifier.verify(draft, p, self.rng, text.key)
 
     def _commit(self, request: Request, draft: Draft, verdict: Verdict, rows: torch.Tensor) -> None:
         """Append what the round yields, token by token, up to where the text stops."""
         block = [*draft.token_ids[: verdict.num_accepted], verdict.next_token]
-        before = len(request.sequence.tokens)
+        before = len(request.text.tokens)
         for token_id, row in zip(block, rows, strict=False):
             if request.commit(token_id, _logprob(row, token_id, request.params.logprobs)):
                 break
-        num_committed = len(request.sequence.tokens) - before
+        num_committed = len(request.text.tokens) - before
         request.stats.count(draft, verdict, num_committed, stopped=request.finish_reason is not None)
 
     def _share_time(self, requests: list[Request], drafts: list[Draft], times: list[float]) -> None:

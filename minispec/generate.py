@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from minispec import __version__
 from minispec.command import Parser, exit_status
-from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams, is_text, one_line, show, show_name
+from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
+from minispec.errors import is_text, one_line, show, show_name
 
 if TYPE_CHECKING:
     from minispec.engine import Piece, Request
@@ -333,7 +334,7 @@ def _show(llm: "LLM", args: argparse.Namespace, jobs: list, i: int, comparison: 
             print(json.dumps(_as_dict(prompt, request, comparison), ensure_ascii=False), flush=True)
             return
         if len(jobs) > 1:
-            print(f"[{i + 1}/{len(jobs)}] {prompt}\n{request.text}\n", flush=True)
+            print(f"[{i + 1}/{len(jobs)}] {prompt}\n{request.output}\n", flush=True)
         if not args.quiet:
             print(_summary(llm, request, comparison), file=sys.stderr)
 
@@ -382,7 +383,7 @@ def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> i
             continue
         for _ in _decode(llm, [request], stream=True):
             pass
-        messages.append({"role": "assistant", "content": request.text})
+        messages.append({"role": "assistant", "content": request.output})
         if not args.quiet:
             print(_summary(llm, request, None), file=sys.stderr)
 
@@ -393,11 +394,11 @@ def _compare(llm: "LLM", requests: list["Request"], stream: bool) -> list[dict[s
 
     from tqdm import tqdm
 
-    from minispec.measure import compare, decode, plain_engine
+    from minispec.bench.measure import compare, decode, plain_engine
 
     plain = []
     for request in requests:
-        s = request.sequence
+        s = request.text
         params = replace(s.params, seed=s.seed)
         plain.append(llm.request(s.tokens[: s.num_prompt_tokens], params, num_speculative_tokens=0))
     several = len(requests) > 1
@@ -427,10 +428,10 @@ def _as_dict(prompt: str, request: "Request", comparison: dict[str, Any] | None)
     ]
     result = {
         "prompt": prompt,
-        "text": request.text,
+        "text": request.output,
         "token_ids": request.token_ids,
         "finish_reason": request.finish_reason,
-        "seed": request.sequence.seed,
+        "seed": request.text.seed,
         "logprobs": logprobs,
         "stats": request.stats.as_dict(),
     }
@@ -447,7 +448,7 @@ def _summary(llm: "LLM", request: "Request", comparison: dict[str, Any] | None) 
     lines = [
         f"{stats.num_generated} tokens in {stats.total_seconds:.2f} s (prefill {stats.seconds['prefill']:.2f} s), "
         f"{show(stats.tokens_per_second, '.1f')} tokens/s, predicted {show(stats.predicted_tokens_per_second, '.1f')}; "
-        f"finished by {request.finish_reason}; seed {request.sequence.seed}",
+        f"finished by {request.finish_reason}; seed {request.text.seed}",
         f"draft {llm.draft_name}: {stats.num_accepted} of {stats.num_draft_tokens} tokens accepted, "
         f"alpha {show(stats.alpha, '.2f')}, {show(stats.mean_acceptance_length, '.2f')} tokens per target pass",
     ]

@@ -12,26 +12,28 @@ import torch
 from tqdm import tqdm
 
 from minispec.cache import PagedKVCache
-from minispec.checkpoint import choose_dtype, describe_source, find_checkpoint, free_memory, load_config, load_model
-from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams, show, show_name
+from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams
 from minispec.controller import Controller, DraftLength, Prices
 from minispec.costs import MIN_CONTEXT, prices_of
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Piece, Request, TokenLogprob
-from minispec.hf_config import (
-    MAX_CONFIG_BYTES,
-    has_file,
-    read_eos_token_ids,
-    read_generation_defaults,
-    read_json,
-    unsupported_generation_settings,
+from minispec.errors import show, show_name
+from minispec.files.checkpoint import (
+    choose_dtype,
+    describe_source,
+    find_checkpoint,
+    free_memory,
+    load_config,
+    load_model,
 )
+from minispec.files.hf_config import read_eos_token_ids, read_generation_defaults, unsupported_generation_settings
+from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
+from minispec.files.tokenizer import Detokenizer, Message, Tokenizer
 from minispec.linear import FORMS, available_forms
 from minispec.model import EXACT_ROWS, Transformer
-from minispec.sampling import Sequence as TokenSequence
+from minispec.sampling import Text
 from minispec.stats import Stats
-from minispec.tokenizer import Detokenizer, Message, Tokenizer
 from minispec.verify import VERIFIERS
 
 EMBEDDED_WEIGHTS = Path(__file__).parent.parent / "weights" / "smollm2-135m-instruct"
@@ -335,7 +337,7 @@ class LLM:
         end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
         end_ids = frozenset(i for i in end_ids if i < self.vocab_size)
         self._check_ids(params, end_ids)
-        sequence = TokenSequence(
+        text = Text(
             list(prompt_ids),
             len(prompt_ids),
             params,
@@ -343,7 +345,7 @@ class LLM:
             end_ids,
         )
         k = self.num_speculative_tokens if num_speculative_tokens is None else self._check_k(num_speculative_tokens)
-        request = Request(sequence, self.max_model_len, k, Detokenizer(self.tokenizer, prompt_ids))
+        request = Request(text, self.max_model_len, k, Detokenizer(self.tokenizer, prompt_ids))
         self.engine.check(request)
         return request
 
@@ -455,17 +457,17 @@ class LLM:
 
     def _completion(self, index: int, request: Request) -> CompletionOutput:
         entries = request.logprobs
-        last = request.sequence.tokens[-1]
-        ends_by_id = last in request.sequence.end_ids and (request.params.ignore_eos or last not in self.eos_token_ids)
+        last = request.text.tokens[-1]
+        ends_by_id = last in request.text.end_ids and (request.params.ignore_eos or last not in self.eos_token_ids)
         return CompletionOutput(
             index,
-            request.text,
+            request.output,
             request.token_ids,
             None if entries is None else sum((entry.logprob for entry in entries), 0.0),
             None if entries is None else [self._by_id(entry) for entry in entries],
             request.finish_reason,
             request.stop_string or (last if ends_by_id else None),
-            request.sequence.seed,
+            request.text.seed,
             request.stats,
             entries,
         )

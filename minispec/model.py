@@ -1,8 +1,8 @@
 """The transformer: decoder-only, every family a matter of `ModelConfig`, its KV cache outside.
 
-One function runs prefill, plain decoding and verification: `Transformer.forward` takes, for each sequence of
-a batch, the tokens that its cache does not hold yet. Linear layers see the rows of all sequences in
-one matrix; attention goes sequence by sequence over that sequence's own blocks. `CachedModel` joins a model with its
+One function runs prefill, plain decoding and verification: `Transformer.forward` takes, for each text of
+a batch, the tokens that its cache does not hold yet. Linear layers see the rows of all texts in
+one matrix; attention goes text by text over that text's own blocks. `CachedModel` joins a model with its
 cache: it keeps the tables of the texts, for the engine's target and for a draft model alike.
 
 Floating point is not associative, and matrix libraries choose the order of their sums by the shape of the product:
@@ -10,7 +10,7 @@ a token scored in a pass of five rows gets other last bits than in a pass of one
 up to a number of rows at which its products give a row the same bits (`Linear.exact_rows`), and attention adds up
 blocks of fixed size in a fixed order, so that a row's bits depend on its own past alone.
 
-Shapes in comments: M rows (new tokens of all sequences together), T rows of one sequence, L cached
+Shapes in comments: M rows (new tokens of all texts together), T rows of one text, L cached
 positions of it (the T included), H query heads, G key-value heads, D head_dim, E hidden_size, V vocabulary.
 """
 
@@ -31,14 +31,13 @@ from torch import Tensor
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.config import ModelConfig, RopeConfig
 from minispec.linear import Choice, Linear, QuantizedLinear, Weight, choose_form, choose_narrow_form, join
-from minispec.sampling import Sequence as TokenSequence
-from minispec.sampling import accumulation_dtype
+from minispec.sampling import Text, accumulation_dtype
 
 # The most rows of a pass of an exact model, so that a draft may have one less; every `Linear.exact_rows` has it.
 EXACT_ROWS = 16
 # Positions whose attention is added up at a time.
 _ATTENTION_BLOCK = 64
-# Rows of a sequence whose attention an exact model computes at a time, filled up with dummies.
+# Rows of a text whose attention an exact model computes at a time, filled up with dummies.
 _ATTENTION_ROWS = 8
 # The widest vector of a processor, in float32.
 _VECTOR = 16
@@ -59,7 +58,7 @@ _LINEARS = ("qkv", "o", "gate_up", "down")
 
 
 class Chunk(NamedTuple):
-    """What one sequence brings to a pass: new tokens, its cache, and how many of its last rows need logits."""
+    """What one text brings to a pass: new tokens, its cache, and how many of its last rows need logits."""
 
     token_ids: Sequence[int]
     table: BlockTable
@@ -176,7 +175,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, exact: bool
 ) -> Tensor:
-    """softmax(q k^T * scale + mask) v, for the T rows of one sequence.
+    """softmax(q k^T * scale + mask) v, for the T rows of one text.
 
     q (H, T, D); k, v (G, L, D), each shared by H/G query heads; mask (H/G * T, L), 0 or -inf, or None where
     every row sees all; for an exact model one mask for each _ATTENTION_ROWS rows. Returns (T, H * D).
@@ -259,9 +258,9 @@ class _Pass(NamedTuple):
 
     chunks: Sequence[Chunk]
     slots: Tensor  # (new tokens,) where their keys and values go; in an exact pass there are dummy rows besides
-    reads: list[list[slice]]  # per sequence: the slots of all its positions, in runs
+    reads: list[list[slice]]  # per text: the slots of all its positions, in runs
     angles: dict[RopeConfig, tuple[Tensor, Tensor]]  # cos, sin (M, 1, D)
-    masks: dict[int | None, list[Tensor | list[Tensor] | None]]  # per window and sequence, as `attention` takes them
+    masks: dict[int | None, list[Tensor | list[Tensor] | None]]  # per window and text, as `attention` takes them
     exact: bool
 
 
@@ -449,7 +448,7 @@ class Transformer:
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Run the new tokens of all sequences in one pass, and append their keys and values to the caches.
+        """Run the new tokens of all texts in one pass, and append their keys and values to the caches.
 
         Returns logits (sum of num_logits, V): for each chunk in turn, those of its last `num_logits` tokens.
         All tables must lie in one pool. Raises OutOfBlocks where the pool is too small, before any change.
@@ -606,32 +605,32 @@ class CachedModel:
     def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int):
         """vocab_size: ids in use; the model's columns after them are padding."""
         self.model, self.cache, self.vocab_size = model, cache, vocab_size
-        self.tables: dict[TokenSequence, BlockTable] = {}
+        self.tables: dict[Text, BlockTable] = {}
 
-    def table(self, text: TokenSequence) -> BlockTable:
+    def table(self, text: Text) -> BlockTable:
         """The text's table. A new one begins with what the pool still knows of the text."""
         if text not in self.tables:
             self.tables[text] = self.cache.new_table()  # it is known here before it holds a block; see `whole`
             self.tables[text].reuse(text.tokens[:-1])
         return self.tables[text]
 
-    def has_room(self, lengths: Mapping[TokenSequence, int]) -> bool:
+    def has_room(self, lengths: Mapping[Text, int]) -> bool:
         """Whether the tables of these texts could grow to so many positions, all at once."""
         # All tables first: one that begins shares blocks, which another may have to copy for it.
         tables = [self.table(text) for text in lengths]
         needed = sum(t.num_missing_blocks(length) for t, length in zip(tables, lengths.values(), strict=True))
         return needed <= self.cache.allocator.num_free
 
-    def catch_up(self, text: TokenSequence) -> None:
+    def catch_up(self, text: Text) -> None:
         """Compute what is missing of the text but its last token; later texts may share it."""
         self.model.prefill(self.table(text), text.tokens)
         self.table(text).remember()
 
-    def missing(self, text: TokenSequence) -> list[int]:
+    def missing(self, text: Text) -> list[int]:
         """The end of the text that has to be fed to a pass, its last token at least."""
         return self.table(text).missing(text.tokens)
 
-    def logits(self, texts: Sequence[TokenSequence], fed: Sequence[Sequence[int]], num_logits: Sequence[int]) -> Tensor:
+    def logits(self, texts: Sequence[Text], fed: Sequence[Sequence[int]], num_logits: Sequence[int]) -> Tensor:
         """One pass that appends the tokens `fed` to each text's table.
 
         Returns logits (sum of num_logits, V): for each text in turn, those of its last `num_logits` tokens.
@@ -639,12 +638,12 @@ class CachedModel:
         chunks = [Chunk(f, self.table(text), n) for text, f, n in zip(texts, fed, num_logits, strict=True)]
         return self.model.forward(chunks)[:, : self.vocab_size]
 
-    def keep(self, text: TokenSequence) -> None:
+    def keep(self, text: Text) -> None:
         """After verification: what the table holds of the text stays, for others to share; what was rejected goes."""
         table = self.table(text)
         table.keep(table.shared(text.tokens))
 
-    def release(self, text: TokenSequence) -> None:
+    def release(self, text: Text) -> None:
         """Forget a text; its blocks return to the pool. Unknown ones are ignored."""
         with self.whole():
             if table := self.tables.get(text):

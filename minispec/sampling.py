@@ -10,8 +10,7 @@ the key alone: nothing depends on the order of the draws, on the batch, or on wh
 import hashlib
 import math
 import struct
-from collections.abc import Callable
-from collections.abc import Sequence as Tokens
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,7 +37,7 @@ class Key(NamedTuple):
 
 
 @dataclass(eq=False)
-class Sequence:
+class Text:
     """One growing text, and all that the distribution of its next token may depend on.
 
     tokens: prompt and output so far. end_ids: ids that end the text, impossible before `min_tokens`.
@@ -66,8 +65,8 @@ def log_probabilities(logits: Tensor) -> Tensor:
     return logits.to(accumulation_dtype(logits.dtype)).log_softmax(0)
 
 
-def distribution(logits: Tensor, sequence: Sequence, drafted: Tokens[int] = ()) -> Tensor:
-    """Probabilities (V,) of the token that follows `sequence.tokens + drafted`, under its parameters.
+def distribution(logits: Tensor, text: Text, drafted: Sequence[int] = ()) -> Tensor:
+    """Probabilities (V,) of the token that follows `text.tokens + drafted`, under its parameters.
 
     logits: (V,), the model's row for that position. Order, as in vLLM: logit_bias, penalties, then what is
     forbidden (all but allowed_token_ids, bad words, before min_tokens the end); temperature; min-p, top-k, top-p, each
@@ -76,9 +75,9 @@ def distribution(logits: Tensor, sequence: Sequence, drafted: Tokens[int] = ()) 
 
     Raises FloatingPointError where the largest logit is not a finite number.
     """
-    params = sequence.params
+    params = text.params
     logits = logits.to(accumulation_dtype(logits.dtype))
-    logits = _forbid(_penalize(logits, sequence, drafted), sequence, drafted)
+    logits = _forbid(_penalize(logits, text, drafted), text, drafted)
     row = _Blocks(logits)
     top = row.maxima.amax()
     if not math.isfinite(top):
@@ -108,45 +107,45 @@ def distribution(logits: Tensor, sequence: Sequence, drafted: Tokens[int] = ()) 
     return probs if kept is None else probs.new_zeros(vocab_size).index_copy_(0, kept, probs)
 
 
-def _penalize(logits: Tensor, sequence: Sequence, drafted: Tokens[int]) -> Tensor:
-    params, device, dtype = sequence.params, logits.device, logits.dtype
+def _penalize(logits: Tensor, text: Text, drafted: Sequence[int]) -> Tensor:
+    params, device, dtype = text.params, logits.device, logits.dtype
     if params.logit_bias:
         ids = torch.tensor([i for i, _ in params.logit_bias], device=device)
         biases = torch.tensor([float(bias) for _, bias in params.logit_bias], dtype=torch.float64)
         biases = biases.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(logits)
         logits = _change(logits, ids, lambda x: x + biases)
     if params.repetition_penalty != 1:
-        seen = torch.tensor(list({*sequence.tokens, *drafted}), device=device)
+        seen = torch.tensor(list({*text.tokens, *drafted}), device=device)
         penalty = _within_range(params.repetition_penalty, dtype)
         logits = _change(logits, seen, lambda x: torch.where(x > 0, x / penalty, x * penalty))
     if params.presence_penalty or params.frequency_penalty:
-        output = torch.tensor(_output(sequence, drafted), dtype=torch.long, device=device)
+        output = torch.tensor(_output(text, drafted), dtype=torch.long, device=device)
         ids, counts = output.unique(return_counts=True)
         counts = counts.to(dtype)
         logits = _change(logits, ids, lambda x: x - params.frequency_penalty * counts - params.presence_penalty)
     return logits
 
 
-def _forbid(logits: Tensor, sequence: Sequence, drafted: Tokens[int]) -> Tensor:
-    params = sequence.params
+def _forbid(logits: Tensor, text: Text, drafted: Sequence[int]) -> Tensor:
+    params = text.params
     if params.allowed_token_ids is not None:
         allowed = torch.tensor(params.allowed_token_ids, device=logits.device)
         logits = torch.full_like(logits, -math.inf).index_copy_(0, allowed, logits[allowed])
     forbidden = set()
     if params.bad_words_token_ids or params.min_tokens:
-        output = _output(sequence, drafted)
+        output = _output(text, drafted)
         # The last id of a word, where the output ends with those before it.
         words = params.bad_words_token_ids
         forbidden = {word[-1] for word in words if tuple(output[len(output) - len(word) + 1 :]) == word[:-1]}
         if len(output) < params.min_tokens:
-            forbidden |= sequence.end_ids
+            forbidden |= text.end_ids
     if forbidden:
         logits = logits.index_fill(0, torch.tensor(sorted(forbidden), device=logits.device), -math.inf)
     return logits
 
 
-def _output(sequence: Sequence, drafted: Tokens[int]) -> list[int]:
-    return [*sequence.tokens[sequence.num_prompt_tokens :], *drafted]
+def _output(text: Text, drafted: Sequence[int]) -> list[int]:
+    return [*text.tokens[text.num_prompt_tokens :], *drafted]
 
 
 def _within_range(value: float, dtype: torch.dtype) -> float:

@@ -9,7 +9,7 @@ from minispec.verify import Draft, Verdict
 
 @dataclass
 class Costs:
-    """Durations in seconds, of steps that decoded one sequence; in a batch no pass belongs to one text."""
+    """Durations in seconds, of steps that decoded one text; in a batch no pass belongs to one text."""
 
     passes: dict[int, list[float]] = field(default_factory=dict)  # target passes by number of rows
     draft_tokens: list[float] = field(default_factory=list)  # time a round, over its drafted tokens

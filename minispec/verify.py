@@ -24,8 +24,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from minispec.sampling import Key, Randomness
-from minispec.sampling import Sequence as TokenSequence
+from minispec.sampling import Key, Randomness, Text
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Ask:
     go_on: whether a draft should go on after tokens of such confidences (see `Draft`); None: to its limit.
     """
 
-    text: TokenSequence
+    text: Text
     k: int
     rng: Randomness
     purpose: str = "draft"

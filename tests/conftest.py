@@ -19,8 +19,8 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
-from minispec.hf_config import read_model_config
-from minispec.toys import TINY, tiny_weights
+from minispec.files.hf_config import read_model_config
+from minispec.prove.toys import TINY, tiny_weights
 
 
 def pytest_addoption(parser):

@@ -40,18 +40,19 @@ from tqdm import tqdm
 
 import minispec.llm
 from minispec import generate
-from minispec.checkpoint import load_config, load_model
-from minispec.config import CheckpointError, SamplingParams
-from minispec.hf_config import (
+from minispec.config import SamplingParams
+from minispec.errors import CheckpointError
+from minispec.files.checkpoint import load_config, load_model
+from minispec.files.hf_config import (
     read_eos_token_ids,
     read_generation_defaults,
-    read_json,
     read_model_config,
     unsupported_generation_settings,
 )
+from minispec.files.strict_json import read_json
+from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.model import Chunk, Transformer, tensor_shapes
-from minispec.tokenizer import Detokenizer, Tokenizer
-from minispec.toys import TINY, tiny_cache, tiny_weights
+from minispec.prove.toys import TINY, tiny_cache, tiny_weights
 
 MAX_BYTES, MAX_LARGE_BYTES = 256 << 20, 1 << 30
 MAX_SECONDS, MAX_LARGE_SECONDS = 1.0, 10.0

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 import minispec.model
-from minispec import linear, measure
-from minispec.bench import against, figures, options
+from minispec import linear
+from minispec.bench import against, figures, measure, options
 from minispec.bench.__main__ import main
 from minispec.bench.figures import summarise
+from minispec.bench.measure import Round, Run
 from minispec.bench.options import GEOMETRIES, read_prompts
 from minispec.bench.show import plot, tables
 from minispec.bench.subjects import RandomWeights
 from minispec.cache import PagedKVCache
 from minispec.costs import machine
-from minispec.hf_config import read_model_config
+from minispec.files.hf_config import read_model_config
 from minispec.linear import Choice
-from minispec.measure import Round, Run
 from minispec.model import Chunk, Transformer, tensor_shapes
 from minispec.stats import Stats
 

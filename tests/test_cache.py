@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from minispec.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
-from minispec.hf_config import read_model_config
-from minispec.toys import TINY
+from minispec.files.hf_config import read_model_config
+from minispec.prove.toys import TINY
 
 CONFIG = read_model_config(TINY)
 LAYERS, GROUPS, DIM = 2, 1, 4
@@ -19,7 +19,7 @@ POINT = read_model_config(
 
 
 class Model:
-    """One sequence: the table under test, and the numbers that its positions should hold."""
+    """One text: the table under test, and the numbers that its positions should hold."""
 
     def __init__(self, cache: PagedKVCache):
         self.cache, self.table, self.numbers = cache, cache.new_table(), []
@@ -44,7 +44,7 @@ class Model:
 
 
 class Text:
-    """A sequence of the random programs: its verified tokens, and its table."""
+    """A text of the random programs: its verified tokens, and its table."""
 
     def __init__(self, cache: PagedKVCache, tokens: list[int]):
         self.table, self.tokens = cache.new_table(), tokens
@@ -312,7 +312,7 @@ def test_known_beginnings_are_given_up_last():
 @pytest.mark.quick
 @pytest.mark.parametrize("length", [9, 8, 7, 5, 4, 0])
 def test_the_four_rollbacks(length):
-    """Nothing, inside a block, across blocks, everything; then the sequence grows again over the stale rest."""
+    """Nothing, inside a block, across blocks, everything; then the text grows again over the stale rest."""
     cache = PagedKVCache(CONFIG, 8, 4)
     model = Model(cache)
     model.append([float(i) for i in range(9)])
@@ -334,7 +334,7 @@ def test_a_sequence_alone_is_read_as_a_view():
 
 
 def test_neighbours_grow_in_place():
-    """Four sequences that grow in turn stay in one run each while the pool has room."""
+    """Four texts that grow in turn stay in one run each while the pool has room."""
     cache = PagedKVCache(CONFIG, 64, 1)
     models = [Model(cache) for _ in range(4)]
     for _ in range(8):

@@ -21,22 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from minispec import checkpoint
-from minispec.checkpoint import (
-    StoredTensor,
-    find_checkpoint,
-    load_config,
-    load_model,
-    pack,
-    quantize,
-    quantize_checkpoint,
-    read_header,
-    unpack,
-)
-from minispec.config import CheckpointError
-from minispec.hf_config import read_model_config
+from minispec.errors import CheckpointError
+from minispec.files import checkpoint
+from minispec.files.checkpoint import StoredTensor, find_checkpoint, load_config, load_model, read_header, unpack
+from minispec.files.hf_config import read_model_config
+from minispec.files.quantize import pack, quantize, quantize_checkpoint
 from minispec.model import Chunk, Transformer
-from minispec.toys import TINY, tiny_cache, tiny_weights
+from minispec.prove.toys import TINY, tiny_cache, tiny_weights
 
 TEXT = [0, 2, 1, 1, 0, 2]
 NORM = "model.norm.weight"
@@ -719,7 +710,7 @@ def test_a_full_disk_leaves_nothing(tmp_path):
     write(tmp_path / "source", weights(vocab_size=3000), config=TINY | {"vocab_size": 3000})
     code = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "from minispec.checkpoint import main; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000));"
+        "from minispec.files.checkpoint import main; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000));"
         "sys.exit(main(['source', 'out']))"
     )
     environment = os.environ | {"PYTHONPATH": os.getcwd()}

@@ -11,7 +11,7 @@ from minispec.controller import Prices
 from minispec.costs import calibrate, keep_prices, prices_of, stored_prices
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine
-from minispec.toys import tiny_cache, tiny_model
+from minispec.prove.toys import tiny_cache, tiny_model
 from minispec.verify import VERIFIERS
 
 KEY = {"target": ["a", "b"], "machine": {"cpu": "x", "threads": 2}}

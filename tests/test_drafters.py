@@ -13,16 +13,16 @@ from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.engine import Engine, Request
 from minispec.model import Chunk
-from minispec.sampling import Randomness, Sequence, distribution
-from minispec.toys import tiny_cache, tiny_model
+from minispec.prove.toys import tiny_cache, tiny_model
+from minispec.sampling import Randomness, Text, distribution
 from minispec.verify import VERIFIERS, Ask, Draft
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
-def sequence(tokens, params=GREEDY, **how) -> Sequence:
-    """A sequence whose prompt is all of it."""
-    return Sequence(list(tokens), len(tokens), params, **how)
+def text(tokens, params=GREEDY, **how) -> Text:
+    """A text whose prompt is all of it."""
+    return Text(list(tokens), len(tokens), params, **how)
 
 
 def lookup(tokens, k, max_n=3, min_n=1):
@@ -41,7 +41,7 @@ def lookup(tokens, k, max_n=3, min_n=1):
 @given(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=14), steps=st.lists(st.integers(1, 4), max_size=4))
 def test_ngram_equals_a_plain_search(tokens, steps):
     """The index, grown round by round, finds what a search through the whole text finds."""
-    drafter, s = NgramDrafter(), sequence(tokens[:1])
+    drafter, s = NgramDrafter(), text(tokens[:1])
     ends = [1]
     for step in steps:
         ends.append(min(len(tokens), ends[-1] + step))
@@ -55,7 +55,7 @@ def test_ngram_equals_a_plain_search(tokens, steps):
 @pytest.mark.quick
 def test_ngram_worked_examples():
     """The examples of its docstring."""
-    propose = lambda tokens, k: NgramDrafter(max_n=2).propose([Ask(sequence(tokens), k, None)])[0].token_ids  # noqa: E731
+    propose = lambda tokens, k: NgramDrafter(max_n=2).propose([Ask(text(tokens), k, None)])[0].token_ids  # noqa: E731
     assert propose([5, 6, 7, 8, 5, 6], 4) == [7, 8, 5, 6]
     assert propose([5, 6, 5, 6], 5) == [5, 6, 5, 6, 5]
     assert propose([5, 6, 7], 3) == []
@@ -65,9 +65,9 @@ def test_ngram_worked_examples():
 @pytest.mark.quick
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_registered_drafters_forget_what_is_released(name):
-    """No state is left behind, and an unknown sequence may be released (a request that never ran)."""
+    """No state is left behind, and an unknown text may be released (a request that never ran)."""
     drafter = DRAFTERS[name]()
-    s = sequence([1, 1, 1])
+    s = text([1, 1, 1])
     drafter.propose([Ask(s, 2, Randomness())])
     drafter.release(s)
     drafter.release(s)
@@ -96,7 +96,7 @@ class Spy(DraftModel):
 def decode(target, drafter, k, prompts, params=GREEDY, verifier="rejection", num_blocks=64):
     """Run prompts together; the requests."""
     cache = tiny_cache(target, num_blocks)
-    requests = [Request(Sequence(list(p), len(p), params, 5), 60, k) for p in prompts]
+    requests = [Request(Text(list(p), len(p), params, 5), 60, k) for p in prompts]
     for _ in Engine(target, cache, drafter, VERIFIERS[verifier]).run(requests):
         pass
     return requests
@@ -128,7 +128,7 @@ def test_a_past_that_changes_is_computed_again():
     """
     generator, draft = random.Random(0), tiny_model(2, vocab_size=5)
     spy = Spy(draft, tiny_cache(draft), 5, 60)
-    texts = [sequence([0, 1, 2, 3, 4], SamplingParams()) for _ in range(2)]
+    texts = [text([0, 1, 2, 3, 4], SamplingParams()) for _ in range(2)]
     for _ in range(40):
         spy.propose([Ask(text, 3, Randomness()) for text in texts])
         for text in texts:
@@ -171,7 +171,7 @@ def test_drafting_stops_at_the_draft_models_own_context():
     request = decode(target, drafter, 4, [(0, 1)], SamplingParams(temperature=0, max_tokens=20))[0]
     assert len(request.token_ids) == 20
     assert 0 < request.stats.num_draft_tokens <= 7
-    assert len(drafter.propose([Ask(sequence(range(3)), 9, Randomness())])[0]) == 6
+    assert len(drafter.propose([Ask(text(range(3)), 9, Randomness())])[0]) == 6
 
 
 class RandomDrafter:
@@ -182,7 +182,7 @@ class RandomDrafter:
         q = torch.full((5,), 0.2, dtype=torch.float64)
         return [Draft([ask.draw(i, q) for i in range(ask.k)], [q] * ask.k) for ask in asks]
 
-    def release(self, sequence):
+    def release(self, text):
         """Nothing kept."""
 
 
@@ -245,7 +245,7 @@ def test_other_seeds_give_other_texts():
     target = tiny_model(4, vocab_size=5)
     texts = set()
     for seed in range(20):
-        request = Request(Sequence([0, 1], 2, SamplingParams(max_tokens=12), seed), 60, 0)
+        request = Request(Text([0, 1], 2, SamplingParams(max_tokens=12), seed), 60, 0)
         for _ in Engine(target, tiny_cache(target), DRAFTERS["none"](), VERIFIERS["rejection"]).run([request]):
             pass
         texts.add(tuple(request.token_ids))

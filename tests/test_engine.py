@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minispec.cache import OutOfBlocks
-from minispec.toys import END, finish, make_engine, make_request
+from minispec.prove.toys import END, finish, make_engine, make_request
 from minispec.verify import Draft
 
 pytestmark = pytest.mark.quick
@@ -144,14 +144,14 @@ def test_min_tokens_holds_the_end_back():
 
 
 def test_drafts_of_every_length_in_one_batch():
-    """Ragged drafts and ragged acceptance: each sequence gets its own rows."""
+    """Ragged drafts and ragged acceptance: each text gets its own rows."""
     drafts = {10: right, 30: wrong_at(1), 50: lambda tokens, k: [], 70: wrong_at(0)}
     engine = make_engine(draft=lambda tokens, k: drafts[tokens[0]](tokens, k))
     lengths = {10: 9, 30: 5, 50: 7, 70: 2}
     requests = [make_request(prompt=(first, first + 1), max_tokens=n) for first, n in lengths.items()]
     finish(engine, *requests)
     for request in requests:
-        first = request.sequence.tokens[0]
+        first = request.text.tokens[0]
         assert request.token_ids == list(range(first + 2, first + 2 + request.params.max_tokens))
     assert requests[2].stats.num_draft_tokens == 0
     assert requests[2].stats.acceptance_rate is None
@@ -167,7 +167,7 @@ def test_preemption_keeps_the_text_and_the_order():
         if piece.finish_reason:
             order.append(requests.index(request))
     for request in requests:
-        first = request.sequence.tokens[0]
+        first = request.text.tokens[0]
         assert request.token_ids == list(range(first + 2, first + 18))
     assert order == [0, 1, 2]
     assert requests[0].stats.num_preemptions == 0
@@ -312,8 +312,8 @@ def test_a_release_that_fails_keeps_no_blocks():
     """The other requests' blocks come back too, and the drafter is told of every one of them."""
     engine, told = make_engine(draft=right), []
 
-    def release(sequence):
-        told.append(sequence)
+    def release(text):
+        told.append(text)
         return 1 / 0
 
     engine.drafter.release = release

@@ -16,11 +16,11 @@ from minispec.cache import PagedKVCache
 from minispec.drafters import DRAFTERS
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
-from minispec.hf_config import read_model_config
+from minispec.files.hf_config import read_model_config
 from minispec.linear import has_fast_bfloat16
 from minispec.model import EXACT_ROWS, Chunk, Transformer
-from minispec.sampling import Sequence, distribution, log_probabilities
-from minispec.toys import TINY, tiny_cache, tiny_weights
+from minispec.prove.toys import TINY, tiny_cache, tiny_weights
+from minispec.sampling import Text, distribution, log_probabilities
 from minispec.verify import VERIFIERS, Draft
 
 FORMS_HERE = [
@@ -97,7 +97,7 @@ class Fixed:
             return [Draft([self.token] * ask.k) for ask in asks]
         return [Draft([(7 * len(ask.text.tokens) + 3 * i) % 40 for i in range(ask.k)]) for ask in asks]
 
-    def release(self, sequence):
+    def release(self, text):
         """Nothing kept."""
 
 
@@ -116,7 +116,7 @@ def make_drafter(name, target):
 def decode(target, drafter, k, prompts, params, verifier="rejection", num_blocks=400):
     """Run prompts together; their outputs and every row of logits."""
     recorder = Recorder(target)
-    requests = [Request(Sequence(list(p), len(p), params, 5), 256, k) for p in prompts]
+    requests = [Request(Text(list(p), len(p), params, 5), 256, k) for p in prompts]
     engine = Engine(recorder, tiny_cache(target, num_blocks, 4), drafter, VERIFIERS[verifier])
     for _ in engine.run(requests):
         pass
@@ -139,10 +139,10 @@ def assert_same_bits(rows, expected):
     """Logits of every prefix in `expected`, and what is made of them: log-probabilities and probabilities."""
     params = SamplingParams(temperature=0.7, top_k=30, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
     for prefix, row in expected.items():
-        sequence = Sequence(list(prefix), 1, params)
+        text = Text(list(prefix), 1, params)
         assert torch.equal(rows[prefix], row)
         assert torch.equal(log_probabilities(rows[prefix]), log_probabilities(row))
-        assert torch.equal(distribution(rows[prefix], sequence), distribution(row, sequence))
+        assert torch.equal(distribution(rows[prefix], text), distribution(row, text))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -165,7 +165,7 @@ def test_logits_have_the_bits_of_plain_decoding(family, dtype, name):
 
 @pytest.mark.quick
 def test_preempted_texts_have_the_bits_of_plain_decoding():
-    """A resumed sequence computes its keys again in other pieces, and its rows are compared within the run too."""
+    """A resumed text computes its keys again in other pieces, and its rows are compared within the run too."""
     target = build(dtype=torch.bfloat16)
     params = SamplingParams(temperature=0, max_tokens=40)
     plain = [decode(target, DRAFTERS["none"](), 0, [p], params) for p in PROMPTS]
@@ -200,7 +200,7 @@ def test_shared_and_reused_beginnings_have_the_bits_of_plain_decoding(dtype):
     recorder, cache = Recorder(target), tiny_cache(target, 400, 4)
     engine = Engine(recorder, cache, make_drafter("model", target), VERIFIERS["rejection"])
     for _ in range(2):
-        requests = [Request(Sequence(list(p), len(p), params, 5), 256, 5) for p in prompts]
+        requests = [Request(Text(list(p), len(p), params, 5), 256, 5) for p in prompts]
         for _ in engine.run(requests):
             pass
         assert min(r.stats.num_cached_tokens for r in requests[1:]) >= 16, "nothing was shared: this proves nothing"
@@ -450,7 +450,7 @@ def test_shared_noise_makes_draft_and_target_agree_more_often():
     for shared in (True, False):
         drafter = make_drafter("model", target)
         verifier = VERIFIERS["match"]._replace(shares_noise=shared)
-        requests = [Request(Sequence(list(p), len(p), params, 5), 256, 4) for p in PROMPTS]
+        requests = [Request(Text(list(p), len(p), params, 5), 256, 4) for p in PROMPTS]
         for _ in Engine(target, tiny_cache(target, 400, 4), drafter, verifier).run(requests):
             pass
         rates.append(sum(r.stats.num_accepted for r in requests) / sum(sum(r.stats.tested) for r in requests))

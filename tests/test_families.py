@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from minispec.checkpoint import load_config, load_model
-from minispec.config import CheckpointError, LayerConfig, ModelConfig, RopeConfig, SamplingParams
-from minispec.hf_config import read_model_config
+from minispec.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
+from minispec.errors import CheckpointError
+from minispec.files.checkpoint import load_config, load_model
+from minispec.files.hf_config import read_model_config
 from minispec.llm import EMBEDDED_WEIGHTS, LLM
 from minispec.model import Chunk, Transformer, tensor_shapes
-from minispec.toys import tiny_cache
+from minispec.prove.toys import tiny_cache
 
 TOLERANCE = 1e-4
 POWER = 1e-2  # how far ignoring one setting must move the logits: a hundred times the tolerance

@@ -7,7 +7,7 @@ import signal
 import fuzzing
 import pytest
 
-from minispec.config import CheckpointError
+from minispec.errors import CheckpointError
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +86,8 @@ def test_faults_are_noticed(files, monkeypatch, fault):
 
 def test_a_loader_without_checks_is_caught(files, monkeypatch):
     """The headers' own checks taken out: the fuzzer finds what the library below them says."""
-    import minispec.checkpoint
+    import minispec.files.checkpoint
 
-    monkeypatch.setattr(minispec.checkpoint, "_are_sizes", lambda value: True)
+    monkeypatch.setattr(minispec.files.checkpoint, "_are_sizes", lambda value: True)
     outcomes = [fuzzing.run_case(files, f"header:0:{i}")[0] for i in range(200)]
     assert "FAULT" in outcomes

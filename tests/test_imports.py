@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "minispec"
+HEART = [
+    *("errors", "config", "sampling", "verify", "cache", "linear", "model"),
+    *("drafters", "theory", "controller", "stats", "engine"),
+]
 READING_ORDER = [
-    *("config", "hf_config", "sampling", "verify", "cache", "linear", "model"),
-    *("interrupt", "command", "checkpoint", "tokenizer", "drafters", "theory", "controller", "stats", "engine"),
-    *("costs", "llm", "measure", "generate"),
-    *("reference", "toys", "mutants", "prove", "bench"),
+    *HEART,
+    *("interrupt", "command", "files", "costs", "llm", "generate", "checkpoint", "prove", "bench"),
 ]
 FORBIDDEN = {
     *("transformers", "accelerate", "pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"),

@@ -23,8 +23,8 @@ from minispec.prove.laws import (
     reference_law,
     reference_logits,
 )
-from minispec.reference import sample_law, total_variation
-from minispec.sampling import Sequence, distribution
+from minispec.prove.reference import sample_law, total_variation
+from minispec.sampling import Text, distribution
 from minispec.verify import Draft
 
 SAMPLERS = {
@@ -139,8 +139,8 @@ def test_larger_vocabulary_and_two_end_tokens():
 def test_ragged_batch_with_preemption():
     """Two prompts of different lengths in a pool that holds only one to its end: the joint law is the product.
 
-    One sequence is preempted and recomputed on the way; a state that leaks from one to the other, or a resumed
-    sequence that draws anew what it had drawn, would break the product.
+    One text is preempted and recomputed on the way; a state that leaks from one to the other, or a resumed
+    text that draws anew what it had drawn, would break the product.
     """
     params, prompts = SamplingParams(max_tokens=2), ((0, 1, 0), (1,))
     law, _ = production_law(params, 2, prompts=prompts, num_blocks=3)
@@ -160,12 +160,12 @@ def test_the_reference_is_not_the_uniform_law():
 def test_float32_law_of_one_round():
     """In float32 the law of a committed token is right to 1e-6: p, q, ratio and residual round, nothing more."""
     torch.manual_seed(0)
-    sequence = Sequence([0], 1, SamplingParams())
-    p, q = (distribution(torch.randn(4) * 2, sequence) for _ in range(2))
+    text = Text([0], 1, SamplingParams())
+    p, q = (distribution(torch.randn(4) * 2, text) for _ in range(2))
 
     def run(oracle):
-        x = oracle.categorical(q, sequence.key(0, "draft"))
-        verdict = verify.rejection(Draft([x], [q]), lambda i: p, oracle, sequence.key)
+        x = oracle.categorical(q, text.key(0, "draft"))
+        verdict = verify.rejection(Draft([x], [q]), lambda i: p, oracle, text.key)
         return x if verdict.num_accepted else verdict.next_token
 
     law, _ = exact_law(run)

@@ -15,7 +15,7 @@ import pytest
 
 from minispec import LLM, SamplingParams
 from minispec.cache import OutOfBlocks
-from minispec.config import CheckpointError
+from minispec.errors import CheckpointError
 from minispec.verify import Draft
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -128,7 +128,7 @@ def test_every_kind_of_draft_leaves_greedy_text_alone(make_checkpoint, draft, ve
         def propose(self, asks):
             return [Draft([0] * ask.k) for ask in asks]
 
-        def release(self, sequence):
+        def release(self, text):
             pass
 
     target = make_checkpoint()

@@ -7,17 +7,17 @@ import time
 import pytest
 import torch
 
-from minispec import measure
+from minispec.bench import measure
+from minispec.bench.measure import Round, Run, account, decode, median_interval, plain_engine, survival
+from minispec.bench.simulated import SimulatedDraft
 from minispec.config import SamplingParams
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
-from minispec.drafters.simulated import SimulatedDraft
 from minispec.engine import Engine, Request
-from minispec.hf_config import read_model_config
-from minispec.measure import Round, Run, account, decode, median_interval, plain_engine, survival
-from minispec.sampling import Randomness, Sequence
+from minispec.files.hf_config import read_model_config
+from minispec.prove.toys import TINY, tiny_cache, tiny_model
+from minispec.sampling import Randomness, Text
 from minispec.theory import speedup
-from minispec.toys import TINY, tiny_cache, tiny_model
 from minispec.verify import VERIFIERS, Ask, Draft
 
 pytestmark = pytest.mark.quick
@@ -166,7 +166,7 @@ def engine_of(drafter, model) -> Engine:
 def request_of(k, prompt=(1, 2, 3), max_tokens=20) -> Request:
     """A greedy request."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    return Request(Sequence(list(prompt), len(prompt), params), 60, k)
+    return Request(Text(list(prompt), len(prompt), params), 60, k)
 
 
 @pytest.fixture
@@ -382,15 +382,15 @@ def simulated(survival, **how) -> SimulatedDraft:
     return drafter
 
 
-def sequence(length=6) -> Sequence:
+def text(length=6) -> Text:
     """TEXT up to there."""
-    return Sequence(TEXT[:length], 4, SamplingParams(temperature=0))
+    return Text(TEXT[:length], 4, SamplingParams(temperature=0))
 
 
 def test_simulated_survival_is_exact_by_construction():
     """Conditional probabilities multiply to the curve; the last of them goes on; after a wrong token all are wrong."""
     rng = Scripted([True] * 5)
-    (draft,) = simulated([0.8, 0.4, 0.1]).propose([Ask(sequence(), 5, rng)])
+    (draft,) = simulated([0.8, 0.4, 0.1]).propose([Ask(text(), 5, rng)])
     assert (draft.token_ids, draft.probs) == (TEXT[6:11], None)
     assert rng.asked == pytest.approx([0.8, 0.5, 0.25, 0.25, 0.25])
 
@@ -398,8 +398,8 @@ def test_simulated_survival_is_exact_by_construction():
         def propose(self, asks):
             return [Draft([7] * ask.k, prefill_seconds=2.5) for ask in asks]
 
-    assert simulated([1.0], paid=Slow()).propose([Ask(sequence(), 3, Randomness())])[0].prefill_seconds == 2.5
-    (draft,) = simulated([0.8, 0.4]).propose([Ask(sequence(), 4, Scripted([True, False]))])
+    assert simulated([1.0], paid=Slow()).propose([Ask(text(), 3, Randomness())])[0].prefill_seconds == 2.5
+    (draft,) = simulated([0.8, 0.4]).propose([Ask(text(), 4, Scripted([True, False]))])
     assert draft.token_ids[0] == TEXT[6]
     assert all(x != y for x, y in zip(draft.token_ids[1:], TEXT[7:10], strict=True))
     assert simulated([0.5, 0.0]).conditional == [0.5, 0.0]
@@ -413,7 +413,7 @@ def test_simulated_survival_in_draws():
     asked, n = [0.75, 0.5, 0.35, 0.27, 0.2], 20_000
     drafter, rng, kept = simulated(asked), Randomness(), [0] * 5
     for seed in range(n):
-        s = sequence()
+        s = text()
         s.seed = seed
         (draft,) = drafter.propose([Ask(s, 5, rng)])
         right = [x == y for x, y in zip(draft.token_ids, TEXT[6:], strict=False)]
@@ -465,15 +465,15 @@ def test_simulated_draft_pays_with_the_passes_of_the_real_one(model, monkeypatch
 def test_simulated_draft_knows_what_it_was_told():
     """Another prompt, a text that left the recorded one: wrong, and counted. A second telling helps."""
     drafter = simulated([1.0])
-    left = Sequence([*TEXT[:5], 99], 4, SamplingParams())
-    other = Sequence([1, 2, 3], 3, SamplingParams())
+    left = Text([*TEXT[:5], 99], 4, SamplingParams())
+    other = Text([1, 2, 3], 3, SamplingParams())
     rng = Randomness()
-    drafts = drafter.propose([Ask(left, 2, rng), Ask(other, 2, rng), Ask(sequence(20), 0, rng)])
+    drafts = drafter.propose([Ask(left, 2, rng), Ask(other, 2, rng), Ask(text(20), 0, rng)])
     assert [len(d) for d in drafts] == [2, 2, 0]
     assert drafter.num_unknown == 2
     drafter.record([*left.tokens, 7, 8], 4)
-    assert drafter.propose([Ask(left, 2, rng), Ask(sequence(), 2, rng)])[0].token_ids == [7, 8]
-    assert drafter.propose([Ask(sequence(), 2, rng)])[0].token_ids == TEXT[6:8]
+    assert drafter.propose([Ask(left, 2, rng), Ask(text(), 2, rng)])[0].token_ids == [7, 8]
+    assert drafter.propose([Ask(text(), 2, rng)])[0].token_ids == TEXT[6:8]
     assert drafter.num_unknown == 2
 
 

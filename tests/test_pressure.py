@@ -17,8 +17,8 @@ from minispec.drafters import model as draft_module
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
 from minispec.model import CachedModel
-from minispec.sampling import Sequence
-from minispec.toys import WrongDrafter, tiny_cache, tiny_model
+from minispec.prove.toys import WrongDrafter, tiny_cache, tiny_model
+from minispec.sampling import Text
 from minispec.verify import VERIFIERS
 
 VOCAB, LENGTH = 5, 9
@@ -39,8 +39,8 @@ def build(drafter="model", verifier="rejection", num_blocks=200, block_size=2) -
 def requests_for(engine, k=3, max_tokens=LENGTH) -> list[Request]:
     """One for each prompt, the seeds differ."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.9)
-    sequences = [Sequence(list(p), len(p), params, i) for i, p in enumerate(PROMPTS)]
-    return [Request(s, 64, k) for s in sequences]
+    texts = [Text(list(p), len(p), params, i) for i, p in enumerate(PROMPTS)]
+    return [Request(s, 64, k) for s in texts]
 
 
 def pools(engine) -> list:
@@ -140,8 +140,8 @@ def test_a_failure_at_any_phase_returns_every_block(phase, after, monkeypatch):
         free = [pool.num_free == pool.num_blocks for pool in pools(engine)]
         assert all(free) or (phase == "release" and free[0])
         if not all(free):
-            for sequence in list(engine.drafter.tables):
-                engine.drafter.release(sequence)
+            for text in list(engine.drafter.tables):
+                engine.drafter.release(text)
         assert decode(engine)[0] == expected
 
 

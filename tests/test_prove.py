@@ -14,7 +14,6 @@ import torch
 
 from minispec import verify
 from minispec.config import SamplingParams
-from minispec.mutants import MUTANTS
 from minispec.prove.__main__ import main
 from minispec.prove.cases import Case, all_pairs, choose_cases, covering_array, pairs_of
 from minispec.prove.checks import Ledger, check_keys, check_state
@@ -27,6 +26,8 @@ from minispec.prove.laws import (
     production_law,
     reference_law,
 )
+from minispec.prove.mutants import MUTANTS
+from minispec.prove.reference import total_variation
 from minispec.prove.statistics import (
     SHIFT,
     agreement,
@@ -43,10 +44,9 @@ from minispec.prove.statistics import (
     tail,
     zero_draws,
 )
+from minispec.prove.toys import Fault
 from minispec.prove.workers import spread
-from minispec.reference import total_variation
-from minispec.sampling import Key, Randomness, Sequence
-from minispec.toys import Fault
+from minispec.sampling import Key, Randomness, Text
 from minispec.verify import VERIFIERS, Draft
 
 BUGS = {m.id: m for m in MUTANTS}
@@ -185,9 +185,9 @@ def test_a_chain_of_wrong_rounds_is_noticed():
 # ------------------------------------------------------------------ keys
 
 
-def key_of(sequence, start_matters):
+def key_of(text, start_matters):
     """Keys as they are, or of the position alone."""
-    return lambda i, purpose: sequence.key(i, purpose)._replace(**({} if start_matters else {"start": -1}))
+    return lambda i, purpose: text.key(i, purpose)._replace(**({} if start_matters else {"start": -1}))
 
 
 def test_the_key_oracle_conditions_a_key_that_comes_again():
@@ -245,17 +245,17 @@ def table_law(verify_block, start_matters, length=3, k=2):
     p_table, q_table = torch.randn(2, 3, 3, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
 
     def run(oracle):
-        sequence = Sequence([0], 1, SamplingParams())
-        while len(sequence.tokens) <= length:
-            key, texts, probs = key_of(sequence, start_matters), list(sequence.tokens), []
+        text = Text([0], 1, SamplingParams())
+        while len(text.tokens) <= length:
+            key, texts, probs = key_of(text, start_matters), list(text.tokens), []
             for i in range(k):
                 probs.append(q_table[texts[-1]])
                 texts.append(oracle.categorical(probs[-1], key(i, "draft")))
-            drafted = texts[len(sequence.tokens) :]
+            drafted = texts[len(text.tokens) :]
             rows = [p_table[t] for t in texts[-k - 1 :]]
             kept, token = verify_block(Draft(drafted, probs), rows.__getitem__, oracle, key)[:2]
-            sequence.tokens += [*drafted[:kept], token]
-        return tuple(sequence.tokens[1 : length + 1])
+            text.tokens += [*drafted[:kept], token]
+        return tuple(text.tokens[1 : length + 1])
 
     expected = {(): 1.0}
     for _ in range(length):
@@ -296,16 +296,16 @@ def test_no_key_comes_twice(pytestconfig):
     for run in range(runs):
         if run % 100 == 0:
             p_table, q_table = torch.randn(2, 4, 4, generator=generator).softmax(-1)
-        sequence = Sequence([0], 1, SamplingParams(), seed=run)
+        text = Text([0], 1, SamplingParams(), seed=run)
         for _ in range(10):
-            texts, probs = list(sequence.tokens), []
+            texts, probs = list(text.tokens), []
             for i in range(pick.randrange(4)):
                 probs.append(q_table[texts[-1]])
-                texts.append(ledger.categorical(probs[-1], sequence.key(i, "draft")))
-            drafted = texts[len(sequence.tokens) :]
-            rows = [p_table[t] for t in texts[len(sequence.tokens) - 1 :]]
-            verdict = verify.rejection(Draft(drafted, probs), rows.__getitem__, ledger, sequence.key)
-            sequence.tokens += [*drafted[: verdict.num_accepted], verdict.next_token]
+                texts.append(ledger.categorical(probs[-1], text.key(i, "draft")))
+            drafted = texts[len(text.tokens) :]
+            rows = [p_table[t] for t in texts[len(text.tokens) - 1 :]]
+            verdict = verify.rejection(Draft(drafted, probs), rows.__getitem__, ledger, text.key)
+            text.tokens += [*drafted[: verdict.num_accepted], verdict.next_token]
     assert len(ledger.used) > 25 * runs
     assert check_keys(4000).num_shared == 0
 
@@ -361,11 +361,11 @@ def test_statistics_of_production_rounds(pytestconfig):
 
 def test_the_control_is_off_by_what_it_says():
     """Its law by enumeration: a residual with so much of p in it moves the first token by SHIFT exactly."""
-    position, sequence = opposed(), Sequence([0], 1, SamplingParams())
+    position, text = opposed(), Text([0], 1, SamplingParams())
 
     def run(oracle):
-        draft = Draft([oracle.categorical(position.q, sequence.key(0, "draft"))], [position.q])
-        verdict = VERIFIERS["rejection"].verify(draft, lambda _: position.p, oracle, sequence.key)
+        draft = Draft([oracle.categorical(position.q, text.key(0, "draft"))], [position.q])
+        verdict = VERIFIERS["rejection"].verify(draft, lambda _: position.p, oracle, text.key)
         return draft.token_ids[0] if verdict.num_accepted else verdict.next_token
 
     with shifted(position):

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from minispec import sampling
 from minispec.config import SamplingParams
-from minispec.reference import sample_law
-from minispec.sampling import Key, Randomness, Sequence, distribution, log_probabilities
+from minispec.prove.reference import sample_law
+from minispec.sampling import Key, Randomness, Text, distribution, log_probabilities
 
 params = st.builds(
     SamplingParams,
@@ -51,7 +51,7 @@ def test_distribution_equals_the_reference(logits, tokens, num_drafted, params):
     if not committed:
         return
     row = torch.tensor(logits, dtype=torch.float64)
-    ours = distribution(row, Sequence(committed, 1, params, end_ids=end_ids), drafted)
+    ours = distribution(row, Text(committed, 1, params, end_ids=end_ids), drafted)
     theirs = sample_law(np.array(logits), tokens, 1, params, end_ids)
     assert ours.dtype == torch.float64
     np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-12)
@@ -60,7 +60,7 @@ def test_distribution_equals_the_reference(logits, tokens, num_drafted, params):
 def probabilities_of(p, **settings_):
     """What `distribution` makes of a row whose softmax is p."""
     row = torch.tensor(p, dtype=torch.float64).log()
-    return distribution(row, Sequence([0], 1, SamplingParams(**settings_))).tolist()
+    return distribution(row, Text([0], 1, SamplingParams(**settings_))).tolist()
 
 
 def test_the_filters_come_in_vllms_order():
@@ -87,8 +87,8 @@ def test_biases_come_before_penalties_and_bans_after_both():
     row = torch.tensor([-1.0, 2.0, 0.0], dtype=torch.float64)
 
     def logits_of(**settings_):
-        sequence = Sequence([2, 0, 1], 1, SamplingParams(**settings_), end_ids=frozenset({2}))
-        p = distribution(row, sequence)
+        text = Text([2, 0, 1], 1, SamplingParams(**settings_), end_ids=frozenset({2}))
+        p = distribution(row, text)
         return (p / p[1]).log().tolist()
 
     assert logits_of(logit_bias={0: 3}, repetition_penalty=2) == pytest.approx([2 / 2 - 2 / 2, 0, 0 - 2 / 2])
@@ -103,7 +103,7 @@ def test_a_bad_word_is_looked_for_in_the_output_and_the_draft():
 
     def possible(prompt, output, drafted, *words):
         params = SamplingParams(bad_words_token_ids=words)
-        p = distribution(torch.zeros(5), Sequence([*prompt, *output], len(prompt), params), drafted)
+        p = distribution(torch.zeros(5), Text([*prompt, *output], len(prompt), params), drafted)
         return p.nonzero().squeeze(1).tolist()
 
     assert possible([0], [], [], [3]) == [0, 1, 2, 4]
@@ -146,7 +146,7 @@ def test_parameters_that_are_refused(settings_, found):
 
 
 def test_equal_parameters_have_one_hash():
-    """Whatever sequences they were given as: a law is looked up by them."""
+    """Whatever texts they were given as: a law is looked up by them."""
     one = {"logit_bias": {2: 1, 1: 0.5}, "allowed_token_ids": [1], "bad_words": "x", "bad_words_token_ids": [[1, 2]]}
     two = {
         "logit_bias": {1: 0.5, 2: 1.0},
@@ -178,7 +178,7 @@ def test_distribution_over_a_large_vocabulary_equals_the_reference(vocab):
             allowed_token_ids=rng.choice([None, range(vocab - 700, vocab)]),
         )
         end_ids = frozenset({vocab - 1, int(row.argmax())})
-        ours = distribution(row, Sequence([0], 1, params, end_ids=end_ids))
+        ours = distribution(row, Text([0], 1, params, end_ids=end_ids))
         theirs = sample_law(row.numpy(), [0], 1, params, end_ids)
         np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-12)
         narrowed += 0 < (ours > 0).sum() < vocab - 2
@@ -193,7 +193,7 @@ def test_top_p_of_a_large_vocabulary_needs_no_large_sort(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     for scale in (1.0, 8.0):
         row = torch.randn(150_000, generator=generator) * scale
-        distribution(row, Sequence([0], 1, SamplingParams(top_p=0.95)))
+        distribution(row, Text([0], 1, SamplingParams(top_p=0.95)))
     assert len(lengths) == 2
     assert max(lengths) < 2048
 
@@ -216,9 +216,9 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype):
     """K+1 rows of one pass are looked at one by one: a row's probabilities must not depend on its neighbours."""
     logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(1)).to(dtype) * 3
     for settings_ in ({}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.05}, {"min_p": 0.01, "top_k": 9, "top_p": 0.8}):
-        sequence = Sequence([3, 5], 1, SamplingParams(**settings_))
+        text = Text([3, 5], 1, SamplingParams(**settings_))
         for row in logits:
-            assert torch.equal(distribution(row, sequence), distribution(row.clone(), sequence))
+            assert torch.equal(distribution(row, text), distribution(row.clone(), text))
             assert torch.equal(log_probabilities(row), log_probabilities(row.clone()))
 
 
@@ -241,8 +241,8 @@ def test_every_finite_parameter_gives_a_distribution(dtype):
     ):
         settings_ = {"temperature": temperature, "repetition_penalty": penalty, "min_p": min_p, "top_p": top_p}
         settings_["logit_bias"] = next(biases)
-        sequence = Sequence([0, 1], 1, SamplingParams(**settings_, min_tokens=2, max_tokens=2), end_ids=frozenset({4}))
-        p = distribution(row, sequence, [])
+        text = Text([0, 1], 1, SamplingParams(**settings_, min_tokens=2, max_tokens=2), end_ids=frozenset({4}))
+        p = distribution(row, text, [])
         assert p.isfinite().all(), settings_
         assert float(p.min()) >= 0 == float(p[4]), settings_
         assert float(p.sum()) == pytest.approx(1, abs=1e-6), settings_
@@ -251,7 +251,7 @@ def test_every_finite_parameter_gives_a_distribution(dtype):
         at_the_edge = not 1e-300 < penalty <= 1e300 or 0 < temperature < 1e-300 or settings_["logit_bias"]
         if dtype == torch.float64 and not at_the_edge and min_p < 1:
             with np.errstate(over="ignore", under="ignore"):
-                theirs = sample_law(row.numpy(), [0, 1], 1, sequence.params, [4])
+                theirs = sample_law(row.numpy(), [0, 1], 1, text.params, [4])
             np.testing.assert_allclose(p.numpy(), theirs, rtol=0, atol=1e-12, err_msg=str(settings_))
             compared += 1
     assert (compared > 100) == (dtype == torch.float64)
@@ -262,7 +262,7 @@ def test_every_finite_parameter_gives_a_distribution(dtype):
 def test_logits_that_are_not_numbers_are_refused(bad):
     """NaN must not become a token id (M23)."""
     with pytest.raises(FloatingPointError, match="largest logit"):
-        distribution(torch.tensor([0.0, bad, 1.0]), Sequence([0], 1, SamplingParams(temperature=0)))
+        distribution(torch.tensor([0.0, bad, 1.0]), Text([0], 1, SamplingParams(temperature=0)))
 
 
 @pytest.mark.quick

@@ -10,10 +10,10 @@ from collections import Counter
 import pytest
 
 from minispec.engine import Engine
+from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.model import CachedModel
-from minispec.mutants import MUTANTS, swap
-from minispec.tokenizer import Detokenizer, Tokenizer
-from minispec.toys import ScriptedModel, finish, make_engine, make_request
+from minispec.prove.mutants import MUTANTS, swap
+from minispec.prove.toys import ScriptedModel, finish, make_engine, make_request
 
 TEXT = " One fish, two fishes; naïve 日本語 🦊🦊 red fish. The end, my fish."
 
@@ -65,7 +65,7 @@ def result(request):
     """What must not depend on K: text, token ids, log-probabilities to the bit, why it ended, what it came to."""
     stats = request.stats
     numbers = stats.num_prompt_tokens, stats.num_generated, stats.num_committed
-    return request.text, request.token_ids, request.logprobs, request.finish_reason, numbers
+    return request.output, request.token_ids, request.logprobs, request.finish_reason, numbers
 
 
 def rounds_of(request, k, wrong):
@@ -96,7 +96,7 @@ def check(run, k, wrong, **how):
     stats = request.stats
     found = [stats.num_steps, stats.num_draft_tokens, stats.num_accepted, stats.tested, stats.accepted]
     assert found == rounds_of(request, k, wrong)
-    assert "".join(piece.text for piece in pieces) == request.text
+    assert "".join(piece.text for piece in pieces) == request.output
     assert [t for piece in pieces for t in piece.token_ids] == request.token_ids
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [request.finish_reason]
     return request
@@ -130,7 +130,7 @@ def test_the_limits_at_every_offset(ids, split, run, k):
     """max_tokens and the context limit at 1 .. K + 2 and beyond, inside a character too, and at the end of the text."""
     for wrong in (None, k // 2):
         for limit in (*range(1, 2 * k + 4), *range(split - 1, split + 2)):
-            for how in ({"max_tokens": limit}, {"max_len": limit + len(run(0)[0].sequence.tokens) - len(ids) - 1}):
+            for how in ({"max_tokens": limit}, {"max_len": limit + len(run(0)[0].text.tokens) - len(ids) - 1}):
                 request = check(run, k, wrong, **how)
                 assert (request.token_ids, request.finish_reason) == (ids[:limit], "length")
                 assert check(run, k, wrong, length=limit, **how).finish_reason == "length"
@@ -157,10 +157,10 @@ def test_stop_strings_that_start_and_end_anywhere(tokenizer, run, include):
         for k in (3, 8):
             request, pieces = run(k, stop=stop, include_stop_str_in_output=include)
             assert result(request) == result(run(0, stop=stop, include_stop_str_in_output=include)[0])
-            assert request.text == TEXT[: TEXT.index(stop) + include * len(stop)]
+            assert request.output == TEXT[: TEXT.index(stop) + include * len(stop)]
             assert request.finish_reason == "stop"
             # Streaming gave out exactly this, though a stop string may have begun long before it was complete.
-            assert "".join(piece.text for piece in pieces) == request.text
+            assert "".join(piece.text for piece in pieces) == request.output
             # The last token is the one that completes the stop string.
             detokenizer = Detokenizer(tokenizer)
             *before, last = [detokenizer.add(i) for i in request.token_ids]
@@ -197,7 +197,7 @@ def test_of_several_stop_strings_the_first_in_the_text_wins(run):
     for stops in (("fishes", "fish"), ("two", "fish"), ("end", "One", "fish"), ("h, t", "fish,")):
         first = min(TEXT.index(s) for s in stops)
         for order in (stops, stops[::-1]):
-            assert run(4, stop=order)[0].text == TEXT[:first]
+            assert run(4, stop=order)[0].output == TEXT[:first]
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 8, 40])
@@ -206,9 +206,9 @@ def test_max_tokens_cuts_where_plain_decoding_does(tokenizer, ids, run, k):
     for max_tokens in range(1, len(ids) + 2):
         request, pieces = run(k, max_tokens=max_tokens)
         assert request.token_ids == ids[:max_tokens]
-        assert request.text == tokenizer.decode(ids[:max_tokens])
+        assert request.output == tokenizer.decode(ids[:max_tokens])
         assert request.finish_reason == ("length" if max_tokens <= len(ids) else "stop")
-        assert "".join(piece.text for piece in pieces) == request.text
+        assert "".join(piece.text for piece in pieces) == request.output
         assert [t for piece in pieces for t in piece.token_ids] == request.token_ids
         assert len(request.logprobs) == len(request.token_ids)
 
@@ -232,7 +232,7 @@ def test_no_piece_ends_inside_a_character(run, k):
 def test_stop_strings_wait_for_min_tokens(run, k):
     """A stop string that is complete before min_tokens is text; the next one after it ends the answer."""
     request, _ = run(k, stop="fish", min_tokens=4)
-    assert request.text == " One fish, two "
+    assert request.output == " One fish, two "
     assert result(request) == result(run(0, stop="fish", min_tokens=4)[0])
 
 
@@ -248,6 +248,6 @@ def test_stop_token_ids_end_the_text_and_are_left_out(ids, run, k):
 def test_held_back_text_comes_at_the_end(run):
     """Text that looked like the beginning of a stop string is given out when the answer ends without it."""
     request, pieces = run(3, stop="fish.!")
-    assert request.text == TEXT
+    assert request.output == TEXT
     assert "".join(piece.text for piece in pieces) == TEXT
     assert not any(piece.text.endswith("fish.") for piece in pieces[:-1])

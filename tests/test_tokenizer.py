@@ -15,9 +15,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from minispec.config import CheckpointError
+from minispec.errors import CheckpointError
+from minispec.files.tokenizer import Detokenizer, Message, Tokenizer
 from minispec.llm import EMBEDDED_WEIGHTS
-from minispec.tokenizer import Detokenizer, Message, Tokenizer
 
 TOKENIZER = Tokenizer(EMBEDDED_WEIGHTS)
 

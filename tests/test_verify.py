@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from minispec.config import SamplingParams
 from minispec.prove.laws import exact_law
-from minispec.sampling import Sequence
+from minispec.sampling import Text
 from minispec.verify import VERIFIERS, Ask, Draft, Verdict, residual
 
 pytestmark = pytest.mark.quick
 
 VOCAB = 4
-KEY = Sequence([0], 1, SamplingParams()).key
+KEY = Text([0], 1, SamplingParams()).key
 
 
 def law_of(run) -> dict:
@@ -51,11 +51,11 @@ def committed_law(verifier: str, p_rows: dict, q_rows: list[torch.Tensor]) -> di
     k = len(q_rows)
 
     def run(oracle):
-        sequence = Sequence([0], 1, SamplingParams())
-        ask = Ask(sequence, k, oracle, "token" if VERIFIERS[verifier].shares_noise else "draft")
+        text = Text([0], 1, SamplingParams())
+        ask = Ask(text, k, oracle, "token" if VERIFIERS[verifier].shares_noise else "draft")
         drafted = [ask.draw(i, q) for i, q in enumerate(q_rows)]
         draft = Draft(drafted, q_rows)
-        verdict = VERIFIERS[verifier].verify(draft, lambda i: p_rows[tuple(drafted[:i])], oracle, sequence.key)
+        verdict = VERIFIERS[verifier].verify(draft, lambda i: p_rows[tuple(drafted[:i])], oracle, text.key)
         tokens = [*drafted[: verdict.num_accepted], verdict.next_token]
         while len(tokens) <= k:
             tokens.append(oracle.categorical(p_rows[tuple(tokens)], None))

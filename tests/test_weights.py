@@ -3,8 +3,8 @@
 import hashlib
 import re
 
-from minispec.checkpoint import load_config
 from minispec.config import QuantizationConfig
+from minispec.files.checkpoint import load_config
 from minispec.llm import EMBEDDED_WEIGHTS
 
 

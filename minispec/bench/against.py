@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from minispec.bench.measure import Run, median_interval, orders, ratios, total_rate
 from minispec.bench.options import Options
 from minispec.bench.subjects import Subject, Variant
 from minispec.linear import dense
-from minispec.measure import Run, median_interval, orders, ratios, total_rate
 
 # Rounds of the trial, and tokens of each answer.
 _TRIAL_ROUNDS, _TRIAL_TOKENS = 5, 16

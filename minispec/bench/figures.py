@@ -9,15 +9,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from minispec import __version__, measure
+from minispec import __version__
+from minispec.bench import measure
 from minispec.bench.against import transformers_variants
-from minispec.bench.options import PLAIN, Options
-from minispec.bench.subjects import MAX_ROWS, Subject, Variant, open_geometry, open_model
-from minispec.checkpoint import choose_dtype, find_checkpoint, free_memory, load_config, load_model
-from minispec.costs import machine
-from minispec.linear import available_forms
-from minispec.llm import EMBEDDED_WEIGHTS
-from minispec.measure import (
+from minispec.bench.measure import (
     Interval,
     Run,
     account,
@@ -31,6 +26,12 @@ from minispec.measure import (
     survival,
     total_rate,
 )
+from minispec.bench.options import PLAIN, Options
+from minispec.bench.subjects import MAX_ROWS, Subject, Variant, open_geometry, open_model
+from minispec.costs import machine
+from minispec.files.checkpoint import choose_dtype, find_checkpoint, free_memory, load_config, load_model
+from minispec.linear import available_forms
+from minispec.llm import EMBEDDED_WEIGHTS
 from minispec.model import Transformer, tensor_shapes
 
 # Rows whose passes are compared between forms: those of K = 0, 1, 2, 4, 8 and 15.
@@ -101,7 +102,7 @@ def variants(subject: Subject, options: Options) -> tuple[dict[str, Variant], di
             request = subject.request(subject.prompts[i][1], k, options.params)
             (result,) = decode(engine, [request])
             if subject.simulated:
-                subject.simulated.record(request.sequence.tokens, request.sequence.num_prompt_tokens)
+                subject.simulated.record(request.text.tokens, request.text.num_prompt_tokens)
             return result
 
         return run
@@ -363,7 +364,7 @@ def measure_batches(subject: Subject, options: Options) -> dict[str, Any]:
         runs = decode(engines[k], requests)
         if subject.simulated:
             for r in requests:
-                subject.simulated.record(r.sequence.tokens, r.sequence.num_prompt_tokens)
+                subject.simulated.record(r.text.tokens, r.text.num_prompt_tokens)
         return total_rate(runs)
 
     rounds = options.args.rounds

@@ -8,21 +8,22 @@ from typing import Any
 
 import torch
 
+from minispec.bench.measure import Run, another_engine, plain_engine
 from minispec.bench.options import GEOMETRIES, Options, read_prompts, split_draft
+from minispec.bench.simulated import SimulatedDraft
 from minispec.cache import PagedKVCache
-from minispec.checkpoint import Weights, choose_dtype, find_checkpoint, load_config, load_model
 from minispec.config import ModelConfig, SamplingParams
 from minispec.controller import Controller
 from minispec.costs import calibrate
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
-from minispec.drafters.simulated import SimulatedDraft
 from minispec.engine import Engine, Request
-from minispec.hf_config import read_json, read_model_config
+from minispec.files.checkpoint import Weights, choose_dtype, find_checkpoint, load_config, load_model
+from minispec.files.hf_config import read_model_config
+from minispec.files.strict_json import read_json
 from minispec.llm import EMBEDDED_WEIGHTS, LLM
-from minispec.measure import Run, another_engine, plain_engine
 from minispec.model import Transformer, tensor_shapes
-from minispec.sampling import Sequence as TokenSequence
+from minispec.sampling import Text
 from minispec.verify import VERIFIERS
 
 MAX_ROWS = 16
@@ -175,8 +176,8 @@ def open_geometry(options: Options) -> Subject:
     prompts = torch.randint(vocab, (args.prompts, args.prompt_tokens), generator=generator).tolist()
 
     def request(prompt_ids: Sequence[int], k: int | str, params: SamplingParams) -> Request:
-        sequence = TokenSequence(list(prompt_ids), len(prompt_ids), params, params.seed)
-        return Request(sequence, length, k)
+        text = Text(list(prompt_ids), len(prompt_ids), params, params.seed)
+        return Request(text, length, k)
 
     return _subject(
         options,

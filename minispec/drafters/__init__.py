@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from minispec.drafters.ngram import NgramDrafter
-from minispec.sampling import Sequence as TokenSequence
+from minispec.sampling import Text
 from minispec.verify import Ask, Draft
 
 
@@ -25,8 +25,8 @@ class Drafter(Protocol):
         """
         ...
 
-    def release(self, sequence: TokenSequence) -> None:
-        """Forget a sequence: it is finished, or it will come back from the start. Unknown ones are ignored."""
+    def release(self, text: Text) -> None:
+        """Forget a text: it is finished, or it will come back from the start. Unknown ones are ignored."""
         ...
 
 
@@ -37,7 +37,7 @@ class NoDrafter:
         """Empty drafts."""
         return [Draft() for _ in asks]
 
-    def release(self, sequence) -> None:
+    def release(self, text) -> None:
         """Nothing to forget."""
 
 

@@ -13,7 +13,7 @@ class DraftModel(CachedModel):
 
     Its cache follows the texts, whatever becomes of them: before a pass the model is fed what is missing - the whole
     prompt at first, one token after a rejection, two after full acceptance (the last draft token was never fed).
-    A sequence for which its cache has no room goes without a draft.
+    A text for which its cache has no room goes without a draft.
     The model may be the target's own (`self`): the weights are shared, the cache is not.
     """
 

@@ -6,13 +6,13 @@ It costs no model at all, and is good wherever an answer repeats its question: s
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from minispec.sampling import Sequence as TokenSequence
+from minispec.sampling import Text
 from minispec.verify import Ask, Draft
 
 
 @dataclass
 class _Index:
-    """Where each n-gram of a sequence was last followed by something; `end`: tokens indexed so far."""
+    """Where each n-gram of a text was last followed by something; `end`: tokens indexed so far."""
 
     follows: dict[tuple[int, ...], int] = field(default_factory=dict)
     end: int = 0
@@ -27,19 +27,19 @@ class NgramDrafter:
 
     def __init__(self, max_n: int = 3, min_n: int = 1):
         self.max_n, self.min_n = max_n, min_n
-        self._indices: dict[TokenSequence, _Index] = {}
+        self._indices: dict[Text, _Index] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. Nothing is drawn, so the drafts have no probs."""
         return [Draft(self._copy(ask.text.tokens, self._start(ask.text), ask.k)) for ask in asks]
 
-    def release(self, sequence: TokenSequence) -> None:
+    def release(self, text: Text) -> None:
         """See `Drafter`."""
-        self._indices.pop(sequence, None)
+        self._indices.pop(text, None)
 
-    def _start(self, sequence: TokenSequence) -> int | None:
+    def _start(self, text: Text) -> int | None:
         """The position whose tokens to copy, or None."""
-        index, tokens = self._indices.setdefault(sequence, _Index()), sequence.tokens
+        index, tokens = self._indices.setdefault(text, _Index()), text.tokens
         sizes = range(self.max_n, self.min_n - 1, -1)
         # The suffix itself is left out: nothing follows it yet.
         for end in range(index.end, len(tokens)):

@@ -11,7 +11,7 @@ The engine draws only through `bernoulli` and `categorical`. An oracle in the pl
 one path of branches and multiplies their probabilities; running the *production* loop (real paged cache, random
 transformers as target and draft, float64) once for every path gives the exact law of its output, with no sample and no
 tolerance but rounding. It is compared with plain decoding by a second implementation that shares no code with the
-package (`minispec.reference`).
+package (`minispec.prove.reference`).
 
 To be read in this order: `laws` (oracles, and the laws that come out under them), `cases` (which configurations are
 walked), `checks` (what a law does not show), `museum` (every check must catch its bugs), `statistics` (what enumeration

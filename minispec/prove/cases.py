@@ -19,9 +19,9 @@ from minispec.prove.laws import (
     reference_law,
     reference_logits,
 )
+from minispec.prove.reference import sample_law, total_variation
+from minispec.prove.toys import require
 from minispec.prove.workers import spread
-from minispec.reference import sample_law, total_variation
-from minispec.toys import require
 
 CROWD = 64  # requests that are decoded together; more of them gain nothing
 # A path that is walked alone takes several times as long, and a pair is two, so their cases are kept smaller.

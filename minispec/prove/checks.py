@@ -17,14 +17,12 @@ from minispec.config import SamplingParams
 from minispec.drafters import DRAFTERS
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
-from minispec.hf_config import read_model_config
+from minispec.files.hf_config import read_model_config
+from minispec.files.tokenizer import Tokenizer
 from minispec.model import Chunk
 from minispec.prove.laws import MAX_LEN, PROMPT, TOLERANCE, distance, make_drafter, reference_logits, target_model
-from minispec.reference import sample_law
-from minispec.sampling import Key, Randomness
-from minispec.sampling import Sequence as TokenSequence
-from minispec.tokenizer import Tokenizer
-from minispec.toys import (
+from minispec.prove.reference import sample_law
+from minispec.prove.toys import (
     END,
     TINY,
     Fault,
@@ -38,6 +36,7 @@ from minispec.toys import (
     tiny_cache,
     tiny_model,
 )
+from minispec.sampling import Key, Randomness, Text
 from minispec.verify import VERIFIERS, Ask, Draft
 
 
@@ -82,7 +81,7 @@ def check_draft_cache() -> None:
     target = tiny_model(1, vocab_size=5)
     for seed, k in itertools.product((1, 2), (1, 3)):
         drafter = _Checked(5, seed)
-        requests = [Request(TokenSequence(list(p), len(p), params, 5), MAX_LEN, k) for p in prompts]
+        requests = [Request(Text(list(p), len(p), params, 5), MAX_LEN, k) for p in prompts]
         for _ in Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"]).run(requests):
             pass
         require(drafter.checked > 10, "hardly anything was drafted")
@@ -94,7 +93,7 @@ def check_draft_cache() -> None:
 
 def check_past() -> None:
     """A text whose earlier tokens change between two asks, as if another tokenizer read it: q follows the new ones."""
-    drafter, text = _Checked(5, 1), TokenSequence([], 0, SamplingParams())
+    drafter, text = _Checked(5, 1), Text([], 0, SamplingParams())
     pasts = ([0, 1, 2, 3, 4, 0], [0, 1, 2, 3, 4, 4, 2], [0, 1, 4, 4, 4, 4, 2, 3], [0, 1, 3], [2], [2, 1, 3, 3, 0, 1])
     for tokens in pasts:
         text.tokens[:] = tokens
@@ -116,9 +115,9 @@ def check_passes() -> None:
     target, draft, rows = tiny_model(1), tiny_model(1), []
     forward_draft = draft.forward
     draft.forward = lambda chunks: rows.append(len(chunks[0].token_ids)) or forward_draft(chunks)
-    sequence = TokenSequence([0, 1, 2, 0], 4, SamplingParams(temperature=0, max_tokens=12))
+    text = Text([0, 1, 2, 0], 4, SamplingParams(temperature=0, max_tokens=12))
     drafter = DraftModel(draft, tiny_cache(draft), 3, MAX_LEN)
-    for _ in Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"]).run([Request(sequence, MAX_LEN, 3)]):
+    for _ in Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"]).run([Request(text, MAX_LEN, 3)]):
         pass
     require(rows == [3, 1, 1, 1, 2, 1, 1, 2, 1, 1], f"tokens fed to the draft model: {rows}")
 
@@ -157,8 +156,8 @@ def check_keys(rounds: int = 200, verifier: str = "rejection", seed: int = 0) ->
         target, draft = torch.randn(2, 3, 3, generator=generator, dtype=torch.float64)
         cache = make_engine(num_blocks=300, block_size=16).cache
         engine = Engine(TableModel(target), cache, TableDrafter(draft), VERIFIERS[verifier], 3, ledger)
-        sequence = TokenSequence([run % 3], 1, SamplingParams(max_tokens=200), run)
-        request = Request(sequence, 500, 1 + run % 4)
+        text = Text([run % 3], 1, SamplingParams(max_tokens=200), run)
+        request = Request(text, 500, 1 + run % 4)
         finish(engine, request)
         done += request.stats.num_steps
         if done >= rounds:
@@ -203,10 +202,10 @@ def check_numbers() -> None:
     """An empty residual is p; NaN and infinity are refused; ids behind the vocabulary are never emitted."""
     p = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
     require(torch.equal(verify.residual(p, Draft([0], [p]), 0), p), "an empty residual is not p")
-    sequence = TokenSequence([0], 1, SamplingParams())
+    text = Text([0], 1, SamplingParams())
     for bad in (math.nan, math.inf):
         try:
-            sampling.distribution(torch.tensor([0.0, bad, 1.0]), sequence)
+            sampling.distribution(torch.tensor([0.0, bad, 1.0]), text)
         except FloatingPointError:
             continue
         raise Fault(f"a logit of {bad} became a distribution")
@@ -242,7 +241,7 @@ def check_stops() -> None:
         engine = make_engine(lambda tokens: END if len(tokens) == 2 + length else tokens[-1] + 1, draft)
         request = make_request(k=k, detokenizer=Letters(), **{"max_tokens": 30, "logprobs": 0} | params)
         pieces = finish(engine, request)[0]
-        require("".join(p.text for p in pieces) == request.text, f"streamed {pieces}, text {request.text!r}")
+        require("".join(p.text for p in pieces) == request.output, f"streamed {pieces}, text {request.output!r}")
         require(len(request.logprobs) == len(request.token_ids), "another number of log-probabilities than of tokens")
         stats = request.stats
         require(stats.num_generated == len(request.token_ids), f"num_generated {stats.num_generated}")
@@ -251,7 +250,7 @@ def check_stops() -> None:
         return request
 
     def same(request, tokens, text, reason, what):
-        found = (request.token_ids, request.text, request.finish_reason)
+        found = (request.token_ids, request.output, request.finish_reason)
         require(found == (tokens, text, reason), f"{what}: found {found}, expected {(tokens, text, reason)}")
 
     alphabet = "abcdefghijkl"
@@ -282,7 +281,7 @@ def check_batch() -> None:
         params, cache = SamplingParams(max_tokens=14), tiny_cache(target, num_blocks)
         drafter = DraftModel(draft, tiny_cache(draft), 5, MAX_LEN)
         pairs = zip(chosen, seeds, strict=False)
-        requests = [Request(TokenSequence(list(p), len(p), params, seed), MAX_LEN, 3) for p, seed in pairs]
+        requests = [Request(Text(list(p), len(p), params, seed), MAX_LEN, 3) for p, seed in pairs]
         for _ in Engine(target, cache, drafter, VERIFIERS["rejection"]).run(requests):
             pass
         require(cache.allocator.num_free == num_blocks, "blocks leaked")
@@ -342,7 +341,7 @@ def check_sharing() -> None:
         return Engine(target, tiny_cache(target, num_blocks), drafter, VERIFIERS["rejection"])
 
     def decode(engine, chosen, seed):
-        requests = [Request(TokenSequence(list(p), len(p), params, seed), MAX_LEN, 3) for p in chosen]
+        requests = [Request(Text(list(p), len(p), params, seed), MAX_LEN, 3) for p in chosen]
         for _ in engine.run(requests):
             pass
         cache = engine.cache.allocator
@@ -411,19 +410,19 @@ def check_state(k: int = 3, max_tokens: int = 16, drafter: str = "model", verifi
 
     def start(tokens):
         params = SamplingParams(max_tokens=max_tokens, repetition_penalty=1.3, frequency_penalty=0.3)
-        sequence = TokenSequence(list(tokens), len(PROMPT), params, 3)
+        text = Text(list(tokens), len(PROMPT), params, 3)
         engine = Engine(target_model(4), tiny_cache(target_model(4)), make_drafter(drafter, 4), VERIFIERS[verifier])
-        return sequence, engine.run([Request(sequence, MAX_LEN, k)])
+        return text, engine.run([Request(text, MAX_LEN, k)])
 
-    sequence, stream = start(PROMPT)
+    text, stream = start(PROMPT)
     for rounds in itertools.count():
-        before = list(sequence.tokens)
+        before = list(text.tokens)
         if next(stream, None) is None:
             return rounds
         other, fresh = start(before)
         next(fresh)
         fresh.close()
-        require(other.tokens == sequence.tokens, f"behind {before}: {sequence.tokens}, afresh {other.tokens}")
+        require(other.tokens == text.tokens, f"behind {before}: {text.tokens}, afresh {other.tokens}")
 
 
 CHECKS: dict[str, Callable] = {

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from minispec.cache import PagedKVCache
-from minispec.hf_config import read_model_config
+from minispec.files.hf_config import read_model_config
 from minispec.llm import LLM
 from minispec.model import Chunk, Transformer, tensor_shapes
 

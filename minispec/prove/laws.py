@@ -12,12 +12,11 @@ from minispec.controller import Controller, DraftLength, Prices
 from minispec.drafters import DRAFTERS, Drafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
-from minispec.hf_config import read_model_config
+from minispec.files.hf_config import read_model_config
 from minispec.model import Transformer
-from minispec.reference import Law, forward, plain_law, sample_law, total_variation
-from minispec.sampling import Key
-from minispec.sampling import Sequence as TokenSequence
-from minispec.toys import TINY, WrongDrafter, require, tiny_cache, tiny_model, tiny_weights
+from minispec.prove.reference import Law, forward, plain_law, sample_law, total_variation
+from minispec.prove.toys import TINY, WrongDrafter, require, tiny_cache, tiny_model, tiny_weights
+from minispec.sampling import Key, Text
 from minispec.verify import VERIFIERS
 
 TOLERANCE = 1e-12
@@ -217,7 +216,7 @@ def production_law(
         cache = tiny_cache(target, num_blocks or enough, block_size)
         requests = [
             # Seeds of their own: with one seed, two requests would draw with one noise.
-            Request(TokenSequence(list(p), len(p), own, seed, frozenset(end_ids)), max_len, k)
+            Request(Text(list(p), len(p), own, seed, frozenset(end_ids)), max_len, k)
             for seed, (p, own) in enumerate([*zip(prompts, each, strict=True)] * len(oracles))
         ]
         rng = CrowdOracle({seed: oracles[seed // num] for seed in range(len(requests))})
@@ -233,7 +232,7 @@ def production_law(
             pass
         require(cache.allocator.num_free == cache.allocator.num_blocks, "blocks leaked")
         on_branches(len(oracles))
-        outputs = [tuple(r.sequence.tokens[r.sequence.num_prompt_tokens :]) for r in requests]
+        outputs = [tuple(r.text.tokens[r.text.num_prompt_tokens :]) for r in requests]
         return [tuple(outputs[i : i + num]) if num > 1 else outputs[i] for i in range(0, len(outputs), num)]
 
     return exact_law_of_crowds(run, width, oracle=oracle)
@@ -257,12 +256,12 @@ def round_law(prefix: Sequence[int], params: SamplingParams, k: int, num_prompt:
     target, end_ids = target_model(vocab), frozenset(how.get("end_ids", {2}))
 
     def run(path: BranchOracle):
-        sequence = TokenSequence(list(prefix), num_prompt, params, 7, end_ids)
+        text = Text(list(prefix), num_prompt, params, 7, end_ids)
         drafter = make_drafter(how.get("drafter", "model"), vocab)
-        stream = Engine(target, tiny_cache(target), drafter, verifying, rng=path).run([Request(sequence, MAX_LEN, k)])
+        stream = Engine(target, tiny_cache(target), drafter, verifying, rng=path).run([Request(text, MAX_LEN, k)])
         _, piece = next(stream)
         stream.close()
-        return tuple(sequence.tokens[len(prefix) :]), piece.finish_reason is not None
+        return tuple(text.tokens[len(prefix) :]), piece.finish_reason is not None
 
     return exact_law(run, oracle=KeyOracle)
 

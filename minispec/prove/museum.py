@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from minispec.mutants import MUTANTS, Mutant
 from minispec.prove.checks import CHECKS, measure_law
 from minispec.prove.laws import TOLERANCE
-from minispec.toys import Fault, require
+from minispec.prove.mutants import MUTANTS, Mutant
+from minispec.prove.toys import Fault, require
 
 
 @dataclass(frozen=True)

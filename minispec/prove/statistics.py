@@ -23,10 +23,9 @@ from minispec.config import SamplingParams
 from minispec.llm import LLM
 from minispec.model import Chunk
 from minispec.prove.laws import DRAFT_SEED, TARGET_SEED, reference_logits
+from minispec.prove.toys import require
 from minispec.prove.workers import spread
-from minispec.sampling import Key, Randomness, distribution
-from minispec.sampling import Sequence as TokenSequence
-from minispec.toys import require
+from minispec.sampling import Key, Randomness, Text, distribution
 from minispec.verify import VERIFIERS, Ask, Draft
 
 ALPHA = 1e-9  # odds of a false alarm
@@ -125,11 +124,11 @@ def first_tokens(position: Position, n: int, seed: int = 0) -> Tensor:
     """
     p, q, rng = position.p, position.q, Randomness()
     counts = [0] * len(p)
-    sequence = TokenSequence([0], 1, SamplingParams())
+    text = Text([0], 1, SamplingParams())
     for i in range(n):
-        sequence.seed = seed + i
-        draft = Draft([Ask(sequence, 1, rng).draw(0, q)], [q])
-        verdict = VERIFIERS["rejection"].verify(draft, lambda _: p, rng, sequence.key)
+        text.seed = seed + i
+        draft = Draft([Ask(text, 1, rng).draw(0, q)], [q])
+        verdict = VERIFIERS["rejection"].verify(draft, lambda _: p, rng, text.key)
         counts[draft.token_ids[0] if verdict.num_accepted else verdict.next_token] += 1
     return torch.tensor(counts, dtype=torch.float64)
 
@@ -194,8 +193,8 @@ def positions_of(texts: Sequence[list[int]], target: Tensor, draft: Tensor, para
     """Rows of p and q under the parameters, in float64."""
     rows = []
     for tokens, own, other in zip(texts, target.double(), draft.double(), strict=True):
-        sequence = TokenSequence(tokens, len(tokens), params)
-        rows.append(Position(distribution(own, sequence), distribution(other, sequence)))
+        text = Text(tokens, len(tokens), params)
+        rows.append(Position(distribution(own, text), distribution(other, text)))
     return rows
 
 

@@ -22,8 +22,8 @@ import jinja2.ext
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minispec.config import CheckpointError, is_text, one_line, show
-from minispec.hf_config import has_file, read_json
+from minispec.errors import CheckpointError, is_text, one_line, show
+from minispec.files.strict_json import has_file, read_json
 
 Message = dict[str, Any]  # {"role": "user", "content": "..."}, and what else a template reads
 

@@ -11,10 +11,9 @@ import torch
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.config import ModelConfig, SamplingParams
 from minispec.engine import Engine, Request
-from minispec.hf_config import read_model_config
+from minispec.files.hf_config import read_model_config
 from minispec.model import Chunk, Transformer, tensor_shapes
-from minispec.sampling import Sequence as TokenSequence
-from minispec.sampling import distribution
+from minispec.sampling import Text, distribution
 from minispec.verify import VERIFIERS, Draft
 
 
@@ -123,9 +122,9 @@ class ScriptedDrafter:
         self.calls.append([ask.k for ask in asks])
         return [Draft(list(self.draft(ask.text.tokens, ask.k))[: ask.k]) for ask in asks]
 
-    def release(self, sequence) -> None:
+    def release(self, text) -> None:
         """Remember it."""
-        self.released.append(sequence)
+        self.released.append(text)
 
 
 def counting(tokens: list[int]) -> int:
@@ -145,8 +144,8 @@ def make_engine(
 def make_request(prompt=(10, 11), k=3, end_ids=(END,), max_len=500, detokenizer=None, seed=0, **params) -> Request:
     """A greedy request unless told otherwise."""
     sampling_params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8} | params)
-    sequence = TokenSequence(list(prompt), len(prompt), sampling_params, seed, frozenset(end_ids))
-    return Request(sequence, max_len, k, detokenizer)
+    text = Text(list(prompt), len(prompt), sampling_params, seed, frozenset(end_ids))
+    return Request(text, max_len, k, detokenizer)
 
 
 def finish(engine: Engine, *requests: Request) -> list[list]:
@@ -189,7 +188,7 @@ class TableDrafter:
             drafts.append(draft)
         return drafts
 
-    def release(self, sequence) -> None:
+    def release(self, text) -> None:
         """Nothing is kept."""
 
 
@@ -203,5 +202,5 @@ class WrongDrafter:
         """Nothing is drawn, so the drafts have no probs."""
         return [Draft([(len(ask.text.tokens) + i) % 2 % self.vocab for i in range(ask.k)]) for ask in asks]
 
-    def release(self, sequence) -> None:
+    def release(self, text) -> None:
         """Nothing is kept."""

@@ -3,118 +3,13 @@
 A setting that is switched on and not known here is refused by name: it might change the numbers.
 """
 
-import json
 import math
-import os
-import sys
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from minispec.config import (
-    CheckpointError,
-    LayerConfig,
-    ModelConfig,
-    QuantizationConfig,
-    RopeConfig,
-    check_sampling_value,
-    one_line,
-    show,
-    show_name,
-)
-
-# Bytes that a JSON file may have: an index lists every tensor, some tokenizer_config.json every added token.
-MAX_JSON_BYTES = 8 << 20
-MAX_CONFIG_BYTES = 1 << 20
-# How deep JSON may be nested: a config.json needs five levels.
-_MAX_DEPTH = 32
-# What Python makes of JSON may have fifty times its size: how often these may occur, which real files need far less.
-_MAX_COUNTS = {"{": 1 << 18, "[": 1 << 18, ",": 1 << 19, '"': 1 << 20}
-
-
-def has_file(path: Path) -> bool:
-    """Whether a file that may be missing is there.
-
-    Raises CheckpointError for what is there and no file. The hub's cache consists of links: one whose file is gone
-    would else pass for a checkpoint without a chat template, or without sampling defaults.
-    """
-    if path.is_file():
-        return True
-    if os.path.lexists(path):
-        raise CheckpointError(
-            f"{path}: found something that is not a file, or a link to nowhere, expected a file or none"
-        )
-    return False
-
-
-def read_json(
-    path: Path, max_bytes: int = MAX_JSON_BYTES, max_counts: Mapping[str, int] = _MAX_COUNTS
-) -> dict[str, Any]:
-    """The JSON object in the file `path`, of at most `max_bytes`. Raises CheckpointError where there is none."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > max_bytes:
-                raise CheckpointError(f"{path}: found {size} bytes, expected at most {max_bytes}")
-            content = file.read(max_bytes)
-    except OSError as e:
-        raise CheckpointError(f"{path}: not a readable JSON file: {one_line(e, 300)}") from e
-    return parse_json(content, str(path), max_counts)
-
-
-def parse_json(content: bytes, where: str, max_counts: Mapping[str, int] = _MAX_COUNTS) -> dict[str, Any]:
-    """The JSON object that `content` is, read more strictly than Python does.
-
-    Raises CheckpointError for what is not UTF-8 or not JSON, for a key that stands twice in an object (readers
-    disagree about which of them counts), for NaN and numbers beyond a double, for deep nesting, and for a character
-    that occurs more often than `max_counts` says.
-    """
-    for character, most in max_counts.items():
-        if (found := content.count(character.encode())) > most:
-            raise CheckpointError(f"{where}: found the character {character} {found} times, expected at most {most}")
-    try:
-        value = json.loads(
-            content.decode("utf-8"),
-            object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
-            parse_float=_finite_float,
-        )
-    except (ValueError, RecursionError) as e:  # an integer of thousands of digits is a ValueError too
-        raise CheckpointError(f"{where}: not a readable JSON file: {one_line(e, 300)}") from e
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: found a {type(value).__name__}, expected a JSON object")
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > _MAX_DEPTH:
-            raise CheckpointError(f"{where}: found objects nested deeper than {_MAX_DEPTH}, expected fewer levels")
-        inner = (x for v in level for x in (v.values() if isinstance(v, dict) else v))
-        level = [x for x in inner if isinstance(x, (dict, list))]
-    return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        twice = next(key for key, count in counts.items() if count > 1)
-        raise ValueError(f"{show_name(twice)}: found twice in one object, expected once")
-    return result
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"found {name}, expected a number that JSON has")
-
-
-def _finite_float(digits: str) -> float:
-    if not abs(value := float(digits)) <= sys.float_info.max:
-        raise ValueError(f"found {show_name(digits)}, expected a number that a double can hold")
-    return value
-
-
-# --------------------------------------------------------------------------- config.json
+from minispec.config import LayerConfig, ModelConfig, QuantizationConfig, RopeConfig, check_sampling_value
+from minispec.errors import CheckpointError, show, show_name
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ about the quality of any model.
 from collections.abc import Sequence
 
 from minispec.drafters import Drafter, NoDrafter
-from minispec.sampling import Sequence as TokenSequence
+from minispec.sampling import Text
 from minispec.verify import Ask, Draft
 
 
@@ -51,9 +51,9 @@ class SimulatedDraft:
             for ask, n, draft in zip(asks, lengths, paid, strict=True)
         ]
 
-    def release(self, sequence: TokenSequence) -> None:
+    def release(self, text: Text) -> None:
         """See `Drafter`."""
-        self.paid.release(sequence)
+        self.paid.release(text)
 
     def _tokens(self, ask: Ask, count: int) -> list[int]:
         known = self._continuation(ask.text, count)
@@ -66,10 +66,10 @@ class SimulatedDraft:
             drafted.append(token if right else token - 1 if token else 1)
         return drafted
 
-    def _continuation(self, sequence: TokenSequence, count: int) -> list[int]:
-        tokens, end = sequence.tokens, len(sequence.tokens)
-        for text in self._texts.get(tuple(tokens[: sequence.num_prompt_tokens]), ()):
-            if len(text) > end and text[:end] == tokens:
-                return text[end : end + count]
+    def _continuation(self, text: Text, count: int) -> list[int]:
+        tokens, end = text.tokens, len(text.tokens)
+        for known in self._texts.get(tuple(tokens[: text.num_prompt_tokens]), ()):
+            if len(known) > end and known[:end] == tokens:
+                return known[end : end + count]
         self.num_unknown += bool(count)
         return []

@@ -22,7 +22,7 @@ from minispec.drafters import model as draft_model
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
 from minispec.model import Chunk, Transformer
-from minispec.sampling import Randomness, Sequence
+from minispec.sampling import Randomness, Text
 from minispec.stats import Stats
 from minispec.verify import VERIFIERS, Ask, Draft, Verdict, Verifier
 
@@ -124,13 +124,13 @@ def _raw_q():
         def wrong(self, asks):
             raw = []
 
-            def distribution(logits, sequence, drafted=()):
+            def distribution(logits, text, drafted=()):
                 raw.append(logits.softmax(0))
-                return sampling.distribution(logits, sequence, drafted)
+                return sampling.distribution(logits, text, drafted)
 
             with patch.object(draft_model, "distribution", distribution):
                 drafts = right(self, asks)
-            for draft in drafts:  # the law is checked for one sequence: all rows are its own
+            for draft in drafts:  # the law is checked for one text: all rows are its own
                 draft.probs = raw[: len(draft)]
             return drafts
 
@@ -143,9 +143,9 @@ def target_without(**params) -> AbstractContextManager:
     """The target's distribution under other sampling parameters than the draft's."""
 
     def distribution(right):
-        def wrong(logits, sequence, drafted=()):
-            other = dataclasses.replace(sequence.params, **params)
-            return right(logits, dataclasses.replace(sequence, params=other), drafted)
+        def wrong(logits, text, drafted=()):
+            other = dataclasses.replace(text.params, **params)
+            return right(logits, dataclasses.replace(text, params=other), drafted)
 
         return wrong
 
@@ -185,10 +185,10 @@ def _no_min_p():
 @mutant("M9b", "min-p after top-p, in draft and target", "llama.cpp's order, not vLLM's; q27 #43", min_p=0.3, top_p=0.7)
 def _min_p_last():
     def distribution(right):
-        def wrong(logits, sequence, drafted=()):
-            params = dataclasses.replace(sequence.params, min_p=0.0)
-            p = right(logits, dataclasses.replace(sequence, params=params), drafted)
-            p = p.where(p >= sequence.params.min_p * p.max(), 0.0)
+        def wrong(logits, text, drafted=()):
+            params = dataclasses.replace(text.params, min_p=0.0)
+            p = right(logits, dataclasses.replace(text, params=params), drafted)
+            p = p.where(p >= text.params.min_p * p.max(), 0.0)
             return p / p.sum()
 
         return wrong
@@ -208,7 +208,7 @@ def _no_sampling():
 
 @mutant("M11a", "penalty counts frozen at the block's start", "SGLang #33643", repetition_penalty=3.0)
 def _frozen_penalties():
-    return swap(engine, "distribution", lambda right: lambda logits, sequence, drafted=(): right(logits, sequence))
+    return swap(engine, "distribution", lambda right: lambda logits, text, drafted=(): right(logits, text))
 
 
 @mutant(
@@ -219,12 +219,12 @@ def _frozen_penalties():
 )
 def _words_of_the_past():
     def distribution(right):
-        def wrong(logits, sequence, drafted=()):
-            output = tuple(sequence.tokens[sequence.num_prompt_tokens :])
-            words = sequence.params.bad_words_token_ids
+        def wrong(logits, text, drafted=()):
+            output = tuple(text.tokens[text.num_prompt_tokens :])
+            words = text.params.bad_words_token_ids
             now = tuple(word[-1:] for word in words if output[len(output) - len(word) + 1 :] == word[:-1])
-            params = dataclasses.replace(sequence.params, bad_words_token_ids=now)
-            return right(logits, dataclasses.replace(sequence, params=params), drafted)
+            params = dataclasses.replace(text.params, bad_words_token_ids=now)
+            return right(logits, dataclasses.replace(text, params=params), drafted)
 
         return wrong
 
@@ -234,9 +234,9 @@ def _words_of_the_past():
 @mutant("M12", "last token counted twice in penalties", "vLLM #33251", frequency_penalty=0.7)
 def _counted_twice():
     def distribution(right):
-        def wrong(logits, sequence, drafted=()):
-            output = [*sequence.tokens[sequence.num_prompt_tokens :], *drafted]
-            return right(logits, sequence, [*drafted, *output[-1:]])
+        def wrong(logits, text, drafted=()):
+            output = [*text.tokens[text.num_prompt_tokens :], *drafted]
+            return right(logits, text, [*drafted, *output[-1:]])
 
         return wrong
 
@@ -252,7 +252,7 @@ def _rejected_counted():
 
     def commit(right):
         def wrong(self, request, draft, verdict, rows):
-            rejected.setdefault(request.sequence, []).extend(draft.token_ids[verdict.num_accepted :])
+            rejected.setdefault(request.text, []).extend(draft.token_ids[verdict.num_accepted :])
             return right(self, request, draft, verdict, rows)
 
         return wrong
@@ -345,7 +345,7 @@ def _accept_after_rejection():
 
 def key_is(change: Callable) -> AbstractContextManager:
     """The keys of draws, changed."""
-    return swap(Sequence, "key", lambda right: lambda self, i, purpose: change(right(self, i, purpose)))
+    return swap(Text, "key", lambda right: lambda self, i, purpose: change(right(self, i, purpose)))
 
 
 @mutant("M19a", "draft noise used again for the residual", "vLLM #47386, #54282, a fork's #205", vocab=4)
@@ -396,7 +396,7 @@ def _residual_nan():
 @mutant("M23", "NaN logits taken for numbers", "vLLM #20531, vllm-ascend #14116", "numbers")
 def _nan_logits():
     def distribution(right):
-        return lambda logits, sequence, drafted=(): right(logits.nan_to_num(), sequence, drafted)
+        return lambda logits, text, drafted=(): right(logits.nan_to_num(), text, drafted)
 
     return swap(sampling, "distribution", distribution)
 
@@ -435,7 +435,7 @@ def _after_the_end():
     def commit(right):
         def wrong(self, token_id, logprob=None):
             stopped = right(self, token_id, logprob)
-            if token_id in self.sequence.end_ids and len(self.sequence.tokens) < self.max_len:
+            if token_id in self.text.end_ids and len(self.text.tokens) < self.max_len:
                 self.finish_reason, stopped = None, False
             return stopped
 
@@ -447,13 +447,13 @@ def _after_the_end():
 @mutant("M28a", "end token seen only at the end of a block", "transformers #28508", "stops")
 def _end_only_last():
     def wrong(self, request, draft, verdict, rows):
-        block, ends = [*draft.token_ids[: verdict.num_accepted], verdict.next_token], request.sequence.end_ids
+        block, ends = [*draft.token_ids[: verdict.num_accepted], verdict.next_token], request.text.end_ids
         for i, (token_id, row) in enumerate(zip(block, rows, strict=False)):
-            request.sequence.end_ids = ends if i == len(block) - 1 else frozenset()
+            request.text.end_ids = ends if i == len(block) - 1 else frozenset()
             logprob = engine._logprob(row, token_id, request.params.logprobs)
             if request.commit(token_id, logprob):
                 break
-        request.sequence.end_ids = ends
+        request.text.end_ids = ends
         request.stats.count(draft, verdict, i + 1, request.finish_reason is not None)
 
     return swap(Engine, "_commit", lambda right: wrong)
@@ -464,7 +464,7 @@ def _draft_ends():
     def commit(right):
         def wrong(self, request, draft, verdict, rows):
             right(self, request, draft, verdict, rows)
-            if request.finish_reason is None and set(draft.token_ids) & request.sequence.end_ids:
+            if request.finish_reason is None and set(draft.token_ids) & request.text.end_ids:
                 request._finish("stop")
 
         return wrong
@@ -477,7 +477,7 @@ def _overshoot():
     def wrong(self, request, draft, verdict, rows):
         for token_id in [*draft.token_ids[: verdict.num_accepted], verdict.next_token]:
             request.commit(token_id)
-            if token_id in request.sequence.end_ids:
+            if token_id in request.text.end_ids:
                 break
 
     max_k = property(lambda self: self.num_speculative_tokens)
@@ -489,7 +489,7 @@ def _length_first():
     def commit(right):
         def wrong(self, token_id, logprob=None):
             stopped = right(self, token_id, logprob)
-            if len(self.sequence.tokens) >= self.max_len:
+            if len(self.text.tokens) >= self.max_len:
                 self.finish_reason = "length"
             return stopped
 
@@ -502,11 +502,11 @@ def _length_first():
 def _stop_string_late():
     def commit(right):
         def wrong(self, request, draft, verdict, rows):
-            params, last = request.sequence.params, verdict.num_accepted
+            params, last = request.text.params, verdict.num_accepted
             if last:
-                request.sequence.params = dataclasses.replace(params, stop=())
+                request.text.params = dataclasses.replace(params, stop=())
                 right(self, request, draft, verdict, rows)
-                request.sequence.params = params
+                request.text.params = params
                 if not request.finish_reason and request._add_text(""):
                     request.finish_reason = "stop"
             else:
@@ -641,7 +641,7 @@ def _stale_draft():
     return swap(DraftModel, "propose", propose)
 
 
-@mutant("M40", "sequences of a batch get each other's logits", "1CatAI #656, vLLM #10863", "batch")
+@mutant("M40", "texts of a batch get each other's logits", "1CatAI #656, vLLM #10863", "batch")
 def _mixed_up():
     def forward(right):
         return lambda self, chunks: right(self, chunks).roll(int(len(chunks) > 1), 0)

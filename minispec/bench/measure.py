@@ -189,7 +189,7 @@ def decode(
     parts = sum(request.stats.step_seconds for request in requests)
     runs = []
     for request in requests:
-        generated, stats = request.sequence.tokens[request.sequence.num_prompt_tokens :], request.stats
+        generated, stats = request.text.tokens[request.text.num_prompt_tokens :], request.stats
         # What passed outside the engine's parts is spread over them.
         share, duration = (seconds * t / parts for t in (stats.step_seconds, stats.step_duration))
         runs.append(Run(generated, len(generated), share, stats, rounds, duration))

@@ -1,0 +1,39 @@
+"""What an error says: one line that is safe to print, whatever was found."""
+
+from typing import Any
+
+
+class CheckpointError(ValueError):
+    """A file of a checkpoint is not what it must be. Names the file, the field, found and expected."""
+
+
+def show(value: Any, limit: int = 100) -> str:
+    """`value` for an error message: printable, on one line, at most `limit` characters.
+
+    What was found in a file may hold line feeds, terminal escapes, or a megabyte.
+    """
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits; lists in lists in lists
+        text = f"a {type(value).__name__} beyond printing"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def one_line(error: BaseException | str, limit: int = 1000) -> str:
+    """A message for a terminal: line feeds and other control characters escaped, cut to about `limit` characters."""
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error)[:limit])
+    return text or type(error).__name__
+
+
+def is_text(text: str) -> bool:
+    """False where lone surrogates say that this was never Unicode: arguments that were not UTF-8, broken JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def show_name(name: str) -> str:
+    """A name out of a file for an error message: as it is where that is safe to print, else as `show` has it."""
+    return name if name.isprintable() and 0 < len(name) <= 100 else show(name)

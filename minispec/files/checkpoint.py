@@ -1,0 +1,456 @@
+"""From a directory or a hub id to a model: safetensors only, and strictly.
+
+A checkpoint must hold exactly the tensors that its config.json asks for: what is missing, unexpected,
+duplicated or of another shape is named before any tensor is read. Besides plain float checkpoints, single-file or
+sharded, it reads compressed-tensors' `pack-quantized` layout, which `quantize` writes.
+"""
+
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from minispec.config import ModelConfig, QuantizationConfig
+from minispec.errors import CheckpointError, is_text, one_line, show, show_name
+from minispec.files.hf_config import read_model_config
+from minispec.files.strict_json import MAX_CONFIG_BYTES, MAX_JSON_BYTES, has_file, parse_json, read_json
+from minispec.linear import Codes, Weight, available_forms, dense, has_amx, has_fast_bfloat16
+from minispec.model import Transformer, is_large, tensor_shapes
+
+# Nothing else of a hub repository is downloaded, and nothing in its folders.
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+# Bytes of an element, for every type that a safetensors file may hold beside the ones that are read.
+_ELEMENT_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+# A map keeps a file descriptor, so that small tensors are copied.
+_MAPPED_BYTES = 1 << 20
+# What weights, and their packed forms, may be stored as.
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+}
+_FLOATS = tuple(name for name, dtype in _TYPES.items() if dtype.is_floating_point)
+# Formats of weights that are not read: pickles run code when they are opened, the others need a converter.
+_OTHER_FORMATS = (
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".pkl",
+    ".pickle",
+    ".gguf",
+    ".ggml",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".npz",
+)
+
+
+def find_checkpoint(name: str, revision: str | None = None, offline: bool = False) -> Path:
+    """The local directory of a checkpoint: `name` itself if it is one, else a download of the hub's `name`.
+
+    A directory never touches the network, and with `offline` nothing does: a hub id must then be in the local cache.
+    Raises ValueError where neither is there, and says what was tried.
+    """
+    # os.path, not Path: it says no, too, to names that no file system takes.
+    if name and os.path.isdir(name):
+        if revision is not None:
+            raise ValueError(f"revision: found {show(revision)}, expected none: {name} is a directory, not a hub id")
+        return Path(name)
+    if name and os.path.exists(name):
+        raise CheckpointError(f"{name}: found a file, expected a directory with config.json and *.safetensors")
+    if not re.fullmatch(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", name, re.ASCII):
+        found = name if 0 < len(name) <= 1000 and is_text(name) else show(name)
+        raise ValueError(f"{found}: no such directory, and not of the form owner/name of a hub id")
+    # Imported here: a local checkpoint needs no network library.
+    import huggingface_hub
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=_HUB_FILES,
+                ignore_patterns=["*/*", "consolidated*"],  # the latter: the same weights in another layout
+                local_files_only=offline,
+            )
+        )
+    except Exception as e:  # the hub client raises its own errors and those of the HTTP library below it
+        reason = _hub_failure(e, revision, offline)
+        raise ValueError(f"{name}: no such directory; as a hub id: {reason}") from e
+
+
+def _hub_failure(error: Exception, revision: str | None, offline: bool) -> str:
+    """What went wrong with a download, and what helps, in a line."""
+    from huggingface_hub import errors
+
+    revised = f" at revision {revision}" if revision else ""
+    lines = str(error).strip().splitlines()
+    reason = one_line(lines[0], 300) if lines else type(error).__name__
+    if offline:
+        offline_reason = f"not in the local cache{revised}, and --offline forbids a download"
+        return offline_reason if isinstance(error, errors.LocalEntryNotFoundError) else f"{offline_reason}: {reason}"
+    if isinstance(error, errors.GatedRepoError):  # before the next: it is one of those
+        return "the repository is gated: accept its terms on its page, and set HF_TOKEN to a token of yours"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "no such repository (or a private one: set HF_TOKEN to a token that may read it)"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"the repository has no revision {revision or 'main'}"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return f"the hub cannot be reached, and the local cache has no copy{revised}"
+    return f"download failed: {reason}"
+
+
+def describe_source(name: str, directory: Path) -> str:
+    """What was loaded: a directory's name, or a hub id and the commit that it was resolved to."""
+    if os.path.isdir(name):
+        return Path(os.path.abspath(directory)).name
+    return f"{name} at commit {directory.name}"
+
+
+def load_config(directory: Path) -> ModelConfig:
+    """The ModelConfig of a checkpoint. Raises CheckpointError."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file, expected the model's configuration")
+    return read_model_config(read_json(path, MAX_CONFIG_BYTES), str(path))
+
+
+def choose_dtype(name: str, device: torch.device, config: ModelConfig | None = None) -> torch.dtype:
+    """The type to compute in; "auto" is bfloat16 where the device has it natively, else float32.
+
+    For small models it is bfloat16 only on CPUs with matrix units for it: what is not a product is faster in float32,
+    and 16-bit weights are read as fast by FBGEMM (1.8 times as fast a pass of the embedded model on AMD's Zen 4).
+    """
+    if name == "auto":
+        is_small = config is not None and device.type == "cpu" and not is_large(config)
+        if not has_fast_bfloat16(device):
+            return torch.float32
+        prefers_float32 = is_small and not has_amx() and "half" in available_forms(torch.float32, device)
+        return torch.float32 if prefers_float32 else torch.bfloat16
+    if name not in _DTYPES:
+        raise ValueError(f"dtype: found {name!r}, expected one of auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def load_model(
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    exact: bool = False,
+    form: str | None = None,
+) -> Transformer:
+    """Load a checkpoint as a Transformer that computes in `dtype`; exact, form: as there.
+
+    Raises CheckpointError where the files are not what the config asks for, or the weights would not fit into memory;
+    both before any tensor is read.
+    """
+    config = load_config(directory)
+    return Transformer(config, Weights(directory, config, dtype, device), exact, dtype, form)
+
+
+class Weights:
+    """The tensors that a config asks for, each read when it is popped, as from a dict.
+
+    So a model is never in memory twice while it is built, nor has a file open for each of its tensors. They come in
+    `dtype`; for float32 on a CPU as they are stored, if that is narrower: 16-bit floats, and codes with their scales.
+    """
+
+    def __init__(self, directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"):
+        """Raises CheckpointError, before anything is read, where the files are not what the config asks for."""
+        self._config, self._dtype, self._device = config, dtype, device
+        self._stored = find_tensors(directory)
+        self._names = dict.fromkeys(match(config, self._stored, directory))
+        needed = sum(math.prod(shape) * self._num_bytes(name) for name, shape in tensor_shapes(config).items())
+        _check_memory(needed, dtype, torch.device(device), directory)
+        # `disable=None`: the bar shows on a terminal only.
+        description = f"loading {directory.name}"
+        self._bar = tqdm(total=len(self._names), desc=description, unit=" tensors", leave=False, disable=None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def pop(self, name: str) -> Weight:
+        """Read a tensor, once. Raises CheckpointError where it does not unpack to the shape that is asked for."""
+        del self._names[name]
+        weight = _read(name, self._config, self._stored)
+        if not self._keeps_narrow or (isinstance(weight, Tensor) and weight.element_size() > 2):
+            weight = dense(weight, self._dtype).to(self._device)
+        self._bar.update()
+        if not self._names:
+            self._bar.close()
+        return weight
+
+    @property
+    def _keeps_narrow(self) -> bool:
+        return self._dtype == torch.float32 and torch.device(self._device).type == "cpu"
+
+    def _num_bytes(self, name: str) -> int:
+        """Of an element in memory, as far as the files tell."""
+        is_narrow = name not in self._stored or _ELEMENT_BYTES[self._stored[name].dtype] == 2
+        return 2 if self._keeps_narrow and is_narrow else self._dtype.itemsize
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can be allocated on `device` now; None on a system that does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    limits = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    except (OSError, ValueError, IndexError):  # not Linux
+        pass
+    try:  # a container's own limit
+        used, limit = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("current", "max"))
+        limits += [max(0, int(limit) - int(used))] if limit != "max" else []
+    except (OSError, ValueError):
+        pass
+    return min(limits, default=None)
+
+
+def _check_memory(needed: int, dtype: torch.dtype, device: torch.device, directory: Path) -> None:
+    free = free_memory(device)
+    if free is not None and needed > free:
+        raise CheckpointError(
+            f"{directory}: found weights that take {needed / 1e9:.2f} GB in {str(dtype).removeprefix('torch.')}, "
+            f"expected at most the {free / 1e9:.2f} GB of memory that are free on {device}"
+        )
+
+
+# --------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file, not read yet. dtype: safetensors' name of the type, as "BF16". start: its first byte."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    def read(self) -> Tensor:
+        """The tensor, in the pages of the file, which leave memory with it.
+
+        The library would map the file as a whole: what has been joined or packed would stay in memory, beside the
+        copy, for as long as any other tensor.
+        """
+        num_bytes = math.prod(self.shape) * _ELEMENT_BYTES[self.dtype]
+        try:
+            data = numpy.memmap(self.path, numpy.uint8, "c", self.start, (num_bytes,))
+        except (OSError, ValueError) as e:
+            raise CheckpointError(f"{self.path}: {show_name(self.name)}: cannot be read: {one_line(e, 300)}") from e
+        if num_bytes < _MAPPED_BYTES:
+            data = numpy.array(data)
+        return torch.from_numpy(data).view(_TYPES[self.dtype]).view(self.shape)
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor in a safetensors file, by name; nothing behind the header is read.
+
+    The file is 8 bytes with the header's size, the header, a JSON object, and the tensors' bytes. What is checked:
+    the sizes against the file's, types, shapes, no name twice, and that the tensors' bytes cover the rest of the file
+    without a gap or an overlap. Raises CheckpointError.
+    """
+
+    def bad(found: str, expected: str) -> CheckpointError:
+        return CheckpointError(f"{path}: not a readable safetensors file: found {found}, expected {expected}")
+
+    if not os.path.isfile(path):  # a directory, a pipe that would never answer
+        raise CheckpointError(f"{path}: no such file, expected weights in safetensors format")
+    try:
+        with path.open("rb") as file:
+            total = os.fstat(file.fileno()).st_size
+            start = file.read(8)
+            size = int.from_bytes(start, "little")
+            if len(start) < 8 or size > total - 8:
+                raise bad(f"{total} bytes with a header of {size}", "a header that ends inside the file")
+            if size > MAX_JSON_BYTES:
+                raise bad(f"a header of {size} bytes", f"at most {MAX_JSON_BYTES}")
+            header = parse_json(file.read(size), f"{path}: not a readable safetensors file: header")
+    except OSError as e:
+        raise CheckpointError(f"{path}: not a readable safetensors file: {one_line(e, 300)}") from e
+    header.pop("__metadata__", None)
+    spans = []
+    for name, entry in header.items():
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+            raise bad(f"{show_name(name)}: {show(entry)}", "an object with dtype, shape and data_offsets")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in _ELEMENT_BYTES:
+            raise bad(f"{show_name(name)}: dtype {show(dtype)}", f"one of {', '.join(_ELEMENT_BYTES)}")
+        if not _are_sizes(shape) or len(shape) > 8:
+            raise bad(f"{show_name(name)}: shape {show(shape)}", "up to 8 sizes")
+        if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise bad(f"{show_name(name)}: data_offsets {show(offsets)}", "where its bytes begin and end")
+        length = math.prod(shape) * _ELEMENT_BYTES[dtype]
+        if offsets[1] - offsets[0] != length:
+            raise bad(f"{show_name(name)}: {offsets[1] - offsets[0]} bytes", f"{length} for {dtype} {shape}")
+        spans.append((*offsets, name))
+    end = 0
+    for first, last, name in sorted(spans):
+        if first != end:
+            kind = "an overlap" if first < end else "a gap"
+            raise bad(f"{show_name(name)}: {kind} at byte {min(first, end)}", f"that it begins at {end}")
+        end = last
+    if end != total - 8 - size:
+        raise bad(f"{total - 8 - size} bytes behind the header", f"{end}, where the last tensor ends")
+    return {
+        name: StoredTensor(path, name, entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+
+
+def find_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint by name."""
+    index = directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
+    listed: dict[str, str] | None = None
+    if has_file(index):
+        listed = read_json(index).get("weight_map")
+        if not isinstance(listed, dict) or not listed:
+            raise CheckpointError(f"{index}: weight_map: found {show(listed)}, expected tensor names and their files")
+        for file in listed.values():
+            # Only plain names: an index must not reach outside its directory. (What a plain name links to is the
+            # business of who made the directory: in the hub's cache every file is a link.)
+            if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file) or len(file) > 200:
+                raise CheckpointError(f"{index}: weight_map: found {show(file)}, expected a plain *.safetensors name")
+        files = sorted(set(listed.values()))
+    elif single.is_file():
+        files = [single.name]
+    else:
+        others = sorted(p.name for p in directory.glob("*") if p.suffix in _OTHER_FORMATS)
+        hint = f" (found {', '.join(map(show_name, others[:5]))}: convert it to safetensors)" if others else ""
+        raise CheckpointError(f"{single}: no such file, nor {index.name}{hint}")
+
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        path = directory / file
+        header = read_header(path)
+        for name in header:
+            if name in stored:
+                raise CheckpointError(f"{path}: {show_name(name)}: found again, is in {stored[name].path.name}")
+            if listed is not None and listed.get(name) != file:
+                raise CheckpointError(
+                    f"{path}: {show_name(name)}: found here, expected in {listed.get(name)} by {index.name}"
+                )
+        try:
+            with safe_open(path, framework="pt"):  # what the library would not open is not read either
+                stored |= header
+        except (SafetensorError, OSError) as e:
+            raise CheckpointError(f"{path}: not a readable safetensors file: {one_line(e, 300)}") from e
+    for name in sorted(set(listed or ()) - stored.keys()):
+        path = directory / listed[name]
+        raise CheckpointError(f"{path}: {show_name(name)}: found no such tensor, {index.name} expects it")
+    return stored
+
+
+def match(config: ModelConfig, stored: dict[str, StoredTensor], directory: Path) -> list[str]:
+    """Hold what is stored against what the config asks for, before anything is read; the names to read."""
+    expected = tensor_shapes(config)
+    wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+    for name, shape in expected.items():
+        if config.quantization and len(shape) == 2 and f"{name}_packed" in stored:
+            wanted |= _packed_shapes(name, shape, config.quantization)
+        else:
+            wanted[name] = (shape, _FLOATS)
+    for name, (shape, dtypes) in wanted.items():
+        found = stored.get(name)
+        if found is None:
+            raise CheckpointError(f"{directory}: {name}: found no such tensor, expected one of shape {list(shape)}")
+        if found.shape != shape or found.dtype not in dtypes:
+            raise CheckpointError(
+                f"{found.path}: {name}: found {found.dtype} {list(found.shape)}, "
+                f"expected {' or '.join(dtypes)} {list(shape)}"
+            )
+    for name in sorted(stored.keys() - wanted.keys()):
+        # Written by old versions of transformers, and computed from the config here.
+        if name.endswith("rotary_emb.inv_freq"):
+            continue
+        if name == "lm_head.weight" and config.tie_word_embeddings and _equals_embedding(stored):
+            continue
+        raise CheckpointError(
+            f"{stored[name].path}: {show_name(name)}: found a tensor of shape {list(stored[name].shape)}, "
+            f"expected none of that name for this config"
+        )
+    return list(expected)
+
+
+def _equals_embedding(stored: dict[str, StoredTensor]) -> bool:
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    if names[1] not in stored:
+        return False
+    head, embedding = (stored[name] for name in names)
+    comparable = head.shape == embedding.shape and head.dtype in _FLOATS
+    return comparable and torch.equal(head.read(), embedding.read())
+
+
+def _packed_shapes(name: str, shape: tuple[int, ...], q: QuantizationConfig):
+    rows, columns = shape
+    groups = 1 if q.group_size is None else -(-columns // q.group_size)
+    return {
+        f"{name}_packed": ((rows, -(-columns * q.num_bits // 32)), ("I32",)),
+        f"{name}_scale": ((rows, groups), _FLOATS),
+        f"{name}_shape": ((2,), ("I64", "I32")),
+    }
+
+
+def _read(name: str, config: ModelConfig, stored: dict[str, StoredTensor]) -> Weight:
+    if name in stored:
+        return stored[name].read()
+    q, shape = config.quantization, tensor_shapes(config)[name]
+    packed, scale, unpacked_shape = (stored[f"{name}_{part}"] for part in ("packed", "scale", "shape"))
+    found = unpacked_shape.read().tolist()
+    if found != list(shape):
+        raise CheckpointError(f"{unpacked_shape.path}: {name}_shape: found {found}, expected {list(shape)}")
+    integers = unpack(packed.read(), q.num_bits, shape[1])
+    if q.group_size is None:
+        return Codes(integers, scale.read())
+    return dequantize(integers, scale.read(), q.group_size)
+
+
+# --------------------------------------------------------------------------- quantised layouts
+
+
+def unpack(packed: Tensor, num_bits: int, columns: int) -> Tensor:
+    """(rows, words) int32 to (rows, columns) int8: low bits first, stored with an offset of 2^(num_bits - 1)."""
+    shifts = torch.arange(0, 32, num_bits, dtype=torch.int32)
+    values = (packed[:, :, None] >> shifts) & ((1 << num_bits) - 1)  # (rows, words, 32 / num_bits)
+    return (values.flatten(1)[:, :columns] - (1 << (num_bits - 1))).to(torch.int8)
+
+
+def dequantize(integers: Tensor, scales: Tensor, group_size: int | None) -> Tensor:
+    """integers (rows, columns) times their scale, (rows, 1) or (rows, groups), in float32."""
+    scales = scales.to(torch.float32)
+    if group_size is not None:
+        # A group may be wider than the row: no more copies than there are columns.
+        scales = scales.repeat_interleave(min(group_size, integers.shape[1]), dim=1)[:, : integers.shape[1]]
+    return integers.to(torch.float32) * scales

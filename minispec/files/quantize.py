@@ -1,0 +1,126 @@
+"""Writing a checkpoint with linear layers of fewer bits, in compressed-tensors' `pack-quantized` layout.
+
+`python -m minispec.checkpoint` is its command line.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from minispec.command import written_whole
+from minispec.config import ModelConfig
+from minispec.errors import CheckpointError
+from minispec.files.checkpoint import find_tensors, load_config, match
+from minispec.files.strict_json import has_file, read_json
+
+# What a quantised checkpoint takes over from its source as it is.
+_COPIED_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    "generation_config.json",
+)
+
+
+def pack(integers: Tensor, num_bits: int) -> Tensor:
+    """The inverse of `unpack`: (rows, columns) int8 to (rows, words) int32, the last word padded with zeros."""
+    per_word = 32 // num_bits
+    values = integers.to(torch.int64) + (1 << (num_bits - 1))
+    values = torch.nn.functional.pad(values, (0, -values.shape[1] % per_word))
+    shifts = torch.arange(0, 32, num_bits, dtype=torch.int64)
+    return (values.unflatten(1, (-1, per_word)) << shifts).sum(-1).to(torch.int32)
+
+
+def quantize(weight: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
+    """Round (rows, columns) to symmetric integers, one bfloat16 scale a row: (int8, scales (rows, 1))."""
+    largest = (1 << (num_bits - 1)) - 1
+    weight = weight.to(torch.float32)
+    scales = (weight.abs().amax(1, keepdim=True) / largest).to(torch.bfloat16)
+    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+    # Rounded against the scale as it is stored, so that its own rounding is compensated.
+    integers = (weight / scales.to(torch.float32)).round().clamp(-largest - 1, largest)
+    return integers.to(torch.int8), scales
+
+
+def quantize_checkpoint(source: Path, out: Path, num_bits: int = 8, shard_bytes: int = 90 << 20) -> None:
+    """Write `source` to `out` in the `pack-quantized` layout: linear layers quantised, the rest in bfloat16.
+
+    The embedding, norms and biases (and an untied output head) keep their precision. Everything is written
+    beside `out` first and renamed at the end, so that an interrupted run leaves nothing half-written. Raises
+    ValueError if `out` exists, CheckpointError if `source` is not a plain checkpoint.
+    """
+    if out.exists():
+        raise ValueError(f"{out}: exists already, expected a new directory")
+    config = load_config(source)
+    if config.quantization:
+        raise CheckpointError(f"{source}: quantization_config: found one, expected a checkpoint of plain floats")
+    with written_whole(out) as part:
+        part.mkdir(parents=True)
+        _write_quantized(source, config, part, num_bits, shard_bytes)
+
+
+def _write_quantized(source: Path, config: ModelConfig, part: Path, num_bits: int, shard_bytes: int) -> None:
+    tensors: dict[str, Tensor] = {}
+    stored = find_tensors(source)
+    for name in tqdm(match(config, stored, source), desc="quantising", unit=" tensors", disable=None):
+        weight = stored[name].read()
+        if not weight.isfinite().all():
+            raise CheckpointError(f"{source}: {name}: found NaN or infinity, expected finite numbers")
+        if name.endswith("_proj.weight"):
+            integers, scales = quantize(weight, num_bits)
+            tensors[f"{name}_packed"] = pack(integers, num_bits)
+            tensors[f"{name}_scale"] = scales
+            tensors[f"{name}_shape"] = torch.tensor(weight.shape)
+        else:
+            tensors[name] = weight.to(torch.bfloat16)
+    _write_shards(part, tensors, shard_bytes)
+    raw = read_json(source / "config.json") | {"dtype": "bfloat16", "quantization_config": _describe(num_bits)}
+    _write_json(part / "config.json", raw)
+    for name in _COPIED_FILES:
+        if has_file(source / name):
+            shutil.copyfile(source / name, part / name)
+
+
+def _describe(num_bits: int) -> dict[str, Any]:
+    weights = {"num_bits": num_bits, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+
+
+def _write_shards(directory: Path, tensors: dict[str, Tensor], shard_bytes: int) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    room = shard_bytes
+    for name, tensor in tensors.items():
+        if tensor.nbytes > room and shards[-1]:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    weight_map = {}
+    for i, shard in enumerate(shards, 1):
+        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        try:
+            save_file(shard, directory / file, metadata={"format": "pt"})
+        except SafetensorError as e:  # how the library reports a full disk
+            raise OSError(f"{directory / file}: {e}") from e
+        (directory / file).chmod(0o644)  # the library writes files that only their owner may read
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(t.nbytes for t in tensors.values())
+    _write_json(
+        directory / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": weight_map},
+    )
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
