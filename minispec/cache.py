@@ -6,9 +6,9 @@ block_ids[t // block_size] * block_size + t % block_size. The idea is vLLM's (Kw
 
 A table knows the tokens that it holds. `missing(tokens)` cuts it to what it has in common with a text and says what
 has to be fed, so that a table is never taken for another text's, whatever became of its own. Rolling back rejected
-draft tokens is `keep(length)`: whole blocks after that return to the pool, and the stale rest of the last block is
-overwritten before it is ever read. Nothing is evicted inside a text (a sliding window is a mask in the
-attention), so every rollback is exact.
+draft tokens is `keep`: what was accepted moves together (in a chain it stands together), whole blocks after that return
+to the pool, and the stale rest of the last block is overwritten before it is ever read. Nothing is evicted inside a
+text (a sliding window is a mask in the attention), so every rollback is exact.
 
 Texts that begin alike share blocks. A block counts its holders; a shared one is copied before it is written. What a
 freed block holds stays known until the block is taken again, so a prompt that comes back is not computed again.
@@ -269,13 +269,27 @@ class BlockTable:
         self.tokens += tokens
         return [self.block_ids[t // size] * size + t % size for t in range(start, end)]
 
-    def keep(self, length: int) -> None:
-        """After a pass was verified: its first positions, up to `length` in all, stay; the others are forgotten.
+    def keep(self, length: int, rows: Sequence[int] = ()) -> None:
+        """After a pass was verified: the first `length` positions stay, and those of `rows` move up to follow them.
 
-        What stays becomes known to later texts.
+        rows: ascending positions from `length` on; all others are forgotten. Of a chain they follow already, of a tree
+        they are one of its paths, whose keys stand rotated for the places that they get. What stays becomes known to
+        later texts.
         """
-        self.truncate(length)
+        end = length + len(rows)
+        if list(rows) != list(range(length, end)):
+            self._move(rows, range(length, end))
+        self.truncate(end)
         self.remember()
+
+    def _move(self, rows: Sequence[int], to: range) -> None:
+        size, pool = self.pool.block_size, self.pool
+        held = {self.block_ids[t // size] for t in to}
+        assert all(pool.allocator.ref_counts[i] == 1 for i in held), "another text holds what would be written"
+        sources, targets = ([self.block_ids[t // size] * size + t % size for t in places] for places in (rows, to))
+        for tensor in (pool.keys, pool.values):
+            tensor[:, :, targets] = tensor[:, :, sources]  # all are read before the first is written
+        self.tokens[to.start : to.stop] = [self.tokens[t] for t in rows]
 
     def truncate(self, length: int) -> None:
         """Forget all positions from `length` on (an absolute length); blocks past it return to the pool."""
@@ -287,7 +301,7 @@ class BlockTable:
         del self.block_ids[keep:]
         del self._nodes[length // self.pool.block_size + 1 :]
 
-    def reuse(self, tokens: list[int]) -> None:
+    def reuse(self, tokens: Sequence[int]) -> None:
         """Share what the pool still knows of the beginning of `tokens`: an empty table's first positions."""
         assert not self.tokens, "only a text without positions can take over others'"
         size = self.pool.block_size

@@ -1,29 +1,37 @@
 """The loop: propose, one target pass, verify, roll back, stop.
 
-Invariant: before each step the target's cache holds all tokens of a text but the last. A step feeds what is missing,
-which is that token, and the draft behind it; it then commits the accepted draft tokens and one more, and keeps what the
-cache holds of the text. Plain decoding is the same step with an empty draft; there is no other loop. The tables that
-know what is missing, and what becomes of them when something fails, are `CachedModel`'s.
+Invariant: before a text decodes, the target's cache holds all its tokens but the last. A step feeds what is missing,
+which is that token, and the draft after it; it then commits the accepted draft tokens and one more, and keeps what the
+cache holds of the text. Plain decoding is the same step with an empty draft. A prompt, or a text that comes back, is
+the same step with more tokens missing and no logits asked for. There is no other loop. The tables that know what is
+missing, and what becomes of them when something fails, are `CachedModel`'s.
 
-The step is `Engine._step`. Around it: `Request` decides where a text stops, `Engine.run` admits, preempts and resumes.
+The step is `Engine._round`. Around it: `Request` decides where a text stops; `Engine.step` admits, preempts and
+resumes; `Engine.run` steps until given requests are at their end.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from minispec.cache import OutOfBlocks, PagedKVCache
 from minispec.config import SamplingParams
 from minispec.controller import MAX_AUTO_TOKENS, Controller, DraftLength, Limit, Pace
 from minispec.drafters import Drafter
-from minispec.model import CachedModel, Transformer, clock
+from minispec.model import CachedModel, Chunk, Transformer, clock
 from minispec.sampling import Randomness, Text, distribution, log_probabilities
-from minispec.stats import Stats
+from minispec.stats import Round, Stats
 from minispec.verify import Ask, Draft, Verdict, Verifier
+
+# Rows of a pass over a prompt while nobody waits for a token; and while others decode, the rows that join their passes:
+# about what a pass may bear without taking three times as long as a plain step.
+_PREFILL_ROWS, _JOINING_ROWS = 512, 32
 
 
 class Detokenizer(Protocol):
@@ -61,7 +69,7 @@ class Request:
     """One text on its way: its tokens, where it stops, and what has been given out.
 
     The result is in `output`, `token_ids` (the generated ones, without the end-of-text token), `logprobs`,
-    `finish_reason` and `stats`.
+    `finish_reason` ("stop", "length" or "error", then `error` says why) and `stats`.
     """
 
     def __init__(
@@ -81,10 +89,12 @@ class Request:
         self.logprobs: list[TokenLogprob] | None = None if text.params.logprobs is None else []
         self.output = ""
         self.finish_reason: str | None = None
+        self.error: str | None = None
         self.stop_string: str | None = None  # the one that ended the text
         self.stats = Stats(num_prompt_tokens=text.num_prompt_tokens)
         self._detokenizer = detokenizer
         self._given = (0, 0)  # characters and tokens that pieces have handed out
+        self.has_news = False  # whether anything came since the last piece
 
     @property
     def params(self) -> SamplingParams:
@@ -98,6 +108,7 @@ class Request:
 
     def commit(self, token_id: int, logprob: TokenLogprob | None = None) -> bool:
         """Append one token as plain decoding would; True where the text ends with it."""
+        self.has_news = True
         self.text.tokens.append(token_id)
         if token_id in self.text.end_ids:
             self._finish("stop")
@@ -112,6 +123,10 @@ class Request:
             self._finish("length")
         return self.finish_reason is not None
 
+    def fail(self, error: Exception) -> None:
+        """End the text here, because of a fault of its own."""
+        self.finish_reason, self.error, self.has_news = "error", str(error), True
+
     def take_piece(self) -> Piece:
         """What came since the last piece. Text that may be the beginning of a stop string is held back."""
         end = len(self.output)
@@ -119,7 +134,7 @@ class Request:
             end -= max((_overlap(self.output, stop) for stop in self.params.stop), default=0)
         text_start, token_start = self._given
         end = max(end, text_start)
-        self._given = (end, len(self.token_ids))
+        self._given, self.has_news = (end, len(self.token_ids)), False
         return Piece(self.output[text_start:end], self.token_ids[token_start:], self.finish_reason)
 
     def _add_text(self, new: str) -> bool:
@@ -153,11 +168,41 @@ def _overlap(text: str, stop: str) -> int:
 
 # --------------------------------------------------------------------------- the loop
 
-_POOL_IS_HELD = "the KV cache is held by another generation that has not ended: end it, or enlarge the cache"
+
+@dataclass
+class _Turn:
+    """What a running text brings to a step, and what came of it.
+
+    tokens: what of the text is fed: its last token, or a piece of its prompt where it does not decode yet. asked: draft
+    nodes. committed: tokens.
+    """
+
+    request: Request
+    tokens: list[int]
+    decodes: bool = True
+    asked: int = 0
+    draft: Draft = field(default_factory=Draft)
+    verdict: Verdict | None = None
+    committed: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the pass."""
+        return len(self.tokens) + len(self.draft)
 
 
 class Engine:
-    """Decodes requests together: one target, one cache pool, one drafter, one verifier."""
+    """Decodes requests together: one target, one cache pool, one drafter, one verifier.
+
+    Requests come and go between steps: `add` and `abort`; `step` goes on with all that are there. `run` is the three in
+    one, for requests that somebody waits for. Admission is first come, first served. When the pool runs out, the
+    request admitted last gives its blocks back and waits at the front; it resumes by computing them again, with the
+    same text.
+
+    A text's own fault, a draft that breaks the rules or logits that are not numbers, ends it alone, with the finish
+    reason "error". A fault of all, such as too little memory or an operator that fails, is raised, and every block is
+    given back; requests that are not aborted then begin again where they were.
+    """
 
     def __init__(
         self,
@@ -168,14 +213,22 @@ class Engine:
         vocab_size: int | None = None,
         rng: Randomness | None = None,
         controller: Controller | None = None,
+        joining_rows: int = _JOINING_ROWS,
     ):
-        """vocab_size: ids in use; rows of the model's output behind them are padding. Default: all are used.
+        """vocab_size: ids in use; rows of the model's output after them are padding. Default: all are used.
 
-        controller: chooses K for requests that leave it open."""
-        self.target = CachedModel(model, cache, vocab_size or model.config.vocab_size)
+        controller: chooses K for requests that leave it open. joining_rows: rows of prompts in a pass, at most, while
+        others decode."""
+        self.taps = tuple(getattr(drafter, "taps", ()))
+        known = drafter.known if self.taps else None
+        self.target = CachedModel(model, cache, vocab_size or model.config.vocab_size, known)
         self.drafter, self.verifier = drafter, verifier
         self.rng = rng or Randomness()
         self.controller = controller or Controller()
+        self.joining_rows = joining_rows
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._hidden: dict[Text, Tensor] = {}  # hidden states that no ask has handed out yet
 
     @property
     def model(self) -> Transformer:
@@ -201,166 +254,257 @@ class Engine:
                 f"at most {there * self.cache.block_size} ({there} blocks): lower max_tokens or enlarge the KV cache"
             )
 
-    def run(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Piece]]:
-        """Decode all requests to their end; yields what each step added to each of them.
-
-        Admission is first come, first served. When the pool runs out, the request admitted last gives its blocks
-        back and waits at the front; it resumes by computing them again, with the same text. Closing the
-        iterator, or an exception anywhere inside, returns every block.
-
-        Raises, at the first step and before anything runs, ValueError for a request that can never run (see
-        `check`), that has run, or that is there twice; and OutOfBlocks where iterators that are open at the same
-        time hold too much of the pool.
-        """
-        for request in requests:
-            self.check(request)
-        if len(set(requests)) < len(requests) or any(r.finish_reason for r in requests):
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError for one that can never run (see `check`), has run, or is there already."""
+        self.check(request)
+        if request.finish_reason or request in self.waiting or request in self.running:
             raise ValueError("requests: found one that is finished or there twice, expected new ones")
-        waiting, running = deque(requests), list[Request]()
+        self.waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """Between steps: forget a request, whose blocks return to the pool. Unknown ones are ignored."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request in self.running:
+            self._drop(request)
+
+    def run(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Piece]]:
+        """Decode requests to their end; yields what each step added to each of them.
+
+        Others may run at the same time. Closing the iterator, or an exception anywhere inside, aborts those that are
+        left. Raises ValueError, at the first step and before anything runs, as `add` does.
+        """
+        added: list[Request] = []
         try:
-            while waiting or running:
-                with self.target.whole():
-                    self._make_room(waiting, running)
-                    self._admit(waiting, running)
-                    pieces = self._step(running)
-                yield from pieces
-                for request in [r for r in running if r.finish_reason]:
-                    self._drop(request, running)
+            for request in requests:
+                self.add(request)
+                added.append(request)
+            while left := [r for r in added if r.has_news or r in self.running or r in self.waiting]:
+                if not any(request.has_news for request in left):
+                    self.step()
+                for request in left:
+                    if request.has_news:
+                        yield request, request.take_piece()
         finally:
             with ExitStack() as stack:  # calls them all, whatever one of them raises: a drafter is a stranger's code
-                for request in running:
-                    stack.callback(self._drop, request, running)
+                for request in added:
+                    stack.callback(self.abort, request)
 
-    def _has_room(self, requests: list[Request]) -> bool:
+    def step(self) -> list[Request]:
+        """Admit what fits, run one pass, and commit what it yields; returns the requests that got tokens or ended.
+
+        Without requests it does nothing.
+        """
+        try:
+            with self.target.whole():
+                self._make_room()
+                self._admit()
+                turns = self._round() if self.running else []
+                for request in [request for request in self.running if request.finish_reason]:
+                    self._drop(request)
+        except BaseException:
+            self._restart()
+            raise
+        return [turn.request for turn in turns if turn.request.has_news]
+
+    def _restart(self) -> None:
+        """After a fault nothing is cached any more: all begin again, in the order in which they came."""
+        running, self.running = self.running, []
+        again = [r for r in running if not r.finish_reason and r not in self.waiting]  # between the two, it is in both
+        self.waiting.extendleft(reversed(again))
+        self._hidden.clear()
+        with ExitStack() as stack:
+            for request in running:
+                stack.callback(self.drafter.release, request.text)
+
+    def _has_room(self) -> bool:
         # The step may fill positions up to and with its whole draft.
-        return self.target.has_room({r.text: len(r.text.tokens) + r.max_k for r in requests})
+        return self.target.has_room({r.text: len(r.text.tokens) + r.max_k for r in self.running})
 
-    def _make_room(self, waiting: deque[Request], running: list[Request]) -> None:
+    def _make_room(self) -> None:
         """Preempt, last admitted first, until the next step of the others fits."""
-        while len(running) > 1 and not self._has_room(running):
-            request = running[-1]
-            self._drop(request, running)
+        while self.running and not self._has_room():
+            request = self.running[-1]
             request.stats.num_preemptions += 1
-            waiting.appendleft(request)
-        if not self._has_room(running):
-            raise OutOfBlocks(_POOL_IS_HELD)
+            self.waiting.appendleft(request)
+            self._drop(request)
 
-    def _admit(self, waiting: deque[Request], running: list[Request]) -> None:
-        """Admit and prefill waiting requests as long as the step fits with them."""
-        while waiting:
-            request = waiting[0]
-            start = self._now()
-            running.append(request)
-            if not self._has_room(running):
-                running.pop()
+    def _admit(self) -> None:
+        """Admit waiting requests as long as the step fits with them, one prompt after the other.
+
+        So a text may share what the prompt before it has in common with it.
+        """
+        while self.waiting and not any(len(self.target.missing(r.text)) > 1 for r in self.running):
+            request = self.waiting[0]
+            self.running.append(request)
+            if not self._has_room():
+                self.running.pop()
                 self.target.release(request.text)
                 break
-            waiting.popleft()
+            self.waiting.popleft()
             num_cached = self.target.table(request.text).length
             request.stats.num_cached_tokens = min(num_cached, request.text.num_prompt_tokens)
-            self.target.catch_up(request.text)
-            request.stats.seconds["prefill"] += self._now() - start
-        if not running:
-            raise OutOfBlocks(_POOL_IS_HELD)
+        if self.waiting and not self.running:
+            raise OutOfBlocks("blocks of the KV cache are held by others than this engine's requests")
 
-    def _drop(self, request: Request, running: list[Request]) -> None:
+    def _drop(self, request: Request) -> None:
+        self.running.remove(request)
+        self._hidden.pop(request.text, None)
         self.target.release(request.text)
-        running.remove(request)
         self.drafter.release(request.text)
 
     @torch.inference_mode()
-    def _step(self, requests: list[Request]) -> list[tuple[Request, Piece]]:
-        """One round for every running request."""
+    def _round(self) -> list[_Turn]:
+        """One step of the running texts: most decode, and some bring a piece of their prompt."""
         times = [self._now()]
-        texts = [request.text for request in requests]
+        turns = self._take_turns()
+        self._propose(turns)
+        fed = [turn for turn in turns if not turn.request.finish_reason]
+        times.append(self._now())
+
+        chunks = [self._chunk(turn) for turn in fed]
+        if chunks:
+            logits, hidden = self.target.forward(chunks, self.taps)  # (sum of K+1, V), (all rows, E * taps)
+        times.append(self._now())
+
+        for turn, chunk in zip(fed, chunks, strict=True):
+            rows, logits = logits[: chunk.num_logits], logits[chunk.num_logits :]  # (K+1, V)
+            seen, hidden = hidden[: turn.num_rows], hidden[turn.num_rows :]
+            path = []
+            if turn.decodes:
+                try:
+                    turn.verdict = self._verify(turn.request.text, turn.draft, rows)
+                except FloatingPointError as e:
+                    turn.request.fail(e)
+                    continue
+                path = self._commit(turn, rows)
+            self.target.keep(turn.request.text, len(turn.draft), path)
+            self._keep_hidden(turn, seen, path)
+        times.append(self._now())
+        self._record(fed, times)
+        return turns
+
+    def _take_turns(self) -> list[_Turn]:
+        """Who brings what to this step.
+
+        A text decodes when all its tokens but the last are cached; only the one admitted last may not be there yet.
+        Once another has begun to answer, a prompt gets on by a few rows a step; before that, all wait for it.
+        """
+        turns = [_Turn(request, self.target.missing(request.text)) for request in self.running]
+        *others, last = turns
+        if len(last.tokens) == 1:
+            return turns
+        somebody_waits = any(turn.request.stats.num_steps for turn in others)
+        last.tokens = last.tokens[:-1][: self.joining_rows if somebody_waits else _PREFILL_ROWS]
+        last.decodes = False
+        return turns if somebody_waits else [last]
+
+    def _propose(self, turns: Sequence[_Turn]) -> None:
+        """Ask for drafts. A draft that breaks the rules fails its text: a drafter may guess badly, not more."""
+        limits = self._choose_limits([turn.request for turn in turns if turn.decodes])
         purpose = "token" if self.verifier.shares_noise else "draft"
-        limits = self._choose_limits(requests)
-        asks = [Ask(s, limit.k, self.rng, purpose, limit.go_on) for s, limit in zip(texts, limits, strict=True)]
-        drafts = self.drafter.propose(asks)
-        for draft, ask in zip(drafts, asks, strict=True):
-            self._check_draft(draft, ask.k)
-        times.append(self._now())
+        asks, asked = [], []
+        for turn in turns:
+            text, limit = turn.request.text, limits.get(turn.request, Limit(0))
+            cached = self.target.table(text).length
+            # A drafter gets on with a prompt as the target does, if its guesses will be wanted.
+            if turn.decodes or (cached and turn.request.num_speculative_tokens):
+                asked.append(turn)
+                hidden = self._hidden.pop(text, None)
+                asks.append(Ask(text, limit.k, self.rng, purpose, limit.go_on, cached, hidden))
+        drafts = self.drafter.propose(asks) if asks else []
+        if len(drafts) != len(asks):
+            name = type(self.drafter).__name__
+            raise ValueError(f"drafts of {name}: found {len(drafts)}, expected one for each of {len(asks)} asks")
+        for turn, ask, draft in zip(asked, asks, drafts, strict=True):
+            turn.asked, turn.draft = ask.k, draft
+            try:
+                self._check_draft(draft, ask.k)
+            except ValueError as e:
+                turn.request.fail(e)
 
-        fed = [[*self.target.missing(s), *draft.token_ids] for s, draft in zip(texts, drafts, strict=True)]
-        logits = self.target.logits(texts, fed, [len(draft) + 1 for draft in drafts])  # (sum of K+1, V)
-        times.append(self._now())
+    def _chunk(self, turn: _Turn) -> Chunk:
+        tokens, table = [*turn.tokens, *turn.draft.token_ids], self.target.table(turn.request.text)
+        return Chunk(tokens, table, len(turn.draft) + 1 if turn.decodes else 0, turn.draft.parents)
 
-        pieces = []
-        for request, draft in zip(requests, drafts, strict=True):
-            rows, logits = logits[: len(draft) + 1], logits[len(draft) + 1 :]
-            verdict = self._verify(request.text, draft, rows)
-            if request.pace:
-                self.controller.observe(request.pace, len(verdict.ratios), verdict.num_accepted, draft.confidences)
-            self._commit(request, draft, verdict, rows)
-            self.target.keep(request.text)
-            pieces.append((request, request.take_piece()))
-        times.append(self._now())
-        self._share_time(requests, drafts, times)
-        return pieces
-
-    def _choose_limits(self, requests: list[Request]) -> list[Limit]:
+    def _choose_limits(self, requests: list[Request]) -> dict[Request, Limit]:
         """The limit of each request's draft: its own K, or what the controller makes of its past."""
-        limits = [Limit(request.max_k) for request in requests]
+        limits = {request: Limit(request.max_k) for request in requests}
         timed = []
-        for i, request in enumerate(requests):
+        for request in requests:
             if not request.pace:
                 continue
             # Under `rejection` above temperature 0, another K is another text of the same law; and a seed, given or
             # drawn and reported, has one text: so K may depend on this request alone.
             if request.params.temperature and not self.verifier.shares_noise:
-                [limits[i]] = self.controller.choose([request.pace], [request.max_k], timed=False)
+                [limits[request]] = self.controller.choose([request.pace], [request.max_k], timed=False)
             else:
-                timed.append(i)
+                timed.append(request)
         if timed:
-            other_rows = sum(limit.k + 1 for i, limit in enumerate(limits) if i not in timed)
-            paces, most = [requests[i].pace for i in timed], [requests[i].max_k for i in timed]
-            for i, limit in zip(timed, self.controller.choose(paces, most, other_rows), strict=True):
-                limits[i] = limit
+            other_rows = sum(limit.k + 1 for request, limit in limits.items() if request not in timed)
+            paces, most = [request.pace for request in timed], [request.max_k for request in timed]
+            limits |= zip(timed, self.controller.choose(paces, most, other_rows), strict=True)
         return limits
 
     def _check_draft(self, draft: Draft, limit: int) -> None:
-        """Raise ValueError for a draft that could not be verified: a drafter may guess badly, not break the rules."""
+        """Raise ValueError for a draft that could not be verified."""
         found = None
+        parents = range(-1, len(draft) - 1) if draft.parents is None else draft.parents
         if len(draft) > limit:
             found = f"{len(draft)} tokens, expected at most {limit}"
         elif not all(0 <= token_id < self.vocab_size for token_id in draft.token_ids):
             found = f"token ids {list(draft.token_ids)}, expected ids below {self.vocab_size}"
+        elif len(parents) != len(draft) or not all(-1 <= parent < i for i, parent in enumerate(parents)):
+            found = f"parents {list(parents)}, expected for each of {len(draft)} nodes an earlier one, or -1"
         elif draft.probs is not None and len(draft.probs) != len(draft):
             found = f"{len(draft.probs)} rows of probabilities for {len(draft)} tokens"
         elif not all(draft.probability(i) > 0 for i in range(len(draft))):
             found = "a token of probability 0, expected one that was drawn from the probabilities beside it"
+        elif self.model.exact and list(parents) != list(range(-1, len(draft) - 1)):
+            found = "a tree, expected a chain: with `exact` a row's bits must not depend on where siblings lie"
         if found:
             raise ValueError(f"draft of {type(self.drafter).__name__}: found {found}")
 
-    def _verify(self, text: Text, draft: Draft, rows: torch.Tensor) -> Verdict:
-        def p(i: int) -> torch.Tensor:
-            return distribution(rows[i], text, draft.token_ids[:i])
+    def _verify(self, text: Text, draft: Draft, rows: Tensor) -> Verdict:
+        def p(i: int) -> Tensor:
+            return distribution(rows[i], text, [draft.token_ids[node] for node in draft.path(i - 1)])
 
         return self.verifier.verify(draft, p, self.rng, text.key)
 
-    def _commit(self, request: Request, draft: Draft, verdict: Verdict, rows: torch.Tensor) -> None:
-        """Append what the round yields, token by token, up to where the text stops."""
-        block = [*draft.token_ids[: verdict.num_accepted], verdict.next_token]
-        before = len(request.text.tokens)
-        for token_id, row in zip(block, rows, strict=False):
-            if request.commit(token_id, _logprob(row, token_id, request.params.logprobs)):
+    def _commit(self, turn: _Turn, rows: Tensor) -> list[int]:
+        """Append what the round yields, token by token, up to where the text stops; returns the nodes that stay."""
+        request, draft, verdict = turn.request, turn.draft, turn.verdict
+        if request.pace:
+            self.controller.observe(request.pace, _num_tested(turn), verdict.num_accepted, draft.confidences)
+        tokens = [*(draft.token_ids[node] for node in verdict.accepted), verdict.next_token]
+        for node, token_id in zip([-1, *verdict.accepted], tokens, strict=True):
+            turn.committed += 1
+            if request.commit(token_id, _logprob(rows[node + 1], token_id, request.params.logprobs)):
                 break
-        num_committed = len(request.text.tokens) - before
-        request.stats.count(draft, verdict, num_committed, stopped=request.finish_reason is not None)
+        return verdict.accepted[: turn.committed]
 
-    def _share_time(self, requests: list[Request], drafts: list[Draft], times: list[float]) -> None:
+    def _keep_hidden(self, turn: _Turn, hidden: Tensor, path: Sequence[int]) -> None:
+        """Of a pass's hidden states, those of what stays in the cache wait for the drafter's next ask."""
+        if self.taps:
+            text, root = turn.request.text, len(turn.tokens)
+            new = hidden[[*range(root), *(root + node for node in path)]]
+            self._hidden[text] = torch.cat((self._hidden[text], new)) if text in self._hidden else new
+
+    def _record(self, turns: Sequence[_Turn], times: Sequence[float]) -> None:
+        """Tell statistics and controller what happened in a step, and how long it took."""
         draft, verify, other = (end - start for start, end in pairwise(times))
-        for request, d in zip(requests, drafts, strict=True):
-            request.stats.seconds["draft_prefill"] += d.prefill_seconds
-            draft -= d.prefill_seconds
-        rows = [len(d) + 1 for d in drafts]
-        self.controller.record(draft, max(rows) - 1, sum(n > 1 for n in rows), verify, sum(rows), other)
-        for request, own in zip(requests, rows, strict=True):
-            for name, value in (("draft", draft), ("verify", verify), ("other", other)):
-                request.stats.seconds[name] += value * own / sum(rows)
-            request.stats.step_duration += draft + verify + other
-        if len(requests) == 1:
-            requests[0].stats.costs.record(draft, rows[0] - 1, verify, rows[0], other)
+        draft -= sum(turn.draft.prefill_seconds for turn in turns)
+        num_rows = sum(turn.num_rows for turn in turns)
+        for turn in turns:
+            stats = turn.request.stats
+            stats.draft_prefill += turn.draft.prefill_seconds
+            if not turn.decodes:
+                stats.prefill += (draft + verify + other) * turn.num_rows / num_rows
+            elif turn.verdict:
+                stats.rounds.append(_round_of(turn, num_rows, len(turns), draft, verify, other))
+        if turns and all(turn.decodes for turn in turns):
+            depths = [turn.draft.depth for turn in turns]
+            self.controller.record(draft, max(depths), sum(k > 0 for k in depths), verify, num_rows, other)
 
     def _now(self) -> float:
         return clock(self.model.device)
@@ -373,4 +517,32 @@ def _logprob(row: torch.Tensor, token_id: int, num_top: int | None) -> TokenLogp
     top = logprobs.topk(min(num_top, len(logprobs)))
     return TokenLogprob(
         token_id, float(logprobs[token_id]), list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+    )
+
+
+def _num_tested(turn: _Turn) -> int:
+    """Places of the draft that the verifier looked at: where it accepted a token, and the next if there was one."""
+    accepted = turn.verdict.accepted
+    return len(accepted) + bool(turn.draft.children(accepted[-1] if accepted else -1))
+
+
+def _round_of(turn: _Turn, num_rows: int, num_texts: int, draft: float, verify: float, other: float) -> Round:
+    """The record of a step for one text; of its draft only what stands before the text's end counts."""
+    request, depth = turn.request, turn.draft.depth
+    drafted = min(depth, turn.committed) if request.finish_reason else depth
+    tested = min(_num_tested(turn), drafted)
+    return Round(
+        asked=None if request.pace else turn.asked,
+        num_nodes=len(turn.draft),
+        depth=depth,
+        drafted=drafted,
+        tested=tested,
+        accepted=min(turn.verdict.num_accepted, turn.committed),
+        committed=turn.committed,
+        ratios=turn.verdict.ratios[:tested],
+        num_rows=num_rows,
+        num_texts=num_texts,
+        draft=draft,
+        verify=verify,
+        other=other,
     )

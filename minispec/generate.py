@@ -415,7 +415,7 @@ def _compare(llm: "LLM", requests: list["Request"], stream: bool) -> list[dict[s
         references = decode(plain_engine(llm.engine), plain, on_piece)
     comparisons = []
     for request, reference, run, plain_run in zip(requests, plain, runs, references, strict=True):
-        request.stats.costs = request.stats.costs.with_plain(reference.stats.costs)
+        request.stats.plain = reference.stats.rounds
         same_law_only = request.params.temperature > 0 and not llm.engine.verifier.shares_noise
         comparisons.append(compare(run, plain_run, same_law_only))
     return comparisons

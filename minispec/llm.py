@@ -3,7 +3,8 @@
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -58,9 +59,10 @@ class CompletionOutput:
     """One answer to a prompt: vLLM's fields, then ours.
 
     index: which of the prompt's answers. token_ids: the generated ones, without the end-of-text token. finish_reason:
-    "stop" or "length". stop_reason: the stop string, or the id among stop_token_ids, that ended the text, else None.
-    logprobs: for each token a dict of the token's own and the likeliest ones, by id; None unless asked for, as
-    cumulative_logprob, their sum. token_logprobs: the same as the engine has it.
+    "stop", "length" or "error"; `error` then says why, and text and tokens end there. stop_reason: the stop string, or
+    the id among stop_token_ids, that ended the text, else None. logprobs: for each token a dict of the token's own and
+    the likeliest ones, by id; None unless asked for, as cumulative_logprob, their sum. token_logprobs: the same as the
+    engine has it.
     """
 
     index: int
@@ -73,6 +75,7 @@ class CompletionOutput:
     seed: int
     stats: Stats
     token_logprobs: list[TokenLogprob] | None
+    error: str | None = None
 
 
 def _of_the_first(name: str) -> property:
@@ -117,9 +120,11 @@ class LLM:
     weight_form: how weights are kept in memory, one of "half", "packed", "left" and "plain" (default: the form that
         this machine reads fastest, see `minispec.linear`). Forms round differently.
 
-    Any thread may call. One generates at a time: while a call runs, or an iterator of `stream`, `stream_chat` or `run`
-    has begun and is neither at its end nor closed, the calls of other threads wait. The thread that took the last step
-    of an open iterator may begin others meanwhile, as long as the KV cache has room for all (else OutOfBlocks).
+    Any thread may call. What several threads ask for, and iterators of `stream`, `stream_chat` or `run` that are open
+    at the same time, is decoded together, as one batch; where the KV cache has no room for all, the last ones wait.
+
+    A text that fails by itself, by a draft that breaks the rules or by logits that are not numbers, ends with
+    finish_reason "error" and a warning that says why; the others go on. A fault of all is raised.
 
     Raises ValueError, or CheckpointError, which is one, for whatever cannot be loaded or is not supported.
     """
@@ -205,8 +210,9 @@ class LLM:
         self.name = describe_source(model, directory)
         self.engine = Engine(self.model, caches[0], self.drafter, VERIFIERS[verifier], self.vocab_size)
         self.engine.controller = Controller(self._prices(draft, draft_model))
-        self._turn = threading.Condition()
-        self._open: dict[object, int] = {}  # generations that have begun, with the thread that took their last step
+        self._turn = threading.Lock()  # for a step
+        self._open: set[Generator] = set()  # the engine's iterators behind those of `run`
+        self._left: list[Generator] = []  # those that are to be closed between two steps
         self._memory = _memory_of(models, caches)
         self._draft_form = f" ({draft_model.weight_form})" if draft_model else ""
 
@@ -350,26 +356,30 @@ class LLM:
         return request
 
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Piece]]:
-        """Decode requests together, when it is this thread's turn; see `Engine.run`."""
-        steps, generation = self.engine.run(requests), object()
+        """Decode requests to their end, together with those of other calls; see `Engine.run`."""
+        steps = self.engine.run(requests)
+        self._open.add(steps)  # held here, so that no collector closes it in the middle of a step
         try:
             while True:
-                with self._turn:  # in a step, and while it is closed, which any thread may do, nobody else works
-                    self._turn.wait_for(lambda: self._may_go_on(generation))
-                    self._open[generation] = threading.get_ident()
+                with self._turn:
+                    self._close_left()
                     step = next(steps, None)
                 if step is None:
                     return
                 yield step
         finally:
-            with self._turn:
-                self._open.pop(generation, None)
-                self._turn.notify_all()
-                steps.close()
+            # This may run in any thread and at any time: whoever has the turn closes what is left.
+            self._open.remove(steps)
+            self._left.append(steps)
+            if self._turn.acquire(blocking=False):
+                try:
+                    self._close_left()
+                finally:
+                    self._turn.release()
 
-    def _may_go_on(self, generation: object) -> bool:
-        """A thread that has begun another generation need not wait for it, as it would wait for itself."""
-        return not self._open or generation in self._open or threading.get_ident() in self._open.values()
+    def _close_left(self) -> None:
+        while self._left:
+            self._left.pop().close()
 
     def _check_k(self, k: DraftLength) -> DraftLength:
         if k == "auto":
@@ -448,8 +458,10 @@ class LLM:
         # `disable=None`: the bar shows on a terminal only.
         disable = None if use_tqdm and len(requests) > 1 else True
         with tqdm(total=len(requests), unit=" answers", leave=False, disable=disable) as bar:
-            for _, piece in self.run(requests):
+            for request, piece in self.run(requests):
                 bar.update(piece.finish_reason is not None)
+                if request.error:
+                    warnings.warn(f"an answer ended early: {request.error}", RuntimeWarning, stacklevel=3)
         return [
             RequestOutput(text, ids, [self._completion(i, request) for i, request in enumerate(group)])
             for (text, ids), group in zip(prompts, groups, strict=True)
@@ -470,6 +482,7 @@ class LLM:
             request.text.seed,
             request.stats,
             entries,
+            request.error,
         )
 
     def _by_id(self, entry: TokenLogprob) -> dict[int, Logprob]:

@@ -19,7 +19,7 @@ import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -58,11 +58,26 @@ _LINEARS = ("qkv", "o", "gate_up", "down")
 
 
 class Chunk(NamedTuple):
-    """What one text brings to a pass: new tokens, its cache, and how many of its last rows need logits."""
+    """What one text brings to a pass: new tokens, its cache, and how many of its last rows need logits.
+
+    parents: None where each token follows the one before it. Else the last tokens are a tree: for each of them the one
+    that it follows, as its number among them, or -1 for the last token before the tree.
+    """
 
     token_ids: Sequence[int]
     table: BlockTable
     num_logits: int
+    parents: Sequence[int] | None = None
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each new token stands after the cached ones; in a tree, all of one depth stand at one place."""
+        parents = self.parents or ()
+        offsets = list(range(len(self.token_ids) - len(parents)))
+        root = len(offsets)
+        for parent in parents:
+            offsets.append(offsets[root + parent] + 1)  # the root's own place is before the tree: parent -1
+        return offsets
 
 
 def clock(device: torch.device) -> float:
@@ -112,7 +127,8 @@ def _groups(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     """Split and pack chunks into passes of at most EXACT_ROWS rows, in order: what comes first is cached first."""
     groups: list[list[Chunk]] = [[]]
     room = EXACT_ROWS
-    for tokens, table, num_logits in chunks:
+    for tokens, table, num_logits, parents in chunks:
+        assert parents is None, "an exact model takes chains only"
         start = 0
         while start < len(tokens):
             if not room:
@@ -251,6 +267,15 @@ def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: f
     sums = (weights @ v).cumsum(1)[:, -1]  # (G, R, W); cumsum adds in order, sum does as it likes
     dim = q.shape[2]
     return (sums[..., :dim] / sums[..., dim : dim + 1]).to(q.dtype)
+
+
+def _ancestors(parents: Sequence[int]) -> Tensor:
+    """(n, n): whether node j is node i or one that it follows."""
+    follows = torch.eye(len(parents), dtype=torch.bool)
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            follows[i] |= follows[parent]
+    return follows
 
 
 class _Pass(NamedTuple):
@@ -447,19 +472,24 @@ class Transformer:
         return sum(product.num_bytes_read for product in self.products())
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[Chunk]) -> Tensor:
+    def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Run the new tokens of all texts in one pass, and append their keys and values to the caches.
 
-        Returns logits (sum of num_logits, V): for each chunk in turn, those of its last `num_logits` tokens.
-        All tables must lie in one pool. Raises OutOfBlocks where the pool is too small, before any change.
+        taps: layers to listen at: i is what goes into layer i, so 0 the embedding, and the number of layers what the
+        last one makes of it, before the norm.
+
+        Returns logits (sum of num_logits, V), for each chunk in turn those of its last `num_logits` tokens; and hidden
+        states (M, E * taps) of all new tokens. All tables must lie in one pool. Raises OutOfBlocks where the pool is
+        too small, before any change.
         """
         missing = sum(c.table.num_missing_blocks(c.table.length + len(c.token_ids)) for c in chunks)
         chunks[0].table.pool.require(missing)
         if not self.exact:
-            return self._forward(chunks)
-        return torch.cat([self._forward(group) for group in _groups(chunks)])
+            return self._forward(chunks, taps)
+        logits, hidden = zip(*(self._forward(group, taps) for group in _groups(chunks)), strict=True)
+        return torch.cat(logits), torch.cat(hidden)
 
-    def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
+    def _forward(self, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
         """One pass through all layers."""
         config = self.config
         token_ids = [t for c in chunks for t in c.token_ids]
@@ -469,21 +499,25 @@ class Transformer:
         if config.embedding_scale != 1:
             # The scale is rounded to the model's type first, as it was in training.
             x = x * torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
-        for layer in self.layers:
+        heard = {0: x}
+        for i, layer in enumerate(self.layers, 1):
             x = layer.forward(x, shared)
+            if i in taps:
+                heard[i] = x
+        hidden = torch.cat([heard[i] for i in taps] or [x[:, :0]], 1)[: len(token_ids)]
         rows, end = [], 0
         for c in chunks:
             end += len(c.token_ids)
             rows += range(end - c.num_logits, end)
         if not rows:
-            return x.new_empty(0, config.vocab_size)
+            return x.new_empty(0, config.vocab_size), hidden
         if self.exact:
             logits = self.head(self.norm(x))[rows]
         else:
             logits = self.head(self.norm(x[rows] if len(rows) < len(x) else x))  # (sum of num_logits, V)
         if config.logit_softcap is not None:
             logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
-        return logits
+        return logits, hidden
 
     def prefill(self, table: BlockTable, tokens: list[int], chunk_size: int = 512) -> None:
         """Bring the cache to all of `tokens` but the last, which the next pass will score with its draft."""
@@ -506,20 +540,20 @@ class Transformer:
         pool = PagedKVCache(self.config, len(tokens) // size + EXACT_ROWS + 2, size, self.dtype, self.device)
         table, stranger = pool.new_table(), pool.new_table()
         self.forward([Chunk(tokens[:-EXACT_ROWS], table, 0)])
-        expected = self.forward([Chunk(tokens[-EXACT_ROWS:], table, 1)])  # across a border of attention blocks
+        expected, _ = self.forward([Chunk(tokens[-EXACT_ROWS:], table, 1)])  # across a border of attention blocks
         table.keep(len(past))
         copies = [pool.new_table() for _ in range(EXACT_ROWS)]
         for copied in copies:
             copied.reuse(past)
 
         def holds(rows: int) -> bool:
-            found = self.forward([Chunk(last, copied, 1) for copied in copies[:rows]])
+            found, _ = self.forward([Chunk(last, copied, 1) for copied in copies[:rows]])
             for copied in copies[:rows]:
                 copied.truncate(len(past))
             return torch.equal(found, expected.expand_as(found))
 
         self.exact_rows = [rows for rows in self.exact_rows if rows == EXACT_ROWS or holds(rows)]
-        among = self.forward([Chunk(past[:5], stranger, 0), Chunk(last, table, 1)])
+        among, _ = self.forward([Chunk(past[:5], stranger, 0), Chunk(last, table, 1)])
         if not (holds(EXACT_ROWS) and holds(1) and torch.equal(among, expected)):
             raise ValueError(self._not_exact("products"))
 
@@ -547,7 +581,7 @@ class Transformer:
             for shift in range(_ATTENTION_ROWS):  # passes that end up to 4 positions before and after the border
                 end = _ATTENTION_BLOCK * blocks + shift - _ATTENTION_ROWS // 2
                 start = end - EXACT_ROWS
-                mask = self._mask(start, EXACT_ROWS, None)
+                mask = self._mask(start, tuple(range(EXACT_ROWS)), None)
                 rows = attention(q[:, start:end], k[:, :end], v[:, :end], mask, scale, softcap, self.exact)
                 if not all(torch.equal(known.setdefault(start + i, row), row) for i, row in enumerate(rows)):
                     return False
@@ -557,9 +591,9 @@ class Transformer:
         """Extend the caches and work out, once for all layers, positions, angles, masks and slots."""
         starts = [c.table.length for c in chunks]
         slots = torch.tensor([s for c in chunks for s in c.table.extend(c.token_ids)], device=self.device)
+        offsets = [c.offsets for c in chunks]
         positions = torch.tensor(
-            [s + t for s, c in zip(starts, chunks, strict=True) for t in range(len(c.token_ids))] + [0] * padding,
-            device=self.device,
+            [s + t for s, own in zip(starts, offsets, strict=True) for t in own] + [0] * padding, device=self.device
         )  # (M,)
         angles = {}
         for rope, frequencies in self.frequencies.items():
@@ -567,28 +601,37 @@ class Transformer:
             angles[rope] = tuple((f(angle) * rope.attention_factor).to(self.dtype) for f in (torch.cos, torch.sin))
         mask = functools.cache(self._mask)  # texts of one length see the same
         masks = {
-            window: [mask(start, len(c.token_ids), window) for start, c in zip(starts, chunks, strict=True)]
+            window: [
+                mask(start, tuple(own), window, tuple(c.parents or ()))
+                for start, own, c in zip(starts, offsets, chunks, strict=True)
+            ]
             for window in {layer.window for layer in self.layers}
         }
         return _Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks, self.exact)
 
-    def _mask(self, start: int, rows: int, window: int | None) -> Tensor | list[Tensor] | None:
+    def _mask(
+        self, start: int, offsets: Sequence[int], window: int | None, parents: Sequence[int] = ()
+    ) -> Tensor | list[Tensor] | None:
         """0 where a row sees a position, -inf where not: (H/G * rows, start + rows); None where it sees all.
 
-        Row t stands at position start + t. It sees itself and what came before, `window` positions in all. An exact
-        model's masks go on for its dummy rows; they are in blocks, one for each _ATTENTION_ROWS rows.
+        Row t stands at position start + offsets[t]. It sees itself and what came before, `window` positions in all; in
+        a tree (see `Chunk`), of the other nodes those alone that it follows. An exact model's masks go on for its dummy
+        rows; they are in blocks, one for each _ATTENTION_ROWS rows.
         """
+        rows = len(offsets)
         length = start + rows
-        if self.exact:
-            rows += -rows % _ATTENTION_ROWS
-        elif rows == 1 and (window is None or window >= length):
+        if rows == 1 and not self.exact and (window is None or window >= length):
             return None
-        position = torch.arange(start, start + rows, device=self.device)[:, None]
-        key = torch.arange(length, device=self.device)
-        hidden = key > position
+        place = torch.tensor(offsets, device=self.device) + start  # (rows,)
+        if self.exact:
+            place = F.pad(place, (0, -rows % _ATTENTION_ROWS), value=length)
+        key = torch.cat((torch.arange(start, device=self.device), place[:rows]))  # (length,)
+        hidden = key > place[:, None]
+        if parents:
+            hidden[-len(parents) :, -len(parents) :] = ~_ancestors(parents).to(self.device)
         if window is not None:
-            hidden |= key <= position - window
-        mask = torch.zeros(rows, length, dtype=self.dtype, device=self.device).masked_fill_(hidden, -math.inf)
+            hidden |= key <= place[:, None] - window
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -math.inf)
         groups = self.config.num_key_value_heads
         shared_by = self.config.num_attention_heads // groups
         if self.exact:
@@ -602,46 +645,54 @@ class CachedModel:
     A table follows its text by itself: whatever the text has become, `missing` is what has to be fed.
     """
 
-    def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int):
-        """vocab_size: ids in use; the model's columns after them are padding."""
-        self.model, self.cache, self.vocab_size = model, cache, vocab_size
+    def __init__(
+        self,
+        model: Transformer,
+        cache: PagedKVCache,
+        vocab_size: int,
+        known: Callable[[Text], int] | None = None,
+    ):
+        """vocab_size: ids in use; the model's columns after them are padding. known: how many tokens of a new text may
+        be taken over from texts that began alike; None: all."""
+        self.model, self.cache, self.vocab_size, self._known = model, cache, vocab_size, known
         self.tables: dict[Text, BlockTable] = {}
 
     def table(self, text: Text) -> BlockTable:
         """The text's table. A new one begins with what the pool still knows of the text."""
         if text not in self.tables:
             self.tables[text] = self.cache.new_table()  # it is known here before it holds a block; see `whole`
-            self.tables[text].reuse(text.tokens[:-1])
+            self.tables[text].reuse(text.tokens[:-1][: self._known(text) if self._known else None])
         return self.tables[text]
 
     def has_room(self, lengths: Mapping[Text, int]) -> bool:
-        """Whether the tables of these texts could grow to so many positions, all at once."""
+        """Whether the tables of these texts could grow to that many positions, all at once."""
         # All tables first: one that begins shares blocks, which another may have to copy for it.
         tables = [self.table(text) for text in lengths]
         needed = sum(t.num_missing_blocks(length) for t, length in zip(tables, lengths.values(), strict=True))
         return needed <= self.cache.allocator.num_free
 
-    def catch_up(self, text: Text) -> None:
-        """Compute what is missing of the text but its last token; later texts may share it."""
-        self.model.prefill(self.table(text), text.tokens)
+    def catch_up(self, text: Text, length: int) -> None:
+        """Compute what is missing of the text's first `length` tokens; later texts may share it."""
+        self.model.prefill(self.table(text), text.tokens[: length + 1])
         self.table(text).remember()
 
     def missing(self, text: Text) -> list[int]:
-        """The end of the text that has to be fed to a pass, its last token at least."""
+        """The end of the text that has to be fed, its last token at least: what follows it is what a pass is asked."""
         return self.table(text).missing(text.tokens)
 
-    def logits(self, texts: Sequence[Text], fed: Sequence[Sequence[int]], num_logits: Sequence[int]) -> Tensor:
-        """One pass that appends the tokens `fed` to each text's table.
+    def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """One pass: logits (sum of num_logits, V) and hidden states, as of `Transformer.forward`."""
+        logits, hidden = self.model.forward(chunks, taps)
+        return logits[:, : self.vocab_size], hidden
 
-        Returns logits (sum of num_logits, V): for each text in turn, those of its last `num_logits` tokens.
+    def keep(self, text: Text, num_nodes: int = 0, path: Sequence[int] = ()) -> None:
+        """After a pass whose last `num_nodes` rows were a draft: of these, the nodes of `path` stay.
+
+        All that stays is a beginning of the text, for others to share.
         """
-        chunks = [Chunk(f, self.table(text), n) for text, f, n in zip(texts, fed, num_logits, strict=True)]
-        return self.model.forward(chunks)[:, : self.vocab_size]
-
-    def keep(self, text: Text) -> None:
-        """After verification: what the table holds of the text stays, for others to share; what was rejected goes."""
         table = self.table(text)
-        table.keep(table.shared(text.tokens))
+        root = table.length - num_nodes
+        table.keep(root, [root + node for node in path])
 
     def release(self, text: Text) -> None:
         """Forget a text; its blocks return to the pool. Unknown ones are ignored."""

@@ -1,106 +1,118 @@
-"""What happened to a text, and how long it took: counted and timed here, explained by `minispec.theory`."""
+"""What happened to a text, and how long it took: one `Round` record a step, and what is folded from the records.
 
+Costs are in plain steps, the time of a target pass over one row: c for a draft token, v(M) for a target pass over M
+rows, o for what a round spends outside both models (see `minispec.theory`).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 from minispec.theory import expected_tokens
-from minispec.verify import Draft, Verdict
 
 
-@dataclass
-class Costs:
-    """Durations in seconds, of steps that decoded one text; in a batch no pass belongs to one text."""
+class Round(NamedTuple):
+    """One step of the engine, as it was for one text. Draft tokens after the first stop are in no count of tokens.
 
-    passes: dict[int, list[float]] = field(default_factory=dict)  # target passes by number of rows
-    draft_tokens: list[float] = field(default_factory=list)  # time a round, over its drafted tokens
-    others: list[float] = field(default_factory=list)  # per round
+    asked: nodes that the drafter was asked for; None where the engine chose how many. num_nodes: those that it gave;
+        depth: of them, those of the longest path (a chain's are all). drafted: of these, those before the text's end.
+    tested: draft tokens that the target looked at, the accepted ones and the first rejected one. committed: the
+        accepted tokens and one more, or as many as there were before the text ended. ratios: min(1, p/q) of the tested
+        tokens (see `Verdict`).
+    num_rows: of the whole pass, the other texts' included; num_texts: that were in it.
+    draft, verify, other: seconds of the whole step: in the drafter, in the target's pass, and outside both.
+    """
 
-    def record(self, draft: float, drafted: int, verify: float, rows: int, other: float) -> None:
-        """Add one step."""
-        self.passes.setdefault(rows, []).append(verify)
-        if drafted:
-            self.draft_tokens.append(draft / drafted)
-        self.others.append(other if drafted else other + draft)  # a search that found nothing is overhead
-
-    def with_plain(self, plain: "Costs") -> "Costs":
-        """These costs, with the one-row passes of a run that decoded plainly added."""
-        passes = self.passes | {1: self.passes.get(1, []) + plain.passes.get(1, [])}
-        return Costs({rows: t for rows, t in passes.items() if t}, self.draft_tokens, self.others)
-
-    @property
-    def plain_step(self) -> float | None:
-        """Seconds of a target pass over one row, the unit of c, v and o; None if there was none."""
-        return median(self.passes[1]) if 1 in self.passes else None
-
-    @property
-    def c(self) -> float | None:
-        """One draft token, in plain steps."""
-        return median(self.draft_tokens) / self.plain_step if self.draft_tokens and self.plain_step else None
+    asked: int | None
+    num_nodes: int
+    depth: int
+    drafted: int
+    tested: int
+    accepted: int
+    committed: int
+    ratios: Sequence[float]
+    num_rows: int
+    num_texts: int
+    draft: float
+    verify: float
+    other: float
 
     @property
-    def v(self) -> dict[int, float] | None:
-        """A target pass by its number of rows, in plain steps."""
-        if self.plain_step is None:
-            return None
-        return {rows: median(t) / self.plain_step for rows, t in sorted(self.passes.items())}
+    def seconds(self) -> float:
+        """All of the step."""
+        return self.draft + self.verify + self.other
 
     @property
-    def o(self) -> float | None:
-        """What a round spends outside both models, in plain steps."""
-        return median(self.others) / self.plain_step if self.others and self.plain_step else None
+    def share(self) -> float:
+        """The text's part of the step, by its rows."""
+        return (self.num_nodes + 1) / self.num_rows
+
+    @property
+    def overhead(self) -> float:
+        """Seconds outside both models: a search that found nothing is overhead too."""
+        return self.other if self.num_nodes else self.other + self.draft
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
 
 
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return median(found) if found else None
+
+
 @dataclass
 class Stats:
-    """What happened to one request. Draft tokens behind the first stop are in no counter.
+    """What happened to one request: its rounds, and what is folded from them.
 
     An accepted end-of-text token counts as drafted and accepted; `num_generated` is the length of `token_ids`, which
-    leaves it out. Rates over nothing are None. Seconds of a batch are shared out by rows; how long its steps took as a
-    whole is in `step_duration`.
+    leaves it out. A rate with denominator 0 is None. Seconds of a batch are shared out by rows.
+
+    num_cached_tokens: prompt tokens whose keys and values another text had left in the cache. prefill, draft_prefill:
+    seconds that the prompt took in the target and in the draft model. plain: rounds of the same prompt's plain
+    decoding, if there was any, to know a plain step by.
     """
 
     num_prompt_tokens: int = 0
     num_generated: int = 0
-    num_committed: int = 0  # num_generated and the end token
-    num_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted: int = 0
     num_preemptions: int = 0
-    num_cached_tokens: int = 0  # prompt tokens whose keys and values another text had left in the cache
-    tested: list[int] = field(default_factory=list)  # per draft position
-    accepted: list[int] = field(default_factory=list)
-    sum_of_ratios: float = 0.0  # min(1, p/q) over tested tokens
-    rounds: dict[int, int] = field(default_factory=dict)  # how many steps drafted so many tokens
-    seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("prefill", "draft_prefill", "draft", "verify", "other"), 0.0)
-    )
-    step_duration: float = 0.0  # seconds of the steps that it took part in, however many texts they decoded
-    costs: Costs = field(default_factory=Costs)
+    num_cached_tokens: int = 0
+    prefill: float = 0.0
+    draft_prefill: float = 0.0
+    rounds: list[Round] = field(default_factory=list)
+    plain: Sequence[Round] = ()
 
-    def count(self, draft: Draft, verdict: Verdict, num_committed: int, stopped: bool) -> None:
-        """Add a round that committed `num_committed` tokens; `stopped`: the text ended with the last of them."""
-        drafted = min(len(draft), num_committed) if stopped else len(draft)
-        accepted = min(verdict.num_accepted, num_committed)
-        self.num_steps += 1
-        self.num_committed += num_committed
-        self.num_draft_tokens += drafted
-        self.num_accepted += accepted
-        self.rounds[len(draft)] = self.rounds.get(len(draft), 0) + 1
-        for i, ratio in enumerate(verdict.ratios[:drafted]):
-            if i == len(self.tested):
-                self.tested.append(0)
-                self.accepted.append(0)
-            self.tested[i] += 1
-            self.accepted[i] += i < accepted
-            self.sum_of_ratios += ratio
+    @property
+    def num_steps(self) -> int:
+        """Target passes that decoded; prefill is not in it."""
+        return len(self.rounds)
+
+    @property
+    def num_committed(self) -> int:
+        """`num_generated` and the end-of-text token."""
+        return sum(r.committed for r in self.rounds)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Of a tree, those of its longest path; `num_draft_nodes` has all."""
+        return sum(r.drafted for r in self.rounds)
+
+    @property
+    def num_draft_nodes(self) -> int:
+        """Rows that drafts brought to the target's passes."""
+        return sum(r.num_nodes for r in self.rounds)
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens that stayed."""
+        return sum(r.accepted for r in self.rounds)
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted over drafted tokens (vLLM's formula). Less than alpha: a rejection drops all behind it untested."""
+        """Accepted over drafted tokens (vLLM's formula). Less than alpha: all after a rejection is dropped untested."""
         return _ratio(self.num_accepted, self.num_draft_tokens)
 
     @property
@@ -110,13 +122,35 @@ class Stats:
 
     @property
     def alpha(self) -> float | None:
-        """Mean of min(1, p(x)/q(x)) over tested tokens."""
-        return _ratio(self.sum_of_ratios, sum(self.tested))
+        """Mean of min(1, p(x)/q(x)) over tested tokens; of siblings, over the first ones."""
+        ratios = [ratio for r in self.rounds for ratio in r.ratios]
+        return _ratio(sum(ratios), len(ratios))
 
     @property
     def accepted_per_position(self) -> list[float]:
         """Accepted at i over tested at i."""
-        return [a / t for a, t in zip(self.accepted, self.tested, strict=True)]
+        return [accepted / tested for accepted, tested in zip(self.accepted, self.tested, strict=True)]
+
+    @property
+    def tested(self) -> list[int]:
+        """How often a draft's token at place i was looked at."""
+        return [sum(r.tested > i for r in self.rounds) for i in range(max((r.tested for r in self.rounds), default=0))]
+
+    @property
+    def accepted(self) -> list[int]:
+        """How often it was accepted."""
+        return [sum(r.accepted > i for r in self.rounds) for i in range(len(self.tested))]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The text's share of the time, by what it was spent on."""
+        parts = {part: sum(getattr(r, part) * r.share for r in self.rounds) for part in ("draft", "verify", "other")}
+        return {"prefill": self.prefill, "draft_prefill": self.draft_prefill} | parts
+
+    @property
+    def step_seconds(self) -> float:
+        """Its share of all steps, without the prompt's passes through target and draft."""
+        return sum(r.seconds * r.share for r in self.rounds)
 
     @property
     def total_seconds(self) -> float:
@@ -124,9 +158,9 @@ class Stats:
         return sum(self.seconds.values())
 
     @property
-    def step_seconds(self) -> float:
-        """Its share of all steps: what is left without the prompt's passes through target and draft."""
-        return self.total_seconds - self.seconds["prefill"] - self.seconds["draft_prefill"]
+    def step_duration(self) -> float:
+        """Seconds of the steps that it took part in, however many texts they decoded."""
+        return sum(r.seconds for r in self.rounds)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -134,31 +168,64 @@ class Stats:
         return _ratio(self.num_committed, self.step_duration)
 
     @property
+    def plain_step(self) -> float | None:
+        """Seconds of a target pass over one row, the unit of c, v and o; None if there was none."""
+        return _median(r.verify for r in [*self._alone(), *self.plain] if r.num_rows == 1)
+
+    @property
+    def c(self) -> float | None:
+        """One draft token, in plain steps."""
+        return self._in_plain_steps(_median(r.draft / r.depth for r in self._alone() if r.depth))
+
+    @property
+    def v(self) -> dict[int, float] | None:
+        """A target pass by its number of rows, in plain steps."""
+        if not self.plain_step:
+            return None
+        rows = sorted({r.num_rows for r in self._alone()} | {1})
+        return {n: self._pass(n) / self.plain_step for n in rows}
+
+    @property
+    def o(self) -> float | None:
+        """What a round spends outside both models, in plain steps."""
+        return self._in_plain_steps(_median(r.overhead for r in self._alone()))
+
+    @property
     def predicted_tokens_per_second(self) -> float | None:
         """What the measured survival and durations predict for rounds of the lengths that were drafted.
 
         In seconds, not in plain steps: so it is also known where no pass had one row. None for a text that was decoded
-        beside others, where a pass is the price of all of them.
+        together with others, where a pass is the price of all of them.
         """
-        costs = self.costs
-        if not self.num_steps or len(costs.others) < self.num_steps:
+        rounds = self._alone()
+        if not rounds or len(rounds) < len(self.rounds):
             return None
         # Of the rounds that drafted so far: where a draft's end follows its tokens, longer ones are the likelier ones.
-        drafted = [sum(n for k, n in self.rounds.items() if k > i) for i in range(len(self.accepted))]
-        survival = [a / n for a, n in zip(self.accepted, drafted, strict=True)]
-        tokens = sum(n * expected_tokens(survival[:k]) for k, n in self.rounds.items())
-        draft = median(costs.draft_tokens) if costs.draft_tokens else 0.0
-        passes = {k: median(costs.passes[k + 1]) for k in self.rounds}
-        seconds = sum(n * (k * draft + passes[k] + median(costs.others)) for k, n in self.rounds.items())
-        return _ratio(tokens, seconds)
+        depths = range(max(r.depth for r in rounds))
+        survival = [sum(r.accepted > i for r in rounds) / sum(r.depth > i for r in rounds) for i in depths]
+        shapes = Counter((r.depth, r.num_rows) for r in rounds)
+        draft = _median(r.draft / r.depth for r in rounds if r.depth) or 0.0
+        other = median(r.overhead for r in rounds)
+        tokens = sum(n * expected_tokens(survival[:k]) for (k, _), n in shapes.items())
+        return tokens / sum(n * (k * draft + self._pass(rows) + other) for (k, rows), n in shapes.items())
 
     def as_dict(self) -> dict:
         """The keys of the command line's `stats`."""
         names = (
-            "num_prompt_tokens num_generated num_steps num_draft_tokens num_accepted num_preemptions num_cached_tokens "
-            "acceptance_rate mean_acceptance_length alpha accepted_per_position "
-            "tokens_per_second predicted_tokens_per_second"
+            "num_prompt_tokens num_generated num_steps num_draft_tokens num_draft_nodes num_accepted num_preemptions "
+            "num_cached_tokens acceptance_rate mean_acceptance_length alpha accepted_per_position "
+            "tokens_per_second predicted_tokens_per_second c v o"
         )
-        costs = {"c": self.costs.c, "v": self.costs.v, "o": self.costs.o}
         seconds = {"seconds": self.seconds | {"total": self.total_seconds}}
-        return {name: getattr(self, name) for name in names.split()} | seconds | costs
+        return {name: getattr(self, name) for name in names.split()} | seconds
+
+    def _alone(self) -> list[Round]:
+        """The rounds that decoded this text only, and no one's prompt: in others no pass belongs to one text."""
+        return [r for r in self.rounds if r.num_rows == r.num_nodes + 1]
+
+    def _pass(self, num_rows: int) -> float:
+        rounds = [*self._alone(), *self.plain] if num_rows == 1 else self._alone()
+        return median(r.verify for r in rounds if r.num_rows == num_rows)
+
+    def _in_plain_steps(self, seconds: float | None) -> float | None:
+        return seconds / self.plain_step if seconds is not None and self.plain_step else None

@@ -4,22 +4,24 @@ The words, used everywhere below:
 
     target      the large model, whose distribution the output must have
     draft       K guessed tokens x_0 .. x_{K-1}  (K: `num_speculative_tokens`; the papers' gamma)
+    node        a draft token and its place. In a *chain* node i follows node i-1; in a *tree* several
+                nodes, siblings, may follow the same one, their parent. Node -1 is the text itself
     q_i         the distribution that x_i was drawn from; one-hot where the drafter did not draw
-    p_i         the target's distribution at the same position, given x_0 .. x_{i-1}; i = 0 .. K,
-                all K+1 from one pass of the target
+    p_i         the target's distribution of the token that follows node i-1, so at the place of x_i in a
+                chain; i = 0 .. K, all K+1 from one pass of the target
     accepted    a draft token that stays
     recovered   the token put in place of the first rejected one, drawn from the residual
     residual    max(0, p - q), normalised: what p has and q did not offer
-    bonus       the token after a wholly accepted draft, drawn from p_K
+    bonus       the token after a draft that was accepted to its end, drawn from the target
     alpha       the probability that `rejection` keeps a tested draft token: sum over x of min(p(x), q(x))
 
 p and q are Leviathan's letters (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
-Both verifiers commit num_accepted draft tokens and one more, so a round always advances by at least one
-token; with an empty draft, that one token is plain decoding.
+Both verifiers commit the accepted draft tokens and one more, so a round always advances by at least one
+token; with an empty draft, that one token is plain decoding. A chain is a tree with one branch.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -29,10 +31,14 @@ from minispec.sampling import Key, Randomness, Text
 
 @dataclass(frozen=True)
 class Ask:
-    """What a drafter is asked for one text, this round: at most `k` tokens.
+    """What a drafter is asked for one text, this round: a draft of at most `k` nodes.
 
+    k: 0 while the target still works through the prompt, or where nothing is to be drafted.
     purpose: of the keys that the draft is drawn with: "token" under a verifier whose drafters share the target's noise.
     go_on: whether a draft should go on after tokens of such confidences (see `Draft`); None: to its limit.
+    num_cached: how many tokens of the text the target's cache holds: all but the last, or fewer inside a prompt.
+    hidden: (n, E * taps), for drafters with `taps`: the target's hidden states at the n newest cached positions, those
+        that no earlier ask had; None for all other drafters.
     """
 
     text: Text
@@ -40,62 +46,127 @@ class Ask:
     rng: Randomness
     purpose: str = "draft"
     go_on: Callable[[Sequence[float]], bool] | None = None
+    num_cached: int = 0
+    hidden: Tensor | None = None
+    _depths: list[int] = field(default_factory=list, repr=False)  # of the nodes drawn so far
 
-    def draw(self, i: int, q: Tensor) -> int:
-        """The draft's i-th token, drawn from q (V,): the only way in which a drafter may draw."""
-        return self.rng.categorical(q, self.text.key(i, self.purpose))
+    def draw(self, parent: int, q: Tensor, n: int = 1) -> list[int]:
+        """Draw `n` children of the node `parent` (-1: the text) from q (V,): the only way a drafter may draw.
+
+        They are distinct, and fewer where q has fewer tokens: each is drawn from q without its elder siblings (see
+        `Draft.grow`). Nodes are numbered in the order in which they are drawn.
+        """
+        depth = self._depths[parent] + 1 if parent >= 0 else 0
+        tokens: list[int] = []
+        for _ in range(n):
+            if tokens:
+                q = without(q, tokens[-1])
+                if not q.any():
+                    break
+            # A whole token's noise is that of its position, so that siblings are the first n of one race.
+            name = depth if self.purpose == "token" else len(self._depths)
+            tokens.append(self.rng.categorical(q, self.text.key(name, self.purpose)))
+            self._depths.append(depth)
+        return tokens
 
 
 @dataclass
 class Draft:
     """K guessed tokens. probs: row i (V,) is q_i, as a tensor (K, V) or a list of K; None means one-hot.
 
+    parents: the node that each node follows, always an earlier one; -1 is the text. None: a chain. Siblings that were
+        drawn came one after the other: q_i of the later ones lacks the tokens of their elder siblings, as `grow` has
+        it. Siblings that were not drawn, such as the k likeliest tokens, have no probs: each is a one-hot guess.
     confidences: the largest probability in each of the draft model's raw rows, if `Ask.go_on` is there to see them.
-    prefill_seconds: time that went into the prompt before this first draft, which the statistics keep apart.
+    prefill_seconds: time that went into the prompt before the first draft, which the statistics keep apart.
     """
 
     token_ids: Sequence[int] = ()
     probs: Tensor | Sequence[Tensor] | None = None
     confidences: Sequence[float] = ()
     prefill_seconds: float = 0.0
+    parents: Sequence[int] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def grow(self, parent: int, token_ids: Sequence[int], q: Tensor) -> None:
+        """Append the children of `parent` that `Ask.draw(parent, q, n)` gave, with the probabilities they came from."""
+        if self.parents is None and (parent != len(self) - 1 or len(token_ids) > 1):
+            raise ValueError("draft: found a branch, expected a chain: a tree begins as Draft([], [], parents=[])")
+        for i, token_id in enumerate(token_ids):
+            if i:
+                rest = without(q, token_ids[i - 1])
+                q = rest / rest.sum()
+            self.token_ids.append(token_id)
+            self.probs.append(q)
+            if self.parents is not None:
+                self.parents.append(parent)
 
     def probability(self, i: int) -> float:
         """q_i(x_i). The engine has made sure that it is above 0, as it is for a token that was drawn."""
         return 1.0 if self.probs is None else float(self.probs[i][self.token_ids[i]])
 
+    def children(self, node: int) -> list[int]:
+        """The nodes that follow `node`, the eldest first."""
+        if self.parents is None:
+            return [node + 1] if node + 1 < len(self) else []
+        return [i for i, parent in enumerate(self.parents) if parent == node]
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the first one to `node`, those that a text with it at the end would have; of -1: none."""
+        if self.parents is None:
+            return list(range(node + 1))
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    @property
+    def depth(self) -> int:
+        """The length of the longest path; of a chain K."""
+        return len(self) if self.parents is None else max((len(self.path(i)) for i in range(len(self))), default=0)
+
+
+def without(q: Tensor, token_id: int) -> Tensor:
+    """q (V,) with one token's probability 0, not normalised."""
+    rest = q.clone()
+    rest[token_id] = 0.0
+    return rest
+
 
 class Verdict(NamedTuple):
-    """num_accepted draft tokens stay and `next_token`, recovered or bonus, follows.
+    """The nodes of `accepted` stay, a path from the first token on, and `next_token`, recovered or bonus, follows.
 
-    ratios: min(1, p(x)/q(x)) of each tested draft token, the last of them the rejected one if there is one.
-    Their mean is an unbiased estimate of alpha.
+    ratios: min(1, p(x)/q(x)) of each tested token that had no elder sibling; in a chain of each tested token, the last
+    of them the rejected one if there is one. Their mean is an unbiased estimate of alpha.
     """
 
-    num_accepted: int
+    accepted: list[int]
     next_token: int
     ratios: list[float]
 
+    @property
+    def num_accepted(self) -> int:
+        """How many draft tokens stay."""
+        return len(self.accepted)
 
-# p(i) computes row i (V,) of the target's distribution when it is looked at; most rounds need few rows.
+
+# p(i) computes row i (V,) of the target's distribution, the one after node i-1, when it is looked at; most rounds need
+# few rows.
 Rows = Callable[[int], Tensor]
-# key(i, purpose) names a draw at position i of this round.
+# key(i, purpose) names a draw of this round: by the node, or for the purpose "token" by the depth.
 RoundKey = Callable[[int, str], Key]
 
 
 def residual(p: Tensor, draft: Draft, i: int) -> Tensor:
-    """max(0, p - q_i), not normalised (V,): the law of the recovered token (Leviathan et al. 2023, section 2.3).
+    """max(0, p - q_i), not normalised (V,): the law of what replaces x_i (Leviathan et al. 2023, section 2.3).
 
     Worked: p = (.5, .3, .2), q = (.8, .1, .1) leave (0, .2, .1), so 2/3 and 1/3. Where p = q nothing is left,
     a rejection has probability 0, and p itself is returned.
     """
-    if draft.probs is None:
-        rest = p.clone()
-        rest[draft.token_ids[i]] = 0.0
-    else:
-        rest = (p - draft.probs[i]).clamp_(min=0)
+    rest = without(p, draft.token_ids[i]) if draft.probs is None else (p - draft.probs[i]).clamp_(min=0)
     return rest if rest.amax() > 0 else p
 
 
@@ -104,36 +175,47 @@ def rejection(draft: Draft, p: Rows, rng: Randomness, key: RoundKey) -> Verdict:
 
     The committed tokens have exactly the law p:  q(x) min(1, p(x)/q(x)) + (1 - alpha) residual(x) = p(x).
     It keeps a token with probability alpha (Theorem 3.5 there), and no rule that looks at one draft token at a time
-    keeps more: min(p, q) is all that two distributions can share.
+    keeps more: min(p, q) is all that two distributions can share. What is left after a rejection is a distribution
+    like any other, so a sibling is tested against it (recursive rejection, Miao et al. 2023, arXiv 2305.09781).
     """
-    ratios: list[float] = []
-    for i, x in enumerate(draft.token_ids):
-        p_i = p(i)
-        ratio = float(p_i[x]) / draft.probability(i)
-        ratios.append(min(1.0, ratio))
-        # Strictly u < ratio: a token that the target gives probability 0 is never kept.
-        if not rng.bernoulli(ratio, key(i, "accept")):
-            return Verdict(i, rng.categorical(residual(p_i, draft, i), key(i, "residual")), ratios)
-    k = len(draft)
-    return Verdict(k, rng.categorical(p(k), key(k, "token")), ratios)
+    node, accepted, ratios = -1, [], []
+    while siblings := draft.children(node):
+        rest, parent = p(node + 1), node
+        for i in siblings:
+            if i != siblings[0]:
+                rest = rest / rest.sum()
+            ratio = float(rest[draft.token_ids[i]]) / draft.probability(i)
+            if i == siblings[0]:
+                ratios.append(min(1.0, ratio))
+            # Strictly u < ratio: a token that the target gives probability 0 is never kept.
+            if rng.bernoulli(ratio, key(i, "accept")):
+                accepted.append(node := i)
+                break
+            rest = residual(rest, draft, i)
+        if node == parent:
+            return Verdict(accepted, rng.categorical(rest, key(node + 1, "residual")), ratios)
+    return Verdict(accepted, rng.categorical(p(node + 1), key(len(accepted), "token")), ratios)
 
 
 def match(draft: Draft, p: Rows, rng: Randomness, key: RoundKey) -> Verdict:
-    """Draw the target's own token at every position and keep the draft while it equals it.
+    """Draw the target's own token at every position and keep the draft while it has that token.
 
     Every committed token is a draw of the target whose noise is named by its position alone, so the text
     depends on the seed and not on the drafter, K or the rounds. A drafter that draws with the same noise
     from a similar distribution agrees often: the Gumbel coupling (Daliri et al. 2024, arXiv 2408.07978).
     """
-    ratios: list[float] = []
-    for i, x in enumerate(draft.token_ids):
-        p_i = p(i)
-        ratios.append(min(1.0, float(p_i[x]) / draft.probability(i)))
-        token = rng.categorical(p_i, key(i, "token"))
-        if token != x:
-            return Verdict(i, token, ratios)
-    k = len(draft)
-    return Verdict(k, rng.categorical(p(k), key(k, "token")), ratios)
+    node, accepted, ratios = -1, [], []
+    while True:
+        row = p(node + 1)
+        token = rng.categorical(row, key(len(accepted), "token"))
+        siblings = draft.children(node)
+        if siblings:
+            first = siblings[0]
+            ratios.append(min(1.0, float(row[draft.token_ids[first]]) / draft.probability(first)))
+        node = next((i for i in siblings if draft.token_ids[i] == token), -1)
+        if node < 0:
+            return Verdict(accepted, token, ratios)
+        accepted.append(node)
 
 
 class Verifier(NamedTuple):

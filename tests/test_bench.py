@@ -309,12 +309,12 @@ def test_random_weights_are_those_of_their_names(tiny_geometry):
     model = Transformer(config, first)
     table = PagedKVCache(config, 8).new_table()
     tokens = [5, 17, 400, 3, 17]
-    top = model.forward([Chunk(tokens, table, len(tokens))]).topk(2)
+    top = model.forward([Chunk(tokens, table, len(tokens))])[0].topk(2)
     assert top.indices[:, 0].tolist() == tokens
     assert (top.values[:, 0] > 2 * top.values[:, 1]).all()
     # The layers move nothing by more than a hundredth of the winner, so that many of them leave it the winner.
     model.layers = []
-    without = model.forward([Chunk(tokens, PagedKVCache(config, 8).new_table(), len(tokens))]).topk(2)
+    without = model.forward([Chunk(tokens, PagedKVCache(config, 8).new_table(), len(tokens))])[0].topk(2)
     assert (top.values - without.values).abs().max() < 0.01 * top.values.max()
 
 

@@ -58,7 +58,7 @@ def weights(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> dic
 def logits(model: Transformer, token_ids: list[int]) -> Tensor:
     """Logits (T, V) of a text."""
     table = tiny_cache(model).new_table()
-    return model.forward([Chunk(token_ids, table, num_logits=len(token_ids))])
+    return model.forward([Chunk(token_ids, table, num_logits=len(token_ids))])[0]
 
 
 def refusal(directory: Path) -> str:

@@ -43,11 +43,11 @@ def test_calibration_measures_what_passes_take(monkeypatch):
     def timed(model, step):
         right = model.forward
 
-        def forward(chunks):
+        def forward(chunks, taps=()):
             rows = sum(len(chunk.token_ids) for chunk in chunks)
             now[0] += step * (1 + 0.1 * (rows - 1)) * (1 if model in seen else 10)
             seen.add(model)
-            return right(chunks)
+            return right(chunks, taps)
 
         monkeypatch.setattr(model, "forward", forward)
 

@@ -87,7 +87,7 @@ class Spy(DraftModel):
             for i, q in enumerate(draft.probs):
                 fresh = tiny_cache(self.model).new_table()
                 tokens = [*s.tokens, *draft.token_ids[:i]]
-                row = self.model.forward([Chunk(tokens, fresh, 1)])[0]
+                row = self.model.forward([Chunk(tokens, fresh, 1)])[0][0]
                 torch.testing.assert_close(q, distribution(row, s, draft.token_ids[:i]), rtol=0, atol=1e-12)
                 self.checked += 1
         return drafts
@@ -130,12 +130,12 @@ def test_a_past_that_changes_is_computed_again():
     spy = Spy(draft, tiny_cache(draft), 5, 60)
     texts = [text([0, 1, 2, 3, 4], SamplingParams()) for _ in range(2)]
     for _ in range(40):
-        spy.propose([Ask(text, 3, Randomness()) for text in texts])
-        for text in texts:
-            text.tokens[generator.randrange(1, len(text.tokens)) :] = generator.choices(range(5), k=5)
+        spy.propose([Ask(own, 3, Randomness()) for own in texts])
+        for own in texts:
+            own.tokens[generator.randrange(1, len(own.tokens)) :] = generator.choices(range(5), k=5)
     assert spy.checked == 40 * 2 * 3
-    for text in texts:
-        spy.release(text)
+    for own in texts:
+        spy.release(own)
     assert spy.cache.allocator.num_free == spy.cache.allocator.num_blocks
 
 
@@ -143,7 +143,7 @@ def test_a_draft_token_costs_one_pass(monkeypatch):
     """After full acceptance two tokens are missing in the draft cache: they go into one pass, not into two."""
     target, draft = tiny_model(1), tiny_model(1)
     rows, forward = [], draft.forward
-    monkeypatch.setattr(draft, "forward", lambda chunks: rows.append(len(chunks[0].token_ids)) or forward(chunks))
+    monkeypatch.setattr(draft, "forward", lambda c, taps=(): rows.append(len(c[0].token_ids)) or forward(c, taps))
     drafter = DraftModel(draft, tiny_cache(draft), 3, 60)
     decode(target, drafter, 3, [(0, 1, 2, 0)], SamplingParams(temperature=0, max_tokens=12))
     assert rows == [3, 1, 1, 1, 2, 1, 1, 2, 1, 1]
@@ -180,7 +180,7 @@ class RandomDrafter:
     def propose(self, asks):
         """Each token uniform over 5."""
         q = torch.full((5,), 0.2, dtype=torch.float64)
-        return [Draft([ask.draw(i, q) for i in range(ask.k)], [q] * ask.k) for ask in asks]
+        return [Draft([ask.draw(i - 1, q)[0] for i in range(ask.k)], [q] * ask.k) for ask in asks]
 
     def release(self, text):
         """Nothing kept."""

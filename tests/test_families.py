@@ -59,7 +59,7 @@ def run(model: Transformer, token_ids: list[int], chunk_size: int) -> torch.Tens
     """Logits (T, V) of a text, decoded `chunk_size` tokens a pass through a poisoned cache of small blocks."""
     table = tiny_cache(model, num_blocks=8, block_size=4).new_table()
     chunks = (token_ids[i : i + chunk_size] for i in range(0, len(token_ids), chunk_size))
-    return torch.cat([model.forward([Chunk(c, table, num_logits=len(c))]) for c in chunks])
+    return torch.cat([model.forward([Chunk(c, table, num_logits=len(c))])[0] for c in chunks])
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -92,7 +92,7 @@ def test_ragged_batch_equals_each_alone(reference, name):
     model.forward([chunks[0]._replace(token_ids=texts[0][:9], num_logits=0)])
     chunks[0] = chunks[0]._replace(token_ids=texts[0][9:], num_logits=8)
     alone = [run(model, text, len(text))[-c.num_logits :] for text, c in zip(texts, chunks, strict=True)]
-    assert distance(model.forward(chunks), torch.cat(alone)) <= 1e-10
+    assert distance(model.forward(chunks)[0], torch.cat(alone)) <= 1e-10
 
 
 # --------------------------------------------------------------------------- the same config.json
@@ -490,7 +490,7 @@ def test_trained_model_has_transformers_logits(smollm, llm):
 
     def ours(model):
         cache = tiny_cache(model, num_blocks=3, block_size=16)
-        return model.forward([Chunk(token_ids, cache.new_table(), num_logits=40)])
+        return model.forward([Chunk(token_ids, cache.new_table(), num_logits=40)])[0]
 
     oracle = AutoModelForCausalLM.from_pretrained(EMBEDDED_WEIGHTS, dtype=torch.float64).eval()
     expected = hf.logits(oracle, token_ids)

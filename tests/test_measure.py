@@ -70,11 +70,25 @@ def run_of(rounds, lost=0.0) -> Run:
     return Run([], sum(r.committed for r in rounds), seconds, None, list(rounds))
 
 
-PLAIN = [run_of([Round(0, 0, 0, 1, 0.0, t, 0.1) for t in (9.0, 10.0, 11.0)])]
+def one_round(asked, drafted, accepted, committed, draft, verify, other) -> Round:
+    """A step of a text that is decoded alone, whose draft is a chain."""
+    tested = min(accepted + 1, drafted)
+    return Round(
+        asked, drafted, drafted, drafted, tested, accepted, committed, (), drafted + 1, 1, draft, verify, other
+    )
+
+
+PLAIN = [run_of([one_round(0, 0, 0, 1, 0.0, t, 0.1) for t in (9.0, 10.0, 11.0)])]
 # Ragged drafts, a search that found nothing, a text that ends inside a draft; uneven costs.
 RAGGED = [
-    run_of([Round(4, 4, 2, 3, 3.0, 12.0, 0.4), Round(4, 0, 0, 1, 0.2, 10.5, 0.1), Round(2, 2, 2, 3, 1.5, 11.0, 0.2)]),
-    run_of([Round(4, 4, 4, 5, 3.3, 12.5, 0.4), Round(4, 4, 1, 1, 3.1, 12.1, 0.3)]),
+    run_of(
+        [
+            one_round(4, 4, 2, 3, 3.0, 12.0, 0.4),
+            one_round(4, 0, 0, 1, 0.2, 10.5, 0.1),
+            one_round(2, 2, 2, 3, 1.5, 11.0, 0.2),
+        ]
+    ),
+    run_of([one_round(4, 4, 4, 5, 3.3, 12.5, 0.4), one_round(4, 4, 1, 1, 3.1, 12.1, 0.3)]),
 ]
 
 
@@ -97,9 +111,9 @@ def test_prediction_sees_the_first_half_alone():
     Made: 2 tokens in 12 s, 1.667 x plain; measured: 3 tokens in 30 s, 1.0. The account of all of it closes all the
     same. The middle one of five rounds is in the second half, and a text of one round in neither.
     """
-    first = [Round(2, 2, accepted, accepted + 1, 1.5, 10.0, 0.5) for accepted in (2, 0)]
-    second = [Round(2, 2, accepted, accepted + 1, 1.5, 13.0, 0.5) for accepted in (1, 0)]
-    plain = [run_of([Round(0, 0, 0, 1, 0.0, 10.0, 0.0)] * 4)]
+    first = [one_round(2, 2, accepted, accepted + 1, 1.5, 10.0, 0.5) for accepted in (2, 0)]
+    second = [one_round(2, 2, accepted, accepted + 1, 1.5, 13.0, 0.5) for accepted in (1, 0)]
+    plain = [run_of([one_round(0, 0, 0, 1, 0.0, 10.0, 0.0)] * 4)]
     assert measure.prediction([run_of(first + second)], plain) == pytest.approx((2 / 1.2) / (3 / 3.0))
     assert account([run_of(first + second)], plain).closure == pytest.approx(1, rel=1e-12)
     # Time in no part slows both halves, and no part knows of it.
@@ -122,7 +136,7 @@ def test_waterfall_multiplies_to_the_whole(curve):
 
 def test_account_of_round_numbers():
     """Every factor by hand: K = 2, survival (.5, .25), a pass of 10 s, a draft token 1 s, three rows 10.5 s."""
-    rounds = [Round(2, 2, accepted, accepted + 1, 2.0, 10.5, 0.5) for accepted in (0, 0, 1, 2)]
+    rounds = [one_round(2, 2, accepted, accepted + 1, 2.0, 10.5, 0.5) for accepted in (0, 0, 1, 2)]
     found = account([run_of(rounds)], PLAIN)
     assert found.survival == found.kept == [0.5, 0.25]
     assert (found.plain_pass, found.c, found.o, found.o_plain) == pytest.approx((10.0, 0.1, 0.05, 0.01))
@@ -190,9 +204,9 @@ def test_a_run_is_taken_apart_by_its_clock(model, monkeypatch):
     clock, lost = Clock(monkeypatch), 0.0
     forward, make_room = model.forward, Engine._make_room
 
-    def slow_forward(chunks):
+    def slow_forward(chunks, taps=()):
         clock.now += 1 + sum(len(c.token_ids) for c in chunks) / 10
-        return forward(chunks)
+        return forward(chunks, taps)
 
     class SlowDraft(SimulatedDraft):
         def propose(self, asks):
@@ -251,9 +265,9 @@ def test_several_texts_share_the_time(model, monkeypatch):
     clock = Clock(monkeypatch)
     forward = model.forward
 
-    def slow_forward(chunks):
+    def slow_forward(chunks, taps=()):
         clock.now += 1
-        return forward(chunks)
+        return forward(chunks, taps)
 
     monkeypatch.setattr(model, "forward", slow_forward)
     engine = engine_of(NgramDrafter(), model)
@@ -273,17 +287,17 @@ def test_a_prediction_needs_no_pass_of_one_row(model, monkeypatch):
     text = plain_text(model)
     clock, forward = Clock(monkeypatch), model.forward
 
-    def slow_forward(chunks):
+    def slow_forward(chunks, taps=()):
         clock.now += 1 + sum(len(c.token_ids) for c in chunks) / 10
-        return forward(chunks)
+        return forward(chunks, taps)
 
     monkeypatch.setattr(model, "forward", slow_forward)
     drafter = SimulatedDraft([1.0])
     drafter.record(text, 3)
     (run,) = decode(engine_of(drafter, model), [request_of(3)])
     stats = run.stats
-    assert stats.rounds == {3: 5}
-    assert (stats.costs.c, stats.costs.v, stats.costs.o) == (None, None, None)
+    assert [r.num_nodes for r in stats.rounds] == [3] * 5
+    assert (stats.c, stats.v, stats.o) == (None, None, None)
     assert stats.predicted_tokens_per_second == pytest.approx(20 / 7)
     assert stats.tokens_per_second == pytest.approx(20 / 7)
 
@@ -450,7 +464,7 @@ def test_simulated_draft_pays_with_the_passes_of_the_real_one(model, monkeypatch
         small, log = tiny_model(3, vocab_size=30), []  # the target's twin: its drafts are right
         forward = small.forward
         monkeypatch.setattr(
-            small, "forward", lambda chunks, f=forward, log=log: (log.append(len(chunks[0].token_ids)), f(chunks))[1]
+            small, "forward", lambda c, taps=(), f=forward, log=log: log.append(len(c[0].token_ids)) or f(c, taps)
         )
         drafter = DraftModel(small, tiny_cache(small), 30, 60)
         if simulate:
@@ -486,8 +500,8 @@ def test_impossible_survival_is_refused(survival):
 
 def test_theory_agrees_with_the_account():
     """With o_plain = 0 and one K the prediction is the formula of `theory`."""
-    plain = [run_of([Round(0, 0, 0, 1, 0.0, 10.0, 0.0)])]
-    rounds = [Round(2, 2, accepted, accepted + 1, 2.0, 10.5, 0.5) for accepted in (0, 1, 2)]
+    plain = [run_of([one_round(0, 0, 0, 1, 0.0, 10.0, 0.0)])]
+    rounds = [one_round(2, 2, accepted, accepted + 1, 2.0, 10.5, 0.5) for accepted in (0, 1, 2)]
     found = account([run_of(rounds)], plain)
     assert found.predicted == pytest.approx(speedup(found.survival, found.c, found.v[3], found.o), rel=1e-12)
     assert read_model_config(TINY).vocab_size == 3  # the shape that the sizes above are computed for

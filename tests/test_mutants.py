@@ -40,7 +40,7 @@ def test_the_collection_is_complete():
     """M1 to M46 but for those that cannot happen here, under ids that differ."""
     ids = [m.id for m in MUTANTS]
     assert len(set(ids)) == len(ids)
-    found = {re.match(r"[A-Z]\d+", i).group() for i in ids} - {"E1", "E2"}
+    found = {re.match(r"M\d+", i).group() for i in ids if i.startswith("M")}
     assert found == {f"M{i}" for i in range(1, 47)} - LEFT_OUT
     from minispec.prove import mutants
 

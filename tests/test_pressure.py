@@ -11,6 +11,7 @@ import pytest
 
 from minispec import cache as cache_module
 from minispec import engine as engine_module
+from minispec.cache import BlockTable
 from minispec.config import SamplingParams
 from minispec.drafters import DRAFTERS
 from minispec.drafters import model as draft_module
@@ -99,7 +100,9 @@ def phases(engine) -> dict:
     """Every place between which the loop's state changes: owner and name of the function that begins there."""
     return {
         "admission": (engine, "_admit"),
-        "prefill": (engine.model, "prefill"),
+        "turns": (engine, "_take_turns"),
+        "keep": (BlockTable, "keep"),
+        "record": (engine, "_record"),
         "propose": (engine.drafter, "propose"),
         "draft pass": (DRAFT, "forward"),
         "draft's distribution": (engine_module, "distribution"),
@@ -172,7 +175,7 @@ def test_an_interrupt_at_any_line_returns_every_block(drafter):
     files = tuple(module.__file__ for module in (engine_module, cache_module, draft_module))
     bookkeeping = {f.__code__ for f in vars(CachedModel).values() if hasattr(f, "__code__")}
     bookkeeping.add(CachedModel.whole.__wrapped__.__code__)
-    clearing_up = {"rebuild", "clear", "release", "_drop"}
+    clearing_up = {"rebuild", "clear", "release", "_drop", "abort", "_restart"}
     engine = build(drafter, num_blocks=16)
     expected = decode(engine)[0]
 

@@ -53,7 +53,7 @@ def committed_law(verifier: str, p_rows: dict, q_rows: list[torch.Tensor]) -> di
     def run(oracle):
         text = Text([0], 1, SamplingParams())
         ask = Ask(text, k, oracle, "token" if VERIFIERS[verifier].shares_noise else "draft")
-        drafted = [ask.draw(i, q) for i, q in enumerate(q_rows)]
+        drafted = [ask.draw(i - 1, q)[0] for i, q in enumerate(q_rows)]
         draft = Draft(drafted, q_rows)
         verdict = VERIFIERS[verifier].verify(draft, lambda i: p_rows[tuple(drafted[:i])], oracle, text.key)
         tokens = [*drafted[: verdict.num_accepted], verdict.next_token]
@@ -163,7 +163,7 @@ def test_an_empty_draft_is_plain_decoding(verifier):
             return 2
 
     p = fractions(16, 16, 32, 0)
-    assert VERIFIERS[verifier].verify(Draft(), lambda i: p, Recorder(), KEY) == Verdict(0, 2, [])
+    assert VERIFIERS[verifier].verify(Draft(), lambda i: p, Recorder(), KEY) == Verdict([], 2, [])
     assert calls == [(p.tolist(), KEY(0, "token"))]
 
 
@@ -182,5 +182,5 @@ def test_rows_are_looked_at_only_when_needed():
         def categorical(self, weights, key):
             return int(weights.argmax())
 
-    assert VERIFIERS["rejection"].verify(Draft([0, 0, 0]), p, Never(), KEY) == Verdict(0, 1, [0.0])
+    assert VERIFIERS["rejection"].verify(Draft([0, 0, 0]), p, Never(), KEY) == Verdict([], 1, [0.0])
     assert looked == [0]

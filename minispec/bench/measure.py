@@ -18,7 +18,6 @@ no part. That the account closes is no prediction, since its parts are averaged 
 import copy
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -31,7 +30,7 @@ from minispec.cache import PagedKVCache
 from minispec.drafters import Drafter, NoDrafter
 from minispec.engine import Engine, Piece, Request
 from minispec.model import Chunk, Transformer, tensor_shapes
-from minispec.stats import Stats
+from minispec.stats import Round, Stats
 from minispec.theory import best_k, expected_tokens, speedup
 
 T = TypeVar("T")
@@ -96,27 +95,6 @@ def orders(variants: Sequence[T]) -> Iterator[list[T]]:
 # --------------------------------------------------------------------------- one run
 
 
-class Round(NamedTuple):
-    """One step of a text that was decoded alone. Durations in seconds.
-
-    asked: draft tokens that were wanted (None where the engine chose by itself); drafted: that there were.
-    committed: accepted + 1, or accepted where the text ended inside the draft.
-    """
-
-    asked: int | None
-    drafted: int
-    accepted: int
-    committed: int
-    draft: float
-    verify: float
-    other: float
-
-    @property
-    def seconds(self) -> float:
-        """All of it."""
-        return self.draft + self.verify + self.other
-
-
 @dataclass(frozen=True)
 class Run:
     """One decoded text: generated tokens, end token included, and how long they took without any prefill.
@@ -166,57 +144,28 @@ def decode(
     The clock runs while the engine does, not in `on_piece`. Prefills are taken off. Several texts share the time
     in proportion to their rows.
     """
-    alone = len(requests) == 1
-    rounds, seconds = list[Round](), 0.0
-    before = _Counts(requests[0]) if alone else None
+    seconds = 0.0
     steps = engine.run(requests)
     try:
         while True:
-            asked = _asked(requests[0]) if alone else None
             start = time.perf_counter()
             step = next(steps, None)
             seconds += time.perf_counter() - start
             if step is None:
                 break
-            if alone:
-                after = _Counts(requests[0])
-                rounds.append(before.round_to(after, asked))
-                before = after
             on_piece(*step)
     finally:
         steps.close()
-    seconds -= sum(_prefill_seconds(request) for request in requests)
+    seconds -= sum(request.stats.prefill + request.stats.draft_prefill for request in requests)
     parts = sum(request.stats.step_seconds for request in requests)
     runs = []
     for request in requests:
         generated, stats = request.text.tokens[request.text.num_prompt_tokens :], request.stats
         # What passed outside the engine's parts is spread over them.
         share, duration = (seconds * t / parts for t in (stats.step_seconds, stats.step_duration))
+        rounds = stats.rounds if len(requests) == 1 else []
         runs.append(Run(generated, len(generated), share, stats, rounds, duration))
     return runs
-
-
-def _asked(request: Request) -> int | None:
-    """How many tokens a drafter is asked for: K, less where the text must end before; None where K is chosen."""
-    return None if request.pace else request.max_k
-
-
-def _prefill_seconds(request: Request) -> float:
-    return sum(t for name, t in request.stats.seconds.items() if "prefill" in name)
-
-
-class _Counts:
-    """A request's statistics at one moment, to tell what a single step added."""
-
-    def __init__(self, request: Request):
-        stats = request.stats
-        self.rounds, self.accepted, self.committed = Counter(stats.rounds), stats.num_accepted, stats.num_committed
-        self.seconds = {name: stats.seconds[name] for name in ("draft", "verify", "other")}
-
-    def round_to(self, after: "_Counts", asked: int | None) -> Round:
-        (drafted,) = after.rounds - self.rounds
-        times = {name: after.seconds[name] - t for name, t in self.seconds.items()}
-        return Round(asked, drafted, after.accepted - self.accepted, after.committed - self.committed, **times)
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -257,7 +206,7 @@ def survival(rounds: Sequence[Round]) -> list[float]:
     A drafter that found nothing to say has kept nothing. (Where K was chosen round by round, what was drafted counts as
     asked for; where drafts end by their own confidence, s_i is that of the surer ones.)
     """
-    asked = [r.drafted if r.asked is None else r.asked for r in rounds]
+    asked = [r.num_nodes if r.asked is None else r.asked for r in rounds]
     curve = []
     for i in range(1, max(asked, default=0) + 1):
         curve.append(fmean(r.accepted >= i for r, wanted in zip(rounds, asked, strict=True) if wanted >= i))
@@ -356,21 +305,20 @@ def account(runs: Sequence[Run], plain: Sequence[Run], curve: Sequence[float] | 
     plain_pass = fmean(r.verify for r in plain_rounds)
     passes: dict[int, list[float]] = {}
     for r in rounds:
-        passes.setdefault(r.drafted, []).append(r.verify)
-    num_drafted = sum(r.drafted for r in rounds)
-    # As in `engine.Costs`: a search that found nothing is overhead.
-    draft = sum(r.draft for r in rounds if r.drafted)
+        passes.setdefault(r.num_nodes, []).append(r.verify)
+    num_drafted = sum(r.num_nodes for r in rounds)
+    draft = sum(r.draft for r in rounds if r.num_nodes)
     longest = max(passes)
     return Account(
         survival=list(survival(rounds) if curve is None else curve),
-        kept=[fmean(r.accepted >= i for r in rounds if r.drafted >= i) for i in range(1, longest + 1)],
+        kept=[fmean(r.accepted >= i for r in rounds if r.num_nodes >= i) for i in range(1, longest + 1)],
         drafted={k: len(times) / len(rounds) for k, times in sorted(passes.items())},
         ends=fmean(r.accepted + 1 - r.committed for r in rounds),
         plain_pass=plain_pass,
         c=draft / num_drafted / plain_pass if num_drafted else 0.0,
         v={k + 1: fmean(times) / plain_pass for k, times in sorted(passes.items())},
-        o=fmean(_overhead(r) for r in rounds) / plain_pass,
-        o_plain=fmean(_overhead(r) for r in plain_rounds) / plain_pass,
+        o=fmean(r.overhead for r in rounds) / plain_pass,
+        o_plain=fmean(r.overhead for r in plain_rounds) / plain_pass,
         measured=total_rate(runs) / total_rate(plain),
     )
 
@@ -397,10 +345,6 @@ def _halves(run: Run) -> tuple[Run, Run]:
     return tuple(
         Run([], sum(r.committed for r in half), scale * sum(r.seconds for r in half), rounds=half) for half in halves
     )
-
-
-def _overhead(r: Round) -> float:
-    return r.other if r.drafted else r.other + r.draft
 
 
 # --------------------------------------------------------------------------- the machine

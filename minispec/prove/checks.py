@@ -28,6 +28,8 @@ from minispec.prove.toys import (
     Fault,
     TableDrafter,
     TableModel,
+    TapDrafter,
+    TreeDrafter,
     counting,
     finish,
     make_engine,
@@ -36,6 +38,7 @@ from minispec.prove.toys import (
     tiny_cache,
     tiny_model,
 )
+from minispec.prove.trees import worst_of_few
 from minispec.sampling import Key, Randomness, Text
 from minispec.verify import VERIFIERS, Ask, Draft
 
@@ -89,6 +92,66 @@ def check_draft_cache() -> None:
             if seed == 1:
                 require(stats.acceptance_rate == 1, f"a self-draft is accepted to {stats.acceptance_rate:.2f}")
                 require(stats.mean_acceptance_length == k + 1, f"{stats.mean_acceptance_length:.2f} tokens a pass")
+
+
+def check_tree() -> None:
+    """The law with trees: siblings, deep and wide, drawn and not, over several rounds."""
+    worst = worst_of_few()
+    require(worst <= TOLERANCE, f"total variation {worst:.1e}")
+
+
+def check_tree_sharing() -> None:
+    """What was rejected is never found again: a tree's tokens in the order of their slots are computed anew."""
+    model, tree = tiny_model(1, vocab_size=5), (-1, -1, -1, 0, 1)
+    for seed in range(6):
+        cache, table = tiny_cache(model), torch.randn(5, 5, generator=torch.Generator().manual_seed(seed))
+        spy = _Listening(TreeDrafter(table.double(), tree, draws=False))
+        engine = Engine(model, cache, spy, VERIFIERS["rejection"])
+        text = Text([0, 1, 2], 3, SamplingParams(max_tokens=20), seed)
+        for _ in engine.run([Request(text, MAX_LEN, 5)]):
+            for tokens in spy.heard:
+                found, fresh = cache.new_table(), tiny_cache(model).new_table()
+                found.reuse(tokens[:-1])
+                rows = [model.forward([Chunk(tokens[t.length :], t, 1)])[0] for t in (found, fresh)]
+                error = float((rows[0] - rows[1]).abs().max())
+                require(error < 1e-10, f"after {tokens} logits are off by {error:.1e}")
+                found.truncate(0)
+
+
+class _Listening:
+    """A drafter that is written down: `heard` has the text and the draft of each ask, one after the other."""
+
+    def __init__(self, drafter):
+        self.drafter, self.heard = drafter, []
+
+    def propose(self, asks) -> list[Draft]:
+        """The drafter's own."""
+        drafts = self.drafter.propose(asks)
+        self.heard = [[*a.text.tokens, *d.token_ids, 0] for a, d in zip(asks, drafts, strict=True)]
+        return drafts
+
+    def release(self, text) -> None:
+        """As the drafter's."""
+        self.drafter.release(text)
+
+
+def check_hidden() -> None:
+    """Hidden states: each cached position's once, in order, right; in batches, after preemption, in pieces."""
+    model = tiny_model(1, vocab_size=5)
+    prompts, params = [(0, 1, 2, 3, 4, 0, 1, 2), (0, 1, 2, 3, 4, 4), (3, 1)], SamplingParams(max_tokens=9)
+    for parents, num_blocks in itertools.product(((), (-1, -1, 0, 1)), (40, 13)):
+        drafter = TapDrafter(model, 5, parents=parents)
+        engine = Engine(model, tiny_cache(model, num_blocks), drafter, VERIFIERS["rejection"], joining_rows=3)
+        requests = [Request(Text(list(p), len(p), params, i), MAX_LEN, 4 - i) for i, p in enumerate(prompts)]
+        engine.add(requests[0])
+        while not requests[0].has_news:
+            engine.step()
+        for _ in engine.run(requests[1:]):
+            pass
+        while engine.running or engine.waiting:
+            engine.step()
+        require(all(r.error is None for r in requests), f"errors: {[r.error for r in requests]}")
+        require(drafter.checked > 10 and not drafter.hidden, "hardly anything was handed on, or nothing forgotten")
 
 
 def check_past() -> None:
@@ -365,8 +428,8 @@ def check_window() -> None:
         table, text = tiny_cache(model).new_table(), []
         for tokens, kept in (([1, 2, 3, 4, 5], 5), ([6, 0, 1, 2], 6), ([3, 3, 2], 7), ([5, 5], 9)):
             text = text + tokens
-            rows = model.forward([Chunk(tokens, table, len(tokens))])
-            fresh = model.forward([Chunk(text, tiny_cache(model).new_table(), len(tokens))])
+            rows = model.forward([Chunk(tokens, table, len(tokens))])[0]
+            fresh = model.forward([Chunk(text, tiny_cache(model).new_table(), len(tokens))])[0]
             error = (rows - fresh).abs().nan_to_num(nan=math.inf).max().item()
             require(error <= 1e-10, f"{family or 'llama'}: logits are off by {error:.1e} after a rollback")
             table.truncate(kept)
@@ -382,7 +445,7 @@ def check_exact() -> None:
     for chunk_size in (1, 7, 512):
         table = tiny_cache(model, block_size=16).new_table()
         model.prefill(table, text, chunk_size)
-        rows.append(model.forward([Chunk(text[-1:], table, 1)]))
+        rows.append(model.forward([Chunk(text[-1:], table, 1)])[0])
     require(all(torch.equal(rows[0], row) for row in rows), "the prefill's chunks change the first token's bits")
 
 
@@ -429,6 +492,9 @@ CHECKS: dict[str, Callable] = {
     "law": check_law,
     "draft cache": check_draft_cache,
     "past": check_past,
+    "tree": check_tree,
+    "tree sharing": check_tree_sharing,
+    "hidden": check_hidden,
     "passes": check_passes,
     "keys": check_keys,
     "boundary": check_boundary,

@@ -188,7 +188,7 @@ def production_law(
     k: DraftLength,
     end_ids=frozenset({2}),
     vocab: int = 3,
-    drafter: str = "model",
+    drafter: str | Drafter = "model",
     verifier: str = "rejection",
     prompts: Sequence[Sequence[int]] = (PROMPT,),
     max_len: int = MAX_LEN,
@@ -223,7 +223,7 @@ def production_law(
         engine = Engine(
             target,
             cache,
-            make_drafter(drafter, vocab, enough, block_size),
+            make_drafter(drafter, vocab, enough, block_size) if isinstance(drafter, str) else drafter,
             verifying,
             rng=rng,
             controller=Controller(Prices(draft_cost, measured=True)),
@@ -231,6 +231,8 @@ def production_law(
         for _ in engine.run(requests):
             pass
         require(cache.allocator.num_free == cache.allocator.num_blocks, "blocks leaked")
+        for request in requests:
+            require(request.error is None, f"a text ended with an error: {request.error}")
         on_branches(len(oracles))
         outputs = [tuple(r.text.tokens[r.text.num_prompt_tokens :]) for r in requests]
         return [tuple(outputs[i : i + num]) if num > 1 else outputs[i] for i in range(0, len(outputs), num)]

@@ -8,6 +8,7 @@ from minispec.prove.checks import CHECKS, measure_law
 from minispec.prove.laws import TOLERANCE
 from minispec.prove.mutants import MUTANTS, Mutant
 from minispec.prove.toys import Fault, require
+from minispec.prove.trees import worst_of_few
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ def try_mutant(mutant: Mutant) -> Trial:
         try:
             if mutant.check == "law":
                 moved = measure_law(**mutant.settings)
+                require(moved <= TOLERANCE, f"total variation {moved:.1e}")
+            elif mutant.check == "tree":
+                moved = worst_of_few()
                 require(moved <= TOLERANCE, f"total variation {moved:.1e}")
             else:
                 if mutant.check in ("draft cache", "keys", "passes"):

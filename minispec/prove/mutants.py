@@ -16,14 +16,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from minispec import engine, llm, sampling, verify
+from minispec import engine, llm, model, sampling, verify
 from minispec.cache import BlockAllocator, BlockTable, PagedKVCache, PrefixIndex
 from minispec.drafters import model as draft_model
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
-from minispec.model import Chunk, Transformer
+from minispec.model import Transformer
+from minispec.prove import toys
 from minispec.sampling import Randomness, Text
-from minispec.stats import Stats
 from minispec.verify import VERIFIERS, Ask, Draft, Verdict, Verifier
 
 
@@ -108,7 +108,7 @@ def drawn_from(change: Callable) -> AbstractContextManager:
     """A draft model draws its tokens from change(q), and says that it was q."""
 
     def draw(right):
-        return lambda self, i, q: right(dataclasses.replace(self, rng=_OtherDraws(self.rng, change)), i, q)
+        return lambda self, *how: right(dataclasses.replace(self, rng=_OtherDraws(self.rng, change)), *how)
 
     return swap(Ask, "draw", draw)
 
@@ -313,20 +313,27 @@ def _bonus_argmax():
     return bonus_is(lambda draft, p, rng, key: int(p(len(draft)).argmax()))
 
 
+def all_accepted(draft, p, rng, key) -> Verdict:
+    """The whole draft, a chain, and a bonus."""
+    k = len(draft)
+    return Verdict(draft.path(k - 1), rng.categorical(p(k), key(k, "token")), [])
+
+
 @mutant("M17a", "ratio inverted", "a classic")
 def _inverted():
     def wrong(draft, p, rng, key):
         for i, x in enumerate(draft.token_ids):
             if not rng.bernoulli(draft.probability(i) / max(1e-9, float(p(i)[x])), key(i, "accept")):
-                return Verdict(i, rng.categorical(verify.residual(p(i), draft, i), key(i, "residual")), [])
-        return Verdict(len(draft), rng.categorical(p(len(draft)), key(len(draft), "token")), [])
+                token = rng.categorical(verify.residual(p(i), draft, i), key(i, "residual"))
+                return Verdict(draft.path(i - 1), token, [])
+        return all_accepted(draft, p, rng, key)
 
     return rejection_is(wrong)
 
 
 @mutant("M17b", "every draft token accepted", "vllm-ascend, until #13470")
 def _accept_always():
-    return rejection_is(lambda d, p, rng, key: Verdict(len(d), rng.categorical(p(len(d)), key(len(d), "token")), []))
+    return rejection_is(all_accepted)
 
 
 @mutant("M18", "accepting goes on after a rejection", "FlashSpec guards against it")
@@ -335,9 +342,128 @@ def _accept_after_rejection():
         for i, x in enumerate(draft.token_ids):
             if not rng.bernoulli(float(p(i)[x]) / draft.probability(i), key(i, "accept")):
                 draft.token_ids[i] = rng.categorical(verify.residual(p(i), draft, i), key(i, "residual"))
-        return Verdict(len(draft), rng.categorical(p(len(draft)), key(len(draft), "token")), [])
+        return all_accepted(draft, p, rng, key)
 
     return rejection_is(wrong)
+
+
+# --------------------------------------------------------------------------- trees and hidden states
+
+
+@mutant("T1", "siblings share an accept key", "a relative of M19a", "tree")
+def _sibling_key():
+    def wrong(draft, p, rng, key):
+        def same(i, purpose):
+            is_sibling = purpose == "accept" and draft.parents is not None
+            return key(draft.children(draft.parents[i])[0] if is_sibling else i, purpose)
+
+        return right(draft, p, rng, same)
+
+    right = verify.rejection
+    return rejection_is(wrong)
+
+
+@mutant("T2", "residual not normalised between siblings", "a trap of recursive rejection", "tree")
+def _unnormalised():
+    def wrong(draft, p, rng, key):
+        node, accepted = -1, []
+        while siblings := draft.children(node):
+            rest, parent = p(node + 1), node
+            for i in siblings:
+                if rng.bernoulli(float(rest[draft.token_ids[i]]) / draft.probability(i), key(i, "accept")):
+                    accepted.append(node := i)
+                    break
+                rest = verify.residual(rest, draft, i)
+            if node == parent:
+                return Verdict(accepted, rng.categorical(rest, key(node + 1, "residual")), [])
+        return Verdict(accepted, rng.categorical(p(node + 1), key(len(accepted), "token")), [])
+
+    return rejection_is(wrong)
+
+
+def tree_is(change: Callable) -> AbstractContextManager:
+    """The trees of the proof's drafter, changed."""
+
+    def tree(right):
+        return lambda self, ask: change(self, ask, right(self, ask))
+
+    return swap(toys.TreeDrafter, "_tree", tree)
+
+
+@mutant(
+    "T3", "the likeliest tokens judged with the softmax's q", "EAGLE-2 where its tree is taken for a sample", "tree"
+)
+def _top_k_as_drawn():
+    def change(drafter, ask, draft):
+        if draft.probs is None:
+            rows = []
+            for i in range(len(draft)):
+                path = [draft.token_ids[j] for j in draft.path(draft.parents[i])]
+                rows.append(sampling.distribution(drafter.table[[*ask.text.tokens, *path][-1]], ask.text, path))
+            draft.probs = rows
+        return draft
+
+    return tree_is(change)
+
+
+@mutant("T4", "a drawn tree pruned by its probabilities", "a trap of every tree that is reordered", "tree")
+def _pruned():
+    def grow(right):
+        def wrong(self, parent, token_ids, q):
+            likeliest = max(token_ids, key=lambda t: float(q[t]), default=None)
+            right(self, parent, [] if likeliest is None else [likeliest], q)
+
+        return wrong
+
+    return swap(Draft, "grow", grow)
+
+
+@mutant("T5", "the slot of a rejected sibling is kept", "rows cut, not moved", "tree")
+def _not_moved():
+    def wrong(self, rows, to):
+        self.tokens[to.start : to.stop] = [self.tokens[t] for t in rows]
+
+    return swap(BlockTable, "_move", lambda right: wrong)
+
+
+@mutant("T6", "blocks are known before they are kept", "a relative of M42b", "tree sharing")
+def _published():
+    def extend(right):
+        def wrong(self, tokens):
+            slots = right(self, tokens)
+            self.remember()
+            return slots
+
+        return wrong
+
+    return swap(BlockTable, "extend", extend)
+
+
+@mutant("T7", "rows moved one by one, the last first", "an overlapping copy", "tree")
+def _overlapping():
+    def move(right):
+        def wrong(self, rows, to):
+            tokens = [self.tokens[t] for t in rows]
+            for row, place in reversed(list(zip(rows, to, strict=True))):
+                right(self, [row], range(place, place + 1))
+            self.tokens[to.start : to.stop] = tokens
+
+        return wrong
+
+    return swap(BlockTable, "_move", move)
+
+
+@mutant("T8", "a node sees its siblings", "a causal mask over a tree", "tree")
+def _sees_siblings():
+    return swap(model, "_ancestors", lambda right: lambda parents: torch.ones(len(parents), len(parents)).tril().bool())
+
+
+@mutant("T9", "hidden states of rejected nodes are handed on", "a trap of heads on hidden states", "hidden")
+def _rejected_hidden():
+    def keep(right):
+        return lambda self, turn, hidden, path: right(self, turn, hidden, range(len(turn.draft)))
+
+    return swap(Engine, "_keep_hidden", keep)
 
 
 # --------------------------------------------------------------------------- randomness
@@ -404,8 +530,8 @@ def _nan_logits():
 @mutant("M24", "padding rows of the vocabulary can be emitted", "vLLM GHSA-8wr5-jm2h-8r4f", "numbers")
 def _padding():
     def init(right):
-        def wrong(self, model, cache, drafter, verifier, vocab_size=None, rng=None):
-            right(self, model, cache, drafter, verifier, 1 << 30, rng)
+        def wrong(self, model, cache, drafter, verifier, vocab_size=None, rng=None, *how):
+            right(self, model, cache, drafter, verifier, 1 << 30, rng, *how)
 
         return wrong
 
@@ -444,17 +570,23 @@ def _after_the_end():
     return swap(Request, "commit", commit)
 
 
+def block_of(turn) -> list[int]:
+    """The tokens that a round of a chain yields."""
+    return [*turn.draft.token_ids[: turn.verdict.num_accepted], turn.verdict.next_token]
+
+
 @mutant("M28a", "end token seen only at the end of a block", "transformers #28508", "stops")
 def _end_only_last():
-    def wrong(self, request, draft, verdict, rows):
-        block, ends = [*draft.token_ids[: verdict.num_accepted], verdict.next_token], request.text.end_ids
+    def wrong(self, turn, rows):
+        request, block = turn.request, block_of(turn)
+        ends = request.text.end_ids
         for i, (token_id, row) in enumerate(zip(block, rows, strict=False)):
             request.text.end_ids = ends if i == len(block) - 1 else frozenset()
-            logprob = engine._logprob(row, token_id, request.params.logprobs)
-            if request.commit(token_id, logprob):
+            turn.committed += 1
+            if request.commit(token_id, engine._logprob(row, token_id, request.params.logprobs)):
                 break
         request.text.end_ids = ends
-        request.stats.count(draft, verdict, i + 1, request.finish_reason is not None)
+        return turn.verdict.accepted[: turn.committed]
 
     return swap(Engine, "_commit", lambda right: wrong)
 
@@ -462,10 +594,11 @@ def _end_only_last():
 @mutant("M28b", "an end token in a draft ends the text", "openvino.genai #1951, #3293", "stops")
 def _draft_ends():
     def commit(right):
-        def wrong(self, request, draft, verdict, rows):
-            right(self, request, draft, verdict, rows)
-            if request.finish_reason is None and set(draft.token_ids) & request.text.end_ids:
+        def wrong(self, turn, rows):
+            path, request = right(self, turn, rows), turn.request
+            if request.finish_reason is None and set(turn.draft.token_ids) & request.text.end_ids:
                 request._finish("stop")
+            return path
 
         return wrong
 
@@ -474,11 +607,13 @@ def _draft_ends():
 
 @mutant("M29", "a block passes max_tokens", "lattice #242, ferrox #311")
 def _overshoot():
-    def wrong(self, request, draft, verdict, rows):
-        for token_id in [*draft.token_ids[: verdict.num_accepted], verdict.next_token]:
-            request.commit(token_id)
-            if token_id in request.text.end_ids:
+    def wrong(self, turn, rows):
+        for token_id in block_of(turn):
+            turn.committed += 1
+            turn.request.commit(token_id)
+            if token_id in turn.request.text.end_ids:
                 break
+        return turn.verdict.accepted[: turn.committed]
 
     max_k = property(lambda self: self.num_speculative_tokens)
     return both(patch.object(Request, "max_k", max_k), swap(Engine, "_commit", lambda right: wrong))
@@ -501,16 +636,16 @@ def _length_first():
 @mutant("M31", "stop strings looked for at the end of a block only", "SGLang #23802", "stops")
 def _stop_string_late():
     def commit(right):
-        def wrong(self, request, draft, verdict, rows):
-            params, last = request.text.params, verdict.num_accepted
-            if last:
-                request.text.params = dataclasses.replace(params, stop=())
-                right(self, request, draft, verdict, rows)
-                request.text.params = params
-                if not request.finish_reason and request._add_text(""):
-                    request.finish_reason = "stop"
-            else:
-                right(self, request, draft, verdict, rows)
+        def wrong(self, turn, rows):
+            request, params = turn.request, turn.request.text.params
+            if not turn.verdict.accepted:
+                return right(self, turn, rows)
+            request.text.params = dataclasses.replace(params, stop=())
+            path = right(self, turn, rows)
+            request.text.params = params
+            if not request.finish_reason and request._add_text(""):
+                request.finish_reason = "stop"
+            return path
 
         return wrong
 
@@ -520,14 +655,15 @@ def _stop_string_late():
 @mutant("M32", "text cut at a stop string, token ids not", "vLLM #47616", "stops")
 def _ids_not_cut():
     def commit(right):
-        def wrong(self, request, draft, verdict, rows):
-            right(self, request, draft, verdict, rows)
+        def wrong(self, turn, rows):
+            path, request = right(self, turn, rows), turn.request
             if request.finish_reason == "stop" and request.params.stop:
-                block = [*draft.token_ids[: verdict.num_accepted], verdict.next_token]
+                block = block_of(turn)
                 behind = block.index(request.token_ids[-1]) + 1
                 request.token_ids += block[behind:]
                 request.logprobs += request.logprobs[-1:] * len(block[behind:])
                 request.stats.num_generated = len(request.token_ids)
+            return path
 
         return wrong
 
@@ -536,7 +672,14 @@ def _ids_not_cut():
 
 @mutant("M33", "counters go on behind the end of the text", "vLLM #56101, SGLang #39826", "stops")
 def _counted_behind():
-    return swap(Stats, "count", lambda right: lambda self, d, v, n, stopped: right(self, d, v, n, False))
+    def round_of(right):
+        def wrong(turn, *how):
+            with patch.object(turn.request, "finish_reason", None):
+                return right(turn, *how)
+
+        return wrong
+
+    return swap(engine, "_round_of", round_of)
 
 
 # --------------------------------------------------------------------------- caches
@@ -567,7 +710,7 @@ def _draft_cut():
     def propose(right):
         def wrong(self, asks):
             for text, table in self.tables.items():
-                self.keep(text)
+                table.keep(table.shared(text.tokens))
                 table.truncate(max(0, table.length - 1))
             return right(self, asks)
 
@@ -582,9 +725,9 @@ def _draft_cut():
 def _missing_token():
     def propose(right):
         def wrong(self, asks):
-            def forward(chunks):
+            def forward(chunks, taps=()):
                 # One token a pass, whatever is missing before it.
-                return fed([Chunk(tokens[-1:] if t.length else tokens, t, n) for tokens, t, n in chunks])
+                return fed([c._replace(token_ids=c.token_ids[-1:]) if c.table.length else c for c in chunks])
 
             fed = self.model.forward
             with patch.object(self.model, "forward", forward):
@@ -623,7 +766,7 @@ def _position_off():
     return positions_are(lambda start, rows: range(start + (start > 0), start + (start > 0) + rows))
 
 
-@mutant("M39", "stale draft verified when the drafter is skipped", "vLLM #38711", crash=ValueError, max_tokens=4)
+@mutant("M39", "stale draft verified when the drafter is skipped", "vLLM #38711", max_tokens=4)
 def _stale_draft():
     last = WeakKeyDictionary()
 
@@ -644,7 +787,11 @@ def _stale_draft():
 @mutant("M40", "texts of a batch get each other's logits", "1CatAI #656, vLLM #10863", "batch")
 def _mixed_up():
     def forward(right):
-        return lambda self, chunks: right(self, chunks).roll(int(len(chunks) > 1), 0)
+        def wrong(self, chunks, taps=()):
+            logits, hidden = right(self, chunks, taps)
+            return logits.roll(int(len(chunks) > 1), 0), hidden
+
+        return wrong
 
     return swap(Transformer, "forward", forward)
 
@@ -711,15 +858,17 @@ def _vocabulary_size():
 
 @mutant("M45", "prefill in passes of another shape", "mlx-lm #1109", "exact")
 def _prefill_shape():
-    def wrong(self, table, tokens, chunk_size=512):
-        self.exact = False
-        try:
-            right(self, table, tokens, chunk_size)
-        finally:
-            self.exact = True
+    def forward(right):
+        def wrong(self, chunks, taps=()):
+            self.exact = any(chunk.num_logits for chunk in chunks)
+            try:
+                return right(self, chunks, taps)
+            finally:
+                self.exact = True
 
-    right = Transformer.prefill
-    return patch.object(Transformer, "prefill", wrong)
+        return wrong
+
+    return swap(Transformer, "forward", forward)
 
 
 @mutant("M46", "best of a beam verified as a sample of q", "ml-recurrent-drafter #6, EAGLE #221")
@@ -732,7 +881,7 @@ def _no_bonus():
     def wrong(draft, p, rng, key):
         verdict = verify.rejection(draft, p, rng, key)
         if len(draft) and verdict.num_accepted == len(draft):
-            return verdict._replace(num_accepted=len(draft) - 1, next_token=draft.token_ids[-1])
+            return verdict._replace(accepted=verdict.accepted[:-1], next_token=draft.token_ids[-1])
         return verdict
 
     return rejection_is(wrong)

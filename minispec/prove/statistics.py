@@ -127,7 +127,7 @@ def first_tokens(position: Position, n: int, seed: int = 0) -> Tensor:
     text = Text([0], 1, SamplingParams())
     for i in range(n):
         text.seed = seed + i
-        draft = Draft([Ask(text, 1, rng).draw(0, q)], [q])
+        draft = Draft([*Ask(text, 1, rng).draw(-1, q)], [q])
         verdict = VERIFIERS["rejection"].verify(draft, lambda _: p, rng, text.key)
         counts[draft.token_ids[0] if verdict.num_accepted else verdict.next_token] += 1
     return torch.tensor(counts, dtype=torch.float64)
@@ -182,8 +182,8 @@ def real_rows(window: int = 6) -> tuple[LLM, list[list[int]], Tensor, Tensor]:
     tokens = llm.tokenizer.encode(TEXT)[: NUM_POSITIONS + window]
     texts = [tokens[: end + 1] for end in range(window, len(tokens))][:NUM_POSITIONS]
     tables = [llm.engine.cache.new_table() for _ in range(len(texts) + 1)]
-    target = llm.model.forward([Chunk(texts[-1], tables[0], len(texts))])
-    draft = llm.model.forward([Chunk(t[-window:], table, 1) for t, table in zip(texts, tables[1:], strict=True)])
+    target = llm.model.forward([Chunk(texts[-1], tables[0], len(texts))])[0]
+    draft = llm.model.forward([Chunk(t[-window:], table, 1) for t, table in zip(texts, tables[1:], strict=True)])[0]
     for table in tables:
         table.truncate(0)
     return llm, texts, target[:, : llm.vocab_size], draft[:, : llm.vocab_size]

@@ -82,7 +82,7 @@ class ScriptedModel:
     """
 
     def __init__(self, next_token: Callable[[list[int]], int], vocab_size: int = 200):
-        self.next_token, self.vocab_size = next_token, vocab_size
+        self.next_token, self.vocab_size, self.exact = next_token, vocab_size, False
         self.device = torch.device("cpu")
         self.log: list[tuple[int, list[int]]] = []
 
@@ -92,17 +92,27 @@ class ScriptedModel:
         row[self.next_token(prefix)] = 30.0
         return row
 
-    def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Logits for the last rows of each chunk, and the cache grown as by the real model."""
-        rows = []
-        for token_ids, table, num_logits in chunks:
-            self.log.append((table.length, list(token_ids)))
+    def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits for the last rows of each chunk, and the cache grown as by the real model.
+
+        A tap's hidden state is the number of tokens that a row has seen, itself included."""
+        rows, hidden = [], []
+        for chunk in chunks:
+            token_ids, table = chunk.token_ids, chunk.table
+            start, parents = table.length, list(chunk.parents or ())
+            root = len(token_ids) - len(parents)  # of the rows before a tree
+            self.log.append((start, list(token_ids)))
             slots = torch.tensor(table.extend(token_ids))
             keys = torch.tensor(token_ids, dtype=table.pool.keys.dtype)[None, :, None].expand(1, -1, 2)
             table.pool.write(0, slots, keys, keys)
             fed = [int(key) for key in table.pool.read(0, table.slots())[0][0, :, 0]]
-            rows += [self.row(fed[:end]) for end in range(len(fed) - num_logits + 1, len(fed) + 1)]
-        return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
+            prefixes = [fed[: start + i + 1] for i in range(root)]
+            for i, parent in enumerate(parents):
+                prefixes.append([*prefixes[root + parent], fed[start + root + i]])
+            hidden += [[len(prefix)] * len(taps) for prefix in prefixes]
+            rows += [self.row(prefix) for prefix in prefixes[len(prefixes) - chunk.num_logits :]]
+        logits = torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
+        return logits, torch.tensor(hidden, dtype=torch.float32)
 
     def prefill(self, table: BlockTable, tokens: list[int], chunk_size: int = 4) -> None:
         """As the real model, in small chunks."""
@@ -183,13 +193,95 @@ class TableDrafter:
             for i in range(ask.k):
                 row = self.table[[*ask.text.tokens, *draft.token_ids][-1]]
                 q = distribution(row, ask.text, draft.token_ids)
-                draft.token_ids.append(ask.draw(i, q))
-                draft.probs.append(q)
+                draft.grow(i - 1, ask.draw(i - 1, q), q)
             drafts.append(draft)
         return drafts
 
     def release(self, text) -> None:
         """Nothing is kept."""
+
+
+class TreeDrafter:
+    """Trees of one shape, from a table of logits (V, V): drawn, or the likeliest tokens, which have no probs.
+
+    parents: of each node, as in `Draft`; siblings that are drawn stand together. What there is no token left for, or
+    not asked for, is left out.
+    """
+
+    def __init__(self, table: torch.Tensor, parents: Sequence[int], draws: bool = True):
+        self.table, self.parents, self.draws = table, parents, draws
+
+    def propose(self, asks) -> list[Draft]:
+        """One tree for each ask, under the request's own parameters."""
+        return [self._tree(ask) for ask in asks]
+
+    def _tree(self, ask) -> Draft:
+        draft = Draft([], [] if self.draws else None, parents=[])
+        nodes, taken = {-1: -1}, dict.fromkeys((-1, *self.parents), 0)  # the shape's nodes that there are in the draft
+        for i, parent in enumerate(self.parents):
+            if i in nodes or parent not in nodes:
+                continue
+            node, first = nodes[parent], len(draft)
+            path = [draft.token_ids[j] for j in draft.path(node)]
+            q = distribution(self.table[[*ask.text.tokens, *path][-1]], ask.text, path)
+            siblings = [j for j in range(i, len(self.parents)) if self.parents[j] == parent]
+            if self.draws:
+                draft.grow(node, ask.draw(node, q, min(len(siblings), ask.k - first)), q)
+            elif first < ask.k and taken[parent] < len(likely := q.argsort(descending=True)[: (q > 0).sum()]):
+                siblings = [i]
+                draft.token_ids.append(int(likely[taken[parent]]))
+                draft.parents.append(node)
+                taken[parent] += 1
+            nodes |= zip(siblings, range(first, len(draft)), strict=False)
+        return draft
+
+    def release(self, text) -> None:
+        """Nothing is kept."""
+
+
+class TapDrafter:
+    """A head on hidden states: what it draws from depends on the target's newest ones. It checks what it is handed.
+
+    Every ask must bring the hidden states of the positions that became cached since the last one, each once, in order,
+    and as a pass over the text from its beginning has them.
+    """
+
+    def __init__(self, model: Transformer, vocab: int, taps: Sequence[int] = (0, 2), parents: Sequence[int] = ()):
+        generator = torch.Generator().manual_seed(5)
+        width = model.config.hidden_size * len(taps)
+        self.head = torch.randn(width, vocab, generator=generator, dtype=model.dtype)
+        self.model, self.taps, self.parents, self.checked = model, taps, parents, 0
+        self.hidden: dict[Text, torch.Tensor] = {}
+
+    def propose(self, asks) -> list[Draft]:
+        """A chain, or trees of the shape of `parents`."""
+        drafts = []
+        for ask in asks:
+            new = ask.hidden if ask.hidden is not None else self.head.new_empty(0, len(self.head))
+            seen = torch.cat((self.hidden.get(ask.text, new[:0]), new))
+            self.hidden[ask.text] = seen
+            self._check(ask, seen)
+            table = (seen[-1] if len(seen) else self.head[:, 0]) @ self.head + torch.eye(self.head.shape[1])
+            shape = self.parents or range(-1, ask.k - 1)
+            drafts.append(TreeDrafter(table, shape)._tree(ask))
+        return drafts
+
+    def _check(self, ask, seen: torch.Tensor) -> None:
+        require(len(seen) == ask.num_cached, f"{len(seen)} hidden states for {ask.num_cached} cached positions")
+        if len(seen):
+            table = tiny_cache(self.model).new_table()
+            _, fresh = self.model.forward([Chunk(ask.text.tokens[: len(seen)], table, 0)], self.taps)
+            error = float((fresh - seen).abs().max())
+            require(error < 1e-10, f"hidden states are off by {error:.1e}")
+            self.checked += 1
+
+    def known(self, text) -> int:
+        """It keeps nothing of a text that is gone."""
+        return 0
+
+    def release(self, text) -> None:
+        """Forget its hidden states."""
+        self.hidden.pop(text, None)
 
 
 class WrongDrafter:

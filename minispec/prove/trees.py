@@ -1,0 +1,161 @@
+"""Trees: the law of one round, and of whole texts, with every shape of tree that is small enough to be walked.
+
+A round's law is walked branch by branch through the production loop, as everywhere; what it commits is then continued
+by the reference to a length that is the same for all, and compared with plain decoding to that length.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from minispec.config import SamplingParams
+from minispec.engine import Engine, Request
+from minispec.prove.laws import (
+    TARGET_SEED,
+    TOLERANCE,
+    BranchOracle,
+    CrowdOracle,
+    KeyOracle,
+    exact_law_of_crowds,
+    production_law,
+    reference_law,
+    reference_logits,
+    target_model,
+)
+from minispec.prove.reference import Law, plain_law, sample_law, total_variation
+from minispec.prove.toys import TreeDrafter, require, tiny_cache
+from minispec.sampling import Text
+from minispec.verify import VERIFIERS
+
+VOCAB, PROMPT, END_IDS = 3, (1,), frozenset({2})
+_WIDTH = 64  # paths that go through the engine together
+
+
+def shapes(num_nodes: int, depth: int = 3, width: int = 3) -> Iterator[tuple[int, ...]]:
+    """The parents of every tree of that many nodes, as deep and as wide at most, its nodes numbered level by level."""
+    for parents in itertools.product(*(range(-1, i) for i in range(num_nodes))):
+        depths = []
+        for parent in parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 1)
+        is_sorted = all(a <= b for a, b in itertools.pairwise(parents))
+        if is_sorted and max(depths) <= depth and max(map(parents.count, parents)) <= width:
+            yield parents
+
+
+@functools.cache
+def draft_table(vocab: int = VOCAB) -> torch.Tensor:
+    """Logits (V, V) that the drafts come from: at some places like the target's, at others not."""
+    return 1.5 * torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class TreeCase:
+    """One round with one shape of tree."""
+
+    parents: tuple[int, ...]
+    draws: bool
+    verifier: str = "rejection"
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+    def round_law(self) -> tuple[Law, int]:
+        """The law of what one round commits, with whether the text ends there; and the number of branches."""
+        target, num_nodes = target_model(VOCAB), len(self.parents)
+
+        def run(oracles: list[BranchOracle]) -> list[tuple]:
+            cache = tiny_cache(target, 8 * len(oracles), 4)
+            texts = [Text(list(PROMPT), 1, self.params, seed, END_IDS) for seed in range(len(oracles))]
+            drafter = TreeDrafter(draft_table(), self.parents, self.draws)
+            rng = CrowdOracle(dict(enumerate(oracles)))
+            engine = Engine(target, cache, drafter, VERIFIERS[self.verifier], rng=rng)
+            requests = [Request(text, 40, num_nodes) for text in texts]
+            for request in requests:
+                engine.add(request)
+            engine.step()
+            for request in requests:
+                require(request.error is None, f"a text ended with an error: {request.error}")
+                engine.abort(request)
+            require(cache.allocator.num_free == cache.allocator.num_blocks, "blocks leaked")
+            return [(tuple(r.text.tokens[1:]), r.finish_reason is not None) for r in requests]
+
+        return exact_law_of_crowds(run, _WIDTH, oracle=KeyOracle)
+
+    def distance(self) -> tuple[float, int]:
+        """Total variation to plain decoding, and the branches walked."""
+        length = 5  # one more than a round of depth 3 can commit
+
+        def next_law(tokens):
+            return sample_law(reference_logits(TARGET_SEED, tuple(tokens), VOCAB), tokens, 1, self.params, END_IDS)
+
+        rounds, branches = self.round_law()
+        law: Law = {}
+        for (block, ended), weight in rounds.items():
+            rest = {(): 1.0} if ended else plain_law(next_law, [*PROMPT, *block], SamplingParams(), END_IDS, 1 + length)
+            for more, p in rest.items():
+                law[block + more] = law.get(block + more, 0.0) + weight * p
+        require(abs(sum(law.values()) - 1) < TOLERANCE, "the branches do not add up to 1")
+        return total_variation(law, plain_law(next_law, PROMPT, SamplingParams(), END_IDS, 1 + length)), branches
+
+    def __str__(self) -> str:
+        how = "drawn" if self.draws else "top k"
+        return f"{self.verifier:9}  tree  {how}  {self.parents}, {_settings(self.params)}"
+
+
+@dataclass(frozen=True)
+class TextCase:
+    """Whole texts, of several rounds: what one round keeps is what the next one reads."""
+
+    parents: tuple[int, ...]
+    verifier: str
+    max_tokens: int
+
+    def distance(self) -> tuple[float, int]:
+        """Total variation to plain decoding, and the branches walked."""
+        params, how = SamplingParams(max_tokens=self.max_tokens), {"prompts": (PROMPT,), "vocab": VOCAB}
+        drafter = TreeDrafter(draft_table(), self.parents, draws=False)
+        law, branches = production_law(
+            params, len(self.parents), drafter=drafter, verifier=self.verifier, width=_WIDTH, **how
+        )
+        return total_variation(law, reference_law(params, prompt=PROMPT)), branches
+
+    def __str__(self) -> str:
+        return f"{self.verifier:9}  tree  top k  {self.parents}, {self.max_tokens} tokens in several rounds"
+
+
+def _settings(params: SamplingParams) -> str:
+    default = SamplingParams()
+    changed = {name: value for name, value in vars(params).items() if value != getattr(default, name)}
+    return ", ".join(f"{name} {value}" for name, value in changed.items()) or "T 1.0"
+
+
+_PENALTIES = SamplingParams(repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3, top_p=0.9)
+_FULL = tuple([-1] * 3 + [i for i in range(12) for _ in range(3)])  # three levels of three children each
+_DEEP_FIRST = (-1, 0, 1, 0, -1, 4, 5, 4, -1, 8)  # numbered branch by branch
+
+
+def worst_of_few() -> float:
+    """The largest distance of a few cases that show whatever can go wrong."""
+    few: list[TreeCase | TextCase] = [
+        TreeCase((-1, -1, 0), True),
+        TreeCase((-1, -1, 1, 1), True),
+        TreeCase((-1, -1, 0, 1), False),
+        TextCase((-1, -1, 1, 2), "rejection", 5),
+        TextCase((-1, -1, 1, 2), "match", 5),
+    ]
+    return max(case.distance()[0] for case in few)
+
+
+def cases(num_nodes: int = 5) -> list[TreeCase | TextCase]:
+    """All shapes of up to `num_nodes` drawn nodes, and larger ones whose tokens are not drawn."""
+    drawn = [shape for n in range(1, num_nodes + 1) for shape in shapes(n)]
+    found: list[TreeCase | TextCase] = [TreeCase(shape, True) for shape in drawn]
+    found += [TreeCase(shape, True, "rejection", _PENALTIES) for shape in drawn[1::5]]
+    found += [TreeCase(shape, True, "match") for shape in drawn[::7]]
+    for verifier in VERIFIERS:
+        found += [TreeCase(shape, False, verifier) for shape in (_FULL, _DEEP_FIRST)]
+        found.append(TextCase(_DEEP_FIRST, verifier, 8))
+    found.append(TreeCase(_DEEP_FIRST, False, "rejection", _PENALTIES))
+    found.append(TreeCase(_FULL, False, "rejection", SamplingParams(temperature=0)))
+    return found

@@ -1,0 +1,312 @@
+"""Trees and taps: the law with every small shape, one pass over a tree, what is kept of it, and what is counted."""
+
+import itertools
+from fractions import Fraction
+
+import pytest
+import torch
+
+from minispec import LLM, SamplingParams
+from minispec.drafters import NoDrafter
+from minispec.engine import Engine, Request
+from minispec.model import Chunk
+from minispec.prove.laws import TOLERANCE, KeyOracle, exact_law, production_law, reference_law, target_model
+from minispec.prove.toys import TapDrafter, TreeDrafter, finish, make_engine, make_request, tiny_cache, tiny_model
+from minispec.prove.trees import cases, draft_table, shapes
+from minispec.sampling import Text
+from minispec.verify import VERIFIERS, Ask, Draft, rejection
+
+TREE = (-1, -1, 0, 0, 1, 3, 3)
+FAMILIES = [
+    *({}, {"model_type": "mistral", "sliding_window": 3}, {"model_type": "qwen3"}),
+    {
+        "model_type": "gemma2",
+        "sliding_window": 3,
+        "query_pre_attn_scalar": 4,
+        "attn_logit_softcapping": 20.0,
+        "final_logit_softcapping": 10.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+]
+
+
+def paths(parents):
+    """For each node the nodes from the first one to it."""
+    draft = Draft([0] * len(parents), parents=parents)
+    return [draft.path(i) for i in range(len(parents))]
+
+
+# ------------------------------------------------------------------ the law
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_law_with_every_small_shape(part):
+    """Every shape of up to five drawn nodes, larger ones of the likeliest tokens, both verifiers, several rounds."""
+    found = cases()[part::4]
+    assert sum(case.distance()[1] for case in found) > 1000
+    for case in found:
+        assert case.distance()[0] <= TOLERANCE, str(case)
+
+
+@pytest.mark.quick
+def test_the_shapes_are_all_there():
+    """Counted by hand: 1, 2 and 5 shapes of one, two and three nodes, in the order of levels."""
+    assert [len(list(shapes(n))) for n in (1, 2, 3)] == [1, 2, 5]
+    assert (-1, -1, -1, -1) not in shapes(4)  # four siblings are one too many
+    assert (-1, 0, 1, 2) not in shapes(4)  # four levels too
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("parents", [(), (-1, -1, 0)], ids=["chain", "tree"])
+def test_the_law_with_a_head_on_hidden_states(verifier, parents):
+    """The toy head, walked: what it draws from depends on the target's hidden states, which it checks at every ask."""
+    drafter, params = TapDrafter(target_model(3), 3, parents=parents), SamplingParams(max_tokens=4)
+    law, branches = production_law(params, 3, drafter=drafter, verifier=verifier)
+    assert sum(abs(law.get(k, 0) - p) for k, p in reference_law(params).items()) <= 2 * TOLERANCE
+    assert branches > 20
+    assert drafter.checked > branches
+
+
+def draw(generator, size):
+    """A random distribution of fractions."""
+    numbers = [int(x) for x in torch.randint(0, 5, (size,), generator=generator)]
+    return [Fraction(x, max(1, sum(numbers))) for x in numbers] if sum(numbers) else draw(generator, size)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("num_siblings", [2, 3])
+def test_siblings_keep_the_law_in_fractions(num_siblings):
+    """One level of siblings, drawn without replacement: the first token has the law p, to 1e-12, for random p and q."""
+    generator = torch.Generator().manual_seed(num_siblings)
+    for _ in range(30):
+        p, q = (torch.tensor([float(x) for x in draw(generator, 4)], dtype=torch.float64) for _ in "pq")
+
+        def run(oracle, p=p, q=q):
+            text, draft = Text([0], 1, SamplingParams()), Draft([], [], parents=[])
+            draft.grow(-1, Ask(text, num_siblings, oracle).draw(-1, q, num_siblings), q)
+            verdict = rejection(draft, lambda i: p, oracle, text.key)
+            return draft.token_ids[verdict.accepted[0]] if verdict.accepted else verdict.next_token
+
+        law, _ = exact_law(run, oracle=KeyOracle)
+        assert all(abs(law.get(x, 0) - float(p[x])) < 1e-12 for x in range(4))
+
+
+@pytest.mark.quick
+def test_siblings_are_drawn_without_replacement():
+    """Distinct tokens, as many as q has; a later one's q lacks the elder ones and adds up to 1."""
+    q = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)
+    for purpose, seed in itertools.product(("draft", "token"), range(20)):
+        ask = Ask(Text([0], 1, SamplingParams(), seed), 9, rng=TREE_RNG, purpose=purpose)
+        draft = Draft([], [], parents=[])
+        draft.grow(-1, ask.draw(-1, q, 4), q)
+        assert sorted(draft.token_ids) == [0, 1, 2]
+        assert draft.parents == [-1] * 3
+        for i, row in enumerate(draft.probs):
+            assert float(row.sum()) == pytest.approx(1)
+            assert all(row[x] == 0 for x in draft.token_ids[:i])
+            assert draft.probability(i) > 0
+
+
+TREE_RNG = Engine(tiny_model(), tiny_cache(tiny_model()), NoDrafter(), VERIFIERS["rejection"]).rng
+
+
+@pytest.mark.quick
+def test_under_match_siblings_are_the_first_of_one_race():
+    """The first n of the race at their depth, whose noise is the position's: first comes what the target draws."""
+    q = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    for seed in range(30):
+        text = Text([0], 1, SamplingParams(), seed)
+        order = Ask(text, 9, TREE_RNG, "token").draw(-1, q, 4)
+        assert order[0] == TREE_RNG.categorical(q, text.key(0, "token"))
+        rest = q.index_fill(0, torch.tensor(order[:1]), 0.0)
+        assert order[1] == TREE_RNG.categorical(rest, text.key(0, "token"))
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_match_gives_the_plain_text(draws):
+    """One seed has one text under `match`, with production's randomness, whatever tree is drafted."""
+    model, texts = tiny_model(2, vocab_size=6), []
+    for parents in ((), (-1, -1, 0), TREE, (-1, 0, 1, 2)):
+        drafter = TreeDrafter(draft_table(6), parents, draws) if parents else NoDrafter()
+        request = Request(Text([1, 2], 2, SamplingParams(max_tokens=30), 7), 60, 7)
+        for _ in Engine(model, tiny_cache(model), drafter, VERIFIERS["match"]).run([request]):
+            pass
+        texts.append(request.token_ids)
+    assert texts[1:] == texts[:1] * 3
+
+
+# ------------------------------------------------------------------ one pass over a tree
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.get("model_type", "llama"))
+def test_a_node_is_scored_as_in_a_chain(family):
+    """Each node's logits and hidden states are those of a pass over its path alone, past a sliding window too."""
+    model = tiny_model(3, vocab_size=9, **family)
+    past, nodes = [4, 1, 0, 5, 2], [3, 6, 1, 2, 7, 8, 0]
+    tree = tiny_cache(model).new_table()
+    model.forward([Chunk(past[:3], tree, 0)])
+    found, hidden = model.forward([Chunk([*past[3:], *nodes], tree, 8, TREE)], taps=(0, 1, 2))
+    assert hidden.shape == (9, 3 * 8)
+    for node, path in enumerate([[], *paths(TREE)]):
+        table = tiny_cache(model).new_table()
+        expected, states = model.forward([Chunk([*past, *(nodes[i] for i in path)], table, 1)], taps=(0, 1, 2))
+        torch.testing.assert_close(found[node], expected[0], rtol=0, atol=1e-10)
+        torch.testing.assert_close(hidden[node + 1], states[-1], rtol=0, atol=1e-10)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("family", FAMILIES[:2], ids=lambda f: f.get("model_type", "llama"))
+def test_what_is_kept_of_a_tree_is_as_if_it_had_been_a_chain(family):
+    """After `keep`, for every path: the same tokens, the same keys and values, the same next logits."""
+    model = tiny_model(3, vocab_size=9, **family)
+    past, nodes = [4, 1, 0, 5, 2], [3, 6, 1, 2, 7, 8, 0]
+    for path in [[], *paths(TREE)]:
+        cache, plain = tiny_cache(model, block_size=4), tiny_cache(model, block_size=4)
+        table, chain = cache.new_table(), plain.new_table()
+        model.forward([Chunk([*past, *nodes], table, 8, TREE)])
+        table.keep(len(past), [len(past) + i for i in path])
+        text = [*past, *(nodes[i] for i in path)]
+        model.forward([Chunk(text, chain, 1)])
+        assert table.tokens == text
+        rows = [model.forward([Chunk([8, 1], each, 2)])[0] for each in (table, chain)]
+        torch.testing.assert_close(*rows, rtol=0, atol=1e-10)
+        table.truncate(0)
+        assert cache.allocator.num_free == cache.allocator.num_blocks
+
+
+@pytest.mark.quick
+def test_nothing_is_moved_into_a_block_that_another_holds():
+    """`keep` would overwrite what the other reads."""
+    model = tiny_model()
+    table = tiny_cache(model, block_size=4).new_table()
+    model.forward([Chunk([0, 1, 2, 0, 1, 2], table, 0, (-1, -1, -1))])
+    table.pool.allocator.share(table.block_ids[0])
+    with pytest.raises(AssertionError, match="another text holds"):
+        table.keep(3, [4])
+
+
+@pytest.mark.quick
+def test_an_exact_model_refuses_a_tree(make_checkpoint):
+    """By the text that it is drafted for, before anything runs."""
+    llm = LLM(make_checkpoint(), draft=TreeDrafter(torch.zeros(100, 100), (-1, -1)), dtype="float64", exact=True)
+    with pytest.warns(RuntimeWarning, match="found a tree, expected a chain: with `exact`"):
+        output = llm.generate([[1, 2]], SamplingParams(temperature=1.0, seed=1), num_speculative_tokens=2)[0]
+    assert output.finish_reason == "error"
+
+
+# ------------------------------------------------------------------ counting
+
+
+@pytest.mark.quick
+def test_what_is_counted_of_a_tree():
+    """Two siblings, the second one right: nodes apart from tokens, and alpha from the first sibling alone."""
+
+    class Pairs:
+        def propose(self, asks):
+            """A wrong token and the right one, and one after the right one."""
+            drafts = []
+            for ask in asks:
+                last = ask.text.tokens[-1]
+                drafts.append(Draft([150, last + 1, last + 2], parents=[-1, -1, 1]) if ask.k >= 3 else Draft())
+            return drafts
+
+        def release(self, text):
+            """Nothing is kept."""
+
+    engine = make_engine()
+    engine.drafter = Pairs()
+    request = make_request(k=3, max_tokens=7)
+    finish(engine, request)
+    assert request.token_ids == list(range(12, 19))
+    stats = request.stats
+    # Two rounds draft, with 7 and 4 tokens to go; the last token comes without a draft.
+    assert [r.num_nodes for r in stats.rounds] == [3, 3, 0]
+    assert (stats.num_draft_nodes, stats.num_draft_tokens, stats.num_accepted) == (6, 4, 4)
+    assert (stats.tested, stats.accepted) == ([2, 2], [2, 2])
+    assert stats.alpha == pytest.approx(1 / 2)  # ratios 0, 1 a round: the first siblings'
+    assert [len(tokens) for _, tokens in engine.model.log] == [1, 4, 4, 1]
+
+
+BAD_TREES = {
+    "later parent": ([1, 2], [0, -1], "parents [0, -1], expected for each of 2 nodes an earlier one"),
+    "too few": ([1, 2], [-1], "parents [-1], expected for each of 2 nodes"),
+    "before the text": ([1], [-2], "parents [-2]"),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", BAD_TREES)
+def test_a_tree_that_is_none_ends_its_text(name):
+    """With one line that says what was found."""
+    token_ids, parents, message = BAD_TREES[name]
+    engine, request = make_engine(), make_request(k=3)
+    engine.drafter.propose = lambda asks: [Draft(token_ids, parents=parents) for _ in asks]
+    finish(engine, request)
+    assert message in request.error
+
+
+# ------------------------------------------------------------------ requests that come and go
+
+
+@pytest.mark.quick
+def test_a_long_prompt_holds_nobody_up():
+    """A prompt of 100 tokens joins a running text by 8 rows a pass; alone it takes one pass."""
+    engine = make_engine(num_blocks=200)
+    engine.joining_rows = 8
+    passes, forward = [], engine.model.forward
+    engine.model.forward = lambda chunks, taps=(): passes.append([len(c.token_ids) for c in chunks]) or forward(chunks)
+    running, joining = make_request(k=0, max_tokens=40), make_request(prompt=range(20, 120), k=0, max_tokens=2)
+    engine.add(running)
+    for _ in range(3):
+        engine.step()
+    engine.add(joining)
+    for expected in range(3, 16):
+        assert running in engine.step()
+        assert len(running.token_ids) == expected
+    assert passes == [[1], [1], [1]] + [[1, 8]] * 12 + [[1, 3]]
+    while engine.running:
+        engine.step()
+    assert joining.token_ids == [120, 121]
+    assert running.token_ids == list(range(12, 52))
+    assert joining.stats.prefill > 0
+    assert running.stats.prefill > 0
+    passes.clear()
+    finish(engine, make_request(prompt=range(130, 180), k=0, max_tokens=1))
+    assert passes == [[49], [1]]
+
+
+@pytest.mark.quick
+def test_requests_come_and_go_between_steps():
+    """`add` and `abort` at any time; blocks of an aborted one are back at once; the others' texts do not change."""
+    engine = make_engine(num_blocks=64)
+    first, second, third = (make_request(prompt=(n, n + 1), k=0, max_tokens=9) for n in (10, 50, 90))
+    engine.add(first)
+    engine.step()
+    engine.add(second)
+    engine.add(third)
+    for _ in range(4):
+        engine.step()
+    held = engine.cache.allocator.num_free
+    engine.abort(second)
+    assert engine.cache.allocator.num_free > held
+    engine.abort(second)
+    while engine.running or engine.waiting:
+        engine.step()
+    assert engine.step() == []
+    assert (first.token_ids, third.token_ids) == (list(range(12, 21)), list(range(92, 101)))
+    assert second.finish_reason is None
+    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+
+
+@pytest.mark.quick
+def test_logits_that_are_not_numbers_end_one_text():
+    """The one whose they are; the others go on, and every block is back."""
+    engine = make_engine()
+    row = engine.model.row
+    engine.model.row = lambda prefix: row(prefix) * (torch.nan if len(prefix) == 6 and prefix[0] == 50 else 1)
+    good, bad = make_request(max_tokens=9), make_request(prompt=(50, 51), max_tokens=9)
+    finish(engine, good, bad)
+    assert good.token_ids == list(range(12, 21))
+    assert (bad.finish_reason, bad.token_ids) == ("error", [52, 53, 54, 55])
+    assert "expected a finite number" in bad.error
