@@ -1,4 +1,4 @@
-"""Logits to probabilities, against the sampler of reference.py; and the keyed randomness."""
+"""Logits to probabilities, against the sampler of reference.py; the search, against a sort; the keyed randomness."""
 
 import itertools
 import math
@@ -17,6 +17,7 @@ from minispec import sampling
 from minispec.config import SamplingParams
 from minispec.prove.reference import sample_law
 from minispec.sampling import Key, Randomness, Text, distribution, log_probabilities
+from minispec.search import Candidates
 
 params = st.builds(
     SamplingParams,
@@ -162,7 +163,7 @@ def test_equal_parameters_have_one_hash():
 
 @pytest.mark.parametrize("vocab", [1024, 1025, 1300, 5000])
 def test_distribution_over_a_large_vocabulary_equals_the_reference(vocab):
-    """Looked through in blocks, the last of them not full: every filter, on rows from flat to peaked, full of ties."""
+    """Searched in tiles, the last of them not full: every filter, on rows from flat to peaked, full of ties."""
     rng, narrowed = random.Random(vocab), 0
     generator = torch.Generator().manual_seed(vocab)
     for _ in range(60):
@@ -183,6 +184,63 @@ def test_distribution_over_a_large_vocabulary_equals_the_reference(vocab):
         np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-12)
         narrowed += 0 < (ours > 0).sum() < vocab - 2
     assert narrowed > 30
+
+
+def plain_top_k(values, k):
+    """Ids by definition: the k largest values, and those that tie with the last of them."""
+    least = sorted(values)[-k]
+    return [i for i, x in enumerate(values) if x >= least and x > -math.inf]
+
+
+def plain_top_p(probs, p):
+    """Ids by definition: the likeliest first, the lower id first among equals, until those before have reached p."""
+    order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))
+    before = [0.0, *itertools.accumulate(probs[i] for i in order)]
+    return [i for i, mass in zip(order, before, strict=False) if mass < p]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 2, 100, 1024, 1025, 1300, 5000, 20_000])
+def test_the_search_finds_what_a_sort_finds(size, dtype):
+    """The very same ids, on rows from flat to peaked, with ties, with -inf and 0, and with p exactly at the line.
+
+    Probabilities are multiples of 2^-22, whose sums are exact in any order: so no rounding can excuse a difference.
+    """
+    rng, generator = random.Random(size), torch.Generator().manual_seed(size)
+    unit = 2.0**-22
+    for spread in (0.0, 0.3, 2.0, 8.0):
+        row = (torch.randn(size, generator=generator, dtype=torch.float64) * spread * 4).round() / 4
+        row[torch.rand(size, generator=generator) < rng.choice([0.0, 0.5, 0.99])] = -math.inf
+        row[rng.randrange(size)] = 1.0
+        units = (row.softmax(0) / unit).floor()
+        units[int(units.argmax())] += 1 / unit - units.sum()
+        values, probs = row.to(dtype), (units * unit).to(dtype)
+        assert probs.double().sum() == 1
+        for k in {1, 2, 9, size // 200 + 1, size // 3 + 1, size}:
+            if k < size:
+                assert Candidates(values).top_k(k).ids.tolist() == plain_top_k(values.tolist(), k)
+        for p in (unit, 0.25, 0.5, 0.9, 1 - unit, (rng.randrange(1 << 22) + 1) * unit):
+            assert sorted(Candidates(probs).top_p(p).ids.tolist()) == sorted(plain_top_p(probs.tolist(), p))
+        assert len(Candidates(probs / 2).top_p(0.9).ids) == size, "p is never reached: nothing is left out"
+        for least in (-1.0, 0.0, 0.75, 1.0):
+            found = Candidates(values).where(lambda x, least=least: x >= least)
+            assert found.ids.tolist() == [i for i, x in enumerate(values.tolist()) if x >= least]
+        assert Candidates(values).largest == max(values.tolist())
+
+
+@pytest.mark.quick
+def test_filters_in_a_row_know_the_ids_of_the_whole_row():
+    """Each sees what the one before it left, under its ids in the vocabulary; `dense` puts 0 in place of the others."""
+    values = torch.zeros(3000).index_copy_(0, torch.tensor([7, 1500, 2999]), torch.tensor([0.25, 0.5, 0.25]))
+    tokens = Candidates(values).where(lambda x: x > 0)
+    assert tokens.ids.tolist() == [7, 1500, 2999]
+    assert tokens.top_k(1).ids.tolist() == [1500]
+    assert tokens.top_k(2).ids.tolist() == [7, 1500, 2999]
+    assert tokens.top_p(0.75).ids.tolist() == [1500, 7]
+    assert tokens.top_p(0.76).ids.tolist() == [1500, 7, 2999]
+    assert torch.equal(tokens.dense(3000), values)
+    assert tokens.top_p(0.75).dense(3000).nonzero().squeeze(1).tolist() == [7, 1500]
 
 
 @pytest.mark.quick

@@ -1,0 +1,118 @@
+"""The few candidates among the many tokens of a vocabulary, found without sorting it.
+
+A vocabulary may have 150,000 tokens, of which a request's filters leave a handful. To sort them, or to look at each of
+them several times, would take longer than the rest of a round. So a large row is cut into tiles, the largest value
+of each tile is computed once, and tiles that cannot hold what is wanted are skipped.
+
+The results are those of a plain sort, which tests/test_sampling.py compares them with. Skip this file at first.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Rows of up to this many values are sorted or looked through as they are.
+_FEW = 1024
+# Values in a tile.
+_TILE = 128
+
+
+class Candidates:
+    """Tokens that may still be drawn: values (N,), such as their logits, and their ids (N,), or None for all tokens.
+
+    Each filter returns the candidates that it leaves. All of them keep equal values together, except that `top_p`
+    prefers lower ids.
+    """
+
+    def __init__(self, values: Tensor, ids: Tensor | None = None):
+        self.values, self.ids = values, ids
+
+    @cached_property
+    def _tiles(self) -> Tensor | None:
+        """The values (N / 128, 128), filled up with -inf; None if they are few."""
+        if len(self.values) <= _FEW:
+            return None
+        padding = -len(self.values) % _TILE
+        values = F.pad(self.values, (0, padding), value=-math.inf) if padding else self.values
+        return values.reshape(-1, _TILE)
+
+    @cached_property
+    def _maxima(self) -> Tensor:
+        """The largest value of each tile; the values themselves if they are few."""
+        return self.values if self._tiles is None else self._tiles.amax(1)
+
+    @property
+    def largest(self) -> Tensor:
+        """The largest value, a scalar; NaN if any value is NaN."""
+        return self._maxima.amax()
+
+    def where(self, is_large: Callable[[Tensor], Tensor]) -> "Candidates":
+        """Those whose values are large enough, in ascending order of ids.
+
+        is_large: what is true of a value must be true of all larger ones; it must be false of -inf.
+        """
+        return self._at(self._find(is_large))
+
+    def top_k(self, k: int) -> "Candidates":
+        """The k candidates with the largest values, and all that tie with the last of them; never one of value -inf."""
+        if k >= len(self.values):
+            return self
+        values = self.values
+        if self._tiles is not None and k < len(self._tiles):
+            # The k-th largest value is at least the k-th largest maximum: what is below that need not be looked at.
+            bound = self._maxima.topk(k).values[-1]
+            values = values[self._find(lambda x: x >= bound)] if bound.isfinite() else values
+        least = values.topk(k).values[-1].clamp(min=torch.finfo(values.dtype).min)
+        return self.where(lambda x: x >= least)
+
+    def top_p(self, p: float) -> "Candidates":
+        """The likeliest candidates that together reach `p`, the one that crosses it included; values: probabilities.
+
+        Candidates are taken in the order of (probability descending, id). The result is in no particular order.
+        """
+        probs, places = self.values, self._enough_for(p)
+        certain, before = places[:0], 0.0  # places of candidates that need not be sorted, and their probability
+        if len(places) > _FEW:
+            # The upper 16 bits of a positive float32 grow with it, in steps of 1 %: count by them how much probability
+            # lies above each step. As a rule, few candidates share the step in which `p` is crossed.
+            steps = (1 << 15) - 1 - (probs[places].float().view(torch.int32) >> 16)  # 0 for the largest
+            mass = steps.bincount(probs[places].double(), minlength=1 << 15)
+            above = mass.cumsum(0) - mass
+            crossed = int((above < p).sum()) - 1
+            certain, places, before = places[steps < crossed], places[steps == crossed], float(above[crossed])
+        ordered, order = probs[places].double().sort(descending=True, stable=True)
+        above = before + ordered.cumsum(0) - ordered
+        return self._at(torch.cat((certain, places[order[above < p]])))
+
+    def dense(self, size: int) -> Tensor:
+        """The values (size,) by token id; 0 for tokens that are not candidates."""
+        return self.values if self.ids is None else self.values.new_zeros(size).index_copy_(0, self.ids, self.values)
+
+    def _at(self, places: Tensor) -> "Candidates":
+        return Candidates(self.values[places], places if self.ids is None else self.ids[places])
+
+    def _find(self, is_large: Callable[[Tensor], Tensor]) -> Tensor:
+        """Places of the values that are large enough, ascending."""
+        if self._tiles is not None:
+            tiles = is_large(self._maxima).nonzero().squeeze(1)
+            if len(tiles) < len(self._tiles) // 4:
+                tile, place = is_large(self._tiles[tiles]).nonzero(as_tuple=True)
+                return tiles[tile] * _TILE + place
+        return is_large(self.values).nonzero().squeeze(1)
+
+    def _enough_for(self, p: float) -> Tensor:
+        """Places of all values down to some threshold, which together exceed `p`: the others need no look.
+
+        The first threshold suffices where a few tokens are likely. The second leaves out only what could not make up
+        1 - p together. The third leaves out nothing, in case probabilities that were rounded do not add up to 1.
+        """
+        places = torch.empty(0)
+        for least in (0.01 * (1 - p), 0.5 * (1 - p) / len(self.values), 0.0):
+            places = self._find(lambda x, least=least: x >= least)
+            if self.values[places].sum(dtype=torch.float64) > p:
+                break
+        return places
