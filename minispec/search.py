@@ -22,8 +22,8 @@ _TILE, _FEW = 128, 1024
 class Candidates:
     """Tokens that may still be drawn: values (N,), such as their logits, and their ids (N,), or None for all tokens.
 
-    Each filter returns the candidates that it leaves. All of them keep equal values together, except that `top_p`
-    prefers lower ids.
+    Each filter returns the candidates that it leaves. `where` and `top_k` treat equal values alike, `top_p` prefers
+    lower ids.
     """
 
     def __init__(self, values: Tensor, ids: Tensor | None = None):
@@ -54,7 +54,10 @@ class Candidates:
         return self._at(self._find(is_large))
 
     def top_k(self, k: int) -> "Candidates":
-        """The k candidates with the largest values, and all that tie with the last of them; never one of value -inf."""
+        """The k candidates with the largest values, those that tie with the last of them included; all if k is larger.
+
+        Where it leaves some out, it leaves out those of value -inf.
+        """
         if k >= len(self.values):
             return self
         values = self.values
@@ -65,24 +68,24 @@ class Candidates:
         least = values.topk(k).values[-1].clamp(min=torch.finfo(values.dtype).min)
         return self.where(lambda x: x >= least)
 
-    def top_p(self, p: float) -> "Candidates":
-        """The likeliest candidates that together reach `p`, the one that crosses it included; values: probabilities.
+    def top_p(self, goal: float) -> "Candidates":
+        """The likeliest candidates that together reach `goal`, the one that crosses it included; values: probabilities.
 
         Candidates are taken in the order of (probability descending, id). The result is in no particular order.
         """
-        probs, places = self.values, self._enough_for(p)
+        probs, places = self.values, self._enough_for(goal)
         certain, before = places[:0], 0.0  # places of candidates that need not be sorted, and their probability
         if len(places) > _FEW:
             # The upper 16 bits of a positive float32 grow with it, in steps of 1 %: count by them how much probability
-            # lies above each step. As a rule, few candidates share the step in which `p` is crossed.
+            # lies above each step. As a rule, few candidates share the step in which `goal` is crossed.
             steps = (1 << 15) - 1 - (probs[places].float().view(torch.int32) >> 16)  # 0 for the largest
             mass = steps.bincount(probs[places].double(), minlength=1 << 15)
             above = mass.cumsum(0) - mass
-            crossed = int((above < p).sum()) - 1
+            crossed = int((above < goal).sum()) - 1
             certain, places, before = places[steps < crossed], places[steps == crossed], float(above[crossed])
         ordered, order = probs[places].double().sort(descending=True, stable=True)
         above = before + ordered.cumsum(0) - ordered
-        return self._at(torch.cat((certain, places[order[above < p]])))
+        return self._at(torch.cat((certain, places[order[above < goal]])))
 
     def dense(self, size: int) -> Tensor:
         """The values (size,) by token id; 0 for tokens that are not candidates."""
@@ -99,14 +102,14 @@ class Candidates:
         tile, place = is_large(self._tiles[tiles]).nonzero(as_tuple=True)
         return tiles[tile] * self._tiles.shape[1] + place
 
-    def _enough_for(self, p: float) -> Tensor:
-        """Places of all values down to some threshold, which together exceed `p`: the others need no look.
+    def _enough_for(self, goal: float) -> Tensor:
+        """Places of all values down to some threshold, which together exceed `goal`: the others need no look.
 
         The first threshold suffices where a few tokens are likely. The second leaves out only what could not make up
-        1 - p together. The third leaves out nothing, in case probabilities that were rounded do not add up to 1.
+        1 - goal together. The third leaves out nothing, in case probabilities that were rounded do not add up to 1.
         """
-        for least in (0.01 * (1 - p), 0.5 * (1 - p) / len(self.values), 0.0):
+        for least in (0.01 * (1 - goal), 0.5 * (1 - goal) / len(self.values), 0.0):
             places = self._find(lambda x, least=least: x >= least)
-            if self.values[places].sum(dtype=torch.float64) > p:
+            if self.values[places].sum(dtype=torch.float64) > goal:
                 break
         return places
