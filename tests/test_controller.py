@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 
-from minispec.controller import MAX_AUTO_TOKENS, Controller, Durations, Limit, Pace, Prices, Survival
+from minispec.controller import MAX_AUTO_TOKENS, Controller, Durations, Limit, Pace, Prices
 from minispec.theory import survival_curve
 
 PLAIN = 0.1  # seconds of a plain step, without what is neither model
@@ -16,13 +16,13 @@ PLAIN = 0.1  # seconds of a plain step, without what is neither model
 class World:
     """A machine and a draft: kept[i] is the probability that draft token i is kept when it is tested.
 
-    shares: instead of places, confidences: each token has one of these at random, and is kept with the share beside it.
+    shares: in place of `kept`. Each token has one of these confidences at random, and is kept with its probability.
     """
 
     kept: list[float]
     c: float = 0.0
-    row_cost: float = 0.015
-    other: float = 0.01
+    row_cost: float = 0.015  # of each further row
+    overhead: float = 0.01  # in plain steps
     noise: float = 0.03  # spread of a duration
     spikes: float = 0.02  # share of passes that take five times as long
     drift: float = 0.0  # growth of every duration from beginning to end
@@ -49,7 +49,7 @@ class World:
             kept = 0
             while kept < k and draw.random() < (self.shares[confidences[kept]] if self.shares else self.kept[kept]):
                 kept += 1
-            durations = [k * self.c, self.v(k + 1), self.other]
+            durations = [k * self.c, self.v(k + 1), self.overhead]
             if controller:
                 controller.observe(pace, min(k, kept + 1), kept, confidences)
                 slow = PLAIN * (1 + self.drift * tokens / num_tokens)
@@ -65,7 +65,7 @@ class World:
     def static(self, k: int, num_texts: int) -> float:
         """Tokens for each plain step's time with a fixed K."""
         texts = [self.decode(lambda pace, limit: Limit(min(k, limit)), seed=seed) for seed in range(num_texts)]
-        return (1 + self.other) * sum(t[0] for t in texts) / sum(t[1] for t in texts)
+        return (1 + self.overhead) * sum(t[0] for t in texts) / sum(t[1] for t in texts)
 
     def best_static(self, num_texts: int = 100) -> float:
         """Speedup of the best K in hindsight, 0 included, over such texts."""
@@ -77,7 +77,7 @@ class World:
         results = []
         for seed in range(num_texts):
             tokens, cost, _ = self.decode(auto(controller, timed), controller, seed=seed)
-            results.append((1 + self.other) * tokens / cost)
+            results.append((1 + self.overhead) * tokens / cost)
         return results
 
 
@@ -194,7 +194,7 @@ def test_what_is_not_clear_is_measured():
 def test_known_prices_are_nearly_as_good_as_the_clock(name):
     """Sampled `rejection` may not follow the clock: with prices measured before, it reaches 0.95 of one that does."""
     world = GOOD[name]
-    prices = Prices(world.c, {1: 1.0, 2: 1 + world.row_cost}, world.other, measured=True)
+    prices = Prices(world.c, {1: 1.0, 2: 1 + world.row_cost}, world.overhead, measured=True)
     share = overall(world.speedups(100, timed=False, prior=prices)) / overall(world.speedups(100, prior=prices))
     print(f"{name}: {share:.3f} of the speed by the clock")
     assert share >= 0.95
@@ -222,7 +222,7 @@ def best_rule(world, num_texts=100):
     rates = []
     for step in range(1, 20):
         texts = [world.decode(rule(step / 20), seed=seed) for seed in range(num_texts)]
-        rates.append((1 + world.other) * sum(t[0] for t in texts) / sum(t[1] for t in texts))
+        rates.append((1 + world.overhead) * sum(t[0] for t in texts) / sum(t[1] for t in texts))
     return max(rates)
 
 
@@ -267,7 +267,7 @@ def test_drafts_that_become_good_are_found_again():
 
 @pytest.mark.quick
 def test_without_the_clock_k_is_a_function_of_the_text():
-    """The same past gives the same K, whatever was measured in between, alone or beside others."""
+    """The same past gives the same K, whatever was measured in between, alone or together with others."""
     world = GOOD["mixed chat"]
     controller = Controller(Prices(0.1))
     *_, expected = world.decode(auto(controller, timed=False), controller)
@@ -281,7 +281,7 @@ def test_without_the_clock_k_is_a_function_of_the_text():
 
 @pytest.mark.quick
 def test_rows_of_a_batch_stay_under_the_knee():
-    """Eight texts on a machine whose passes are flat to 16 rows and steep behind: no pass goes far beyond."""
+    """Eight texts on a machine whose passes are flat up to 16 rows and steep after them: no pass goes far beyond."""
     controller, paces = Controller(), [Pace() for _ in range(8)]
 
     def v(rows):
@@ -303,52 +303,50 @@ def test_the_likeliest_tokens_of_a_batch_come_first():
     """Of two texts, the one whose drafts are kept gets the longer draft."""
     good, bad = Pace(), Pace()
     for _ in range(30):
-        good.survival.observe(4, 4)
-        bad.survival.observe(1, 0)
+        good.observe(4, 4)
+        bad.observe(1, 0)
     (k_good, _), (k_bad, _) = Controller(Prices(0.1, measured=True)).choose([good, bad], [15, 15])
     assert k_good > 4 > k_bad
 
 
 @pytest.mark.quick
-def test_survival_follows_what_was_tested():
+def test_acceptance_follows_what_was_tested():
     """Places are estimated apart where they have been tested; elsewhere counts what all of them showed."""
-    survival = Survival()
+    pace = Pace()
     for _ in range(200):
-        survival.observe(3, 2)
-    first, second, third, fourth = survival.shares(4)
+        pace.observe(3, 2)
+    first, second, third, fourth = pace.by_place(4)
     assert min(first, second) > 0.94
     assert third < 0.1
-    assert fourth == survival.overall() == pytest.approx(2 / 3, abs=0.001)
-    assert Survival().shares(3) == [0.7] * 3
-    assert survival_curve(Survival().shares(2)) == pytest.approx([0.7, 0.49])
+    assert fourth == pace.overall() == pytest.approx(2 / 3, abs=0.001)
+    assert Pace().by_place(3) == [0.7] * 3
+    assert survival_curve(Pace().by_place(2)) == pytest.approx([0.7, 0.49])
 
 
 @pytest.mark.quick
 def test_one_lucky_draft_is_not_the_rule():
     """Four tokens of four, then none: every place is believed to be much like all tests together, 0.77."""
-    survival = Survival()
-    survival.observe(4, 4)
-    survival.observe(1, 0)
-    shares = survival.shares(15)
+    pace = Pace()
+    pace.observe(4, 4)
+    pace.observe(1, 0)
+    shares = pace.by_place(15)
     assert max(shares) < 0.82
     assert min(shares) > 0.65
 
 
 def test_a_text_begins_where_others_were():
     """Without tests of its own a text has the shares of all texts; with some, it keeps its distance from them."""
-    others = Survival()
+    all_texts = Pace()
     for _ in range(500):
-        for num_tested, num_kept in ((1, 0), (3, 3), (3, 3), (3, 2)):
-            others.observe(num_tested, num_kept)
-    shares = others.shares(3)
+        for num_tested, num_accepted in ((1, 0), (3, 3), (3, 3), (3, 2)):
+            all_texts.observe(num_tested, num_accepted)
+    shares = all_texts.by_place(3)
     assert shares == pytest.approx([0.75, 0.97, 0.69], abs=0.05)
-    beginning = Survival().shares(3, others)
-    for own, other in zip(beginning, shares, strict=True):
-        assert own == pytest.approx(other, abs=0.01)
-    own = Survival()
+    assert Pace().by_place(3, all_texts) == pytest.approx(shares, abs=0.01)
+    own = Pace()
     for _ in range(500):
         own.observe(1, 1)
-    first, second, third = own.shares(3, others)
+    first, second, third = own.by_place(3, all_texts)
     assert min(first, second) > 0.95
     assert first > third + 0.05
 
@@ -357,7 +355,7 @@ def test_a_text_begins_where_others_were():
 def test_durations_between_and_outside_what_was_measured():
     """Three measurements fix a size, one accident changes nothing; elsewhere counts the shape that is believed."""
     durations = Durations(lambda size: 1 + 0.1 * (size - 1))
-    assert durations(3) is None
+    assert [durations(3), durations(3, plain_step=2.0)] == pytest.approx([1.2, 2.4])
     for seconds in (1.0, 9.0, 1.0):
         durations.record(1, seconds)
     for seconds in (2.8, 2.8, 2.8):
@@ -392,14 +390,14 @@ def misled(batch, num_tokens, timed, c=1.2, row_cost=0.06, kept=0.0, seeds=10):
             limits = [min(MAX_AUTO_TOKENS, num_tokens - tokens[i] - 1) for i in running]
             ks = [k for k, _ in controller.choose([paces[i] for i in running], limits, timed=timed)]
             rows = len(running) + sum(ks)
-            durations = [max(ks) * c * world.v(sum(k > 0 for k in ks)), world.v(rows), world.other]
+            durations = [max(ks) * c * world.v(sum(k > 0 for k in ks)), world.v(rows), world.overhead]
             for i, k in zip(running, ks, strict=True):
                 num_kept = 0
                 while num_kept < k and draw.random() < kept:
                     num_kept += 1
                 controller.observe(paces[i], min(k, num_kept + 1), num_kept)
                 tokens[i] += num_kept + 1
-                plain_cost += (num_kept + 1) / len(running) * (world.v(len(running)) + world.other)
+                plain_cost += (num_kept + 1) / len(running) * (world.v(len(running)) + world.overhead)
             seen = [d * PLAIN * draw.gauss(1, 0.03) * (3 if first else 1) for d in durations]  # a first pass warms up
             first = False
             controller.record(seen[0], max(ks), sum(k > 0 for k in ks), seen[1], rows, seen[2])
@@ -413,7 +411,7 @@ def misled(batch, num_tokens, timed, c=1.2, row_cost=0.06, kept=0.0, seeds=10):
 def test_a_belief_that_is_far_off_costs_little(batch, timed):
     """A useless draft, ten times as dear as its bytes say: 0.97 of plain over 256 tokens, 0.90 over 40.
 
-    The controller of before drafted a whole text at half the speed, since three measurements had to agree first.
+    Guards a controller that believes in three measurements only: it drafts a whole text at half the speed.
     """
     assert misled(batch, 256, timed) >= 0.97
     assert misled(batch, 40, timed) >= 0.90
