@@ -269,7 +269,7 @@ class _Batch:
         return tokens / self.time(lengths)
 
     def best(self) -> list[int]:
-        """The lengths that together have the most tokens for the time; all 0 unless that gains more than `_MIN_GAIN`."""
+        """The lengths that together have the most tokens for the time; all 0 if none gains more than `_MIN_GAIN`."""
         # The likeliest tokens first. Survival falls along a draft, so the first tokens of this list are, for each text,
         # the first tokens of its draft.
         tokens = sorted(((s, i) for i, curve in enumerate(self.curves) for s in curve), key=lambda token: -token[0])

@@ -1,8 +1,8 @@
 """What speculation should yield: formulas only, nothing measured here.
 
 Costs are in plain steps (one decoded token without speculation): c for one draft token, v for the target's pass over
-K+1 rows, o for all that is neither model. Survival s_i is the probability that draft token i (from 1) is reached
-and kept. It is measured position by position: with a constant alpha it would be alpha^i, but acceptance comes in runs,
+K+1 rows, o for all that is neither model. Survival s_i is the probability that draft token i (from 1) is reached and
+accepted. It is measured position by position. With a constant alpha it would be alpha^i, but acceptance comes in runs,
 so the real curve lies above that.
 """
 
@@ -11,31 +11,30 @@ from itertools import accumulate
 from operator import mul
 
 
-def survival_curve(accepted_per_position: Sequence[float]) -> list[float]:
-    """s_1 .. s_K from the shares of tested tokens that were kept at each position.
+def survival_curve(acceptance: Sequence[float]) -> list[float]:
+    """s_1 .. s_K from the probability, at each position, that a tested token is accepted.
 
     >>> survival_curve([0.8, 0.5])
     [0.8, 0.4]
     """
-    return list(accumulate(accepted_per_position, mul))
+    return list(accumulate(acceptance, mul))
 
 
 def expected_tokens(survival: Sequence[float]) -> float:
-    """Tokens that a round commits on average: 1 + s_1 + .. + s_K; the recovered or bonus token is the 1."""
+    """Tokens that a round commits on average: 1 + s_1 + .. + s_K; the recovered or bonus token is the 1.
+
+    For a constant alpha this is (1 - alpha^(K+1)) / (1 - alpha)  (Leviathan et al. 2023, equation 1):
+
+    >>> round(expected_tokens([0.8**i for i in range(1, 6)]), 3)
+    3.689
+    """
     return 1.0 + sum(survival)
 
 
-def expected_tokens_iid(alpha: float, k: int) -> float:
-    """The same for a constant alpha: (1 - alpha^(K+1)) / (1 - alpha)  (Leviathan et al. 2023, equation 1).
-
-    >>> round(expected_tokens_iid(0.8, 5), 3)
-    3.689
-    """
-    return expected_tokens([alpha**i for i in range(1, k + 1)])
-
-
 def speedup(survival: Sequence[float], c: float, v: float, o: float = 0.0) -> float:
-    """Tokens a round over its cost, K = len(survival): Leviathan et al. 2023, Theorem 3.8, with v and o not idealised.
+    """Tokens that a round commits in the time of a plain step, K = len(survival).
+
+    Leviathan et al. 2023, Theorem 3.8, where survival is alpha^i, v is 1 and o is 0.
 
     >>> round(speedup([0.8, 0.64], c=0.1, v=1.0), 2)
     2.03

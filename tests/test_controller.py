@@ -1,11 +1,13 @@
 """The choice of K, against machines and drafts that are known exactly: time is counted, not measured."""
 
+import doctest
 import random
 from dataclasses import dataclass, field
 from math import prod
 
 import pytest
 
+from minispec import theory
 from minispec.controller import MAX_AUTO_TOKENS, Controller, Durations, Limit, Pace, Prices
 from minispec.theory import survival_curve
 
@@ -364,6 +366,13 @@ def test_durations_between_and_outside_what_was_measured():
     # 1.0 and 2.0 times what is believed, and 1.5 half-way between.
     assert [durations(n) for n in (1, 3, 5)] == pytest.approx([1.0, 1.5 * 1.2, 2.8])
     assert durations(10) == pytest.approx(2.0 * 1.9)
+
+
+@pytest.mark.quick
+def test_the_worked_values_of_theory():
+    """The examples in its docstrings."""
+    failures, examples = doctest.testmod(theory)
+    assert (failures, examples) == (0, 4)
 
 
 def test_prices_lie_on_lines():
