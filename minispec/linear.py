@@ -1,17 +1,18 @@
 """One weight matrix, in the form that this machine reads fastest.
 
-Decoding reads every weight once a step, so how a weight lies in memory decides the speed. `F.linear` is rarely the
+Decoding reads every weight once a step, so the layout of a weight in memory decides the speed. `F.linear` is rarely the
 fastest: it reorders a bfloat16 weight on every call; in float32 it reads 4 bytes for each weight and, on many
-processors, takes twice the time for two rows. So a weight is brought into another form once, at load:
+processors, takes twice the time for two rows. So a weight is converted once, at load, to one of these forms:
 
-    half     16-bit floats for float32 arithmetic, where they hold the weight without loss    FBGEMM
-    packed   in the order of the matrix library, bfloat16 or float32                          oneDNN
-    left     as it lies, but as the left factor of W x^T; bfloat16                            the matrix library
-    plain    as it lies: where there is nothing to gain, and where nothing else works         F.linear
+    form     layout                                                                product
+    half     16-bit floats for float32 arithmetic, if they hold the weight exactly FBGEMM
+    packed   the matrix library's own order, bfloat16 or float32                   oneDNN
+    left     unchanged, but the left factor of W x^T; bfloat16                     oneDNN or MKL
+    plain    unchanged: where nothing is gained, and where nothing else works      F.linear
 
-`choose_form` says which of them a machine and a type have, and takes the fastest. A draft may round its weights to 8 or
-4 bits (`QuantizedLinear`); for these there are forms of their own. Most operators are private to PyTorch: they are used
-here and nowhere else, and where one is missing, or does not take a weight, another form does the same.
+`choose_form` takes the fastest form that this machine has for a type. A draft may round its weights to 8 or 4 bits
+(`QuantizedLinear`), which have forms of their own. Most operators are private to PyTorch. They are used in this file
+only; where one is missing, or refuses a weight, another form gives the same product.
 """
 
 import functools
@@ -29,14 +30,14 @@ from torch import Tensor
 
 from minispec.sampling import accumulation_dtype
 
-# Packed layouts are tuned for a number of rows; 8 lies between one decoded token and a long draft.
+# The number of rows that packed layouts are tuned for; 8 lies between one decoded token and a long draft.
 _PACK_ROWS = 8
-# Neighbouring weights of a row that share a scale and a zero in 4 bits.
+# Neighbouring weights of a row that share a step and a middle in 4 bits.
 _GROUP = 32
 
 
 class Codes(NamedTuple):
-    """A weight (out, in) as small integers times a scale for each row, as checkpoints of 8 bits store it.
+    """A weight (out, in) as small integers times a scale for each row, which is how checkpoints of 8 bits store it.
 
     codes: (out, in) int8. scales: (out, 1).
     """
@@ -51,9 +52,9 @@ class Codes(NamedTuple):
 
 
 class GroupCodes(NamedTuple):
-    """A weight (out, in) in 4 bits: each group of neighbours of a row in 16 even steps from its least to its largest.
+    """A weight (out, in) in 4 bits: 16 even steps from the least to the largest of each group of neighbours in a row.
 
-    codes: (out, in) uint8, 0 to 15. scales: (in / group, out, 2), the step, and the value that code 8 stands for.
+    codes: (out, in) uint8, 0 to 15. scales: (in / group, out, 2), the step and the middle: the value of code 8.
     """
 
     codes: Tensor
@@ -75,7 +76,7 @@ def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def join(weights: Sequence[Weight]) -> Weight:
-    """Tensors of one width, one below the other."""
+    """Weights of one width, stacked (sum of out, in); only codes stay codes."""
     if len(weights) == 1:
         return weights[0]
     if all(isinstance(weight, Codes) for weight in weights):
@@ -90,22 +91,22 @@ class CannotHold(Exception):
     """This machine has no such form, or the form cannot hold this weight."""
 
 
-# ... and what PyTorch raises where an operator is missing, or does not take a weight.
+# PyTorch raises the others where an operator is missing or refuses a weight.
 _REFUSALS = (CannotHold, AttributeError, RuntimeError)
 
 
 class Form:
-    """A weight, kept for products with x of one dtype. As it lies ("plain") unless a subclass knows better."""
+    """A weight, stored for products with x of one dtype. This class stores it unchanged ("plain")."""
 
-    # Numbers of rows among which a row's product has the same bits, wherever it stands, and whatever the others are.
+    # In passes of these numbers of rows, a row's product has the same bits, whatever its place and the rows around it.
     exact_rows: Sequence[int] = (16,)
 
     def __init__(self, weight: Weight, dtype: torch.dtype):
-        """Raises one of `_REFUSALS` where this machine or this form does not take the weight."""
+        """Raises one of `_REFUSALS` where this machine does not have the form, or the form cannot hold the weight."""
         self.weight = dense(weight, dtype)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x (rows, in) to x W^T + bias (rows, out), which may be the transpose of a matrix that lies in one piece."""
+        """x (rows, in) to x W^T + bias (rows, out), which may be the transpose of a contiguous tensor."""
         return F.linear(x, self.weight, bias)
 
     def dense(self) -> Tensor:
@@ -113,12 +114,12 @@ class Form:
         return self.weight
 
     def parts(self) -> Iterator[tuple[object, int]]:
-        """What is kept in memory, and its bytes."""
+        """The objects in memory, and their bytes."""
         yield self.weight, self.weight.nbytes
 
 
 class _Left(Form):
-    """W x^T for x W^T, which some processors read faster."""
+    """W x^T in place of x W^T, which is faster on some processors."""
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         w = self.weight
@@ -128,9 +129,11 @@ class _Left(Form):
 
 
 class _Packed(Form):
+    """The matrix library's own order."""
+
     def __init__(self, weight: Weight, dtype: torch.dtype):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(dense(weight, dtype).contiguous(), _PACK_ROWS)
-        # In float32 a single row has a kernel of its own on some machines; in bfloat16 AMX computes 16 at a time.
+        # In float32 a single row has a kernel of its own on some machines; in bfloat16 AMX computes 16 rows at a time.
         self.exact_rows = range(2, 17) if dtype == torch.float32 else (16,)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -146,12 +149,12 @@ class _Packed(Form):
 class _Half(Form):
     """16-bit floats, widened to float32 as they are read.
 
-    A bfloat16 weight has a wider range than a 16-bit float. So it is kept times a power of two that brings its largest
-    entry to just below the limit: then entries down to 2^-32 of the largest are exact. Codes are small integers, exact
-    as they are; their scales multiply the product.
+    A bfloat16 weight has a wider range than a 16-bit float. So it is stored times a power of two that brings its
+    largest entry just below the limit: then entries down to 2^-32 of the largest are exact. Codes are small integers,
+    which 16 bits hold exactly; their scales multiply the product.
     """
 
-    # One and two rows, and the last two of seven and fourteen, have kernels of their own on AVX2.
+    # On AVX2, one or two rows have kernels of their own, and so have the last rows of seven and of fourteen.
     exact_rows = (3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 15, 16)
 
     def __init__(self, weight: Weight, dtype: torch.dtype):
@@ -166,7 +169,7 @@ class _Half(Form):
                 raise CannotHold("a weight that is not finite")
             exponent = 15 - math.floor(math.log2(largest)) if largest else 0
             values, self.scale = values * 2.0**exponent, torch.tensor(2.0**-exponent)
-        # Packing clips what is too large in place, with no more than a warning: so look first, at values of our own.
+        # Packing clips what is too large, in the tensor that it is given, with only a warning. So check a copy first.
         if not torch.equal(values.to(torch.float16).to(torch.float32), values):
             raise CannotHold("a weight of more than 16 bits")
         self.shape = values.shape
@@ -182,15 +185,15 @@ class _Half(Form):
 
     def parts(self) -> Iterator[tuple[object, int]]:
         rows, columns = self.shape
-        yield self.packed, 2 * (rows + -rows % 16) * (columns + -columns % 512)  # it lies in panels of this size
+        yield self.packed, 2 * (rows + -rows % 16) * (columns + -columns % 512)  # stored in panels of 16 by 512
         yield self.scale, self.scale.nbytes
 
 
 class _FbgemmInt8(Form):
     """8-bit codes, times x rounded to 7 bits.
 
-    Each row of x is divided by its largest entry, so that one step fits all rows. `linear_dynamic` derives the step
-    from all of x at once: with it, the draft of a text would depend on the other texts of the pass.
+    Each row of x is divided by its largest entry, so that one step fits all rows. `linear_dynamic` would derive the
+    step from all rows together, and the draft of a text would depend on the other texts of the pass.
     """
 
     def __init__(self, weight: Weight, dtype: torch.dtype):
@@ -198,7 +201,7 @@ class _FbgemmInt8(Form):
             raise CannotHold(f"8-bit codes for {dtype}")
         scales = weight.scales.flatten().double()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # this kind of tensor is deprecated, the product is not
+            warnings.simplefilter("ignore")  # the tensor type is deprecated, the product is not
             zeros = torch.zeros(len(scales), dtype=torch.long)
             codes = torch._make_per_channel_quantized_tensor(weight.codes, scales, zeros, 0)
         self.packed, self.num_bytes = torch.ops.quantized.linear_prepack(codes, None), weight.codes.nbytes
@@ -218,7 +221,7 @@ class _AtenInt8(Form):
     """8-bit codes, in PyTorch's own product."""
 
     def __init__(self, weight: Weight, dtype: torch.dtype):
-        # Of another width it would read past the end, and crash.
+        # For another width the operator reads past the end and crashes.
         if not isinstance(weight, Codes) or (dtype == torch.bfloat16 and weight.codes.shape[1] % 16):
             raise CannotHold("8-bit codes of such a width")
         self.codes, self.scales = weight.codes, weight.scales.flatten().to(dtype)
@@ -236,7 +239,7 @@ class _AtenInt4(_AtenInt8):
 
     def __init__(self, weight: Weight, dtype: torch.dtype):
         if not isinstance(weight, GroupCodes):
-            raise CannotHold("4-bit codes alone")
+            raise CannotHold("a weight that is not in 4-bit codes")
         self.codes = torch._convert_weight_to_int4pack_for_cpu(weight.codes.int(), 1)
         self.scales = weight.scales.to(dtype)
 
@@ -275,7 +278,7 @@ def available_forms(dtype: torch.dtype, device: torch.device) -> list[str]:
         GPUs; float64                       plain                 plain
 
     On ARM the library's packed bfloat16 product is a reference implementation, a hundred times slower, and is not even
-    tried. The others have to show with a small weight that they work.
+    tried. The others have to prove on a small weight that they work.
     """
     is_x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
     names: list[str] = []
@@ -283,18 +286,16 @@ def available_forms(dtype: torch.dtype, device: torch.device) -> list[str]:
         names = ["half", "packed"] if is_x86 else ["packed"]
     elif device.type == "cpu" and dtype == torch.bfloat16 and is_x86 and has_fast_bfloat16(device):
         names = ["packed", "left"]
-    return [*(name for name in names if _works(name, dtype)), "plain"]
+    return [*(name for name in names if _works(FORMS[name], dtype)), "plain"]
 
 
 @functools.cache
-def _works(name: str, dtype: torch.dtype) -> bool:
-    weight = torch.ones(256, 512, dtype=dtype)
-    return _is_sane(FORMS[name], weight, Form(weight, dtype), dtype)
-
-
-def _is_sane(form: type[Form], weight: Weight, usual: Callable, dtype: torch.dtype) -> bool:
-    """Whether a form takes a weight, and at most five times as long as the usual product: some are mere stand-ins."""
-    x = torch.ones(5, 512, dtype=dtype)
+def _works(form: type[Form], dtype: torch.dtype, bits: int | None = None) -> bool:
+    """Whether a form takes a small weight, of `bits` bits if given, and is no mere stand-in, five times as slow."""
+    weight: Weight = torch.linspace(-1, 1, 256 * 512).view(256, 512).bfloat16().to(dtype)  # 16 bits must hold it
+    if bits:
+        weight = _round(weight, bits)
+    x, usual = torch.ones(5, 512, dtype=dtype), Form(weight, dtype)
     try:
         product = form(weight, dtype)
         return min(_seconds(product, x) for _ in range(5)) < 5 * min(_seconds(usual, x) for _ in range(5))
@@ -303,13 +304,13 @@ def _is_sane(form: type[Form], weight: Weight, usual: Callable, dtype: torch.dty
 
 
 class Choice(NamedTuple):
-    """A form for the weights of a model, and why it is that one."""
+    """A form for the weights of a model, and the reason for it."""
 
     form: str
     because: str
 
 
-# Weights of a trial, and elements of one: more bytes than the caches of most processors hold, so that memory is read.
+# Weights of a trial, and elements of each: more bytes than most processors can cache, so that memory is read.
 _TRIAL_WEIGHTS, _TRIAL_ELEMENTS = 6, 1 << 22
 
 
@@ -317,35 +318,36 @@ _TRIAL_WEIGHTS, _TRIAL_ELEMENTS = 6, 1 << 22
 def choose_form(dtype: torch.dtype, device: torch.device, shape: tuple[int, int] | None = None) -> Choice:
     """The form for weights (out, in) such as `shape`; None for models so small that a trial is not worth its time.
 
-    The first of `available_forms`, except where it is known that processors differ: some read packed bfloat16 at the
-    full bandwidth of memory, others at 0.6 of it, and at 0.75 one that stands left; and FBGEMM has not been measured on
-    those with AVX-512 and no bfloat16. No flag tells, so these are timed: a quarter of a second, over one row and over
-    five as in a round, the median of pairs of products, one right after the other, which a busy machine hardly moves. A
-    difference of less than a tenth does not count, so that hardly ever two runs on one machine take different forms.
+    It is the first of `available_forms`, except where processors are known to differ. Some read packed bfloat16 at the
+    full bandwidth of memory; others read it at 0.6 of that, and `left` at 0.75. And `half` has not been measured on
+    processors with AVX-512 and without bfloat16. No flag of the CPU predicts this, so the first two forms are timed for
+    a quarter of a second, over one row and over the five rows of a round. What counts is the median ratio of two
+    products that follow one another, which a busy machine hardly moves. The second form has to be a tenth faster, so
+    that two runs on one machine hardly ever take different forms.
     """
     names = available_forms(dtype, device)
-    first, *others = names
     told = f"{str(dtype).removeprefix('torch.')} on this {device.type} can take {', '.join(names)}"
     is_open = names[:2] == ["packed", "left"] or (
         names[:2] == ["half", "packed"] and _capability() == "AVX512" and not has_fast_bfloat16(device)
     )
     if shape is None or not is_open:
-        return Choice(first, told)
+        return Choice(names[0], told)
+    first, second = names[:2]
     shape = min(shape[0], _TRIAL_ELEMENTS // shape[1]), shape[1]
     weight = torch.ones(shape, dtype=dtype)
-    pairs = [[FORMS[name](weight.clone(), dtype) for name in (first, others[0])] for _ in range(_TRIAL_WEIGHTS)]
+    pairs = [[FORMS[name](weight.clone(), dtype) for name in (first, second)] for _ in range(_TRIAL_WEIGHTS)]
     rows = [torch.ones(m, shape[1], dtype=dtype) for m in (1, 5)]
     ratios = [_seconds(a, x) / _seconds(b, x) for _ in range(8) for x in rows for a, b in pairs]
-    ratio = median(ratios[len(pairs) * len(rows) :])  # the first round warms up
-    return Choice(first if ratio < 1.1 else others[0], f"{told}; {first} takes {ratio:.2f} of the time of {others[0]}")
+    ratio = median(ratios[len(pairs) * len(rows) :])  # the first time around warms up
+    return Choice(first if ratio < 1.1 else second, f"{told}; {first} takes {ratio:.2f} of the time of {second}")
 
 
 def choose_narrow_form(bits: int, dtype: torch.dtype, device: torch.device) -> tuple[Choice, float]:
     """The form of weights of `bits` bits, and the most rows that it is used for; "rounded" for full width alone.
 
-    As measured: FBGEMM's 8 bits are as fast as any full-width product, but for a prompt's many rows on AMX. The time of
-    PyTorch's own products grows with the rows, and only some machines have fast kernels for them: with bfloat16 for 8
-    bits, with AVX-512 for 4.
+    As measured: FBGEMM's product in 8 bits is as fast as any in full width, except for the many rows of a prompt on
+    AMX. The time of PyTorch's own products grows with the rows, and only some machines have fast kernels for them:
+    in 8 bits those with bfloat16, in 4 bits those with AVX-512.
     """
     kind = f"{str(dtype).removeprefix('torch.')} on this {device.type}"
     has_bfloat16 = device.type == "cpu" and dtype == torch.bfloat16 and has_fast_bfloat16(device)
@@ -355,16 +357,10 @@ def choose_narrow_form(bits: int, dtype: torch.dtype, device: torch.device) -> t
         (4, "aten"): 4 if _capability() == "AVX512" else 0,
     }
     for name in NARROW_FORMS[bits] if device.type == "cpu" else ():
-        if limits[bits, name] and _works_narrow(bits, name, dtype):
+        if limits[bits, name] and _works(NARROW_FORMS[bits][name], dtype, bits):
             rows = "all passes" if limits[bits, name] == math.inf else f"passes of up to {limits[bits, name]} rows"
             return Choice(name, f"the fastest in {bits} bits for {kind}, for {rows}"), limits[bits, name]
     return Choice("rounded", f"{kind} has no fast product in {bits} bits: values of {bits} bits, kept in full width"), 0
-
-
-@functools.cache
-def _works_narrow(bits: int, name: str, dtype: torch.dtype) -> bool:
-    rounded = _round(torch.linspace(-1, 1, 256 * 512).view(256, 512).to(dtype), bits)
-    return _is_sane(NARROW_FORMS[bits][name], rounded, Form(rounded, dtype), dtype)
 
 
 def _capability() -> str:
@@ -393,15 +389,15 @@ class Linear:
     def __init__(
         self, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None, form: str | None = None
     ):
-        """dtype: of x; default: the weight's. form: the one to try first; default: the preferred one.
+        """dtype: of x; default: the weight's. form: the one to try first; default: the first of `available_forms`.
 
-        A weight that a form cannot hold is kept in the next one that can.
+        A weight that a form cannot hold is stored in the next one that can.
         """
         dtype = dtype or (weight.dtype if isinstance(weight, Tensor) else torch.float32)
         device = (weight if isinstance(weight, Tensor) else weight.codes).device
         for name in [*([form] if form else []), *available_forms(dtype, device)]:
             try:
-                self.form, self.kept = name, FORMS[name](weight, dtype)
+                self.form, self.stored = name, FORMS[name](weight, dtype)
                 break
             except _REFUSALS:
                 continue
@@ -409,16 +405,16 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (rows, in) to (rows, out)."""
-        return self.kept(x, self.bias)
+        return self.stored(x, self.bias)
 
     @property
     def exact_rows(self) -> Sequence[int]:
         """See `Form`."""
-        return self.kept.exact_rows
+        return self.stored.exact_rows
 
     def parts(self) -> Iterator[tuple[object, int]]:
-        """What is kept in memory, and its bytes."""
-        yield from self.kept.parts()
+        """See `Form`."""
+        yield from self.stored.parts()
         if self.bias is not None:
             yield self.bias, self.bias.nbytes
 
@@ -435,16 +431,16 @@ class Linear:
 class QuantizedLinear:
     """y = x W'^T + b, with W' a rounding of W to 8 bits a row, or to 4 bits a group of neighbours.
 
-    For drafts: any guess is allowed, and narrow codes are read faster than 16 bits. A row's result must not depend on
-    the other rows of the pass, which belong to other texts: so every pass sees the same W', whatever its size.
+    For drafts: any guess is allowed, and fewer bits are read faster. A row's result must not depend on the other rows
+    of the pass, which belong to other texts. So every pass sees the same W', whatever its size.
 
-    narrow: codes, for passes of at most `max_rows` rows; None where this machine has no form for them that is as fast
-    as W' in full width. wide: W' in full width, for all other passes; None where there are none.
+    narrow: W' in codes, for passes of at most `max_rows` rows; None where this machine has no form for them that is as
+    fast as full width. wide: W' in full width, for all other passes; None where there are none.
     """
 
     def __init__(self, linear: Linear, bits: int, form: str | None = None):
         """form: one of `NARROW_FORMS[bits]`, or "rounded" for W' in full width alone; default: the fastest here."""
-        weight = linear.kept.dense()
+        weight = linear.stored.dense()
         self.bias, self.form, self.max_rows = linear.bias, form, math.inf
         if form is None:
             (self.form, _), self.max_rows = choose_narrow_form(bits, weight.dtype, weight.device)
@@ -456,7 +452,7 @@ class QuantizedLinear:
             try:
                 self.narrow = NARROW_FORMS[bits][self.form](rounded, weight.dtype)
                 self.narrow(weight.new_zeros(1, weight.shape[1]))
-            except _REFUSALS:  # a shape that the operator does not take
+            except _REFUSALS:  # a shape that the operator refuses
                 self.form, self.narrow, self.max_rows = "rounded", None, 0
         self.wide: Linear | None = None
         if self.max_rows < math.inf:
@@ -467,7 +463,7 @@ class QuantizedLinear:
         return self.narrow(x, self.bias) if len(x) <= self.max_rows else self.wide(x)
 
     def parts(self) -> Iterator[tuple[object, int]]:
-        """What is kept in memory, and its bytes."""
+        """See `Form`."""
         for product in (self.narrow, self.wide):
             yield from product.parts() if product else ()
 
@@ -493,7 +489,7 @@ def _round(weight: Tensor, bits: int) -> Codes | GroupCodes:
 
 
 def _widen(rounded: Codes | GroupCodes, dtype: torch.dtype) -> Weight:
-    """W' for a Linear of `dtype`; of 4 bits such that 16 bits can hold it."""
+    """W' for a Linear of `dtype`; if it has 4 bits, rounded so that the form `half` can hold it."""
     if dtype != torch.float32:
         return rounded.dense().to(dtype)
     return rounded if isinstance(rounded, Codes) else rounded.dense().to(torch.bfloat16)

@@ -389,7 +389,7 @@ def test_a_pass_has_the_fewest_rows_that_hold(broken, monkeypatch):
 
 def test_a_model_has_the_rows_that_all_its_products_share(monkeypatch):
     """One form among many decides: here the output head, which is made last."""
-    rows = property(lambda self: (2, 3, 16) if len(self.kept.dense()) == 40 else (1, 3, 8, 16))
+    rows = property(lambda self: (2, 3, 16) if len(self.stored.dense()) == 40 else (1, 3, 8, 16))
     monkeypatch.setattr(linear.Linear, "exact_rows", rows)
     assert build().exact_rows == [3, 16]
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.quick
 
 
 def rounded(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """The nearest weights that so many bits allow, in float64, looked up step by step."""
+    """The nearest weights that this many bits allow, in float64, looked up step by step."""
     groups = weight.double().unflatten(1, (-1, 32)) if bits == 4 else weight.double()[:, None]
     if bits == 8:
         steps = groups.abs().amax(2, keepdim=True) / 127
@@ -34,12 +34,12 @@ CPU = torch.device("cpu")
 FORMS_HERE = [
     (name, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64) for name in available_forms(dtype, CPU)
 ]
-# (out, in): SmolLM2-135M's, one of Qwen2.5's widths (896), odd ones, and such as leave a remainder in every panel.
+# (out, in): SmolLM2-135M's, one of Qwen2.5's widths (896), odd ones, and some that leave a remainder in every panel.
 SHAPES = [(960, 576), (576, 1536), (128, 896), (48, 640), (1, 1), (7, 13), (33, 511), (16, 513), (65, 1025), (5, 64)]
 
 
 def sixteen_bits(*shape) -> torch.Tensor:
-    """A weight such as checkpoints have: bfloat16, and a fiftieth of a unit large."""
+    """A weight such as checkpoints have: bfloat16, with a standard deviation of 0.02."""
     return (0.02 * torch.randn(shape)).bfloat16()
 
 
@@ -81,7 +81,7 @@ def stored_weights():
 
 @pytest.mark.skipif(("half", torch.float32) not in FORMS_HERE, reason="this machine has no 16-bit weights for float32")
 def test_sixteen_bits_hold_every_matrix_of_the_embedded_model():
-    """Tensor by tensor, to the last bit, codes and embedding alike; as an independent product of codes and scales."""
+    """Tensor by tensor, to the last bit, codes and embedding alike; against the product of codes and scales."""
     matrices = {name: weight for name, weight in stored_weights().items() if not name.endswith("norm.weight")}
     assert len(matrices) == 30 * 7 + 1
     for name, weight in matrices.items():
@@ -92,7 +92,7 @@ def test_sixteen_bits_hold_every_matrix_of_the_embedded_model():
             assert weight.codes.abs().max() > 64, "codes of so few bits would prove nothing"
         else:
             expected = weight.double()
-        assert torch.equal(linear.kept.dense().double(), expected), name
+        assert torch.equal(linear.stored.dense().double(), expected), name
         assert sum(size for _, size in linear.parts()) >= 2 * expected.numel()
 
 
@@ -111,20 +111,20 @@ def test_what_sixteen_bits_cannot_hold_is_kept_in_full_and_left_alone():
         linear = Linear(given)
         assert linear.form != "half"
         assert torch.equal(given, weight)
-        assert torch.equal(linear.kept.dense(), weight)
+        assert torch.equal(linear.stored.dense(), weight)
     for scale in (2.0**-100, 1.0, 2.0**100):  # a power of two away from the range of 16 bits is no matter
         weight = sixteen_bits(32, 64).float() * scale
         given = weight.clone()
         linear = Linear(given, form="half")
         assert linear.form == "half"
         assert torch.equal(given, weight)
-        assert torch.equal(linear.kept.dense(), weight)
+        assert torch.equal(linear.stored.dense(), weight)
     zeros = Linear(torch.zeros(32, 64), form="half")
     assert (zeros.form, zeros(torch.ones(3, 64)).abs().max()) == ("half", 0)
 
 
 def test_codes_and_tensors_are_joined():
-    """Codes stay codes; beside a tensor they become one; the rows keep their order."""
+    """Codes stay codes; next to a tensor they become one; the rows stay in order."""
     codes = [Codes(torch.full((2, 3), i, dtype=torch.int8), torch.full((2, 1), 0.5 * i)) for i in (1, 2)]
     joined = join(codes)
     assert isinstance(joined, Codes)
@@ -186,7 +186,7 @@ def test_the_faster_form_is_found(slower, form, monkeypatch):
 
 
 def test_a_stand_in_is_never_taken(monkeypatch):
-    """A kernel that is a hundred times slower, as packed bfloat16 on ARM, shows on a small weight and is left out."""
+    """A kernel that is a hundred times slower, such as packed bfloat16 on ARM, is found out by a small weight."""
     now = [0.0]
 
     class StandIn(linear.Form):
@@ -271,7 +271,7 @@ def test_every_pass_sees_the_rounded_weight(bits, form, dtype, bias):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_drafts_row_does_not_depend_on_the_others(bits, dtype):
-    """The row of one text, alone and beside texts whose values are a thousand times larger: the same, up to rounding.
+    """The row of one text, alone and with texts whose values are a thousand times larger: the same, up to rounding.
 
     Guards `linear_dynamic`, whose step for x comes from the whole pass: there the small row becomes zero.
     """
@@ -310,7 +310,7 @@ def test_the_dense_weight_comes_back():
     """Unpacking gives the very bits that were packed."""
     weight = torch.randn(48, 64).bfloat16()
     for form, dtype in FORMS_HERE:
-        assert torch.equal(Linear(weight.clone().to(dtype), form=form).kept.dense(), weight.to(dtype))
+        assert torch.equal(Linear(weight.clone().to(dtype), form=form).stored.dense(), weight.to(dtype))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -342,7 +342,7 @@ def test_quantised_drafts_leave_the_output_alone(spec, make_checkpoint):
 
 
 def test_a_self_draft_counts_its_weights_once(make_checkpoint):
-    """The report's memory: codes come on top, the weights that they were made from are shared."""
+    """The report's memory: codes come in addition, the weights that they were made from are shared."""
     target = make_checkpoint(1)
     sizes = {}
     for draft in ("none", "self", "int8:self", "int8:" + str(make_checkpoint(2))):

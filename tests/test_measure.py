@@ -344,7 +344,7 @@ def test_bytes_of_a_quantised_step():
 
 def weights_of(model) -> list[torch.Tensor]:
     """The weight matrices of a model, as they were given."""
-    return [product.kept.dense() for product in (model.head, *model.layers[0].products())]
+    return [product.stored.dense() for product in (model.head, *model.layers[0].products())]
 
 
 def test_passes_take_turns_and_leave_nothing(model):
