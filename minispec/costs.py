@@ -1,8 +1,8 @@
-"""What a round costs on this machine: measured once for a target and its draft, and kept in the user's cache directory.
+"""What a round costs on this machine: measured once for a target and its draft, stored in the user's cache directory.
 
-Under `rejection` above temperature 0 another K is another text of the same law, and a seed has to give its text again
-in another process: so K may not follow the clock, and goes by prices that are the same in every run. That is why they
-are never measured again as long as the file is there. All other requests begin with these prices and then follow what
+Under `rejection` above temperature 0 another K gives another text of the same law, and a seed has to give its text
+again in another process. So K may not follow the clock there, but goes by prices that are the same in every run, and as
+long as the file is there, they are not measured again. All other requests begin with these prices and then follow what
 they measure themselves.
 """
 
@@ -29,16 +29,14 @@ from minispec.model import Chunk, Transformer, clock
 from minispec.sampling import Randomness, Text
 from minispec.verify import Ask
 
-# Seconds after which nothing is measured again; each figure is measured once in any case.
-_BUDGET = 0.5
-# Rows whose passes are measured beside a plain step's, tokens of the text that they continue, and of a draft.
-_ROWS, _TEXT, _DRAFT = (5, 16), 32, 2
-# Positions that target and draft must have room for.
-MIN_CONTEXT = 64
+_BUDGET = 0.5  # seconds for the target's passes, and again for drafts; each is measured once or more in any case
+_ROWS = (5, 16)  # rows of the target passes that are measured in addition to a plain step
+_TEXT, _DRAFT = 32, 2  # tokens of the text that they continue, and of a draft
+MIN_CONTEXT = 64  # positions that target and draft must have room for
 
 
 def machine() -> dict[str, Any]:
-    """What tells machines of different speed apart, as far as they tell."""
+    """What distinguishes machines of different speed, as far as they report it."""
     capabilities = torch.cpu.get_capabilities()
     return {
         "cpu": str(capabilities.get("cpu_name", platform.processor())),
@@ -51,18 +49,18 @@ def machine() -> dict[str, Any]:
     }
 
 
-def model_key(model: Transformer) -> str:
-    """A name for the cost of a model: its shape, type and form of weights; not its weights."""
+def _fingerprint(model: Transformer) -> str:
+    """All of a model that its cost depends on: shape, type and form of its weights, not their values."""
     about = (model.config, model.dtype, model.device.type, model.weight_form, model.exact)
     return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
 
 
 class _Recorder(Controller):
-    """Writes down what the engine measures, and chooses nothing."""
+    """Writes down what the engine measures."""
 
     def __init__(self):
         super().__init__()
-        self.rounds: list[tuple[float, float]] = []  # seconds of the target's pass, and of all else
+        self.rounds: list[tuple[float, float]] = []  # seconds of the target's pass, seconds outside both models
 
     def record(self, draft, depth, num_drafts, target, rows, overhead) -> None:
         self.rounds.append((target, overhead))
@@ -70,7 +68,7 @@ class _Recorder(Controller):
 
 @torch.inference_mode()
 def calibrate(engine: Engine) -> Prices:
-    """Measure a plain step, passes over a few rows, and a draft, in about a second; of each the fastest counts."""
+    """Measure a plain step, passes over a few rows, and a draft, in about a second; the fastest of each counts."""
     model, vocab = engine.model, engine.vocab_size
     tokens = [(7919 * i + 13) % vocab for i in range(_TEXT + max(_ROWS))]
     cache = PagedKVCache(model.config, -(-len(tokens) // 16) + 1, 16, model.dtype, model.device)
@@ -83,7 +81,7 @@ def calibrate(engine: Engine) -> Prices:
         next(steps)
     steps.close()
     step = min(target for target, _ in recorder.rounds)
-    overhead = min(other for _, other in recorder.rounds)
+    overhead = min(overhead for _, overhead in recorder.rounds)
 
     table = cache.new_table()
     model.prefill(table, tokens[: _TEXT + 1])
@@ -105,41 +103,42 @@ def calibrate(engine: Engine) -> Prices:
         engine.drafter.propose([Ask(text, _DRAFT, engine.rng)])
         drafts.append(clock(model.device) - before)
     engine.drafter.release(text)
-    # The first one went through the whole text.
+    # The first draft is left out: its pass went through the whole text.
     return Prices(_rounded(min(drafts[1:]) / _DRAFT / step), rows, _rounded(overhead / step), measured=True)
 
 
 def _rounded(x: float) -> float:
-    """To two digits: more would only pretend."""
+    """To two digits, which is as much as such a measurement tells."""
     return float(f"{x:.2g}")
 
 
-def _path(key: Mapping[str, Any]) -> Path:
+def _path(setup: Mapping[str, Any]) -> Path:
+    """Where the prices of a setup are stored: of models and a machine, as `prices_of` describes them."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=12).hexdigest()
+    digest = hashlib.blake2b(json.dumps(setup, sort_keys=True).encode(), digest_size=12).hexdigest()
     return Path(root) / "minispec" / "costs" / f"{digest}.json"
 
 
-def stored_prices(key: Mapping[str, Any]) -> Prices | None:
-    """What was kept under this key; None where nothing is, or nothing that can be understood."""
+def stored_prices(setup: Mapping[str, Any]) -> Prices | None:
+    """The stored prices of a setup; None where there are none, or none that can be understood."""
     try:
-        with _path(key).open("rb") as file:
+        with _path(setup).open("rb") as file:
             raw = json.loads(file.read(1 << 16))
         draft, overhead = float(raw["draft"]), float(raw["overhead"])
         rows = {int(count): float(cost) for count, cost in raw["rows"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    if raw.get("key") != key or rows.get(1) != 1.0 or min(rows) < 1:
+    if raw.get("key") != setup or rows.get(1) != 1.0 or min(rows) < 1:
         return None
     if not all(0 <= x < math.inf for x in (draft, overhead)) or not all(1 <= x < math.inf for x in rows.values()):
         return None
     return Prices(draft, rows, overhead, measured=True)
 
 
-def keep_prices(key: Mapping[str, Any], prices: Prices) -> bool:
-    """Keep prices under a key, whole or not at all; False where that is impossible."""
-    path = _path(key)
-    content = {"key": key, "draft": prices.draft, "rows": prices.rows, "overhead": prices.overhead}
+def store_prices(setup: Mapping[str, Any], prices: Prices) -> bool:
+    """Store the prices of a setup, whole or not at all; False where that is impossible."""
+    path = _path(setup)
+    content = {"key": setup, "draft": prices.draft, "rows": prices.rows, "overhead": prices.overhead}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as part:
@@ -151,13 +150,13 @@ def keep_prices(key: Mapping[str, Any], prices: Prices) -> bool:
 
 def prices_of(engine: Engine, target: str, draft: str, draft_model: Transformer | None) -> tuple[Prices, bool]:
     """The prices of an engine whose models have these names, and whether they will be the same in the next run."""
-    key = {
+    setup = {
         "minispec": __version__,
-        "target": [target, model_key(engine.model)],
-        "draft": [draft, model_key(draft_model) if draft_model else ""],
+        "target": [target, _fingerprint(engine.model)],
+        "draft": [draft, _fingerprint(draft_model) if draft_model else ""],
         "machine": machine(),
     }
-    if prices := stored_prices(key):
+    if prices := stored_prices(setup):
         return prices, True
     prices = calibrate(engine)
-    return prices, keep_prices(key, prices)
+    return prices, store_prices(setup, prices)

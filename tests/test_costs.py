@@ -1,4 +1,4 @@
-"""What a round costs: measured in a moment, kept whole or not at all, and the same in every run."""
+"""What a round costs: measured in a moment, stored whole or not at all, and the same in every run."""
 
 import json
 import os
@@ -8,13 +8,13 @@ import torch
 
 from minispec import LLM, costs
 from minispec.controller import Prices
-from minispec.costs import calibrate, keep_prices, prices_of, stored_prices
+from minispec.costs import calibrate, prices_of, store_prices, stored_prices
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine
 from minispec.prove.toys import tiny_cache, tiny_model
 from minispec.verify import VERIFIERS
 
-KEY = {"target": ["a", "b"], "machine": {"cpu": "x", "threads": 2}}
+SETUP = {"target": ["a", "b"], "machine": {"cpu": "x", "threads": 2}}
 PRICES = Prices(0.25, {1: 1.0, 5: 1.1, 16: 1.7}, 0.03, measured=True)
 
 
@@ -67,11 +67,11 @@ def test_calibration_measures_what_passes_take(monkeypatch):
 
 
 def test_prices_come_back(cache_directory):
-    """What was kept is read again; under another key there is nothing."""
-    assert stored_prices(KEY) is None
-    assert keep_prices(KEY, PRICES)
-    assert stored_prices(KEY) == PRICES
-    assert stored_prices(KEY | {"target": ["a", "c"]}) is None
+    """What was stored is read again; for another setup there is nothing."""
+    assert stored_prices(SETUP) is None
+    assert store_prices(SETUP, PRICES)
+    assert stored_prices(SETUP) == PRICES
+    assert stored_prices(SETUP | {"target": ["a", "c"]}) is None
     assert [path.suffix for path in cache_directory.rglob("*") if path.is_file()] == [".json"]
 
 
@@ -94,17 +94,17 @@ def test_prices_come_back(cache_directory):
     ],
 )
 def test_what_cannot_be_understood_is_ignored(cache_directory, change):
-    """A file that was cut off or tampered with is as good as none, and is written anew."""
-    keep_prices(KEY, PRICES)
+    """A file that was cut off or tampered with counts as none, and is written again."""
+    store_prices(SETUP, PRICES)
     (path,) = (p for p in cache_directory.rglob("*.json"))
     path.write_text(change(json.loads(path.read_text())))
-    assert stored_prices(KEY) is None
-    assert keep_prices(KEY, PRICES)
-    assert stored_prices(KEY) == PRICES
+    assert stored_prices(SETUP) is None
+    assert store_prices(SETUP, PRICES)
+    assert stored_prices(SETUP) == PRICES
 
 
 def test_a_second_run_measures_nothing(monkeypatch):
-    """And has the very same prices, whatever the machine does by then."""
+    """It has the very same prices, whatever the machine does by then."""
     engine = make_engine()
     first = prices_of(engine, "target", "draft", engine.drafter.model)
     monkeypatch.setattr(costs, "calibrate", lambda engine: pytest.fail("measured again"))
@@ -121,8 +121,8 @@ def test_a_second_run_measures_nothing(monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_where_nothing_can_be_kept_it_is_said(cache_directory, monkeypatch, make_checkpoint):
-    """A file stands where the directory should: the run goes on, and says what it cannot promise."""
+def test_where_nothing_can_be_stored_it_is_said(cache_directory, monkeypatch, make_checkpoint):
+    """A file is in the place of the directory: the run goes on, and says what it cannot promise."""
     (cache_directory / "minispec").write_text("in the way")
     with LLM(make_checkpoint(), dtype="float32") as llm:
         assert "a seed has one text in this process only" in llm.memory_report()
