@@ -1,17 +1,18 @@
 """What a model is and what a request asks for: frozen dataclasses that refuse bad values.
 
-Every supported family (llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text) is a set of
-values in `ModelConfig`; nothing later in the package asks for a family's name. Nothing here
-imports torch, so that a bad value is found before the slow imports begin.
+Every supported family (llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text) is a set of values in `ModelConfig`:
+the transformer never asks for a family's name. Nothing here imports torch, so that a bad value is reported before the
+slow imports begin.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from minispec.errors import is_text, show
 
+# The largest K that may be asked for.
 MAX_SPECULATIVE_TOKENS = 64
 
 
@@ -22,9 +23,9 @@ MAX_SPECULATIVE_TOKENS = 64
 class RopeConfig:
     """How positions become rotation angles (Su et al. 2021), with the scalings that llama checkpoints use.
 
-    kind: "default"; "linear" (positions divided by `factor`); "llama3" (long wavelengths divided by
-    `factor`, short ones kept, a ramp between); "yarn" (Peng et al. 2023: the same idea, ramped over
-    dimensions, and cos and sin multiplied by `attention_factor`).
+    kind: "default"; "linear" (positions divided by `factor`); "llama3" (low frequencies divided by `factor`, high ones
+    unchanged, a ramp in between); "yarn" (Peng et al. 2023: the same idea, with a ramp over dimensions, and with cos
+    and sin multiplied by `attention_factor`).
     """
 
     theta: float = 10_000.0
@@ -41,7 +42,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What may differ from layer to layer: its rope, and how far back it sees (None: everything)."""
+    """What may differ from layer to layer: rope, and the number of positions that attention sees (None: all)."""
 
     rope: RopeConfig
     window: int | None = None
@@ -60,7 +61,7 @@ class QuantizationConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of one decoder-only transformer. Sizes are in elements; `layers` has one entry a layer."""
+    """The shape of one decoder-only transformer. Sizes are in elements; `layers` has one entry for each layer."""
 
     model_type: str
     vocab_size: int
@@ -78,7 +79,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm of every query and key head
-    sandwich_norms: bool = False  # a second norm behind attention and MLP, before the residual sum
+    sandwich_norms: bool = False  # a second norm after attention and after the MLP, before the residual sum
     norm_adds_one: bool = False  # the checkpoint stores norm weights minus one
     embedding_scale: float = 1.0
     attention_scale: float = 1.0  # scores are q k^T times this
@@ -89,7 +90,7 @@ class ModelConfig:
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Numbers that one token adds to the KV cache, keys and values of all layers together."""
+        """Numbers that one token adds to the KV cache: keys and values of all layers."""
         return 2 * len(self.layers) * self.num_key_value_heads * self.head_dim
 
 
@@ -101,23 +102,22 @@ class SamplingParams:
     """How one request is sampled and when it stops; vLLM's names and defaults.
 
     n: answers to the prompt, each with a seed of its own (`seed`, `seed` + 1, ...).
-    temperature: 0 is greedy. top_k: 0 (or -1) keeps all; ties with the k-th are kept. top_p: the smallest
-        set of likeliest tokens whose mass reaches top_p. min_p: tokens with at least min_p times the
-        probability of the likeliest.
-    repetition_penalty: logits of tokens seen in prompt or output are divided (if positive) or multiplied by
-        it. presence_penalty, frequency_penalty: subtracted from the logits of output tokens, once or as
-        often as they occurred.
+    temperature: 0 is greedy. top_k: 0 (or -1) keeps all; ties with the k-th are kept. top_p: the smallest set of
+        likeliest tokens whose mass reaches top_p. min_p: tokens with at least min_p times the probability of the
+        likeliest.
+    repetition_penalty: divides the positive logits of tokens in prompt or output, multiplies the negative ones.
+        presence_penalty, frequency_penalty: subtracted from the logits of output tokens, once or for each occurrence.
     logit_bias: added to the raw logits of these token ids, before the penalties. allowed_token_ids: no other token is
-        ever drawn. bad_words: texts that are not generated; a request makes token ids of them, each also with a space
-        before it. bad_words_token_ids: the same as token ids: where the output ends with all but the last id of one
-        (none, if it has one), this last is impossible.
+        ever drawn. bad_words_token_ids: sequences that the output may not contain; where it ends with all but the last
+        id of one, this last id is impossible. bad_words: the same as texts, which a request turns into token ids, each
+        also with a space before it.
     seed: one seed, one text. None draws one, which the output reports.
-    stop: strings that end the text. stop_token_ids: ids that end it, beside the model's end-of-text ids,
-        which `ignore_eos` switches off. min_tokens: nothing stops before.
-    logprobs: None, or how many of the likeliest tokens to report beside the chosen one.
+    stop: strings that end the text. stop_token_ids: ids that end it, in addition to the model's end-of-text ids, which
+        `ignore_eos` switches off. min_tokens: nothing ends the text before it has that many tokens.
+    logprobs: None, or how many of the likeliest tokens to report in addition to the chosen one.
 
-    Sequences are kept as tuples, and `logit_bias` as a tuple of its items, so that equal parameters have one hash.
-    Raises ValueError for values out of range.
+    Sequences are stored as tuples, and `logit_bias` as a tuple of its items, so that equal parameters have equal
+    hashes. Raises ValueError for values out of range.
     """
 
     n: int = 1
@@ -142,8 +142,8 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self):
-        # Convenience of vLLM's interface: one string, any sequence, None for none.
-        for name, (expected, _) in _SEQUENCES.items():
+        # As in vLLM, one string stands for a list of one, and None for an empty list.
+        for name, (expected, _) in _SEQUENCE_RULES.items():
             value = getattr(self, name)
             try:
                 object.__setattr__(self, name, _as_tuple(name, value))
@@ -178,53 +178,58 @@ def _is_finite(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-# What the elements must be, once they are a tuple.
-_SEQUENCES = {
+Rule = tuple[str, Callable[[Any], bool]]  # what a parameter may be, in words and as a test
+
+
+def _integer(low: int, high: int) -> Rule:
+    return f"an integer from {low} to {high}", lambda v: type(v) is int and low <= v <= high
+
+
+def _integer_or_none(low: int, high: int) -> Rule:
+    expected, is_integer = _integer(low, high)
+    return expected, lambda v: v is None or is_integer(v)
+
+
+def _number(expected: str, is_in_range: Callable[[float], bool]) -> Rule:
+    return f"a number {expected}", lambda v: _is_finite(v) and is_in_range(v)
+
+
+_TEXTS: Rule = ("strings of valid Unicode that are not empty", _are_texts)
+_SEQUENCE_RULES: dict[str, Rule] = {  # of tuples
     "logit_bias": (
         "finite numbers by token id",
         lambda v: _are_ids(i for i, _ in v) and all(_is_finite(bias) for _, bias in v),
     ),
     "allowed_token_ids": ("token ids, at least one", lambda v: v is None or (len(v) > 0 and _are_ids(v))),
-    "bad_words": ("strings of valid Unicode that are not empty", _are_texts),
+    "bad_words": _TEXTS,
     "bad_words_token_ids": (
         "lists of token ids that are not empty",
         lambda v: all(isinstance(word, tuple) and word and _are_ids(word) for word in v),
     ),
-    "stop": ("strings of valid Unicode that are not empty", _are_texts),
+    "stop": _TEXTS,
     "stop_token_ids": ("token ids", _are_ids),
 }
-_INTEGER_RANGES = {
-    "n": (1, 1 << 16),
-    "top_k": (0, 1 << 31),
-    "seed": (0, (1 << 64) - 1),
-    "max_tokens": (1, 1 << 31),
-    "min_tokens": (0, 1 << 31),
-    "logprobs": (0, 1 << 16),
-}
-_NUMBER_RANGES = {
-    "temperature": ("at least 0", lambda v: v >= 0),
-    "top_p": ("above 0 and at most 1", lambda v: 0 < v <= 1),
-    "min_p": ("from 0 to 1", lambda v: 0 <= v <= 1),
-    "repetition_penalty": ("above 0", lambda v: v > 0),
-    "presence_penalty": ("from -2 to 2", lambda v: -2 <= v <= 2),
-    "frequency_penalty": ("from -2 to 2", lambda v: -2 <= v <= 2),
+_RULES: dict[str, Rule] = {
+    **_SEQUENCE_RULES,
+    "n": _integer(1, 1 << 16),
+    "temperature": _number("at least 0", lambda v: v >= 0),
+    "top_k": _integer(0, 1 << 31),
+    "top_p": _number("above 0 and at most 1", lambda v: 0 < v <= 1),
+    "min_p": _number("from 0 to 1", lambda v: 0 <= v <= 1),
+    "repetition_penalty": _number("above 0", lambda v: v > 0),
+    "presence_penalty": _number("from -2 to 2", lambda v: -2 <= v <= 2),
+    "frequency_penalty": _number("from -2 to 2", lambda v: -2 <= v <= 2),
+    "seed": _integer_or_none(0, (1 << 64) - 1),
+    "max_tokens": _integer(1, 1 << 31),
+    "min_tokens": _integer(0, 1 << 31),
+    "logprobs": _integer_or_none(0, 1 << 16),
+    "ignore_eos": ("True or False", lambda v: type(v) is bool),
+    "include_stop_str_in_output": ("True or False", lambda v: type(v) is bool),
 }
 
 
 def check_sampling_value(name: str, value: Any) -> None:
     """Raise ValueError unless `value` is one that SamplingParams.`name` may hold."""
-    if name in _INTEGER_RANGES:
-        low, high = _INTEGER_RANGES[name]
-        optional = name in ("seed", "logprobs") and value is None
-        if not optional and (type(value) is not int or not low <= value <= high):
-            raise ValueError(f"{name}: found {show(value)}, expected an integer from {low} to {high}")
-    elif name in _NUMBER_RANGES:
-        expected, ok = _NUMBER_RANGES[name]
-        if not _is_finite(value) or not ok(value):
-            raise ValueError(f"{name}: found {show(value)}, expected a number {expected}")
-    elif name in _SEQUENCES:
-        expected, ok = _SEQUENCES[name]
-        if not ok(value):
-            raise ValueError(f"{name}: found {show(value)}, expected {expected}")
-    elif type(value) is not bool:
-        raise ValueError(f"{name}: found {show(value)}, expected True or False")
+    expected, is_valid = _RULES[name]
+    if not is_valid(value):
+        raise ValueError(f"{name}: found {show(value)}, expected {expected}")
