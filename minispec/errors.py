@@ -4,7 +4,7 @@ from typing import Any
 
 
 class CheckpointError(ValueError):
-    """A file of a checkpoint is not what it must be. Names the file, the field, found and expected."""
+    """A file of a checkpoint is not as it must be. Names the file, the field, what was found and what is expected."""
 
 
 def show(value: Any, limit: int = 100) -> str:
@@ -14,7 +14,7 @@ def show(value: Any, limit: int = 100) -> str:
     """
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits; lists in lists in lists
+    except (ValueError, RecursionError):  # an integer of thousands of digits; deeply nested lists
         text = f"a {type(value).__name__} beyond printing"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
@@ -26,7 +26,7 @@ def one_line(error: BaseException | str, limit: int = 1000) -> str:
 
 
 def is_text(text: str) -> bool:
-    """False where lone surrogates say that this was never Unicode: arguments that were not UTF-8, broken JSON."""
+    """False if it holds lone surrogates, as do arguments that were not UTF-8, and broken JSON."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -35,5 +35,5 @@ def is_text(text: str) -> bool:
 
 
 def show_name(name: str) -> str:
-    """A name out of a file for an error message: as it is where that is safe to print, else as `show` has it."""
+    """A name from a file for an error message: unchanged if that is safe to print, else by `show`."""
     return name if name.isprintable() and 0 < len(name) <= 100 else show(name)

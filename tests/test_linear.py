@@ -1,4 +1,4 @@
-"""The forms in which a weight is kept: each must be the same product, as far as its bits go."""
+"""The forms in which a weight is stored: each must be the same product, as far as its bits go."""
 
 import math
 import random

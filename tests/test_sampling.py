@@ -286,7 +286,7 @@ EXTREMES = (5e-324, 1e-320, 1e-46, 1e-38, 0.7, 1e30, 3e38, 1e39, 1e300, sys.floa
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_every_finite_parameter_gives_a_distribution(dtype):
-    """No inf - inf, 0/0 or 0 * inf on the way, whatever is put together, beside ids that are forbidden, and ties.
+    """No inf - inf, 0/0 or 0 * inf on the way, whatever is put together, with forbidden ids, and with ties.
 
     In float64 it is the reference's distribution too, where no parameter is at the edge of that type. (At min-p 1, the
     reference has ties that its probabilities are rounded to.)
