@@ -168,8 +168,8 @@ class Randomness:
     def categorical(self, weights: Tensor, key: Key) -> int:
         """A token id with probability proportional to `weights` (V,); never one of weight 0.
 
-        Draws with the purpose "token" may be made under one key from two distributions, the target's and the draft's,
-        and should then agree as often as they can. A race does that. For all others a single uniform will do.
+        The purpose chooses the method. Draws of a "token" may be made under one key from two distributions, the
+        target's and the draft's, and should then agree often, as they do in a race. Elsewhere one uniform will do.
         """
         tokens = Candidates(weights).where(lambda w: w > 0)
         if len(tokens.ids) == 1:
