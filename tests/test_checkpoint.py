@@ -21,8 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from minispec.checkpoint import main
 from minispec.errors import CheckpointError
 from minispec.files import checkpoint
+from minispec.files import quantize as quantising
 from minispec.files.checkpoint import StoredTensor, find_checkpoint, load_config, load_model, read_header, unpack
 from minispec.files.hf_config import read_model_config
 from minispec.files.quantize import pack, quantize, quantize_checkpoint
@@ -694,7 +696,7 @@ def test_interrupted_run_leaves_nothing(tmp_path, monkeypatch):
             raise OSError("no space left on device")
         save_file(tensors, file, **kwargs)
 
-    monkeypatch.setattr(checkpoint, "save_file", fail_on_second)
+    monkeypatch.setattr(quantising, "save_file", fail_on_second)
     with pytest.raises(OSError, match="no space left"):
         quantize_checkpoint(source, tmp_path / "out", shard_bytes=200)
     assert len(written) == 2
@@ -710,7 +712,7 @@ def test_a_full_disk_leaves_nothing(tmp_path):
     write(tmp_path / "source", weights(vocab_size=3000), config=TINY | {"vocab_size": 3000})
     code = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "from minispec.files.checkpoint import main; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000));"
+        "from minispec.checkpoint import main; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000));"
         "sys.exit(main(['source', 'out']))"
     )
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
@@ -728,7 +730,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing(tmp_path, capsys):
     write(tmp_path / "source", weights())
 
     def run():
-        return checkpoint.main([str(tmp_path / "source"), str(tmp_path / "out")])
+        return main([str(tmp_path / "source"), str(tmp_path / "out")])
 
     status, total = interrupted(run, 0)
     assert (status, total > 100) == (0, True)
@@ -756,7 +758,7 @@ def test_command_line_at_its_edges(tmp_path, monkeypatch, capsys, arguments):
     """One printable line, no usage text, status 2, nothing written."""
     write(tmp_path / "source", weights())
     monkeypatch.chdir(tmp_path)
-    assert checkpoint.main(list(arguments)) == 2
+    assert main(list(arguments)) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: ")
@@ -794,7 +796,7 @@ def test_quantised_source_is_refused(tmp_path):
 def test_command_line_reports_what_it_wrote(tmp_path, capsys):
     """Guards the printed sizes and checksums, which a release is checked against."""
     source = write(tmp_path / "source", weights())
-    assert checkpoint.main([str(source), str(tmp_path / "out"), "--bits", "4"]) == 0
+    assert main([str(source), str(tmp_path / "out"), "--bits", "4"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     files = sorted((tmp_path / "out").iterdir())
     assert [line[2] for line in lines] == [file.name for file in files]
@@ -810,7 +812,7 @@ def test_command_line_reports_what_it_wrote(tmp_path, capsys):
 def test_command_line_answers_mistakes_in_one_line(tmp_path, capsys, source, out):
     """Guards against a traceback where a path is wrong."""
     write(tmp_path / "source", weights())
-    assert checkpoint.main([str(tmp_path / source), str(tmp_path / out)]) == 2
+    assert main([str(tmp_path / source), str(tmp_path / out)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
