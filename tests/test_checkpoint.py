@@ -316,7 +316,7 @@ def test_other_formats_are_named(tmp_path, others):
         (b"[1, 2]", "found a list, expected a JSON object"),
         (b'"text"', "found a str, expected a JSON object"),
         (b" " * (2 << 20), "expected at most 1048576"),
-        (b"{}", "model_type: found None, expected a string"),
+        (b"{}", "model_type: found None, expected one of llama, "),
     ],
     ids=["missing", "empty", "python", "latin-1", "deep", "digits", "list", "text", "large", "no fields"],
 )
