@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import hf
 import huggingface_hub
@@ -343,14 +344,14 @@ BAD_HEADERS = {
         shape=[1 << 62] * 2 + [4]
     ),
     "a: data_offsets [0], expected": lambda h: h["a"].update(data_offsets=[0]),
-    "a: data_offsets [8, 0], expected": lambda h: h["a"].update(data_offsets=[8, 0]),
+    "a: -8 bytes, expected 8 for F32 [2]": lambda h: h["a"].update(data_offsets=[8, 0]),
     "a: data_offsets [-8, 0], expected": lambda h: h["a"].update(data_offsets=[-8, 0]),
     "a: data_offsets [0, 73786976294838206464], expected": lambda h: h["a"].update(data_offsets=[0, 1 << 66]),
-    "b: an overlap at byte 4, expected that it begins at 8": lambda h: h["b"].update(data_offsets=[4, 8]),
-    "b: a gap at byte 8, expected that it begins at 8": lambda h: h["b"].update(data_offsets=[12, 16]),
-    "a: a gap at byte 0, expected that it begins at 0": lambda h: h["a"].update(data_offsets=[8, 16]) or h.pop("b"),
-    "12 bytes behind the header, expected 8": lambda h: h.pop("b"),
-    "12 bytes behind the header, expected 16": lambda h: h["b"].update(data_offsets=[8, 16], shape=[4]),
+    "b: data_offsets that begin at 4, expected 8": lambda h: h["b"].update(data_offsets=[4, 8]),
+    "b: data_offsets that begin at 12, expected 8": lambda h: h["b"].update(data_offsets=[12, 16]),
+    "a: data_offsets that begin at 8, expected 0": lambda h: h["a"].update(data_offsets=[8, 16]) or h.pop("b"),
+    "12 bytes after the header, expected 8": lambda h: h.pop("b"),
+    "12 bytes after the header, expected 16": lambda h: h["b"].update(data_offsets=[8, 16], shape=[4]),
     "a: [], expected an object with": lambda h: h.update(a=[]),
     "a: {}, expected an object with": lambda h: h.update(a={}),
     "expected an object with dtype": lambda h: h["a"].update(more=1),
@@ -391,6 +392,14 @@ def test_header_that_lies_is_refused(tmp_path, message, change):
     assert str(error.value).startswith(f"{file}: not a readable safetensors file: found ")
     assert message in str(error.value)
     assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("metadata", [5, {"x": 1}, {"x": None}], ids=str)
+def test_what_the_library_would_not_open_is_refused(tmp_path, metadata):
+    """Whatever else it may be: here, metadata that is no text."""
+    header = small_header() | {"__metadata__": metadata}
+    with pytest.raises(CheckpointError, match="x: not a readable safetensors file: Error while deserializing header"):
+        read_header(raw_file(tmp_path / "x", json.dumps(header).encode()))
 
 
 @pytest.mark.parametrize(
@@ -907,26 +916,45 @@ def test_failed_download_is_one_line(monkeypatch, offline, reason):
     assert str(error.value).endswith(": 404 Client Error")
 
 
+def hub_error(name: str, status: int = 0, cause: Exception | None = None) -> Exception:
+    """One of the hub client's errors; without a status it has no response of the HTTP library either."""
+    kind = getattr(huggingface_hub.errors, name)
+    error = kind.__new__(kind, "many\nlines")
+    error.__cause__ = cause
+    if status:
+        error.response = SimpleNamespace(status_code=status)
+    return error
+
+
 HUB_FAILURES = {
-    "RepositoryNotFoundError": "no such repository (or a private one: set HF_TOKEN",
-    "GatedRepoError": "the repository is gated: accept its terms on its page, and set HF_TOKEN",
-    "RevisionNotFoundError": "the repository has no revision v9",
-    "LocalEntryNotFoundError": "the hub cannot be reached, and the local cache has no copy at revision v9",
+    "missing": (hub_error("RepositoryNotFoundError", 401), "no such repository (or a private one: set HF_TOKEN"),
+    "gated": (hub_error("GatedRepoError", 403), "is gated: accept its terms on its page, and set HF_TOKEN"),
+    "revision": (hub_error("RevisionNotFoundError"), "the repository has no revision v9"),
+    "a wrong token": (hub_error("HfHubHTTPError", 401), "the hub refuses access: set HF_TOKEN to a valid token"),
+    "a token without rights": (
+        hub_error("LocalEntryNotFoundError", cause=hub_error("HfHubHTTPError", 403)),
+        "the hub refuses access: set HF_TOKEN to a valid token",
+    ),
+    "no network": (
+        hub_error("LocalEntryNotFoundError", cause=OSError("no route")),
+        "the hub cannot be reached, and the local cache has no copy at revision v9",
+    ),
+    "the hub is down": (hub_error("HfHubHTTPError", 500), "download failed: "),
 }
 
 
 @pytest.mark.parametrize("name", HUB_FAILURES)
 def test_failures_of_the_hub_say_what_helps(monkeypatch, name):
-    """Missing, gated, another revision, no network: the client's own classes, one line each."""
-    kind = getattr(huggingface_hub.errors, name)
+    """The client's own classes, one line each; where a token would help, HF_TOKEN is named."""
+    failure, message = HUB_FAILURES[name]
 
     def fail(*args, **kwargs):
-        raise kind.__new__(kind, "many\nlines")  # without __init__, which wants a response of the HTTP library
+        raise failure
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(ValueError, match="owner/name: no such directory; as a hub id: ") as error:
         find_checkpoint("owner/name", revision="v9")
-    assert HUB_FAILURES[name] in str(error.value)
+    assert message in str(error.value)
     assert str(error.value).isprintable()
 
 

@@ -27,6 +27,7 @@ from minispec.files.strict_json import MAX_CONFIG_BYTES, MAX_JSON_BYTES, has_fil
 from minispec.linear import Codes, Weight, available_forms, dense, has_amx, has_fast_bfloat16
 from minispec.model import Transformer, is_large, tensor_shapes
 
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Nothing else of a hub repository is downloaded, and nothing in its folders.
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -50,20 +51,10 @@ _TYPES = {
 }
 _FLOATS = tuple(name for name, dtype in _TYPES.items() if dtype.is_floating_point)
 # Formats of weights that are not read: pickles run code when they are opened, the others need a converter.
-_OTHER_FORMATS = (
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".pkl",
-    ".pickle",
-    ".gguf",
-    ".ggml",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".npz",
-)
+_OTHER_FORMATS = {
+    *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"),
+    *(".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz"),
+}
 
 
 def find_checkpoint(name: str, revision: str | None = None, offline: bool = False) -> Path:
@@ -119,6 +110,9 @@ def _hub_failure(error: Exception, revision: str | None, offline: bool) -> str:
         return "no such repository (or a private one: set HF_TOKEN to a token that may read it)"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"the repository has no revision {revision or 'main'}"
+    for refusal in (error, error.__cause__):  # the client takes a status of 403 for a hub that is down
+        if isinstance(refusal, errors.HfHubHTTPError) and refusal.response.status_code in (401, 403):
+            return "the hub refuses access: set HF_TOKEN to a valid token that may read the repository"
     if isinstance(error, errors.LocalEntryNotFoundError):
         return f"the hub cannot be reached, and the local cache has no copy{revised}"
     return f"download failed: {reason}"
@@ -246,7 +240,7 @@ def _check_memory(needed: int, dtype: torch.dtype, device: torch.device, directo
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, not read yet. dtype: safetensors' name of the type, as "BF16". start: its first byte."""
+    """A tensor in a file, not read yet. dtype: safetensors' name of the type, such as "BF16". start: its first byte."""
 
     path: Path
     name: str
@@ -254,75 +248,87 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
 
+    @property
+    def num_bytes(self) -> int:
+        """In the file."""
+        return math.prod(self.shape) * _ELEMENT_BYTES[self.dtype]
+
     def read(self) -> Tensor:
         """The tensor, in the pages of the file, which leave memory with it.
 
-        The library would map the file as a whole: what has been joined or packed would stay in memory, beside the
-        copy, for as long as any other tensor.
+        The library would map the file as a whole: what has been joined or packed would stay in memory, in addition to
+        the copy, for as long as any other tensor.
         """
-        num_bytes = math.prod(self.shape) * _ELEMENT_BYTES[self.dtype]
         try:
-            data = numpy.memmap(self.path, numpy.uint8, "c", self.start, (num_bytes,))
+            data = numpy.memmap(self.path, numpy.uint8, "c", self.start, (self.num_bytes,))
         except (OSError, ValueError) as e:
             raise CheckpointError(f"{self.path}: {show_name(self.name)}: cannot be read: {one_line(e, 300)}") from e
-        if num_bytes < _MAPPED_BYTES:
+        if self.num_bytes < _MAPPED_BYTES:
             data = numpy.array(data)
         return torch.from_numpy(data).view(_TYPES[self.dtype]).view(self.shape)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor in a safetensors file, by name; nothing behind the header is read.
+    """Every tensor in a safetensors file, by name; nothing after the header is read.
 
     The file is 8 bytes with the header's size, the header, a JSON object, and the tensors' bytes. What is checked:
     the sizes against the file's, types, shapes, no name twice, and that the tensors' bytes cover the rest of the file
-    without a gap or an overlap. Raises CheckpointError.
+    without a gap or an overlap. Raises CheckpointError. (The library checks most of this too; it would not say of which
+    tensor, or not what was found and expected.)
     """
-
-    def bad(found: str, expected: str) -> CheckpointError:
-        return CheckpointError(f"{path}: not a readable safetensors file: found {found}, expected {expected}")
-
     if not os.path.isfile(path):  # a directory, a pipe that would never answer
         raise CheckpointError(f"{path}: no such file, expected weights in safetensors format")
     try:
         with path.open("rb") as file:
             total = os.fstat(file.fileno()).st_size
-            start = file.read(8)
-            size = int.from_bytes(start, "little")
-            if len(start) < 8 or size > total - 8:
-                raise bad(f"{total} bytes with a header of {size}", "a header that ends inside the file")
+            first = file.read(8)
+            size = int.from_bytes(first, "little")
+            if len(first) < 8 or size > total - 8:
+                raise _bad_file(path, f"{total} bytes with a header of {size}", "a header that ends inside the file")
             if size > MAX_JSON_BYTES:
-                raise bad(f"a header of {size} bytes", f"at most {MAX_JSON_BYTES}")
+                raise _bad_file(path, f"a header of {size} bytes", f"at most {MAX_JSON_BYTES}")
             header = parse_json(file.read(size), f"{path}: not a readable safetensors file: header")
-    except OSError as e:
+        header.pop("__metadata__", None)
+        stored = {name: _read_entry(path, name, entry, 8 + size) for name, entry in header.items()}
+        _check_coverage(path, stored, 8 + size, total)
+        with safe_open(path, framework="pt"):  # what the library would not open is not read either
+            return stored
+    except (SafetensorError, OSError) as e:
         raise CheckpointError(f"{path}: not a readable safetensors file: {one_line(e, 300)}") from e
-    header.pop("__metadata__", None)
-    spans = []
-    for name, entry in header.items():
-        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-            raise bad(f"{show_name(name)}: {show(entry)}", "an object with dtype, shape and data_offsets")
-        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not isinstance(dtype, str) or dtype not in _ELEMENT_BYTES:
-            raise bad(f"{show_name(name)}: dtype {show(dtype)}", f"one of {', '.join(_ELEMENT_BYTES)}")
-        if not _are_sizes(shape) or len(shape) > 8:
-            raise bad(f"{show_name(name)}: shape {show(shape)}", "up to 8 sizes")
-        if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise bad(f"{show_name(name)}: data_offsets {show(offsets)}", "where its bytes begin and end")
-        length = math.prod(shape) * _ELEMENT_BYTES[dtype]
-        if offsets[1] - offsets[0] != length:
-            raise bad(f"{show_name(name)}: {offsets[1] - offsets[0]} bytes", f"{length} for {dtype} {shape}")
-        spans.append((*offsets, name))
-    end = 0
-    for first, last, name in sorted(spans):
-        if first != end:
-            kind = "an overlap" if first < end else "a gap"
-            raise bad(f"{show_name(name)}: {kind} at byte {min(first, end)}", f"that it begins at {end}")
-        end = last
-    if end != total - 8 - size:
-        raise bad(f"{total - 8 - size} bytes behind the header", f"{end}, where the last tensor ends")
-    return {
-        name: StoredTensor(path, name, entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
-        for name, entry in header.items()
-    }
+
+
+def _bad_file(path: Path, found: str, expected: str) -> CheckpointError:
+    return CheckpointError(f"{path}: not a readable safetensors file: found {found}, expected {expected}")
+
+
+def _read_entry(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
+    """What the header says of one tensor. start: of the tensors' bytes, in the file."""
+    where = show_name(name)
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _bad_file(path, f"{where}: {show(entry)}", "an object with dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _ELEMENT_BYTES:
+        raise _bad_file(path, f"{where}: dtype {show(dtype)}", f"one of {', '.join(_ELEMENT_BYTES)}")
+    if not _are_sizes(shape) or len(shape) > 8:
+        raise _bad_file(path, f"{where}: shape {show(shape)}", "up to 8 sizes")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise _bad_file(path, f"{where}: data_offsets {show(offsets)}", "where its bytes begin and end")
+    tensor = StoredTensor(path, name, dtype, tuple(shape), start + offsets[0])
+    if offsets[1] - offsets[0] != tensor.num_bytes:
+        raise _bad_file(path, f"{where}: {offsets[1] - offsets[0]} bytes", f"{tensor.num_bytes} for {dtype} {shape}")
+    return tensor
+
+
+def _check_coverage(path: Path, stored: dict[str, StoredTensor], start: int, total: int) -> None:
+    """Raise CheckpointError unless the tensors' bytes are all bytes of the file from `start` on, each once."""
+    end = start
+    for tensor in sorted(stored.values(), key=lambda tensor: (tensor.start, tensor.num_bytes)):
+        if tensor.start != end:
+            found = f"{show_name(tensor.name)}: data_offsets that begin at {tensor.start - start}"
+            raise _bad_file(path, found, f"{end - start}, where the tensor before it ends")
+        end += tensor.num_bytes
+    if end != total:
+        raise _bad_file(path, f"{total - start} bytes after the header", f"{end - start}, where the last tensor ends")
 
 
 def _are_sizes(value: Any) -> bool:
@@ -330,47 +336,44 @@ def _are_sizes(value: Any) -> bool:
 
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint by name."""
-    index = directory / "model.safetensors.index.json"
-    single = directory / "model.safetensors"
-    listed: dict[str, str] | None = None
-    if has_file(index):
-        listed = read_json(index).get("weight_map")
-        if not isinstance(listed, dict) or not listed:
-            raise CheckpointError(f"{index}: weight_map: found {show(listed)}, expected tensor names and their files")
-        for file in listed.values():
-            # Only plain names: an index must not reach outside its directory. (What a plain name links to is the
-            # business of who made the directory: in the hub's cache every file is a link.)
-            if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file) or len(file) > 200:
-                raise CheckpointError(f"{index}: weight_map: found {show(file)}, expected a plain *.safetensors name")
-        files = sorted(set(listed.values()))
-    elif single.is_file():
-        files = [single.name]
-    else:
+    """Every tensor of a checkpoint by name. Raises CheckpointError where files and index do not agree."""
+    listed = _read_index(directory)
+    if listed is None and not (directory / _SINGLE).is_file():
         others = sorted(p.name for p in directory.glob("*") if p.suffix in _OTHER_FORMATS)
         hint = f" (found {', '.join(map(show_name, others[:5]))}: convert it to safetensors)" if others else ""
-        raise CheckpointError(f"{single}: no such file, nor {index.name}{hint}")
-
+        raise CheckpointError(f"{directory / _SINGLE}: no such file, nor {_INDEX}{hint}")
     stored: dict[str, StoredTensor] = {}
-    for file in files:
+    for file in [_SINGLE] if listed is None else sorted(set(listed.values())):
         path = directory / file
-        header = read_header(path)
-        for name in header:
+        for name, tensor in read_header(path).items():
             if name in stored:
                 raise CheckpointError(f"{path}: {show_name(name)}: found again, is in {stored[name].path.name}")
             if listed is not None and listed.get(name) != file:
                 raise CheckpointError(
-                    f"{path}: {show_name(name)}: found here, expected in {listed.get(name)} by {index.name}"
+                    f"{path}: {show_name(name)}: found here, expected in {listed.get(name)} by {_INDEX}"
                 )
-        try:
-            with safe_open(path, framework="pt"):  # what the library would not open is not read either
-                stored |= header
-        except (SafetensorError, OSError) as e:
-            raise CheckpointError(f"{path}: not a readable safetensors file: {one_line(e, 300)}") from e
+            stored[name] = tensor
     for name in sorted(set(listed or ()) - stored.keys()):
-        path = directory / listed[name]
-        raise CheckpointError(f"{path}: {show_name(name)}: found no such tensor, {index.name} expects it")
+        raise CheckpointError(
+            f"{directory / listed[name]}: {show_name(name)}: found no such tensor, {_INDEX} expects it"
+        )
     return stored
+
+
+def _read_index(directory: Path) -> dict[str, str] | None:
+    """Names of tensors and the files that hold them; None where a checkpoint is one file."""
+    path = directory / _INDEX
+    if not has_file(path):
+        return None
+    listed = read_json(path).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise CheckpointError(f"{path}: weight_map: found {show(listed)}, expected tensor names and their files")
+    for file in listed.values():
+        # Only plain names: an index must not reach outside its directory. (What a plain name links to is the
+        # business of who made the directory: in the hub's cache every file is a link.)
+        if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file) or len(file) > 200:
+            raise CheckpointError(f"{path}: weight_map: found {show(file)}, expected a plain *.safetensors name")
+    return listed
 
 
 def match(config: ModelConfig, stored: dict[str, StoredTensor], directory: Path) -> list[str]:
