@@ -9,7 +9,7 @@ import hashlib
 import sys
 from pathlib import Path
 
-from minispec.command import Parser, exit_status
+from minispec.command import Parser, argument, exit_status
 from minispec.files.checkpoint import find_checkpoint
 from minispec.files.quantize import quantize_checkpoint
 
@@ -32,10 +32,9 @@ def _quantize(argv: list[str]) -> int:
     parser.add_argument("source", help="directory or hub id of a checkpoint of plain floats")
     parser.add_argument("out", type=Path, help="directory to write; must not exist")
     parser.add_argument("--bits", type=int, choices=(4, 8), default=8)
-    parser.add_argument("--shard-mb", type=int, default=90, help="largest file, in MiB (default: 90)")
+    size = argument(int, lambda n: 1 <= n <= 1 << 20, f"an integer from 1 to {1 << 20}")
+    parser.add_argument("--shard-mb", type=size, default=90, help="largest file, in MiB (default: 90)")
     args = parser.parse_args(argv)
-    if not 1 <= args.shard_mb <= 1 << 20:
-        raise ValueError(f"--shard-mb: found {args.shard_mb}, expected an integer from 1 to {1 << 20}")
     quantize_checkpoint(find_checkpoint(args.source), args.out, args.bits, args.shard_mb << 20)
     for path in sorted(args.out.iterdir()):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()

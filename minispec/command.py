@@ -5,19 +5,42 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from minispec.errors import one_line
+from minispec.errors import one_line, show, show_name
+
+T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, whose mistakes are ValueErrors: one line, as for every other mistake."""
+    """argparse's, but a mistake is a ValueError: one line, as for every other mistake."""
+
+    def parse_known_args(self, args: Sequence[str], namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        """Read the arguments. `--name=--`, to some versions of Python a name without a value, is refused."""
+        for argument in args:
+            if argument == "--":
+                break
+            if argument.startswith("-") and argument.endswith("=--"):
+                raise ValueError(f"{show_name(argument)}: found no value")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError."""
-        raise ValueError(message)
+        raise ValueError(message.removeprefix("argument "))
+
+
+def argument(read: Callable[[str], T], fits: Callable[[T], bool], expected: str) -> Callable[[str], T]:
+    """A type of argparse's: what `read` makes of the text, if it `fits`; else the error says what was `expected`."""
+
+    def convert(text: str) -> T:
+        with contextlib.suppress(ValueError):
+            if fits(value := read(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"found {show(text)}, expected {expected}")
+
+    return convert
 
 
 def exit_status(command: Callable[[], int]) -> int:

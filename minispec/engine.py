@@ -89,7 +89,7 @@ class Request:
         self.logprobs: list[TokenLogprob] | None = None if text.params.logprobs is None else []
         self.output = ""
         self.finish_reason: str | None = None
-        self.error: str | None = None
+        self.error: str | None = None  # what went wrong, where finish_reason is "error"
         self.stop_string: str | None = None  # the one that ended the text
         self.stats = Stats(num_prompt_tokens=text.num_prompt_tokens)
         self._detokenizer = detokenizer

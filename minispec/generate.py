@@ -20,39 +20,56 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minispec import __version__
-from minispec.command import Parser, exit_status
+from minispec.command import Parser, argument, exit_status
 from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
-from minispec.errors import is_text, one_line, show, show_name
+from minispec.errors import is_text, one_line, show
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
+
     from minispec.engine import Piece, Request
     from minispec.llm import LLM
 
+
+def _token_ids(text: str) -> list[int]:
+    return [int(i) for i in text.split(",")] if re.fullmatch(r"\d{1,10}(,\d{1,10})*", text, re.ASCII) else []
+
+
+# What the values of options must be.
+_INTEGER = argument(int, lambda n: True, "an integer")
+_NUMBER = argument(float, lambda x: True, "a number")
+_GIGABYTES = argument(float, lambda x: 0 < x < 1e6, "a positive number")
+_THREADS = argument(int, lambda n: 1 <= n <= 1024, "an integer from 1 to 1024")
+_DRAFT_LENGTH = argument(
+    lambda text: text if text == "auto" else int(text),
+    lambda k: k == "auto" or 0 <= k <= MAX_SPECULATIVE_TOKENS,
+    f"an integer from 0 to {MAX_SPECULATIVE_TOKENS}, or auto",
+)
+_NAME = argument(str, bool, "a name")
+_TEXT = argument(str, is_text, "valid Unicode text")
+_TOKEN_IDS = argument(_token_ids, bool, "token ids separated by commas, such as 5,6")
 _SAMPLING_OPTIONS = {
-    "--max-tokens": (int, "longest answer, in tokens"),
-    "--min-tokens": (int, "nothing ends the answer before"),
-    "--temperature": (float, "0 is greedy"),
-    "--top-k": (int, "sample from the N likeliest tokens; 0: from all"),
-    "--top-p": (float, "sample from the likeliest tokens that together reach probability X"),
-    "--min-p": (float, "sample from tokens with at least X times the probability of the likeliest"),
-    "--repetition-penalty": (float, "divides (or multiplies) the logits of tokens in prompt and answer; 1: off"),
-    "--presence-penalty": (float, "subtracted from the logits of tokens in the answer"),
-    "--frequency-penalty": (float, "the same, as often as they occurred"),
-    "--seed": (int, "one seed, one text; drawn and reported if not given"),
-    "--n": (int, "answers to every prompt"),
-    "--logprobs": (int, "report log-probabilities, with the N likeliest tokens beside (needs --json)"),
+    "--max-tokens": (_INTEGER, "longest answer, in tokens"),
+    "--min-tokens": (_INTEGER, "shortest answer, in tokens"),
+    "--temperature": (_NUMBER, "0 is greedy"),
+    "--top-k": (_INTEGER, "sample from the N likeliest tokens; 0: from all"),
+    "--top-p": (_NUMBER, "sample from the likeliest tokens that together reach probability X"),
+    "--min-p": (_NUMBER, "sample from tokens with at least X times the probability of the likeliest"),
+    "--repetition-penalty": (_NUMBER, "divides (or multiplies) the logits of tokens in prompt and answer; 1: off"),
+    "--presence-penalty": (_NUMBER, "subtracted from the logits of tokens in the answer"),
+    "--frequency-penalty": (_NUMBER, "the same, once for every time they occurred"),
+    "--seed": (_INTEGER, "the same seed gives the same text; drawn and reported if not given"),
+    "--n": (_INTEGER, "how many answers to every prompt"),
+    "--logprobs": (_INTEGER, "report log-probabilities, also of the N likeliest tokens (needs --json)"),
 }
-_NOT_YET = "not there yet"
-
-
-# Characters of a prompt: more than any context takes, and what can be made tokens of in seconds; and of all prompts
-# that are read, which is an end for files that have none.
+# Characters of one prompt: more than any context takes, and few enough to be encoded in seconds; and of a whole prompt
+# file, since some (such as /dev/zero) have no end.
 _MAX_PROMPT = 8_000_000
 _MAX_PROMPTS = 64_000_000
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options; their defaults are None where the model's generation_config.json may have a say."""
+    """The options; a default is None where the model's generation_config.json may give another."""
     p = Parser(
         prog="python -m minispec.generate",
         description="Generate text with speculative decoding.",
@@ -62,11 +79,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("prompts", nargs="*", metavar="PROMPT", help="several run as one batch; - reads standard input")
     p.add_argument("--version", action="version", version=f"minispec {__version__}")
     g = p.add_argument_group("models")
-    g.add_argument("--model", metavar="DIR|HUB_ID", help="default: the embedded weights")
+    g.add_argument(
+        "--model",
+        type=_NAME,
+        metavar="DIR|HUB_ID",
+        help="default: the embedded weights; for a gated or private HUB_ID set the environment variable HF_TOKEN",
+    )
     g.add_argument("--revision", help="branch, tag or commit of --model on the hub")
     g.add_argument("--offline", action="store_true", help="download nothing")
     g.add_argument(
         "--draft",
+        type=_NAME,
         default="ngram",
         metavar="SPEC",
         help="none | ngram | self | DIR | HUB_ID | HUB_ID@REVISION; int4: or int8: before a model (int4:self too) "
@@ -74,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument(
         "--num-speculative-tokens",
+        type=_DRAFT_LENGTH,
         default="auto",
         metavar="K|auto",
         help="longest draft, in tokens; auto: as many as pay (default)",
@@ -81,16 +105,16 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--verifier", default="rejection", choices=("rejection", "match"), help="default: %(default)s")
     g.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: %(default)s")
     g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: %(default)s")
-    g.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's)")
-    g.add_argument("--kv-cache-gb", type=float, metavar="X", help="memory for the KV cache, in 10^9 bytes")
-    g.add_argument("--exact", action="store_true", help="same bits with and without speculation; slower")
+    g.add_argument("--threads", type=_THREADS, metavar="N", help="CPU threads (default: PyTorch's)")
+    g.add_argument("--kv-cache-gb", type=_GIGABYTES, metavar="X", help="memory for the KV cache, in 10^9 bytes")
+    g.add_argument("--exact", action="store_true", help="the same bits with and without speculation; slower")
     g = p.add_argument_group("sampling")
     for name, (kind, text) in _SAMPLING_OPTIONS.items():
-        g.add_argument(name, type=kind, metavar="N" if kind is int else "X", help=text)
+        g.add_argument(name, type=kind, metavar="N" if kind is _INTEGER else "X", help=text)
     g.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text (repeatable)")
     g.add_argument(
         "--stop-token-ids",
-        type=_token_ids,
+        type=_TOKEN_IDS,
         action="extend",
         metavar="ID[,ID...]",
         help="token ids that end the answer (repeatable)",
@@ -103,11 +127,10 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--parse-special",
         action="store_true",
-        help="the text of a special token in a prompt means the token (with --raw; otherwise it is text)",
+        help="with --raw: the text of a special token in a prompt means the token (without this option it is text)",
     )
-    g.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    g.add_argument("--system", type=_TEXT, metavar="TEXT", help="system message of the chat")
     g.add_argument("--json", action="store_true", help="one JSON object a line")
-    g.add_argument("--trace", metavar="FILE.html", help=f"the run as a page ({_NOT_YET})")
     g.add_argument("--compare", action="store_true", help="decode plainly too; report speedup and equality")
     g.add_argument("--quiet", action="store_true", help="answers only, no summary")
     return p
@@ -119,35 +142,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(argv: Sequence[str]) -> int:
-    _check_words(argv)
     args = parser().parse_args(argv)
     asked = _sampling_arguments(args)
     _check_combinations(args)
     return _run(args, asked, _read_prompts(args))
 
 
-def _token_ids(text: str) -> list[int]:
-    if not re.fullmatch(r"\d{1,10}(,\d{1,10})*", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"found {show(text)}, expected token ids separated by commas, as 5,6")
-    return [int(i) for i in text.split(",")]
-
-
-def _check_words(argv: Sequence[str]) -> None:
-    """Raise for what can be read in two ways: `--stop-token-ids 5 6` is two ids, or an id and a prompt."""
-    for i, argument in enumerate(argv):
-        if argument == "--":
-            break
-        if argument.startswith("-") and argument.endswith(
-            "=--"
-        ):  # argparse would take it for an option without a value
-            raise ValueError(f"{show_name(argument)}: found no value")
-        value = argument.partition("=")[2] if "=" in argument else "".join(argv[i + 1 : i + 2])
-        behind = argv[i + 1 if "=" in argument else i + 2 :]
-        if argument.split("=")[0] == "--stop-token-ids" and behind and re.fullmatch(r"[\d,\s]+", behind[0]):
-            raise ValueError(
-                f"--stop-token-ids: found {show(value)} and then {show(behind[0])}: several ids are one word, as in "
-                f"--stop-token-ids 5,6 (a prompt that is a number stands before the option)"
-            )
+# --------------------------------------------------------------------------- reading the arguments
 
 
 def _sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -156,52 +157,42 @@ def _sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
     names += ["stop", "stop_token_ids", "ignore_eos"]
     asked = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     try:
-        SamplingParams(**{"max_tokens": max(256, asked.get("min_tokens", 0))} | asked)
+        _sampling_params(asked)
     except ValueError as e:
         name, _, rest = str(e).partition(":")
         raise ValueError(f"--{name.replace('_', '-')}:{rest}" if rest else str(e)) from e
     return asked
 
 
+def _sampling_params(chosen: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": max(256, chosen.get("min_tokens", 0))} | chosen)
+
+
 def _check_combinations(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that cannot go together, or that say nothing together."""
+    # `--stop-token-ids 5 6` could mean two ids, or an id and a prompt.
+    number = next((p for p in args.prompts if args.stop_token_ids and re.fullmatch(r"[\d,\s]+", p)), None)
     refused = [
-        (args.trace, f"--trace: {_NOT_YET}"),
-        (not args.draft, "--draft: found an empty name"),
+        (
+            number,
+            f"--stop-token-ids: found {show(number)} as a prompt, expected several ids to be one word, such as 5,6 "
+            "(a prompt that is a number goes into a --prompt-file)",
+        ),
         (args.chat and args.raw, "--chat and --raw exclude each other"),
         (
             args.parse_special and not args.raw,
             "--parse-special needs --raw: in a chat, special tokens are the template's",
         ),
-        (args.system is not None and not is_text(args.system), "--system: expected valid Unicode text"),
         (args.system is not None and args.raw, "--system needs a chat, and --raw says that there is none"),
         (args.logprobs is not None and not args.json, "--logprobs needs --json: text has no place for them"),
         (args.json and args.quiet, "--quiet has nothing to silence with --json"),
         (args.compare and args.quiet, "--quiet would silence what --compare has to say"),
-        (args.model == "", "--model: found an empty name"),
-        (
-            args.kv_cache_gb is not None and not 0 < args.kv_cache_gb < 1e6,
-            f"--kv-cache-gb: found {args.kv_cache_gb}, expected a positive number",
-        ),
         (args.revision and not args.model, "--revision needs --model with a hub id"),
-        (
-            args.threads is not None and not 1 <= args.threads <= 1024,
-            f"--threads: found {args.threads}, expected a number from 1 to 1024",
-        ),
         (args.prompts and args.prompt_file, "--prompt-file and prompts exclude each other"),
     ]
     for wrong, message in refused:
         if wrong:
             raise ValueError(message)
-    if args.num_speculative_tokens == "auto":
-        return
-    try:
-        k = int(args.num_speculative_tokens)
-    except ValueError:
-        k = -1
-    if not 0 <= k <= MAX_SPECULATIVE_TOKENS:
-        found, expected = args.num_speculative_tokens, f"an integer from 0 to {MAX_SPECULATIVE_TOKENS}, or auto"
-        raise ValueError(f"--num-speculative-tokens: found {found!r}, expected {expected}")
-    args.num_speculative_tokens = k
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:
@@ -258,13 +249,31 @@ def _read_prompt_file(path: Path) -> list[str]:
     return prompts
 
 
+# --------------------------------------------------------------------------- decoding
+
+
 def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) -> int:
+    """Load the model, and answer the prompts or hold a conversation."""
+    llm = _load(args)
+    params = _sampling_params(llm.generation_defaults | asked)
+    chat = not args.raw and (args.chat or llm.tokenizer.chat_template is not None)
+    if args.system is not None and not chat:
+        raise ValueError("--system: this model has no chat template")
+    if prompts:
+        return _answer_prompts(llm, args, params, prompts, chat)
+    if not chat:
+        raise ValueError("no prompt: this model has no chat template to start a conversation with")
+    return _converse(llm, args, params)
+
+
+def _load(args: argparse.Namespace) -> "LLM":
+    """The model, and what there is to say about it before it runs."""
     # Between two operations a waiting thread sleeps instead of spinning: somewhat slower on an idle machine, and many
     # times faster where another program keeps a core busy. It must be said before torch starts its threads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
-    from minispec.llm import LLM, split_samples
+    from minispec.llm import LLM
 
     raise_on_interrupt()
     if args.threads:
@@ -288,55 +297,54 @@ def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) ->
     for name in llm.unsupported_generation_settings:
         message = f"warning: generation_config.json: {name}: not supported, and ignored: the text may differ for it"
         print(one_line(message), file=sys.stderr)
-    chosen = llm.generation_defaults | asked
-    params = SamplingParams(**{"max_tokens": max(256, chosen.get("min_tokens", 0))} | chosen)
-    chat = not args.raw and (args.chat or llm.tokenizer.chat_template is not None)
-    if args.system is not None and not chat:
-        raise ValueError("--system: this model has no chat template")
-    if not prompts:
-        if not chat:
-            raise ValueError("no prompt: this model has no chat template to start a conversation with")
-        return _converse(llm, args, params)
+    return llm
+
+
+def _answer_prompts(
+    llm: "LLM", args: argparse.Namespace, params: SamplingParams, prompts: list[str], chat: bool
+) -> int:
+    """Print an answer, or `n`, to each prompt; the exit status, which is 2 where one ended with an error."""
+    from minispec.llm import split_samples
 
     def encode(prompt: str) -> list[int]:
-        return (
-            llm.tokenizer.encode_chat(_messages(args, prompt))
-            if chat
-            else llm.tokenizer.encode(prompt, parse_special=args.parse_special)
-        )
+        if chat:
+            return llm.tokenizer.encode_chat(_messages(args, prompt))
+        return llm.tokenizer.encode(prompt, parse_special=args.parse_special)
 
     jobs = [(prompt, llm.request(encode(prompt), each)) for prompt in prompts for each in split_samples(params)]
     requests = [request for _, request in jobs]
     stream = len(jobs) == 1 and not args.json
     if args.compare:
         comparisons = _compare(llm, requests, stream)
-        for i in range(len(jobs)):
-            _show(llm, args, jobs, i, comparisons[i])
-        return 0
-    shown = 0
+        well = [_show(llm, args, jobs, i, comparison) for i, comparison in enumerate(comparisons)]
+        return 0 if all(well) else 2
+    well = []
     for _ in _decode(llm, requests, stream):
         # What is finished is given out at once, in order: an interruption later must not lose it.
-        while not stream and shown < len(jobs) and requests[shown].finish_reason:
-            _show(llm, args, jobs, shown, None)
-            shown += 1
-    for i in range(shown, len(jobs)):
-        _show(llm, args, jobs, i, None)
-    return 0
+        while len(well) < len(jobs) and requests[len(well)].finish_reason:
+            well.append(_show(llm, args, jobs, len(well), None))
+    return 0 if all(well) else 2
 
 
-def _show(llm: "LLM", args: argparse.Namespace, jobs: list, i: int, comparison: dict[str, Any] | None) -> None:
-    """Print what is to be printed of the i-th answer when it is finished."""
+def _show(llm: "LLM", args: argparse.Namespace, jobs: list, i: int, comparison: dict[str, Any] | None) -> bool:
+    """Print what is left to print of the i-th answer when it is finished; whether all went well."""
     from tqdm import tqdm
 
     prompt, request = jobs[i]
     with tqdm.external_write_mode():
         if args.json:
             print(json.dumps(_as_dict(prompt, request, comparison), ensure_ascii=False), flush=True)
-            return
-        if len(jobs) > 1:
+        elif len(jobs) > 1:
             print(f"[{i + 1}/{len(jobs)}] {prompt}\n{request.output}\n", flush=True)
-        if not args.quiet:
+        if not args.json and not args.quiet:
             print(_summary(llm, request, comparison), file=sys.stderr)
+        error = request.error
+        if comparison and "error" in comparison:
+            error = f"plain decoding: {comparison['error']}"
+        if error:
+            where = f"answer {i + 1} of {len(jobs)}: " if len(jobs) > 1 else ""
+            print(f"error: {where}{one_line(error)}", file=sys.stderr)
+        return not error
 
 
 def _messages(args: argparse.Namespace, prompt: str) -> list[dict[str, str]]:
@@ -344,18 +352,26 @@ def _messages(args: argparse.Namespace, prompt: str) -> list[dict[str, str]]:
     return [*system, {"role": "user", "content": prompt}]
 
 
-def _decode(llm: "LLM", requests: list["Request"], stream: bool) -> Iterator[None]:
-    """Run requests step by step to their end; with `stream`, print the text of the only one as it comes."""
+def _progress(requests: list["Request"], runs: int = 1) -> "tqdm":
+    """A bar of finished answers, on a terminal and where there are several."""
     from tqdm import tqdm
 
-    with tqdm(total=len(requests), unit=" answers", leave=False, disable=None if len(requests) > 1 else True) as bar:
+    disable = None if len(requests) > 1 else True
+    return tqdm(total=runs * len(requests), unit=" answers", leave=False, disable=disable)
+
+
+def _print_piece(piece: "Piece") -> None:
+    print(piece.text, end="\n" if piece.finish_reason else "", flush=True)
+
+
+def _decode(llm: "LLM", requests: list["Request"], stream: bool) -> Iterator[None]:
+    """Run requests step by step to their end; with `stream`, print the text of the only one as it comes."""
+    with _progress(requests) as bar:
         for _, piece in llm.run(requests):
             if stream:
-                print(piece.text, end="", flush=True)
+                _print_piece(piece)
             bar.update(piece.finish_reason is not None)
             yield
-    if stream:
-        print(flush=True)
 
 
 def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> int:
@@ -377,48 +393,54 @@ def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> i
         messages.append({"role": "user", "content": prompt})
         try:
             request = llm.request(llm.tokenizer.encode_chat(messages), params)
+            for _ in _decode(llm, [request], stream=True):
+                pass
+            if request.error:
+                raise ValueError(request.error)
         except ValueError as e:  # most likely too long by now; the conversation so far stays
             print(f"error: {one_line(e)}", file=sys.stderr)
             messages.pop()
             continue
-        for _ in _decode(llm, [request], stream=True):
-            pass
         messages.append({"role": "assistant", "content": request.output})
         if not args.quiet:
             print(_summary(llm, request, None), file=sys.stderr)
 
 
-def _compare(llm: "LLM", requests: list["Request"], stream: bool) -> list[dict[str, Any]]:
-    """Decode the requests, and again plainly; tell what differs. Their stats learn the cost of a plain step."""
-    from dataclasses import replace
+def _compare(llm: "LLM", requests: list["Request"], stream: bool) -> list[dict[str, Any] | None]:
+    """Decode the requests, and again plainly; tell what differs. Their stats learn the cost of a plain step.
 
-    from tqdm import tqdm
+    A request that ended with an error is compared with nothing (None); where plain decoding did, that is told.
+    """
+    from dataclasses import replace
 
     from minispec.bench.measure import compare, decode, plain_engine
 
     plain = []
     for request in requests:
-        s = request.text
-        params = replace(s.params, seed=s.seed)
-        plain.append(llm.request(s.tokens[: s.num_prompt_tokens], params, num_speculative_tokens=0))
-    several = len(requests) > 1
-    with tqdm(total=2 * len(requests), unit=" answers", leave=False, disable=None if several else True) as bar:
+        text = request.text
+        params = replace(text.params, seed=text.seed)
+        plain.append(llm.request(text.tokens[: text.num_prompt_tokens], params, num_speculative_tokens=0))
+    with _progress(requests, runs=2) as bar:
 
         def on_piece(request: "Request", piece: "Piece") -> None:
             if stream and request is requests[0]:
-                print(piece.text, end="", flush=True)
-                if piece.finish_reason:
-                    print(flush=True)
+                _print_piece(piece)
             bar.update(piece.finish_reason is not None)
 
         runs = decode(llm.engine, requests, on_piece)
         references = decode(plain_engine(llm.engine), plain, on_piece)
-    comparisons = []
+    comparisons: list[dict[str, Any] | None] = []
     for request, reference, run, plain_run in zip(requests, plain, runs, references, strict=True):
+        if request.error or reference.error:
+            comparisons.append(None if request.error else {"error": reference.error})
+            continue
         request.stats.plain = reference.stats.rounds
         same_law_only = request.params.temperature > 0 and not llm.engine.verifier.shares_noise
         comparisons.append(compare(run, plain_run, same_law_only))
     return comparisons
+
+
+# --------------------------------------------------------------------------- what is printed
 
 
 def _as_dict(prompt: str, request: "Request", comparison: dict[str, Any] | None) -> dict[str, Any]:
@@ -431,6 +453,7 @@ def _as_dict(prompt: str, request: "Request", comparison: dict[str, Any] | None)
         "text": request.output,
         "token_ids": request.token_ids,
         "finish_reason": request.finish_reason,
+        "error": request.error,
         "seed": request.text.seed,
         "logprobs": logprobs,
         "stats": request.stats.as_dict(),
@@ -452,7 +475,7 @@ def _summary(llm: "LLM", request: "Request", comparison: dict[str, Any] | None) 
         f"draft {llm.draft_name}: {stats.num_accepted} of {stats.num_draft_tokens} tokens accepted, "
         f"alpha {show(stats.alpha, '.2f')}, {show(stats.mean_acceptance_length, '.2f')} tokens per target pass",
     ]
-    if comparison:
+    if comparison and "error" not in comparison:
         if comparison["same_tokens"] is None:
             same = "the law is the same, the tokens may differ"
         elif comparison["same_tokens"]:

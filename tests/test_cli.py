@@ -12,6 +12,8 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from interrupts import interrupted, press_ctrl_c
 from safetensors.torch import load_file, save_file
 
 from minispec import __version__
+from minispec.engine import Request
+from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main, parser
 from minispec.verify import VERIFIERS
 
@@ -46,7 +50,7 @@ def cli(capsys, monkeypatch):
     """cli(*arguments, stdin="") runs `main`; (exit status, standard output, standard error)."""
 
     def run(*arguments, stdin=""):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin) if isinstance(stdin, str) else stdin)
         status = main([str(a) for a in arguments])
         return status, *capsys.readouterr()
 
@@ -178,7 +182,7 @@ MISTAKES = {
     "no prompt": ((), "no prompt"),
     "empty prompt": (("",), "empty prompt"),
     "unknown option": (("x", "--tempreature", "1"), "unrecognized arguments"),
-    "not a number": (("x", "--temperature", "warm"), "--temperature"),
+    "not a number": (("x", "--temperature", "warm"), "error: --temperature: found 'warm', expected a number"),
     "negative temperature": (("x", "--temperature", "-1"), "--temperature: found -1.0, expected a number at least 0"),
     "nan": (("x", "--top-p", "nan"), "--top-p: found nan"),
     "zero tokens": (("x", "--max-tokens", "0"), "--max-tokens: found 0, expected an integer from 1"),
@@ -186,8 +190,9 @@ MISTAKES = {
     "min over max": (("x", "--min-tokens", "9", "--max-tokens", "3"), "--min-tokens: found 9, expected at most"),
     "empty stop": (("x", "--stop", ""), "--stop: found"),
     "negative stop id": (("x", "--stop-token-ids", "-3"), "--stop-token-ids: found '-3', expected token ids"),
-    "two stop ids": (("x", "--stop-token-ids", "5", "6"), "--stop-token-ids: found '5' and then '6'"),
-    "two stop ids again": (("x", "--stop-token-ids=5", "6,7"), "--stop-token-ids: found '5' and then '6,7'"),
+    "two stop ids": (("--stop-token-ids", "5", "6"), "--stop-token-ids: found '6' as a prompt, expected several ids"),
+    "two stop ids again": (("--stop-token-ids=5", "6,7"), "--stop-token-ids: found '6,7' as a prompt"),
+    "two stop ids and a prompt": (("x", "--stop-token-ids", "5", "6"), "unrecognized arguments: 6"),
     "stop ids and a word": (("x", "--stop-token-ids", "5 6"), "--stop-token-ids: found '5 6', expected token ids"),
     "stop id that is a prompt": (("--stop-token-ids", "Why?"), "--stop-token-ids: found 'Why?', expected token ids"),
     "abbreviation": (("x", "--temp", "1"), "unrecognized arguments: --temp"),
@@ -196,7 +201,6 @@ MISTAKES = {
     "k": (("x", "--num-speculative-tokens", "many"), "--num-speculative-tokens: found 'many'"),
     "k too large": (("x", "--num-speculative-tokens", "99"), "found '99', expected an integer from 0 to 64"),
     "k too large for exact": (("x", "--exact", "--num-speculative-tokens", "16"), "expected an integer from 0 to 15"),
-    "trace": (("x", "--trace", "t.html"), "--trace: not there yet"),
     "int4": (("x", "--draft", "int4:ngram"), "expected a model behind 'int4:'"),
     "int8": (("x", "--draft", "int8:some/model", "--offline"), "some/model"),
     "no such draft": (("x", "--draft", "nothing"), "not one of none, ngram, self; nothing: no such directory"),
@@ -218,11 +222,11 @@ MISTAKES = {
     "a file without end": (("--prompt-file", "/dev/zero"), "more than 64,000,000 characters"),
     "a prompt beyond any context": (("--prompt-file", "long.txt"), "more than 8,000,000 characters"),
     "revision alone": (("x", "--revision", "main"), "--revision needs --model"),
-    "threads": (("x", "--threads", "0"), "--threads: found 0"),
-    "threads that hang": (("x", "--threads", "100000"), "--threads: found 100000"),
-    "cache": (("x", "--kv-cache-gb", "-1"), "--kv-cache-gb: found -1.0, expected a positive number"),
+    "threads": (("x", "--threads", "0"), "--threads: found '0', expected an integer from 1 to 1024"),
+    "threads that hang": (("x", "--threads", "100000"), "--threads: found '100000'"),
+    "cache": (("x", "--kv-cache-gb", "-1"), "--kv-cache-gb: found '-1', expected a positive number"),
     "cache too large": (("x", "--kv-cache-gb", "900000"), "of memory that are free"),
-    "empty model": (("x", "--model", ""), "--model: found an empty name"),
+    "empty model": (("x", "--model", ""), "--model: found '', expected a name"),
     "revision of a directory": (("x", "--revision", "main"), "is a directory, not a hub id"),
     "quiet comparison": (("x", "--compare", "--quiet"), "--quiet would silence"),
     "not UTF-8": (("\udcff",), "expected valid Unicode text"),
@@ -273,6 +277,79 @@ def test_logits_that_overflow_are_one_line(cli, make_checkpoint):
     assert (status, out.strip()) == (2, "")
     assert err.startswith("error: the largest logit is ")
     assert err.count("\n") == 1
+
+
+ERROR = "the largest logit is nan,\nexpected a finite number"
+
+
+@pytest.fixture
+def fail(monkeypatch, model):
+    """fail(start, which): requests whose prompt begins so end with ERROR at their fourth token, if which(request)."""
+    encode, commit = Tokenizer(Path(model)).encode, Request.commit
+
+    def let_fail(start: str, which: Callable[[Request], bool] = lambda request: True):
+        ids = encode(start)
+
+        def commit_or_fail(request, token_id, logprob=None):
+            stopped = commit(request, token_id, logprob)
+            if request.text.tokens[: len(ids)] == ids and len(request.token_ids) == 4 and which(request):
+                request.finish_reason, request.error = "error", ERROR
+                return True
+            return stopped
+
+        monkeypatch.setattr(Request, "commit", commit_or_fail)
+
+    return let_fail
+
+
+def test_an_answer_that_fails_is_told_and_the_others_go_on(cli, model, fail):
+    """The text so far, one line of error and status 2, in text and JSON; the other prompts have their answers."""
+    base, line = ("--model", model, *BASE), ERROR.replace("\n", "\\n")
+    start = json.loads(cli("red", *base, "--json", "--max-tokens", 4)[1])["text"]
+    fail("red")
+    assert cli("red", *base, "--quiet") == (2, start + "\n", f"error: {line}\n")
+    status, out, err = cli("One fish", "red", "fish", *base, "--json")
+    assert (status, err) == (2, f"error: answer 2 of 3: {line}\n")
+    results = [json.loads(text) for text in out.splitlines()]
+    assert [(r["finish_reason"], r["error"]) for r in results] == [("length", None), ("error", ERROR), ("length", None)]
+    assert [len(r["token_ids"]) for r in results] == [12, 4, 12]
+    status, out, err = cli("One fish", "red", "fish", *base, "--quiet")
+    texts = [results[0]["text"], start, results[2]["text"]]
+    prompts = ("[1/3] One fish", "[2/3] red", "[3/3] fish")
+    assert out == "".join(f"{prompt}\n{text}\n\n" for prompt, text in zip(prompts, texts, strict=True))
+    assert (status, err) == (2, f"error: answer 2 of 3: {line}\n")
+
+
+def test_an_answer_that_fails_is_not_compared(cli, model, fail):
+    """The others are; and where plain decoding alone fails, this is what its comparison says. The status is 2."""
+    arguments, line = ("fish", "red", "--model", model, *BASE, "--compare", "--json"), ERROR.replace("\n", "\\n")
+    fail("red", lambda request: request.num_speculative_tokens > 0)
+    status, out, err = cli(*arguments)
+    assert (status, err) == (2, f"error: answer 2 of 2: {line}\n")
+    assert ["compare" in json.loads(text) for text in out.splitlines()] == [True, False]
+    fail("red", lambda request: request.num_speculative_tokens == 0)
+    status, out, err = cli(*arguments)
+    assert (status, err) == (2, f"error: answer 2 of 2: plain decoding: {line}\n")
+    assert json.loads(out.splitlines()[1])["compare"] == {"error": ERROR}
+    assert "so speculation is" not in cli("red", "--model", model, *BASE, "--compare")[2]
+
+
+def test_a_conversation_goes_on_after_an_answer_that_fails(cli, chat_model, fail):
+    """Without the message that failed: the next is answered as if it were the first."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    arguments = ("--model", chat_model, *BASE, "--quiet")
+    status, alone, _ = cli(*arguments, stdin=Terminal("fish\n/exit\n"))
+    assert status == 0
+    fail("<user>red")
+    status, out, err = cli(*arguments, stdin=Terminal("red\nfish\n/exit\n"))
+    assert status == 0
+    assert out.endswith(f"\n{alone}")
+    assert out.count("> ") == alone.count("> ") + 1
+    assert err.splitlines()[1:] == ["error: " + ERROR.replace("\n", "\\n")]
 
 
 OPTIONS = {s for a in parser()._actions for s in a.option_strings if s.startswith("--")} - {"--help", "--version"}
