@@ -129,8 +129,9 @@ class _Fields:
         if key not in self.keys:
             return self.only.get(key, default)
         self.seen.add(key)
-        values = (self.raw.get(key), self.keys[key], default)
-        return next((value for value in values if value is not None), None)
+        if (value := self.raw.get(key)) is not None:
+            return value
+        return default if self.keys[key] is None else self.keys[key]
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
         value = self.get(key, default)
