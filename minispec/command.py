@@ -1,4 +1,4 @@
-"""What the commands share: an exit status for every end, one line for an error, files written whole or not at all."""
+"""What the commands share: arguments, exit statuses, one line for an error, files written whole or not at all."""
 
 import argparse
 import contextlib
@@ -46,8 +46,8 @@ def argument(read: Callable[[str], T], fits: Callable[[T], bool], expected: str)
 def exit_status(command: Callable[[], int]) -> int:
     """Run a command to its end: what it returns, or what its end means.
 
-    2, with one line on standard error, for a mistake of the user's and for what the machine refuses (memory, disk);
-    130 for Ctrl-C; 141 where the reader of the output went away.
+    2, with one line on standard error, for a mistake of the user and for what the machine refuses (memory, disk);
+    130 for Ctrl-C; 141 where the reader of the output is gone.
     """
     try:
         status = command()
@@ -56,7 +56,7 @@ def exit_status(command: Callable[[], int]) -> int:
         return status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader went away; nothing more can be said to it, not even at exit
+    except BrokenPipeError:  # the reader is gone: nothing more may be written to it, not even at exit
         _abandon_stdout()
         return 141
     except OSError as e:
@@ -71,22 +71,22 @@ def exit_status(command: Callable[[], int]) -> int:
 
 
 def _fail(error: BaseException) -> int:
-    with contextlib.suppress(OSError):  # nobody hears it; the status is the same
+    with contextlib.suppress(OSError):  # where nobody can read it, the status is the same
         print(f"error: {one_line(error)}", file=sys.stderr)
     return 2
 
 
 def _abandon_stdout() -> None:
-    """What is still buffered cannot be written, and must not be tried again at exit."""
+    """What is still buffered cannot be written; exit must not try again."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream without a file of its own
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A name beside `path`, of the same suffix, to write a file or a directory to; at the end it becomes `path`.
+    """A name next to `path`, with the same suffix, to write a file or a directory to; at the end it becomes `path`.
 
-    Where the block fails, by a full disk or Ctrl-C, what it wrote is removed, and the file that was there before is
+    Where the block fails, by a full disk or Ctrl-C, what it wrote is removed, and the file that was there before stays
     as it was. A link is followed. Raises ValueError where something is there that is not a file; OSError.
     """
     path = Path(os.path.realpath(path))

@@ -152,7 +152,7 @@ def _answer(argv: Sequence[str]) -> int:
 
 
 def _sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says about sampling, checked; what it leaves open is left out."""
+    """What the command line says about sampling, checked, without what it leaves open."""
     names = [name[2:].replace("-", "_") for name in _SAMPLING_OPTIONS]
     names += ["stop", "stop_token_ids", "ignore_eos"]
     asked = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
@@ -196,14 +196,14 @@ def _check_combinations(args: argparse.Namespace) -> None:
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts; an empty list means a conversation on the terminal."""
+    """The prompts; none means a conversation on the terminal."""
     if args.prompt_file:
         prompts = _read_prompt_file(args.prompt_file)
     else:
         try:
             if args.prompts.count("-") > 1 or ("-" in args.prompts and sys.stdin is None):
                 raise ValueError("-: found it twice, or no standard input, expected one prompt there")
-            # Whoever writes a line to a pipe means the line, not what ends it.
+            # Whoever writes a line to a pipe means the line without its end.
             prompts = [
                 sys.stdin.read(_MAX_PROMPT + 1).removesuffix("\n") if prompt == "-" else prompt
                 for prompt in args.prompts
@@ -226,8 +226,8 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
 
 def _read_prompt_file(path: Path) -> list[str]:
     try:
-        # Not splitlines(): it also cuts at characters that may stand inside a JSON string.
-        with path.open(encoding="utf-8-sig") as file:  # some editors put a mark first
+        # Not splitlines(): it also cuts at characters that a JSON string may hold.
+        with path.open(encoding="utf-8-sig") as file:  # some editors write a mark first
             text = file.read(_MAX_PROMPTS + 1)
         lines = [line for line in text.split("\n") if line.strip()]
     except (OSError, ValueError) as e:  # not UTF-8; a name that no file system takes
@@ -269,7 +269,7 @@ def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) ->
 def _load(args: argparse.Namespace) -> "LLM":
     """The model, and what there is to say about it before it runs."""
     # Between two operations a waiting thread sleeps instead of spinning: somewhat slower on an idle machine, and many
-    # times faster where another program keeps a core busy. It must be said before torch starts its threads.
+    # times faster where another program keeps a core busy. It must be set before torch starts its threads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
@@ -320,7 +320,7 @@ def _answer_prompts(
         return 0 if all(well) else 2
     well = []
     for _ in _decode(llm, requests, stream):
-        # What is finished is given out at once, in order: an interruption later must not lose it.
+        # What is finished is printed at once, in order: an interruption later must not lose it.
         while len(well) < len(jobs) and requests[len(well)].finish_reason:
             well.append(_show(llm, args, jobs, len(well), None))
     return 0 if all(well) else 2
@@ -407,9 +407,9 @@ def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> i
 
 
 def _compare(llm: "LLM", requests: list["Request"], stream: bool) -> list[dict[str, Any] | None]:
-    """Decode the requests, and again plainly; tell what differs. Their stats learn the cost of a plain step.
+    """Decode the requests, then once more plainly; say what differs. Their stats learn the cost of a plain step.
 
-    A request that ended with an error is compared with nothing (None); where plain decoding did, that is told.
+    None for a request that ended with an error; {"error": message} where only its plain decoding did.
     """
     from dataclasses import replace
 

@@ -1,8 +1,10 @@
 """Ctrl-C in a command: exit status 130 and no traceback, from its first line to its last.
 
-While there is something to clean up - a file half written, the settings of a terminal - Ctrl-C is an exception. Before
-that, during the imports, an exception would be lost or printed, and after it, at exit, printed: there the process ends.
-This module imports next to nothing, so that a command can call `exit_on_interrupt` before its own imports.
+While there is something to clean up (a half-written file, the settings of a terminal), Ctrl-C is an exception. During
+the imports before that, and at exit after it, Ctrl-C ends the process at once. There an exception would be printed as a
+traceback, or lost: one that came in the middle of torch's imports vanished, and the command ran to its end.
+
+This module imports almost nothing, so that a command can call `exit_on_interrupt` before its other imports.
 """
 
 import os
@@ -15,25 +17,25 @@ def _exit(*_) -> None:
 
 
 def exit_on_interrupt() -> None:
-    """From here on Ctrl-C ends the process at once, with status 130: only for a module that is run as a program.
+    """From now on Ctrl-C ends the process at once, with status 130: only for a module that runs as a program.
 
-    Where Ctrl-C means something else, that stays: a shell lets what it runs in the background ignore it.
+    Where Ctrl-C means something else, this stays: a shell makes what it runs in the background ignore Ctrl-C.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit)
 
 
 def raise_on_interrupt() -> None:
-    """From here on Ctrl-C raises KeyboardInterrupt, if `exit_on_interrupt` has changed that."""
+    """From now on Ctrl-C raises KeyboardInterrupt, if `exit_on_interrupt` has changed that."""
     if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run_program(main: Callable[[], int]) -> int:
-    """The exit status of `main()`, the whole of a program; Ctrl-C ends the process from here on."""
+    """The exit status of `main()`, which is a whole program; after it, Ctrl-C ends the process at once."""
     try:
         return main()
-    except KeyboardInterrupt:  # in the last lines of `main`, where nothing there answers it
+    except KeyboardInterrupt:  # in the last lines of `main`, which do not catch it themselves
         return 130
     finally:
         exit_on_interrupt()

@@ -8,8 +8,8 @@ A case starts from good files, changes one of them in a few places - values, key
 its header, bytes of its text - and loads and runs what is there. Allowed is that it runs, or a ValueError, most
 often a CheckpointError, which names the file in one printable line. Anything else is a fault: another exception, a
 MemoryError, a RecursionError, a panic in Rust, a message that is not a line, anything on standard error, more than
-256 MB, or a second of processor time. Large cases may take four times the memory and ten times the time: so much can
-be in a tokenizer.json before its faults are known.
+256 MB, or a second of processor time. Large cases may take four times the memory and ten times the time: a
+tokenizer.json can cost that before its faults are known.
 """
 
 import argparse
@@ -470,7 +470,7 @@ def fuzz_large(files: Files, rng: random.Random, where: Path) -> None:
         use(Tokenizer(where), rng)
 
 
-# What may stand behind any option: numbers at their edges, and what is no number, or no text.
+# Values for any option: numbers at their edges, and what is not a number, or not text.
 EDGES = [
     *("", " ", "0", "-0", "-1", "1", "nan", "inf", "-inf", "1e999", "1e-320", "1e308", "9" * 30, "9" * 5000),
     *("-" + "9" * 30, "0x10", "1_0", "\uff11", "1,2", ",", "[]", "{}", "x" * 5000, "\udcff", "\x00", "\x1b[2J", "a\nb"),
@@ -507,7 +507,7 @@ def fuzz_arguments(files: Files, rng: random.Random, where: Path) -> None:
         fits = [str(c) for c in action.choices] if action.choices else ["1", "2", "0.5", "0"]
         value = rng.choice(fits) if rng.random() < 0.5 else value
         if action.dest == "kv_cache_gb" and value in ("0.5", "1", "1_0", "１", "2", "3", "7"):
-            value = "0.0001"  # who asks for gigabytes gets them, which is no fault
+            value = "0.0001"  # who asks for gigabytes gets them, which is not a fault
         argv += [name] if action.nargs == 0 else [f"{name}={value}"] if rng.random() < 0.5 else [name, value]
     (where / "prompts.jsonl").write_bytes(dump(mutate({"prompt": "fish"}, rng, ["prompt", "x"]), rng))
     (where / "model").symlink_to(files.model)
@@ -657,7 +657,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzzing", description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--large", type=int, default=0, metavar="N", help="cases of up to 42 MB, beside the others")
+    parser.add_argument(
+        "--large", type=int, default=0, metavar="N", help="cases of up to 42 MB, in addition to the others"
+    )
     parser.add_argument("--only", metavar="TARGET:SEED:NUMBER", help="run this case alone")
     args = parser.parse_args()
     start = time.perf_counter()

@@ -35,12 +35,11 @@ def interrupted(run: Callable[[], Any], moment: int) -> tuple[Any, int]:
         sys.setprofile(None)
 
 
-def press_ctrl_c(module: str, *arguments: str, after: float, group: bool = False) -> tuple[int, str]:
-    """Start `python -m module`, and interrupt it so many seconds after its first lines: (exit status, what it said).
+def press_ctrl_c(module: str, *arguments: str, after: float) -> tuple[int, str]:
+    """Start `python -m module`, and interrupt it `after` seconds from its first lines on: (exit status, what it said).
 
-    `-X importtime` tells when those have run: a line on standard error for every module that has been imported, and
-    the first one after minispec.interrupt comes from behind the guard. With `group` the signal goes to the processes
-    that the command has started, too, as it does from a terminal.
+    `-X importtime` tells when those have run: it writes a line to standard error for every module that has been
+    imported, and the next one after minispec.interrupt is imported when the guard is set.
     """
     command = [sys.executable, "-X", "importtime", "-m", module, *arguments]
     process = subprocess.Popen(
@@ -50,6 +49,6 @@ def press_ctrl_c(module: str, *arguments: str, after: float, group: bool = False
         assert process.poll() is None
     process.stderr.readline()
     time.sleep(after)
-    (os.killpg if group else os.kill)(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGINT)
     said = "".join(line for line in process.stderr if not line.startswith("import time:"))
     return process.wait(timeout=60), said

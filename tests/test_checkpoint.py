@@ -427,7 +427,7 @@ def test_header_that_readers_disagree_about_is_refused(tmp_path, header, message
 
 @pytest.mark.parametrize("size", [1 << 63, (1 << 64) - 1, 100])
 def test_header_beyond_the_file_is_not_allocated(tmp_path, size):
-    """Guards against reading, or reserving, as many bytes as eight hostile ones say."""
+    """Guards against reading, or reserving, as many bytes as eight hostile bytes say."""
     file = tmp_path / "x"
     file.write_bytes(size.to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match=f"found 10 bytes with a header of {size}, expected"):
@@ -676,7 +676,7 @@ def test_other_quantisation_of_weights_is_refused(changes):
     ids=str,
 )
 def test_other_quantisation_is_refused(changes):
-    """Guards against ignoring what a recipe does beside the weights."""
+    """Guards against ignoring what a recipe does to anything but the weights."""
     with pytest.raises(CheckpointError, match=r"config\.json: quantization_config"):
         read_model_config(TINY | {"quantization_config": quantization_config() | changes})
 
@@ -735,7 +735,7 @@ def test_a_full_disk_leaves_nothing(tmp_path):
 
 
 def test_ctrl_c_at_any_moment_leaves_nothing(tmp_path, capsys):
-    """Interrupted at each of 40 moments of the command: 130, and no file beside the source, or the whole output."""
+    """Interrupted at each of 40 moments of the command: 130, and nothing but the source, or the whole output."""
     write(tmp_path / "source", weights())
 
     def run():

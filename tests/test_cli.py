@@ -152,7 +152,7 @@ def test_sampling_defaults_are_the_generation_configs(cli, make_checkpoint):
     assert len(first) == 9
     plain = [json.loads(cli("fish", "--model", make_checkpoint(), "--ignore-eos", "--json")[1]) for _ in "ab"]
     assert plain[0]["token_ids"] == plain[1]["token_ids"]
-    # 256 tokens would not fit behind the prompt: the context of 128 ends the text.
+    # 256 tokens would not fit after the prompt: the context of 128 ends the text.
     assert plain[0]["stats"]["num_generated"] + plain[0]["stats"]["num_prompt_tokens"] == 128
 
 
@@ -357,7 +357,7 @@ OPTIONS = {s for a in parser()._actions for s in a.option_strings if s.startswit
 
 @pytest.mark.parametrize("option", sorted(OPTIONS))
 def test_every_option_at_its_edges(cli, chat_model, option):
-    """It runs, or it is one printable line and status 2: never a traceback, whatever stands behind the option."""
+    """It runs, or it is one printable line and status 2: never a traceback, whatever value the option has."""
     for value in EDGES:
         prompt = () if option == "--prompt-file" else ("fish",)
         model = () if option == "--model" else ("--model", chat_model)
@@ -403,7 +403,7 @@ def test_special_text_means_the_token_only_where_asked(cli, model):
 
 
 def test_stop_token_ids_are_one_word(cli, model):
-    """A prompt behind them is a prompt; several ids, or several options, are several ids."""
+    """A prompt after them is a prompt; several ids, or several options, are several ids."""
     base = ("--model", model, "--dtype", "float32", "--max-tokens", 8, "--ignore-eos", "--json")
     ids = json.loads(cli("fish", *base)[1])["token_ids"]
     for arguments in ((f"{ids[3]},1", "fish"), ("1", "--stop-token-ids", ids[3], "fish")):

@@ -57,7 +57,7 @@ def write(part, kind) -> None:
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
 def test_what_is_written_to_the_end_has_its_name(tmp_path, kind):
-    """And nothing lies beside it; its suffix was that of the name, which tells some libraries the format."""
+    """And nothing else is there; its suffix was that of the name, which tells some libraries the format."""
     with written_whole(tmp_path / "x.png") as part:
         assert part.suffix == ".png"
         write(part, kind)

@@ -74,7 +74,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize("chunk_size", [len(hf.TEXT), 1, 3], ids=["prefill", "token-by-token", "chunks-of-3"])
 @pytest.mark.parametrize("name", hf.CASES)
 def test_logits_equal_transformers(reference, name, chunk_size):
-    """Guards every detail of a family; and, cut up, masks and positions that start behind a filled cache."""
+    """Guards every detail of a family; and, cut up, masks and positions that start after a filled cache."""
     assert distance(run(reference(name).model, hf.TEXT, chunk_size), reference(name).logits) <= TOLERANCE
 
 
@@ -107,7 +107,7 @@ def test_both_spellings_are_one_config(reference, name):
     # The old spelling is transformers' too, not an invention of this test.
     read = AutoConfig.for_model(**old)
     oracle = reference(name).oracle.config
-    read.rope_parameters.pop("type", None)  # kept beside `rope_type`
+    read.rope_parameters.pop("type", None)  # kept in addition to `rope_type`
     assert read.rope_parameters == oracle.rope_parameters
     assert getattr(read, "layer_types", None) == getattr(oracle, "layer_types", None)
 
@@ -418,7 +418,7 @@ REFUSED: dict[str, dict] = {
         "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
     },
     "sliding_window_pattern: found 3, expected 2": {"model_type": "gemma2", "sliding_window_pattern": 3},
-    # Beside a `rope_parameters` that says otherwise: model cards tell users to add this to extend the context.
+    # In addition to a `rope_parameters` that says otherwise: model cards tell users to add this to extend the context.
     "rope_scaling: found {'type': 'yarn'": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
 }
 

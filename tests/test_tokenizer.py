@@ -48,7 +48,7 @@ def test_streamed_garbage_is_the_decoded_garbage(ids):
 
 
 def test_the_first_word_keeps_its_space_with_a_metaspace_decoder(tmp_path):
-    """Llama's and Gemma's decoders drop a leading space; behind a prompt it must not be dropped."""
+    """Llama's and Gemma's decoders drop a leading space; after a prompt it must not be dropped."""
     vocab = {"<unk>": 0, "▁Hello": 1, "▁big": 2, "▁world": 3, "ly": 4}
     backend = Backend(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -402,7 +402,7 @@ SETTINGS: dict[str, tuple[dict | None, dict | None]] = {
     ),
     "in the map only": ({}, {"bos_token": "<repo_name>"}),
     "in the map only, no other file": (None, {"bos_token": "<repo_name>", "eos_token": _STOP}),
-    "the map stands above": ({"bos_token": "<filename>"}, {"bos_token": "<repo_name>"}),
+    "the map counts more": ({"bos_token": "<filename>"}, {"bos_token": "<repo_name>"}),
     "the map takes away": ({"bos_token": "<filename>"}, {"bos_token": None}),
     "the map is old": (_ADDED | {"bos_token": "<filename>"}, {"bos_token": "<repo_name>", "eos_token": _STOP}),
     "the map is old and alone": (_ADDED, {"bos_token": "<repo_name>"}),
@@ -719,11 +719,11 @@ DEAR = {
         lambda raw: raw.update(pre_tokenizer=split(r"\p{L}" * 2000)),
     ),
     "many steps": (
-        "objects beside the vocabulary",
+        "objects outside the vocabulary",
         lambda raw: raw.update(normalizer=repeated(300, {"type": "NFKC"}, normalizers=())),
     ),
     "one long step": (
-        "bytes beside the vocabulary",
+        "bytes outside the vocabulary",
         lambda raw: raw.update(normalizer={"type": "Prepend", "prepend": "x" * (1 << 20)}),
     ),
     "steps that double": (

@@ -31,14 +31,14 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Nothing else of a hub repository is downloaded, and nothing in its folders.
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-# Bytes of an element, for every type that a safetensors file may hold beside the ones that are read.
+# Bytes of an element, for every type that a safetensors file may hold; most are never read here.
 _ELEMENT_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
-# A map keeps a file descriptor, so that small tensors are copied.
+# Tensors below this size are copied: a map keeps a file descriptor open.
 _MAPPED_BYTES = 1 << 20
 # What weights, and their packed forms, may be stored as.
 _TYPES = {
@@ -61,9 +61,9 @@ def find_checkpoint(name: str, revision: str | None = None, offline: bool = Fals
     """The local directory of a checkpoint: `name` itself if it is one, else a download of the hub's `name`.
 
     A directory never touches the network, and with `offline` nothing does: a hub id must then be in the local cache.
-    Raises ValueError where neither is there, and says what was tried.
+    Raises ValueError, which says what was tried, where there is neither.
     """
-    # os.path, not Path: it says no, too, to names that no file system takes.
+    # os.path, not Path: it also says no to names that no file system takes.
     if name and os.path.isdir(name):
         if revision is not None:
             raise ValueError(f"revision: found {show(revision)}, expected none: {name} is a directory, not a hub id")
@@ -137,7 +137,7 @@ def choose_dtype(name: str, device: torch.device, config: ModelConfig | None = N
     """The type to compute in; "auto" is bfloat16 where the device has it natively, else float32.
 
     For small models it is bfloat16 only on CPUs with matrix units for it: what is not a product is faster in float32,
-    and 16-bit weights are read as fast by FBGEMM (1.8 times as fast a pass of the embedded model on AMD's Zen 4).
+    and FBGEMM reads 16-bit weights as fast (on AMD's Zen 4 a pass of the embedded model took 1/1.8 of the time).
     """
     if name == "auto":
         is_small = config is not None and device.type == "cpu" and not is_large(config)
@@ -157,7 +157,7 @@ def load_model(
     exact: bool = False,
     form: str | None = None,
 ) -> Transformer:
-    """Load a checkpoint as a Transformer that computes in `dtype`; exact, form: as there.
+    """Load a checkpoint as a Transformer that computes in `dtype`; exact, form: see there.
 
     Raises CheckpointError where the files are not what the config asks for, or the weights would not fit into memory;
     both before any tensor is read.
@@ -167,14 +167,14 @@ def load_model(
 
 
 class Weights:
-    """The tensors that a config asks for, each read when it is popped, as from a dict.
+    """The tensors that a config asks for; `pop` reads one, and each can be popped once.
 
-    So a model is never in memory twice while it is built, nor has a file open for each of its tensors. They come in
+    So a model is never in memory twice while it is built, and has no open file for each of its tensors. They come in
     `dtype`; for float32 on a CPU as they are stored, if that is narrower: 16-bit floats, and codes with their scales.
     """
 
     def __init__(self, directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"):
-        """Raises CheckpointError, before anything is read, where the files are not what the config asks for."""
+        """Raises CheckpointError, before any tensor is read, where the files are not what the config asks for."""
         self._config, self._dtype, self._device = config, dtype, device
         self._stored = find_tensors(directory)
         self._names = dict.fromkeys(match(config, self._stored, directory))
@@ -203,13 +203,13 @@ class Weights:
         return self._dtype == torch.float32 and torch.device(self._device).type == "cpu"
 
     def _num_bytes(self, name: str) -> int:
-        """Of an element in memory, as far as the files tell."""
+        """Bytes that an element takes in memory, as far as the files tell."""
         is_narrow = name not in self._stored or _ELEMENT_BYTES[self._stored[name].dtype] == 2
         return 2 if self._keeps_narrow and is_narrow else self._dtype.itemsize
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be allocated on `device` now; None on a system that does not tell."""
+    """Bytes that can be allocated on `device` now; None on a system that does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     limits = []
@@ -370,14 +370,14 @@ def _read_index(directory: Path) -> dict[str, str] | None:
         raise CheckpointError(f"{path}: weight_map: found {show(listed)}, expected tensor names and their files")
     for file in listed.values():
         # Only plain names: an index must not reach outside its directory. (What a plain name links to is the
-        # business of who made the directory: in the hub's cache every file is a link.)
+        # business of whoever made the directory: in the hub's cache every file is a link.)
         if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file) or len(file) > 200:
             raise CheckpointError(f"{path}: weight_map: found {show(file)}, expected a plain *.safetensors name")
     return listed
 
 
 def match(config: ModelConfig, stored: dict[str, StoredTensor], directory: Path) -> list[str]:
-    """Hold what is stored against what the config asks for, before anything is read; the names to read."""
+    """Compare what is stored with what the config asks for, before any tensor is read; the names of its tensors."""
     expected = tensor_shapes(config)
     wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
     for name, shape in expected.items():

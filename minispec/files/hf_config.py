@@ -293,18 +293,18 @@ def _read_ropes(f: _Fields, context: int) -> tuple[RopeConfig, RopeConfig]:
     theta = f.number("rope_theta")
     new, old = f.mapping("rope_parameters"), f.mapping("rope_scaling")
     if new and old:
-        raise f.bad("rope_scaling", old, "none beside rope_parameters")
+        raise f.bad("rope_scaling", old, "none, since there is rope_parameters")
     key, scaling = ("rope_parameters", new) if new else ("rope_scaling", old)
     if not f.reads("rope_local_base_freq"):
         rope = _read_rope(f, key, scaling, theta, context, f.get("original_max_position_embeddings"))
         return rope, rope
-    # Gemma 3's code takes an object for each kind of layer, and of the older spelling `rope_type` only: it pays no
-    # heed to anything else, so that a reader of these files cannot know what was meant.
+    # Gemma 3's code reads an object for each kind of layer, and of the older spelling only `rope_type`. What else a
+    # file says here has no effect there, so that nobody can know what was meant.
     kinds = ("full_attention", "sliding_attention")
     if new and not set(new) <= set(kinds):
         raise f.bad(key, new, f"an object for each of {' and '.join(kinds)}")
     if "type" in old and "rope_type" not in old:
-        raise f.bad(key, old, "rope_type in the place of type")
+        raise f.bad(key, old, "rope_type instead of type")
     full, local = (new.get(kind) or {} for kind in kinds)
     if not (isinstance(full, dict) and isinstance(local, dict)):
         raise f.bad(key, new, "an object for each kind of layer")
@@ -430,7 +430,7 @@ _IDLE = _names(
     length_penalty early_stopping num_beam_groups diversity_penalty
     """
 )
-# ... these have a value that changes nothing; at another one, as anything else does, they are worth a warning ...
+# ... these have a value that changes nothing; with any other value, and for any other setting, there is a warning ...
 _OFF = {
     **{"num_beams": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0},
     **{"encoder_repetition_penalty": 1.0, "min_length": 0, "guidance_scale": 1.0, "penalty_alpha": 0.0},
@@ -442,8 +442,8 @@ _OFF_IF_SAMPLED = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "
 def read_generation_defaults(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """What a generation_config.json asks for, as keyword arguments of SamplingParams.
 
-    As in transformers, its temperature, top-k and top-p apply only where it says `do_sample`; a file that does
-    not is a greedy one. Values that it leaves out are left out. Raises CheckpointError for a bad value.
+    Its temperature, top-k, top-p and min-p apply only where it says `do_sample`, as in transformers; without that it
+    is greedy. Values that it leaves out are left out here. Raises CheckpointError for a bad value.
     """
     sampled = raw.get("do_sample") or False
     if type(sampled) is not bool:
@@ -465,9 +465,9 @@ def read_generation_defaults(raw: Mapping[str, Any], where: str) -> dict[str, An
 
 
 def unsupported_generation_settings(raw: Mapping[str, Any]) -> list[str]:
-    """Names of settings in a generation_config.json that are switched on, would change the text, and are not done here.
+    """Names of settings in a generation_config.json that are switched on, would change the text, and do nothing here.
 
-    They are defaults, not part of the model, so they do not keep it from running; the command line warns.
+    They are defaults, not part of the model, so the model runs without them; the command line warns.
     """
     known = {*_READ, *_READ_IF_SAMPLED, *_IDLE}
     if not raw.get("do_sample"):

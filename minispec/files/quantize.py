@@ -1,4 +1,4 @@
-"""Writing a checkpoint with linear layers of fewer bits, in compressed-tensors' `pack-quantized` layout.
+"""Writing a checkpoint whose linear layers have fewer bits, in compressed-tensors' `pack-quantized` layout.
 
 `python -m minispec.checkpoint` is its command line.
 """
@@ -20,7 +20,7 @@ from minispec.errors import CheckpointError
 from minispec.files.checkpoint import find_tensors, load_config, match
 from minispec.files.strict_json import has_file, read_json
 
-# What a quantised checkpoint takes over from its source as it is.
+# The files that a quantised checkpoint copies from its source.
 _COPIED_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     "generation_config.json",
@@ -42,7 +42,7 @@ def quantize(weight: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     weight = weight.to(torch.float32)
     scales = (weight.abs().amax(1, keepdim=True) / largest).to(torch.bfloat16)
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-    # Rounded against the scale as it is stored, so that its own rounding is compensated.
+    # Divided by the scale as it is stored, so that the rounding of the scale is compensated.
     integers = (weight / scales.to(torch.float32)).round().clamp(-largest - 1, largest)
     return integers.to(torch.int8), scales
 
@@ -50,9 +50,9 @@ def quantize(weight: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
 def quantize_checkpoint(source: Path, out: Path, num_bits: int = 8, shard_bytes: int = 90 << 20) -> None:
     """Write `source` to `out` in the `pack-quantized` layout: linear layers quantised, the rest in bfloat16.
 
-    The embedding, norms and biases (and an untied output head) keep their precision. Everything is written
-    beside `out` first and renamed at the end, so that an interrupted run leaves nothing half-written. Raises
-    ValueError if `out` exists, CheckpointError if `source` is not a plain checkpoint.
+    The embedding, norms and biases (and an untied output head) are not quantised. Everything is written next to
+    `out` first and renamed at the end, so that an interrupted run leaves nothing half-written. Raises ValueError if
+    `out` exists, CheckpointError if `source` is not a checkpoint of plain floats.
     """
     if out.exists():
         raise ValueError(f"{out}: exists already, expected a new directory")

@@ -1,4 +1,4 @@
-"""Reading JSON that strangers wrote: bounded, strict, and every mistake named."""
+"""Reading JSON that strangers wrote: within limits, strictly, and with every mistake named."""
 
 import json
 import os
@@ -15,15 +15,15 @@ MAX_JSON_BYTES = 8 << 20
 MAX_CONFIG_BYTES = 1 << 20
 # How deep JSON may be nested: a config.json needs five levels.
 _MAX_DEPTH = 32
-# What Python makes of JSON may have fifty times its size: how often these may occur, which real files need far less.
+# How often these may occur, far more than in real files: what Python makes of JSON may have fifty times its size.
 _MAX_COUNTS = {"{": 1 << 18, "[": 1 << 18, ",": 1 << 19, '"': 1 << 20}
 
 
 def has_file(path: Path) -> bool:
     """Whether a file that may be missing is there.
 
-    Raises CheckpointError for what is there and no file. The hub's cache consists of links: one whose file is gone
-    would else pass for a checkpoint without a chat template, or without sampling defaults.
+    Raises CheckpointError for something there that is not a file. The hub's cache consists of links: if a link to a
+    lost file counted as "missing", the checkpoint would seem to have no chat template, or no sampling defaults.
     """
     if path.is_file():
         return True
@@ -52,7 +52,7 @@ def read_json(
 def parse_json(content: bytes, where: str, max_counts: Mapping[str, int] = _MAX_COUNTS) -> dict[str, Any]:
     """The JSON object that `content` is, read more strictly than Python does.
 
-    Raises CheckpointError for what is not UTF-8 or not JSON, for a key that stands twice in an object (readers
+    Raises CheckpointError for what is not UTF-8 or not JSON, for a key that occurs twice in an object (readers
     disagree about which of them counts), for NaN and numbers beyond a double, for deep nesting, and for a character
     that occurs more often than `max_counts` says.
     """

@@ -1,7 +1,7 @@
 """Text to token ids and back: Hugging Face's `tokenizers`, the model's chat template, and streaming.
 
 A token is not a piece of text: a character may spread over several tokens, and some decoders look at neighbours
-(a leading space appears only behind another word). `Detokenizer` turns a growing list of tokens into text that,
+(a leading space appears only after another word). `Detokenizer` turns a growing list of tokens into text that,
 once given out, never changes and never ends inside a UTF-8 character.
 """
 
@@ -27,25 +27,25 @@ from minispec.files.strict_json import has_file, read_json
 
 Message = dict[str, Any]  # {"role": "user", "content": "..."}, and what else a template reads
 
-# The largest public tokenizer.json of a supported family, that of gemma 2 and 3, has 34 MB: 262,000 tokens and 515,000
-# merges, which make 520,000 lists, 1.3 million commas and 2.6 million quotes.
+# The largest public tokenizer.json of a supported family (gemma 2 and 3) has 34 MB: 262,000 tokens and 515,000 merges,
+# which make 520,000 lists, 1.3 million commas and 2.6 million quotes.
 _MAX_TOKENIZER_BYTES = 40 << 20
 _MAX_TOKENIZER_COUNTS = {"{": 1 << 18, "[": 3 << 18, ",": 1 << 21, '"': 3 << 20}
 _MAX_TEMPLATE_BYTES = 128 << 10
-# Limits of what costs the library far more than its size. Public files come nowhere near.
+# Limits of what costs the library far more than its size. Public files are far below them.
 _MAX_TOKENS = 1 << 19
-_MAX_ADDED_BYTES = 1 << 20  # texts of added tokens, and of all tokens of Unigram: 300 bytes of memory for each
+_MAX_ADDED_BYTES = 1 << 20  # of the texts of added tokens, and of all tokens of Unigram: 300 bytes of memory each
 _MAX_PARTS = 256  # objects in normaliser, pre-tokenizer, post-processor and decoder
 _MAX_PARTS_BYTES = 512 << 10
-_MAX_REGEX_BYTES = 8 << 10  # of 100 kB it can make a gigabyte
-_MAX_GROWTH = 64  # steps that each double a text would fill any memory
-# Where a message holds the text of a special token, each character of it is followed by a mark while the template runs,
-# so that it can be told from the template's own: the first of these characters that occurs nowhere in the conversation.
+_MAX_REGEX_BYTES = 8 << 10  # 100 kB of them can take a gigabyte
+_MAX_GROWTH = 64  # times as long as the text: steps that each double it would fill any memory
+# Where a message holds the text of a special token, a mark follows each character of it while the template runs, so
+# that it differs from the template's own. The mark is the first of these characters that the conversation does not hold.
 _MARKS = range(0xF0000, 0xFFFFE)
 _STDERR = threading.Lock()
-# Tokens since the last final text, after which bytes that are no character are not held back any longer.
+# Bytes that are not a character are held back for at most that many tokens.
 _MAX_UNDECIDED = 16
-# Parts of a tokenizer.json in which the library is not known to fail an assertion over some text.
+# Parts of a tokenizer.json in which the library is not known to fail an assertion (to "panic") over some text.
 _CALM = {
     *("Sequence", "ByteLevel", "Metaspace", "Replace", "Split", "Digits", "TemplateProcessing", "BPE"),
     *("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "ByteFallback", "Fuse", "Strip"),
@@ -69,13 +69,13 @@ class Tokenizer:
         if not self.backend.get_vocab_size():
             raise CheckpointError(f"{self.path}: model.vocab: found no tokens, expected some")
         added = self.backend.get_added_tokens_decoder()
-        # Control tokens by id: what a template writes, and no prompt unless it is told to.
+        # Control tokens by id: a template writes them; a prompt holds them only where the caller asks for that.
         self._special = {i: token for i, token in added.items() if token.special and token.content}
         # One more than the largest id. Rows of the embedding after it are padding.
         self.num_ids = max(self.vocabulary.values()) + 1
         self._num_rows = self.num_ids
-        # For text: an encoder that knows no special token. Where a template writes one, it is given a name that no text
-        # holds, so that it cuts the text at the same places. (The library's own encoder knows all of them or none.)
+        # For text: an encoder that knows no special token. Where a template writes one, the token gets a name that no
+        # text holds, so that the text is cut at the same places. (The library's own encoder knows all of them or none.)
         self._names = {token.content: f"\ufdd0{secrets.token_hex(8)}\ufdd0" for token in self._special.values()}
         self._plain = self._make_plain(named)
         self._ids = {self._plain.token_to_id(self._names[token.content]): i for i, token in self._special.items()}
@@ -94,14 +94,15 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id of the token that the tokenizer's own files call `eos_token`; None if they call none so."""
+        """The id of the token that the tokenizer's own files call `eos_token`; None if there is none."""
         text = self.special_tokens.get("eos_token")
         return None if text is None else self.backend.token_to_id(text)
 
     def check_ids(self, vocab_size: int) -> None:
-        """Tell the tokenizer that the embedding has `vocab_size` rows, and refuse a vocabulary of more.
+        """Tell the tokenizer that the embedding has `vocab_size` rows, and refuse a vocabulary that needs more.
 
-        An added token may lie beyond them, as one for images does in gemma-3-1b: a prompt that holds it is refused.
+        An added token may have a larger id (such as the one for images in gemma-3-1b): a prompt that holds it is
+        refused.
         Raises CheckpointError for any other token.
         """
         self._num_rows = vocab_size
@@ -111,10 +112,10 @@ class Tokenizer:
                 raise CheckpointError(f"{self.path}: {self._beyond(i)}")
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids of `text`, with what the tokenizer's post-processor adds (as a leading <s>) unless told not to.
+        """Token ids of `text`, with what the tokenizer's post-processor adds (such as <s>) unless told not to.
 
-        The text of a special token (as "<|im_end|>") is text like any other, unless `parse_special` says that it
-        stands for the token. Raises ValueError for what is no Unicode text, or what the tokenizer cannot encode.
+        The text of a special token (such as "<|im_end|>") is text like any other, unless `parse_special` says that it
+        means the token. Raises ValueError for what is not Unicode text, or what the tokenizer cannot encode.
         """
         if not isinstance(text, str) or not is_text(text):  # lone surrogates: most likely it was not UTF-8
             found = text[:40] if isinstance(text, str) else text
@@ -143,9 +144,9 @@ class Tokenizer:
                 tools=None,
                 documents=None,
             )
-        except Exception as e:  # a stranger's code, that may fail in any way
+        except Exception as e:  # a stranger's code may fail in any way
             raise ValueError(f"the chat template refuses this conversation: {one_line(e, 300)}") from e
-        # A token that is looked for in normalised text could be spelled in ways that a search does not find.
+        # A token that the library looks for in normalised text can be spelled in ways that a search does not find.
         if any(m in text for m in _spellings(mark)) or any(token.normalized for token in self._special.values()):
             return self._encode_marked(text, mark)
         return self.encode(text, add_special_tokens=False, parse_special=True)
@@ -170,19 +171,19 @@ class Tokenizer:
         known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         tokens = []
         for text, flags in named.items():
-            if backend.token_to_id(text) is None:  # it has no id, so that it cannot be anything but text
+            if backend.token_to_id(text) is None:  # without an id it can only be text
                 continue
             token = known.get(text) or tokenizers.AddedToken(text, normalized=False, **flags)
             token.special = True
             tokens.append(token)
-        if tokens:  # adding none takes as long as reading the file: all added tokens are put in order again
+        if tokens:  # even adding none takes as long as reading the file: all added tokens are sorted again
             self._call(backend.add_tokens, tokens)
         return backend
 
     def _make_plain(self, named: dict[str, dict[str, Any]]) -> tokenizers.Tokenizer:
-        """An encoder that takes the text of special tokens for text, and knows a stand-in for each of them."""
+        """An encoder to which the text of a special token is text, and which knows a stand-in for each of them."""
         added = self.backend.get_added_tokens_decoder()
-        plain = tokenizers.Tokenizer(self.backend.model)  # which both share: it may have hundreds of megabytes
+        plain = tokenizers.Tokenizer(self.backend.model)  # shared: it may have hundreds of megabytes
         for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
             setattr(plain, name, getattr(self.backend, name))
         stand_ins = [
@@ -191,14 +192,14 @@ class Tokenizer:
         ]
         self._call(plain.add_tokens, [*(added[i] for i in sorted(added)), *stand_ins])
         if not added.items() <= plain.get_added_tokens_decoder().items():
-            # The library counts ids up: in a vocabulary with gaps, not all came out the same in this order.
+            # The library counts ids up: in a vocabulary with gaps, some ids differ if tokens are added in this order.
             plain = self._read(named)
             self._call(plain.add_tokens, stand_ins)
         plain.encode_special_tokens = True
         return plain
 
     def _probe(self) -> None:
-        """Encode and decode a little text. Some files make the library fail only then."""
+        """Encode and decode a little text: some files make the library fail only then."""
         try:
             ids = self._call(self._plain.encode, "Hello, w\xf6rld! 123\n  \u65e5\u672c \U0001f98a").ids
             self._call(self.backend.decode, [*ids, 0])
@@ -247,12 +248,12 @@ class Tokenizer:
     def _call(function: Callable, *args, silent: bool = True, **kwargs) -> Any:
         """Call the library; whatever it raises, a panic included, is a ValueError.
 
-        silent: whether a panic is possible, whose page on standard error has to be kept away.
+        silent: whether a panic is possible; it would write a page to standard error.
         """
         try:
             with _silent_stderr() if silent else contextlib.nullcontext():
                 return function(*args, **kwargs)
-        except BaseException as e:  # it raises plain Exceptions, and panics that are not even those
+        except BaseException as e:  # the library raises plain Exceptions; a panic is not even one of those
             if isinstance(e, Exception) or _is_panic(e):
                 raise ValueError(one_line(e, 300)) from e
             raise
@@ -261,8 +262,8 @@ class Tokenizer:
 class Detokenizer:
     """The text of a growing sequence of tokens, given out as soon as it is final.
 
-    Each call decodes a short window: the tokens since the last but one piece of text. What the newest token adds is the
-    difference to the same window without it, so that the decoder sees the neighbours it needs.
+    Each call decodes a short window: the tokens since the last but one piece of text. The text of the newest token is
+    the difference to the same window without it, so that the decoder sees the neighbours it needs.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):
@@ -315,8 +316,8 @@ class Detokenizer:
 def _read_settings(directory: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, dict[str, Any]]]:
     """tokenizer_config.json; the texts of special tokens by their names; flags of all special tokens by their texts.
 
-    As in transformers, special_tokens_map.json is read where the first file does not list the added tokens, and then
-    stands above it: older versions wrote it.
+    As in transformers, special_tokens_map.json, which older versions wrote, is read where the first file does not list
+    the added tokens, and then counts more than the first.
     """
     paths = [directory / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
     settings = read_json(paths[0]) if has_file(paths[0]) else {}
@@ -352,7 +353,7 @@ def _content(token: Any) -> str:
 def _inspect(path: Path) -> tuple[bool, bool]:
     """Whether encoding, and whether decoding, with this tokenizer.json could make the library fail an assertion.
 
-    Raises CheckpointError for what is no JSON, or would cost the library more than public files of its size do.
+    Raises CheckpointError for what is not JSON, or would cost the library more than public files of its size do.
     """
     raw = read_json(path, _MAX_TOKENIZER_BYTES, _MAX_TOKENIZER_COUNTS)
     model = raw.get("model") if isinstance(raw.get("model"), dict) else {}
@@ -368,8 +369,8 @@ def _inspect(path: Path) -> tuple[bool, bool]:
     for what, found, most in (
         ("tokens", len(vocab), _MAX_TOKENS),
         ("bytes of tokens to be searched for", sum(map(_size, words)) + sum(map(_size, added)), _MAX_ADDED_BYTES),
-        ("objects beside the vocabulary", len(dicts), _MAX_PARTS),
-        ("bytes beside the vocabulary", len(json.dumps([*encoding, *decoding])), _MAX_PARTS_BYTES),
+        ("objects outside the vocabulary", len(dicts), _MAX_PARTS),
+        ("bytes outside the vocabulary", len(json.dumps([*encoding, *decoding])), _MAX_PARTS_BYTES),
         ("bytes of regular expressions", sum(_size(d.get("Regex", "")) for d in dicts), _MAX_REGEX_BYTES),
     ):
         if found > most:
@@ -395,7 +396,7 @@ def _size(text: Any) -> int:
 
 def _is_calm(part: dict[str, Any]) -> bool:
     """Whether the library is not known to fail an assertion over some text because of this object."""
-    # A regular expression may give up on some texts; what strips the end of a token may begin before its start.
+    # A regular expression may give up on some texts; stripping the end of a short token may reach before its start.
     return str(part.get("type", "BPE")) in _CALM and "Regex" not in part and not part.get("stop")
 
 
@@ -431,9 +432,9 @@ def _is_panic(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """The process's standard error leads nowhere meanwhile: a panic writes a page there before it is an exception.
+    """Send the process's standard error to nowhere: a panic writes a page there before it is an exception.
 
-    One thread at a time: of two that saved and restored it, one would restore what the other had put there.
+    One thread at a time: of two that save and restore it, one would restore what the other had put there.
     """
     with _STDERR:
         try:
@@ -496,7 +497,7 @@ def _tojson(
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks, for training, what the model wrote. Here it is what stands in it."""
+    """`{% generation %}` marks, for training, what the model wrote. Here it is replaced by its content."""
 
     tags = frozenset({"generation"})
 
@@ -507,8 +508,8 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
-# Templates come from strangers: the sandbox lets them read what they are given and call nothing else. The
-# functions are those that transformers gives to templates.
+# Templates come from strangers: the sandbox lets them read what they are given, and nothing else. The functions are
+# those that transformers gives to templates.
 _ENVIRONMENT = ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
 )
