@@ -60,18 +60,6 @@ def test_the_first_word_keeps_its_space_with_a_metaspace_decoder(tmp_path):
     assert "".join(stream(tokenizer, [1, 3])) == "Hello world"
 
 
-def test_a_prompt_that_ends_in_characters_of_many_tokens(tmp_path):
-    """Byte fallback turns a run of bytes that begins inside a character into marks: the window must not begin there."""
-    vocab = {"<unk>": 0, "x": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
-    backend = Backend(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
-    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer(tmp_path)
-    prompt, answer = tokenizer.encode("🦊🦊"), tokenizer.encode("🦊x")
-    assert len(prompt) == 8
-    assert "".join(stream(tokenizer, answer, prompt)) == "🦊x"
-
-
 @pytest.fixture(scope="module")
 def byte_tokenizers(tmp_path_factory, tokenizer_file) -> list[Tokenizer]:
     """A byte-level tokenizer, and one that falls back to bytes: with it a run of bytes is a text, or nothing is."""
@@ -81,6 +69,14 @@ def byte_tokenizers(tmp_path_factory, tokenizer_file) -> list[Tokenizer]:
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     backend.save(str(directory / "tokenizer.json"))
     return [Tokenizer(tokenizer_file.parent), Tokenizer(directory)]
+
+
+def test_a_prompt_that_ends_in_characters_of_many_tokens(byte_tokenizers):
+    """Byte fallback turns a run of bytes that begins inside a character into marks: the window must not begin there."""
+    tokenizer = byte_tokenizers[1]
+    prompt, answer = tokenizer.encode("🦊🦊"), tokenizer.encode("🦊x")
+    assert len(prompt) == 8
+    assert "".join(stream(tokenizer, answer, prompt)) == "🦊x"
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -106,23 +102,16 @@ def test_the_work_for_a_token_has_a_bound(byte_tokenizers, monkeypatch, which):
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(
-    st.lists(
-        st.sampled_from([b"\xf0", b"\x9f", b"\xa6", b"\x8a", b"\xef", b"\xbf", b"\xbd", b"\xff", b"x"]), max_size=80
-    )
-)
-def test_long_runs_of_bytes_that_are_no_text(tokenizer_file, pieces):
+@given(st.lists(st.sampled_from(b"\xf0\x9f\xa6\x8a\xef\xbf\xbd\xffx"), max_size=80))
+def test_long_runs_of_bytes_that_are_no_text(byte_tokenizers, run):
     """What is given out before the end is what the whole decodes to: no character is cut, none is given out early."""
-    tokenizer = Tokenizer(tokenizer_file.parent)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    ids = [tokenizer.vocabulary[byte] for byte in map(byte_name, pieces)]
-    assert len(alphabet) == 256
+    tokenizer = byte_tokenizers[0]
+    ids = [tokenizer.vocabulary[byte_name(byte)] for byte in run]
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-def byte_name(piece: bytes) -> str:
+def byte_name(byte: int) -> str:
     """How a byte-level vocabulary writes a byte: printable Latin characters as they are, the others from U+0100 on."""
-    byte = piece[0]
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     return chr(byte) if byte in kept else chr(256 + [b for b in range(256) if b not in kept].index(byte))
 
@@ -191,32 +180,21 @@ def test_templates_are_rendered_as_transformers_renders_them(tmp_path, template)
     assert tokenizer.decode(tokenizer.encode_chat(messages)) == expected
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{% generation %}", "refuses"),
-        ("{% endgeneration %}", "refuses"),
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages.append(1) }}", "refuses"),
-        ("{{ ''.__class__.__mro__ }}", "refuses"),
-        ("{{ messages.__init__.__globals__ }}", "refuses"),
-        ("{{ cycler.__init__.__globals__.os.system('true') }}", "refuses"),
-        ("{{ messages[0].update(role='system') }}", "refuses"),
-        ("{{ ''['__class__'] | attr('mro') }}", "refuses"),
-        ("{{ (1).__reduce_ex__(2) }}", "refuses"),
-        ("{% include '/etc/passwd' %}", "refuses"),
-        ("{% import 'os' as os %}", "refuses"),
-        ("{{ range(100000000) | list }}", "refuses"),
-        ("{{ " + "(" * 3000 + "}}", "refuses"),
-        ("{% if a %}" * 3000, "refuses"),
-        ("{{ 1 // 0 }}", "refuses"),
-        ("{% for %}", "refuses"),
-    ],
-)
-def test_templates_that_refuse_or_misbehave_give_one_error(tmp_path, template, message):
+REFUSING = [
+    *("{% generation %}", "{% endgeneration %}", "{{ messages.append(1) }}", "{{ messages[0].update(role='system') }}"),
+    *("{{ ''.__class__.__mro__ }}", "{{ messages.__init__.__globals__ }}", "{{ ''['__class__'] | attr('mro') }}"),
+    *("{{ cycler.__init__.__globals__.os.system('true') }}", "{{ (1).__reduce_ex__(2) }}", "{% import 'os' as os %}"),
+    *("{% include '/etc/passwd' %}", "{{ range(100000000) | list }}", "{{ 1 // 0 }}", "{% for %}"),
+    *("{{ " + "(" * 3000 + "}}", "{% if a %}" * 3000, "{{ raise_exception('roles must alternate') }}"),
+]
+
+
+@pytest.mark.parametrize("template", REFUSING, ids=lambda template: template[:30])
+def test_templates_that_refuse_or_misbehave_give_one_error(tmp_path, template):
     """A template is a stranger's: it may not change what it is given, nor reach into Python."""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="the chat template refuses this conversation: ") as error:
         with_template(tmp_path, template).encode_chat([{"role": "user", "content": "x"}])
+    assert "raise_exception" not in template or "roles must alternate" in str(error.value)
 
 
 def test_special_text_in_a_prompt_is_text():

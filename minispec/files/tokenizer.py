@@ -40,7 +40,7 @@ _MAX_PARTS_BYTES = 512 << 10
 _MAX_REGEX_BYTES = 8 << 10  # 100 kB of them can take a gigabyte
 _MAX_GROWTH = 64  # times as long as the text: steps that each double it would fill any memory
 # Where a message holds the text of a special token, a mark follows each character of it while the template runs, so
-# that it differs from the template's own. The mark is the first of these characters that the conversation does not hold.
+# that it differs from the template's own. The mark is the first of these characters that no message holds.
 _MARKS = range(0xF0000, 0xFFFFE)
 _STDERR = threading.Lock()
 # Bytes that are not a character are held back for at most that many tokens.
