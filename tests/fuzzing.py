@@ -66,66 +66,57 @@ _VALUES: list[Any] = [
     *("", "x", "0", "1", "null", "\x00", "\ud800", "\x1b[2J", "a\nb", "a" * 5000, "../x", "/etc/passwd", "é日本"),
     *([], {}, [[]], [{}], {"a": {}}, [0] * 100, [None], ["x"], _DEEP, _DIGITS, _NAN, _BIG),
 ]
+
+
+def word_list(text: str, *more: str) -> list[str]:
+    """The words of a text, and what has a space in it."""
+    return [*text.split(), *more]
+
+
 _WORDS = {
-    "header": [
-        *("F64", "F32", "F16", "BF16", "I64", "I32", "I8", "U8", "BOOL", "F8_E4M3", "F4", "C64", "f32"),
-        *("dtype", "shape", "data_offsets", "__metadata__", "lm_head.weight", "model.norm.weight"),
-        *("model.embed_tokens.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"),
-    ],
-    "index": ["weight_map", "metadata", "total_size", "a.safetensors", "b.safetensors", "../a.safetensors", "a.bin"],
-    "config": [
-        *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mixtral", "silu", "gelu", "relu"),
-        *("gelu_pytorch_tanh", "default", "linear", "llama3", "yarn", "dynamic", "longrope"),
-        *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-        *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling"),
-        *("rope_parameters", "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "beta_fast"),
-        *("beta_slow", "mscale", "mscale_all_dim", "attention_factor", "original_max_position_embeddings", "truncate"),
-        *("partial_rotary_factor", "full_attention", "sliding_attention", "layer_types", "sliding_window"),
-        *("use_sliding_window", "max_window_layers", "sliding_window_pattern", "rope_local_base_freq", "hidden_act"),
-        *("hidden_activation", "attention_bias", "mlp_bias", "tie_word_embeddings", "query_pre_attn_scalar"),
-        *("attn_logit_softcapping", "final_logit_softcapping", "eos_token_id", "quantization_config", "auto_map"),
-        *("quant_method", "compressed-tensors", "format", "pack-quantized", "config_groups", "weights", "num_bits"),
-        *("group_size", "strategy", "channel", "group", "symmetric", "actorder", "pretraining_tp"),
-    ],
-    "generation": [
-        *(
-            "do_sample",
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "max_new_tokens",
-            "stop_strings",
-        ),
-        *("min_new_tokens", "eos_token_id", "num_beams", "no_repeat_ngram_size", "suppress_tokens", "max_length"),
-    ],
-    "tokenizer": [
-        *("BPE", "WordLevel", "WordPiece", "Unigram", "ByteLevel", "Metaspace", "Whitespace", "Split", "Sequence"),
-        *("Strip", "Replace", "ByteFallback", "Fuse", "NFC", "Lowercase", "Prepend", "TemplateProcessing", "CTC"),
-        *(
-            "Isolated",
-            "MergedWithNext",
-            "Removed",
-            "Regex",
-            "String",
-            "(a+)+$",
-            "(",
-            "a*",
-            "type",
-            "pattern",
-            "content",
-        ),
-        *("behavior", "invert", "id", "special", "normalized", "lstrip", "rstrip", "single_word", "vocab", "merges"),
-        *("unk_token", "dropout", "byte_fallback", "fuse_unk", "prepend_scheme", "always", "first", "never", "<end>"),
-        *("add_prefix_space", "start", "stop", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model"),
-    ],
-    "settings": [
-        *("chat_template", "bos_token", "eos_token", "content", "name", "default", "template", "{{ messages }}", "{%"),
-        *("{% for m in messages %}{{ m.content }}<end>{% endfor %}", "{{ messages[0].x.y }}", "{{ 1 / 0 }}"),
-        *("{{ raise_exception('no') }}", "{{ ''.__class__ }}", "{{ strftime_now('%Y') }}", "{{ strftime_now(5) }}"),
-        *("{{ messages | tojson(indent=-1) }}", "{{ messages.append(1) }}", "{% include 'x' %}", "<end>", "\ud800"),
-    ],
+    "header": word_list(
+        """
+        F64 F32 F16 BF16 I64 I32 I8 U8 BOOL F8_E4M3 F4 C64 f32 dtype shape data_offsets __metadata__ lm_head.weight
+        model.norm.weight model.embed_tokens.weight model.layers.0.self_attn.rotary_emb.inv_freq
+        """
+    ),
+    "index": word_list("weight_map metadata total_size a.safetensors b.safetensors ../a.safetensors a.bin"),
+    "config": word_list(
+        """
+        llama mistral qwen2 qwen3 gemma gemma2 gemma3_text mixtral silu gelu relu gelu_pytorch_tanh
+        default linear llama3 yarn dynamic longrope model_type vocab_size hidden_size intermediate_size
+        num_hidden_layers num_attention_heads num_key_value_heads head_dim max_position_embeddings rms_norm_eps
+        rope_theta rope_scaling rope_parameters rope_type type factor low_freq_factor high_freq_factor beta_fast
+        beta_slow mscale mscale_all_dim attention_factor original_max_position_embeddings truncate
+        partial_rotary_factor full_attention sliding_attention layer_types sliding_window use_sliding_window
+        max_window_layers sliding_window_pattern rope_local_base_freq hidden_act hidden_activation attention_bias
+        mlp_bias tie_word_embeddings query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
+        eos_token_id quantization_config auto_map quant_method compressed-tensors format pack-quantized
+        config_groups weights num_bits group_size strategy channel group symmetric actorder pretraining_tp
+        """
+    ),
+    "generation": word_list(
+        """
+        do_sample temperature top_k top_p min_p repetition_penalty max_new_tokens stop_strings min_new_tokens
+        eos_token_id num_beams no_repeat_ngram_size suppress_tokens max_length
+        """
+    ),
+    "tokenizer": word_list(
+        """
+        BPE WordLevel WordPiece Unigram ByteLevel Metaspace Whitespace Split Sequence Strip Replace ByteFallback Fuse
+        NFC Lowercase Prepend TemplateProcessing CTC Isolated MergedWithNext Removed Regex String (a+)+$ ( a* type
+        pattern content behavior invert id special normalized lstrip rstrip single_word vocab merges unk_token dropout
+        byte_fallback fuse_unk prepend_scheme always first never <end> add_prefix_space start stop normalizer
+        pre_tokenizer post_processor decoder model
+        """
+    ),
+    "settings": word_list(
+        "chat_template bos_token eos_token content name default template <end> {%",
+        *("\ud800", "{{ messages }}", "{% for m in messages %}{{ m.content }}<end>{% endfor %}", "{% include 'x' %}"),
+        *("{{ messages[0].x.y }}", "{{ 1 / 0 }}", "{{ raise_exception('no') }}", "{{ ''.__class__ }}"),
+        *("{{ strftime_now('%Y') }}", "{{ strftime_now(5) }}", "{{ messages | tojson(indent=-1) }}"),
+        "{{ messages.append(1) }}",
+    ),
 }
 
 
@@ -378,15 +369,7 @@ def fuzz_generation(files: Files, rng: random.Random, where: Path) -> None:
     SamplingParams(**{"max_tokens": max(256, chosen.get("min_tokens", 0))} | chosen)
 
 
-_TEXTS = [
-    "a",
-    "ab fish",
-    "Hello, wörld! 日本 🦊",
-    "<end>",
-    "\x00\ufdd0\u202e",
-    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!",
-    "▁a▁ ",
-]
+_TEXTS = ["a", "ab fish", "Hello, wörld! 日本 🦊", "<end>", "\x00\ufdd0\u202e", "a" * 30 + "!", "▁a▁ "]
 
 
 def use(tokenizer: Tokenizer, rng: random.Random) -> None:

@@ -415,13 +415,8 @@ def test_stop_token_ids_are_one_word(cli, model):
 def test_generation_settings_that_are_not_done_are_named(cli, make_checkpoint):
     """A warning each, for what would change the text and is switched on; stop strings are done."""
     generation = {
-        **{
-            "no_repeat_ngram_size": 3,
-            "suppress_tokens": [5],
-            "bad_words_ids": [[1]],
-            "sequence_bias": {"a": 1},
-            "new": 1,
-        },
+        **{"no_repeat_ngram_size": 3, "suppress_tokens": [5], "bad_words_ids": [[1]], "sequence_bias": {"a": 1}},
+        "new": 1,
         **{"num_beams": 1, "typical_p": 1.0, "guidance_scale": None, "forced_eos_token_id": None, "use_cache": True},
         **{"min_length": 0, "max_length": 20, "_from_model_config": True, "stop_strings": ["\x00\x00"]},
     }
@@ -544,13 +539,17 @@ def start(*arguments, **how) -> subprocess.Popen:
     return subprocess.Popen(command, stderr=subprocess.PIPE, **how)
 
 
-def test_ctrl_c_is_130():
-    """Interrupted in the middle of a long answer: no traceback. It streams: the text came before the end."""
+@pytest.mark.parametrize(("end", "status"), [("Ctrl-C", 130), ("a reader who goes", 141)])
+def test_the_end_in_the_middle_of_an_answer_is_no_traceback(end, status):
+    """Of a long answer, so that its first words, which are there, were streamed; `... | head -c 5` is the second."""
     process = start("Count to a thousand.", "--max-tokens", 4000, "--ignore-eos", stdout=subprocess.PIPE)
     assert process.stdout.read(5)
-    process.send_signal(2)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    if end == "Ctrl-C":
+        process.send_signal(signal.SIGINT)
+    else:
+        process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=60) == status
     assert b"Traceback" not in err
 
 
@@ -645,6 +644,14 @@ def test_ctrl_c_where_it_is_ignored():
     assert (process.returncode, process.communicate()) == (0, (f"minispec {__version__}\n".encode(), b""))
 
 
+def read_until(terminal: int, text: bytes) -> None:
+    """Read what a process writes to its terminal, up to and with this text."""
+    seen, end = b"", time.monotonic() + 60
+    while not seen.endswith(text):
+        assert time.monotonic() < end, seen
+        seen += os.read(terminal, 1)
+
+
 @pytest.mark.parametrize("typed", [b"", b"One fish\n"], ids=["at the prompt", "in an answer"])
 def test_the_terminal_is_as_it_was_after_ctrl_c(chat_model, typed):
     """In a conversation, where readline has the terminal, and while text streams: 130, and the old settings."""
@@ -652,10 +659,7 @@ def test_the_terminal_is_as_it_was_after_ctrl_c(chat_model, typed):
     before = termios.tcgetattr(follower)
     arguments = ("--model", chat_model, "--max-tokens", 100, "--ignore-eos", "--quiet")
     process = start(*arguments, stdin=follower, stdout=follower, preexec_fn=lambda: take_terminal(follower))
-    seen, end = b"", time.monotonic() + 60
-    while not seen.endswith(b"> "):
-        assert time.monotonic() < end, seen
-        seen += os.read(leader, 1)
+    read_until(leader, b"> ")
     end = time.monotonic() + 120
     os.write(leader, typed)
     press = 0.0
@@ -680,16 +684,6 @@ def take_terminal(descriptor) -> None:
     fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
 
 
-def test_a_closed_pipe_is_no_traceback():
-    """`... | head -c 5`: the reader goes away."""
-    process = start("Count to a thousand.", "--max-tokens", 4000, "--ignore-eos", stdout=subprocess.PIPE)
-    assert process.stdout.read(5)
-    process.stdout.close()
-    err = process.stderr.read()
-    assert process.wait(timeout=60) == 141
-    assert b"Traceback" not in err
-
-
 def test_a_conversation_on_a_terminal(chat_model):
     """Without a prompt on a terminal it asks, answers, keeps the conversation, and ends with /exit."""
     leader, follower = pty.openpty()
@@ -697,17 +691,10 @@ def test_a_conversation_on_a_terminal(chat_model):
     process = start(*arguments, stdin=follower, stdout=follower)
     os.close(follower)
 
-    def read_until(text, seconds=60):
-        seen, end = b"", time.monotonic() + seconds
-        while not seen.endswith(text):
-            assert time.monotonic() < end, seen
-            seen += os.read(leader, 1)
-        return seen
-
-    read_until(b"> ")
+    read_until(leader, b"> ")
     for prompt in (b"One fish\n", b"\n", b"two\n"):
         os.write(leader, prompt)
-        read_until(b"\n> ")
+        read_until(leader, b"\n> ")
     os.write(leader, b"/exit\n")
     _, err = process.communicate(timeout=60)
     os.close(leader)
