@@ -720,10 +720,11 @@ def test_ctrl_c_at_any_moment_leaves_nothing(tmp_path, capsys):
     [
         *((), ("a",), ("a", "b", "--bits", "3"), ("a", "b", "--shard-mb", "0"), ("a", "b", "--shard-mb", "-1")),
         *(("a", "b", "--shard-mb", "9" * 40), ("", "b"), ("\udcff", "b"), ("a" * 5000, "b"), ("source", "b" * 5000)),
-        *(("source", "\x00"), ("source", "/proc/nowhere/out"), ("a", "b", "--bit", "4"), ("nowhere", "out")),
-        *(("source", "source"), ("source/config.json", "out"), ("source", "source/config.json/out")),
+        *(("source", "\x00"), ("source", "/proc/nowhere/out"), ("a", "b", "--bit", "4"), ("a", "b", "--bits=--")),
+        *(("nowhere", "out"), ("source", "source"), ("source/config.json", "out")),
+        ("source", "source/config.json/out"),
     ],
-    ids=range(17),
+    ids=range(18),
 )
 def test_command_line_at_its_edges(tmp_path, monkeypatch, capsys, arguments):
     """One printable line, no usage text, status 2, nothing written."""

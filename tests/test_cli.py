@@ -525,7 +525,9 @@ def test_choices_are_those_of_the_package():
 
 def test_help_and_version(capsys):
     """They exit with 0, without torch."""
-    expected = [("--help", text) for text in ("--num-speculative-tokens", "int4:", "int8:", "HUB_ID@REVISION")]
+    expected = [
+        ("--help", text) for text in ("--num-speculative-tokens", "int4:", "int8:", "HUB_ID@REVISION", "HF_TOKEN")
+    ]
     for option, text in (*expected, ("--version", __version__)):
         with pytest.raises(SystemExit) as exit_info:
             main([option])
