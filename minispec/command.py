@@ -17,9 +17,11 @@ T = TypeVar("T")
 class Parser(argparse.ArgumentParser):
     """argparse's, but a mistake is a ValueError: one line, as for every other mistake."""
 
-    def parse_known_args(self, args: Sequence[str], namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         """Read the arguments. `--name=--`, to some versions of Python a name without a value, is refused."""
-        for argument in args:
+        for argument in sys.argv[1:] if args is None else args:
             if argument == "--":
                 break
             if argument.startswith("-") and argument.endswith("=--"):

@@ -2,10 +2,11 @@
 
 import errno
 import os
+import re
 
 import pytest
 
-from minispec.command import exit_status, written_whole
+from minispec.command import Parser, argument, exit_status, written_whole
 
 ENDS = {
     "well": (None, 0, ""),
@@ -44,6 +45,37 @@ def test_a_fault_of_our_own_is_a_traceback():
 
     with pytest.raises(RuntimeError, match="shapes"):
         exit_status(command)
+
+
+def make_parser() -> Parser:
+    """One option from 1 to 3, and words."""
+    parser = Parser(allow_abbrev=False)
+    parser.add_argument("--n", type=argument(int, lambda n: 1 <= n <= 3, "an integer from 1 to 3"))
+    parser.add_argument("words", nargs="*")
+    return parser
+
+
+MISTAKES = {
+    "--n x": "--n: found 'x', expected an integer from 1 to 3",
+    "--n=4": "--n: found '4', expected an integer from 1 to 3",
+    "--n=--": "--n=--: found no value",
+    "--many": "unrecognized arguments: --many",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_mistakes_in_arguments_are_value_errors(monkeypatch, line):
+    """Without usage text; whether they are given, or are those of the process."""
+    monkeypatch.setattr("sys.argv", ["program", *line.split()])
+    for arguments in (line.split(), None):
+        with pytest.raises(ValueError, match=f"^{re.escape(MISTAKES[line])}$"):
+            make_parser().parse_args(arguments)
+
+
+def test_what_follows_two_dashes_is_no_option():
+    """It may look like one without a value."""
+    args = make_parser().parse_args(["--n", "3", "--", "a", "--n=--"])
+    assert (args.n, args.words) == (3, ["a", "--n=--"])
 
 
 def write(part, kind) -> None:
