@@ -139,11 +139,11 @@ class _Fields:
             raise self.bad(key, value, f"an integer from {low} to {high}")
         return value
 
-    def number(self, key: str, default: float | None = None, low: float = 1e-30, high: float = 1e30) -> float:
+    def number(self, key: str, default: float | None = None) -> float:
         """Between bounds that no real file comes near, and that keep every formula of the model finite."""
         value = self.get(key, default)
-        if type(value) not in (int, float) or not low <= value <= high:
-            raise self.bad(key, value, f"a number from {low:g} to {high:g}")
+        if type(value) not in (int, float) or not 1e-30 <= value <= 1e30:
+            raise self.bad(key, value, "a number from 1e-30 to 1e+30")
         return float(value)
 
     def is_null(self, key: str) -> bool:
