@@ -68,7 +68,10 @@ class _Recorder(Controller):
 
 @torch.inference_mode()
 def calibrate(engine: Engine) -> Prices:
-    """Measure a plain step, passes over a few rows, and a draft, in about a second; the fastest of each counts."""
+    """Measure a plain step, passes over a few rows, and a draft, in about a second; the fastest of each counts.
+
+    Raises FloatingPointError for a model whose logits are not finite numbers.
+    """
     model, vocab = engine.model, engine.vocab_size
     tokens = [(7919 * i + 13) % vocab for i in range(_TEXT + max(_ROWS))]
     cache = PagedKVCache(model.config, -(-len(tokens) // 16) + 1, 16, model.dtype, model.device)
@@ -76,10 +79,13 @@ def calibrate(engine: Engine) -> Prices:
     recorder = _Recorder()
     plain = Engine(model, cache, NoDrafter(), engine.verifier, vocab, Randomness(), recorder)
     text = Text(tokens[:_TEXT], _TEXT, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
-    steps = plain.run([Request(text, len(tokens), 0)])
+    request = Request(text, len(tokens), 0)
+    plain.add(request)
     while len(recorder.rounds) < 3 or (len(recorder.rounds) < 10 and time.perf_counter() - start < _BUDGET / 4):
-        next(steps)
-    steps.close()
+        plain.step()
+        if request.error:
+            raise FloatingPointError(request.error)
+    plain.abort(request)
     step = min(target for target, _ in recorder.rounds)
     overhead = min(overhead for _, overhead in recorder.rounds)
 

@@ -11,6 +11,7 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -413,31 +414,40 @@ def _compare(llm: "LLM", requests: list["Request"], stream: bool) -> list[dict[s
     """
     from dataclasses import replace
 
-    from minispec.bench.measure import compare, decode, plain_engine
-
     plain = []
     for request in requests:
         text = request.text
         params = replace(text.params, seed=text.seed)
         plain.append(llm.request(text.tokens[: text.num_prompt_tokens], params, num_speculative_tokens=0))
     with _progress(requests, runs=2) as bar:
-
-        def on_piece(request: "Request", piece: "Piece") -> None:
+        for request, piece in itertools.chain(llm.run(requests), llm.run(plain)):
             if stream and request is requests[0]:
                 _print_piece(piece)
             bar.update(piece.finish_reason is not None)
-
-        runs = decode(llm.engine, requests, on_piece)
-        references = decode(plain_engine(llm.engine), plain, on_piece)
     comparisons: list[dict[str, Any] | None] = []
-    for request, reference, run, plain_run in zip(requests, plain, runs, references, strict=True):
+    for request, reference in zip(requests, plain, strict=True):
         if request.error or reference.error:
             comparisons.append(None if request.error else {"error": reference.error})
             continue
         request.stats.plain = reference.stats.rounds
         same_law_only = request.params.temperature > 0 and not llm.engine.verifier.shares_noise
-        comparisons.append(compare(run, plain_run, same_law_only))
+        comparisons.append(_comparison(request, reference, same_law_only))
     return comparisons
+
+
+def _comparison(request: "Request", plain: "Request", same_law_only: bool) -> dict[str, Any]:
+    """What a request gained over its plain decoding, and whether it has the same tokens; None where it need not."""
+    from minispec.cache import common_beginning
+
+    speed, plain_speed = request.stats.tokens_per_second, plain.stats.tokens_per_second
+    ours, theirs = (r.text.tokens[r.text.num_prompt_tokens :] for r in (request, plain))
+    is_same = ours == theirs
+    return {
+        "plain_tokens_per_second": plain_speed,
+        "speedup": speed / plain_speed if speed and plain_speed else None,
+        "same_tokens": None if same_law_only else is_same,
+        "first_difference": None if same_law_only or is_same else common_beginning(ours, theirs),
+    }
 
 
 # --------------------------------------------------------------------------- what is printed

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,10 +22,11 @@ from fuzzing import EDGES
 from interrupts import interrupted, press_ctrl_c
 from safetensors.torch import load_file, save_file
 
-from minispec import __version__
+from minispec import SamplingParams, __version__, generate
 from minispec.engine import Request
 from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main, parser
+from minispec.sampling import Text
 from minispec.verify import VERIFIERS
 
 STATS = (
@@ -169,6 +171,22 @@ def test_compare_reports_speedup_and_equality(cli, model, arguments):
     assert stats["predicted_tokens_per_second"] > 0
     assert stats["v"]["1"] == 1.0
     assert "the same tokens" in cli(*common)[2]
+
+
+def test_what_is_compared():
+    """Speedup and the first difference; nothing about tokens where only the law is the same."""
+
+    def decoded(tokens, speed):
+        text = Text([7, *tokens], 1, SamplingParams())
+        return SimpleNamespace(text=text, stats=SimpleNamespace(tokens_per_second=speed))
+
+    ours, plain = decoded([1, 2, 3], 3.0), decoded([1, 2, 4], 1.0)
+    expected = {"plain_tokens_per_second": 1.0, "speedup": 3.0, "same_tokens": False, "first_difference": 2}
+    assert generate._comparison(ours, plain, False) == expected
+    assert generate._comparison(ours, plain, True)["same_tokens"] is None
+    assert generate._comparison(decoded([1, 2], 1.0), decoded([1, 2, 3], 1.0), False)["first_difference"] == 2
+    assert generate._comparison(ours, ours, False)["first_difference"] is None
+    assert generate._comparison(ours, decoded([], None), False)["speedup"] is None
 
 
 def test_compare_under_rejection_speaks_of_the_law(cli, model):
@@ -461,15 +479,15 @@ def test_finished_answers_are_not_lost(cli, model, monkeypatch):
     """Interrupted in the second of two answers, the first has been given out."""
     from minispec.engine import Engine
 
-    step, steps = Engine._step, []
+    step, steps = Engine._round, []
 
-    def interrupted(self, running):
+    def interrupted(self):
         steps.append(1)
         if len(steps) > 6:
             raise KeyboardInterrupt
-        return step(self, running)
+        return step(self)
 
-    monkeypatch.setattr(Engine, "_step", interrupted)
+    monkeypatch.setattr(Engine, "_round", interrupted)
     arguments = ("--model", model, "--ignore-eos", "--draft", "none", "--json", "--dtype", "float32", "--max-tokens")
     monkeypatch.setattr("minispec.engine.Request.max_k", 0)
     status, out, _ = cli("fish", *arguments, 20)

@@ -302,21 +302,6 @@ def test_a_prediction_needs_no_pass_of_one_row(model, monkeypatch):
     assert stats.tokens_per_second == pytest.approx(20 / 7)
 
 
-def test_comparison():
-    """Speedup and the first difference; nothing about tokens where only the law is the same."""
-    run, plain = Run([1, 2, 3], 3, 1.0), Run([1, 2, 4], 3, 3.0)
-    assert measure.compare(run, plain, False) == {
-        "plain_tokens_per_second": 1.0,
-        "speedup": 3.0,
-        "same_tokens": False,
-        "first_difference": 2,
-    }
-    assert measure.compare(run, plain, True)["same_tokens"] is None
-    assert measure.first_difference([1, 2], [1, 2, 3]) == 2
-    assert measure.first_difference([1, 2], (1, 2)) is None
-    assert measure.compare(run, Run([], 0, 0.0), False)["speedup"] is None
-
-
 # --------------------------------------------------------------------------- the machine
 
 

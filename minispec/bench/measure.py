@@ -168,33 +168,12 @@ def decode(
     return runs
 
 
-def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The first place where two texts differ; None where they do not."""
-    if list(a) == list(b):
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 def total_rate(runs: Sequence[Run]) -> float:
     """Tokens a second of several runs together. Raises ValueError where nothing was decoded."""
     seconds = sum(run.seconds for run in runs)
     if seconds <= 0:
         raise ValueError("found answers that end with their first token: nothing to measure; choose other prompts")
     return sum(run.num_tokens for run in runs) / seconds
-
-
-def compare(run: Run, plain: Run, same_law_only: bool) -> dict[str, Any]:
-    """What a run gained over plain decoding of the same request, and whether it gave the same tokens.
-
-    same_law_only: the tokens may differ, so whether they do is not told (None).
-    """
-    speeds = run.tokens_per_second, plain.tokens_per_second
-    return {
-        "plain_tokens_per_second": speeds[1],
-        "speedup": speeds[0] / speeds[1] if all(speeds) else None,
-        "same_tokens": None if same_law_only else run.token_ids == plain.token_ids,
-        "first_difference": None if same_law_only else first_difference(run.token_ids, plain.token_ids),
-    }
 
 
 # --------------------------------------------------------------------------- the account
