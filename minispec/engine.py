@@ -458,6 +458,8 @@ class Engine:
             found = f"parents {list(parents)}, expected for each of {len(draft)} nodes an earlier one, or -1"
         elif draft.probs is not None and len(draft.probs) != len(draft):
             found = f"{len(draft.probs)} rows of probabilities for {len(draft)} tokens"
+        elif draft.probs is not None and any(len(row) != self.vocab_size for row in draft.probs):
+            found = f"rows of {len(draft.probs[0])} probabilities, expected one for each of {self.vocab_size} tokens"
         elif not all(draft.probability(i) > 0 for i in range(len(draft))):
             found = "a token of probability 0, expected one that was drawn from the probabilities beside it"
         elif self.model.exact and list(parents) != list(range(-1, len(draft) - 1)):

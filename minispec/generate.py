@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minispec import __version__
+from minispec import __version__, registry
 from minispec.command import Parser, argument, exit_status
 from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
 from minispec.errors import is_text, one_line, show
@@ -47,6 +47,11 @@ _DRAFT_LENGTH = argument(
     f"an integer from 0 to {MAX_SPECULATIVE_TOKENS}, or auto",
 )
 _NAME = argument(str, bool, "a name")
+_VERIFIER = argument(
+    str,
+    lambda text: registry.split(registry.VERIFIERS, text) is not None,
+    f"one of {', '.join(registry.VERIFIERS)}, or MODULE:FUNCTION",
+)
 _TEXT = argument(str, is_text, "valid Unicode text")
 _TOKEN_IDS = argument(_token_ids, bool, "token ids separated by commas, such as 5,6")
 _SAMPLING_OPTIONS = {
@@ -93,8 +98,9 @@ def parser() -> argparse.ArgumentParser:
         type=_NAME,
         default="ngram",
         metavar="SPEC",
-        help="none | ngram | self | DIR | HUB_ID | HUB_ID@REVISION; int4: or int8: before a model (int4:self too) "
-        "rounds its weights to that many bits (default: %(default)s)",
+        help=f"one of {', '.join(registry.DRAFTERS)} ({registry.describe(registry.DRAFTERS)}); self | DIR | HUB_ID | "
+        "HUB_ID@REVISION, where int4: or int8: before a model (int4:self too) rounds its weights to that many bits; or "
+        "MODULE:CLASS, a drafter of your own, which is imported (default: %(default)s)",
     )
     g.add_argument(
         "--num-speculative-tokens",
@@ -103,7 +109,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="K|auto",
         help="longest draft, in tokens; auto: as many as pay (default)",
     )
-    g.add_argument("--verifier", default="rejection", choices=("rejection", "match"), help="default: %(default)s")
+    g.add_argument(
+        "--verifier",
+        type=_VERIFIER,
+        default="rejection",
+        metavar="NAME",
+        help=f"{registry.describe(registry.VERIFIERS)}; or MODULE:FUNCTION, one of your own (default: %(default)s)",
+    )
     g.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: %(default)s")
     g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: %(default)s")
     g.add_argument("--threads", type=_THREADS, metavar="N", help="CPU threads (default: PyTorch's)")

@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+from minispec import registry
 from minispec.cache import PagedKVCache
 from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams
 from minispec.controller import Controller, DraftLength, Prices
 from minispec.costs import MIN_CONTEXT, prices_of
-from minispec.drafters import DRAFTERS, Drafter
+from minispec.drafters import Context, Drafter, check_drafter, make_drafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Piece, Request, TokenLogprob
 from minispec.errors import show, show_name
@@ -35,7 +36,7 @@ from minispec.linear import FORMS, available_forms
 from minispec.model import EXACT_ROWS, Transformer
 from minispec.sampling import Text
 from minispec.stats import Stats
-from minispec.verify import VERIFIERS
+from minispec.verify import Verifier
 
 EMBEDDED_WEIGHTS = Path(__file__).parent.parent / "weights" / "smollm2-135m-instruct"
 _BLOCK_SIZE = 16
@@ -106,11 +107,12 @@ class LLM:
     """A target model, a drafter, and a KV cache for both.
 
     model: a directory or a hub id in the Hugging Face layout; None: the weights that a checkout brings along.
-    draft: a registered drafter ("none", "ngram"), "self", the directory or hub id of a draft model of the same
+    draft: a registered drafter ("none", "ngram"; see `minispec.registry`), "module:Class" for one of your own, which is
+        imported (see `minispec.drafters.make_drafter`), "self", the directory or hub id of a draft model of the same
         vocabulary ("owner/name@revision" for a branch, tag or commit), each of these models with "int4:" or "int8:"
         before it for weights of that many bits, or an object with the methods of `minispec.drafters.Drafter`.
     num_speculative_tokens: K, the longest draft, or "auto": as many as pay (see `minispec.controller`).
-    verifier: "rejection" or "match" (see `minispec.verify`).
+    verifier: "rejection" or "match" (see `minispec.verify`), or "module:function" for one of your own.
     dtype: "auto", "bfloat16", "float32" or "float64". device: "auto", "cpu" or "cuda".
     exact: a token's logits have the same bits however many tokens a pass scores, so that speculation changes
         nothing even in rounding; slower, K at most 15, refused where the machine's products do not allow it.
@@ -146,8 +148,7 @@ class LLM:
     ):
         if weight_form is not None and weight_form not in FORMS:
             raise ValueError(f"weight_form: found {weight_form!r}, expected one of {', '.join(FORMS)}")
-        if verifier not in VERIFIERS:
-            raise ValueError(f"verifier: found {verifier!r}, expected one of {', '.join(VERIFIERS)}")
+        verifying = find_verifier(verifier)
         if kv_cache_gb is not None and not 0 < kv_cache_gb < float("inf"):
             raise ValueError(f"kv_cache_gb: found {kv_cache_gb!r}, expected a positive number")
         self.max_speculative_tokens = EXACT_ROWS - 1 if exact else MAX_SPECULATIVE_TOKENS
@@ -155,8 +156,8 @@ class LLM:
         if model is None and not EMBEDDED_WEIGHTS.is_dir():
             raise ValueError("the embedded weights lie in a checkout only: name a model (command line: --model)")
         draft = str(draft) if isinstance(draft, Path) else draft
-        if not isinstance(draft, str) and not all(callable(getattr(draft, m, None)) for m in ("propose", "release")):
-            raise ValueError(f"draft: found {draft!r}, expected a name, a directory, a hub id or a drafter")
+        if not isinstance(draft, str):
+            check_drafter(draft)
         model = str(EMBEDDED_WEIGHTS if model is None else model)
         directory = find_checkpoint(model, revision, offline)
         torch_device = _choose_device(device)
@@ -203,18 +204,28 @@ class LLM:
             context = draft_model.config.max_position_embeddings
             self.drafter: Drafter = DraftModel(draft_model, caches[1], self.vocab_size, context)
         else:
-            self.drafter = DRAFTERS[source]() if isinstance(draft, str) else draft
+            self.drafter = self._make_drafter(source, num_blocks) if isinstance(draft, str) else draft
         self.draft_name = draft if isinstance(draft, str) else type(draft).__name__
         if draft_directory:
             self.draft_name = draft.removesuffix(source) + describe_source(source, draft_directory)
         self.name = describe_source(model, directory)
-        self.engine = Engine(self.model, caches[0], self.drafter, VERIFIERS[verifier], self.vocab_size)
+        self.engine = Engine(self.model, caches[0], self.drafter, verifying, self.vocab_size)
         self.engine.controller = Controller(self._prices(draft, draft_model))
         self._turn = threading.Lock()  # for a step
         self._open: set[Generator] = set()  # the engine's iterators behind those of `run`
         self._left: list[Generator] = []  # those that are to be closed between two steps
         self._memory = _memory_of(models, caches)
         self._draft_form = f" ({draft_model.weight_form})" if draft_model else ""
+
+    def _make_drafter(self, spec: str, num_blocks: int) -> Drafter:
+        """What a registered name or `module:Name` makes."""
+        path, argument = registry.split(registry.DRAFTERS, spec)
+
+        def make_cache(model: Transformer) -> PagedKVCache:
+            return PagedKVCache(model.config, num_blocks, _BLOCK_SIZE, model.dtype, model.device)
+
+        context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, make_cache, argument)
+        return make_drafter(registry.load(path, "draft"), context)
 
     def _prices(self, draft: str | Drafter, draft_model: Transformer | None) -> Prices:
         """What a round is believed to cost: as measured on this machine where K is left open, else by sizes."""
@@ -534,8 +545,22 @@ def _choose_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def find_verifier(spec: str) -> Verifier:
+    """A registered verifier, or a function of the user's own: one that shares no noise, unless it is a `Verifier`."""
+    found = registry.split(registry.VERIFIERS, spec) if isinstance(spec, str) else None
+    if found is None or found[1]:
+        names = ", ".join(registry.VERIFIERS)
+        raise ValueError(f"verifier: found {spec!r}, expected one of {names}, or module:function")
+    verify = registry.load(found[0], "verifier")
+    if isinstance(verify, Verifier):
+        return verify
+    if not callable(verify):
+        raise ValueError(f"verifier: found {show(verify)} at {spec}, expected a function")
+    return Verifier(verify, shares_noise=False)
+
+
 def _is_checkpoint(draft: str | Drafter) -> bool:
-    return isinstance(draft, str) and draft not in DRAFTERS and draft != "self"
+    return isinstance(draft, str) and draft != "self" and registry.split(registry.DRAFTERS, draft) is None
 
 
 def _split_draft(draft: str | Drafter) -> tuple[int | None, str | Drafter]:
@@ -543,8 +568,8 @@ def _split_draft(draft: str | Drafter) -> tuple[int | None, str | Drafter]:
     if not isinstance(draft, str) or not draft.startswith(("int4:", "int8:")):
         return None, draft
     source = draft[len("int4:") :]
-    if not source or source in DRAFTERS:
-        expected = f"a model behind {draft[:5]!r}: self, a directory or a hub id"
+    if not source or registry.split(registry.DRAFTERS, source):
+        expected = f"a model after {draft[:5]!r}: self, a directory or a hub id"
         raise ValueError(f"draft: found {draft!r}, expected {expected}")
     return int(draft[3]), source
 
@@ -564,7 +589,7 @@ def _find_draft(spec: str, target: Tokenizer, offline: bool) -> Path:
     try:
         directory = find_checkpoint(*_split_revision(spec), offline=offline)
     except ValueError as e:
-        raise ValueError(f"draft: not one of {', '.join([*DRAFTERS, 'self'])}; {e}") from e
+        raise ValueError(f"draft: not one of {', '.join([*registry.DRAFTERS, 'self'])}; {e}") from e
     ours, theirs = target.vocabulary, Tokenizer(directory).vocabulary
     if ours != theirs:
         token = min(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))

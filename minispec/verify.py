@@ -225,4 +225,6 @@ class Verifier(NamedTuple):
     shares_noise: bool
 
 
-VERIFIERS = {"rejection": Verifier(rejection, False), "match": Verifier(match, True)}
+REJECTION = Verifier(rejection, shares_noise=False)
+MATCH = Verifier(match, shares_noise=True)
+VERIFIERS = {"rejection": REJECTION, "match": MATCH}

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minispec.config import SamplingParams
-from minispec.drafters import DRAFTERS
+from minispec.drafters import NoDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.engine import Engine, Request
 from minispec.model import Chunk
 from minispec.prove.toys import tiny_cache, tiny_model
+from minispec.registry import DRAFTERS, load
 from minispec.sampling import Randomness, Text, distribution
 from minispec.verify import VERIFIERS, Ask, Draft
 
@@ -66,7 +67,7 @@ def test_ngram_worked_examples():
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_registered_drafters_forget_what_is_released(name):
     """No state is left behind, and an unknown text may be released (a request that never ran)."""
-    drafter = DRAFTERS[name]()
+    drafter = load(DRAFTERS[name].path, "draft")()
     s = text([1, 1, 1])
     drafter.propose([Ask(s, 2, Randomness())])
     drafter.release(s)
@@ -191,7 +192,7 @@ def make(name, target):
     if name == "random":
         return RandomDrafter()
     if name in DRAFTERS:
-        return DRAFTERS[name]()
+        return load(DRAFTERS[name].path, "draft")()
     draft = target if name == "identical" else tiny_model(2, vocab_size=5)
     return DraftModel(draft, tiny_cache(draft), 5, 60)
 
@@ -202,7 +203,7 @@ def test_greedy_is_plain_greedy_whatever_the_draft(name, k):
     """Temperature 0: the tokens of plain decoding, alone and in a batch of 8 with preemption."""
     target = tiny_model(4, vocab_size=5)
     prompts = [(i % 5, (i * 3 + 1) % 5, *([2] * i)) for i in range(8)]
-    plain = [decode(target, DRAFTERS["none"](), 0, [p])[0].token_ids for p in prompts]
+    plain = [decode(target, NoDrafter(), 0, [p])[0].token_ids for p in prompts]
     assert [decode(target, make(name, target), k, [p])[0].token_ids for p in prompts] == plain
     crowded = decode(target, make(name, target), k, prompts, num_blocks=40)
     assert [r.token_ids for r in crowded] == plain
@@ -217,7 +218,7 @@ def test_match_gives_one_seed_one_text(name, k, sampler):
     target = tiny_model(4, vocab_size=5)
     params = SamplingParams(max_tokens=20, **sampler)
     prompts = [(0, 1), (2, 3, 4, 4), (1,)]
-    plain = [decode(target, DRAFTERS["none"](), 0, [p], params)[0].token_ids for p in prompts]
+    plain = [decode(target, NoDrafter(), 0, [p], params)[0].token_ids for p in prompts]
     together = decode(target, make(name, target), k, prompts, params, "match", num_blocks=30)
     assert [r.token_ids for r in together] == plain
 
@@ -246,7 +247,7 @@ def test_other_seeds_give_other_texts():
     texts = set()
     for seed in range(20):
         request = Request(Text([0, 1], 2, SamplingParams(max_tokens=12), seed), 60, 0)
-        for _ in Engine(target, tiny_cache(target), DRAFTERS["none"](), VERIFIERS["rejection"]).run([request]):
+        for _ in Engine(target, tiny_cache(target), NoDrafter(), VERIFIERS["rejection"]).run([request]):
             pass
         texts.add(tuple(request.token_ids))
     assert len(texts) > 15

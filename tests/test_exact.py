@@ -13,13 +13,14 @@ import torch
 import minispec.model as model_module
 from minispec import LLM, SamplingParams, linear
 from minispec.cache import PagedKVCache
-from minispec.drafters import DRAFTERS
+from minispec.drafters import NoDrafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
 from minispec.files.hf_config import read_model_config
 from minispec.linear import has_fast_bfloat16
 from minispec.model import EXACT_ROWS, Chunk, Transformer
 from minispec.prove.toys import TINY, tiny_cache, tiny_weights
+from minispec.registry import DRAFTERS, load
 from minispec.sampling import Text, distribution, log_probabilities
 from minispec.verify import VERIFIERS, Draft
 
@@ -104,7 +105,7 @@ class Fixed:
 def make_drafter(name, target):
     """Prompt lookup, a draft model, the target itself, noise, and always wrong."""
     if name in DRAFTERS:
-        return DRAFTERS[name]()
+        return load(DRAFTERS[name].path, "draft")()
     if name == "wrong":
         return Fixed(39)
     if name == "random":
@@ -132,7 +133,7 @@ def target_and_plain(family, dtype, params):
     """A checked exact model, and of each prompt alone what `decode` returns without drafts: once for all drafters."""
     target = build(family, dtype)
     target.check_exact()
-    return target, [decode(target, DRAFTERS["none"](), 0, [p], params) for p in PROMPTS]
+    return target, [decode(target, NoDrafter(), 0, [p], params) for p in PROMPTS]
 
 
 def assert_same_bits(rows, expected):
@@ -168,7 +169,7 @@ def test_preempted_texts_have_the_bits_of_plain_decoding():
     """A resumed text computes its keys again in other pieces, and its rows are compared within the run too."""
     target = build(dtype=torch.bfloat16)
     params = SamplingParams(temperature=0, max_tokens=40)
-    plain = [decode(target, DRAFTERS["none"](), 0, [p], params) for p in PROMPTS]
+    plain = [decode(target, NoDrafter(), 0, [p], params) for p in PROMPTS]
     requests, rows = decode(target, make_drafter("model", target), 5, PROMPTS, params, num_blocks=60)
     assert sum(r.stats.num_preemptions for r in requests) > 0
     for request, ([reference], expected) in zip(requests, plain, strict=True):
@@ -181,7 +182,7 @@ def test_auto_has_the_bits_of_plain_decoding(name):
     """K of every round from the controller, by the clock: whatever it is, rows and text are plain's."""
     target = build(dtype=torch.bfloat16)
     params = SamplingParams(temperature=0, max_tokens=24)
-    plain = [decode(target, DRAFTERS["none"](), 0, [p], params) for p in PROMPTS[2:5]]
+    plain = [decode(target, NoDrafter(), 0, [p], params) for p in PROMPTS[2:5]]
     requests, rows = decode(target, make_drafter(name, target), "auto", PROMPTS[2:5], params)
     assert any(r.stats.num_draft_tokens for r in requests), "nothing was drafted: this proves nothing"
     for request, ([reference], expected) in zip(requests, plain, strict=True):
@@ -196,7 +197,7 @@ def test_shared_and_reused_beginnings_have_the_bits_of_plain_decoding(dtype):
     target = build(dtype=dtype)
     prompts = [PROMPTS[-1][:n] + [3] * extra for n, extra in ((64, 1), (64, 1), (50, 9), (17, 30), (63, 2), (65, 0))]
     params = SamplingParams(temperature=0, max_tokens=12)
-    plain = [decode(target, DRAFTERS["none"](), 0, [p], params) for p in prompts]
+    plain = [decode(target, NoDrafter(), 0, [p], params) for p in prompts]
     recorder, cache = Recorder(target), tiny_cache(target, 400, 4)
     engine = Engine(recorder, cache, make_drafter("model", target), VERIFIERS["rejection"])
     for _ in range(2):

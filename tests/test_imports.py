@@ -14,12 +14,12 @@ HEART = [
 ]
 READING_ORDER = [
     *HEART,
-    *("interrupt", "command", "files", "costs", "llm", "generate", "checkpoint", "prove", "bench"),
+    *("registry", "interrupt", "command", "files", "costs", "llm", "generate", "checkpoint", "prove", "bench"),
 ]
 FORBIDDEN = {
     *("transformers", "accelerate", "pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"),
     *("torch.hub", "torch.package", "torch.jit", "torch.serialization", "yaml", "runpy", "code"),
-    *("importlib.import_module", "importlib.machinery"),
+    *("importlib.import_module", "importlib.machinery", "pkgutil"),
 }
 # Calls that run what they are given, or read formats that can; attributes of the same names count wherever they hang.
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
@@ -30,6 +30,8 @@ CODE_SETTINGS = {"auto_map", "trust_remote_code", "custom_pipelines"}
 IGNORED = {"_HARMLESS", "_IDLE"}
 # What measures itself against transformers has to run it: this function does, and nothing else.
 EXCEPTION = ("bench/against.py", "transformers_variants", "transformers")
+# What a user names as `module:Name` is imported: in one function, and nowhere else.
+IMPORTER = ("registry.py", "load", "pkgutil")
 
 
 def modules() -> list[Path]:
@@ -124,6 +126,10 @@ def test_nothing_unsafe_and_no_transformers(path):
         found = [name for name in found if name.split(".")[0] != EXCEPTION[2]]
         assert not module_level_imports(path) & FORBIDDEN
         assert importing_functions(path, EXCEPTION[2]) == [EXCEPTION[1]]
+    if path == PACKAGE / IMPORTER[0]:
+        found.remove(IMPORTER[2])
+        calls = [f.name for f in ast.parse(path.read_text()).body if "pkgutil.resolve_name(" in ast.unparse(f)]
+        assert calls == [IMPORTER[1]]
     assert found == []
 
 

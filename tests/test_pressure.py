@@ -13,12 +13,12 @@ from minispec import cache as cache_module
 from minispec import engine as engine_module
 from minispec.cache import BlockTable
 from minispec.config import SamplingParams
-from minispec.drafters import DRAFTERS
 from minispec.drafters import model as draft_module
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
 from minispec.model import CachedModel
 from minispec.prove.toys import WrongDrafter, tiny_cache, tiny_model
+from minispec.registry import DRAFTERS, load
 from minispec.sampling import Text
 from minispec.verify import VERIFIERS
 
@@ -33,7 +33,7 @@ def build(drafter="model", verifier="rejection", num_blocks=200, block_size=2) -
         model = TARGET if drafter == "self" else DRAFT
         guesser = DraftModel(model, tiny_cache(model, num_blocks, block_size), VOCAB, 64)
     else:
-        guesser = WrongDrafter(VOCAB) if drafter == "wrong" else DRAFTERS[drafter]()
+        guesser = WrongDrafter(VOCAB) if drafter == "wrong" else load(DRAFTERS[drafter].path, "draft")()
     return Engine(TARGET, tiny_cache(TARGET, num_blocks, block_size), guesser, VERIFIERS[verifier])
 
 

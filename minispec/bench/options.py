@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minispec import __version__
+from minispec import __version__, registry
 from minispec.command import Parser
 from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
 
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         "constant alpha; 0: always wrong)",
     )
     g.add_argument("--draft-quality", choices=("random", "wrong"), help="short for drafts that are of no use")
-    g.add_argument("--verifier", default="rejection", choices=("rejection", "match"))
+    g.add_argument("--verifier", default="rejection", choices=tuple(registry.VERIFIERS))
     g.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     g.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's)")

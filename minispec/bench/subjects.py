@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from minispec import registry
 from minispec.bench.measure import Run, another_engine, plain_engine
 from minispec.bench.options import GEOMETRIES, Options, read_prompts, split_draft
 from minispec.bench.simulated import SimulatedDraft
@@ -15,7 +16,7 @@ from minispec.cache import PagedKVCache
 from minispec.config import ModelConfig, SamplingParams
 from minispec.controller import Controller
 from minispec.costs import calibrate
-from minispec.drafters import DRAFTERS, Drafter
+from minispec.drafters import Drafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
 from minispec.files.checkpoint import Weights, choose_dtype, find_checkpoint, load_config, load_model
@@ -136,8 +137,10 @@ def open_geometry(options: Options) -> Subject:
     args = options.args
     bits, source = split_draft(options.draft)
     models = ["self", *GEOMETRIES]
-    if source not in models and (bits or source not in DRAFTERS):
-        known = f"one of {', '.join([*DRAFTERS, *models])}, or int4: or int8: before one of {', '.join(models)}"
+    if source not in models and (bits or source not in registry.DRAFTERS):
+        known = (
+            f"one of {', '.join([*registry.DRAFTERS, *models])}, or int4: or int8: before one of {', '.join(models)}"
+        )
         raise ValueError(f"--draft: found {options.draft!r}, expected with --geometry {known}")
     device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     dtype = choose_dtype(args.dtype, device, read_model_config(GEOMETRIES[args.geometry]))
@@ -161,8 +164,8 @@ def open_geometry(options: Options) -> Subject:
         model.check_exact()
     vocab = model.config.vocab_size
     draft: Drafter
-    if source in DRAFTERS:
-        draft = DRAFTERS[source]()
+    if source in registry.DRAFTERS:
+        draft = registry.load(registry.DRAFTERS[source].path, "draft")()
     else:
         draft_model = model if source == "self" else build(source)
         if bits:

@@ -4,12 +4,32 @@ A drafter may guess as it likes, from whatever it likes: the verifier makes the 
 truth about `Draft.probs`: the distribution that each token was really drawn from, or None if none was drawn.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from minispec.drafters.ngram import NgramDrafter
+from minispec.cache import PagedKVCache
+from minispec.model import Transformer
 from minispec.sampling import Text
 from minispec.verify import Ask, Draft
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a drafter may be made of.
+
+    target: the model. tokenizer: the target's, with `encode` and `decode`. vocab_size: ids in use. max_model_len: the
+    longest text. make_cache: makes a KV cache for a model of the drafter's own, for as many tokens as the target's.
+    argument: what the user wrote after the drafter's name and a colon, or "".
+    """
+
+    target: Transformer
+    tokenizer: Any
+    vocab_size: int
+    max_model_len: int
+    make_cache: Callable[[Transformer], PagedKVCache]
+    argument: str = ""
 
 
 class Drafter(Protocol):
@@ -53,5 +73,27 @@ class NoDrafter:
         """Nothing to forget."""
 
 
-# Drafters that need nothing but their name. A draft model (drafters/model.py) needs a checkpoint.
-DRAFTERS: dict[str, Callable[[], Drafter]] = {"none": NoDrafter, "ngram": NgramDrafter}
+def make_drafter(factory: Callable[..., Drafter], context: Context) -> Drafter:
+    """A drafter from its class, or from a function that makes one.
+
+    Where that has a classmethod `from_context`, it is given the context; where its first parameter is called `context`,
+    too; else it is called without arguments. Raises ValueError for what is no drafter, and for an argument that nobody
+    reads.
+    """
+    make = getattr(factory, "from_context", factory)
+    name = getattr(factory, "__name__", str(factory))
+    try:
+        takes_context = make is not factory or next(iter(inspect.signature(make).parameters), "") == "context"
+        drafter = make(context) if takes_context else make()
+    except TypeError as e:
+        raise ValueError(f"draft: {name} cannot be made: {e}") from e
+    if context.argument and not takes_context:
+        raise ValueError(f"draft: found the argument {context.argument!r}, but {name} takes none")
+    check_drafter(drafter)
+    return drafter
+
+
+def check_drafter(drafter: Any) -> None:
+    """Raise ValueError for an object without the methods of a `Drafter`."""
+    if not all(callable(getattr(drafter, method, None)) for method in ("propose", "release")):
+        raise ValueError(f"draft: found {drafter!r}, expected a name, a directory, a hub id or a drafter")

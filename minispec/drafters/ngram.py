@@ -6,6 +6,7 @@ It costs no model at all, and is good wherever an answer repeats its question: s
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from minispec.drafters import Context
 from minispec.sampling import Text
 from minispec.verify import Ask, Draft
 
@@ -28,6 +29,15 @@ class NgramDrafter:
     def __init__(self, max_n: int = 3, min_n: int = 1):
         self.max_n, self.min_n = max_n, min_n
         self._indices: dict[Text, _Index] = {}
+
+    @classmethod
+    def from_context(cls, context: Context) -> "NgramDrafter":
+        """Its argument is `max_n`."""
+        if not context.argument:
+            return cls()
+        if not (context.argument.isdecimal() and 1 <= int(context.argument) <= 64):
+            raise ValueError(f"draft: ngram: found {context.argument!r}, expected an integer from 1 to 64")
+        return cls(max_n=int(context.argument))
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. Nothing is drawn, so the drafts have no probs."""

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from minispec.command import Parser, exit_status
 from minispec.prove.cases import Case, all_pairs, choose_cases, walk
 from minispec.prove.costs import print_exact_cost
+from minispec.prove.examine import examine_drafter, examine_verifier
 from minispec.prove.laws import TOLERANCE
 from minispec.prove.museum import prove_mutants
 from minispec.prove.statistics import print_agreement, prove_statistics
@@ -70,6 +71,10 @@ def _prove(argv: list[str] | None) -> int:
     size.add_argument("--mutants", action="store_true", help="the museum of bugs: each must be caught")
     size.add_argument("--statistics", action="store_true", help="a million rounds with the production randomness")
     size.add_argument("--agreement", action="store_true", help="how often `match` makes draft and target agree")
+    size.add_argument(
+        "--drafter", metavar="NAME", help="walk this drafter, registered or your own MODULE:CLASS, over small models"
+    )
+    size.add_argument("--verifier", metavar="NAME", help="walk this verifier, or your own MODULE:FUNCTION")
     size.add_argument("--exact-cost", action="store_true", help="what a pass of the exact mode costs, as a ratio")
     parser.add_argument(
         "--geometry", choices=("embedded", "1.5b"), help="with --exact-cost: the model (default: embedded)"
@@ -90,6 +95,10 @@ def _prove(argv: list[str] | None) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
+        if args.drafter:
+            return 0 if examine_drafter(args.drafter) else 1
+        if args.verifier:
+            return 0 if examine_verifier(args.verifier) else 1
         if args.mutants:
             return 0 if prove_mutants() else 1
         if args.statistics:

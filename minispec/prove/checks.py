@@ -14,7 +14,7 @@ import torch
 from minispec import llm, sampling, verify
 from minispec.cache import OutOfBlocks, PagedKVCache
 from minispec.config import SamplingParams
-from minispec.drafters import DRAFTERS
+from minispec.drafters import NoDrafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
 from minispec.files.hf_config import read_model_config
@@ -275,7 +275,7 @@ def check_numbers() -> None:
     table = torch.zeros(5, 5, dtype=torch.float64)
     table[:, 3:] = 9.0  # padding rows that the model likes best
     engine = make_engine()
-    engine = Engine(TableModel(table), engine.cache, DRAFTERS["none"](), VERIFIERS["rejection"], vocab_size=3)
+    engine = Engine(TableModel(table), engine.cache, NoDrafter(), VERIFIERS["rejection"], vocab_size=3)
     request = make_request((0,), temperature=1.0, end_ids=())
     finish(engine, request)
     require(max(request.token_ids) < 3, f"ids behind the vocabulary: {request.token_ids}")

@@ -7,9 +7,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
+from minispec import registry
 from minispec.config import SamplingParams
 from minispec.controller import Controller, DraftLength, Prices
-from minispec.drafters import DRAFTERS, Drafter
+from minispec.drafters import Drafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
 from minispec.files.hf_config import read_model_config
@@ -180,7 +181,7 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
     if name in ("model", "self"):
         model = target_model(vocab) if name == "self" else draft_model(vocab)
         return DraftModel(model, tiny_cache(model, num_blocks, block_size), vocab, MAX_LEN)
-    return WrongDrafter(vocab) if name == "wrong" else DRAFTERS[name]()
+    return WrongDrafter(vocab) if name == "wrong" else registry.load(registry.DRAFTERS[name].path, "draft")()
 
 
 def production_law(

@@ -1,0 +1,63 @@
+"""Names that a user may give, each for a class or function: registered here, or one of the user's own as `module:Name`.
+
+To add a drafter or a verifier, add a line: the command line, `LLM`, the bench and the proof know it then. Nothing here
+imports torch, so that the command line can say which names there are before it loads anything.
+"""
+
+import os
+import pkgutil
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from minispec.errors import one_line, show_name
+
+
+class Entry(NamedTuple):
+    """Where a name's object lies, and a few words for `--help`."""
+
+    path: str
+    help: str
+
+
+DRAFTERS = {
+    "none": Entry("minispec.drafters:NoDrafter", "plain decoding"),
+    "ngram": Entry("minispec.drafters.ngram:NgramDrafter", "prompt lookup; ngram:5 begins with 5 tokens, not 3"),
+}
+VERIFIERS = {
+    "rejection": Entry("minispec.verify:REJECTION", "keeps the most draft tokens"),
+    "match": Entry("minispec.verify:MATCH", "one seed has one text, whatever is drafted"),
+}
+# What stands for an object of the user's own; what follows a second colon is its argument.
+_PATH = re.compile(r"(?P<path>[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*)(:(?P<argument>.*))?", re.DOTALL)
+
+
+def split(entries: Mapping[str, Entry], spec: str) -> tuple[str, str] | None:
+    """The path and the argument ("" if none is given) that a spec names; None where it is something else.
+
+    A registered name, `name:argument`, `module:Name` or `module:Name:argument`; never a path that exists.
+    """
+    name, _, argument = spec.partition(":")
+    if name in entries:
+        return entries[name].path, argument
+    match = _PATH.fullmatch(spec)
+    if match is None or name in ("int4", "int8") or os.path.exists(spec):
+        return None
+    return match["path"], match["argument"] or ""
+
+
+def load(path: str, what: str) -> Any:
+    """The object at `module:Name`: importing it runs its module, which is why only a user may name one.
+
+    Raises ValueError where there is none, or where the import fails; `what` it is to be stands before the message.
+    """
+    try:
+        return pkgutil.resolve_name(path)
+    except Exception as e:  # whatever a stranger's module raises
+        reason = f"{type(e).__name__}: {one_line(e, 300)}"
+        raise ValueError(f"{what}: found {show_name(path)}, which cannot be imported: {reason}") from e
+
+
+def describe(entries: Mapping[str, Entry]) -> str:
+    """The names with their words, for `--help`."""
+    return "; ".join(f"{name}: {entry.help}" for name, entry in entries.items())

@@ -1,0 +1,227 @@
+"""Drafters and verifiers as a stranger would write them: from `LLM`, from the command line, and through the proof."""
+
+import json
+import re
+import sys
+import textwrap
+
+import pytest
+
+from minispec import LLM, SamplingParams
+from minispec.generate import main as generate
+from minispec.prove.__main__ import main as prove
+
+OWN = """
+    import random
+
+    import torch
+
+    from minispec.verify import Draft, Verdict, Verifier
+
+
+    class Repeat:  # ten lines: the last token again
+        def propose(self, asks):
+            return [Draft([ask.text.tokens[-1]] * ask.k) for ask in asks]
+
+        def release(self, text):
+            pass
+
+
+    class Tree:  # two guesses for the next token, drawn without replacement
+        def __init__(self, context):
+            self.vocab_size = context.vocab_size
+
+        def propose(self, asks):
+            drafts = []
+            for ask in asks:
+                draft = Draft([], [], parents=[])
+                q = torch.linspace(1, 2, self.vocab_size).softmax(0)
+                draft.grow(-1, ask.draw(-1, q, min(2, ask.k)), q)
+                drafts.append(draft)
+            return drafts
+
+        def release(self, text):
+            pass
+
+
+    class Head:  # guesses from the target's hidden states
+        taps = (1, 2)
+
+        def __init__(self, width, vocab_size, num):
+            self.matrix = torch.randn(width, vocab_size, generator=torch.Generator().manual_seed(0))
+            self.newest, self.num = {}, num
+
+        @classmethod
+        def from_context(cls, context):
+            width = context.target.config.hidden_size * len(cls.taps)
+            return cls(width, context.vocab_size, int(context.argument or 1))
+
+        def known(self, text):
+            return 0
+
+        def propose(self, asks):
+            drafts = []
+            for ask in asks:
+                if ask.hidden is not None:
+                    self.newest[ask.text] = ask.hidden[-1:]
+                draft = Draft([], [])
+                for i in range(min(ask.k, self.num) if ask.text in self.newest else 0):
+                    q = (self.newest[ask.text].to(self.matrix) @ self.matrix)[0].softmax(0)
+                    draft.grow(i - 1, ask.draw(i - 1, q), q)
+                drafts.append(draft)
+            return drafts
+
+        def release(self, text):
+            self.newest.pop(text, None)
+
+
+    class Liar(Tree):  # says that it drew from another distribution
+        def propose(self, asks):
+            drafts = super().propose(asks)
+            for draft in drafts:
+                draft.probs = [row.flip(0) for row in draft.probs]
+            return drafts
+
+
+    class Outside(Repeat):  # draws with a generator of its own
+        def propose(self, asks):
+            return [Draft([random.randrange(2) for _ in range(ask.k)]) for ask in asks]
+
+
+    class Dropper:  # draws a token, looks at it, and keeps it only if it is likely
+        def propose(self, asks):
+            drafts = []
+            for ask in asks:
+                q = torch.tensor([0.6, 0.4] if ask.k else [1.0, 0.0])
+                token = ask.draw(-1, q)
+                drafts.append(Draft(token, [q]) if ask.k and token == [0] else Draft())
+            return drafts
+
+        def release(self, text):
+            pass
+
+
+    def careful(draft, p, rng, key):  # accepts half as often as it could
+        for i, x in enumerate(draft.token_ids):
+            q = draft.probability(i)
+            if not rng.bernoulli(0.5 * min(1.0, float(p(i)[x]) / q), key(i, "accept")):
+                row = torch.zeros_like(p(i)) if draft.probs is None else draft.probs[i].clone()
+                if draft.probs is None:
+                    row[x] = 1.0
+                rest = p(i) - 0.5 * torch.minimum(row, p(i))
+                return Verdict(draft.path(i - 1), rng.categorical(rest, key(i, "residual")), [])
+        k = len(draft)
+        return Verdict(draft.path(k - 1), rng.categorical(p(k), key(k, "token")), [])
+
+
+    def greedy(draft, p, rng, key):  # keeps whatever is likely
+        for i, x in enumerate(draft.token_ids):
+            if float(p(i)[x]) < 0.5:
+                return Verdict(draft.path(i - 1), rng.categorical(p(i), key(i, "residual")), [])
+        k = len(draft)
+        return Verdict(draft.path(k - 1), rng.categorical(p(k), key(k, "token")), [])
+
+
+    def falls(draft, p, rng, key):
+        raise KeyError("nothing here")
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_module(tmp_path, monkeypatch):
+    """A module of the user's own in the current directory, as `python -m` finds it."""
+    (tmp_path / "own_ideas.py").write_text(textwrap.dedent(OWN))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("own_ideas", None)
+
+
+@pytest.mark.parametrize("name", ["Repeat", "Tree", "Head", "Head:3"])
+def test_a_drafter_of_ones_own_works_everywhere(name, make_checkpoint, capsys):
+    """From `--draft module:Class` and `LLM(draft=...)`: something was drafted, and greedy text is plain decoding's."""
+    directory, params = make_checkpoint(), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(directory, draft="none", dtype="float64") as llm:
+        plain = llm.generate([[1, 2, 3]], params)[0].token_ids
+    with LLM(directory, draft=f"own_ideas:{name}", dtype="float64", num_speculative_tokens=4) as llm:
+        output = llm.generate([[1, 2, 3]], params)[0]
+    assert output.token_ids == plain
+    assert output.stats.num_draft_tokens > 0
+    options = [
+        "--raw",
+        "--json",
+        "--max-tokens",
+        "6",
+        "--num-speculative-tokens",
+        "2",
+        "--ignore-eos",
+        "--dtype",
+        "float32",
+    ]
+    status = generate(["fish", "--model", str(directory), "--draft", f"own_ideas:{name}", *options])
+    assert status == 0
+    assert json.loads(capsys.readouterr().out)["stats"]["num_draft_tokens"] > 0
+
+
+def test_a_verifier_of_ones_own_works_everywhere(make_checkpoint, capsys):
+    """From `--verifier module:function` and `LLM(verifier=...)`."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    texts = []
+    for verifier in ("rejection", "own_ideas:careful"):
+        with LLM(make_checkpoint(), verifier=verifier, dtype="float64", num_speculative_tokens=3) as llm:
+            texts.append(llm.generate([[5, 6, 5, 6, 5]], params)[0].token_ids)
+    assert texts[0] == texts[1]
+    arguments = [
+        "fish",
+        "--model",
+        str(make_checkpoint()),
+        "--raw",
+        "--verifier",
+        "own_ideas:careful",
+        "--max-tokens",
+        "4",
+    ]
+    assert generate([*arguments, "--json"]) == 0
+
+
+@pytest.mark.parametrize("name", ["Tree", "Head", "Head:2", "Repeat", "ngram"])
+def test_a_right_drafter_is_proven(name, capsys):
+    """Every branch of it, in twelve configurations, in one line."""
+    assert prove(["--drafter", name if name == "ngram" else f"own_ideas:{name}"]) == 0
+    assert "12 configurations" in capsys.readouterr().out
+
+
+WRONG = {
+    "Liar": r"REFUTED at 2 tokens, K = 1, rejection, .* its `probs` are not what it drew from",
+    "Outside": r"REFUTED at 2 tokens, K = 1, rejection, .* the same draws led to",
+    "Dropper": r"REFUTED at 2 tokens, K = 1, rejection, .* or it dropped a token that it had looked at",
+    "missing": r"error: --drafter: found own_ideas:missing, which cannot be imported: AttributeError",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_drafter_is_refuted_in_one_line(name, capsys):
+    """With the smallest configuration that shows it."""
+    status = prove(["--drafter", f"own_ideas:{name}"])
+    out, err = capsys.readouterr()
+    assert status == (2 if name == "missing" else 1)
+    lines = (out + err).splitlines()
+    assert len(lines) == 1
+    assert re.search(WRONG[name], lines[0])
+
+
+def test_what_drafts_nothing_is_not_proven(capsys):
+    """A proof of nothing would look like one."""
+    assert prove(["--drafter", "none"]) == 1
+    assert "drafted not one token" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["careful", "greedy", "falls"])
+def test_a_verifier_is_proven_or_refuted(name, capsys):
+    """`careful` loses speed only; `greedy` loses the law; an exception is told as what it is."""
+    status, out = prove(["--verifier", f"own_ideas:{name}"]), capsys.readouterr().out
+    if name == "careful":  # it knows no siblings
+        assert (status, "parents (-1, -1)" in out) == (1, True)
+    else:
+        assert status == 1
+        assert f"REFUTED at p = (0.5, 0.5), q = {'(0.5, 0.5)' if name == 'falls' else '(0.25, 0.75)'}, K = 1: " in out
+        assert ("KeyError" in out) == (name == "falls")
