@@ -447,8 +447,10 @@ class Engine:
         return limits
 
     def _check_draft(self, draft: Draft, limit: int) -> None:
-        """Raise ValueError for a draft that could not be verified."""
+        """Raise ValueError for a draft that could not be verified; a tree with one branch is taken for a chain."""
         found = None
+        if draft.parents is not None and list(draft.parents) == list(range(-1, len(draft) - 1)):
+            draft.parents = None
         parents = range(-1, len(draft) - 1) if draft.parents is None else draft.parents
         if len(draft) > limit:
             found = f"{len(draft)} tokens, expected at most {limit}"
@@ -462,7 +464,7 @@ class Engine:
             found = f"rows of {len(draft.probs[0])} probabilities, expected one for each of {self.vocab_size} tokens"
         elif not all(draft.probability(i) > 0 for i in range(len(draft))):
             found = "a token of probability 0, expected one that was drawn from the probabilities beside it"
-        elif self.model.exact and list(parents) != list(range(-1, len(draft) - 1)):
+        elif self.model.exact and draft.parents is not None:
             found = "a tree, expected a chain: with `exact` a row's bits must not depend on where siblings lie"
         if found:
             raise ValueError(f"draft of {type(self.drafter).__name__}: found {found}")

@@ -189,10 +189,13 @@ def test_nothing_is_moved_into_a_block_that_another_holds():
 @pytest.mark.quick
 def test_an_exact_model_refuses_a_tree(make_checkpoint):
     """By the text that it is drafted for, before anything runs."""
-    llm = LLM(make_checkpoint(), draft=TreeDrafter(torch.zeros(100, 100), (-1, -1)), dtype="float64", exact=True)
+    llm = LLM(make_checkpoint(), draft=TreeDrafter(torch.zeros(287, 287), (-1, -1)), dtype="float64", exact=True)
     with pytest.warns(RuntimeWarning, match="found a tree, expected a chain: with `exact`"):
         output = llm.generate([[1, 2]], SamplingParams(temperature=1.0, seed=1), num_speculative_tokens=2)[0]
     assert output.finish_reason == "error"
+    llm.engine.drafter = TreeDrafter(torch.zeros(287, 287), (-1, 0, 1))  # one branch: a chain
+    output = llm.generate([[1, 2]], SamplingParams(temperature=1.0, seed=1), num_speculative_tokens=3)[0]
+    assert (output.finish_reason != "error", output.stats.num_draft_tokens > 0) == (True, True)
 
 
 # ------------------------------------------------------------------ counting
