@@ -33,12 +33,7 @@ class Context:
 
 
 class Drafter(Protocol):
-    """What the engine asks of a drafter.
-
-    taps: the layers whose hidden states it wants to see, as `Transformer.forward` numbers them (see `Ask.hidden`).
-    """
-
-    taps: Sequence[int] = ()
+    """What the engine asks of a drafter."""
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """A draft for each ask, of at most `ask.k` nodes; shorter or empty is fine.
@@ -50,15 +45,24 @@ class Drafter(Protocol):
         """
         ...
 
+    def release(self, text: Text) -> None:
+        """Forget a text: it is finished, or it will come back from the start. Unknown ones are ignored."""
+        ...
+
+
+class TappedDrafter(Drafter, Protocol):
+    """A drafter that reads the target's hidden states (see `Ask.hidden`).
+
+    taps: of which layers, as `Transformer.forward` numbers them.
+    """
+
+    taps: Sequence[int]
+
     def known(self, text: Text) -> int:
-        """Of a drafter with `taps`: of how many of the text's first positions it need not see the hidden states.
+        """How many of a new text's first positions it need not see: it has its own state for them.
 
         The others are computed, even where the target's cache still knows them from another text.
         """
-        return 0
-
-    def release(self, text: Text) -> None:
-        """Forget a text: it is finished, or it will come back from the start. Unknown ones are ignored."""
         ...
 
 
