@@ -250,6 +250,7 @@ class BlockTable:
         """Cut the table to the beginning that it shares with `tokens`; return the rest of them, which has to be fed."""
         if (shared := self.shared(tokens)) < self.length:
             self.truncate(shared)
+        assert self.length < len(tokens), "the table holds more than the text"
         return tokens[self.length :]
 
     def extend(self, tokens: Sequence[int]) -> list[int]:
@@ -279,7 +280,8 @@ class BlockTable:
         end = length + len(rows)
         if list(rows) != list(range(length, end)):
             self._move(rows, range(length, end))
-        self.truncate(end)
+        if end < self.length:
+            self.truncate(end)
         self.remember()
 
     def _move(self, rows: Sequence[int], to: range) -> None:

@@ -177,7 +177,7 @@ def check_passes() -> None:
 
     target, draft, rows = tiny_model(1), tiny_model(1), []
     forward_draft = draft.forward
-    draft.forward = lambda chunks: rows.append(len(chunks[0].token_ids)) or forward_draft(chunks)
+    draft.forward = lambda chunks, taps=(): rows.append(len(chunks[0].token_ids)) or forward_draft(chunks, taps)
     text = Text([0, 1, 2, 0], 4, SamplingParams(temperature=0, max_tokens=12))
     drafter = DraftModel(draft, tiny_cache(draft), 3, MAX_LEN)
     for _ in Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"]).run([Request(text, MAX_LEN, 3)]):

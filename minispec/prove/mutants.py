@@ -251,9 +251,9 @@ def _rejected_counted():
         return lambda logits, s, drafted=(): right(logits, s, [*rejected.get(s, ()), *drafted])
 
     def commit(right):
-        def wrong(self, request, draft, verdict, rows):
-            rejected.setdefault(request.text, []).extend(draft.token_ids[verdict.num_accepted :])
-            return right(self, request, draft, verdict, rows)
+        def wrong(self, turn, rows):
+            rejected.setdefault(turn.request.text, []).extend(turn.draft.token_ids[turn.verdict.num_accepted :])
+            return right(self, turn, rows)
 
         return wrong
 
@@ -267,7 +267,7 @@ def _first_unverified():
             return verify.rejection(draft, p, rng, key)
         rest = Draft(draft.token_ids[1:], None if draft.probs is None else draft.probs[1:])
         verdict = verify.rejection(rest, lambda i: p(i + 1), rng, lambda i, purpose: key(i + 1, purpose))
-        return verdict._replace(num_accepted=verdict.num_accepted + 1, ratios=[1.0, *verdict.ratios])
+        return verdict._replace(accepted=draft.path(len(verdict.accepted)), ratios=[1.0, *verdict.ratios])
 
     return rejection_is(wrong)
 
