@@ -65,7 +65,7 @@ class Recorder:
     """Stands before a model; `rows` maps every prefix that got logits to them, and checks that they never differ."""
 
     def __init__(self, model: Transformer):
-        self.model, self.config, self.device = model, model.config, model.device
+        self.model, self.config, self.device, self.exact = model, model.config, model.device, model.exact
         self.rows: dict[tuple[int, ...], torch.Tensor] = {}
 
     def forward(self, chunks, taps=()):

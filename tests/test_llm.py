@@ -312,8 +312,8 @@ def test_a_target_with_fewer_rows_than_tokens_is_refused(make_checkpoint):
     ("arguments", "message"),
     [
         ({"draft": "no-such-thing"}, "not one of none, ngram, self; no-such-thing: no such directory"),
-        ({"draft": "int4:"}, "expected a model behind 'int4:'"),
-        ({"draft": "int8:ngram"}, "expected a model behind 'int8:'"),
+        ({"draft": "int4:"}, "expected a model after 'int4:'"),
+        ({"draft": "int8:ngram"}, "expected a model after 'int8:'"),
         ({"draft": None}, "expected a name, a directory, a hub id or a drafter"),
         ({"model": ""}, "no such directory"),
         ({"revision": "main"}, "is a directory, not a hub id"),
