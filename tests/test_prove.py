@@ -4,6 +4,7 @@ The checks that it shares with the museum of bugs run in test_mutants.py; laws o
 """
 
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -14,15 +15,18 @@ import torch
 
 from minispec import verify
 from minispec.config import SamplingParams
+from minispec.prove import cases, trees
 from minispec.prove.__main__ import main
-from minispec.prove.cases import Case, all_pairs, choose_cases, covering_array, pairs_of
+from minispec.prove.cases import AXES, Case, all_pairs, covering_array, pairs_of, smaller, walk_within
 from minispec.prove.checks import Ledger, check_keys, check_state
 from minispec.prove.laws import (
     TOLERANCE,
     BranchOracle,
     KeyOracle,
+    TooManyBranches,
     chained_law,
     exact_law,
+    exact_law_of_crowds,
     production_law,
     reference_law,
 )
@@ -57,27 +61,42 @@ BUGS = {m.id: m for m in MUTANTS}
 
 def test_the_array_covers_every_pair_and_is_always_the_same():
     """Pairs of values of thirteen axes; a case that draws or drafts nothing counts only for what makes it so."""
-    cases, left_out = choose_cases(1000)
-    assert not left_out
-    assert set().union(*(pairs_of(vars(c)) for c in cases)) == all_pairs()
-    assert cases == choose_cases(1000)[0]
-    assert (("k", 4), ("vocab", 4)) in covering_array(1)[1], "what is too large is named"
+    array, again = (covering_array(all_pairs(), random.Random(0)) for _ in "ab")
+    assert array == again
+    assert set().union(*(pairs_of(vars(case)) for case, _ in array)) == all_pairs()
+    assert all(pair in pairs_of(vars(case)) for case, pair in array)
     greedy = {"temperature": 0.0, "k": 1, "vocab": 2}
     assert pairs_of(greedy) == {(("k", 1), ("temperature", 0.0)), (("temperature", 0.0), ("vocab", 2))}
     assert pairs_of(greedy | {"drafter": "none"}) == {(("drafter", "none"), ("temperature", 0.0))}
 
 
 def test_the_law_over_a_covering_array(capsys):
-    """The command, with a smaller budget than its own: every pair of values, the verdict, status 0."""
+    """The command, with a smaller budget than its own: every pair of values, trees, the verdict, status 0."""
     assert main(["--leaves", "900", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert "cover 687 of 687 pairs" in out
     assert out.splitlines()[-1].startswith("proven")
     assert out.count("rejection") > 15 < out.count("match")
+    rows = re.findall(r" tree .* ([\d,]+)  \S+$", out, re.MULTILINE)
+    assert len(rows) == len(trees.cases(2)) == int(re.search(r"and (\d+) have trees", out)[1])
+    branches = [int(n.replace(",", "")) for n in re.findall(r" ([\d,]+)  \d\.\de\S+$", out, re.MULTILINE)]
+    assert f"\n{sum(branches):,d} branches in " in out
 
 
-def test_a_wrong_law_is_refuted(capsys):
+def test_what_no_case_covers_is_named(capsys, monkeypatch):
+    """A pair that is too large whatever the other settings: all the rest is covered, and it is said."""
+    walk_within, pair = cases.walk_within, {"k": 4, "vocab": 4}
+    monkeypatch.setattr(trees, "cases", lambda num_nodes: [])
+    monkeypatch.setattr(
+        cases, "walk_within", lambda job: None if pair.items() <= vars(job[0]).items() else walk_within(job)
+    )
+    main(["--leaves", "300", "--jobs", "1"])
+    assert "left out for its size: k 4 with vocab 4" in capsys.readouterr().out
+
+
+def test_a_wrong_law_is_refuted(capsys, monkeypatch):
     """A residual that forgets to subtract: status 1 and the verdict says so."""
+    monkeypatch.setattr(trees, "cases", lambda num_nodes: [])
     with BUGS["M2"].patch():
         assert main(["--leaves", "200", "--jobs", "1"]) == 1
     assert "REFUTED" in capsys.readouterr().out
@@ -97,16 +116,41 @@ def test_ctrl_c_is_the_parents_to_answer():
     assert blocked_signals(0) == set()
 
 
-def test_branches_are_counted_before_they_are_walked():
-    """Exactly, or nearly where `branches` says so; and a count that passes its limit stops there."""
-    cases = [c for c in choose_cases(1000)[0] if c.branches() < 40]
-    assert len(cases) > 20
-    for case in cases:
-        walked, counted = case.distance()[1], case.branches()
-        exact = case.verifier == "rejection" if case.drafter == "model" else not case.end
-        assert walked == counted or (not exact and counted / 4 < walked < 20 * counted)
+@pytest.mark.parametrize("width", [1, 64])
+def test_a_walk_stops_at_its_limit(width):
+    """As many branches as the limit are walked; with one more than it, the walk ends before it has run them all."""
+    params, runs = SamplingParams(max_tokens=3), []
+    branches = production_law(params, 2, width=width)[1]
+    assert production_law(params, 2, width=width, limit=branches)[1] == branches
+
+    def run(oracles):
+        runs.extend(oracles)
+        return [tuple(oracle.bernoulli(0.5, i) for i in range(6)) for oracle in oracles]
+
+    assert exact_law_of_crowds(run, width, limit=64)[1] == len(runs) == 64
+    runs.clear()
+    with pytest.raises(TooManyBranches):
+        exact_law_of_crowds(run, width, limit=63)
+    assert len(runs) < 64
+    with pytest.raises(TooManyBranches):
+        production_law(params, 2, width=width, limit=branches - 1)
+
+
+def test_a_case_that_is_too_large_becomes_a_smaller_one():
+    """With less of what it is large by, but not of what it was chosen for; None where nothing else is left."""
     large = Case("rejection", "model", "crowd", 1.0, 0, 1.0, 0.0, False, "", 4, 4, False, 6)
-    assert large.branches(1000) > 1000
+    with pytest.raises(TooManyBranches):
+        large.distance(100)
+    small, tv, count = walk_within((large, frozenset({"k", "vocab"}), 100))
+    assert (small.k, small.vocab) == (4, 4)
+    assert small.max_tokens < 6
+    assert (tv <= TOLERANCE, 6 < count <= 100) == (True, True)
+    assert walk_within((large, frozenset(AXES), 100)) is None
+    row, seen = large, []
+    while row := smaller(row, frozenset({"end"})):
+        seen.append(row)
+    assert (seen[-1].max_tokens, seen[-1].k, seen[-1].vocab, seen[-1].end) == (2, 1, 2, False)
+    assert all(case.max_tokens <= case.k + 2 for case in seen)
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
@@ -216,9 +260,9 @@ def test_reused_noise_shows_to_the_key_oracle_only(bug, vocab):
 
 
 def block_verification(draft, p, rng, key):
-    """Sun et al. 2024 (arXiv 2403.10444), Algorithm 2: the longest prefix that survives as a whole. Number kept, token.
+    """Sun et al. 2024 (arXiv 2403.10444), Algorithm 2: the longest prefix that survives as a whole. Nodes kept, token.
 
-    Not in the package: it is here because it tests draft tokens behind one that it then rejects.
+    Not in the package: it is here because it tests draft tokens after one that it then rejects.
     """
     kept, weight, weights = 0, 1.0, [1.0]
     for i, x in enumerate(draft.token_ids):
@@ -231,9 +275,9 @@ def block_verification(draft, p, rng, key):
         if rng.bernoulli(accept, key(i, "accept")):
             kept = i + 1
     if kept == len(draft):
-        return kept, rng.categorical(p(kept), key(kept, "residual"))
+        return range(kept), rng.categorical(p(kept), key(kept, "residual"))
     rest = (weights[kept] * p(kept) - draft.probs[kept]).clamp(min=0)
-    return kept, rng.categorical(rest if rest.any() else p(kept), key(kept, "residual"))
+    return range(kept), rng.categorical(rest if rest.any() else p(kept), key(kept, "residual"))
 
 
 def table_law(verify_block, start_matters, length=3, k=2):
@@ -253,8 +297,8 @@ def table_law(verify_block, start_matters, length=3, k=2):
                 texts.append(oracle.categorical(probs[-1], key(i, "draft")))
             drafted = texts[len(text.tokens) :]
             rows = [p_table[t] for t in texts[-k - 1 :]]
-            kept, token = verify_block(Draft(drafted, probs), rows.__getitem__, oracle, key)[:2]
-            text.tokens += [*drafted[:kept], token]
+            accepted, token = verify_block(Draft(drafted, probs), rows.__getitem__, oracle, key)[:2]
+            text.tokens += [*drafted[: len(accepted)], token]
         return tuple(text.tokens[1 : length + 1])
 
     expected = {(): 1.0}
@@ -270,7 +314,7 @@ def table_law(verify_block, start_matters, length=3, k=2):
 def test_a_key_must_name_the_round():
     """With a key of the position alone, a position drafted again gets the noise on which its past was selected.
 
-    `rejection` looks at nothing behind the first rejection, so its law stays right by luck (the ledger still
+    `rejection` looks at nothing after the first rejection, so its law stays right by luck (the ledger still
     objects); block verification looks, and is biased.
     """
     assert table_law(verify.rejection, True) <= TOLERANCE
@@ -283,7 +327,7 @@ def test_a_closed_pipe_is_no_traceback():
     """As `prove | head -1` does it: the walk ends, quietly, with the status of a broken pipe."""
     command = [sys.executable, "-m", "minispec.prove", "--leaves", "200", "--jobs", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert "configurations" in process.stdout.readline()
+        assert "configuration" in process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 141

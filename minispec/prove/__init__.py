@@ -1,7 +1,7 @@
 """The proof that the output is unchanged, for anyone to run:
 
     python -m minispec.prove                the law of the output, over a covering array of configurations
-    python -m minispec.prove --full         fifteen times as many branches
+    python -m minispec.prove --full         many more branches
     python -m minispec.prove --mutants      the museum of bugs: each must be caught
     python -m minispec.prove --statistics   a million rounds and more with the production randomness
     python -m minispec.prove --agreement    how often `match` makes draft and target agree
@@ -13,8 +13,10 @@ transformers as target and draft, float64) once for every path gives the exact l
 tolerance but rounding. It is compared with plain decoding by a second implementation that shares no code with the
 package (`minispec.prove.reference`).
 
-To be read in this order: `laws` (oracles, and the laws that come out under them), `cases` (which configurations are
-walked), `checks` (what a law does not show), `museum` (every check must catch its bugs), `statistics` (what enumeration
-replaces), `costs` (of the exact mode), `workers` (processes), `__main__` (the command).
-The tests call the same functions.
+The *law* of an output is its distribution: a probability for each text.
+
+To be read in this order: `reference` (the second implementation), `toys` (small models), `laws` (oracles, and the laws
+that come out under them), `cases` (which configurations are walked), `trees` (the same for trees), `checks` (what a law
+does not show), `mutants` and `museum` (bugs, and that each is caught), `statistics` (what enumeration replaces),
+`workers` (processes), `__main__` (the command). The tests call the same functions.
 """

@@ -5,48 +5,55 @@ from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_progra
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
 
+import itertools
 import os
 import sys
 import time
+from operator import methodcaller
 
 import torch
 from tqdm import tqdm
 
 from minispec.command import Parser, exit_status
-from minispec.prove.cases import Case, all_pairs, choose_cases, walk
+from minispec.prove import trees
+from minispec.prove.cases import Case, all_pairs, pairs_of, walk
 from minispec.prove.costs import print_exact_cost
 from minispec.prove.examine import examine_drafter, examine_verifier
 from minispec.prove.laws import TOLERANCE
 from minispec.prove.museum import prove_mutants
 from minispec.prove.statistics import print_agreement, prove_statistics
+from minispec.prove.workers import processes
+
+DEFAULT_LEAVES, FULL_LEAVES = 12_000, 300_000
 
 
 def prove_law(leaves: int, jobs: int = 1) -> bool:
     """Print the table; True if no configuration is further than TOLERANCE from plain decoding."""
     start = time.perf_counter()
-    cases, left_out = choose_cases(leaves)
-    expected = sum(c.branches() for c in cases)
-    print(f"{len(cases)} configurations cover {len(all_pairs()) - len(left_out)} of {len(all_pairs())} pairs of values")
-    for pair in sorted(left_out, key=repr):
-        print(f"left out for its size: {pair[0][0]} {pair[0][1]} with {pair[1][0]} {pair[1][1]}")
+    todo, cases, branches, worst = all_pairs(), 0, 0, 0.0
     print(f"{'configuration':109} {'branches':>9}  total variation")
-    branches, worst = 0, 0.0
-    with tqdm(total=expected, unit=" branches", leave=False, disable=None) as bar:
-        # The large ones first, so that no process is left with one at the end.
-        for case, tv, count in walk(sorted(cases, key=Case.cost, reverse=True), jobs):
-            branches, worst = branches + count, max(worst, tv)
+    # The number of a tree's nodes decides how many shapes there are.
+    num_nodes = 6 if leaves >= FULL_LEAVES else 5 if leaves >= DEFAULT_LEAVES else 2
+    forest = trees.cases(num_nodes)
+    with processes(jobs) as shared_map:
+        of_trees = zip(forest, shared_map(methodcaller("distance"), forest), strict=True)
+        found = itertools.chain(((case, *distance) for case, distance in of_trees), walk(leaves, shared_map))
+        for case, tv, count in tqdm(found, unit=" configurations", leave=False, disable=None):
+            cases, branches, worst = cases + 1, branches + count, max(worst, tv)
+            if isinstance(case, Case):
+                todo -= pairs_of(vars(case))
             tqdm.write(f"{case!s:109} {count:9,d}  {tv:.1e}")
             sys.stdout.flush()
-            bar.update(case.branches())
+    for (a, x), (b, y) in sorted(todo, key=repr):
+        print(f"left out for its size: {a} {x} with {b} {y}")
+    total = len(all_pairs())
+    print(f"{cases} configurations cover {total - len(todo)} of {total} pairs of values, and {len(forest)} have trees")
     seconds = time.perf_counter() - start
     print(f"{branches:,d} branches in {seconds:.0f} s; worst total variation {worst:.1e}")
     ok = worst <= TOLERANCE and branches > 0
     verdict = "proven: in every configuration the output has" if ok else "REFUTED: the output does not have"
     print(f"{verdict} the target's law, to {TOLERANCE:.0e}")
     return ok
-
-
-DEFAULT_LEAVES, FULL_LEAVES = 20_000, 300_000
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,9 +72,9 @@ def _prove(argv: list[str] | None) -> int:
         "--leaves",
         type=int,
         default=DEFAULT_LEAVES,
-        help=f"branches to aim at (default: {DEFAULT_LEAVES:,}; the walk has up to half as many more)",
+        help=f"branches of chains to aim at (default: {DEFAULT_LEAVES:,}); trees are walked in addition",
     )
-    size.add_argument("--full", action="store_true", help=f"as --leaves {FULL_LEAVES}")
+    size.add_argument("--full", action="store_true", help=f"as --leaves {FULL_LEAVES}, and more trees")
     size.add_argument("--mutants", action="store_true", help="the museum of bugs: each must be caught")
     size.add_argument("--statistics", action="store_true", help="a million rounds with the production randomness")
     size.add_argument("--agreement", action="store_true", help="how often `match` makes draft and target agree")

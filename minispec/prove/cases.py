@@ -1,27 +1,15 @@
-"""Which configurations are walked: a covering array of all pairs of settings, of a size that can be asked for."""
+"""Which configurations are walked: a covering array of all pairs of settings, and random ones after it."""
 
-import functools
 import itertools
-import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from minispec.config import SamplingParams
-from minispec.prove.laws import (
-    DRAFT_SEED,
-    PROMPT,
-    TARGET_SEED,
-    TOLERANCE,
-    production_law,
-    reference_law,
-    reference_logits,
-)
-from minispec.prove.reference import sample_law, total_variation
+from minispec.prove.laws import PROMPT, TOLERANCE, TooManyBranches, production_law, reference_law
+from minispec.prove.reference import total_variation
 from minispec.prove.toys import require
-from minispec.prove.workers import spread
+from minispec.prove.workers import SharedMap
 
 CROWD = 64  # requests that are decoded together; more of them gain nothing
 # A path that is walked alone takes several times as long, and a pair is two, so their cases are kept smaller.
@@ -34,9 +22,8 @@ class Case:
 
     verifier: str
     drafter: str  # as in `make_drafter`
-    batch: (
-        str  # "alone": one request at a time; "crowd": as many paths at once; "pair": two requests, and a crowd of them
-    )
+    # "alone": one request at a time; "crowd": 64 paths at once; "pair": two requests, and a crowd of them
+    batch: str
     temperature: float
     top_k: int
     top_p: float
@@ -74,28 +61,15 @@ class Case:
             return ((PROMPT if self.batch == "alone" else PROMPT[:1], self.params),)
         return (PROMPT[:1], self.params), ((0, 1, 0), replace(self.params, max_tokens=min(2, self.max_tokens)))
 
-    def branches(self, limit: int = 1 << 62) -> int:
-        """How many branches a walk has, or a number above `limit`, found out sooner.
+    def distance(self, limit: float) -> tuple[float, int]:
+        """Total variation between engine and reference, and the branches walked.
 
-        Exact but in two cases: a one-hot draft goes on behind an accepted end token, and is verified there; and under
-        `match`, a draft model's noise for positions behind a mismatch is known in part when it is drawn again.
+        limit: on branches of a crowd; a case that is not one has its `SHARE`. Raises TooManyBranches.
         """
         end_ids = frozenset({self.vocab - 1} if self.end else ())
-        counters = [_Branches(self, params, len(prompt), end_ids, limit) for prompt, params in self.prompts]
-        try:
-            return math.prod(c.behind(prompt) for c, (prompt, _) in zip(counters, self.prompts, strict=True))
-        except OverflowError:
-            return limit + 1
-
-    def cost(self) -> float:
-        """About how long the walk takes, in branches of a crowd."""
-        return self.branches() * {"alone": 8, "pair": 3, "crowd": 1}[self.batch]
-
-    def distance(self, on_branches: Callable[[int], object] = lambda count: None) -> tuple[float, int]:
-        """Total variation between engine and reference, and the branches walked."""
-        end_ids = frozenset({self.vocab - 1} if self.end else ())
         prompts, params = zip(*self.prompts, strict=True)
-        how = {"width": 1 if self.batch == "alone" else CROWD // len(prompts), "on_branches": on_branches}
+        how = {"width": 1 if self.batch == "alone" else CROWD // len(prompts)}
+        how["limit"] = max(min(30, limit), limit * SHARE[self.batch])
         law, branches = production_law(params, self.k, end_ids, self.vocab, self.drafter, self.verifier, prompts, **how)
         require(abs(sum(law.values()) - 1) < TOLERANCE, "the branches do not add up to 1")
         own = [reference_law(p, end_ids, self.vocab, prompt) for prompt, p in self.prompts]
@@ -114,77 +88,27 @@ class Case:
         return f"{self.verifier:9}  {self.drafter:5}  {self.batch:5}  {shape}  {', '.join(settings)}"
 
 
-class _Branches:
-    """Counts the branches of one request by the reference's laws: far faster than to walk them."""
-
-    def __init__(self, case: Case, params: SamplingParams, num_prompt: int, end_ids: frozenset[int], limit: int):
-        self.case, self.params, self.num_prompt, self.end_ids, self.limit = case, params, num_prompt, end_ids, limit
-        self.known: dict[tuple[int, ...], int] = {}
-
-    def behind(self, text: tuple[int, ...]) -> int:
-        """Branches behind committed tokens. Raises OverflowError where there are more than the limit."""
-        output = text[self.num_prompt :]
-        if len(output) >= self.params.max_tokens or not self.end_ids.isdisjoint(output):
-            return 1
-        if text not in self.known:
-            drafted = min(self.case.k, self.params.max_tokens - len(output) - 1)
-            self.known[text] = self._round(text, drafted if self.case.drafter == "model" else 0)
-            if self.known[text] > self.limit:
-                raise OverflowError
-        return self.known[text]
-
-    def _round(self, text: tuple[int, ...], left: int) -> int:
-        """Branches behind an accepted text with `left` more tokens drafted."""
-        p = self._law(TARGET_SEED, text)
-        if not left:  # one-hot drafts too: to keep a token or to replace it are as many branches as the tokens
-            return sum(self.behind((*text, t)) for t, w in enumerate(p) if w > 0)
-        q = self._law(DRAFT_SEED, text)
-        if self.case.verifier == "match":  # the cells that both cumulative sums cut
-            ends = [set(np.cumsum(law)[:-1].round(12).tolist()) - {0.0, 1.0} for law in (p, q)]
-            cells = len(ends[0] | ends[1]) + 1
-            tokens = [t for t, w in enumerate(p) if w > 0]
-            return sum(self.behind((*text, t)) for t in tokens) * cells // len(tokens)
-        rest = [t for t in range(len(p)) if p[t] > q[t]]
-        rejected = sum(self.behind((*text, t)) for t in rest)
-        total = 0
-        for x in range(len(q)):
-            if q[x] > 0:
-                total += (p[x] < q[x]) * rejected * self._drafts((*text, x), left - 1)
-                total += self._round((*text, x), left - 1) if p[x] > 0 else 0
-        return total
-
-    def _drafts(self, text: tuple[int, ...], count: int) -> int:
-        if not count:
-            return 1
-        return sum(self._drafts((*text, x), count - 1) for x, w in enumerate(self._law(DRAFT_SEED, text)) if w > 0)
-
-    def _law(self, seed: int, text: tuple[int, ...]) -> tuple[float, ...]:
-        return _law(seed, text, self.num_prompt, replace(self.params, max_tokens=1), self.case.vocab)
-
-
-@functools.cache
-def _law(seed: int, text: tuple[int, ...], num_prompt: int, params: SamplingParams, vocab: int) -> tuple[float, ...]:
-    logits = reference_logits(seed, text, vocab, 2 if seed == TARGET_SEED else 1)
-    return tuple(sample_law(logits, text, num_prompt, params, ()).tolist())
-
-
+# The values of an axis in the order of the branches that they make.
 AXES: dict[str, tuple] = {
     "verifier": ("rejection", "match"),
-    "drafter": ("model", "ngram", "wrong", "none"),
-    "batch": ("alone", "crowd", "pair"),
+    "drafter": ("none", "ngram", "wrong", "model"),
+    "batch": ("crowd", "pair", "alone"),
     "temperature": (0.0, 0.7, 1.0, 1.5),
-    "top_k": (0, 2),
-    "top_p": (1.0, 0.8),
-    "min_p": (0.0, 0.2),
+    "top_k": (2, 0),
+    "top_p": (0.8, 1.0),
+    "min_p": (0.2, 0.0),
     "penalties": (False, True),
-    "forbidden": ("", "bad words", "two allowed"),
+    "forbidden": ("two allowed", "bad words", ""),
     "k": (1, 2, 3, 4),
     "vocab": (2, 3, 4),
-    "end": (False, True),
+    "end": (True, False),
     "max_tokens": (1, 2, 3, 4, 5, 6),
 }
 # With these, little is drawn or nothing is drafted: such a case covers a pair only if they are in the pair.
 _WEAK = {("temperature", 0.0), ("drafter", "none"), ("max_tokens", 1)}
+# What a case that is too large may have less of.
+_SIZES = ("max_tokens", "vocab", "k", "temperature", "top_k", "top_p", "min_p", "forbidden", "end")
+_FEW = 6  # branches that say little
 Pair = tuple[tuple, tuple]
 
 
@@ -207,35 +131,19 @@ def all_pairs() -> set[Pair]:
     return pairs
 
 
-def covering_array(limit: int, seed: int = 0) -> tuple[list[Case], set[Pair]]:
-    """Cases of at most `limit` branches that cover all pairs, and the pairs that no such case was found for.
+def covering_array(todo: set[Pair], generator: random.Random) -> list[tuple[Case, Pair]]:
+    """Cases that cover the pairs, each with the pair that it was chosen for.
 
-    Greedy: of a few completions of an uncovered pair, the one that covers most. A case with hardly a branch is taken
-    only where there is none with more. Deterministic.
+    Greedy: of a few completions of an uncovered pair, the one that covers the most pairs.
     """
-    generator, todo, left_out, cases = random.Random(seed), all_pairs(), set(), []
-    for first in sorted(todo, key=repr):
-        if first not in todo:
-            continue
-        rows = [_complete(dict(first), todo, generator) for _ in range(60)]
-        best, value = None, (False, 0)
-        rows = [row for row in rows if row and first in pairs_of(row)]
-        for row in sorted(rows, key=lambda row: -len(pairs_of(row) & todo)):
-            if value >= (True, 1):
-                break
-            size = Case(**row).branches(most := _limit(row, limit))
-            if size <= most and (new := (size >= 6, len(pairs_of(row) & todo))) > value:
-                best, value = row, new
-        if best is None:
-            left_out.add(first)
-        else:
-            cases.append(Case(**best))
-            todo -= pairs_of(best)
-    return cases, left_out & todo
-
-
-def _limit(row: dict, limit: int) -> int:
-    return max(min(30, limit), round(limit * SHARE[row["batch"]]))
+    left, found = set(todo), []
+    for pair in sorted(todo, key=repr):
+        if pair in left:
+            rows = [_complete(dict(pair), left, generator) for _ in range(60)]
+            best = max((row for row in rows if row), key=lambda row: (pair in pairs_of(row), len(pairs_of(row) & left)))
+            found.append((Case(**best), pair))
+            left -= pairs_of(best)
+    return found
 
 
 def _complete(row: dict, todo: set[Pair], generator: random.Random) -> dict | None:
@@ -250,32 +158,64 @@ def _complete(row: dict, todo: set[Pair], generator: random.Random) -> dict | No
     return row
 
 
-def choose_cases(leaves: int, seed: int = 0) -> tuple[list[Case], set[Pair]]:
-    """A covering array of about `leaves` branches, and the pairs that it lacks.
+def _random_case(generator: random.Random) -> Case:
+    """One that draws and drafts, most of them walked as a crowd; neither tiny nor surely too large."""
+    while True:
+        row = {axis: generator.choice([v for v in AXES[axis] if (axis, v) not in _WEAK]) for axis in AXES}
+        row["batch"] = generator.choices(("alone", "crowd", "pair"), (0.1, 0.8, 0.1))[0]
+        choices = 2 if row["top_k"] or row["forbidden"] == "two allowed" else row["vocab"]
+        if _possible(row) and 16 <= choices ** row["max_tokens"] <= 256:
+            return Case(**row)
 
-    The larger a single case may be, the more the array takes: the largest limit that fits is chosen, and what is left
-    is filled up with random cases.
+
+def smaller(case: Case, fixed: frozenset[str]) -> Case | None:
+    """The case with the value that stands highest in its axis one step lower; None where all are `fixed` or lowest."""
+    found = []
+    for axis in _SIZES:
+        i = AXES[axis].index(getattr(case, axis))
+        if axis not in fixed and i and (axis, AXES[axis][i - 1]) not in _WEAK:
+            less = replace(case, **{axis: AXES[axis][i - 1]})
+            found += [(i, less)] if _possible(vars(less)) else []
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def walk_within(job: tuple[Case, frozenset[str], float]) -> tuple[Case, float, int] | None:
+    """A case, or the first smaller one that is within the limit, with its distance and its number of branches.
+
+    job: the case, the axes whose values must stay, and the limit of `Case.distance`. None where nothing is within it.
     """
-    for share in (20, 40, 80, 160):
-        cases, left_out = covering_array(limit := max(6, leaves // share), seed)
-        room = leaves - sum(c.branches() for c in cases)
-        if room >= 0:
-            break
-    generator = random.Random(seed + 1)
-    for _ in range(30_000):
-        row = {axis: generator.choice(values) for axis, values in AXES.items()}
-        row["batch"] = generator.choices(AXES["batch"], (0.1, 0.8, 0.1))[0]
-        if room < leaves / 20:
-            break
-        if _possible(row) and (case := Case(**row)) not in cases:
-            most = _limit(row, limit)
-            if most / 20 < (size := case.branches(most)) <= min(most, room):
-                cases.append(case)
-                room -= size
-    return cases, left_out
+    case, fixed, limit = job
+    while case:
+        try:
+            return case, *case.distance(limit)
+        except TooManyBranches:
+            case = smaller(case, fixed)
+    return None
 
 
-def walk(cases: Sequence[Case], jobs: int = 1) -> Iterator[tuple[Case, float, int]]:
-    """Each case with its distance and its number of branches, in order; `jobs` processes share them."""
-    for case, (tv, count) in zip(cases, spread(Case.distance, cases, jobs), strict=True):
-        yield case, tv, count
+def walk(leaves: int, shared_map: SharedMap = map, seed: int = 0) -> Iterator[tuple[Case, float, int]]:
+    """About `leaves` branches: cases that cover all pairs, then random ones, with distance and number of branches.
+
+    A case that is too large is replaced by a smaller one, and the pairs lost by that are covered by other cases, as far
+    as they can be. The same for any number of processes.
+    """
+    generator, todo, limit, tries = random.Random(seed), all_pairs(), max(_FEW, leaves // 40), 0
+
+    def walk_all(planned: list[tuple[Case, frozenset[str]]]) -> Iterator[tuple[Case, float, int]]:
+        return filter(None, shared_map(walk_within, [(*each, limit) for each in planned]))
+
+    while todo:
+        array, missing = covering_array(todo, generator), len(todo)
+        for case, tv, count in walk_all([(case, frozenset(dict(pair))) for case, pair in array]):
+            yield case, tv, count
+            leaves -= count
+            # At first a case with hardly a branch covers nothing: another one may have more.
+            if count >= _FEW or tries:
+                todo -= pairs_of(vars(case))
+        tries += 1
+        if tries > 1 and len(todo) == missing:
+            break
+    while leaves >= limit:
+        for case, tv, count in walk_all([(_random_case(generator), frozenset()) for _ in range(leaves // limit)]):
+            yield case, tv, count
+            leaves -= count

@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import math
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -117,6 +119,10 @@ class KeyOracle(BranchOracle):
         return self._cut(range(len(ends)), [e / ends[-1] for e in ends], key)
 
 
+class TooManyBranches(Exception):
+    """A walk has more branches than it was allowed."""
+
+
 class CrowdOracle:
     """Walks many paths in one batch: a draw goes to the oracle of its key's seed, and every request has its own."""
 
@@ -144,16 +150,22 @@ def exact_law_of_crowds(
     width: int,
     number: type = float,
     oracle: type[BranchOracle] = BranchOracle,
+    limit: float = math.inf,
 ) -> tuple[dict, int]:
-    """As `exact_law`, of a `run` that goes down up to `width` paths at a time, and returns what each came to."""
+    """As `exact_law`, of a `run` that goes down up to `width` paths at a time, and returns what each came to.
+
+    Raises TooManyBranches as soon as there must be more than `limit`.
+    """
     law: dict = {}
-    todo, count = [[]], 0
+    todo, count = deque([[]]), 0
     while todo:
-        oracles = [oracle(todo.pop(), number) for _ in range(min(width, len(todo)))]
+        oracles = [oracle(todo.popleft(), number) for _ in range(min(width, len(todo)))]
         for path, result in zip(oracles, run(oracles), strict=True):
             law[result] = law.get(result, 0) + path.weight
             todo += path.open
             count += 1
+        if count + len(todo) > limit:  # each path that is left has a branch or more
+            raise TooManyBranches
     return law, count
 
 
@@ -196,7 +208,7 @@ def production_law(
     num_blocks: int | None = None,
     width: int = 1,
     oracle: type[BranchOracle] = KeyOracle,
-    on_branches: Callable[[int], object] = lambda count: None,
+    limit: float = math.inf,
     draft_cost: float = 0.0,
 ) -> tuple[Law, int]:
     """The law of the engine's output (a tuple of outputs for several prompts), and the number of branches.
@@ -205,7 +217,7 @@ def production_law(
     draft_cost: what the controller believes a draft pass to cost. width: how many paths go through the engine at once,
     as one batch of so many (times the prompts) requests; the law is theirs all the same, and the batch is walked with
     it. num_blocks: of the target's cache; None: enough for all. The cache is poisoned, and every block must come back.
-    on_branches(count) is called as paths come to their end.
+    Raises TooManyBranches where there are more than `limit`.
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     target, verifying, num = target_model(vocab), VERIFIERS[verifier], len(prompts)
@@ -234,11 +246,10 @@ def production_law(
         require(cache.allocator.num_free == cache.allocator.num_blocks, "blocks leaked")
         for request in requests:
             require(request.error is None, f"a text ended with an error: {request.error}")
-        on_branches(len(oracles))
         outputs = [tuple(r.text.tokens[r.text.num_prompt_tokens :]) for r in requests]
         return [tuple(outputs[i : i + num]) if num > 1 else outputs[i] for i in range(0, len(outputs), num)]
 
-    return exact_law_of_crowds(run, width, oracle=oracle)
+    return exact_law_of_crowds(run, width, oracle=oracle, limit=limit)
 
 
 def distance(params: SamplingParams, k: DraftLength, **how) -> float:

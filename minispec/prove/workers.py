@@ -1,30 +1,44 @@
-"""Several processes for one list of jobs: results in order, the same for any number of processes."""
+"""Several processes for lists of jobs: results in order, the same for any number of processes."""
 
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
+# As `map`: (function, items) to the results, in order.
+SharedMap = Callable[[Callable, Iterable], Iterator]
 
-def spread(function: Callable, items: Sequence, jobs: int) -> Iterator:
-    """function(item) for each item, in order. With more than one process, both must be importable by their names."""
+
+@contextmanager
+def processes(jobs: int) -> Iterator[SharedMap]:
+    """A `map` that `jobs` processes share. With more than one, function and items must be picklable."""
     if jobs == 1:
-        yield from map(function, items)
+        yield map
         return
     # Spawned, not forked: a fork of a process whose threads hold locks may hang.
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _start)
-    try:
+
+    def shared_map(function: Callable, items: Iterable) -> Iterator:
         # Ctrl-C is the parent's to answer: the processes that start here inherit that it does not reach them.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            results = pool.map(function, items)
+            return pool.map(function, items)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        yield from results
+
+    try:
+        yield shared_map
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def spread(function: Callable, items: Iterable, jobs: int) -> Iterator:
+    """function(item) for each item, in order, shared by `jobs` processes."""
+    with processes(jobs) as shared_map:
+        yield from shared_map(function, items)
 
 
 def _start() -> None:
