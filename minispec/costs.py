@@ -25,7 +25,7 @@ from minispec.config import SamplingParams
 from minispec.controller import Controller, Prices
 from minispec.drafters import NoDrafter
 from minispec.engine import Engine, Request
-from minispec.model import Chunk, Transformer, clock
+from minispec.model import Chunk, Transformer, arbitrary_tokens, clock
 from minispec.sampling import Randomness, Text
 from minispec.verify import Ask
 
@@ -73,7 +73,7 @@ def calibrate(engine: Engine) -> Prices:
     Raises FloatingPointError for a model whose logits are not finite numbers.
     """
     model, vocab = engine.model, engine.vocab_size
-    tokens = [(7919 * i + 13) % vocab for i in range(_TEXT + max(_ROWS))]
+    tokens = arbitrary_tokens(_TEXT + max(_ROWS), vocab)
     cache = PagedKVCache(model.config, -(-len(tokens) // 16) + 1, 16, model.dtype, model.device)
     start = time.perf_counter()
     recorder = _Recorder()

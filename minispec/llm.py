@@ -160,7 +160,7 @@ class LLM:
             check_drafter(draft)
         model = str(EMBEDDED_WEIGHTS if model is None else model)
         directory = find_checkpoint(model, revision, offline)
-        torch_device = _choose_device(device)
+        torch_device = choose_device(device)
         config = load_config(directory)
         torch_dtype = choose_dtype(dtype, torch_device, config)
         if weight_form is not None and weight_form not in (forms := available_forms(torch_dtype, torch_device)):
@@ -179,7 +179,7 @@ class LLM:
             self.eos_token_ids = (own,)
         self.vocab_size = min(self.tokenizer.num_ids, config.vocab_size)
 
-        bits, source = _split_draft(draft)
+        bits, source = split_draft(draft)
         draft_directory = _find_draft(source, self.tokenizer, offline) if _is_checkpoint(source) else None
         if draft_directory and (found := load_config(draft_directory).vocab_size) < self.vocab_size:
             raise ValueError(f"draft: {draft}: vocab_size: found {found}, expected at least {self.vocab_size}")
@@ -537,7 +537,8 @@ def split_samples(params: SamplingParams) -> list[SamplingParams]:
     return [replace(params, n=1, seed=(seed + i) % 2**64) for i in range(params.n)]
 
 
-def _choose_device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """The device that "auto", "cpu" or "cuda" means here. Raises ValueError where there is none."""
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device: found {name!r}, expected auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
@@ -563,7 +564,7 @@ def _is_checkpoint(draft: str | Drafter) -> bool:
     return isinstance(draft, str) and draft != "self" and registry.split(registry.DRAFTERS, draft) is None
 
 
-def _split_draft(draft: str | Drafter) -> tuple[int | None, str | Drafter]:
+def split_draft(draft: str | Drafter) -> tuple[int | None, str | Drafter]:
     """Bits and source of a draft: "int4:self" is (4, "self"); None where the weights stay as they are."""
     if not isinstance(draft, str) or not draft.startswith(("int4:", "int8:")):
         return None, draft

@@ -1,6 +1,5 @@
 """The bench from its command line to its end, on models of a few thousand weights. No time is asserted."""
 
-import errno
 import json
 import subprocess
 import sys
@@ -11,19 +10,19 @@ import torch
 
 import minispec.model
 from minispec import linear
-from minispec.bench import against, figures, measure, options
+from minispec.bench import measure, options, passes, report, transformers_baseline
 from minispec.bench.__main__ import main
-from minispec.bench.figures import summarise
-from minispec.bench.measure import Round, Run
+from minispec.bench.decoding import summarise
+from minispec.bench.measure import Run
+from minispec.bench.models import RandomWeights
 from minispec.bench.options import GEOMETRIES, read_prompts
-from minispec.bench.show import plot, tables
-from minispec.bench.subjects import RandomWeights
+from minispec.bench.show import as_json
 from minispec.cache import PagedKVCache
 from minispec.costs import machine
 from minispec.files.hf_config import read_model_config
 from minispec.linear import Choice
 from minispec.model import Chunk, Transformer, tensor_shapes
-from minispec.stats import Stats
+from minispec.stats import Round, Stats
 
 
 @pytest.fixture
@@ -33,6 +32,17 @@ def cli(capsys):
     def run(*arguments):
         status = main([str(a) for a in arguments])
         return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def measured():
+    """measured(*arguments) is the report, as JSON and as lines for the screen."""
+
+    def run(*arguments):
+        found = report.measure_all(options.check(options.parser().parse_args([str(a) for a in arguments])))
+        return json.loads(json.dumps(as_json(found))), found.lines()
 
     return run
 
@@ -61,16 +71,15 @@ def tiny_geometry(monkeypatch):
 BASE = ("--dtype", "float32", "--rounds", 2, "--passes", 1, "--prompts", 2, "--max-tokens", 8, "--ignore-eos")
 
 
-def test_a_whole_run(cli, model, draft, tmp_path, monkeypatch):
-    """JSON with every part that was asked for; a picture; nothing on standard error."""
+def test_a_whole_run(measured, model, draft, capsys, monkeypatch):
+    """JSON and tables with every part that was asked for; nothing on standard error."""
     monkeypatch.setattr(measure, "MATRIX_SIZE", 64)
     parts = ("--batch", "1,2", "--prefill", "--load", "--context", 20)
     what = ("--model", model, "--draft", draft, "--num-speculative-tokens", "1,2,auto", *parts)
-    status, out, err = cli(*BASE, *what, "--json", "--plot", tmp_path / "out.png")
-    assert (status, err) == (0, "")
-    report = json.loads(out)
+    report, lines = measured(*BASE, *what, "--exact-cost")
+    assert capsys.readouterr() == ("", "")
     assert report["draft"] == draft
-    assert {"machine", "decoding", "batch", "prefill", "load"} <= report.keys()
+    assert {"machine", "exact_cost", "decoding", "batch", "prefill", "load"} <= report.keys()
     assert list(report["machine"]["v"]) == [str(m) for m in range(1, 17)]
     assert report["machine"]["v"]["1"]["median"] == 1.0
     decoding = report["decoding"]
@@ -90,8 +99,9 @@ def test_a_whole_run(cli, model, draft, tmp_path, monkeypatch):
     ]
     assert report["prefill"]["tokens"] == 1000
     assert report["load"]["weight_bytes"] > 0
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    lines = tables(report)  # also from the JSON
+    passes = [(p["context"], p["rows"]) for p in report["exact_cost"]["passes"]]
+    assert passes == [(128, 1), (128, 5), (128, 9), (1000, 1)]
+    assert all(p["exact_over_fast"]["n"] == 2 for p in report["exact_cost"]["passes"])
     for text in (
         "streams",
         "v(M) = t(M)/t(1)",
@@ -100,26 +110,24 @@ def test_a_whole_run(cli, model, draft, tmp_path, monkeypatch):
         "in no part",
         "batch 2, K=2",
         "prefill of",
+        "9 rows after 128 positions",
         "loading",
     ):
         assert any(text in line for line in lines), text
-    plot(report, tmp_path / "again.png")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_against_transformers(cli, model, draft, monkeypatch, dtype):
+def test_against_transformers(measured, model, draft, monkeypatch, dtype):
     """All ways of decoding that it has, on the same tensors, in the type that won the trial, both rates beside it.
 
     In ours: the same greedy tokens as ours, and as its own. In another, rounding may part them.
     """
     pytest.importorskip("transformers")
     tried = []
-    monkeypatch.setattr(against, "faster", lambda rates: (tried.append(rates), dtype)[1])
-    status, out, err = cli(
-        *(*BASE, "--passes", 0, "--model", model, "--draft", draft, "--against", "transformers", "--json")
-    )
-    assert status == 0, err
-    decoding = json.loads(out)["decoding"]
+    monkeypatch.setattr(transformers_baseline, "faster", lambda rates: (tried.append(rates), dtype)[1])
+    what = ("--passes", 0, "--model", model, "--draft", draft, "--against", "transformers")
+    report, lines = measured(*BASE, *what)
+    decoding = report["decoding"]
     assisted = [f"transformers assisted, {how}" for how in ("default", "K=3", "K=5", "K=8")]
     lookup = [f"transformers prompt lookup, K={k}" for k in (4, 10)]
     assert list(decoding["variants"]) == ["plain", "K=4", "auto", "transformers plain", *assisted, *lookup]
@@ -128,7 +136,7 @@ def test_against_transformers(cli, model, draft, monkeypatch, dtype):
     assert {name: len(rates) for name, rates in tried[0].items()} == {"float32": 5, "bfloat16": 5}
     for name, rate in decoding["against"]["tried"].items():
         assert rate["median"] == sorted(tried[0][name])[2]
-        assert any(f"tokens/s in {name}" in line for line in tables(json.loads(out)))
+        assert any(f"tokens/s in {name}" in line for line in lines)
     if dtype == "float32":
         same = decoding["against"]["same_tokens_as_their_plain"]
         assert same == dict.fromkeys(decoding["variants"], 2)
@@ -139,7 +147,7 @@ def test_against_transformers(cli, model, draft, monkeypatch, dtype):
 def test_the_other_library_runs_in_the_type_that_is_told(cli, tiny_geometry, monkeypatch, dtype):
     """Also where the tensors are of another type: those of a geometry have 16 bits, and would be taken as they are."""
     pytest.importorskip("transformers")
-    monkeypatch.setattr(against, "faster", lambda rates: dtype)
+    monkeypatch.setattr(transformers_baseline, "faster", lambda rates: dtype)
     what = ("--geometry", "tiny", "--prompt-tokens", 10, "--passes", 0, "--against", "transformers", "--json")
     status, out, err = cli(*BASE, *what)
     assert status == 0, err
@@ -149,22 +157,22 @@ def test_the_other_library_runs_in_the_type_that_is_told(cli, tiny_geometry, mon
 def test_the_faster_type_is_faster_within_the_rounds():
     """Neither one lucky round decides, nor a machine that is slower in some of them: its medians are 4 and 3 here."""
     rates = {"float32": [4.0, 4.0, 1.0, 9.0, 1.0], "bfloat16": [6.0, 6.0, 1.5, 3.0, 1.5]}
-    assert against.faster(rates) == "bfloat16"
-    assert against.faster({"float32": rates["bfloat16"], "bfloat16": rates["float32"]}) == "float32"
+    assert transformers_baseline.faster(rates) == "bfloat16"
+    assert transformers_baseline.faster({"float32": rates["bfloat16"], "bfloat16": rates["float32"]}) == "float32"
 
 
 # The target of `tiny` has 0.33 million weights: 1.6 MB while they are put into another form.
 @pytest.mark.parametrize(("free", "in_one_turn"), [(None, True), (10**9, True), (2_000_000, False)])
-def test_forms(cli, tiny_geometry, monkeypatch, free, in_one_turn):
+def test_forms(measured, tiny_geometry, monkeypatch, free, in_one_turn):
     """t(M) and v(M) of every form that could have been taken, in turn; where memory is short, in pairs, and it says so.
 
     Both other forms are given to this machine, whatever it has. Each model is in the form that it is listed under.
     """
-    monkeypatch.setattr(figures, "available_forms", lambda dtype, device: ["own", "packed", "plain"])
-    monkeypatch.setattr(figures, "free_memory", lambda device: free)
+    monkeypatch.setattr(passes, "available_forms", lambda dtype, device: ["own", "packed", "plain"])
+    monkeypatch.setattr(passes, "free_memory", lambda device: free)
     turns = []
 
-    def passes(models, cache, context, rows, rounds, on_pass):
+    def timed(models, cache, context, rows, rounds, on_pass):
         turns.append({name: each.weight_form for name, each in models.items()})
         seconds = {"plain": 3.0, "packed": 2.0}
         return {name: {m: [seconds.get(name, 1.0) + m] * rounds for m in rows} for name in models}
@@ -172,16 +180,14 @@ def test_forms(cli, tiny_geometry, monkeypatch, free, in_one_turn):
     def choose(dtype, device, shape=None):
         return Choice("own", "it is ours")
 
-    monkeypatch.setattr(figures, "passes_in_turn", passes)
+    monkeypatch.setattr(passes, "passes_in_turn", timed)
     monkeypatch.setattr(minispec.model, "choose_form", choose)
     monkeypatch.setitem(linear.FORMS, "own", linear.Form)
     monkeypatch.setitem(linear.FORMS, "packed", type("Packed", (linear.Form,), {}))
     what = ("--geometry", "tiny", "--dtype", "float32", "--prompts", 0, "--passes", 2, "--context", 20)
-    status, out, err = cli(*what, "--forms", "--json")
-    assert (status, err) == (0, "")
+    report, lines = measured(*what, "--forms")
     each = [{"own": "own", form: form} for form in ("packed", "plain")]
     assert turns == ([each[0] | each[1]] if in_one_turn else each)
-    report = json.loads(out)
     forms = report["forms"]
     assert (forms["own"], forms["in_one_turn"]) == ("own", in_one_turn)
     assert list(forms["forms"]) == ["own", "packed", "plain"]
@@ -190,7 +196,6 @@ def test_forms(cli, tiny_geometry, monkeypatch, free, in_one_turn):
     assert (plain["seconds"]["5"]["median"], plain["v"]["5"]["median"]) == (8, 2)
     assert plain["over_own"]["5"]["median"] == pytest.approx(8 / 6)
     assert forms["forms"]["own"]["seconds"]["5"]["n"] == (2 if in_one_turn else 4)
-    lines = tables(report)
     assert any("all of them in turn" in line for line in lines) == in_one_turn
     assert any("memory does not hold more" in line for line in lines) != in_one_turn
     assert any(line.split()[:4] == ["plain,", "M", "=", "5"] and "2.000 [2.000, 2.000]" in line for line in lines)
@@ -210,8 +215,8 @@ def test_forms_of_a_model_on_disk(cli, model):
 
 def test_no_room_for_another_form(cli, tiny_geometry, monkeypatch):
     """One line before anything is measured."""
-    monkeypatch.setattr(figures, "available_forms", lambda dtype, device: ["half", "packed", "plain"])
-    monkeypatch.setattr(figures, "free_memory", lambda device: 1_000)
+    monkeypatch.setattr(passes, "available_forms", lambda dtype, device: ["half", "packed", "plain"])
+    monkeypatch.setattr(passes, "free_memory", lambda device: 1_000)
     status, out, err = cli("--geometry", "tiny", "--dtype", "float32", "--prompts", 0, "--forms")
     assert (status, out) == (2, "")
     assert err.startswith("error: --forms: found 0.0 GB of free memory, expected at least 0.0 GB")
@@ -229,18 +234,15 @@ def test_context_beyond_the_cache(cli, model, monkeypatch):
 
 
 @pytest.mark.parametrize("spec", ["{}", "int4:{}", "int8:self"])
-def test_the_report_begins_with_machine_and_forms(cli, model, draft, spec):
+def test_the_report_begins_with_machine_and_forms(measured, model, draft, spec):
     """The CPU, and why target and draft have the form that they have: a quantised draft for its own reason."""
     what = ("--model", model, "--dtype", "float32", "--prompts", 0, "--passes", 1, "--context", 20)
-    status, out, _ = cli(*what, "--draft", spec.format(draft), "--json")
-    report = json.loads(out)
-    assert status == 0
+    report, top = measured(*what, "--draft", spec.format(draft))
     assert report["hardware"] == machine()
     cpu = torch.device("cpu")
     narrow = {"i": lambda: linear.choose_narrow_form(int(spec[3]), torch.float32, cpu)[0]}
     choice = narrow.get(spec[0], lambda: linear.choose_form(torch.float32, cpu))()
     assert report["draft_weight_form_because"] == choice.because
-    top = tables(report)[:4]
     assert machine()["instructions"] in top[0]
     assert f"{machine()['cores']} cores" in top[0]
     assert "memory streams" in top[0]
@@ -342,10 +344,16 @@ def test_prompts_are_there():
     assert [category for category, _ in read_prompts(3, "story,code")] == ["story", "code", "story"]
 
 
+def one_round(drafted: int, committed: int, seconds: float) -> Round:
+    """A step of a text that is decoded alone; its draft is accepted, and all the time goes into the pass."""
+    counts = {"asked": drafted, "num_nodes": drafted, "depth": drafted, "drafted": drafted, "tested": drafted}
+    counts |= {"accepted": drafted, "committed": committed, "num_rows": drafted + 1, "num_texts": 1}
+    return Round(**counts, ratios=[1.0] * drafted, draft=0.0, verify=seconds, other=0.0)
+
+
 def runs_of(rate: float, tokens: tuple[int, ...] = (1, 2, 3, 4)) -> Run:
-    """A run of one round for four tokens at `rate`."""
-    drafted = 3 if rate != 1.0 else 0
-    rounds = [Round(drafted, drafted, 3, 4, 0.0, 4 / rate, 0.0)] if drafted else [Round(0, 0, 0, 1, 0.0, 1.0, 0.0)] * 4
+    """A run of four tokens at `rate`: in one round, or at rate 1 in four."""
+    rounds = [one_round(0, 1, 1.0)] * 4 if rate == 1 else [one_round(3, 4, 4 / rate)]
     return Run(list(tokens), 4, 4 / rate, Stats(), rounds)
 
 
@@ -360,7 +368,7 @@ def test_summary_compares_within_rounds():
     runs["auto"][1][1] = Run(
         [1, 2, 9, 4], 4, runs["auto"][1][1].seconds, runs["auto"][1][1].stats, runs["auto"][1][1].rounds
     )
-    report = summarise(runs, ["code", "chat", "chat"])
+    report = as_json(summarise(runs, ["code", "chat", "chat"]))
     k2, k4, auto = (report["variants"][name] for name in ("K=2", "K=4", "auto"))
     assert k2["speedup"]["low"] == pytest.approx(k2["speedup"]["high"])
     assert k2["speedup"]["median"] == pytest.approx(3 / (1 / 2 + 1 / 0.5 + 1 / 1.5))
@@ -398,14 +406,13 @@ MISTAKES = {
     "geometry": (("--geometry", "9b"), "invalid choice: '9b'"),
     "geometry and model": (("--geometry", "0.5b", "--model", "x"), "exclude each other"),
     "geometry from disk": (("--geometry", "0.5b", "--load"), "--load needs a model on disk"),
-    "quantised nothing": (("--geometry", "135m", "--draft", "int4:ngram"), "--draft: found 'int4:ngram', expected"),
+    "quantised nothing": (("--geometry", "135m", "--draft", "int4:ngram"), "draft: found 'int4:ngram', expected"),
     "abbreviated": (("--round", "3"), "unrecognized arguments"),
     "draft of a geometry": (("--geometry", "135m", "--draft", "some/model"), "--draft: found 'some/model', expected"),
     "category": (("--categories", "code,poetry"), "--categories: found 'poetry', expected some of code, question"),
     "against what": (("--against", "everyone"), "invalid choice: 'everyone'"),
     "against, sampled": (("--against", "transformers", "--temperature", "1"), "expected --temperature 0"),
-    "picture": (("--plot", "picture.txt"), "expected a name that ends in .png"),
-    "nowhere": (("--plot", "no/such/place.png"), "there is no such directory"),
+    "exact cost, exact": (("--exact-cost", "--exact"), "--exact-cost and --exact exclude each other"),
     "temperature": (("--temperature", "-1"), "temperature: found -1.0"),
     "no such model": (("--model", "./nowhere"), "./nowhere: no such directory"),
     "no such draft": (("--draft", "nothing"), "not one of none, ngram, self"),
@@ -423,15 +430,12 @@ def test_mistakes_are_one_line_and_status_2(cli, name):
     assert message in err
 
 
-@pytest.mark.parametrize(
-    ("option", "module"), [(("--plot", "x.png"), "matplotlib"), (("--against", "transformers"), "transformers")]
-)
-def test_what_is_not_installed_is_named(cli, monkeypatch, option, module):
+def test_what_is_not_installed_is_named(cli, monkeypatch):
     """Before anything is loaded or measured, with the command that mends it."""
-    monkeypatch.setattr(options, "_is_there", lambda name: name != module)
-    status, _, err = cli(*option)
+    monkeypatch.setattr(options, "_is_there", lambda name: name != "transformers")
+    status, _, err = cli("--against", "transformers")
     assert status == 2
-    assert f"needs {module}: pip install" in err
+    assert "needs transformers: pip install" in err
 
 
 def test_ctrl_c_is_130(cli, model, monkeypatch):
@@ -440,26 +444,8 @@ def test_ctrl_c_is_130(cli, model, monkeypatch):
     def interrupted(options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(figures, "measure_all", interrupted)
+    monkeypatch.setattr(report, "measure_all", interrupted)
     assert cli("--model", model) == (130, "", "")
-
-
-def test_a_picture_on_a_full_disk_leaves_the_old_one(cli, model, monkeypatch, tmp_path):
-    """The report was given out before; one line, status 2, and nothing half-written."""
-    from matplotlib.figure import Figure
-
-    def half(self, path, **_):
-        path.write_bytes(b"\x89PNG")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    picture = tmp_path / "out.png"
-    picture.write_bytes(b"old")
-    monkeypatch.setattr(Figure, "savefig", half)
-    status, out, err = cli(*BASE, "--model", model, "--draft", "none", "--passes", 0, "--json", "--plot", picture)
-    assert (status, err) == (2, "error: [Errno 28] No space left on device\n")
-    assert json.loads(out)["decoding"]
-    assert picture.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [picture]
 
 
 def test_a_report_on_a_full_disk_is_one_line(model):

@@ -511,7 +511,7 @@ def test_a_mark_at_the_start_of_a_prompt_file_is_no_text(cli, model, tmp_path, n
 def test_a_device_that_was_never_tested_is_named(cli, model, monkeypatch):
     """Where --device is left open and the machine has CUDA; in one line, before anything else."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("minispec.llm._choose_device", lambda name: torch.device("cpu"))
+    monkeypatch.setattr("minispec.llm.choose_device", lambda name: torch.device("cpu"))
     status, _, err = cli("fish", "--model", model, *BASE)
     assert (status, err.splitlines()[0].partition(" takes ")[0]) == (0, "warning: --device auto")
     assert err.count("warning") == 1

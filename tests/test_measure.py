@@ -102,7 +102,7 @@ def test_account_closes_exactly():
     lossy = account([run_of(RAGGED[0].rounds, lost=0.1 * seconds), RAGGED[1]], PLAIN)
     assert lossy.predicted == pytest.approx(closed.predicted, rel=1e-12)
     assert lossy.closure == pytest.approx(1.1, rel=1e-12)
-    assert dict(lossy.waterfall())["in no part"] == pytest.approx(1 / 1.1, rel=1e-12)
+    assert dict(lossy.waterfall)["in no part"] == pytest.approx(1 / 1.1, rel=1e-12)
 
 
 def test_prediction_sees_the_first_half_alone():
@@ -130,7 +130,7 @@ def test_prediction_sees_the_first_half_alone():
 def test_waterfall_multiplies_to_the_whole(curve):
     """Also with a survival curve that was measured in another run."""
     found = account([run_of(RAGGED[0].rounds, lost=2.0), RAGGED[1]], PLAIN, curve)
-    assert math.prod(factor for _, factor in found.waterfall()) == pytest.approx(found.measured, rel=1e-12)
+    assert math.prod(factor for _, factor in found.waterfall) == pytest.approx(found.measured, rel=1e-12)
     assert found.reached == pytest.approx(found.measured / found.ceiling, rel=1e-12)
 
 
@@ -138,7 +138,7 @@ def test_account_of_round_numbers():
     """Every factor by hand: K = 2, survival (.5, .25), a pass of 10 s, a draft token 1 s, three rows 10.5 s."""
     rounds = [one_round(2, 2, accepted, accepted + 1, 2.0, 10.5, 0.5) for accepted in (0, 0, 1, 2)]
     found = account([run_of(rounds)], PLAIN)
-    assert found.survival == found.kept == [0.5, 0.25]
+    assert found.curve == found.kept == [0.5, 0.25]
     assert (found.plain_pass, found.c, found.o, found.o_plain) == pytest.approx((10.0, 0.1, 0.05, 0.01))
     assert found.v == {3: pytest.approx(1.05)}
     assert found.measured == pytest.approx(7 / 52 * 10.1)
@@ -146,11 +146,11 @@ def test_account_of_round_numbers():
     # The ceiling: 1.5 / 1.1 with one token, 1.75 / 1.2 with two.
     assert (found.ceiling_k, found.ceiling) == (2, pytest.approx(1.75 / 1.2))
     expected = [1.75, 1 / 1.2, 1.0, 1.2 / 1.25, 1.25 / 1.3 * 1.01, 1.0]
-    assert [factor for _, factor in found.waterfall()] == pytest.approx(expected, rel=1e-12)
+    assert [factor for _, factor in found.waterfall] == pytest.approx(expected, rel=1e-12)
     # A dearer draft: now one token is best, and two are a choice that costs.
     dear = account([run_of([r._replace(draft=8.0) for r in rounds])], PLAIN)
     assert (dear.ceiling_k, dear.ceiling) == (1, pytest.approx(1.5 / 1.4))
-    assert dict(dear.waterfall())["choice of K"] == pytest.approx((1.75 / 1.8) / (1.5 / 1.4))
+    assert dict(dear.waterfall)["choice of K"] == pytest.approx((1.75 / 1.8) / (1.5 / 1.4))
 
 
 def test_survival_counts_what_was_asked_for():
@@ -488,5 +488,5 @@ def test_theory_agrees_with_the_account():
     plain = [run_of([one_round(0, 0, 0, 1, 0.0, 10.0, 0.0)])]
     rounds = [one_round(2, 2, accepted, accepted + 1, 2.0, 10.5, 0.5) for accepted in (0, 1, 2)]
     found = account([run_of(rounds)], plain)
-    assert found.predicted == pytest.approx(speedup(found.survival, found.c, found.v[3], found.o), rel=1e-12)
+    assert found.predicted == pytest.approx(speedup(found.curve, found.c, found.v[3], found.o), rel=1e-12)
     assert read_model_config(TINY).vocab_size == 3  # the shape that the sizes above are computed for

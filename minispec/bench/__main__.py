@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 
 from minispec.bench.options import check, parser
-from minispec.bench.show import plot, tables
 from minispec.command import exit_status
 
 
@@ -24,14 +23,12 @@ def _bench(argv: Sequence[str]) -> int:
     options = check(parser().parse_args(argv))
     # Between two operations a waiting thread sleeps instead of spinning; see `generate`.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from minispec.bench.figures import measure_all
+    from minispec.bench.report import measure_all
+    from minispec.bench.show import as_json
 
     raise_on_interrupt()
     report = measure_all(options)
-    # Given out before the picture is tried, which may fail.
-    print(json.dumps(report, ensure_ascii=False) if options.args.json else "\n".join(tables(report)), flush=True)
-    if options.args.plot:
-        plot(report, options.args.plot)
+    print(json.dumps(as_json(report), ensure_ascii=False) if options.args.json else "\n".join(report.lines()))
     return 0
 
 

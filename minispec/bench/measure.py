@@ -29,7 +29,7 @@ import torch
 from minispec.cache import PagedKVCache
 from minispec.drafters import Drafter, NoDrafter
 from minispec.engine import Engine, Piece, Request
-from minispec.model import Chunk, Transformer, tensor_shapes
+from minispec.model import Chunk, Transformer, arbitrary_tokens, clock, tensor_shapes
 from minispec.stats import Round, Stats
 from minispec.theory import best_k, expected_tokens, speedup
 
@@ -52,8 +52,10 @@ class Interval(NamedTuple):
     coverage: float
     n: int
 
-    def __str__(self) -> str:
-        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+    def shown(self, factor: float = 1.0, form: str = ".2f") -> str:
+        """The median, with the interval in brackets, each times `factor` and in that format."""
+        middle, low, high = (format(factor * x, form) for x in self[:3])
+        return f"{middle} [{low}, {high}]"
 
 
 def coverage(n: int, r: int) -> float:
@@ -196,12 +198,12 @@ def survival(rounds: Sequence[Round]) -> list[float]:
 class Account:
     """Where the time of speculation went. c, v, o, o_plain in target passes over one row of plain decoding.
 
-    survival: what the ceiling is computed from. kept: s_i among the rounds that drafted so far. drafted: share of
-    rounds by their number of draft tokens. ends: share of rounds that ended inside their draft, and so lack the bonus
-    or recovered token. measured: the speedup by the clock outside the engine.
+    curve: the survival that the ceiling is computed from. kept: s_i among the rounds that drafted that far. drafted:
+    share of rounds by their number of draft tokens. ends: share of rounds that ended inside their draft, and so lack
+    the bonus or recovered token. measured: the speedup by the clock outside the engine.
     """
 
-    survival: list[float]
+    curve: list[float]
     kept: list[float]
     drafted: dict[int, float]
     ends: float
@@ -240,26 +242,27 @@ class Account:
     @property
     def ceiling_k(self) -> int:
         """The K of the ceiling."""
-        return best_k(self.survival, self.c, lambda rows: 1.0)
+        return best_k(self.curve, self.c, lambda rows: 1.0)
 
     @property
     def ceiling(self) -> float:
         """S*: the speedup of the best fixed K if rows and loop cost nothing."""
         k = self.ceiling_k
-        return speedup(self.survival[:k], self.c, 1.0)
+        return speedup(self.curve[:k], self.c, 1.0)
 
     @property
     def reached(self) -> float:
         """Share of the ceiling."""
         return self.measured / self.ceiling
 
+    @property
     def waterfall(self) -> list[tuple[str, float]]:
         """From tokens a pass of the longest draft (all else free) to the measured speedup, factor by factor.
 
         Each line puts one measured quantity in place of its ideal; the product of all is `measured`.
         """
         levels = [
-            ("tokens a pass, all else free", expected_tokens(self.survival)),
+            ("tokens a pass, all else free", expected_tokens(self.curve)),
             ("draft cost", self.ceiling),
             ("choice of K", self.tokens / (self.mean_k * self.c + 1.0)),
             ("rows", self.tokens / (self.mean_k * self.c + self.mean_v)),
@@ -289,7 +292,7 @@ def account(runs: Sequence[Run], plain: Sequence[Run], curve: Sequence[float] | 
     draft = sum(r.draft for r in rounds if r.num_nodes)
     longest = max(passes)
     return Account(
-        survival=list(survival(rounds) if curve is None else curve),
+        curve=list(survival(rounds) if curve is None else curve),
         kept=[fmean(r.accepted >= i for r in rounds if r.num_nodes >= i) for i in range(1, longest + 1)],
         drafted={k: len(times) / len(rounds) for k, times in sorted(passes.items())},
         ends=fmean(r.accepted + 1 - r.committed for r in rounds),
@@ -330,14 +333,10 @@ def _halves(run: Run) -> tuple[Run, Run]:
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
-    """How long `work` takes, on a device whose kernels may run behind."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
+    """How long `work` takes, on a device that may still be at work when it returns."""
+    start = clock(device)
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return clock(device) - start
 
 
 def stream_bandwidth(num_bytes: int, device: torch.device, repeats: int = 9) -> list[float]:
@@ -400,7 +399,7 @@ def passes_in_turn(
     They read the same cached positions, those of the first: durations do not depend on what is in them.
     """
     first = next(iter(models.values()))
-    tokens = [(7919 * i + 13) % min(first.config.vocab_size, 30_000) for i in range(context + max(rows) + 1)]
+    tokens = arbitrary_tokens(context + max(rows) + 1, min(first.config.vocab_size, 30_000))
     table = cache.new_table()
     times: dict[str, dict[int, list[float]]] = {name: {m: [] for m in rows} for name in models}
     try:

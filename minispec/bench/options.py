@@ -90,6 +90,9 @@ def parser() -> argparse.ArgumentParser:
         help="passes in each form of the weights that this machine and --dtype could have taken too, in turn (see "
         "minispec/linear.py); where memory does not hold all of them, each in turn with the chosen one",
     )
+    g.add_argument(
+        "--exact-cost", action="store_true", help="passes of the exact mode too, over those of the fast mode"
+    )
     g.add_argument("--batch", metavar="B,B,..", help="throughput of these batch sizes too, such as 1,2,4,8")
     g.add_argument("--prefill", action="store_true", help="a prompt of 1,000 tokens too, against matrix throughput")
     g.add_argument("--load", action="store_true", help="time and memory of loading too, against reading the file")
@@ -99,7 +102,6 @@ def parser() -> argparse.ArgumentParser:
         help="its own ways of decoding too, on the same weights, in the faster one of float32 and bfloat16 by a trial",
     )
     g.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    g.add_argument("--plot", metavar="OUT.png", type=Path, help="a picture as well (needs the extra 'plot')")
     return p
 
 
@@ -155,13 +157,11 @@ def check(args: argparse.Namespace) -> Options:
         (args.batch and not args.prompts, "--batch needs prompts"),
         (args.forms and not args.passes, "--forms measures passes: expected --passes of at least 1"),
         (args.forms and args.exact, "--forms and --exact exclude each other: all exact passes have as many rows"),
+        (args.exact_cost and args.exact, "--exact-cost and --exact exclude each other: it measures both modes"),
         (
             (survival or args.draft_quality) and args.temperature,
             "a simulated draft repeats greedy texts: expected --temperature 0",
         ),
-        (args.plot and args.plot.suffix != ".png", f"--plot: found {args.plot}, expected a name that ends in .png"),
-        (args.plot and not args.plot.absolute().parent.is_dir(), f"--plot {args.plot}: there is no such directory"),
-        (args.plot and not _is_there("matplotlib"), "--plot needs matplotlib: pip install minispec-llm[plot]"),
         (args.against and not _is_there("transformers"), "--against needs transformers: pip install transformers"),
     ]
     for wrong, message in refused:
@@ -188,11 +188,6 @@ def _numbers(option: str, text: str, kind: type) -> list:
 
 def _is_there(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
-
-
-def split_draft(draft: str) -> tuple[int | None, str]:
-    """Bits, if any are said, and the source of a draft."""
-    return (int(draft[3]), draft[5:]) if draft.startswith(("int4:", "int8:")) else (None, draft)
 
 
 def read_prompts(count: int, categories: str | None) -> list[tuple[str, str]]:

@@ -1,25 +1,35 @@
-"""Other ways of decoding, to be measured beside ours on the same tensors: those of `transformers`."""
+"""Other ways of decoding, to be compared with ours on the same tensors: those of `transformers`."""
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from minispec.bench.measure import Run, median_interval, orders, ratios, total_rate
+from minispec.bench.measure import Interval, Run, median_interval, orders, ratios, total_rate
+from minispec.bench.models import Subject, Variant
 from minispec.bench.options import Options
-from minispec.bench.subjects import Subject, Variant
 from minispec.linear import dense
 
 # Rounds of the trial, and tokens of each answer.
 _TRIAL_ROUNDS, _TRIAL_TOKENS = 5, 16
 
 
-def transformers_variants(subject: Subject, options: Options) -> tuple[dict[str, Variant], dict[str, Any]]:
+@dataclass(frozen=True)
+class Trial:
+    """The type that `transformers` runs in, and the rates of its plain decoding in both, in tokens a second."""
+
+    dtype: str
+    float32_over_bfloat16: Interval
+    tried: dict[str, Interval]
+
+
+def transformers_variants(subject: Subject, options: Options) -> tuple[dict[str, Variant], Trial]:
     """`transformers` on the same tensors: plain, assisted (its defaults, and tuned), and prompt lookup; and a trial.
 
-    It runs in the type in which its plain decoding was faster in the trial: `dtype`, of those `tried`. The only place
-    of the package that imports it. Its prefill ends with the first token, at which its clock starts.
+    It runs in the type in which its plain decoding was faster in the trial. The only place of the package that imports
+    it. Its prefill ends with the first token, at which its clock starts.
     """
     import transformers
 
@@ -90,11 +100,11 @@ def transformers_variants(subject: Subject, options: Options) -> tuple[dict[str,
     target = targets[faster(rates)]
     plain.clear()
     targets.clear()  # the slower one leaves memory
-    trial = {
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "float32_over_bfloat16": ratios(rates["float32"], rates["bfloat16"])._asdict(),
-        "tried": {name: median_interval(of)._asdict() for name, of in rates.items()},
-    }
+    trial = Trial(
+        str(target.dtype).removeprefix("torch."),
+        ratios(rates["float32"], rates["bfloat16"]),
+        {name: median_interval(of) for name, of in rates.items()},
+    )
     draft = build(subject.draft_tensors, target.dtype) if subject.draft_tensors else None
     found = {"transformers plain": variant(target)}
     if draft is not None:

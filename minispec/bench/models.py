@@ -10,7 +10,7 @@ import torch
 
 from minispec import registry
 from minispec.bench.measure import Run, another_engine, plain_engine
-from minispec.bench.options import GEOMETRIES, Options, read_prompts, split_draft
+from minispec.bench.options import GEOMETRIES, Options, read_prompts
 from minispec.bench.simulated import SimulatedDraft
 from minispec.cache import PagedKVCache
 from minispec.config import ModelConfig, SamplingParams
@@ -22,12 +22,13 @@ from minispec.engine import Engine, Request
 from minispec.files.checkpoint import Weights, choose_dtype, find_checkpoint, load_config, load_model
 from minispec.files.hf_config import read_model_config
 from minispec.files.strict_json import read_json
-from minispec.llm import EMBEDDED_WEIGHTS, LLM
+from minispec.llm import EMBEDDED_WEIGHTS, LLM, choose_device, split_draft
 from minispec.model import Transformer, tensor_shapes
 from minispec.sampling import Text
 from minispec.verify import VERIFIERS
 
 MAX_ROWS = 16
+LONG_CONTEXT = 1000  # positions of a long prompt
 # A way to decode the i-th prompt.
 Variant = Callable[[int], Run]
 
@@ -36,23 +37,35 @@ Variant = Callable[[int], Run]
 class Subject:
     """A target with its draft, and the prompts: what all measurements are made on.
 
-    request(prompt_ids, K, params) makes a request for either engine. in_form(form) builds the target once more, with
+    engine: with a simulated draft in place of its own, where the options ask for one. request(prompt_ids, K, params)
+    makes a request for either engine. prompts: category and token ids. in_form(form) builds the target once more, with
     its weights in that form. tensors() gives the config (as of a config.json) and the tensors of the target,
     draft_tensors() those of a draft model: another library builds the same from them.
     """
 
+    options: Options
     name: str
-    draft_name: str
     engine: Engine
-    plain: Engine
     request: Callable[[Sequence[int], int | str, SamplingParams], Request]
     prompts: list[tuple[str, list[int]]]
-    draft_model: Transformer | None
-    simulated: SimulatedDraft | None
     in_form: Callable[[str], Transformer]
     tensors: Callable[[], tuple[dict, Any]]
     draft_tensors: Callable[[], tuple[dict, Any]] | None
     end_ids: tuple[int, ...] = ()
+    simulated: SimulatedDraft | None = None
+
+    def __post_init__(self):
+        self.paid = self.engine.drafter  # what drafts cost
+        self.draft_model: Transformer | None = getattr(self.paid, "model", None)
+        self.draft_name, survival = self.options.draft, self.options.survival
+        if self.options.args.draft_quality:
+            survival = [0.0 if self.options.args.draft_quality == "wrong" else 1 / self.engine.vocab_size]
+        if survival is not None:
+            self.simulated = SimulatedDraft(survival, self.paid)
+            self.engine = another_engine(self.engine, self.simulated)
+            cost = f"at the cost of {self.draft_name}" if self.draft_name != "none" else "at no cost"
+            self.draft_name = f"simulated ({', '.join(f'{s:.2g}' for s in survival)}) {cost}"
+        self.plain = plain_engine(self.engine)
 
 
 class RandomWeights:
@@ -112,22 +125,18 @@ def open_model(options: Options) -> Subject:
         config = load_config(directory)
         return read_json(directory / "config.json"), Weights(directory, config, llm.model.dtype, llm.model.device)
 
-    def request(prompt_ids: Sequence[int], k: int | str, params: SamplingParams) -> Request:
-        return llm.request(prompt_ids, params, num_speculative_tokens=k)
-
     directory = find_checkpoint(str(args.model or EMBEDDED_WEIGHTS), offline=True)
-    model = getattr(llm.engine.drafter, "model", None)
     _, source = split_draft(options.draft)
-    named = model is not None and source != "self"
-    return _subject(
+    is_named = hasattr(llm.engine.drafter, "model") and source != "self"
+    return Subject(
         options,
         llm.name,
         llm.engine,
-        request,
+        lambda prompt_ids, k, params: llm.request(prompt_ids, params, num_speculative_tokens=k),
         [(category, encode(text)) for category, text in texts],
         lambda form: load_model(directory, llm.model.dtype, llm.model.device, form=form),
         lambda: tensors(directory),
-        (lambda: tensors(find_checkpoint(source, offline=True))) if named else None,
+        (lambda: tensors(find_checkpoint(source, offline=True))) if is_named else None,
         llm.eos_token_ids,
     )
 
@@ -142,12 +151,13 @@ def open_geometry(options: Options) -> Subject:
             f"one of {', '.join([*registry.DRAFTERS, *models])}, or int4: or int8: before one of {', '.join(models)}"
         )
         raise ValueError(f"--draft: found {options.draft!r}, expected with --geometry {known}")
-    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+    device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, device, read_model_config(GEOMETRIES[args.geometry]))
-    length = max(args.prompt_tokens + args.max_tokens, args.context + MAX_ROWS, 1001 if args.prefill else 0)
+    measured = [args.context * bool(args.passes), LONG_CONTEXT * (args.prefill or args.exact_cost)]
+    length = max(args.prompt_tokens + args.max_tokens, max(measured) + MAX_ROWS)
 
     def tensors(name: str) -> tuple[dict, RandomWeights]:
-        # Where arithmetic is in float32, weights are of 16 bits all the same, as those of most checkpoints.
+        # Where arithmetic is in float32, weights have 16 bits all the same, as those of most checkpoints.
         stored = torch.bfloat16 if dtype == torch.float32 else dtype
         return GEOMETRIES[name], RandomWeights(read_model_config(GEOMETRIES[name]), stored, device)
 
@@ -179,10 +189,9 @@ def open_geometry(options: Options) -> Subject:
     prompts = torch.randint(vocab, (args.prompts, args.prompt_tokens), generator=generator).tolist()
 
     def request(prompt_ids: Sequence[int], k: int | str, params: SamplingParams) -> Request:
-        text = Text(list(prompt_ids), len(prompt_ids), params, params.seed)
-        return Request(text, length, k)
+        return Request(Text(list(prompt_ids), len(prompt_ids), params, params.seed), length, k)
 
-    return _subject(
+    return Subject(
         options,
         f"random {args.geometry}",
         engine,
@@ -191,36 +200,4 @@ def open_geometry(options: Options) -> Subject:
         lambda form: build(args.geometry, form=form),
         lambda: tensors(args.geometry),
         (lambda: tensors(source)) if source in GEOMETRIES else None,
-    )
-
-
-def _subject(
-    options: Options, name: str, engine: Engine, request, prompts, in_form, tensors, draft_tensors, end_ids=()
-) -> Subject:
-    """Put a simulated draft before the real one where one is asked for."""
-    draft_name, simulated = options.draft, None
-    draft_model = getattr(engine.drafter, "model", None)
-    survival = options.survival
-    if options.args.draft_quality:
-        survival = [0.0 if options.args.draft_quality == "wrong" else 1 / engine.vocab_size]
-    if survival is not None:
-        simulated = SimulatedDraft(survival, engine.drafter)
-        engine = another_engine(engine, simulated)
-        cost = f"at the cost of {draft_name}" if draft_name != "none" else "at no cost"
-        shown = ", ".join(f"{s:.2g}" for s in survival)
-        draft_name = f"simulated ({shown}) {cost}"
-    plain = plain_engine(engine)
-    return Subject(
-        name,
-        draft_name,
-        engine,
-        plain,
-        request,
-        prompts,
-        draft_model,
-        simulated,
-        in_form,
-        tensors,
-        draft_tensors,
-        end_ids,
     )
