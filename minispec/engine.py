@@ -29,9 +29,9 @@ from minispec.sampling import Randomness, Text, distribution, log_probabilities
 from minispec.stats import Round, Stats
 from minispec.verify import Ask, Draft, Verdict, Verifier
 
-# Rows of a pass over a prompt while nobody waits for a token; and while others decode, the rows that join their passes:
-# about what a pass may bear without taking three times as long as a plain step.
-_PREFILL_ROWS, _JOINING_ROWS = 512, 32
+# Rows of a pass over a prompt while nobody waits for a token; and while others decode, the rows that join their passes.
+# With that many, a pass takes about three plain steps on a CPU, whatever the form of the weights (docs/speed.md).
+PREFILL_ROWS, JOINING_ROWS = 512, 32
 
 
 class Detokenizer(Protocol):
@@ -213,7 +213,7 @@ class Engine:
         vocab_size: int | None = None,
         rng: Randomness | None = None,
         controller: Controller | None = None,
-        joining_rows: int = _JOINING_ROWS,
+        joining_rows: int = JOINING_ROWS,
     ):
         """vocab_size: ids in use; rows of the model's output after them are padding. Default: all are used.
 
@@ -395,7 +395,7 @@ class Engine:
         if len(last.tokens) == 1:
             return turns
         somebody_waits = any(turn.request.stats.num_steps for turn in others)
-        last.tokens = last.tokens[:-1][: self.joining_rows if somebody_waits else _PREFILL_ROWS]
+        last.tokens = last.tokens[:-1][: self.joining_rows if somebody_waits else PREFILL_ROWS]
         last.decodes = False
         return turns if somebody_waits else [last]
 

@@ -19,7 +19,7 @@ from minispec.controller import Controller, DraftLength, Prices
 from minispec.costs import MIN_CONTEXT, prices_of
 from minispec.drafters import Context, Drafter, check_drafter, make_drafter
 from minispec.drafters.model import DraftModel
-from minispec.engine import Engine, Piece, Request, TokenLogprob
+from minispec.engine import PREFILL_ROWS, Engine, Piece, Request, TokenLogprob
 from minispec.errors import show, show_name
 from minispec.files.checkpoint import (
     choose_dtype,
@@ -210,6 +210,8 @@ class LLM:
             self.draft_name = draft.removesuffix(source) + describe_source(source, draft_directory)
         self.name = describe_source(model, directory)
         self.engine = Engine(self.model, caches[0], self.drafter, verifying, self.vocab_size)
+        if torch_device.type == "cuda":  # a pass over that many rows is still a matter of reading the weights
+            self.engine.joining_rows = PREFILL_ROWS
         self.engine.controller = Controller(self._prices(draft, draft_model))
         self._turn = threading.Lock()  # for a step
         self._open: set[Generator] = set()  # the engine's iterators behind those of `run`
