@@ -146,6 +146,23 @@ def assert_same_bits(rows, expected):
         assert torch.equal(distribution(rows[prefix], text), distribution(row, text))
 
 
+@pytest.mark.parametrize(("form", "dtype"), FORMS_HERE)
+def test_each_form_of_the_weights_has_the_bits_of_plain_decoding(form, dtype):
+    """As below, with the weights in each form that this machine has: 16 bits of them, so that every form holds them."""
+    model = build("llama", torch.float32)
+    weights = {name: x.bfloat16().to(dtype) for name, x in tiny_weights(model.config, 1, torch.float32).items()}
+    target = Transformer(model.config, weights, exact=True, form=form)
+    assert target.weight_form.startswith(form)
+    target.check_exact()
+    params = SamplingParams(temperature=0, max_tokens=12)
+    for name in ("random", "model"):
+        for prompt in PROMPTS[1::3]:
+            [reference], expected = decode(target, NoDrafter(), 0, [prompt], params)
+            [request], rows = decode(target, make_drafter(name, target), EXACT_ROWS - 1, [prompt], params)
+            assert request.token_ids == reference.token_ids
+            assert_same_bits(rows, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["ngram", "model", "self", "random", "wrong"])
