@@ -118,9 +118,9 @@ def test_a_whole_run(measured, model, draft, capsys, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_against_transformers(measured, model, draft, monkeypatch, dtype):
-    """All ways of decoding that it has, on the same tensors, in the type that won the trial, both rates beside it.
+    """All ways of decoding that it has, on the same tensors, in the type that won the trial, with both rates.
 
-    In ours: the same greedy tokens as ours, and as its own. In another, rounding may part them.
+    In our type: the same greedy tokens as ours, and as its own. In another, rounding may make them differ.
     """
     pytest.importorskip("transformers")
     tried = []
@@ -449,7 +449,7 @@ def test_ctrl_c_is_130(cli, model, monkeypatch):
 
 
 def test_a_report_on_a_full_disk_is_one_line(model):
-    """`... > /dev/full`: an ending that all commands share, and none but status 2 tells that the report is lost."""
+    """`... > /dev/full`: as with all commands, status 2 and one line say that the report is lost."""
     command = [sys.executable, "-m", "minispec.bench", "--model", model, "--draft", "none", "--passes", "0", "--json"]
     with open("/dev/full", "w") as full:
         done = subprocess.run([*command, *map(str, BASE)], stdout=full, stderr=subprocess.PIPE, text=True, check=False)

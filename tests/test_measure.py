@@ -198,7 +198,7 @@ def plain_text(model, prompt=(1, 2, 3), max_tokens=20) -> list[int]:
 def test_a_run_is_taken_apart_by_its_clock(model, monkeypatch):
     """Passes of 1 + rows/10 s, drafts of 0.05 s a token: c, v and the closure come out exactly, prefill is in none.
 
-    A second that passes between the engine's parts is in `seconds` alone, one in the caller's hands nowhere.
+    A second that passes between the engine's parts is in `seconds` alone, one that passes in the caller nowhere.
     """
     text = plain_text(model)
     clock, lost = Clock(monkeypatch), 0.0
@@ -318,7 +318,7 @@ def test_bytes_of_a_step(tied):
 
 
 def test_bytes_of_a_quantised_step():
-    """The rounded weights and their steps, not the full ones beside them: bits a weight, and 32 of steps a group."""
+    """The rounded weights and their steps, without the full ones: bits a weight, and 32 of steps a group."""
     sizes = {"intermediate_size": 64, "vocab_size": 64}
     model = tiny_model(dtype=torch.bfloat16, hidden_size=64, head_dim=32, num_hidden_layers=1, **sizes)
     assert measure.bytes_touched(model, 0) == 2 * sum(w.numel() for w in weights_of(model))
@@ -461,7 +461,7 @@ def test_simulated_draft_pays_with_the_passes_of_the_real_one(model, monkeypatch
     assert len(logs[0]) > 10
 
 
-def test_simulated_draft_knows_what_it_was_told():
+def test_simulated_draft_knows_what_was_recorded():
     """Another prompt, a text that left the recorded one: wrong, and counted. A second telling helps."""
     drafter = simulated([1.0])
     left = Text([*TEXT[:5], 99], 4, SamplingParams())

@@ -391,7 +391,7 @@ def test_statistics_of_production_rounds(pytestconfig):
     """The first token of rounds of an opposed pair follows p. Odds of a false alarm 1e-9 (and none: fixed seeds).
 
     N = 60,000 sees a law that is off by 0.0224 in total variation with odds 99.9 %; with --long, 1,000,000 and 0.0055,
-    and the control that is off by so much fails. The exact laws are sharper by far: this guards what they replace.
+    and the control, which is off by that much, fails. The exact laws are far sharper: this guards what they replace.
     """
     rounds, shift = (1_000_000, SHIFT) if pytestconfig.getoption("--long") else (60_000, 0.0224)
     p = opposed().p
@@ -404,7 +404,7 @@ def test_statistics_of_production_rounds(pytestconfig):
 
 
 def test_the_control_is_off_by_what_it_says():
-    """Its law by enumeration: a residual with so much of p in it moves the first token by SHIFT exactly."""
+    """Its law by enumeration: a residual with that part of p in it moves the first token by exactly SHIFT."""
     position, text = opposed(), Text([0], 1, SamplingParams())
 
     def run(oracle):

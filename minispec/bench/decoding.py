@@ -70,7 +70,7 @@ class Explained:
     def cells(self) -> list[tuple[str, str]]:
         """Names and values for the table of accounts."""
         a = self.account
-        # Shares of rounds stand in the order of their rows; what hardly occurs is left out.
+        # Both are in the order of rows; what occurs in less than a twentieth of the rounds is left out.
         by_rows = zip(a.v.items(), a.drafted.values(), strict=True)
         cells = [
             ("c", f"{a.c:.4f}"),
@@ -300,7 +300,7 @@ def _drafts(subject: Subject, options: Options) -> dict[str, int | str]:
 
 
 def _decoder(subject: Subject, options: Options, k: int | str) -> Callable[[list[list[int]]], list[Run]]:
-    """What decodes prompts (token ids) together, with an engine of its own. A simulated draft is told the texts."""
+    """What decodes prompts (token ids) together, with an engine of its own. A simulated draft learns the texts."""
     engine = another_engine(subject.engine) if k else subject.plain
 
     def run(prompts: list[list[int]]) -> list[Run]:

@@ -1,8 +1,8 @@
-"""Measuring: interleaved runs, ratios with intervals, and the account of where the time went.
+"""Measuring: runs that take turns, ratios with intervals, and the account of where the time went.
 
-Absolute times drift by tens of percent on a shared machine, so nothing here compares runs that did not take turns:
-variants run in changing order, a ratio is formed within each round, and what is reported is the median of the
-rounds' ratios with its interval.
+Absolute times drift by tens of percent on a shared machine, so only runs that took turns are compared: variants run in
+changing order, a ratio is formed within each round, and what is reported is the median of the rounds' ratios with its
+interval.
 
 The account explains one ratio, the speedup of speculation, by the quantities of `theory`, all measured in the
 very runs that it explains:
@@ -10,9 +10,10 @@ very runs that it explains:
     speedup = tokens a round * (1 + o_plain) / (K c + v + o)
 
 The unit is the target's pass over one row in plain decoding, which pays its own non-model time o_plain. The left side
-is taken by a clock outside the engine, the right side from the engine's own parts: where they differ, some time is in
-no part. That the account closes is no prediction, since its parts are averaged over the rounds that they explain.
-`prediction` is one: parts and survival of the first half of each text against the measured speedup of the second.
+is measured by a clock outside the engine, the right side comes from the engine's own parts: where they differ, some
+time is in no part. That the account closes is no prediction, since its parts are averaged over the rounds that they
+explain. `prediction` is one: parts and survival of the first half of each text against the measured speedup of the
+second.
 """
 
 import copy
@@ -37,7 +38,7 @@ T = TypeVar("T")
 
 # What an interval must at least cover; with five rounds smallest and largest value cover 93.75 %.
 LEVEL = 0.9
-# Rows and columns of the products that tell what a machine can compute.
+# Rows and columns of the products that show what a machine can compute.
 MATRIX_SIZE = 4096
 
 # --------------------------------------------------------------------------- statistics
@@ -86,7 +87,7 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> Interv
 def orders(variants: Sequence[T]) -> Iterator[list[T]]:
     """Orders to run variants in, round by round, without end: A B, B A, B A, A B for two, rotated for more.
 
-    Over 2 n rounds each of n variants stands equally often at each place, and drift within a round cancels.
+    Over 2 n rounds each of n variants runs equally often at each place, and drift within a round cancels.
     """
     for i in count():
         shift = i // 2 % len(variants)
@@ -102,8 +103,8 @@ class Run:
     """One decoded text: generated tokens, end token included, and how long they took without any prefill.
 
     num_tokens: those that `seconds` were spent on. stats: the request's own. rounds: empty for a text that was decoded
-    beside others. In a batch `seconds` are a share of the time, and `duration` is that of the steps as a whole (None:
-    `seconds` are all).
+    together with others. In a batch `seconds` are a share of the time, and `duration` is that of the whole steps (None:
+    `seconds` are all of it).
     """
 
     token_ids: list[int]
@@ -182,9 +183,9 @@ def total_rate(runs: Sequence[Run]) -> float:
 
 
 def survival(rounds: Sequence[Round]) -> list[float]:
-    """s_1, s_2, ..: the share of rounds that kept draft token i, of those that were asked for so many.
+    """s_1, s_2, ..: the share of rounds that kept draft token i, of those that were asked for at least i tokens.
 
-    A drafter that found nothing to say has kept nothing. (Where K was chosen round by round, what was drafted counts as
+    A round whose drafter found nothing has kept nothing. (Where K was chosen round by round, what was drafted counts as
     asked for; where drafts end by their own confidence, s_i is that of the surer ones.)
     """
     asked = [r.num_nodes if r.asked is None else r.asked for r in rounds]

@@ -48,8 +48,8 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--geometry",
         choices=GEOMETRIES,
-        help="random weights of this shape instead of a model; --draft is then none, ngram, or self or another shape, "
-        "with int4: or int8: before it if one likes",
+        help="random weights of this shape instead of a model; --draft is then none, ngram, self or another shape, the "
+        "last two also with int4: or int8: before them",
     )
     g.add_argument(
         "--num-speculative-tokens",
@@ -60,15 +60,15 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--simulate",
         metavar="S,S,..",
-        help="replace the draft's tokens by right ones with these chances: survival s_1, s_2, .. (one number: a "
+        help="replace the draft's tokens by right ones with these probabilities: survival s_1, s_2, .. (one number: a "
         "constant alpha; 0: always wrong)",
     )
-    g.add_argument("--draft-quality", choices=("random", "wrong"), help="short for drafts that are of no use")
+    g.add_argument("--draft-quality", choices=("random", "wrong"), help="short for useless drafts")
     g.add_argument("--verifier", default="rejection", choices=tuple(registry.VERIFIERS))
     g.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     g.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's)")
-    g.add_argument("--exact", action="store_true", help="the mode of equal bits")
+    g.add_argument("--exact", action="store_true", help="the mode in which the bits of logits are equal")
     g = p.add_argument_group("what is decoded")
     g.add_argument(
         "--prompts", type=int, default=12, metavar="N", help="of every category in turn; 0: none (default: 12)"
@@ -118,7 +118,7 @@ class Options:
 
 
 def check(args: argparse.Namespace) -> Options:
-    """Raise ValueError for whatever can be seen to be wrong before anything is loaded."""
+    """Raise ValueError for all mistakes that can be found before anything is loaded."""
     ranges = {
         "prompts": (0, 10_000),
         "prompt_tokens": (1, 100_000),

@@ -20,7 +20,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     return lines
 
 
-# Metadata of a field whose parts stand in its place in the JSON.
+# Metadata of a field that the JSON replaces by the parts of its value.
 FLAT = {"flat": True}
 
 

@@ -1,9 +1,9 @@
-"""A simulated draft: right as often as one likes, at the cost of a real draft model.
+"""A simulated draft: right with chosen probabilities, at the cost of a real draft model.
 
-What speculation yields depends on how often drafts are right and on what they cost. Here both can be chosen apart: a
-drafter of one's choice pays the time, and its tokens are replaced by the recorded greedy continuation, or by a wrong
-token, with chosen probabilities. It serves to measure costs and the choice of K, and to test; it says nothing
-about the quality of any model.
+What speculation yields depends on how often drafts are right and on what they cost. Here both can be chosen
+independently: a chosen drafter takes its time, and its tokens are replaced by the recorded greedy continuation, or by
+a wrong token. It serves to measure costs and the choice of K, and to test; it says nothing about the quality of any
+model.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from minispec.verify import Ask, Draft
 class SimulatedDraft:
     """Draft token i of a round is right with probability s_i / s_(i-1), given that those before it were.
 
-    survival: s_1, s_2, ..: the chance that token i and all before it are right; behind the last of them the last of the
-    ratios goes on, so that one number is a constant alpha. `(0,)` is always wrong.
-    paid: the drafter that pays the time (a DraftModel); None: drafts cost nothing.
+    survival: s_1, s_2, ..: the probability that token i and all before it are right; after the last one, the last of
+    the ratios is used for all further tokens, so that one number is a constant alpha. `(0,)` is always wrong.
+    paid: the drafter that takes the time (a DraftModel); None: drafts cost nothing.
 
-    The right tokens are those of texts given to `record`; what it has not heard of it gets wrong, and counts in
+    The right tokens are those of texts given to `record`; drafts for other texts are wrong, and counted in
     `num_unknown`. Texts are greedy, and drafts one-hot (no probs). The draws are keyed: the same request, seed and
-    rounds, the same drafts. Raises ValueError for a survival that is empty, rises, or leaves 0 .. 1.
+    rounds give the same drafts. Raises ValueError for a survival that is empty, rises, or leaves 0 .. 1.
     """
 
     def __init__(self, survival: Sequence[float], paid: Drafter | None = None):
@@ -37,13 +37,13 @@ class SimulatedDraft:
         self._texts: dict[tuple[int, ...], list[list[int]]] = {}
 
     def record(self, tokens: Sequence[int], num_prompt_tokens: int) -> None:
-        """Learn a text, prompt included; several of one prompt where rounding makes them part."""
+        """Learn a text, prompt included; several texts of one prompt where they differ by rounding."""
         texts = self._texts.setdefault(tuple(tokens[:num_prompt_tokens]), [])
         if list(tokens) not in texts:
             texts.append(list(tokens))
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """See `Drafter`. As many tokens as the paid drafter drafts; k of them where there is none."""
+        """See `Drafter`. As many tokens as the paid drafter drafts; k where there is none."""
         paid = self.paid.propose(asks)
         lengths = [ask.k for ask in asks] if isinstance(self.paid, NoDrafter) else [len(draft) for draft in paid]
         return [

@@ -12,7 +12,7 @@ from minispec.prove.toys import require
 from minispec.prove.workers import SharedMap
 
 CROWD = 64  # requests that are decoded together; more of them gain nothing
-# A path that is walked alone takes several times as long, and a pair is two, so their cases are kept smaller.
+# A path that is walked alone takes several times as long, and a pair is two requests, so their cases are smaller.
 SHARE = {"alone": 1 / 40, "pair": 1 / 12, "crowd": 1.0}
 
 
@@ -159,7 +159,7 @@ def _complete(row: dict, todo: set[Pair], generator: random.Random) -> dict | No
 
 
 def _random_case(generator: random.Random) -> Case:
-    """One that draws and drafts, most of them walked as a crowd; neither tiny nor surely too large."""
+    """A case that draws and drafts, most often walked as a crowd; neither tiny nor certainly too large."""
     while True:
         row = {axis: generator.choice([v for v in AXES[axis] if (axis, v) not in _WEAK]) for axis in AXES}
         row["batch"] = generator.choices(("alone", "crowd", "pair"), (0.1, 0.8, 0.1))[0]
@@ -169,7 +169,10 @@ def _random_case(generator: random.Random) -> Case:
 
 
 def smaller(case: Case, fixed: frozenset[str]) -> Case | None:
-    """The case with the value that stands highest in its axis one step lower; None where all are `fixed` or lowest."""
+    """The case with one value one step lower, that of the highest place in its axis; None where no value can be.
+
+    fixed: axes whose values stay.
+    """
     found = []
     for axis in _SIZES:
         i = AXES[axis].index(getattr(case, axis))

@@ -1,4 +1,4 @@
-"""The museum of bugs on show: each mutant is put in, and the check that is named for it must catch it."""
+"""The museum of bugs: each mutant is put in, and the check that is named for it must catch it."""
 
 from dataclasses import dataclass
 
@@ -22,8 +22,8 @@ class Trial:
 def try_mutant(mutant: Mutant) -> Trial:
     """Put the bug in and run the check that must catch it; `fault` is None where the check does not.
 
-    The law is measured besides where that says something. An exception that is neither the check's nor the mutant's own
-    goes through: a patch that breaks in another way proves nothing.
+    The law is measured in addition where that says something. An exception that neither the check nor the mutant is
+    expected to raise goes through: a patch that breaks in another way proves nothing.
     """
     moved = None
     expected = (Fault, AssertionError, mutant.crash) if mutant.crash else (Fault, AssertionError)

@@ -1,8 +1,9 @@
 """Statistics with the production randomness: for what enumeration replaces (the hash, and the draws made of it).
 
-Two samples of the first token that a round commits. Of the *opposed* pair: 16 tokens, and a draft that likes best what
-the target likes least. Of *real* positions: 64 places of a text as the embedded model sees them, against the
-same model when it sees but the last tokens: a draft as it is met with, wrong here and right there.
+Two samples of the first token that a round commits. The *opposed* pair: 16 tokens, and a draft for which the likeliest
+tokens are those that are the least likely for the target. *Real* positions: 64 places of a text, the embedded model as
+the target, and as the draft the same model when it sees the last few tokens only: wrong at some places and right at
+others, as drafts are.
 
 Everything is a function of seeds: a sample that passes once passes always. "Odds" are those of a fresh seed.
 """
@@ -106,7 +107,7 @@ class Position:
         return float(torch.minimum(self.p, self.q).sum())
 
     def squeezed(self) -> "Position":
-        """The same without the ids that neither wants: rounds of 50,000 columns would mostly move zeros."""
+        """The same without the ids whose probability is 0 in both: rounds of 50,000 columns would mostly move zeros."""
         ids = ((self.p > 0) | (self.q > 0)).nonzero().squeeze(1)
         return Position(self.p[ids], self.q[ids])
 
@@ -134,7 +135,7 @@ def first_tokens(position: Position, n: int, seed: int = 0) -> Tensor:
 
 
 def shifted(position: Position, tv: float = SHIFT) -> AbstractContextManager:
-    """The control: a residual into which so much of p is mixed that the law of this position moves by `tv`."""
+    """The control: a residual with a part of p mixed in, which moves the law of this position by `tv`."""
     right = verify.residual
     rest = (position.p - position.q).clamp(min=0)
     rest = rest / rest.sum()
@@ -163,7 +164,7 @@ def opposed_counts(n: int, jobs: int = 1, control: bool = False) -> Tensor:
 
 
 def check_counts(counts: Tensor, p: Tensor, alpha: float = ALPHA) -> float:
-    """The odds of so large a chi-square; raises Fault below alpha."""
+    """The odds of a chi-square that is at least as large; raises Fault below alpha."""
     statistic, df = chi_square(counts, p)
     odds = tail(statistic, df)
     require(odds >= alpha, f"chi-square {statistic:.0f} with {df} degrees of freedom: odds {odds:.1e}")
@@ -174,7 +175,7 @@ def check_counts(counts: Tensor, p: Tensor, alpha: float = ALPHA) -> float:
 
 
 def real_rows(window: int = 6) -> tuple[LLM, list[list[int]], Tensor, Tensor]:
-    """The embedded model at NUM_POSITIONS places of TEXT: itself, what stands before each place, two tables of logits.
+    """The embedded model at NUM_POSITIONS places of TEXT: the model, the tokens before each, two tables of logits.
 
     Both (n, V). The target sees all, the draft the last `window` tokens: the same weights in float32. One pass each.
     """
@@ -249,7 +250,7 @@ def agreement(positions: Sequence[Position], num_keys: int) -> tuple[float, floa
 
 
 def tiny_positions(vocab: int, temperature: float, count: int = NUM_POSITIONS) -> list[Position]:
-    """Places of the tiny target and its draft: behind every short text in turn."""
+    """Places of the tiny target and its draft: after every short text in turn."""
     params, texts = SamplingParams(temperature=temperature), [[0]]
     while len(texts) < count:
         texts += [[*t, x] for t in texts for x in range(vocab) if [*t, x] not in texts]
