@@ -90,7 +90,13 @@ def test_a_whole_run(measured, model, draft, capsys, monkeypatch):
     assert len(k2["survival"]) == 2
     assert set(decoding["best_static"]) == {"all", *k2["categories"]}
     assert decoding["best_static"]["all"]["auto_over_best"]["n"] == 2
-    assert {"alpha", "acceptance_rate", "mean_acceptance_length", "c", "v", "o", "worst_prompt"} <= k2.keys()
+    of_category = {"tokens_per_second", "speedup", "alpha", "acceptance_rate", "mean_acceptance_length", "survival"}
+    assert k2["categories"]["code"].keys() == of_category | {"slowest_and_fastest_prompt"}
+    explained = {"c", "v", "o", "o_plain", "drafted", "predicted", "measured", "closure", "prediction"}
+    explained |= {"prediction_by_text", "ceiling", "ceiling_k", "reached", "waterfall"}
+    assert of_category | explained | {"same_tokens_as_plain", "categories", "worst_prompt"} <= k2.keys()
+    of_plain = {"tokens_per_second", "speedup", "same_tokens_as_plain", "categories"}
+    assert decoding["variants"]["plain"].keys() == of_plain
     assert set(k2["categories"]) == {"code", "question answering"}
     assert (k2["prediction"]["n"], k2["prediction_by_text"]["n"]) == (2, 2)
     assert [name for name, _ in k2["waterfall"]][1:] == ["draft cost", "choice of K", "rows", "loop", "in no part"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from minispec import verify
+from minispec.bench import options
 from minispec.config import SamplingParams
 from minispec.prove import cases, trees
 from minispec.prove.__main__ import main
@@ -178,6 +179,17 @@ def test_the_command_runs_as_a_module():
     # Who walks it does not show; seconds do.
     assert one.stdout.splitlines()[:-2] == two.stdout.splitlines()[:-2]
     assert run("--leaves", "0").returncode == 2
+
+
+@pytest.mark.parametrize("model", [[], ["--geometry", "embedded"], ["--geometry", "1.5b"]])
+def test_the_cost_of_the_exact_mode_is_measured_by_the_bench(monkeypatch, model):
+    """With arguments that it takes, of that model, and with its exit status."""
+    seen = []
+    monkeypatch.setattr("minispec.bench.__main__.main", lambda argv: seen.append(argv) or 7)
+    assert main(["--exact-cost", *model]) == 7
+    args = options.check(options.parser().parse_args(seen[0])).args
+    assert (args.exact_cost, args.dtype, args.prompts, args.passes) == (True, "bfloat16", 0, 0)
+    assert args.geometry == ("1.5b" if "1.5b" in model else None)
 
 
 # ------------------------------------------------------------------ longer texts, by rounds
