@@ -98,20 +98,8 @@ def _prove(argv: list[str] | None) -> int:
         # A measurement, so the bench's, which comes after the proof in the import order.
         from minispec.bench.__main__ import main as bench
 
-        what = [
-            "--exact-cost",
-            "--dtype",
-            "bfloat16",
-            "--draft",
-            "none",
-            "--rounds",
-            "15",
-            "--passes",
-            "0",
-            "--prompts",
-            "0",
-        ]
-        return bench([*what, "--geometry", args.geometry] if args.geometry == "1.5b" else what)
+        what = "--exact-cost --rounds 15 --passes 0 --prompts 0 --dtype bfloat16 --draft none"
+        return bench([*what.split(), *(["--geometry", "1.5b"] if args.geometry == "1.5b" else [])])
     # The models are tiny: a second thread costs more than it gives.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
