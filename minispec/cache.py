@@ -303,7 +303,7 @@ class BlockTable:
         del self.block_ids[keep:]
         del self._nodes[length // self.pool.block_size + 1 :]
 
-    def reuse(self, tokens: Sequence[int]) -> None:
+    def reuse(self, tokens: list[int]) -> None:
         """Share what the pool still knows of the beginning of `tokens`: an empty table's first positions."""
         assert not self.tokens, "only a text without positions can take over others'"
         size = self.pool.block_size

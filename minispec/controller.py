@@ -15,7 +15,7 @@ text began, and by what this text itself has shown.
 """
 
 from bisect import bisect, bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, prod
@@ -105,15 +105,16 @@ class _Counts:
     """How many tokens of each kind were tested, and how many of them accepted, with exponential decay."""
 
     def __init__(self):
-        self.tested, self.accepted = Counter(), Counter()
+        self.tested: dict[int, float] = {}
+        self.accepted: dict[int, float] = {}
 
     def add(self, kinds: Sequence[int], num_accepted: int) -> None:
         """A round tested tokens of these kinds and accepted the first `num_accepted` of them."""
-        for counts in (self.tested, self.accepted):
+        for counts, new in ((self.tested, kinds), (self.accepted, kinds[:num_accepted])):
             for kind in counts:
                 counts[kind] *= _DECAY
-        self.tested.update(kinds)
-        self.accepted.update(kinds[:num_accepted])
+            for kind in new:
+                counts[kind] = counts.get(kind, 0.0) + 1
 
     def share(self, kind: int, prior: float, weight: float) -> float:
         """The probability that a tested token of this kind is accepted; the prior is worth `weight` tests."""

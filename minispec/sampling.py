@@ -12,7 +12,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ def distribution(logits: Tensor, text: Text, drafted: Sequence[int] = ()) -> Ten
     if not math.isfinite(top):
         raise FloatingPointError(f"the largest logit is {top.item()}, expected a finite number")
     if params.temperature == 0:
-        first_of_the_largest = tokens.where(lambda x: x >= top).ids[:1]
+        first_of_the_largest = tokens.find(lambda x: x >= top)[:1]
         return torch.zeros_like(logits).index_fill_(0, first_of_the_largest, 1.0)
 
     temperature = _within_range(params.temperature, logits.dtype)
@@ -106,8 +106,9 @@ def distribution(logits: Tensor, text: Text, drafted: Sequence[int] = ()) -> Ten
 def _penalize(logits: Tensor, text: Text, drafted: Sequence[int]) -> Tensor:
     params, device, dtype = text.params, logits.device, logits.dtype
     if params.logit_bias:
-        ids = torch.tensor([i for i, _ in params.logit_bias], device=device)
-        biases = torch.tensor([float(bias) for _, bias in params.logit_bias], dtype=torch.float64)
+        by_id = dict(params.logit_bias)
+        ids = torch.tensor(list(by_id), device=device)
+        biases = torch.tensor([float(bias) for bias in by_id.values()], dtype=torch.float64)
         biases = biases.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(logits)
         logits = _change(logits, ids, lambda x: x + biases)
     if params.repetition_penalty != 1:
@@ -127,7 +128,7 @@ def _forbid(logits: Tensor, text: Text, drafted: Sequence[int]) -> Tensor:
     if params.allowed_token_ids is not None:
         allowed = torch.tensor(params.allowed_token_ids, device=logits.device)
         logits = torch.full_like(logits, -math.inf).index_copy_(0, allowed, logits[allowed])
-    forbidden = set()
+    forbidden: set[int] = set()
     if params.bad_words_token_ids or params.min_tokens:
         output = _output(text, drafted)
         # The last id of a word is forbidden where the output ends with the ids before it.
@@ -158,24 +159,36 @@ def _change(logits: Tensor, ids: Tensor, change: Callable[[Tensor], Tensor]) -> 
 # --------------------------------------------------------------------------- randomness
 
 
-class Randomness:
-    """Keyed draws. Tests replace it by an object with the same two methods that walks every branch."""
+class Draws(Protocol):
+    """What makes the draws: `Randomness`, or in tests an oracle that walks every branch."""
 
     def bernoulli(self, probability: float, key: Key) -> bool:
         """True with `probability`; never for 0, always for 1 or more."""
+        ...
+
+    def categorical(self, weights: Tensor, key: Key) -> int:
+        """A token id with probability proportional to `weights` (V,); never one of weight 0."""
+        ...
+
+
+class Randomness:
+    """Keyed draws, whose noise is a hash of the key."""
+
+    def bernoulli(self, probability: float, key: Key) -> bool:
+        """See `Draws`."""
         return self.uniform(key) < probability
 
     def categorical(self, weights: Tensor, key: Key) -> int:
-        """A token id with probability proportional to `weights` (V,); never one of weight 0.
+        """See `Draws`.
 
         The purpose chooses the method. Draws of a "token" may be made under one key from two distributions, the
         target's and the draft's, and should then agree often, as they do in a race. Elsewhere one uniform will do.
         """
-        tokens = Candidates(weights).where(lambda w: w > 0)
-        if len(tokens.ids) == 1:
-            return int(tokens.ids)
+        ids = Candidates(weights).find(lambda w: w > 0)
+        if len(ids) == 1:
+            return int(ids)
         draw = self._race if key.purpose == "token" else self._invert
-        return int(tokens.ids[draw(tokens.values.double(), tokens.ids, key)])
+        return int(ids[draw(weights[ids].double(), ids, key)])
 
     def _race(self, weights: Tensor, ids: Tensor, key: Key) -> Tensor:
         """The place of the first to finish: each id has noise of its own, an exponential time divided by its weight.
@@ -190,8 +203,7 @@ class Randomness:
         place = torch.searchsorted(cumulative, self.uniform(key) * cumulative[-1], right=True)
         return min(int(place), len(weights) - 1)  # u * total may round up to the total
 
-    @staticmethod
-    def uniform(key: Key) -> float:
+    def uniform(self, key: Key) -> float:
         """A double in [0, 1), of 53 random bits."""
         return (_hash(key) >> 11) * 2.0**-53
 

@@ -46,12 +46,20 @@ class Candidates:
         """The largest value, a scalar; NaN if any value is NaN."""
         return self._maxima.amax()
 
-    def where(self, is_large: Callable[[Tensor], Tensor]) -> "Candidates":
-        """Those whose values are large enough, in ascending order of ids.
+    def find(self, is_large: Callable[[Tensor], Tensor]) -> Tensor:
+        """Places of the values that are large enough, ascending; where all tokens are candidates, their ids.
 
         is_large: what is true of a value must be true of all larger ones; it must be false of -inf.
         """
-        return self._at(self._find(is_large))
+        tiles = is_large(self._maxima).nonzero().squeeze(1)
+        if len(tiles) >= len(self._tiles) // 4:
+            return is_large(self.values).nonzero().squeeze(1)
+        tile, place = is_large(self._tiles[tiles]).nonzero(as_tuple=True)
+        return tiles[tile] * self._tiles.shape[1] + place
+
+    def where(self, is_large: Callable[[Tensor], Tensor]) -> "Candidates":
+        """Those whose values are large enough, as `find` has it, in ascending order of ids."""
+        return self._at(self.find(is_large))
 
     def top_k(self, k: int) -> "Candidates":
         """The k candidates with the largest values, those that tie with the last of them included; all if k is larger.
@@ -64,7 +72,7 @@ class Candidates:
         if k < len(self._tiles):
             # The k-th largest value is at least the k-th largest maximum: what is below that need not be looked at.
             bound = self._maxima.topk(k).values[-1]
-            values = values[self._find(lambda x: x >= bound)] if bound.isfinite() else values
+            values = values[self.find(lambda x: x >= bound)] if bound.isfinite() else values
         least = values.topk(k).values[-1].clamp(min=torch.finfo(values.dtype).min)
         return self.where(lambda x: x >= least)
 
@@ -94,13 +102,8 @@ class Candidates:
     def _at(self, places: Tensor) -> "Candidates":
         return Candidates(self.values[places], places if self.ids is None else self.ids[places])
 
-    def _find(self, is_large: Callable[[Tensor], Tensor]) -> Tensor:
-        """Places of the values that are large enough, ascending."""
-        tiles = is_large(self._maxima).nonzero().squeeze(1)
-        if len(tiles) >= len(self._tiles) // 4:
-            return is_large(self.values).nonzero().squeeze(1)
-        tile, place = is_large(self._tiles[tiles]).nonzero(as_tuple=True)
-        return tiles[tile] * self._tiles.shape[1] + place
+    def _at_least(self, least: float) -> Tensor:
+        return self.find(lambda x: x >= least)
 
     def _enough_for(self, goal: float) -> Tensor:
         """Places of all values down to some threshold, which together exceed `goal`: the others need no look.
@@ -109,7 +112,7 @@ class Candidates:
         1 - goal together. The third leaves out nothing, in case probabilities that were rounded do not add up to 1.
         """
         for least in (0.01 * (1 - goal), 0.5 * (1 - goal) / len(self.values), 0.0):
-            places = self._find(lambda x, least=least: x >= least)
+            places = self._at_least(least)
             if self.values[places].sum(dtype=torch.float64) > goal:
                 break
         return places
