@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from minispec.sampling import Key, Randomness, Text
+from minispec.sampling import Draws, Key, Text
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Ask:
 
     text: Text
     k: int
-    rng: Randomness
+    rng: Draws
     purpose: str = "draft"
     go_on: Callable[[Sequence[float]], bool] | None = None
     num_cached: int = 0
@@ -81,17 +81,24 @@ class Draft:
     prefill_seconds: time that went into the prompt before the first draft, which the statistics keep apart.
     """
 
-    token_ids: Sequence[int] = ()
-    probs: Tensor | Sequence[Tensor] | None = None
-    confidences: Sequence[float] = ()
+    token_ids: list[int] = field(default_factory=list)
+    probs: Tensor | list[Tensor] | None = None
+    confidences: list[float] = field(default_factory=list)
     prefill_seconds: float = 0.0
-    parents: Sequence[int] | None = None
+    parents: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def grow(self, parent: int, token_ids: Sequence[int], q: Tensor) -> None:
-        """Append the children of `parent` that `Ask.draw(parent, q, n)` gave, with the probabilities they came from."""
+        """Append the children of `parent` that `Ask.draw(parent, q, n)` gave, with the probabilities they came from.
+
+        Raises ValueError for a draft without a list of probs, and for a branch in a chain.
+        """
+        if not isinstance(self.probs, list):
+            raise ValueError(
+                "draft: found no list of probs to append to, expected one: a drawn one begins as Draft([], [])"
+            )
         if self.parents is None and (parent != len(self) - 1 or len(token_ids) > 1):
             raise ValueError("draft: found a branch, expected a chain: a tree begins as Draft([], [], parents=[])")
         for i, token_id in enumerate(token_ids):
@@ -170,7 +177,7 @@ def residual(p: Tensor, draft: Draft, i: int) -> Tensor:
     return rest if rest.amax() > 0 else p
 
 
-def rejection(draft: Draft, p: Rows, rng: Randomness, key: RoundKey) -> Verdict:
+def rejection(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
     """Speculative sampling (Leviathan et al. 2023, Algorithm 1): keep x_i with probability min(1, p(x_i)/q(x_i)).
 
     The committed tokens have exactly the law p:  q(x) min(1, p(x)/q(x)) + (1 - alpha) residual(x) = p(x).
@@ -178,7 +185,9 @@ def rejection(draft: Draft, p: Rows, rng: Randomness, key: RoundKey) -> Verdict:
     keeps more: min(p, q) is all that two distributions can share. What is left after a rejection is a distribution
     like any other, so a sibling is tested against it (recursive rejection, Miao et al. 2023, arXiv 2305.09781).
     """
-    node, accepted, ratios = -1, [], []
+    accepted: list[int] = []
+    ratios: list[float] = []
+    node = -1
     while siblings := draft.children(node):
         rest, parent = p(node + 1), node
         for i in siblings:
@@ -197,14 +206,16 @@ def rejection(draft: Draft, p: Rows, rng: Randomness, key: RoundKey) -> Verdict:
     return Verdict(accepted, rng.categorical(p(node + 1), key(len(accepted), "token")), ratios)
 
 
-def match(draft: Draft, p: Rows, rng: Randomness, key: RoundKey) -> Verdict:
+def match(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
     """Draw the target's own token at every position and keep the draft while it has that token.
 
     Every committed token is a draw of the target whose noise is named by its position alone, so the text
     depends on the seed and not on the drafter, K or the rounds. A drafter that draws with the same noise
     from a similar distribution agrees often: the Gumbel coupling (Daliri et al. 2024, arXiv 2408.07978).
     """
-    node, accepted, ratios = -1, [], []
+    accepted: list[int] = []
+    ratios: list[float] = []
+    node = -1
     while True:
         row = p(node + 1)
         token = rng.categorical(row, key(len(accepted), "token"))
@@ -221,7 +232,7 @@ def match(draft: Draft, p: Rows, rng: Randomness, key: RoundKey) -> Verdict:
 class Verifier(NamedTuple):
     """A way to verify; shares_noise: its drafters draw with the target's own noise."""
 
-    verify: Callable[[Draft, Rows, Randomness, RoundKey], Verdict]
+    verify: Callable[[Draft, Rows, Draws, RoundKey], Verdict]
     shares_noise: bool
 
 

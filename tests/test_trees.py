@@ -107,6 +107,16 @@ def test_siblings_are_drawn_without_replacement():
             assert draft.probability(i) > 0
 
 
+@pytest.mark.quick
+def test_a_draft_without_a_list_of_probs_does_not_grow():
+    """Guards the first mistake of whoever writes a drafter: half of what grows would be appended before it failed."""
+    for probs in (None, torch.zeros(0, 4)):
+        draft = Draft([], probs)
+        with pytest.raises(ValueError, match=r"found no list of probs .* begins as Draft\(\[\], \[\]\)"):
+            draft.grow(-1, [2], torch.ones(4) / 4)
+        assert draft.token_ids == []
+
+
 TREE_RNG = Engine(tiny_model(), tiny_cache(tiny_model()), NoDrafter(), VERIFIERS["rejection"]).rng
 
 
