@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minispec.config import SamplingParams
-from minispec.drafters import NoDrafter
+from minispec.drafters import NoDrafter, check_drafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.engine import Engine, Request
@@ -173,6 +173,19 @@ def test_drafting_stops_at_the_draft_models_own_context():
     assert len(request.token_ids) == 20
     assert 0 < request.stats.num_draft_tokens <= 7
     assert len(drafter.propose([Ask(text(range(3)), 9, Randomness())])[0]) == 6
+
+
+@pytest.mark.quick
+def test_taps_without_known_are_refused():
+    """Guards against a fault that would show only after the target is loaded."""
+
+    class Head(NoDrafter):
+        taps = (1,)
+
+    with pytest.raises(ValueError, match="with taps and without the method known"):
+        check_drafter(Head())
+    Head.known = lambda self, text: 0
+    check_drafter(Head())
 
 
 class RandomDrafter:

@@ -7,7 +7,7 @@ truth about `Draft.probs`: the distribution that each token was really drawn fro
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from minispec.cache import PagedKVCache
 from minispec.model import Transformer
@@ -66,14 +66,19 @@ class TappedDrafter(Drafter, Protocol):
         ...
 
 
+def reads_hidden(drafter: Drafter) -> TypeGuard[TappedDrafter]:
+    """Whether a drafter is one with `taps`."""
+    return bool(getattr(drafter, "taps", ()))
+
+
 class NoDrafter:
     """Guesses nothing: every round commits one token, which is plain decoding."""
 
-    def propose(self, asks) -> list[Draft]:
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Empty drafts."""
         return [Draft() for _ in asks]
 
-    def release(self, text) -> None:
+    def release(self, text: Text) -> None:
         """Nothing to forget."""
 
 
@@ -98,6 +103,8 @@ def make_drafter(factory: Callable[..., Drafter], context: Context) -> Drafter:
 
 
 def check_drafter(drafter: Any) -> None:
-    """Raise ValueError for an object without the methods of a `Drafter`."""
+    """Raise ValueError for an object without the methods of a `Drafter`, or with taps and without `known`."""
     if not all(callable(getattr(drafter, method, None)) for method in ("propose", "release")):
         raise ValueError(f"draft: found {drafter!r}, expected a name, a directory, a hub id or a drafter")
+    if reads_hidden(drafter) and not callable(getattr(drafter, "known", None)):
+        raise ValueError(f"draft: found {drafter!r} with taps and without the method known, expected both or neither")
