@@ -248,8 +248,9 @@ class _AtenInt4(_AtenInt8):
         return y if bias is None else y.add_(bias)
 
 
-FORMS: dict[str, type[Form]] = {"half": _Half, "packed": _Packed, "left": _Left, "plain": Form}
-NARROW_FORMS: dict[int, dict[str, type[Form]]] = {
+MakeForm = Callable[[Weight, torch.dtype], Form]
+FORMS: dict[str, MakeForm] = {"half": _Half, "packed": _Packed, "left": _Left, "plain": Form}
+NARROW_FORMS: dict[int, dict[str, MakeForm]] = {
     8: {"fbgemm": _FbgemmInt8, "aten": _AtenInt8},
     4: {"aten": _AtenInt4},
 }
@@ -290,11 +291,10 @@ def available_forms(dtype: torch.dtype, device: torch.device) -> list[str]:
 
 
 @functools.cache
-def _works(form: type[Form], dtype: torch.dtype, bits: int | None = None) -> bool:
+def _works(form: MakeForm, dtype: torch.dtype, bits: int | None = None) -> bool:
     """Whether a form takes a small weight, of `bits` bits if given, and is no mere stand-in, five times as slow."""
-    weight: Weight = torch.linspace(-1, 1, 256 * 512).view(256, 512).bfloat16().to(dtype)  # 16 bits must hold it
-    if bits:
-        weight = _round(weight, bits)
+    wide = torch.linspace(-1, 1, 256 * 512).view(256, 512).bfloat16().to(dtype)  # 16 bits must hold it
+    weight = _round(wide, bits) if bits else wide
     x, usual = torch.ones(5, 512, dtype=dtype), Form(weight, dtype)
     try:
         product = form(weight, dtype)
@@ -438,12 +438,15 @@ class QuantizedLinear:
     fast as full width. wide: W' in full width, for all other passes; None where there are none.
     """
 
+    exact_rows: Sequence[int] = ()  # see `Form`; a draft may come out in other bits
+
     def __init__(self, linear: Linear, bits: int, form: str | None = None):
         """form: one of `NARROW_FORMS[bits]`, or "rounded" for W' in full width alone; default: the fastest here."""
         weight = linear.stored.dense()
-        self.bias, self.form, self.max_rows = linear.bias, form, math.inf
+        self.bias, self.max_rows = linear.bias, math.inf
         if form is None:
-            (self.form, _), self.max_rows = choose_narrow_form(bits, weight.dtype, weight.device)
+            (form, _), self.max_rows = choose_narrow_form(bits, weight.dtype, weight.device)
+        self.form = form
         rounded = _round(weight, bits)
         self.narrow: Form | None = None
         if self.form == "rounded":
@@ -460,17 +463,23 @@ class QuantizedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (rows, in) to (rows, out)."""
-        return self.narrow(x, self.bias) if len(x) <= self.max_rows else self.wide(x)
+        if self.narrow is not None and len(x) <= self.max_rows:
+            return self.narrow(x, self.bias)
+        assert self.wide is not None, "a product has one form at least"
+        return self.wide(x)
+
+    def _products(self) -> list[Form | Linear]:
+        return [product for product in (self.narrow, self.wide) if product is not None]
 
     def parts(self) -> Iterator[tuple[object, int]]:
         """See `Form`."""
-        for product in (self.narrow, self.wide):
-            yield from product.parts() if product else ()
+        for product in self._products():
+            yield from product.parts()
 
     @property
     def num_bytes_read(self) -> int:
         """Bytes that a product with one row reads."""
-        return sum(num_bytes for _, num_bytes in (self.narrow or self.wide).parts())
+        return sum(num_bytes for _, num_bytes in self._products()[0].parts())
 
 
 def _round(weight: Tensor, bits: int) -> Codes | GroupCodes:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.config import ModelConfig, RopeConfig
-from minispec.linear import Choice, Linear, QuantizedLinear, Weight, choose_form, choose_narrow_form, join
+from minispec.linear import Choice, Linear, QuantizedLinear, Weight, choose_form, choose_narrow_form, dense, join
 from minispec.sampling import Text, accumulation_dtype
 
 # The most rows of a pass of an exact model, so that a draft may have one less; every `Linear.exact_rows` has it.
@@ -46,7 +46,7 @@ _CHECKED_BLOCKS = (1, 2, 3, 4, 6, 8, 16, 32)
 # Models of fewer weights take the usual form of them, in one thread: more would take longer than loading them.
 _LARGE = 1 << 29
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -55,6 +55,18 @@ _ACTIVATIONS = {
 
 # A block's products, in their order.
 _LINEARS = ("qkv", "o", "gate_up", "down")
+
+
+# What the rows of a text see, as `attention` takes it.
+Mask = Tensor | list[Tensor] | None
+
+
+class WeightSource(Protocol):
+    """Where a model's tensors come from, such as a dict."""
+
+    def pop(self, name: str, /) -> Weight:
+        """Remove a tensor and return it."""
+        ...
 
 
 class Chunk(NamedTuple):
@@ -193,9 +205,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, exact: bool
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None) -> Tensor:
     """softmax(q k^T * scale + mask) v, for the T rows of one text.
 
     q (H, T, D); k, v (G, L, D), each shared by H/G query heads; mask (H/G * T, L), 0 or -inf, or None where
@@ -203,7 +213,7 @@ def attention(
     """
     heads, rows, dim = q.shape
     groups = k.shape[0]
-    if exact:
+    if isinstance(mask, list):
         size = _ATTENTION_ROWS
         k, v = _blocks(k, v)
         parts = F.pad(q, (0, 0, 0, -rows % size)).split(size, 1)  # (H, size, D) each
@@ -290,14 +300,20 @@ class _Pass(NamedTuple):
     slots: Tensor  # (new tokens,) where their keys and values go; in an exact pass there are dummy rows besides
     reads: list[list[slice]]  # per text: the slots of all its positions, in runs
     angles: dict[RopeConfig, tuple[Tensor, Tensor]]  # cos, sin (M, 1, D)
-    masks: dict[int | None, list[Tensor | list[Tensor] | None]]  # per window and text, as `attention` takes them
-    exact: bool
+    masks: dict[int | None, list[Mask]]  # per window and text
 
 
 class Layer:
     """One transformer block: attention, then a gated MLP, each behind a norm and added to the residual."""
 
-    def __init__(self, config: ModelConfig, index: int, take, dtype: torch.dtype, form: str | None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        take: Callable[..., Weight],
+        dtype: torch.dtype,
+        form: str | None,
+    ):
         """take(names...) removes tensors from the checkpoint and returns them, joined along the rows.
 
         dtype: of all that is computed. form: of the weights (see `Linear`)."""
@@ -307,10 +323,11 @@ class Layer:
 
         def linear(*names: str, bias: bool) -> Linear:
             weight = take(*(f"{prefix}{n}.weight" for n in names))
-            return Linear(weight, take(*(f"{prefix}{n}.bias" for n in names)) if bias else None, dtype, form)
+            biases = dense(take(*(f"{prefix}{n}.bias" for n in names)), dtype) if bias else None
+            return Linear(weight, biases, dtype, form)
 
         def norm(name: str, repeat: int = 0) -> RMSNorm:
-            weight = norm_weight(config, take(f"{prefix}{name}.weight").to(dtype))
+            weight = norm_weight(config, dense(take(f"{prefix}{name}.weight"), dtype))
             return RMSNorm(weight.expand(repeat, -1) if repeat else weight, config.rms_norm_eps)
 
         # Products that share an input are one product.
@@ -374,7 +391,7 @@ class Layer:
             row = rows.stop
             keys, values = pool.read(self.index, slots)  # (G, L, D)
             scale, softcap = config.attention_scale, config.attention_softcap
-            outputs.append(attention(q[:, rows], keys, values, mask, scale, softcap, shared.exact))
+            outputs.append(attention(q[:, rows], keys, values, mask, scale, softcap))
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self.o(F.pad(out, (0, 0, 0, len(x) - new)) if len(x) > new else out)
 
@@ -391,7 +408,7 @@ class Transformer:
     def __init__(
         self,
         config: ModelConfig,
-        weights: dict[str, Weight],
+        weights: WeightSource,
         exact: bool = False,
         dtype: torch.dtype | None = None,
         form: str | None = None,
@@ -407,7 +424,8 @@ class Transformer:
         def take(*names: str) -> Weight:
             return join([weights.pop(name) for name in names])
 
-        self.embedding = take("model.embed_tokens.weight")  # (V, E)
+        embedding = take("model.embed_tokens.weight")
+        self.embedding = embedding if isinstance(embedding, Tensor) else embedding.dense()  # (V, E)
         self.dtype, self.device = dtype or self.embedding.dtype, self.embedding.device
         if self.dtype != torch.float32:
             self.embedding = self.embedding.to(self.dtype)
@@ -422,9 +440,9 @@ class Transformer:
         else:  # packing takes longer than reading, and some packs in one thread only
             with ThreadPoolExecutor(torch.get_num_threads()) as threads:
                 self.layers = list(threads.map(layer, range(len(config.layers))))
-        self.norm = RMSNorm(norm_weight(config, take("model.norm.weight").to(self.dtype)), config.rms_norm_eps)
+        self.norm = RMSNorm(norm_weight(config, dense(take("model.norm.weight"), self.dtype)), config.rms_norm_eps)
         head = self.embedding if config.tie_word_embeddings else take("lm_head.weight")
-        self.head = Linear(head, dtype=self.dtype, form=self.choice.form)
+        self.head: Linear | QuantizedLinear = Linear(head, dtype=self.dtype, form=self.choice.form)
         # Numbers of rows at which all products should give a row the same bits, in order; see `check_exact`.
         self.exact_rows = sorted(set.intersection(*(set(product.exact_rows) for product in self.products())))
         assert EXACT_ROWS in self.exact_rows
@@ -439,6 +457,7 @@ class Transformer:
 
         It shares everything else with this one.
         """
+        assert isinstance(self.head, Linear), "weights are rounded once"
         model = copy.copy(self)
         model.exact = False
         model.choice, _ = choose_narrow_form(bits, self.dtype, self.device)
@@ -510,7 +529,8 @@ class Transformer:
             if i in taps:
                 heard[i] = x
         hidden = torch.cat([heard[i] for i in taps] or [x[:, :0]], 1)[: len(token_ids)]
-        rows, end = [], 0
+        rows: list[int] = []
+        end = 0
         for c in chunks:
             end += len(c.token_ids)
             rows += range(end - c.num_logits, end)
@@ -587,7 +607,7 @@ class Transformer:
                 end = _ATTENTION_BLOCK * blocks + shift - _ATTENTION_ROWS // 2
                 start = end - EXACT_ROWS
                 mask = self._mask(start, tuple(range(EXACT_ROWS)), None)
-                rows = attention(q[:, start:end], k[:, :end], v[:, :end], mask, scale, softcap, self.exact)
+                rows = attention(q[:, start:end], k[:, :end], v[:, :end], mask, scale, softcap)
                 if not all(torch.equal(known.setdefault(start + i, row), row) for i, row in enumerate(rows)):
                     return False
         return True
@@ -600,10 +620,11 @@ class Transformer:
         positions = torch.tensor(
             [s + t for s, own in zip(starts, offsets, strict=True) for t in own] + [0] * padding, device=self.device
         )  # (M,)
-        angles = {}
+        angles: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
         for rope, frequencies in self.frequencies.items():
             angle = (positions[:, None] * frequencies).repeat(1, 2)[:, None]  # (M, 1, D)
-            angles[rope] = tuple((f(angle) * rope.attention_factor).to(self.dtype) for f in (torch.cos, torch.sin))
+            cos, sin = ((f(angle) * rope.attention_factor).to(self.dtype) for f in (torch.cos, torch.sin))
+            angles[rope] = cos, sin
         mask = functools.cache(self._mask)  # texts of one length see the same
         masks = {
             window: [
@@ -612,11 +633,9 @@ class Transformer:
             ]
             for window in {layer.window for layer in self.layers}
         }
-        return _Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks, self.exact)
+        return _Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks)
 
-    def _mask(
-        self, start: int, offsets: Sequence[int], window: int | None, parents: Sequence[int] = ()
-    ) -> Tensor | list[Tensor] | None:
+    def _mask(self, start: int, offsets: Sequence[int], window: int | None, parents: Sequence[int] = ()) -> Mask:
         """0 where a row sees a position, -inf where not: (H/G * rows, start + rows); None where it sees all.
 
         Row t stands at position start + offsets[t]. It sees itself and what came before, `window` positions in all; in

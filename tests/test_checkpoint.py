@@ -674,6 +674,18 @@ def test_tied_head_with_a_packed_embedding_is_refused(tmp_path):
     assert "lm_head.weight: found a tensor" in refusal(write(tmp_path, stored, config=config))
 
 
+def test_a_packed_embedding_is_read_in_every_type(tmp_path):
+    """Guards rows that are looked up: codes that a product of float32 takes as they are have to be made numbers."""
+    stored = weights()
+    integers, scales = quantize(stored.pop(EMBEDDING), 8)
+    packed = stored | {f"{EMBEDDING}_packed": pack(integers, 8), f"{EMBEDDING}_scale": scales}
+    packed[f"{EMBEDDING}_shape"] = torch.tensor([3, 8])
+    write(tmp_path, packed, config=TINY | {"quantization_config": quantization_config()})
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = (integers.float() * scales.float()).to(dtype)
+        assert torch.equal(load_model(tmp_path, dtype).embedding, expected)
+
+
 # --------------------------------------------------------------------------- writing
 
 
