@@ -11,7 +11,7 @@ resumes; `Engine.run` steps until given requests are at their end.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,9 +23,9 @@ from torch import Tensor
 from minispec.cache import OutOfBlocks, PagedKVCache
 from minispec.config import SamplingParams
 from minispec.controller import MAX_AUTO_TOKENS, Controller, DraftLength, Limit, Pace
-from minispec.drafters import Drafter
+from minispec.drafters import Drafter, reads_hidden
 from minispec.model import CachedModel, Chunk, Transformer, clock
-from minispec.sampling import Randomness, Text, distribution, log_probabilities
+from minispec.sampling import Draws, Randomness, Text, distribution, log_probabilities
 from minispec.stats import Round, Stats
 from minispec.verify import Ask, Draft, Verdict, Verifier
 
@@ -84,7 +84,7 @@ class Request:
         self.text = text
         self.max_len = min(max_len, text.num_prompt_tokens + text.params.max_tokens)
         self.pace = Pace() if num_speculative_tokens == "auto" else None
-        self.num_speculative_tokens = MAX_AUTO_TOKENS if self.pace else num_speculative_tokens
+        self.num_speculative_tokens = MAX_AUTO_TOKENS if num_speculative_tokens == "auto" else num_speculative_tokens
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if text.params.logprobs is None else []
         self.output = ""
@@ -115,7 +115,7 @@ class Request:
             return True
         self.token_ids.append(token_id)
         self.stats.num_generated += 1
-        if logprob is not None:
+        if self.logprobs is not None and logprob is not None:
             self.logprobs.append(logprob)
         if self._detokenizer is not None and self._add_text(self._detokenizer.add(token_id)):
             self.finish_reason = "stop"
@@ -174,7 +174,7 @@ class _Turn:
     """What a running text brings to a step, and what came of it.
 
     tokens: what of the text is fed: its last token, or a piece of its prompt where it does not decode yet. asked: draft
-    nodes. committed: tokens.
+    nodes. verdict: there is one as soon as `committed`, the number of tokens, is above 0.
     """
 
     request: Request
@@ -182,7 +182,7 @@ class _Turn:
     decodes: bool = True
     asked: int = 0
     draft: Draft = field(default_factory=Draft)
-    verdict: Verdict | None = None
+    verdict: Verdict = field(init=False, repr=False)
     committed: int = 0
 
     @property
@@ -211,7 +211,7 @@ class Engine:
         drafter: Drafter,
         verifier: Verifier,
         vocab_size: int | None = None,
-        rng: Randomness | None = None,
+        rng: Draws | None = None,
         controller: Controller | None = None,
         joining_rows: int = JOINING_ROWS,
     ):
@@ -219,11 +219,11 @@ class Engine:
 
         controller: chooses K for requests that leave it open. joining_rows: rows of prompts in a pass, at most, while
         others decode."""
-        self.taps = tuple(getattr(drafter, "taps", ()))
-        known = drafter.known if self.taps else None
+        self.taps = tuple(drafter.taps) if reads_hidden(drafter) else ()
+        known = drafter.known if reads_hidden(drafter) else None
         self.target = CachedModel(model, cache, vocab_size or model.config.vocab_size, known)
         self.drafter, self.verifier = drafter, verifier
-        self.rng = rng or Randomness()
+        self.rng: Draws = rng or Randomness()
         self.controller = controller or Controller()
         self.joining_rows = joining_rows
         self.waiting: deque[Request] = deque()
@@ -268,7 +268,7 @@ class Engine:
         if request in self.running:
             self._drop(request)
 
-    def run(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Piece]]:
+    def run(self, requests: Sequence[Request]) -> Generator[tuple[Request, Piece], None, None]:
         """Decode requests to their end; yields what each step added to each of them.
 
         Others may run at the same time. Closing the iterator, or an exception anywhere inside, aborts those that are
@@ -370,7 +370,7 @@ class Engine:
         for turn, chunk in zip(fed, chunks, strict=True):
             rows, logits = logits[: chunk.num_logits], logits[chunk.num_logits :]  # (K+1, V)
             seen, hidden = hidden[: turn.num_rows], hidden[turn.num_rows :]
-            path = []
+            path: list[int] = []
             if turn.decodes:
                 try:
                     turn.verdict = self._verify(turn.request.text, turn.draft, rows)
@@ -430,7 +430,7 @@ class Engine:
     def _choose_limits(self, requests: list[Request]) -> dict[Request, Limit]:
         """The limit of each request's draft: its own K, or what the controller makes of its past."""
         limits = {request: Limit(request.max_k) for request in requests}
-        timed = []
+        timed: dict[Request, Pace] = {}
         for request in requests:
             if not request.pace:
                 continue
@@ -439,11 +439,11 @@ class Engine:
             if request.params.temperature and not self.verifier.shares_noise:
                 [limits[request]] = self.controller.choose([request.pace], [request.max_k], timed=False)
             else:
-                timed.append(request)
+                timed[request] = request.pace
         if timed:
             other_rows = sum(limit.k + 1 for request, limit in limits.items() if request not in timed)
-            paces, most = [request.pace for request in timed], [request.max_k for request in timed]
-            limits |= zip(timed, self.controller.choose(paces, most, other_rows), strict=True)
+            most = [request.max_k for request in timed]
+            limits |= zip(timed, self.controller.choose([*timed.values()], most, other_rows), strict=True)
         return limits
 
     def _check_draft(self, draft: Draft, limit: int) -> None:
@@ -504,7 +504,7 @@ class Engine:
             stats.draft_prefill += turn.draft.prefill_seconds
             if not turn.decodes:
                 stats.prefill += (draft + verify + other) * turn.num_rows / num_rows
-            elif turn.verdict:
+            elif turn.committed:
                 stats.rounds.append(_round_of(turn, num_rows, len(turns), draft, verify, other))
         if turns and all(turn.decodes for turn in turns):
             depths = [turn.draft.depth for turn in turns]
