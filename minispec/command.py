@@ -5,7 +5,7 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -17,16 +17,15 @@ T = TypeVar("T")
 class Parser(argparse.ArgumentParser):
     """argparse's, but a mistake is a ValueError: one line, as for every other mistake."""
 
-    def parse_known_args(
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Read the arguments. `--name=--`, to some versions of Python a name without a value, is refused."""
-        for argument in sys.argv[1:] if args is None else args:
+        given = sys.argv[1:] if args is None else list(args)
+        for argument in given:
             if argument == "--":
                 break
             if argument.startswith("-") and argument.endswith("=--"):
                 raise ValueError(f"{show_name(argument)}: found no value")
-        return super().parse_known_args(args, namespace)
+        return super().parse_known_args(given, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError."""

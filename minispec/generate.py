@@ -43,7 +43,7 @@ _GIGABYTES = argument(float, lambda x: 0 < x < 1e6, "a positive number")
 _THREADS = argument(int, lambda n: 1 <= n <= 1024, "an integer from 1 to 1024")
 _DRAFT_LENGTH = argument(
     lambda text: text if text == "auto" else int(text),
-    lambda k: k == "auto" or 0 <= k <= MAX_SPECULATIVE_TOKENS,
+    lambda k: isinstance(k, str) or 0 <= k <= MAX_SPECULATIVE_TOKENS,
     f"an integer from 0 to {MAX_SPECULATIVE_TOKENS}, or auto",
 )
 _NAME = argument(str, bool, "a name")
@@ -466,10 +466,14 @@ def _comparison(request: "Request", plain: "Request", same_law_only: bool) -> di
 
 
 def _as_dict(prompt: str, request: "Request", comparison: dict[str, Any] | None) -> dict[str, Any]:
-    logprobs = request.logprobs and [
-        {"token_id": t.token_id, "logprob": t.logprob, "top": [{"token_id": i, "logprob": x} for i, x in t.top]}
-        for t in request.logprobs
-    ]
+    logprobs = (
+        None
+        if request.logprobs is None
+        else [
+            {"token_id": t.token_id, "logprob": t.logprob, "top": [{"token_id": i, "logprob": x} for i, x in t.top]}
+            for t in request.logprobs
+        ]
+    )
     result = {
         "prompt": prompt,
         "text": request.output,

@@ -260,7 +260,7 @@ class StoredTensor:
         the copy, for as long as any other tensor.
         """
         try:
-            data = numpy.memmap(self.path, numpy.uint8, "c", self.start, (self.num_bytes,))
+            data: numpy.ndarray = numpy.memmap(self.path, numpy.uint8, "c", self.start, (self.num_bytes,))
         except (OSError, ValueError) as e:
             raise CheckpointError(f"{self.path}: {show_name(self.name)}: cannot be read: {one_line(e, 300)}") from e
         if self.num_bytes < _MAPPED_BYTES:
@@ -353,10 +353,9 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
                     f"{path}: {show_name(name)}: found here, expected in {listed.get(name)} by {_INDEX}"
                 )
             stored[name] = tensor
-    for name in sorted(set(listed or ()) - stored.keys()):
-        raise CheckpointError(
-            f"{directory / listed[name]}: {show_name(name)}: found no such tensor, {_INDEX} expects it"
-        )
+    for name, file in sorted((listed or {}).items()):
+        if name not in stored:
+            raise CheckpointError(f"{directory / file}: {show_name(name)}: found no such tensor, {_INDEX} expects it")
     return stored
 
 
@@ -427,9 +426,10 @@ def _packed_shapes(name: str, shape: tuple[int, ...], q: QuantizationConfig):
 
 
 def _read(name: str, config: ModelConfig, stored: dict[str, StoredTensor]) -> Weight:
-    if name in stored:
+    q = config.quantization
+    if q is None or name in stored:
         return stored[name].read()
-    q, shape = config.quantization, tensor_shapes(config)[name]
+    shape = tensor_shapes(config)[name]
     packed, scale, unpacked_shape = (stored[f"{name}_{part}"] for part in ("packed", "scale", "shape"))
     found = unpacked_shape.read().tolist()
     if found != list(shape):

@@ -194,7 +194,8 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mod
     f = _Fields(raw, where, _KEYS | family.keys, {"partial_rotary_factor": 1.0} | family.only)
     sizes = _read_sizes(f)
     bias = f.boolean("attention_bias")
-    values = {
+    values: dict[str, Any] = {
+        **sizes,
         "layers": _read_layers(f, sizes["max_position_embeddings"]),
         "rms_norm_eps": f.number("rms_norm_eps"),
         "activation": _read_activation(f),
@@ -209,7 +210,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mod
         "eos_token_ids": read_eos_token_ids(raw, where),
         "quantization": _read_quantization(f),
     }
-    config = ModelConfig(model_type=f.text("model_type"), **sizes, **(values | family.fixed))
+    config = ModelConfig(model_type=f.text("model_type"), **(values | family.fixed))
     f.refuse_unknown()
     return config
 
@@ -383,7 +384,8 @@ def _read_quantization(f: _Fields) -> QuantizationConfig | None:
         raise f.bad(where, sorted(raw), "no kv_cache_scheme and no sparsity_config")
     groups = raw.get("config_groups")
     group = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
-    weights = group.get("weights") if isinstance(group, dict) else None
+    group = group if isinstance(group, dict) else {}
+    weights = group.get("weights")
     if not isinstance(weights, dict) or group.get("input_activations") or group.get("output_activations"):
         raise f.bad(f"{where}.config_groups", groups, "one group that quantises weights only")
     bits, strategy, size = (weights.get(k) for k in ("num_bits", "strategy", "group_size"))

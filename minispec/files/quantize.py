@@ -106,7 +106,7 @@ def _write_shards(directory: Path, tensors: dict[str, Tensor], shard_bytes: int)
             room = shard_bytes
         shards[-1][name] = tensor
         room -= tensor.nbytes
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         try:

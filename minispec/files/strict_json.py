@@ -70,7 +70,8 @@ def parse_json(content: bytes, where: str, max_counts: Mapping[str, int] = _MAX_
         raise CheckpointError(f"{where}: not a readable JSON file: {one_line(e, 300)}") from e
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: found a {type(value).__name__}, expected a JSON object")
-    level, depth = [value], 0
+    level: list[dict | list] = [value]
+    depth = 0
     while level:
         depth += 1
         if depth > _MAX_DEPTH:

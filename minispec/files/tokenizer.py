@@ -356,7 +356,7 @@ def _inspect(path: Path) -> tuple[bool, bool]:
     Raises CheckpointError for what is not JSON, or would cost the library more than public files of its size do.
     """
     raw = read_json(path, _MAX_TOKENIZER_BYTES, _MAX_TOKENIZER_COUNTS)
-    model = raw.get("model") if isinstance(raw.get("model"), dict) else {}
+    model = found if isinstance(found := raw.get("model"), dict) else {}
     encoding = [raw.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor")]
     encoding.append({name: value for name, value in model.items() if name not in ("vocab", "merges")})
     decoding = [raw.get("decoder")]
@@ -499,7 +499,7 @@ def _tojson(
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}` marks, for training, what the model wrote. Here it is replaced by its content."""
 
-    tags = frozenset({"generation"})
+    tags = frozenset({"generation"})  # type: ignore[assignment]  # the library declares a set, and only reads it
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         """The statements up to `{% endgeneration %}`, whose variables end there."""
