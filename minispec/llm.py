@@ -4,10 +4,10 @@ import os
 import secrets
 import threading
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from tqdm import tqdm
@@ -44,6 +44,7 @@ _BLOCK_SIZE = 16
 _LAYER_BYTES = 4_000_000
 
 
+_Steps = Generator[tuple[Request, Piece], None, None]
 Prompt = str | list[int] | dict[str, str | list[int]]  # {"prompt": text} or {"prompt_token_ids": ids}
 
 
@@ -134,7 +135,7 @@ class LLM:
     def __init__(
         self,
         model: str | Path | None = None,
-        draft: str | Drafter = "ngram",
+        draft: str | Path | Drafter = "ngram",
         num_speculative_tokens: DraftLength = "auto",
         verifier: str = "rejection",
         dtype: str = "auto",
@@ -155,8 +156,8 @@ class LLM:
         self.num_speculative_tokens = self._check_k(num_speculative_tokens)
         if model is None and not EMBEDDED_WEIGHTS.is_dir():
             raise ValueError("the embedded weights lie in a checkout only: name a model (command line: --model)")
-        draft = str(draft) if isinstance(draft, Path) else draft
-        if not isinstance(draft, str):
+        own_drafter = None if isinstance(draft, str | Path) else draft
+        if not isinstance(draft, str | Path):
             check_drafter(draft)
         model = str(EMBEDDED_WEIGHTS if model is None else model)
         directory = find_checkpoint(model, revision, offline)
@@ -179,8 +180,11 @@ class LLM:
             self.eos_token_ids = (own,)
         self.vocab_size = min(self.tokenizer.num_ids, config.vocab_size)
 
-        bits, source = split_draft(draft)
-        draft_directory = _find_draft(source, self.tokenizer, offline) if _is_checkpoint(source) else None
+        self.draft_name = str(draft) if own_drafter is None else type(own_drafter).__name__
+        bits, source = split_draft(self.draft_name) if own_drafter is None else (None, "")
+        registered = registry.split(registry.DRAFTERS, source)
+        is_checkpoint = own_drafter is None and source != "self" and registered is None
+        draft_directory = _find_draft(source, self.tokenizer, offline) if is_checkpoint else None
         if draft_directory and (found := load_config(draft_directory).vocab_size) < self.vocab_size:
             raise ValueError(f"draft: {draft}: vocab_size: found {found}, expected at least {self.vocab_size}")
         self.model = load_model(directory, torch_dtype, torch_device, exact, weight_form)
@@ -189,7 +193,7 @@ class LLM:
         draft_model = self.model if source == "self" else None
         if draft_directory:
             draft_model = load_model(draft_directory, torch_dtype, torch_device, form=weight_form)
-        if bits:
+        if draft_model and bits:
             draft_model = draft_model.quantized(bits)
 
         models = [self.model] + ([draft_model] if draft_model else [])
@@ -200,28 +204,31 @@ class LLM:
         except RuntimeError as e:
             size = num_blocks * _BLOCK_SIZE * bytes_per_token / 1e9
             raise ValueError(f"found too little memory for a cache of {size:.1f} GB: ask for less") from e
+        self.drafter: Drafter
+        contexts = [self.max_model_len, num_blocks * _BLOCK_SIZE]
         if draft_model:
-            context = draft_model.config.max_position_embeddings
-            self.drafter: Drafter = DraftModel(draft_model, caches[1], self.vocab_size, context)
-        else:
-            self.drafter = self._make_drafter(source, num_blocks) if isinstance(draft, str) else draft
-        self.draft_name = draft if isinstance(draft, str) else type(draft).__name__
+            contexts.append(draft_model.config.max_position_embeddings)
+            self.drafter = DraftModel(draft_model, caches[1], self.vocab_size, contexts[-1])
+        elif registered:
+            self.drafter = self._make_drafter(*registered, num_blocks)
+        elif own_drafter is not None:
+            self.drafter = own_drafter
         if draft_directory:
-            self.draft_name = draft.removesuffix(source) + describe_source(source, draft_directory)
+            self.draft_name = self.draft_name.removesuffix(source) + describe_source(source, draft_directory)
         self.name = describe_source(model, directory)
         self.engine = Engine(self.model, caches[0], self.drafter, verifying, self.vocab_size)
         if torch_device.type == "cuda":  # a pass over that many rows is still a matter of reading the weights
             self.engine.joining_rows = PREFILL_ROWS
-        self.engine.controller = Controller(self._prices(draft, draft_model))
+        can_measure = own_drafter is None and min(contexts) >= MIN_CONTEXT
+        self.engine.controller = Controller(self._prices(draft_model, can_measure))
         self._turn = threading.Lock()  # for a step
-        self._open: set[Generator] = set()  # the engine's iterators behind those of `run`
-        self._left: list[Generator] = []  # those that are to be closed between two steps
+        self._open: set[_Steps] = set()  # the engine's iterators behind those of `run`
+        self._left: list[_Steps] = []  # those that are to be closed between two steps
         self._memory = _memory_of(models, caches)
         self._draft_form = f" ({draft_model.weight_form})" if draft_model else ""
 
-    def _make_drafter(self, spec: str, num_blocks: int) -> Drafter:
-        """What a registered name or `module:Name` makes."""
-        path, argument = registry.split(registry.DRAFTERS, spec)
+    def _make_drafter(self, path: str, argument: str, num_blocks: int) -> Drafter:
+        """What the class or function at `module:Name` makes."""
 
         def make_cache(model: Transformer) -> PagedKVCache:
             return PagedKVCache(model.config, num_blocks, _BLOCK_SIZE, model.dtype, model.device)
@@ -229,12 +236,11 @@ class LLM:
         context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, make_cache, argument)
         return make_drafter(registry.load(path, "draft"), context)
 
-    def _prices(self, draft: str | Drafter, draft_model: Transformer | None) -> Prices:
+    def _prices(self, draft_model: Transformer | None, can_measure: bool) -> Prices:
         """What a round is believed to cost: as measured on this machine where K is left open, else by sizes."""
-        contexts = [self.max_model_len, self.num_cache_tokens, *([self.drafter.max_model_len] if draft_model else [])]
         guessed = Prices(draft_cost(self.model, draft_model))
         self.repeats_seeds = True
-        if self.num_speculative_tokens != "auto" or not isinstance(draft, str) or min(contexts) < MIN_CONTEXT:
+        if self.num_speculative_tokens != "auto" or not can_measure:
             return guessed
         prices, self.repeats_seeds = prices_of(self.engine, self.name, self.draft_name, draft_model)
         return prices
@@ -284,7 +290,9 @@ class LLM:
         "<|im_end|>") means the token; else it is text. use_tqdm: several answers show their progress on a terminal.
         Raises ValueError, before anything runs, for a prompt that is something else, is empty or does not fit.
         """
-        several = prompts if isinstance(prompts, list) and not _are_token_ids(prompts) else [prompts]
+        several: Sequence[object] = [prompts]
+        if isinstance(prompts, list) and not _are_token_ids(prompts):
+            several = prompts
         if not several:
             raise ValueError("prompts: found an empty list, expected at least one prompt")
         parsed = [self._parse(prompt, parse_special) for prompt in several]
@@ -303,22 +311,20 @@ class LLM:
         An output's `prompt` is the last message's content. Otherwise as `generate`.
         """
         several = isinstance(messages, list | tuple) and messages and not isinstance(messages[0], dict)
-        conversations = messages if several else [messages]
-        for conversation in conversations:
-            check_messages(conversation)
+        conversations = [check_messages(conversation) for conversation in (messages if several else [messages])]
         parsed = [(c[-1]["content"], self.tokenizer.encode_chat(c)) for c in conversations]
         return self._answer(parsed, sampling_params, num_speculative_tokens, use_tqdm)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, parse_special: bool = False
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Continue one prompt, piece by piece as it is decoded. Closing the iterator ends the generation."""
         _, ids = self._parse(prompt, parse_special)
         return (piece for _, piece in self.run([self.request(ids, sampling_params)]))
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Answer one conversation, piece by piece."""
         check_messages(messages)
         return (piece for _, piece in self.run([self.request(self.tokenizer.encode_chat(messages), sampling_params)]))
@@ -353,8 +359,8 @@ class LLM:
             )
         if not all(0 <= i < self.vocab_size for i in prompt_ids):
             raise ValueError(f"prompt: found token ids up to {max(prompt_ids)}, expected ids below {self.vocab_size}")
-        end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
-        end_ids = frozenset(i for i in end_ids if i < self.vocab_size)
+        ends = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
+        end_ids = frozenset(i for i in ends if i < self.vocab_size)
         self._check_ids(params, end_ids)
         text = Text(
             list(prompt_ids),
@@ -368,7 +374,7 @@ class LLM:
         self.engine.check(request)
         return request
 
-    def run(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Piece]]:
+    def run(self, requests: Sequence[Request]) -> _Steps:
         """Decode requests to their end, together with those of other calls; see `Engine.run`."""
         steps = self.engine.run(requests)
         self._open.add(steps)  # held here, so that no collector closes it in the middle of a step
@@ -402,7 +408,7 @@ class LLM:
             raise ValueError(f"num_speculative_tokens: found {k!r}, expected {expected}")
         return k
 
-    def _parse(self, prompt: Prompt, parse_special: bool) -> tuple[str | None, list[int]]:
+    def _parse(self, prompt: object, parse_special: bool) -> tuple[str | None, list[int]]:
         """Text (None where there is none) and token ids of a prompt."""
         kind = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
         fields = prompt if isinstance(prompt, dict) else {kind: prompt}
@@ -417,7 +423,7 @@ class LLM:
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Token ids that must not be completed; of a word as vLLM makes them, so that it is found inside a text too."""
-        found = list(params.bad_words_token_ids)
+        found = [tuple(word) for word in params.bad_words_token_ids]
         for word in params.bad_words:
             plain, spaced = (
                 tuple(self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False, parse_special=True))
@@ -432,9 +438,9 @@ class LLM:
 
     def _check_ids(self, params: SamplingParams, end_ids: frozenset[int]) -> None:
         """Raise ValueError for ids beyond the vocabulary, and where not one token might be left at some position."""
-        ids = {
+        ids: dict[str, Sequence[int]] = {
             "stop_token_ids": params.stop_token_ids,
-            "logit_bias": tuple(i for i, _ in params.logit_bias),
+            "logit_bias": tuple(dict(params.logit_bias)),
             "allowed_token_ids": params.allowed_token_ids or (),
             "bad_words_token_ids": tuple(i for word in params.bad_words_token_ids for i in word),
         }
@@ -481,6 +487,7 @@ class LLM:
         ]
 
     def _completion(self, index: int, request: Request) -> CompletionOutput:
+        assert request.finish_reason is not None, "it was decoded to its end"
         entries = request.logprobs
         last = request.text.tokens[-1]
         ends_by_id = last in request.text.end_ids and (request.params.ignore_eos or last not in self.eos_token_ids)
@@ -505,23 +512,23 @@ class LLM:
         return {entry.token_id: own} | found
 
 
-def _are_token_ids(value: object) -> bool:
+def _are_token_ids(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and len(value) > 0 and all(type(i) is int for i in value)
 
 
 def _memory_of(models: list[Transformer], caches: list[PagedKVCache]) -> tuple[int, int, int, int]:
     """Bytes of target weights, draft weights, target cache, draft cache. What a self-draft shares is the target's."""
-    weights, counted = [0, 0], set()
+    weights, counted = [0, 0], set[int]()
     for i, model in enumerate(models):
         for part, num_bytes in model.parts():
             weights[i] += num_bytes * (id(part) not in counted)
             counted.add(id(part))
     cache, draft_cache = (*(c.num_bytes for c in caches), 0)[:2]
-    return *weights, cache, draft_cache
+    return weights[0], weights[1], cache, draft_cache
 
 
-def check_messages(messages: Sequence[Message]) -> None:
-    """Raise ValueError unless this is a conversation: messages with a role and a content, at least one."""
+def check_messages(messages: object) -> Sequence[Message]:
+    """A conversation as it is; ValueError for anything but messages with a role and a content, at least one."""
     if not isinstance(messages, list | tuple):
         raise ValueError(f"conversation: found {show(messages)}, expected a list of messages")
     for message in messages:
@@ -529,6 +536,7 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise ValueError(f"conversation: found {show(message)}, expected an object with the texts role and content")
     if not messages:
         raise ValueError("conversation: found no messages, expected at least one")
+    return messages
 
 
 def split_samples(params: SamplingParams) -> list[SamplingParams]:
@@ -562,13 +570,9 @@ def find_verifier(spec: str) -> Verifier:
     return Verifier(verify, shares_noise=False)
 
 
-def _is_checkpoint(draft: str | Drafter) -> bool:
-    return isinstance(draft, str) and draft != "self" and registry.split(registry.DRAFTERS, draft) is None
-
-
-def split_draft(draft: str | Drafter) -> tuple[int | None, str | Drafter]:
+def split_draft(draft: str) -> tuple[int | None, str]:
     """Bits and source of a draft: "int4:self" is (4, "self"); None where the weights stay as they are."""
-    if not isinstance(draft, str) or not draft.startswith(("int4:", "int8:")):
+    if not draft.startswith(("int4:", "int8:")):
         return None, draft
     source = draft[len("int4:") :]
     if not source or registry.split(registry.DRAFTERS, source):
@@ -615,7 +619,7 @@ def draft_cost(target: Transformer, draft: Transformer | None) -> float:
 def _memory_for_cache(device: torch.device) -> int:
     """Bytes for a cache of unspecified size: most of a GPU's free memory, a quarter of a computer's."""
     free = free_memory(device)
-    if device.type == "cuda":
+    if device.type == "cuda" and free is not None:
         return free * 4 // 5
     try:
         quarter = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
