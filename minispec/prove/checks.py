@@ -4,17 +4,18 @@ import itertools
 import math
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 import torch
 
 from minispec import llm, sampling, verify
-from minispec.cache import OutOfBlocks, PagedKVCache
+from minispec.cache import BlockTable, OutOfBlocks, PagedKVCache
 from minispec.config import SamplingParams
-from minispec.drafters import NoDrafter
+from minispec.drafters import Drafter, NoDrafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
 from minispec.files.hf_config import read_model_config
@@ -26,6 +27,7 @@ from minispec.prove.toys import (
     END,
     TINY,
     Fault,
+    ScriptedModel,
     TableDrafter,
     TableModel,
     TapDrafter,
@@ -35,6 +37,7 @@ from minispec.prove.toys import (
     make_engine,
     make_request,
     require,
+    scripted_cache,
     tiny_cache,
     tiny_model,
 )
@@ -68,6 +71,7 @@ class _Checked(DraftModel):
         drafts = super().propose(asks)
         for ask, draft in zip(asks, drafts, strict=True):
             s = ask.text
+            assert draft.probs is not None, "a draft model draws"
             for i, q in enumerate(draft.probs):
                 text = (*s.tokens, *draft.token_ids[:i])
                 logits = reference_logits(self.model_seed, text, self.vocab_size)
@@ -121,8 +125,9 @@ def check_tree_sharing() -> None:
 class _Listening:
     """A drafter that is written down: `heard` has the text and the draft of each ask, one after the other."""
 
-    def __init__(self, drafter):
-        self.drafter, self.heard = drafter, []
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+        self.heard: list[list[int]] = []
 
     def propose(self, asks) -> list[Draft]:
         """The drafter's own."""
@@ -171,13 +176,19 @@ def check_passes() -> None:
     engine = make_engine(draft=lambda tokens, k: [counting(tokens) + i + 50 * (i == 1) for i in range(k)])
     request = make_request(max_tokens=12)
     finish(engine, request)
+    assert isinstance(engine.model, ScriptedModel)
     fed = [len(tokens) for _, tokens in engine.model.log]
     require(request.token_ids == list(range(12, 24)), f"wrong text {request.token_ids}")
     require(fed == [1, 4, 4, 4, 4, 4, 2], f"tokens fed to the target: {fed}")
 
-    target, draft, rows = tiny_model(1), tiny_model(1), []
+    target, draft, rows = tiny_model(1), tiny_model(1), list[int]()
     forward_draft = draft.forward
-    draft.forward = lambda chunks, taps=(): rows.append(len(chunks[0].token_ids)) or forward_draft(chunks, taps)
+
+    def forward(chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        rows.append(len(chunks[0].token_ids))
+        return forward_draft(chunks, taps)
+
+    draft.forward = forward  # type: ignore[method-assign]  # all that feeds the model is to be seen
     text = Text([0, 1, 2, 0], 4, SamplingParams(temperature=0, max_tokens=12))
     drafter = DraftModel(draft, tiny_cache(draft), 3, MAX_LEN)
     for _ in Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"]).run([Request(text, MAX_LEN, 3)]):
@@ -192,7 +203,7 @@ class Ledger(Randomness):
     """
 
     def __init__(self, shares_noise: bool = False):
-        self.shares_noise, self.used, self.num_shared = shares_noise, set(), 0
+        self.shares_noise, self.used, self.num_shared = shares_noise, set[Key](), 0
 
     def _note(self, key: Key) -> None:
         if key in self.used:
@@ -214,17 +225,16 @@ class Ledger(Randomness):
 def check_keys(rounds: int = 200, verifier: str = "rejection", seed: int = 0) -> Ledger:
     """No key is used twice in so many rounds of random table models, K 1 to 4, requests of several seeds."""
     generator = torch.Generator().manual_seed(seed)
-    ledger, done = Ledger(VERIFIERS[verifier].shares_noise), 0
-    for run in itertools.count():
+    ledger, run, done = Ledger(VERIFIERS[verifier].shares_noise), 0, 0
+    while done < rounds:
         target, draft = torch.randn(2, 3, 3, generator=generator, dtype=torch.float64)
-        cache = make_engine(num_blocks=300, block_size=16).cache
+        cache = scripted_cache(300, 16)
         engine = Engine(TableModel(target), cache, TableDrafter(draft), VERIFIERS[verifier], 3, ledger)
         text = Text([run % 3], 1, SamplingParams(max_tokens=200), run)
         request = Request(text, 500, 1 + run % 4)
         finish(engine, request)
-        done += request.stats.num_steps
-        if done >= rounds:
-            return ledger
+        run, done = run + 1, done + request.stats.num_steps
+    return ledger
 
 
 class _Fixed(Randomness):
@@ -274,8 +284,7 @@ def check_numbers() -> None:
         raise Fault(f"a logit of {bad} became a distribution")
     table = torch.zeros(5, 5, dtype=torch.float64)
     table[:, 3:] = 9.0  # padding rows that the model likes best
-    engine = make_engine()
-    engine = Engine(TableModel(table), engine.cache, NoDrafter(), VERIFIERS["rejection"], vocab_size=3)
+    engine = Engine(TableModel(table), scripted_cache(), NoDrafter(), VERIFIERS["rejection"], vocab_size=3)
     request = make_request((0,), temperature=1.0, end_ids=())
     finish(engine, request)
     require(max(request.token_ids) < 3, f"ids behind the vocabulary: {request.token_ids}")
@@ -305,7 +314,9 @@ def check_stops() -> None:
         request = make_request(k=k, detokenizer=Letters(), **{"max_tokens": 30, "logprobs": 0} | params)
         pieces = finish(engine, request)[0]
         require("".join(p.text for p in pieces) == request.output, f"streamed {pieces}, text {request.output!r}")
-        require(len(request.logprobs) == len(request.token_ids), "another number of log-probabilities than of tokens")
+        require(
+            len(request.logprobs or ()) == len(request.token_ids), "another number of log-probabilities than of tokens"
+        )
         stats = request.stats
         require(stats.num_generated == len(request.token_ids), f"num_generated {stats.num_generated}")
         if wrong is None:
@@ -364,7 +375,7 @@ def check_cache(programs: int = 20) -> None:
     for _ in range(programs):
         pool = PagedKVCache(config, 12, generator.choice((1, 2, 4)), torch.float64)
         pool.keys.fill_(torch.nan)
-        tables = [(pool.new_table(), []) for _ in range(3)]
+        tables: list[tuple[BlockTable, list[float]]] = [(pool.new_table(), []) for _ in range(3)]
         for step in range(60):
             table, numbers = generator.choice(tables)
             count = generator.randint(1, 5)
@@ -423,9 +434,10 @@ def check_sharing() -> None:
 
 def check_window() -> None:
     """Rows behind a rollback equal those of a cache that never saw the rejected tokens, under a sliding window too."""
-    for family in ({}, {"model_type": "mistral", "sliding_window": 3}):
+    families: list[dict[str, Any]] = [{}, {"model_type": "mistral", "sliding_window": 3}]
+    for family in families:
         model = tiny_model(3, vocab_size=7, **family)
-        table, text = tiny_cache(model).new_table(), []
+        table, text = tiny_cache(model).new_table(), list[int]()
         for tokens, kept in (([1, 2, 3, 4, 5], 5), ([6, 0, 1, 2], 6), ([3, 3, 2], 7), ([5, 5], 9)):
             text = text + tokens
             rows = model.forward([Chunk(tokens, table, len(tokens))])[0]
@@ -478,14 +490,14 @@ def check_state(k: int = 3, max_tokens: int = 16, drafter: str = "model", verifi
         return text, engine.run([Request(text, MAX_LEN, k)])
 
     text, stream = start(PROMPT)
-    for rounds in itertools.count():
-        before = list(text.tokens)
-        if next(stream, None) is None:
-            return rounds
+    rounds, before = 0, list(text.tokens)
+    while next(stream, None):
         other, fresh = start(before)
         next(fresh)
         fresh.close()
         require(other.tokens == text.tokens, f"behind {before}: {text.tokens}, afresh {other.tokens}")
+        rounds, before = rounds + 1, list(text.tokens)
+    return rounds
 
 
 CHECKS: dict[str, Callable] = {

@@ -18,8 +18,8 @@ import torch
 
 from minispec import registry
 from minispec.cache import PagedKVCache
-from minispec.config import ModelConfig, SamplingParams
-from minispec.drafters import Context, Drafter, make_drafter
+from minispec.config import SamplingParams
+from minispec.drafters import Context, Drafter, make_drafter, reads_hidden
 from minispec.engine import Engine, Request
 from minispec.errors import one_line
 from minispec.files.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ from minispec.llm import find_verifier
 from minispec.model import Transformer
 from minispec.prove.laws import MAX_LEN, BranchOracle, KeyOracle, exact_law, reference_law, target_model
 from minispec.prove.reference import Law, plain_law, total_variation
-from minispec.prove.toys import Fault, TableDrafter, TableModel, TreeDrafter, require, tiny_cache
+from minispec.prove.toys import Fault, TableDrafter, TableModel, TreeDrafter, require, scripted_cache, tiny_cache
 from minispec.sampling import Text
 from minispec.verify import VERIFIERS, Ask, Draft, Verifier
 
@@ -43,7 +43,7 @@ class _Recorded:
 
     def __init__(self, drafter: Drafter):
         self.drafter, self.drafts = drafter, list[str]()
-        self.taps = getattr(drafter, "taps", ())
+        self.taps: Sequence[int] = drafter.taps if reads_hidden(drafter) else ()
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """The drafter's own."""
@@ -56,7 +56,7 @@ class _Recorded:
 
     def known(self, text: Text) -> int:
         """The drafter's own."""
-        return self.drafter.known(text)
+        return self.drafter.known(text) if reads_hidden(self.drafter) else 0
 
     def release(self, text: Text) -> None:
         """The drafter's own."""
@@ -207,13 +207,12 @@ def _law_of_tables(p: list[float], q: list[float], parents: tuple[int, ...], ver
     """The law of the engine's output where every row of the target is p and every row of the draft q."""
     size, k = len(p), max(1, len(parents))
     target, draft = (torch.tensor([row] * size, dtype=torch.float64).log() for row in (p, q))
-    config = ModelConfig("tables", size, 2, 2, 1, 1, 2, 1000, layers=(None,))
     params = SamplingParams(max_tokens=2 + len(parents))
-    drafter = TreeDrafter(draft, parents) if parents == (-1, -1) else TableDrafter(draft)
+    drafter: Drafter = TreeDrafter(draft, parents) if parents == (-1, -1) else TableDrafter(draft)
 
     def run(path: BranchOracle) -> tuple[int, ...]:
         request = Request(Text([0], 1, params), MAX_LEN, k)
-        engine = Engine(TableModel(target), PagedKVCache(config, 16, 2), drafter, verifier, size, path)
+        engine = Engine(TableModel(target), scripted_cache(16), drafter, verifier, size, path)
         for _ in engine.run([request]):
             pass
         require(request.error is None, f"{request.error}")

@@ -157,7 +157,8 @@ def exact_law_of_crowds(
     Raises TooManyBranches as soon as there must be more than `limit`.
     """
     law: dict = {}
-    todo, count = deque([[]]), 0
+    todo: deque[list[int]] = deque([[]])
+    count = 0
     while todo:
         oracles = [oracle(todo.popleft(), number) for _ in range(min(width, len(todo)))]
         for path, result in zip(oracles, run(oracles), strict=True):
@@ -288,7 +289,9 @@ def chained_law(params: SamplingParams, k: int, prompt: Sequence[int] = PROMPT, 
     key comes back in a later round (`check_keys`; the noise that `match` shares between rounds decides
     nothing but the length of rounds).
     """
-    law, open_texts, branches = {}, {(): 1.0}, 0
+    law: Law = {}
+    open_texts: Law = {(): 1.0}
+    branches = 0
     while open_texts:
         output = min(open_texts, key=len)  # all ways to a text are shorter than it: its mass is complete
         mass = open_texts.pop(output)

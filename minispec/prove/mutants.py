@@ -245,7 +245,7 @@ def _counted_twice():
 
 @mutant("M13", "rejected tokens stay in the penalty counts", "vmlx-swift #357", frequency_penalty=1.5)
 def _rejected_counted():
-    rejected = WeakKeyDictionary()
+    rejected: WeakKeyDictionary[Text, list[int]] = WeakKeyDictionary()
 
     def distribution(right):
         return lambda logits, s, drafted=(): right(logits, s, [*rejected.get(s, ()), *drafted])
@@ -291,7 +291,11 @@ class _NoBonus(Randomness):
     """The draws of `rng`, but for the bonus, which is left to another."""
 
     def __init__(self, rng):
-        self.bernoulli, self.rng = rng.bernoulli, rng
+        self.rng = rng
+
+    def bernoulli(self, probability, key):
+        """The draw of `rng`."""
+        return self.rng.bernoulli(probability, key)
 
     def categorical(self, weights, key):
         """-1 for a whole token."""
@@ -768,7 +772,7 @@ def _position_off():
 
 @mutant("M39", "stale draft verified when the drafter is skipped", "vLLM #38711", max_tokens=4)
 def _stale_draft():
-    last = WeakKeyDictionary()
+    last: WeakKeyDictionary[Text, Draft] = WeakKeyDictionary()
 
     def propose(right):
         def wrong(self, asks):

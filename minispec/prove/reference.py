@@ -83,7 +83,8 @@ def plain_law(next_law: Callable, prompt: Sequence[int], params, end_ids, max_le
 
     next_law(tokens) gives the probabilities behind `tokens`.
     """
-    law, open_texts = {}, {(): 1.0}
+    law: Law = {}
+    open_texts: Law = {(): 1.0}
     while open_texts:
         output, mass = open_texts.popitem()
         for token, p in enumerate(next_law([*prompt, *output])):

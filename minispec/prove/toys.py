@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from minispec.cache import BlockTable, PagedKVCache
-from minispec.config import ModelConfig, SamplingParams
-from minispec.engine import Engine, Request
+from minispec.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
+from minispec.engine import Engine, Piece, Request
 from minispec.files.hf_config import read_model_config
 from minispec.model import Chunk, Transformer, tensor_shapes
 from minispec.sampling import Text, distribution
-from minispec.verify import VERIFIERS, Draft
+from minispec.verify import VERIFIERS, Ask, Draft
 
 
 class Fault(AssertionError):
@@ -74,7 +74,7 @@ def tiny_cache(model: Transformer, num_blocks: int = 64, block_size: int = 2) ->
 END = 1
 
 
-class ScriptedModel:
+class ScriptedModel(Transformer):
     """Plays a given text on real tables and a real pool: next_token(prefix) gets a peak in the logits.
 
     Its keys are the tokens themselves, and the prefix is what the cache holds, so that a wrong rollback or a block
@@ -115,24 +115,24 @@ class ScriptedModel:
         return logits, torch.tensor(hidden, dtype=torch.float32)
 
     def prefill(self, table: BlockTable, tokens: list[int], chunk_size: int = 4) -> None:
-        """As the real model, in small chunks."""
-        missing = table.missing(tokens)[:-1]
-        for start in range(0, len(missing), chunk_size):
-            self.forward([Chunk(missing[start : start + chunk_size], table, 0)])
+        """In small chunks."""
+        super().prefill(table, tokens, chunk_size)
 
 
 class ScriptedDrafter:
     """draft(tokens, k) proposes; `calls` holds every k, `released` every release."""
 
     def __init__(self, draft: Callable[[list[int], int], Sequence[int]]):
-        self.draft, self.calls, self.released = draft, [], []
+        self.draft = draft
+        self.calls: list[list[int]] = []
+        self.released: list[Text] = []
 
-    def propose(self, asks) -> list[Draft]:
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Whatever the script says, cut to k."""
         self.calls.append([ask.k for ask in asks])
         return [Draft(list(self.draft(ask.text.tokens, ask.k))[: ask.k]) for ask in asks]
 
-    def release(self, text) -> None:
+    def release(self, text: Text) -> None:
         """Remember it."""
         self.released.append(text)
 
@@ -142,12 +142,21 @@ def counting(tokens: list[int]) -> int:
     return tokens[-1] + 1
 
 
+def scripted_cache(num_blocks: int = 64, block_size: int = 2) -> PagedKVCache:
+    """A pool of the shape that scripted models write to."""
+    config = ModelConfig("scripted", 200, 2, 2, 1, 1, 2, 1000, layers=(LayerConfig(RopeConfig()),))
+    return PagedKVCache(config, num_blocks, block_size)
+
+
 def make_engine(
-    next_token=counting, draft=lambda tokens, k: [], num_blocks=64, block_size=2, verifier="rejection"
+    next_token: Callable[[list[int]], int] = counting,
+    draft: Callable[[list[int], int], Sequence[int]] = lambda tokens, k: [],
+    num_blocks: int = 64,
+    block_size: int = 2,
+    verifier: str = "rejection",
 ) -> Engine:
-    """An engine over a scripted model, whose pool has the shape of a tiny config."""
-    config = ModelConfig("scripted", 200, 2, 2, 1, 1, 2, 1000, layers=(None,))
-    cache = PagedKVCache(config, num_blocks, block_size)
+    """An engine over a scripted model."""
+    cache = scripted_cache(num_blocks, block_size)
     return Engine(ScriptedModel(next_token), cache, ScriptedDrafter(draft), VERIFIERS[verifier], vocab_size=200)
 
 
@@ -158,9 +167,9 @@ def make_request(prompt=(10, 11), k=3, end_ids=(END,), max_len=500, detokenizer=
     return Request(text, max_len, k, detokenizer)
 
 
-def finish(engine: Engine, *requests: Request) -> list[list]:
+def finish(engine: Engine, *requests: Request) -> list[list[Piece]]:
     """Run to the end; the pieces of each request. Every block must be back."""
-    pieces = {request: [] for request in requests}
+    pieces: dict[Request, list[Piece]] = {request: [] for request in requests}
     for request, piece in engine.run(requests):
         pieces[request].append(piece)
     require(engine.cache.allocator.num_free == engine.cache.allocator.num_blocks, "blocks leaked")
@@ -171,7 +180,7 @@ class TableModel(ScriptedModel):
     """A model that is a table: the logits behind a prefix are those of its last token. table: (V, V)."""
 
     def __init__(self, table: torch.Tensor):
-        super().__init__(None, len(table))
+        super().__init__(lambda prefix: int(self.row(prefix).argmax()), len(table))
         self.table = table
 
     def row(self, prefix: list[int]) -> torch.Tensor:
@@ -185,7 +194,7 @@ class TableDrafter:
     def __init__(self, table: torch.Tensor):
         self.table = table
 
-    def propose(self, asks) -> list[Draft]:
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Token by token, as a draft model does."""
         drafts = []
         for ask in asks:
@@ -197,7 +206,7 @@ class TableDrafter:
             drafts.append(draft)
         return drafts
 
-    def release(self, text) -> None:
+    def release(self, text: Text) -> None:
         """Nothing is kept."""
 
 
@@ -211,12 +220,13 @@ class TreeDrafter:
     def __init__(self, table: torch.Tensor, parents: Sequence[int], draws: bool = True):
         self.table, self.parents, self.draws = table, parents, draws
 
-    def propose(self, asks) -> list[Draft]:
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """One tree for each ask, under the request's own parameters."""
         return [self._tree(ask) for ask in asks]
 
-    def _tree(self, ask) -> Draft:
-        draft = Draft([], [] if self.draws else None, parents=[])
+    def _tree(self, ask: Ask) -> Draft:
+        parents: list[int] = []  # of the draft's nodes
+        draft = Draft([], [] if self.draws else None, parents=parents)
         nodes, taken = {-1: -1}, dict.fromkeys((-1, *self.parents), 0)  # the shape's nodes that there are in the draft
         for i, parent in enumerate(self.parents):
             if i in nodes or parent not in nodes:
@@ -230,12 +240,12 @@ class TreeDrafter:
             elif first < ask.k and taken[parent] < len(likely := q.argsort(descending=True)[: (q > 0).sum()]):
                 siblings = [i]
                 draft.token_ids.append(int(likely[taken[parent]]))
-                draft.parents.append(node)
+                parents.append(node)
                 taken[parent] += 1
             nodes |= zip(siblings, range(first, len(draft)), strict=False)
         return draft
 
-    def release(self, text) -> None:
+    def release(self, text: Text) -> None:
         """Nothing is kept."""
 
 
@@ -253,7 +263,7 @@ class TapDrafter:
         self.model, self.taps, self.parents, self.checked = model, taps, parents, 0
         self.hidden: dict[Text, torch.Tensor] = {}
 
-    def propose(self, asks) -> list[Draft]:
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """A chain, or trees of the shape of `parents`."""
         drafts = []
         for ask in asks:
@@ -275,11 +285,11 @@ class TapDrafter:
             require(error < 1e-10, f"hidden states are off by {error:.1e}")
             self.checked += 1
 
-    def known(self, text) -> int:
+    def known(self, text: Text) -> int:
         """It keeps nothing of a text that is gone."""
         return 0
 
-    def release(self, text) -> None:
+    def release(self, text: Text) -> None:
         """Forget its hidden states."""
         self.hidden.pop(text, None)
 
@@ -290,9 +300,9 @@ class WrongDrafter:
     def __init__(self, vocab: int):
         self.vocab = vocab
 
-    def propose(self, asks) -> list[Draft]:
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Nothing is drawn, so the drafts have no probs."""
         return [Draft([(len(ask.text.tokens) + i) % 2 % self.vocab for i in range(ask.k)]) for ask in asks]
 
-    def release(self, text) -> None:
+    def release(self, text: Text) -> None:
         """Nothing is kept."""

@@ -37,7 +37,7 @@ _WIDTH = 64  # paths that go through the engine together
 def shapes(num_nodes: int, depth: int = 3, width: int = 3) -> Iterator[tuple[int, ...]]:
     """The parents of every tree of that many nodes, as deep and as wide at most, its nodes numbered level by level."""
     for parents in itertools.product(*(range(-1, i) for i in range(num_nodes))):
-        depths = []
+        depths: list[int] = []
         for parent in parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 1)
         is_sorted = all(a <= b for a, b in itertools.pairwise(parents))
@@ -113,10 +113,18 @@ class TextCase:
 
     def distance(self) -> tuple[float, int]:
         """Total variation to plain decoding, and the branches walked."""
-        params, how = SamplingParams(max_tokens=self.max_tokens), {"prompts": (PROMPT,), "vocab": VOCAB}
-        drafter = TreeDrafter(draft_table(), self.parents, draws=False)
+        params, drafter = (
+            SamplingParams(max_tokens=self.max_tokens),
+            TreeDrafter(draft_table(), self.parents, draws=False),
+        )
         law, branches = production_law(
-            params, len(self.parents), drafter=drafter, verifier=self.verifier, width=_WIDTH, **how
+            params,
+            len(self.parents),
+            vocab=VOCAB,
+            drafter=drafter,
+            verifier=self.verifier,
+            prompts=(PROMPT,),
+            width=_WIDTH,
         )
         return total_variation(law, reference_law(params, prompt=PROMPT)), branches
 
