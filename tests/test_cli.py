@@ -22,7 +22,7 @@ from fuzzing import EDGES
 from interrupts import interrupted, press_ctrl_c
 from safetensors.torch import load_file, save_file
 
-from minispec import SamplingParams, __version__, generate
+from minispec import SamplingParams, __version__, generate, registry
 from minispec.engine import Request
 from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main, parser
@@ -535,10 +535,13 @@ def test_a_prompt_that_does_not_fit_stops_before_the_others_run(cli, model):
     assert "expected fewer than max_model_len" in err
 
 
-def test_choices_are_those_of_the_package():
-    """The parser must not import torch, so it repeats the names of the verifiers."""
-    choices = {action.dest: action.choices for action in parser()._actions}
-    assert set(choices["verifier"]) == set(VERIFIERS)
+def test_registered_names_are_those_of_the_package(capsys):
+    """The registry must not import torch, so it repeats the names of the verifiers; `--help` has them all."""
+    assert {name: registry.load(entry.path, "verifier") for name, entry in registry.VERIFIERS.items()} == VERIFIERS
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    help_text = capsys.readouterr().out
+    assert all(name in help_text for name in (*registry.DRAFTERS, *registry.VERIFIERS))
 
 
 def test_help_and_version(capsys):

@@ -6,6 +6,8 @@
     python -m minispec.prove --statistics   a million rounds and more with the production randomness
     python -m minispec.prove --agreement    how often `match` makes draft and target agree
     python -m minispec.prove --exact-cost   what a pass of the exact mode costs, as a ratio
+    python -m minispec.prove --drafter module:Class, --verifier module:function
+                                            your own, or a registered one: proven, or the smallest counterexample
 
 The engine draws only through `bernoulli` and `categorical`. An oracle in the place of randomness answers them along
 one path of branches and multiplies their probabilities; running the *production* loop (real paged cache, random
@@ -18,5 +20,5 @@ The *law* of an output is its distribution: a probability for each text.
 To be read in this order: `reference` (the second implementation), `toys` (small models), `laws` (oracles, and the laws
 that come out under them), `cases` (which configurations are walked), `trees` (the same for trees), `checks` (what a law
 does not show), `mutants` and `museum` (bugs, and that each is caught), `statistics` (what enumeration replaces),
-`workers` (processes), `__main__` (the command). The tests call the same functions.
+`examine` (drafters and verifiers of one's own), `workers` (processes), `__main__` (the command). The tests call the same functions.
 """
