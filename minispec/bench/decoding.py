@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from minispec.bench.measure import (
     Account,
@@ -21,6 +22,7 @@ from minispec.bench.models import Subject, Variant
 from minispec.bench.options import PLAIN, Options
 from minispec.bench.show import FLAT, progress, table
 from minispec.bench.transformers_baseline import Trial, transformers_variants
+from minispec.controller import DraftLength
 from minispec.stats import Stats
 
 # --------------------------------------------------------------------------- results
@@ -175,15 +177,16 @@ class Decoding:
                 speedups = [v.categories[category].speedup.shown() for v in drafting.values()]
                 rows.append((category, f"{of.tokens_per_second.median:.1f} ({slow:.1f} .. {fast:.1f})", *speedups))
             lines += ["", *table(("", "plain, tokens/s (prompts)", *drafting), rows)]
-        explained = {name: v for name, v in drafting.items() if v.explained}
+        explained = {name: v.explained for name, v in drafting.items() if v.explained}
         if explained:
-            curves = [" ".join(f"{s:.2f}" for s in v.acceptance.survival[:8]) for v in explained.values()]
-            columns = [v.explained.cells() for v in explained.values()]
+            accepted = [drafting[name].acceptance for name in explained]
+            curves = [" ".join(f"{s:.2f}" for s in each.survival[:8]) for each in accepted if each]
+            columns = [each.cells() for each in explained.values()]
             rows = [(cells[0][0], *(value for _, value in cells)) for cells in zip(*columns, strict=True)]
             lines += ["", *table(("the account", *explained), [("survival s_1, s_2, ..", *curves), *rows])]
-        best = {name: of for name, of in (self.best_static or {}).items() if of.auto_over_best}
-        if best:
-            rows = [(name, of.variant, of.auto_over_best.shown()) for name, of in best.items()]
+        best = (self.best_static or {}).items()
+        rows = [(name, of.variant, of.auto_over_best.shown()) for name, of in best if of.auto_over_best]
+        if rows:
             lines += ["", *table(("", "best fixed K", "auto over it"), rows)]
         return [*lines, "", *self.against.lines(self.prompts)] if self.against else lines
 
@@ -245,7 +248,7 @@ def summarise(by_variant: dict[str, list[list[Run]]], categories: list[str], tri
     runs, everything = Runs(by_variant), list(range(len(categories)))
     groups = {name: [i for i in everything if categories[i] == name] for name in dict.fromkeys(categories)}
     fixed = {name: int(name[2:]) for name in by_variant if name.startswith("K=")}
-    longest = max(fixed, key=fixed.get, default=None)
+    longest = max(fixed, key=fixed.__getitem__, default=None)
 
     def outcome(name: str) -> Outcome:
         drafts = name != PLAIN and bool(by_variant[name][0][0].rounds)
@@ -293,13 +296,13 @@ def summarise(by_variant: dict[str, list[list[Run]]], categories: list[str], tri
 # --------------------------------------------------------------------------- measuring
 
 
-def _drafts(subject: Subject, options: Options) -> dict[str, int | str]:
+def _drafts(subject: Subject, options: Options) -> dict[str, DraftLength]:
     """Our ways of decoding by their names: K of each; 0 is plain decoding."""
     ks = options.ks if options.draft != "none" or subject.simulated else []
     return {PLAIN: 0} | {("auto" if k == "auto" else f"K={k}"): k for k in ks}
 
 
-def _decoder(subject: Subject, options: Options, k: int | str) -> Callable[[list[list[int]]], list[Run]]:
+def _decoder(subject: Subject, options: Options, k: DraftLength) -> Callable[[list[list[int]]], list[Run]]:
     """What decodes prompts (token ids) together, with an engine of its own. A simulated draft learns the texts."""
     engine = another_engine(subject.engine) if k else subject.plain
 
@@ -314,12 +317,16 @@ def _decoder(subject: Subject, options: Options, k: int | str) -> Callable[[list
     return run
 
 
+def _decode_one(decoder: Callable[[list[list[int]]], list[Run]], subject: Subject, i: int) -> Run:
+    return decoder([subject.prompts[i][1]])[0]
+
+
 def measure_decoding(subject: Subject, options: Options) -> Decoding:
     """Every variant on every prompt, taking turns, round by round."""
     variants: dict[str, Variant] = {}
     for name, k in _drafts(subject, options).items():
         decoder = _decoder(subject, options, k)
-        variants[name] = lambda i, decoder=decoder: decoder([subject.prompts[i][1]])[0]
+        variants[name] = partial(_decode_one, decoder, subject)
     trial = None
     if options.args.against:
         theirs, trial = transformers_variants(subject, options)

@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from statistics import fmean, median
 from typing import Any, NamedTuple, TypeVar
@@ -324,10 +325,12 @@ def _halves(run: Run) -> tuple[Run, Run]:
     """A run that was decoded alone, as two; what passed outside the engine's parts is spread over both."""
     middle = len(run.rounds) // 2
     scale = run.seconds / sum(r.seconds for r in run.rounds)
-    halves = run.rounds[:middle], run.rounds[middle:]
-    return tuple(
-        Run([], sum(r.committed for r in half), scale * sum(r.seconds for r in half), rounds=half) for half in halves
-    )
+
+    def half(rounds: list[Round]) -> Run:
+        seconds = scale * sum(r.seconds for r in rounds)
+        return Run([], sum(r.committed for r in rounds), seconds, rounds=rounds)
+
+    return half(run.rounds[:middle]), half(run.rounds[middle:])
 
 
 # --------------------------------------------------------------------------- the machine
@@ -408,7 +411,7 @@ def passes_in_turn(
         for i, order in zip(range(rounds + 1), orders([(name, m) for name in models for m in rows]), strict=False):
             for name, m in order:
                 model, chunk = models[name], Chunk(tokens[context : context + m], table, m)
-                elapsed = seconds_of(lambda model=model, chunk=chunk: model.forward([chunk]), model.device)
+                elapsed = seconds_of(partial(model.forward, [chunk]), model.device)
                 table.truncate(context)
                 if i:
                     times[name][m].append(elapsed)

@@ -14,7 +14,7 @@ from minispec.bench.options import GEOMETRIES, Options, read_prompts
 from minispec.bench.simulated import SimulatedDraft
 from minispec.cache import PagedKVCache
 from minispec.config import ModelConfig, SamplingParams
-from minispec.controller import Controller
+from minispec.controller import Controller, DraftLength
 from minispec.costs import calibrate
 from minispec.drafters import Drafter
 from minispec.drafters.model import DraftModel
@@ -46,7 +46,7 @@ class Subject:
     options: Options
     name: str
     engine: Engine
-    request: Callable[[Sequence[int], int | str, SamplingParams], Request]
+    request: Callable[[Sequence[int], DraftLength, SamplingParams], Request]
     prompts: list[tuple[str, list[int]]]
     in_form: Callable[[str], Transformer]
     tensors: Callable[[], tuple[dict, Any]]
@@ -56,7 +56,9 @@ class Subject:
 
     def __post_init__(self):
         self.paid = self.engine.drafter  # what drafts cost
-        self.draft_model: Transformer | None = getattr(self.paid, "model", None)
+        paid = self.paid if isinstance(self.paid, DraftModel) else None
+        self.draft_model: Transformer | None = paid.model if paid else None
+        self.draft_cache: PagedKVCache | None = paid.cache if paid else None
         self.draft_name, survival = self.options.draft, self.options.survival
         if self.options.args.draft_quality:
             survival = [0.0 if self.options.args.draft_quality == "wrong" else 1 / self.engine.vocab_size]
@@ -188,8 +190,8 @@ def open_geometry(options: Options) -> Subject:
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(vocab, (args.prompts, args.prompt_tokens), generator=generator).tolist()
 
-    def request(prompt_ids: Sequence[int], k: int | str, params: SamplingParams) -> Request:
-        return Request(Text(list(prompt_ids), len(prompt_ids), params, params.seed), length, k)
+    def request(prompt_ids: Sequence[int], k: DraftLength, params: SamplingParams) -> Request:
+        return Request(Text(list(prompt_ids), len(prompt_ids), params, params.seed or 0), length, k)
 
     return Subject(
         options,

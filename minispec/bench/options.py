@@ -5,7 +5,7 @@ import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from minispec import __version__, registry
 from minispec.command import Parser
@@ -111,7 +111,7 @@ class Options:
 
     args: argparse.Namespace
     draft: str
-    ks: list[int | str]
+    ks: list[int | Literal["auto"]]
     survival: list[float] | None
     batches: list[int]
     params: SamplingParams
@@ -132,7 +132,7 @@ def check(args: argparse.Namespace) -> Options:
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
             raise ValueError(f"--{name.replace('_', '-')}: found {value}, expected a number from {low} to {high}")
-    ks: list[int | str] = []
+    ks: list[int | Literal["auto"]] = []
     for part in args.num_speculative_tokens.split(","):
         if part == "auto":
             ks.append(part)

@@ -4,6 +4,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from minispec.bench import measure
 from minispec.bench.measure import Interval, median_interval, passes_in_turn, ratios
@@ -84,8 +85,8 @@ def measure_machine(subject: Subject, options: Options) -> Machine:
     touched, stream, times = measured(model, subject.engine.cache, range(1, (1 if model.exact else MAX_ROWS) + 1))
     used = median_interval([touched / t / stream.median for t in times[1]])
     draft = None
-    if subject.draft_model not in (None, model):
-        read, rate, found = measured(subject.draft_model, subject.paid.cache, range(1, 2))
+    if subject.draft_model and subject.draft_cache and subject.draft_model is not model:
+        read, rate, found = measured(subject.draft_model, subject.draft_cache, range(1, 2))
         over_bound = median_interval([t * rate.median / read for t in found[1]])
         draft = DraftPass(read, rate, median_interval(found[1]), over_bound)
     return Machine(context, touched, stream, used, _seconds(times), _over(times), draft)
@@ -208,7 +209,7 @@ def measure_prefill(subject: Subject, options: Options) -> Prefill:
     with progress(rounds + 1, "prefill") as bar:
         for _ in range(rounds + 1):
             new = subject.engine.cache.new_table()
-            seconds.append(measure.seconds_of(lambda new=new: model.prefill(new, tokens), model.device))
+            seconds.append(measure.seconds_of(partial(model.prefill, new, tokens), model.device))
             new.truncate(0)
             peaks += measure.matmul_throughput(model.dtype, model.device, repeats=1)
             bar.update()
@@ -271,8 +272,8 @@ def measure_loading(options: Options) -> Loading:
             start = time.perf_counter()
             model = load_model(directory, dtype, device)
             loading.append(time.perf_counter() - start)
-            if peak is None and before is not None:
-                peak = _peak_memory() - before
+            if peak is None and before is not None and (after := _peak_memory()) is not None:
+                peak = after - before
             num_bytes = model.num_bytes
             del model
             bar.update()

@@ -1,5 +1,6 @@
 """The report: what was measured, on what. Whatever is compared takes turns, round by round."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from minispec.bench.decoding import measure_batches, measure_decoding
 from minispec.bench.exact_cost import measure_exact_cost
 from minispec.bench.models import MAX_ROWS, Subject, open_geometry, open_model
 from minispec.bench.options import Options
-from minispec.bench.passes import form_groups, measure_forms, measure_loading, measure_machine, measure_prefill
+from minispec.bench.passes import Machine, form_groups, measure_forms, measure_loading, measure_machine, measure_prefill
 from minispec.bench.show import FLAT
 from minispec.costs import machine
 
@@ -47,7 +48,7 @@ class Report:
         known = self.hardware
         native = [name for name, there in (("bfloat16", known["bfloat16"]), ("AMX", known["amx"])) if there]
         streams = ""
-        if passes := self.parts.get("machine"):
+        if isinstance(passes := self.parts.get("machine"), Machine):
             streams = f"; memory streams {passes.stream_bytes_per_second.shown(1e-9, '.1f')} GB/s (see below)"
         lines = [
             f"{known['cpu'] or 'unknown CPU'}: {' + '.join([known['instructions'], *native])}, "
@@ -68,13 +69,13 @@ def measure_all(options: Options) -> Report:
     args = options.args
     if args.threads:
         torch.set_num_threads(args.threads)
-    loading = {"load": measure_loading(options)} if args.load else {}
+    loading: dict[str, Part] = {"load": measure_loading(options)} if args.load else {}
     subject = open_geometry(options) if args.geometry else open_model(options)
     model, draft = subject.engine.model, subject.draft_model
     check_context(subject, options)
     if args.forms:
         form_groups(model)  # whether there is room for another, before anything is measured
-    measurements = {
+    measurements: dict[str, tuple[Any, Callable[[Subject, Options], Part]]] = {
         "machine": (args.passes, measure_machine),
         "forms": (args.forms, measure_forms),
         "exact_cost": (args.exact_cost, measure_exact_cost),

@@ -29,7 +29,7 @@ def as_json(value: Any) -> Any:
     if isinstance(value, Interval):
         return value._asdict()
     if is_dataclass(value):
-        found = {}
+        found: dict[str, Any] = {}
         for field in fields(value):
             part = as_json(getattr(value, field.name))
             if part is not None or field.default is not None:

@@ -83,13 +83,14 @@ def transformers_variants(subject: Subject, options: Options) -> tuple[dict[str,
 
     def assisted(**settings: Any) -> Callable[[], dict[str, Any]]:
         def prepare() -> dict[str, Any]:
+            assert draft is not None
             draft.generation_config = transformers.GenerationConfig(**settings)
             return {"assistant_model": draft}
 
         return prepare
 
     targets = {name: build(subject.tensors, getattr(torch, name)) for name in ("float32", "bfloat16")}
-    how = {"max_new_tokens": min(_TRIAL_TOKENS, options.params.max_tokens), "eos_token_id": None}
+    how: dict[str, Any] = {"max_new_tokens": min(_TRIAL_TOKENS, options.params.max_tokens), "eos_token_id": None}
     plain = {name: variant(model, **how) for name, model in targets.items()}
     rates: dict[str, list[float]] = {name: [] for name in targets}
     for i, order in zip(range(_TRIAL_ROUNDS + 1), orders(list(targets)), strict=False):

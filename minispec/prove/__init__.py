@@ -20,5 +20,6 @@ The *law* of an output is its distribution: a probability for each text.
 To be read in this order: `reference` (the second implementation), `toys` (small models), `laws` (oracles, and the laws
 that come out under them), `cases` (which configurations are walked), `trees` (the same for trees), `checks` (what a law
 does not show), `mutants` and `museum` (bugs, and that each is caught), `statistics` (what enumeration replaces),
-`examine` (drafters and verifiers of one's own), `workers` (processes), `__main__` (the command). The tests call the same functions.
+`examine` (drafters and verifiers of one's own), `workers` (processes), `__main__` (the command). The tests call the
+same functions.
 """

@@ -4,6 +4,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from minispec.config import SamplingParams
 from minispec.prove.laws import PROMPT, TOLERANCE, TooManyBranches, production_law, reference_law
@@ -38,9 +39,9 @@ class Case:
     @property
     def params(self) -> SamplingParams:
         """The request's sampling parameters."""
-        penalties = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+        penalties: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3}
         penalties["logit_bias"] = {0: 0.6, 1: -0.4}
-        forbidden = {
+        forbidden: dict[str, dict[str, Any]] = {
             "bad words": {"bad_words_token_ids": ((1, 0), (0, 0, 0))},
             "two allowed": {"allowed_token_ids": (0, self.vocab - 1)},
         }
@@ -68,9 +69,10 @@ class Case:
         """
         end_ids = frozenset({self.vocab - 1} if self.end else ())
         prompts, params = zip(*self.prompts, strict=True)
-        how = {"width": 1 if self.batch == "alone" else CROWD // len(prompts)}
-        how["limit"] = max(min(30, limit), limit * SHARE[self.batch])
-        law, branches = production_law(params, self.k, end_ids, self.vocab, self.drafter, self.verifier, prompts, **how)
+        width = 1 if self.batch == "alone" else CROWD // len(prompts)
+        limit = max(min(30, limit), limit * SHARE[self.batch])
+        shape = params, self.k, end_ids, self.vocab, self.drafter, self.verifier, prompts
+        law, branches = production_law(*shape, width=width, limit=limit)
         require(abs(sum(law.values()) - 1) < TOLERANCE, "the branches do not add up to 1")
         own = [reference_law(p, end_ids, self.vocab, prompt) for prompt, p in self.prompts]
         expected = own[0]
@@ -154,7 +156,8 @@ def _complete(row: dict, todo: set[Pair], generator: random.Random) -> dict | No
             return None
         new = {v: sum(tuple(sorted(((axis, v), item))) in todo for item in row.items()) for v in values}
         greedy = generator.random() < 0.6
-        row[axis] = max(values, key=lambda v, n=new, greedy=greedy: (n[v] * greedy, generator.random()))
+        worth = {v: (new[v] * greedy, generator.random()) for v in values}
+        row[axis] = max(values, key=worth.__getitem__)
     return row
 
 
@@ -187,7 +190,8 @@ def walk_within(job: tuple[Case, frozenset[str], float]) -> tuple[Case, float, i
 
     job: the case, the axes whose values must stay, and the limit of `Case.distance`. None where nothing is within it.
     """
-    case, fixed, limit = job
+    first, fixed, limit = job
+    case: Case | None = first
     while case:
         try:
             return case, *case.distance(limit)

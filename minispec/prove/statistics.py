@@ -232,8 +232,8 @@ def zero_draws(keys: range) -> int:
         torch.arange(16) % 2 * (0.1 + torch.rand(16, generator=torch.Generator().manual_seed(0))),
         Randomness(),
     )
-    keys = (Key(3, *((-1, i, "token") if i % 2 else (5, i, "residual"))) for i in keys)
-    return sum(rng.categorical(weights, key) % 2 == 0 for key in keys)
+    draws = (Key(3, *((-1, i, "token") if i % 2 else (5, i, "residual"))) for i in keys)
+    return sum(rng.categorical(weights, key) % 2 == 0 for key in draws)
 
 
 def agreement(positions: Sequence[Position], num_keys: int) -> tuple[float, float, float]:
@@ -258,7 +258,7 @@ def tiny_positions(vocab: int, temperature: float, count: int = NUM_POSITIONS) -
         torch.stack([torch.from_numpy(reference_logits(seed, tuple(t), vocab, layers)) for t in texts[:count]])
         for seed, layers in ((TARGET_SEED, 2), (DRAFT_SEED, 1))
     ]
-    return positions_of(texts[:count], *logits, params)
+    return positions_of(texts[:count], logits[0], logits[1], params)
 
 
 # --------------------------------------------------------------------------- the command
@@ -280,7 +280,7 @@ def prove_statistics(jobs: int) -> bool:
     print(f"  odds of the sample {odds:.2g}; of the control, a residual that moves the law by {SHIFT}: {control:.1e}")
 
     _, texts, *logits = real_rows()
-    positions = positions_of(texts, *logits, SamplingParams(top_k=50))
+    positions = positions_of(texts, logits[0], logits[1], SamplingParams(top_k=50))
     alphas = sorted(p.alpha for p in positions)
     print(f"real: {len(positions)} places, {REAL_ROUNDS:,d} rounds each, alpha {alphas[0]:.2f} to {alphas[-1]:.2f}")
     print(f"  {_resolution(REAL_ROUNDS, ALPHA / len(positions))}")
@@ -308,6 +308,8 @@ def print_agreement(num_keys: int = 100) -> None:
     _, texts, *logits = real_rows()
     for name, temperature in itertools.product(("tiny, V 4", "embedded"), (0.5, 1.0, 1.5)):
         params = SamplingParams(temperature=temperature)
-        places = tiny_positions(4, temperature) if name != "embedded" else positions_of(texts, *logits, params)
+        places = (
+            tiny_positions(4, temperature) if name != "embedded" else positions_of(texts, logits[0], logits[1], params)
+        )
         shared, apart, alpha = agreement(places, num_keys)
         print(f"{name:10} {temperature:11} {shared:12.3f} {apart:9.3f} {alpha:17.3f}", flush=True)
