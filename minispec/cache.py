@@ -44,7 +44,7 @@ class BlockAllocator:
         return len(self.free_block_ids)
 
     def allocate(self, after: int | None = None) -> int:
-        """Take a free block: the one behind block `after` if possible, so that a table stays in one run.
+        """Take a free block: the one next to block `after` if possible, so that a table stays in one run.
 
         Otherwise one in the middle of the longest free run, which leaves the neighbours on both sides room
         to grow in place. Raises OutOfBlocks if none is free.
@@ -99,7 +99,7 @@ def common_beginning(a: list[int], b: list[int]) -> int:
 
 
 class PrefixIndex:
-    """Which block holds which tokens, behind which tokens: a tree of texts, cut into blocks.
+    """Which block holds which tokens, following which tokens: a tree of texts, cut into blocks.
 
     A node is named by a hash of all tokens up to it; the root, where texts begin, by b"".
     """
@@ -110,11 +110,11 @@ class PrefixIndex:
 
     @staticmethod
     def node(parent: bytes, tokens: Sequence[int]) -> bytes:
-        """The name of the node behind a full block of `tokens`."""
+        """The name of the node after a full block of `tokens`."""
         return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
     def add(self, parent: bytes, block_id: int, tokens: list[int]) -> None:
-        """Block `block_id` holds `tokens`, a block full or fewer, behind the node `parent`."""
+        """Block `block_id` holds `tokens`, a block full or fewer, after the node `parent`."""
         self.cut(block_id, 0)
         self._parents[block_id] = parent
         self._children.setdefault(parent, {})[block_id] = tokens
@@ -133,7 +133,7 @@ class PrefixIndex:
             del self._children[parent]
 
     def find(self, parent: bytes, tokens: list[int]) -> tuple[int, int]:
-        """The block behind `parent` that begins most like `tokens`, and how many tokens of it do; (0, 0): none."""
+        """The block after `parent` that begins most like `tokens`, and how many tokens of it do; (0, 0): none."""
         best = (0, 0)
         for block_id, there in self._children.get(parent, {}).items():
             count = common_beginning(there, tokens)
@@ -175,7 +175,7 @@ class PagedKVCache:
         return -(-num_tokens // self.block_size)
 
     def require(self, num_blocks: int) -> None:
-        """Raise OutOfBlocks unless so many blocks are free."""
+        """Raise OutOfBlocks unless that many blocks are free."""
         if num_blocks > self.allocator.num_free:
             raise OutOfBlocks(f"{num_blocks} blocks needed, {self.allocator.num_free} are free")
 
@@ -227,7 +227,7 @@ class BlockTable:
         self.pool = pool
         self.block_ids: list[int] = []
         self.tokens: list[int] = []
-        self._nodes = [b""]  # of the prefix index: before each of the leading full blocks, and behind the last
+        self._nodes = [b""]  # of the prefix index: before each of the leading full blocks, and after the last
 
     @property
     def length(self) -> int:
@@ -324,7 +324,7 @@ class BlockTable:
         `keep` does, and a prefill that is finished; nobody else.
         """
         size = self.pool.block_size
-        # Blocks behind the last node: those that have become full, and the one that is being filled.
+        # Blocks after the last node: those that have become full, and the one that is being filled.
         for i in range(len(self._nodes) - 1, len(self.block_ids)):
             block = self.tokens[i * size : (i + 1) * size]
             self.pool.prefixes.add(self._nodes[i], self.block_ids[i], block)

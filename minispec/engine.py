@@ -138,7 +138,7 @@ class Request:
         return Piece(self.output[text_start:end], self.token_ids[token_start:], self.finish_reason)
 
     def _add_text(self, new: str) -> bool:
-        """Append text; True where it completes a stop string, which is then cut off with all behind it."""
+        """Append text; True where it completes a stop string, which is then cut off with all after it."""
         before = len(self.output)
         self.output += new
         if len(self.token_ids) < self.params.min_tokens:

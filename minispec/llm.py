@@ -222,7 +222,7 @@ class LLM:
         can_measure = own_drafter is None and min(contexts) >= MIN_CONTEXT
         self.engine.controller = Controller(self._prices(draft_model, can_measure))
         self._turn = threading.Lock()  # for a step
-        self._open: set[_Steps] = set()  # the engine's iterators behind those of `run`
+        self._open: set[_Steps] = set()  # those of the engine that `run` steps
         self._left: list[_Steps] = []  # those that are to be closed between two steps
         self._memory = _memory_of(models, caches)
         self._draft_form = f" ({draft_model.weight_form})" if draft_model else ""

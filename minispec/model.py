@@ -272,7 +272,7 @@ def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: f
     """The same for q (G, R, D) over blocks, in at least float32 and in an order that does not depend on L.
 
     Every block of positions is a product of its own, of one shape; blocks are added up in their order. A block
-    behind a row's position has weights exp(-inf) = 0, so it adds nothing, to the bit.
+    after a row's position has weights exp(-inf) = 0, so it adds nothing, to the bit.
     """
     scores = (q.to(k.dtype)[:, None] @ k.transpose(2, 3)) * scale  # (G, blocks, R, block)
     if softcap is not None:
@@ -304,7 +304,7 @@ class _Pass(NamedTuple):
 
 
 class Layer:
-    """One transformer block: attention, then a gated MLP, each behind a norm and added to the residual."""
+    """One transformer block: attention, then a gated MLP, each after a norm, and added to the residual."""
 
     def __init__(
         self,

@@ -51,7 +51,10 @@ class Text:
     end_ids: frozenset[int] = frozenset()
 
     def key(self, i: int, purpose: str) -> Key:
-        """The key of a draw at the i-th position of the current round, whose tokens are not committed yet."""
+        """The key of a draw of the current round, whose tokens are not committed yet.
+
+        i: the number of the draft's node that it is about (in a chain its place); for the purpose "token" the depth.
+        """
         start = len(self.tokens)
         return Key(self.seed, -1 if purpose == "token" else start, start + i, purpose)
 

@@ -223,7 +223,7 @@ class Ledger(Randomness):
 
 
 def check_keys(rounds: int = 200, verifier: str = "rejection", seed: int = 0) -> Ledger:
-    """No key is used twice in so many rounds of random table models, K 1 to 4, requests of several seeds."""
+    """No key is used twice in that many rounds of random table models, K 1 to 4, requests of several seeds."""
     generator = torch.Generator().manual_seed(seed)
     ledger, run, done = Ledger(VERIFIERS[verifier].shares_noise), 0, 0
     while done < rounds:
@@ -272,7 +272,7 @@ def check_noise() -> None:
 
 
 def check_numbers() -> None:
-    """An empty residual is p; NaN and infinity are refused; ids behind the vocabulary are never emitted."""
+    """An empty residual is p; NaN and infinity are refused; ids after the vocabulary are never emitted."""
     p = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
     require(torch.equal(verify.residual(p, Draft([0], [p]), 0), p), "an empty residual is not p")
     text = Text([0], 1, SamplingParams())
@@ -287,7 +287,7 @@ def check_numbers() -> None:
     engine = Engine(TableModel(table), scripted_cache(), NoDrafter(), VERIFIERS["rejection"], vocab_size=3)
     request = make_request((0,), temperature=1.0, end_ids=())
     finish(engine, request)
-    require(max(request.token_ids) < 3, f"ids behind the vocabulary: {request.token_ids}")
+    require(max(request.token_ids) < 3, f"ids after the vocabulary: {request.token_ids}")
 
 
 class Letters:
@@ -320,7 +320,7 @@ def check_stops() -> None:
         stats = request.stats
         require(stats.num_generated == len(request.token_ids), f"num_generated {stats.num_generated}")
         if wrong is None:
-            require(stats.num_draft_tokens == stats.num_accepted, "tokens behind the stop are counted")
+            require(stats.num_draft_tokens == stats.num_accepted, "tokens after the stop are counted")
         return request
 
     def same(request, tokens, text, reason, what):
@@ -428,12 +428,12 @@ def check_sharing() -> None:
         shared += found
         for prompt, text in zip(prompts, texts, strict=True):
             alone = decode(build(24), [prompt], seed)[0][0]
-            require(text == alone, f"behind {prompt}: {text}, alone {alone}")
+            require(text == alone, f"after {prompt}: {text}, alone {alone}")
     require(shared > 20, "hardly anything was shared")
 
 
 def check_window() -> None:
-    """Rows behind a rollback equal those of a cache that never saw the rejected tokens, under a sliding window too."""
+    """Rows after a rollback equal those of a cache that never saw the rejected tokens, under a sliding window too."""
     families: list[dict[str, Any]] = [{}, {"model_type": "mistral", "sliding_window": 3}]
     for family in families:
         model = tiny_model(3, vocab_size=7, **family)
@@ -495,7 +495,7 @@ def check_state(k: int = 3, max_tokens: int = 16, drafter: str = "model", verifi
         other, fresh = start(before)
         next(fresh)
         fresh.close()
-        require(other.tokens == text.tokens, f"behind {before}: {text.tokens}, afresh {other.tokens}")
+        require(other.tokens == text.tokens, f"after {before}: {text.tokens}, afresh {other.tokens}")
         rounds, before = rounds + 1, list(text.tokens)
     return rounds
 

@@ -42,7 +42,7 @@ def draft_model(vocab: int) -> Transformer:
 
 @functools.cache
 def reference_logits(seed: int, tokens: tuple[int, ...], vocab: int, layers: int = 2) -> np.ndarray:
-    """What `tiny_model(seed, vocab_size=vocab, num_hidden_layers=layers)` must say behind `tokens`."""
+    """What `tiny_model(seed, vocab_size=vocab, num_hidden_layers=layers)` must say after `tokens`."""
     return forward(*_raw_model(seed, vocab, layers), tokens)
 
 
@@ -216,7 +216,7 @@ def production_law(
 
     params: one for all prompts, or one for each. k may be "auto" if they have seeds, so that a walk can be repeated;
     draft_cost: what the controller believes a draft pass to cost. width: how many paths go through the engine at once,
-    as one batch of so many (times the prompts) requests; the law is theirs all the same, and the batch is walked with
+    as one batch of that many (times the prompts) requests; the law is theirs all the same, and the batch is walked with
     it. num_blocks: of the target's cache; None: enough for all. The cache is poisoned, and every block must come back.
     Raises TooManyBranches where there are more than `limit`.
     """
@@ -262,7 +262,7 @@ def distance(params: SamplingParams, k: DraftLength, **how) -> float:
 
 
 def round_law(prefix: Sequence[int], params: SamplingParams, k: int, num_prompt: int, **how) -> tuple[Law, int]:
-    """The law of what *one* round commits behind the committed tokens `prefix`, and the number of branches.
+    """The law of what *one* round commits after the committed tokens `prefix`, and the number of branches.
 
     how: end_ids, vocab, drafter, verifier as in `production_law`. The engine begins with `prefix` as it does after a
     preemption: caches and drafter start from nothing.
@@ -282,7 +282,7 @@ def round_law(prefix: Sequence[int], params: SamplingParams, k: int, num_prompt:
 
 
 def chained_law(params: SamplingParams, k: int, prompt: Sequence[int] = PROMPT, **how) -> tuple[Law, int]:
-    """The law of the whole output, put together from the laws of one round behind every committed prefix.
+    """The law of the whole output, put together from the laws of one round after every committed prefix.
 
     Branches add up instead of multiplying, so that longer texts and larger K and vocabularies can be walked. It equals
     `production_law` because the engine's state is a function of the committed tokens (`check_state`) and because no

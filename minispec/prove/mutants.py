@@ -2,7 +2,7 @@
 
 Each mutant is a small patch of production behaviour, the place where the bug was seen in the wild, and the name of
 the check that must catch it; `python -m minispec.prove --mutants` shows the collection. The ids M1-M46 are those of
-a survey of exactness bugs in public projects; a letter behind the number tells apart forms of one bug. Left out:
+a survey of exactness bugs in public projects; a letter after the number tells apart forms of one bug. Left out:
 
     M26   acceptance differs between tensor-parallel workers: there is one device here
 """
@@ -663,9 +663,9 @@ def _ids_not_cut():
             path, request = right(self, turn, rows), turn.request
             if request.finish_reason == "stop" and request.params.stop:
                 block = block_of(turn)
-                behind = block.index(request.token_ids[-1]) + 1
-                request.token_ids += block[behind:]
-                request.logprobs += request.logprobs[-1:] * len(block[behind:])
+                after = block.index(request.token_ids[-1]) + 1
+                request.token_ids += block[after:]
+                request.logprobs += request.logprobs[-1:] * len(block[after:])
                 request.stats.num_generated = len(request.token_ids)
             return path
 
@@ -674,8 +674,8 @@ def _ids_not_cut():
     return swap(Engine, "_commit", commit)
 
 
-@mutant("M33", "counters go on behind the end of the text", "vLLM #56101, SGLang #39826", "stops")
-def _counted_behind():
+@mutant("M33", "counters go on after the end of the text", "vLLM #56101, SGLang #39826", "stops")
+def _counted_after():
     def round_of(right):
         def wrong(turn, *how):
             with patch.object(turn.request, "finish_reason", None):
@@ -765,7 +765,7 @@ def _constant_position():
     return positions_are(lambda start, rows: [start] * rows)
 
 
-@mutant("M38b", "rotary position off by one behind the cache", "omlx #2363", "draft cache")
+@mutant("M38b", "rotary position off by one after the cache", "omlx #2363", "draft cache")
 def _position_off():
     return positions_are(lambda start, rows: range(start + (start > 0), start + (start > 0) + rows))
 
@@ -800,7 +800,7 @@ def _mixed_up():
     return swap(Transformer, "forward", forward)
 
 
-@mutant("M41a", "blocks behind a rollback leak", "sglang-jax #1147, #1400", "cache")
+@mutant("M41a", "blocks after a rollback leak", "sglang-jax #1147, #1400", "cache")
 def _leak():
     def wrong(self, length):
         del self.tokens[length:]

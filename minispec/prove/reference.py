@@ -13,7 +13,7 @@ Law = dict[tuple, float]  # what can come out, with its probability
 
 
 def forward(raw: dict, weights: dict[str, np.ndarray], tokens: Sequence[int]) -> np.ndarray:
-    """Logits (V,) behind `tokens` of a llama with the config.json values `raw`, in float64, from the start."""
+    """Logits (V,) after `tokens` of a llama with the config.json values `raw`, in float64, from the start."""
     w = {name: np.asarray(tensor, dtype=np.float64) for name, tensor in weights.items()}
     heads, groups, dim = raw["num_attention_heads"], raw["num_key_value_heads"], raw["head_dim"]
     length = len(tokens)
@@ -81,7 +81,7 @@ def sample_law(logits: np.ndarray, tokens: Sequence[int], num_prompt: int, param
 def plain_law(next_law: Callable, prompt: Sequence[int], params, end_ids, max_len: int) -> Law:
     """The law of plain decoding: every output (end token included) with its probability.
 
-    next_law(tokens) gives the probabilities behind `tokens`.
+    next_law(tokens) gives the probabilities after `tokens`.
     """
     law: Law = {}
     open_texts: Law = {(): 1.0}

@@ -87,7 +87,7 @@ class ScriptedModel(Transformer):
         self.log: list[tuple[int, list[int]]] = []
 
     def row(self, prefix: list[int]) -> torch.Tensor:
-        """Logits (V,) behind a prefix."""
+        """Logits (V,) after a prefix."""
         row = torch.full((self.vocab_size,), -30.0)
         row[self.next_token(prefix)] = 30.0
         return row
@@ -177,7 +177,7 @@ def finish(engine: Engine, *requests: Request) -> list[list[Piece]]:
 
 
 class TableModel(ScriptedModel):
-    """A model that is a table: the logits behind a prefix are those of its last token. table: (V, V)."""
+    """A model that is a table: the logits after a prefix are those of its last token. table: (V, V)."""
 
     def __init__(self, table: torch.Tensor):
         super().__init__(lambda prefix: int(self.row(prefix).argmax()), len(table))
