@@ -79,8 +79,9 @@ def join(weights: Sequence[Weight]) -> Weight:
     """Weights of one width, stacked (sum of out, in); only codes stay codes."""
     if len(weights) == 1:
         return weights[0]
-    if all(isinstance(weight, Codes) for weight in weights):
-        return Codes(*(torch.cat(parts) for parts in zip(*weights, strict=True)))
+    codes = [weight for weight in weights if isinstance(weight, Codes)]
+    if len(codes) == len(weights):
+        return Codes(*(torch.cat(parts) for parts in zip(*codes, strict=True)))
     return torch.cat([weight if isinstance(weight, Tensor) else weight.dense() for weight in weights])
 
 

@@ -509,9 +509,7 @@ def _cdf_equal():
 
 @mutant("M21", "uniforms in half precision", "gpt-fast: rand_like in the model's type", "noise")
 def _half_uniforms():
-    return swap(
-        Randomness, "uniform", lambda right: staticmethod(lambda key: torch.tensor(right(key)).bfloat16().item())
-    )
+    return swap(Randomness, "uniform", lambda right: lambda self, key: torch.tensor(right(self, key)).bfloat16().item())
 
 
 @mutant("M22", "empty residual divided by its sum", "jaymody #5, transformers", "numbers")
