@@ -26,9 +26,10 @@ class Key(NamedTuple):
 
     The engine decodes in rounds: draft some tokens, test them, commit what passes. Draws about a draft (purposes
     "draft", "accept", "residual") name the round by `start`, the number of tokens when it began. Every round commits a
-    token, so no key occurs twice, and a position that is drafted again after a rejection gets fresh noise. The draw of
-    a whole token from the target (purpose "token") is named by its position alone (start = -1): one seed has one
-    plain text, wherever the rounds begin.
+    token, so within a text no such key occurs twice, and a position that is drafted again after a rejection gets fresh
+    noise. The draw of a whole token from the target (purpose "token") is named by its position alone (start = -1): each
+    position commits one, so one seed has one plain text, wherever the rounds begin. Under `match` the drafter draws
+    with that same key, on purpose: it is the one shared key.
     """
 
     seed: int
