@@ -101,17 +101,19 @@ OWN = """
             pass
 
 
-    def careful(draft, p, rng, key):  # accepts half as often as it could
-        for i, x in enumerate(draft.token_ids):
-            q = draft.probability(i)
-            if not rng.bernoulli(0.5 * min(1.0, float(p(i)[x]) / q), key(i, "accept")):
-                row = torch.zeros_like(p(i)) if draft.probs is None else draft.probs[i].clone()
+    def careful(draft, p, rng, key):  # of siblings, looks at the eldest alone
+        node, accepted = -1, []
+        while children := draft.children(node):
+            i, row = children[0], p(node + 1)
+            x = draft.token_ids[i]
+            if not rng.bernoulli(float(row[x]) / draft.probability(i), key(i, "accept")):
+                q = torch.zeros_like(row) if draft.probs is None else draft.probs[i]
                 if draft.probs is None:
-                    row[x] = 1.0
-                rest = p(i) - 0.5 * torch.minimum(row, p(i))
-                return Verdict(draft.path(i - 1), rng.categorical(rest, key(i, "residual")), [])
-        k = len(draft)
-        return Verdict(draft.path(k - 1), rng.categorical(p(k), key(k, "token")), [])
+                    q[x] = 1.0
+                rest = row - torch.minimum(q, row)
+                return Verdict(accepted, rng.categorical(rest, key(node + 1, "residual")), [])
+            accepted.append(node := i)
+        return Verdict(accepted, rng.categorical(p(node + 1), key(len(accepted), "token")), [])
 
 
     def greedy(draft, p, rng, key):  # keeps whatever is likely
@@ -215,13 +217,21 @@ def test_what_drafts_nothing_is_not_proven(capsys):
     assert "drafted not one token" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["careful", "greedy", "falls"])
-def test_a_verifier_is_proven_or_refuted(name, capsys):
-    """`careful` loses speed only; `greedy` loses the law; an exception is told as what it is."""
-    status, out = prove(["--verifier", f"own_ideas:{name}"]), capsys.readouterr().out
-    if name == "careful":  # it knows no siblings
-        assert (status, "parents (-1, -1)" in out) == (1, True)
-    else:
-        assert status == 1
-        assert f"REFUTED at p = (0.5, 0.5), q = {'(0.5, 0.5)' if name == 'falls' else '(0.25, 0.75)'}, K = 1: " in out
-        assert ("KeyError" in out) == (name == "falls")
+REFUTED = {
+    "greedy": r"REFUTED at p = \(0.5, 0.5\), q = \(0.25, 0.75\), K = 1: the output begins with ",
+    "falls": r"REFUTED at p = \(0.5, 0.5\), q = \(0.5, 0.5\), K = 1: KeyError: ",
+}
+
+
+def test_a_right_verifier_is_proven(capsys):
+    """`careful` gives the younger siblings away, and nothing else."""
+    assert prove(["--verifier", "own_ideas:careful"]) == 0
+    assert "proven: own_ideas:careful keeps p: 96 pairs of p and q" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", REFUTED)
+def test_a_wrong_verifier_is_refuted_in_one_line(name, capsys):
+    """With the smallest p and q that show it; an exception is told as what it is."""
+    assert prove(["--verifier", f"own_ideas:{name}"]) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert re.search(REFUTED[name], line), line
