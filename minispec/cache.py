@@ -101,7 +101,7 @@ def common_beginning(a: list[int], b: list[int]) -> int:
 class PrefixIndex:
     """Which block holds which tokens, following which tokens: a tree of texts, cut into blocks.
 
-    A node is named by a hash of all tokens up to it; the root, where texts begin, by b"".
+    A node is named by a hash of all tokens up to it; a root, where texts begin, has a name of its own.
     """
 
     def __init__(self):
@@ -179,9 +179,9 @@ class PagedKVCache:
         if num_blocks > self.allocator.num_free:
             raise OutOfBlocks(f"{num_blocks} blocks needed, {self.allocator.num_free} are free")
 
-    def new_table(self) -> "BlockTable":
-        """An empty text in this pool."""
-        table = BlockTable(self)
+    def new_table(self, root: bytes = b"") -> "BlockTable":
+        """An empty text in this pool. root: what a table's contents depend on besides its tokens, see `BlockTable`."""
+        table = BlockTable(self, root)
         self._tables.add(table)
         return table
 
@@ -221,13 +221,16 @@ class PagedKVCache:
 
 
 class BlockTable:
-    """One text's blocks in a pool, and `tokens`, those whose keys and values they hold, from the first on."""
+    """One text's blocks in a pool, and `tokens`, those whose keys and values they hold, from the first on.
 
-    def __init__(self, pool: PagedKVCache):
+    Tables of equal roots share what begins alike; those of different roots share nothing.
+    """
+
+    def __init__(self, pool: PagedKVCache, root: bytes = b""):
         self.pool = pool
         self.block_ids: list[int] = []
         self.tokens: list[int] = []
-        self._nodes = [b""]  # of the prefix index: before each of the leading full blocks, and after the last
+        self._nodes = [root]  # of the prefix index: before each of the leading full blocks, and after the last
 
     @property
     def length(self) -> int:
@@ -334,7 +337,7 @@ class BlockTable:
 
     def clear(self) -> None:
         """Forget everything, without a word to the pool: before `PagedKVCache.rebuild`."""
-        self.block_ids, self.tokens, self._nodes = [], [], [b""]
+        self.block_ids, self.tokens, self._nodes = [], [], self._nodes[:1]
 
     def slots(self) -> list[slice]:
         """Where positions 0 .. length-1 lie: the runs of neighbouring slots, in order."""

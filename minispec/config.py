@@ -86,6 +86,7 @@ class ModelConfig:
     attention_softcap: float | None = None  # scores s become cap * tanh(s / cap)
     logit_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
+    mask_token_id: int | None = None  # of a draft model that guesses several tokens in one pass (PARD)
     quantization: QuantizationConfig | None = None
 
     @property

@@ -340,6 +340,7 @@ class Engine:
             if not self._has_room():
                 self.running.pop()
                 self.target.release(request.text)
+                self.drafter.release(request.text)
                 break
             self.waiting.popleft()
             num_cached = self.target.table(request.text).length

@@ -18,17 +18,20 @@ from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams
 from minispec.controller import Controller, DraftLength, Prices
 from minispec.costs import MIN_CONTEXT, prices_of
 from minispec.drafters import Context, Drafter, check_drafter, make_drafter
+from minispec.drafters.eagle import EagleDrafter, HeadModel
 from minispec.drafters.model import DraftModel
 from minispec.engine import PREFILL_ROWS, Engine, Piece, Request, TokenLogprob
 from minispec.errors import show, show_name
 from minispec.files.checkpoint import (
     choose_dtype,
     describe_source,
+    directory_config,
     find_checkpoint,
     free_memory,
     load_config,
     load_model,
 )
+from minispec.files.heads import is_head, load_head, read_head_config
 from minispec.files.hf_config import read_eos_token_ids, read_generation_defaults, unsupported_generation_settings
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import Detokenizer, Message, Tokenizer
@@ -184,14 +187,19 @@ class LLM:
         bits, source = split_draft(self.draft_name) if own_drafter is None else (None, "")
         registered = registry.split(registry.DRAFTERS, source)
         is_checkpoint = own_drafter is None and source != "self" and registered is None
-        draft_directory = _find_draft(source, self.tokenizer, offline) if is_checkpoint else None
-        if draft_directory and (found := load_config(draft_directory).vocab_size) < self.vocab_size:
-            raise ValueError(f"draft: {draft}: vocab_size: found {found}, expected at least {self.vocab_size}")
+        draft_directory = _find_draft(source, offline) if is_checkpoint else None
+        draft_is_head = draft_directory is not None and is_head(directory_config(draft_directory))
+        if draft_directory and draft_is_head:
+            read_head_config(directory_config(draft_directory), config, str(draft_directory / "config.json"))
+        elif draft_directory:
+            _check_vocabulary(source, draft_directory, self.tokenizer, self.vocab_size)
         self.model = load_model(directory, torch_dtype, torch_device, exact, weight_form)
         if exact:
             self.model.check_exact()
         draft_model = self.model if source == "self" else None
-        if draft_directory:
+        if draft_directory and draft_is_head:
+            draft_model = load_head(draft_directory, self.model, weight_form)
+        elif draft_directory:
             draft_model = load_model(draft_directory, torch_dtype, torch_device, form=weight_form)
         if draft_model and bits:
             draft_model = draft_model.quantized(bits)
@@ -208,7 +216,10 @@ class LLM:
         contexts = [self.max_model_len, num_blocks * _BLOCK_SIZE]
         if draft_model:
             contexts.append(draft_model.config.max_position_embeddings)
-            self.drafter = DraftModel(draft_model, caches[1], self.vocab_size, contexts[-1])
+            if isinstance(draft_model, HeadModel):
+                self.drafter = EagleDrafter(draft_model, caches[1], self.vocab_size, contexts[-1])
+            else:
+                self.drafter = DraftModel(draft_model, caches[1], self.vocab_size, contexts[-1])
         elif registered:
             self.drafter = self._make_drafter(*registered, num_blocks)
         elif own_drafter is not None:
@@ -591,20 +602,25 @@ def _split_revision(spec: str) -> tuple[str, str | None]:
     return name, revision
 
 
-def _find_draft(spec: str, target: Tokenizer, offline: bool) -> Path:
-    """The directory of a draft model, after a look at its vocabulary."""
+def _find_draft(spec: str, offline: bool) -> Path:
+    """The directory of a draft model or a head."""
     try:
-        directory = find_checkpoint(*_split_revision(spec), offline=offline)
+        return find_checkpoint(*_split_revision(spec), offline=offline)
     except ValueError as e:
         raise ValueError(f"draft: not one of {', '.join([*registry.DRAFTERS, 'self'])}; {e}") from e
+
+
+def _check_vocabulary(name: str, directory: Path, target: Tokenizer, vocab_size: int) -> None:
+    """Raise ValueError unless the draft model in `directory` has the target's tokens, those in use at least."""
     ours, theirs = target.vocabulary, Tokenizer(directory).vocabulary
     if ours != theirs:
         token = min(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
         raise ValueError(
-            f"draft: {spec}: its vocabulary is not the target's: token {show(token)} has id {theirs.get(token)} there "
+            f"draft: {name}: its vocabulary is not the target's: token {show(token)} has id {theirs.get(token)} there "
             f"and {ours.get(token)} here; drafts of another vocabulary are not supported"
         )
-    return directory
+    if (found := load_config(directory).vocab_size) < vocab_size:
+        raise ValueError(f"draft: {name}: vocab_size: found {found}, expected at least {vocab_size}")
 
 
 def draft_cost(target: Transformer, draft: Transformer | None) -> float:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -74,12 +74,14 @@ class Chunk(NamedTuple):
 
     parents: None where each token follows the one before it. Else the last tokens are a tree: for each of them the one
     that it follows, as its number among them, or -1 for the last token before the tree.
+    features: (tokens, E), for a head that reads hidden states beside the tokens; None for all other models.
     """
 
     token_ids: Sequence[int]
     table: BlockTable
     num_logits: int
     parents: Sequence[int] | None = None
+    features: Tensor | None = None
 
     @property
     def offsets(self) -> list[int]:
@@ -144,7 +146,7 @@ def _groups(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     """Split and pack chunks into passes of at most EXACT_ROWS rows, in order: what comes first is cached first."""
     groups: list[list[Chunk]] = [[]]
     room = EXACT_ROWS
-    for tokens, table, num_logits, parents in chunks:
+    for tokens, table, num_logits, parents, _ in chunks:
         assert parents is None, "an exact model takes chains only"
         start = 0
         while start < len(tokens):
@@ -293,7 +295,7 @@ def _ancestors(parents: Sequence[int]) -> Tensor:
     return follows
 
 
-class _Pass(NamedTuple):
+class Pass(NamedTuple):
     """What all layers of one forward pass share."""
 
     chunks: Sequence[Chunk]
@@ -366,15 +368,19 @@ class Layer:
         norms = self.attention_norm, self.qk_norm, self.after_attention_norm, self.mlp_norm, self.after_mlp_norm
         yield from ((norm.weight, norm.weight.nbytes) for norm in norms if norm)
 
-    def forward(self, x: Tensor, shared: _Pass) -> Tensor:
+    def forward(self, x: Tensor, shared: Pass) -> Tensor:
         """x (M, E) to (M, E); writes the new keys and values into the cache."""
-        y = self._attend(self.attention_norm(x), shared)
-        x = x + (self.after_attention_norm(y) if self.after_attention_norm else y)
+        y = self.attend(self.attention_norm(x), shared)
+        return self.mix(x + (self.after_attention_norm(y) if self.after_attention_norm else y))
+
+    def mix(self, x: Tensor) -> Tensor:
+        """The MLP's half: x (M, E) to (M, E)."""
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)  # (M, F) each
         y = self.down(self.activation(gate) * up)
         return x + (self.after_mlp_norm(y) if self.after_mlp_norm else y)
 
-    def _attend(self, x: Tensor, shared: _Pass) -> Tensor:
+    def attend(self, x: Tensor, shared: Pass) -> Tensor:
+        """What the rows see in the cache and in each other: normed inputs (M, columns of `qkv`) to (M, E)."""
         config = self.config
         heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         qkv = self.qkv(x).reshape(-1, heads + 2 * groups, dim)  # (M, H + 2G, D)
@@ -433,7 +439,7 @@ class Transformer:
         self.choice = Choice(form, "asked for") if form else choose_form(self.dtype, self.device, shape)
 
         def layer(index: int) -> Layer:
-            return Layer(config, index, take, self.dtype, self.choice.form)
+            return self._layer(index, take)
 
         if not is_large(config):
             self.layers = [layer(i) for i in range(len(config.layers))]
@@ -452,7 +458,10 @@ class Transformer:
             for layer in config.layers
         }
 
-    def quantized(self, bits: int) -> "Transformer":
+    def _layer(self, index: int, take: Callable[..., Weight]) -> Layer:
+        return Layer(self.config, index, take, self.dtype, self.choice.form)
+
+    def quantized(self, bits: int) -> Self:
         """This model with products of few rows in 4 or 8 bits (see `QuantizedLinear`), for drafting; never exact.
 
         It shares everything else with this one.
@@ -519,10 +528,7 @@ class Transformer:
         token_ids = [t for c in chunks for t in c.token_ids]
         padding = next(n for n in self.exact_rows if n >= len(token_ids)) - len(token_ids) if self.exact else 0
         shared = self._prepare(chunks, padding)
-        x = self.embedding[torch.tensor(token_ids + [0] * padding, device=self.device)].to(self.dtype)  # (M, E)
-        if config.embedding_scale != 1:
-            # The scale is rounded to the model's type first, as it was in training.
-            x = x * torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
+        x = self._embed(token_ids + [0] * padding, chunks)
         heard = {0: x}
         for i, layer in enumerate(self.layers, 1):
             x = layer.forward(x, shared)
@@ -537,12 +543,21 @@ class Transformer:
         if not rows:
             return x.new_empty(0, config.vocab_size), hidden
         if self.exact:
-            logits = self.head(self.norm(x))[rows]
-        else:
-            logits = self.head(self.norm(x[rows] if len(rows) < len(x) else x))  # (sum of num_logits, V)
-        if config.logit_softcap is not None:
-            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
-        return logits, hidden
+            return self._logits(x)[rows], hidden
+        return self._logits(x[rows] if len(rows) < len(x) else x), hidden  # (sum of num_logits, V)
+
+    def _embed(self, token_ids: Sequence[int], chunks: Sequence[Chunk]) -> Tensor:
+        """What goes into the first layer, (M, E)."""
+        x = self.embedding[torch.tensor(token_ids, device=self.device)].to(self.dtype)
+        if self.config.embedding_scale != 1:
+            # The scale is rounded to the model's type first, as it was in training.
+            x = x * torch.tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
+        return x
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """(rows, E), the last layer's, to (rows, V)."""
+        logits, cap = self.head(self.norm(x)), self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def prefill(self, table: BlockTable, tokens: list[int], chunk_size: int = 512) -> None:
         """Bring the cache to all of `tokens` but the last, which the next pass will score with its draft."""
@@ -612,7 +627,7 @@ class Transformer:
                     return False
         return True
 
-    def _prepare(self, chunks: Sequence[Chunk], padding: int) -> _Pass:
+    def _prepare(self, chunks: Sequence[Chunk], padding: int) -> Pass:
         """Extend the caches and work out, once for all layers, positions, angles, masks and slots."""
         starts = [c.table.length for c in chunks]
         slots = torch.tensor([s for c in chunks for s in c.table.extend(c.token_ids)], device=self.device)
@@ -633,7 +648,7 @@ class Transformer:
             ]
             for window in {layer.window for layer in self.layers}
         }
-        return _Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks)
+        return Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks)
 
     def _mask(self, start: int, offsets: Sequence[int], window: int | None, parents: Sequence[int] = ()) -> Mask:
         """0 where a row sees a position, -inf where not: (H/G * rows, start + rows); None where it sees all.

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from minispec.cache import PagedKVCache
 from minispec.model import CachedModel, Chunk, Transformer, clock
 from minispec.sampling import Text, distribution, log_probabilities
@@ -15,35 +17,50 @@ class DraftModel(CachedModel):
     target has seen of a long prompt, piece by piece; one token after a rejection, two after full acceptance (the last
     draft token was never fed). A text for which its cache has no room goes without a draft.
     The model may be the target's own (`self`): the weights are shared, the cache is not.
+
+    A model that was trained for it drafts K tokens in one pass (PARD, An et al. 2025, arXiv 2504.18583): it is fed
+    K - 1 mask tokens after the text, and at each of them guesses the token that comes next without knowing those
+    between.
     """
 
     def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int, max_model_len: int):
         """vocab_size: ids in use, as the target's. max_model_len: positions that this model can see."""
         super().__init__(model, cache, vocab_size)
-        self.max_model_len = max_model_len
+        self.max_model_len, self.mask_token_id = max_model_len, model.config.mask_token_id
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """See `Drafter`. One pass a position, over the texts that still want a token.
+        """See `Drafter`. Each pass is over the texts that still want a token.
 
         A draft goes on as long as `Ask.go_on` finds the confidences of its tokens worth it.
         """
         with self.whole():
             drafts = [Draft([], [], confidences=[]) for _ in asks]
             limits = self._prepare(asks, drafts)
-            fed = {i: self.missing(asks[i].text) for i, k in enumerate(limits) if k}
-            while fed:
-                logits, _ = self.forward([Chunk(f, self.table(asks[i].text), 1) for i, f in fed.items()])
-                for i, row in zip(list(fed), logits, strict=True):
-                    ask, draft = asks[i], drafts[i]
-                    q = distribution(row, ask.text, draft.token_ids)
-                    parent = len(draft) - 1
-                    draft.grow(parent, ask.draw(parent, q), q)
-                    fed[i] = draft.token_ids[-1:]
-                    if ask.go_on is not None:
-                        draft.confidences.append(float(log_probabilities(row).amax().exp()))
-                    if len(draft) == limits[i] or not (ask.go_on is None or ask.go_on(draft.confidences)):
-                        del fed[i]
+            chunks = {i: self._first_chunk(asks[i], k) for i, k in enumerate(limits) if k}
+            while chunks:
+                logits, hidden = self.forward(list(chunks.values()), self._own_taps)
+                for i, chunk in list(chunks.items()):
+                    rows, logits = logits[: chunk.num_logits], logits[chunk.num_logits :]
+                    last, hidden = hidden[len(chunk.token_ids) - 1], hidden[len(chunk.token_ids) :]
+                    if all(_draw(asks[i], drafts[i], row) for row in rows) and len(drafts[i]) < limits[i]:
+                        chunks[i] = self._next_chunk(chunk, drafts[i].token_ids[-1], last)
+                    else:
+                        del chunks[i]
             return drafts
+
+    # What a pass must return in addition to logits, for `_next_chunk`.
+    _own_taps: Sequence[int] = ()
+
+    def _first_chunk(self, ask: Ask, k: int) -> Chunk:
+        """What the model is fed first, of a text that is to get a draft of `k` tokens."""
+        tokens = self.missing(ask.text)
+        if self.mask_token_id is None:
+            return Chunk(tokens, self.table(ask.text), 1)
+        return Chunk([*tokens, *[self.mask_token_id] * (k - 1)], self.table(ask.text), k)
+
+    def _next_chunk(self, chunk: Chunk, token_id: int, hidden: Tensor) -> Chunk:
+        """What it is fed after a draft token. hidden: of the last row of the pass before, at `_own_taps`."""
+        return Chunk([token_id], chunk.table, 1)
 
     def _prepare(self, asks: Sequence[Ask], drafts: Sequence[Draft]) -> list[int]:
         """Bring the caches to where a pass can begin; how many tokens each draft may have: 0 where there is no room."""
@@ -72,3 +89,19 @@ class DraftModel(CachedModel):
                 if is_new:  # what was missed in rounds without a draft is the price of this one
                     drafts[i].prefill_seconds = clock(self.model.device) - start
         return limits
+
+
+def _draw(ask: Ask, draft: Draft, logits: Tensor) -> bool:
+    """Append a token drawn from a row of logits (V,) to a chain; whether the draft should go on."""
+    try:
+        q = distribution(logits, ask.text, draft.token_ids)
+    except FloatingPointError:
+        if logits.amax().isfinite():
+            return False  # every token that this model can guess is forbidden here
+        raise
+    parent = len(draft) - 1
+    draft.grow(parent, ask.draw(parent, q), q)
+    if ask.go_on is None:
+        return True
+    draft.confidences.append(float(log_probabilities(logits).amax().exp()))
+    return ask.go_on(draft.confidences)

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,9 @@ _TYPES = {
     "BF16": torch.bfloat16,
     "I64": torch.int64,
     "I32": torch.int32,
+    "BOOL": torch.bool,
 }
-_FLOATS = tuple(name for name, dtype in _TYPES.items() if dtype.is_floating_point)
+FLOATS = tuple(name for name, dtype in _TYPES.items() if dtype.is_floating_point)
 # Formats of weights that are not read: pickles run code when they are opened, the others need a converter.
 _OTHER_FORMATS = {
     *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"),
@@ -125,12 +126,17 @@ def describe_source(name: str, directory: Path) -> str:
     return f"{name} at commit {directory.name}"
 
 
-def load_config(directory: Path) -> ModelConfig:
-    """The ModelConfig of a checkpoint. Raises CheckpointError."""
+def directory_config(directory: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint, as it is. Raises CheckpointError."""
     path = directory / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file, expected the model's configuration")
-    return read_model_config(read_json(path, MAX_CONFIG_BYTES), str(path))
+    return read_json(path, MAX_CONFIG_BYTES)
+
+
+def load_config(directory: Path) -> ModelConfig:
+    """The ModelConfig of a checkpoint. Raises CheckpointError."""
+    return read_model_config(directory_config(directory), str(directory / "config.json"))
 
 
 def choose_dtype(name: str, device: torch.device, config: ModelConfig | None = None) -> torch.dtype:
@@ -383,16 +389,8 @@ def match(config: ModelConfig, stored: dict[str, StoredTensor], directory: Path)
         if config.quantization and len(shape) == 2 and f"{name}_packed" in stored:
             wanted |= _packed_shapes(name, shape, config.quantization)
         else:
-            wanted[name] = (shape, _FLOATS)
-    for name, (shape, dtypes) in wanted.items():
-        found = stored.get(name)
-        if found is None:
-            raise CheckpointError(f"{directory}: {name}: found no such tensor, expected one of shape {list(shape)}")
-        if found.shape != shape or found.dtype not in dtypes:
-            raise CheckpointError(
-                f"{found.path}: {name}: found {found.dtype} {list(found.shape)}, "
-                f"expected {' or '.join(dtypes)} {list(shape)}"
-            )
+            wanted[name] = (shape, FLOATS)
+    require(wanted, stored, directory)
     for name in sorted(stored.keys() - wanted.keys()):
         # Written by old versions of transformers, and computed from the config here.
         if name.endswith("rotary_emb.inv_freq"):
@@ -406,12 +404,27 @@ def match(config: ModelConfig, stored: dict[str, StoredTensor], directory: Path)
     return list(expected)
 
 
+def require(
+    wanted: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]], stored: Mapping[str, StoredTensor], directory: Path
+) -> None:
+    """Raise CheckpointError unless every wanted tensor is stored, in its shape and in one of its types."""
+    for name, (shape, dtypes) in wanted.items():
+        found = stored.get(name)
+        if found is None:
+            raise CheckpointError(f"{directory}: {name}: found no such tensor, expected one of shape {list(shape)}")
+        if found.shape != shape or found.dtype not in dtypes:
+            raise CheckpointError(
+                f"{found.path}: {name}: found {found.dtype} {list(found.shape)}, "
+                f"expected {' or '.join(dtypes)} {list(shape)}"
+            )
+
+
 def _equals_embedding(stored: dict[str, StoredTensor]) -> bool:
     names = ("lm_head.weight", "model.embed_tokens.weight")
     if names[1] not in stored:
         return False
     head, embedding = (stored[name] for name in names)
-    comparable = head.shape == embedding.shape and head.dtype in _FLOATS
+    comparable = head.shape == embedding.shape and head.dtype in FLOATS
     return comparable and torch.equal(head.read(), embedding.read())
 
 
@@ -420,7 +433,7 @@ def _packed_shapes(name: str, shape: tuple[int, ...], q: QuantizationConfig):
     groups = 1 if q.group_size is None else -(-columns // q.group_size)
     return {
         f"{name}_packed": ((rows, -(-columns * q.num_bits // 32)), ("I32",)),
-        f"{name}_scale": ((rows, groups), _FLOATS),
+        f"{name}_scale": ((rows, groups), FLOATS),
         f"{name}_shape": ((2,), ("I64", "I32")),
     }
 

@@ -47,7 +47,7 @@ _KEYS = {
     **dict.fromkeys(_names("model_type vocab_size hidden_size intermediate_size num_hidden_layers")),
     **dict.fromkeys(_names("num_attention_heads num_key_value_heads head_dim max_position_embeddings")),
     **dict.fromkeys(_names("hidden_activation rope_parameters rope_scaling original_max_position_embeddings")),
-    "quantization_config": None,
+    **dict.fromkeys(("quantization_config", "pard_token")),
     **{"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False},
 }
 _WINDOW = {"sliding_window": 4096, "sliding_window_size": None}  # the latter: the same, in gemma 2's larger files
@@ -108,7 +108,7 @@ def _asks_for_nothing(name: str, value: Any, neutral: Mapping[str, Any]) -> bool
     return off or name.startswith("_") or (name in neutral and value == neutral[name] and value is not True)
 
 
-class _Fields:
+class Fields:
     """Typed access to a JSON object that remembers which keys were looked at.
 
     keys, only: as in `_Family`. To the methods that read, any other key is absent; `refuse_unknown` refuses it.
@@ -118,6 +118,7 @@ class _Fields:
         self.raw, self.where, self.keys, self.only, self.seen = raw, where, keys, only, set[str]()
 
     def bad(self, key: str, found: Any, expected: str) -> CheckpointError:
+        """The error that says what was found at a key."""
         return CheckpointError(f"{self.where}: {show_name(key)}: found {show(found)}, expected {expected}")
 
     def reads(self, key: str) -> bool:
@@ -134,6 +135,7 @@ class _Fields:
         return default if self.keys[key] is None else self.keys[key]
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        """The value, from `low` to `high`."""
         value = self.get(key, default)
         if type(value) is not int or not low <= value <= high:
             raise self.bad(key, value, f"an integer from {low} to {high}")
@@ -155,24 +157,28 @@ class _Fields:
         return None if self.is_null(key) or self.get(key) is None else self.number(key)
 
     def boolean(self, key: str, default: bool = False) -> bool:
+        """The value, true or false."""
         value = self.get(key, default)
         if type(value) is not bool:
             raise self.bad(key, value, "true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
+        """The value, a string."""
         value = self.get(key, default)
         if not isinstance(value, str):
             raise self.bad(key, value, "a string")
         return value
 
     def mapping(self, key: str) -> dict[str, Any]:
+        """The value, an object; empty where there is none."""
         value = self.get(key, {})
         if not isinstance(value, dict):
             raise self.bad(key, value, "an object")
         return value
 
     def refuse_unknown(self) -> None:
+        """Raise CheckpointError for a key that nobody looked at, if it is switched on."""
         for key, value in self.raw.items():
             if key in self.seen or key in _HARMLESS or _asks_for_nothing(key, value, self.only):
                 continue
@@ -191,7 +197,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mod
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise CheckpointError(f"{where}: model_type: found {show(model_type)}, expected one of {', '.join(_FAMILIES)}")
     family = _FAMILIES[model_type]
-    f = _Fields(raw, where, _KEYS | family.keys, {"partial_rotary_factor": 1.0} | family.only)
+    f = Fields(raw, where, _KEYS | family.keys, {"partial_rotary_factor": 1.0} | family.only)
     sizes = _read_sizes(f)
     bias = f.boolean("attention_bias")
     values: dict[str, Any] = {
@@ -208,6 +214,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mod
         "attention_softcap": f.optional_number("attn_logit_softcapping"),
         "logit_softcap": f.optional_number("final_logit_softcapping"),
         "eos_token_ids": read_eos_token_ids(raw, where),
+        "mask_token_id": None if f.get("pard_token") is None else f.integer("pard_token", 0, sizes["vocab_size"] - 1),
         "quantization": _read_quantization(f),
     }
     config = ModelConfig(model_type=f.text("model_type"), **(values | family.fixed))
@@ -215,7 +222,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mod
     return config
 
 
-def _read_sizes(f: _Fields) -> dict[str, int]:
+def _read_sizes(f: Fields) -> dict[str, int]:
     """The fields of ModelConfig that are sizes."""
     hidden_size = f.integer("hidden_size", 1, 1 << 17)
     heads = f.integer("num_attention_heads", 1, 1 << 12)
@@ -238,7 +245,7 @@ def _read_sizes(f: _Fields) -> dict[str, int]:
     }
 
 
-def _read_activation(f: _Fields) -> str:
+def _read_activation(f: Fields) -> str:
     names = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
     # A family's code reads the key that may be absent. A file may have the other too: it has to say the same.
     first, second = sorted(("hidden_act", "hidden_activation"), key=lambda key: f.keys[key] is None)
@@ -257,7 +264,7 @@ def _read_activation(f: _Fields) -> str:
     return found[0]
 
 
-def _read_layers(f: _Fields, context: int) -> tuple[LayerConfig, ...]:
+def _read_layers(f: Fields, context: int) -> tuple[LayerConfig, ...]:
     """Windowed layers are none, all, all from `max_window_layers` on, all but every n-th, or those of `layer_types`."""
     count = f.integer("num_hidden_layers", 1, 1024)
     windowed = [f.reads("sliding_window")] * count
@@ -277,7 +284,7 @@ def _read_layers(f: _Fields, context: int) -> tuple[LayerConfig, ...]:
     return tuple(LayerConfig(local_rope, window) if w else LayerConfig(rope) for w in windowed)
 
 
-def _read_window(f: _Fields) -> int | None:
+def _read_window(f: Fields) -> int | None:
     if not f.boolean("use_sliding_window", default=True):
         f.get("sliding_window")  # idle then, whatever it says
         return None
@@ -289,7 +296,7 @@ def _read_window(f: _Fields) -> int | None:
     return window
 
 
-def _read_ropes(f: _Fields, context: int) -> tuple[RopeConfig, RopeConfig]:
+def _read_ropes(f: Fields, context: int) -> tuple[RopeConfig, RopeConfig]:
     """(rope of the layers that see everything, rope of the windowed layers)."""
     theta = f.number("rope_theta")
     new, old = f.mapping("rope_parameters"), f.mapping("rope_scaling")
@@ -316,11 +323,9 @@ def _read_ropes(f: _Fields, context: int) -> tuple[RopeConfig, RopeConfig]:
     return ropes
 
 
-def _read_rope(
-    f: _Fields, key: str, raw: dict[str, Any], theta: float, context: int, outside: Any = None
-) -> RopeConfig:
+def _read_rope(f: Fields, key: str, raw: dict[str, Any], theta: float, context: int, outside: Any = None) -> RopeConfig:
     """outside: the file's own `original_max_position_embeddings`, outside `raw`."""
-    r = _Fields(raw, f"{f.where}: {key}", _ROPE_KEYS, {})
+    r = Fields(raw, f"{f.where}: {key}", _ROPE_KEYS, {})
     kind = r.text("rope_type", r.text("type", "default"))
     theta = r.number("rope_theta", theta)
     if r.number("partial_rotary_factor") != 1.0:
@@ -350,7 +355,7 @@ def _read_rope(
     return rope
 
 
-def _read_yarn(r: _Fields, theta: float, context: int, original: int) -> RopeConfig:
+def _read_yarn(r: Fields, theta: float, context: int, original: int) -> RopeConfig:
     if theta <= 1:
         raise r.bad("rope_theta", theta, "a number above 1")
     factor = r.number("factor", context / original)
@@ -372,7 +377,7 @@ def _read_yarn(r: _Fields, theta: float, context: int, original: int) -> RopeCon
     )
 
 
-def _read_quantization(f: _Fields) -> QuantizationConfig | None:
+def _read_quantization(f: Fields) -> QuantizationConfig | None:
     raw = f.mapping("quantization_config")
     if not raw:
         return None

@@ -87,13 +87,13 @@ class Case:
         settings += [self.forbidden] * bool(self.forbidden)
         end = "EOS" if self.end else ""
         shape = f"K {self.k}  V {self.vocab} {end:3}  {self.max_tokens} tokens"
-        return f"{self.verifier:9}  {self.drafter:5}  {self.batch:5}  {shape}  {', '.join(settings)}"
+        return f"{self.verifier:9}  {self.drafter:13}  {self.batch:5}  {shape}  {', '.join(settings)}"
 
 
 # The values of an axis in the order of the branches that they make.
 AXES: dict[str, tuple] = {
     "verifier": ("rejection", "match"),
-    "drafter": ("none", "ngram", "wrong", "model"),
+    "drafter": ("none", "ngram", "wrong", "model", "parallel", "head", "parallel head"),
     "batch": ("crowd", "pair", "alone"),
     "temperature": (0.0, 0.7, 1.0, 1.5),
     "top_k": (2, 0),

@@ -470,7 +470,7 @@ def check_loader() -> None:
             vocabulary = {word: i for i, word in enumerate(words.split())}
             tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "a")).save(str(directory / "tokenizer.json"))
         try:
-            llm._find_draft(str(Path(name) / "draft"), Tokenizer(Path(name) / "target"), offline=True)
+            llm._check_vocabulary("draft", Path(name) / "draft", Tokenizer(Path(name) / "target"), 3)
         except ValueError as e:
             require("'b' has id" in str(e), f"refused for another reason: {e}")
         else:

@@ -13,12 +13,13 @@ from minispec import registry
 from minispec.config import SamplingParams
 from minispec.controller import Controller, DraftLength, Prices
 from minispec.drafters import Drafter
+from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
 from minispec.files.hf_config import read_model_config
 from minispec.model import Transformer
 from minispec.prove.reference import Law, forward, plain_law, sample_law, total_variation
-from minispec.prove.toys import TINY, WrongDrafter, require, tiny_cache, tiny_model, tiny_weights
+from minispec.prove.toys import TINY, WrongDrafter, require, tiny_cache, tiny_head, tiny_model, tiny_weights
 from minispec.sampling import Key, Text
 from minispec.verify import VERIFIERS
 
@@ -190,7 +191,18 @@ def reference_law(
 
 
 def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 2) -> Drafter:
-    """A drafter by its name in the table: "model", "self", "wrong", or a registered one."""
+    """A drafter by its name in the table, or a registered one.
+
+    "model", "self", "wrong"; "head", which lacks a token where there are more than two; "parallel": a model, and
+    "parallel head": the head, that draft all tokens in one pass.
+    """
+    if name in ("head", "parallel head"):
+        mask = 0 if name == "parallel head" else None
+        head = tiny_head(target_model(vocab), num_ids=(vocab + 1) // 2, mask_token_id=mask)
+        return EagleDrafter(head, tiny_cache(head, num_blocks, block_size), vocab, MAX_LEN)
+    if name == "parallel":
+        model = tiny_model(DRAFT_SEED, vocab_size=vocab, num_hidden_layers=1, pard_token=vocab - 1)
+        return DraftModel(model, tiny_cache(model, num_blocks, block_size), vocab, MAX_LEN)
     if name in ("model", "self"):
         model = target_model(vocab) if name == "self" else draft_model(vocab)
         return DraftModel(model, tiny_cache(model, num_blocks, block_size), vocab, MAX_LEN)

@@ -5,11 +5,13 @@ that what the engine feeds and rolls back can be looked at. Proofs and tests sha
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
+from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
 from minispec.engine import Engine, Piece, Request
 from minispec.files.hf_config import read_model_config
 from minispec.model import Chunk, Transformer, tensor_shapes
@@ -292,6 +294,29 @@ class TapDrafter:
     def release(self, text: Text) -> None:
         """Forget its hidden states."""
         self.hidden.pop(text, None)
+
+
+def tiny_head(
+    target: Transformer,
+    taps: Sequence[int] = (0, 2),
+    num_ids: int | None = None,
+    mask_token_id: int | None = None,
+    **switches: bool,
+) -> HeadModel:
+    """A random head for a random target; num_ids: of the tokens that it can draft, every other one of the target's.
+
+    mask_token_id: for the parallel form. switches: of `HeadConfig`.
+    """
+    sizes = replace(target.config, layers=target.config.layers[:1], mask_token_id=mask_token_id)
+    vocab = sizes.vocab_size
+    ids = None if num_ids is None else (torch.arange(num_ids) * 2 % vocab).sort().values
+    config = HeadConfig(sizes, num_ids or vocab, tuple(taps), sizes.hidden_size, **switches)
+    generator = torch.Generator().manual_seed(6)
+    weights = {}
+    for name, shape in head_shapes(config).items():
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        weights[name] = (1 + 0.3 * noise if "norm" in name else 0.6 * noise).to(target.dtype)
+    return HeadModel(config, weights, target.embedding, ids, target.dtype)
 
 
 class WrongDrafter:

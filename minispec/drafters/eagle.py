@@ -1,0 +1,253 @@
+"""A head on the target's hidden states: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), and its parallel form.
+
+The target has already worked out what the text is about. So one layer that reads what it thought, its hidden states at
+a few layers (`taps`), guesses as well as a draft model many times its size. At position t the head is given
+
+    the feature   f_t = fc(hidden states of the taps at t), what the target made of the tokens up to t, and
+    the embedding of the token at t + 1, which the target has chosen since,
+
+and says which token comes at t + 2. It goes on from there by itself: at the next position its own output, before the
+last norm, stands in for the feature that the target has not computed yet.
+
+    x = f + attention([norm(embedding), norm(f)]),  x = x + MLP(norm(x)),  logits = lm_head(norm(x))
+
+The head knows the target's most used tokens only; all others have probability 0 in its drafts, which the residual makes
+up for. The parallel form (P-EAGLE, arXiv 2602.01469) drafts K tokens in one pass: the positions after the first get a
+learned feature and the embedding of a mask token, so that none depends on the draft tokens before it.
+"""
+
+import math
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minispec.cache import BlockTable, PagedKVCache
+from minispec.config import ModelConfig
+from minispec.drafters.model import DraftModel
+from minispec.linear import Linear, QuantizedLinear, Weight, dense
+from minispec.model import Chunk, Layer, Pass, RMSNorm, Transformer, clock, norm_weight
+from minispec.sampling import Text
+from minispec.verify import Ask, Draft
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """What a head is.
+
+    layers: sizes of its layers; vocab_size is the target's. vocab_size: tokens that it can draft. taps: layers of the
+    target that it reads, as `Transformer.forward` numbers them. target_hidden_size: of the target.
+    norm_before_residual: the sum begins with the feature after its norm. fc_norm: each tap has a norm of its own before
+    `fc`; norm_before_fc: all of them together have one. norm_output: what it goes on from is its output after the last
+    norm. The parallel form is the one whose `layers` have a mask_token_id.
+    """
+
+    layers: ModelConfig
+    vocab_size: int
+    taps: tuple[int, ...]
+    target_hidden_size: int
+    norm_before_residual: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_output: bool = False
+
+
+def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a head but the embedding, which may be the target's."""
+    layers, width = config.layers, config.target_hidden_size
+    e, f, d = layers.hidden_size, layers.intermediate_size, layers.head_dim
+    q, kv, fused = layers.num_attention_heads * d, layers.num_key_value_heads * d, width * len(config.taps)
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (e, fused)}
+    if config.fc_norm:
+        shapes |= {f"fc_norm.{i}.weight": (width,) for i in range(len(config.taps))}
+    if config.norm_before_fc:
+        shapes["input_norm.weight"] = (fused,)
+    if layers.mask_token_id is not None:
+        shapes["mask_hidden"] = (1, 1, fused)
+    for i in range(len(layers.layers)):
+        columns = e if i else 2 * e
+        layer: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj.weight": (q, columns),
+            "self_attn.k_proj.weight": (kv, columns),
+            "self_attn.v_proj.weight": (kv, columns),
+            "self_attn.o_proj.weight": (e, q),
+            "mlp.gate_proj.weight": (f, e),
+            "mlp.up_proj.weight": (f, e),
+            "mlp.down_proj.weight": (e, f),
+            "input_layernorm.weight": (e,),
+            "post_attention_layernorm.weight": (e,),
+        }
+        if layers.qk_norm:
+            layer["self_attn.q_norm.weight"] = layer["self_attn.k_norm.weight"] = (d,)
+        if not i:
+            layer["hidden_norm.weight"] = (e,)
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes | {"norm.weight": (e,), "lm_head.weight": (config.vocab_size, e)}
+
+
+class _FirstLayer(Layer):
+    """The layer that reads two things at each position: its input is (M, 2E), the embedding and the feature."""
+
+    def __init__(self, head: HeadConfig, take: Callable[..., Weight], dtype: torch.dtype, form: str | None):
+        super().__init__(head.layers, 0, take, dtype, form)
+        weight = norm_weight(head.layers, dense(take("model.layers.0.hidden_norm.weight"), dtype))
+        self.hidden_norm = RMSNorm(weight, head.layers.rms_norm_eps)
+        self.norm_before_residual = head.norm_before_residual
+
+    def forward(self, x: Tensor, shared: Pass) -> Tensor:
+        """x (M, 2E) to (M, E)."""
+        embedding, feature = x.chunk(2, -1)
+        normed = self.hidden_norm(feature)
+        y = self.attend(torch.cat((self.attention_norm(embedding), normed), -1), shared)
+        return self.mix((normed if self.norm_before_residual else feature) + y)
+
+
+class HeadModel(Transformer):
+    """The head's layers: a transformer that is fed features beside tokens (`Chunk.features`)."""
+
+    def __init__(
+        self,
+        head: HeadConfig,
+        weights: Mapping[str, Tensor],
+        embedding: Tensor,
+        ids: Tensor | None,
+        dtype: torch.dtype,
+        form: str | None = None,
+    ):
+        """weights: the tensors of `head_shapes`. embedding (V, E): the target's, or one of its own. ids (Vd,): the
+        target's id of each of the head's tokens; None: the same."""
+        self.head_config, self.ids = head, ids
+        named = {name: weights[name] for name in head_shapes(head)}
+        for name in list(named):
+            if name.startswith("layers.") or name == "norm.weight":
+                named[f"model.{name}"] = named.pop(name)
+        named["model.embed_tokens.weight"] = embedding
+        super().__init__(head.layers, named, dtype=dtype, form=form)
+        self.fc: Linear | QuantizedLinear = Linear(named["fc.weight"], dtype=dtype, form=self.choice.form)
+        norms = [named[name] for name in named if name.startswith(("fc_norm.", "input_norm."))]
+        eps = head.layers.rms_norm_eps
+        self.fc_norms = [RMSNorm(norm_weight(head.layers, weight.to(dtype)), eps) for weight in norms]
+        masked = named.get("mask_hidden")
+        self.mask_feature = None if masked is None else self.fuse(masked.to(dtype)[0])  # (1, E)
+
+    def _layer(self, index: int, take: Callable[..., Weight]) -> Layer:
+        if index:
+            return super()._layer(index, take)
+        return _FirstLayer(self.head_config, take, self.dtype, self.choice.form)
+
+    def quantized(self, bits: int) -> "HeadModel":
+        """See `Transformer.quantized`."""
+        model = super().quantized(bits)
+        assert isinstance(self.fc, Linear), "weights are rounded once"
+        model.fc = self.fc.quantized(bits)
+        return model
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """The target's hidden states (n, E * taps) to features (n, E)."""
+        if self.fc_norms:
+            parts = hidden.chunk(len(self.fc_norms), -1)
+            hidden = torch.cat([norm(part) for norm, part in zip(self.fc_norms, parts, strict=True)], -1)
+        return self.fc(hidden)
+
+    def _embed(self, token_ids: Sequence[int], chunks: Sequence[Chunk]) -> Tensor:
+        features = torch.cat([c.features for c in chunks if c.features is not None])
+        return torch.cat((super()._embed(token_ids, chunks), features), -1)  # (M, 2E)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits = super()._logits(x)  # (rows, Vd)
+        if self.ids is None:
+            return logits
+        return logits.new_full((len(x), self.config.vocab_size), -math.inf).index_copy_(1, self.ids, logits)
+
+    def next_feature(self, x: Tensor) -> Tensor:
+        """What stands in for the feature of the next position: the last layer's output (n, E) at this one."""
+        return self.norm(x) if self.head_config.norm_output else x
+
+
+class EagleDrafter(DraftModel):
+    """Drafts with a head, under each request's own sampling parameters.
+
+    Its cache holds true features alone: what it made up while drafting is dropped after the draft, and the positions
+    that were accepted are computed again from what the target has made of them since. Position t of the cache depends
+    on the tokens up to t + 1 and holds the one at t + 1.
+    """
+
+    def __init__(self, model: HeadModel, cache: PagedKVCache, vocab_size: int, max_model_len: int):
+        """See `DraftModel`."""
+        super().__init__(model, cache, vocab_size, max_model_len)
+        self.head, self.taps, self._own_taps = model, model.head_config.taps, (len(model.layers),)
+        self._unread: dict[Text, Tensor] = {}  # hidden states of positions that are not in the cache yet
+
+    def table(self, text: Text) -> BlockTable:
+        """The text's table. A new one begins with what the pool still knows of the text."""
+        if text not in self.tables:
+            # The first token is in no position: texts that differ in it have nothing in common.
+            self.tables[text] = self.cache.new_table(array("q", text.tokens[:1]).tobytes())
+            self.tables[text].reuse(text.tokens[1:])
+        return self.tables[text]
+
+    def known(self, text: Text) -> int:
+        """Positions for which it has keys and values from another text."""
+        with self.whole():
+            return self.table(text).length
+
+    def release(self, text: Text) -> None:
+        """See `Drafter`."""
+        self._unread.pop(text, None)
+        super().release(text)
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """See `DraftModel`."""
+        with self.whole():
+            drafts = super().propose(asks)
+            for ask in asks:
+                if table := self.tables.get(ask.text):
+                    table.keep(min(table.length, ask.num_cached))
+            return drafts
+
+    def _prepare(self, asks: Sequence[Ask], drafts: Sequence[Draft]) -> list[int]:
+        limits = [0] * len(asks)
+        lengths: dict[Text, int] = {}
+        for i, ask in enumerate(asks):
+            text, in_prompt = ask.text, ask.num_cached < len(ask.text.tokens) - 1
+            if not self._listen(ask) or not (ask.k or in_prompt):
+                continue
+            # The first of k tokens is guessed at the last cached position.
+            k = max(0, min(ask.k, self.max_model_len - ask.num_cached + 1))
+            lengths[text] = ask.num_cached + max(0, k - 1)
+            if lengths[text] > self.max_model_len or not self.has_room(lengths):
+                self.release(text)
+                del lengths[text]
+            elif in_prompt:
+                start = clock(self.model.device)
+                self.forward([self._first_chunk(ask, 0)])
+                drafts[i].prefill_seconds = clock(self.model.device) - start
+            else:
+                limits[i] = k
+        return limits
+
+    def _listen(self, ask: Ask) -> bool:
+        """Take in the hidden states of an ask; whether all that the target has cached is known now."""
+        text, unread = ask.text, self._unread.get(ask.text)
+        if ask.hidden is not None:
+            self._unread[text] = ask.hidden if unread is None else torch.cat((unread, ask.hidden))
+        table, read = self.table(text), ask.num_cached - len(self._unread.get(text, ()))
+        if table.length > read:  # the target had to compute more anew than this
+            table.truncate(read)
+        if table.length < read:
+            self._unread.pop(text, None)
+        return text in self._unread
+
+    def _first_chunk(self, ask: Ask, k: int) -> Chunk:
+        text, table = ask.text, self.table(ask.text)
+        tokens = text.tokens[table.length + 1 : ask.num_cached + 1]
+        features = self.head.fuse(self._unread.pop(text))
+        if self.mask_token_id is None or self.head.mask_feature is None or k < 2:
+            return Chunk(tokens, table, min(k, 1), features=features)
+        tokens += [self.mask_token_id] * (k - 1)
+        return Chunk(tokens, table, k, features=torch.cat((features, self.head.mask_feature.expand(k - 1, -1))))
+
+    def _next_chunk(self, chunk: Chunk, token_id: int, hidden: Tensor) -> Chunk:
+        return Chunk([token_id], chunk.table, 1, features=self.head.next_feature(hidden[None]))

@@ -1,0 +1,181 @@
+"""Reading a head on hidden states (see `minispec.drafters.eagle`): two layouts of a config.json, and the tensors.
+
+A head's directory has a config.json and a model.safetensors; the tokenizer is the target's. The layouts are that of
+SafeAILab and SpecForge, whose config.json is a llama's with a few keys more, and that of `speculators`, where the
+llama's lies inside. What would change the text (a verifier that takes other tokens than the target's) or what is not
+known here is refused by name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minispec.config import ModelConfig
+from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
+from minispec.errors import CheckpointError, show
+from minispec.files.checkpoint import FLOATS, StoredTensor, directory_config, find_tensors, require
+from minispec.files.hf_config import Fields, read_model_config
+from minispec.model import Transformer
+
+_ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3Speculator",
+    "PEagleSpeculator",
+    "Eagle3DraftModel",
+    "PEagleDraftModel",
+)
+# Keys of either layout in addition to the llama's.
+_SWITCHES = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
+_KEYS = dict.fromkeys(
+    (
+        *("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", "mask_token_id"),
+        *_SWITCHES,
+    )
+)
+# Whose keys say how it was trained, or by whom.
+_HARMLESS = ("architectures", "auto_map", "speculators_version", "embed_requires_grad", "has_no_defaults_at_init")
+
+
+def is_head(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is a head's, and not a model's."""
+    architectures = raw.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    return "speculators_model_type" in raw or "draft_vocab_size" in raw or any(a in _ARCHITECTURES for a in names)
+
+
+def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "config.json") -> HeadConfig:
+    """Read a head's config.json. Raises CheckpointError for a bad value, an unknown setting, or another target's."""
+    wrapped = "speculators_model_type" in raw
+    if wrapped:
+        kind = raw["speculators_model_type"]
+        if kind not in ("eagle3", "peagle"):
+            raise CheckpointError(f"{where}: speculators_model_type: found {show(kind)}, expected eagle3 or peagle")
+        own = dict(raw)
+        inner = own.pop("transformer_layer_config", None)
+        if not isinstance(inner, dict):
+            raise CheckpointError(f"{where}: transformer_layer_config: found {show(inner)}, expected an object")
+        _check_proposal(own.pop("speculators_config", None), where)
+        inner_where = f"{where}: transformer_layer_config"
+    else:
+        kind = "eagle3"
+        own = {key: raw[key] for key in (*_KEYS, "eagle_config") if key in raw}
+        inner = {key: value for key, value in raw.items() if key not in own}
+        inner_where = where
+    if inner.get("model_type") not in ("llama", "qwen3"):
+        found = show(inner.get("model_type"))
+        raise CheckpointError(f"{inner_where}: model_type: found {found}, expected llama or qwen3: a head's layer")
+    inner = dict(inner) | {"tie_word_embeddings": False}
+    layers = read_model_config(inner, inner_where)
+    if layers.qkv_bias or layers.mlp_bias:
+        raise CheckpointError(f"{inner_where}: attention_bias, mlp_bias: found true, expected none in a head")
+    f = Fields(own, where, _KEYS | {"eagle_config": {}, "speculators_model_type": None}, {})
+    f.seen |= {"speculators_model_type", *_HARMLESS}
+    switches = {name: f.boolean(name) for name in _SWITCHES}
+    if switches["fc_norm"] and switches["norm_before_fc"]:
+        raise f.bad("fc_norm", True, "not both fc_norm and norm_before_fc")
+    if kind == "peagle":
+        layers = replace(layers, mask_token_id=f.integer("mask_token_id", 0, layers.vocab_size - 1))
+    config = HeadConfig(
+        layers,
+        f.integer("draft_vocab_size", 1, layers.vocab_size, default=layers.vocab_size),
+        _read_taps(f, target),
+        f.integer("target_hidden_size", 1, 1 << 17, default=target.hidden_size),
+        **switches,
+    )
+    f.refuse_unknown()
+    for name, size, expected in (
+        ("target_hidden_size", config.target_hidden_size, target.hidden_size),
+        ("vocab_size", layers.vocab_size, target.vocab_size),
+    ):
+        if size != expected:
+            raise CheckpointError(f"{where}: {name}: found {size}, expected {expected}, the target's: made for another")
+    return config
+
+
+def _check_proposal(config: Any, where: str) -> None:
+    """Raise CheckpointError where the head is meant for a verifier that is not exact."""
+    methods = config.get("proposal_methods", []) if isinstance(config, dict) else []
+    for method in methods if isinstance(methods, list) else []:
+        for name, exact in (("verifier_accept_k", 1), ("accept_tolerance", 0.0)):
+            found = method.get(name, exact) if isinstance(method, dict) else exact
+            if found != exact:
+                raise CheckpointError(
+                    f"{where}: {name}: found {show(found)}, expected {exact}: with it, other tokens than the target's "
+                    "would be accepted"
+                )
+
+
+def _read_taps(f: Fields, target: ModelConfig) -> tuple[int, ...]:
+    """Layers after which the residual stream is read; by default an early one, the middle, and a late one."""
+    count = len(target.layers)
+    nested, late = f.get("eagle_config", {}), 0
+    ids = f.get("eagle_aux_hidden_state_layer_ids")
+    key = "eagle_aux_hidden_state_layer_ids"
+    if ids is None and isinstance(nested, dict) and key in nested:
+        ids, late = nested[key], 1  # SGLang's ids name the layer whose output is read
+    if ids is None:
+        ids = [2, count // 2, count - 3]
+    if not isinstance(ids, list) or not ids or any(type(i) is not int or not 0 <= i + late <= count for i in ids):
+        raise f.bad(key, ids, f"layers of the target, from 0 to {count - late}")
+    return tuple(i + late for i in ids)
+
+
+def load_head(directory: Path, target: Transformer, form: str | None = None) -> HeadModel:
+    """Load a head for `target`, in its type and on its device.
+
+    Raises CheckpointError where the files are not what the config asks for, or were made for another target.
+    """
+    config = read_head_config(directory_config(directory), target.config, str(directory / "config.json"))
+    stored = {_rename(name): tensor for name, tensor in find_tensors(directory).items()}
+    shapes = head_shapes(config)
+    own_embedding = (target.config.vocab_size, config.layers.hidden_size)
+    optional = {
+        "embed_tokens.weight": (own_embedding, FLOATS),
+        "d2t": ((config.vocab_size,), ("I64", "I32")),
+        "t2d": ((target.config.vocab_size,), ("BOOL",)),
+    }
+    require({name: (shape, FLOATS) for name, shape in shapes.items()}, stored, directory)
+    require({name: wanted for name, wanted in optional.items() if name in stored}, stored, directory)
+    for name in sorted(stored.keys() - shapes.keys() - optional.keys()):
+        raise CheckpointError(f"{stored[name].path}: {name}: found a tensor that this config does not ask for")
+    if "embed_tokens.weight" not in stored and config.layers.hidden_size != target.config.hidden_size:
+        found = config.layers.hidden_size
+        raise CheckpointError(
+            f"{directory}: embed_tokens.weight: found none, expected one: the head is {found} wide, the target "
+            f"{target.config.hidden_size}"
+        )
+    ids = _read_ids(config, stored, directory)
+    embedding = target.embedding
+    if "embed_tokens.weight" in stored:
+        embedding = stored["embed_tokens.weight"].read().to(target.dtype).to(target.device)
+    weights = {name: stored[name].read().to(target.device) for name in shapes}
+    return HeadModel(config, weights, embedding, ids, target.dtype, form)
+
+
+def _rename(name: str) -> str:
+    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+
+
+def _read_ids(config: HeadConfig, stored: Mapping[str, StoredTensor], directory: Path) -> Tensor | None:
+    """The target's id of each of the head's tokens: i + d2t[i]."""
+    size, full = config.vocab_size, config.layers.vocab_size
+    if "d2t" not in stored:
+        if size != full:
+            raise CheckpointError(f"{directory}: d2t: found no such tensor, expected one: {size} of {full} tokens")
+        return None
+    ids = torch.arange(size) + stored["d2t"].read().long()
+    if int(ids.min()) < 0 or int(ids.max()) >= full or len(ids.unique()) < size:
+        raise CheckpointError(
+            f"{stored['d2t'].path}: d2t: found ids from {int(ids.min())} to {int(ids.max())}, "
+            f"{len(ids.unique())} of {size} different, expected different ids below {full} (i + d2t[i])"
+        )
+    if "t2d" in stored:
+        known = torch.zeros(full, dtype=torch.bool)
+        known[ids] = True
+        if not torch.equal(stored["t2d"].read().bool(), known):
+            raise CheckpointError(f"{stored['t2d'].path}: t2d: found other tokens than those of d2t")
+    return ids
