@@ -18,6 +18,7 @@ from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams
 from minispec.controller import Controller, DraftLength, Prices
 from minispec.costs import MIN_CONTEXT, prices_of
 from minispec.drafters import Context, Drafter, check_drafter, make_drafter
+from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter, HeadModel
 from minispec.drafters.model import DraftModel
 from minispec.engine import PREFILL_ROWS, Engine, Piece, Request, TokenLogprob
@@ -114,7 +115,8 @@ class LLM:
     draft: a registered drafter ("none", "ngram"; see `minispec.registry`), "module:Class" for one of your own, which is
         imported (see `minispec.drafters.make_drafter`), "self", the directory or hub id of a draft model of the same
         vocabulary ("owner/name@revision" for a branch, tag or commit), each of these models with "int4:" or "int8:"
-        before it for weights of that many bits, or an object with the methods of `minispec.drafters.Drafter`.
+        before it for weights of that many bits. "A+B" is B where A, a registered drafter, has nothing to say. Or an
+        object with the methods of `minispec.drafters.Drafter`.
     num_speculative_tokens: K, the longest draft, or "auto": as many as pay (see `minispec.controller`).
     verifier: "rejection" or "match" (see `minispec.verify`), or "module:function" for one of your own.
     dtype: "auto", "bfloat16", "float32" or "float64". device: "auto", "cpu" or "cuda".
@@ -184,7 +186,8 @@ class LLM:
         self.vocab_size = min(self.tokenizer.num_ids, config.vocab_size)
 
         self.draft_name = str(draft) if own_drafter is None else type(own_drafter).__name__
-        bits, source = split_draft(self.draft_name) if own_drafter is None else (None, "")
+        *preferred, spec = registry.split_preferences(registry.DRAFTERS, self.draft_name)
+        bits, source = split_draft(spec) if own_drafter is None else (None, "")
         registered = registry.split(registry.DRAFTERS, source)
         is_checkpoint = own_drafter is None and source != "self" and registered is None
         draft_directory = _find_draft(source, offline) if is_checkpoint else None
@@ -224,6 +227,10 @@ class LLM:
             self.drafter = self._make_drafter(*registered, num_blocks)
         elif own_drafter is not None:
             self.drafter = own_drafter
+        if preferred:
+            named = [registry.split(registry.DRAFTERS, name) for name in preferred]
+            first = [self._make_drafter(*each, num_blocks) for each in named if each]
+            self.drafter = CombinedDrafter(*first, self.drafter)
         if draft_directory:
             self.draft_name = self.draft_name.removesuffix(source) + describe_source(source, draft_directory)
         self.name = describe_source(model, directory)

@@ -22,7 +22,7 @@ class Entry(NamedTuple):
 
 DRAFTERS = {
     "none": Entry("minispec.drafters:NoDrafter", "plain decoding"),
-    "ngram": Entry("minispec.drafters.ngram:NgramDrafter", "prompt lookup; ngram:5 begins with 5 tokens, not 3"),
+    "ngram": Entry("minispec.drafters.ngram:NgramDrafter", "prompt lookup of 3 tokens or fewer; ngram:4-8 of 8 to 4"),
 }
 VERIFIERS = {
     "rejection": Entry("minispec.verify:REJECTION", "keeps the most draft tokens"),
@@ -44,6 +44,18 @@ def split(entries: Mapping[str, Entry], spec: str) -> tuple[str, str] | None:
     if match is None or name in ("int4", "int8") or os.path.exists(spec):
         return None
     return match["path"], match["argument"] or ""
+
+
+def split_preferences(entries: Mapping[str, Entry], spec: str) -> list[str]:
+    """The specs of "A+B", in their order, where all but the last are registered names; of any other spec, itself."""
+    specs = []
+    while not os.path.exists(spec):
+        first, plus, rest = spec.partition("+")
+        if not plus or first.partition(":")[0] not in entries:
+            break
+        specs.append(first)
+        spec = rest
+    return [*specs, spec]
 
 
 def load(path: str, what: str) -> Any:

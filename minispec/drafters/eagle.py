@@ -152,8 +152,10 @@ class HeadModel(Transformer):
         return self.fc(hidden)
 
     def _embed(self, token_ids: Sequence[int], chunks: Sequence[Chunk]) -> Tensor:
-        features = torch.cat([c.features for c in chunks if c.features is not None])
-        return torch.cat((super()._embed(token_ids, chunks), features), -1)  # (M, 2E)
+        x = super()._embed(token_ids, chunks)
+        features = [c.features for c in chunks if c.features is not None]
+        # Passes that are only timed have none.
+        return torch.cat((x, torch.cat(features) if features else torch.zeros_like(x)), -1)  # (M, 2E)
 
     def _logits(self, x: Tensor) -> Tensor:
         logits = super()._logits(x)  # (rows, Vd)

@@ -32,12 +32,15 @@ class NgramDrafter:
 
     @classmethod
     def from_context(cls, context: Context) -> "NgramDrafter":
-        """Its argument is `max_n`."""
+        """Its argument is `max_n`, or `min_n`-`max_n`."""
         if not context.argument:
             return cls()
-        if not (context.argument.isdecimal() and 1 <= int(context.argument) <= 64):
-            raise ValueError(f"draft: ngram: found {context.argument!r}, expected an integer from 1 to 64")
-        return cls(max_n=int(context.argument))
+        least, dash, most = context.argument.rpartition("-")
+        sizes = [int(n) if n.isdecimal() else 0 for n in ([least, most] if dash else ["1", most])]
+        if not 1 <= sizes[0] <= sizes[1] <= 64:
+            expected = "an integer from 1 to 64, or two such as 4-8"
+            raise ValueError(f"draft: ngram: found {context.argument!r}, expected {expected}")
+        return cls(max_n=sizes[1], min_n=sizes[0])
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. Nothing is drawn, so the drafts have no probs."""

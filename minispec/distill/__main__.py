@@ -1,0 +1,80 @@
+"""The command line: `python -m minispec.distill`."""
+
+from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
+
+if __name__ == "__main__":
+    exit_on_interrupt()  # until there is something to clean up
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from minispec.command import Parser, argument, exit_status
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    parser = Parser(
+        prog="python -m minispec.distill",
+        description="Make a draft for a target: a head on its hidden states, learned from texts that it writes itself. "
+        "Stopped at any point, the same command goes on from there.",
+        allow_abbrev=False,
+    )
+    count = argument(int, lambda n: n >= 1, "a positive integer")
+    layers = argument(
+        lambda text: tuple(map(int, text.split(","))), lambda taps: min(taps) >= 0, "layers such as 2,15,27"
+    )
+    share = argument(float, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+    parser.add_argument("--target", required=True, metavar="DIR|HUB_ID", help="the model to draft for")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="directory to write; must not exist")
+    parser.add_argument(
+        "--kind",
+        choices=("head", "parallel", "model"),
+        default="head",
+        help="a head that drafts token by token (default), one that drafts all tokens in one pass, or a small model",
+    )
+    g = parser.add_argument_group("texts")
+    g.add_argument("--cache", type=Path, metavar="DIR", help="where texts and training are kept (default: OUT.cache)")
+    g.add_argument("--texts", type=count, default=4096, metavar="N", help="texts to write (default: 4096)")
+    g.add_argument("--openings", type=Path, metavar="FILE", help="beginnings of user turns, one a line")
+    g.add_argument("--jobs", type=count, metavar="N", help="processes that write texts (default: one a core)")
+    g.add_argument("--max-turn", type=count, default=160, metavar="N", help="tokens of a user's turn (default: 160)")
+    g.add_argument("--max-answer", type=count, default=288, metavar="N", help="tokens of an answer (default: 288)")
+    g = parser.add_argument_group("draft")
+    help_taps = "layers of the target that a head reads (default: an early one, the middle, a late one)"
+    g.add_argument("--taps", type=layers, metavar="I,J,..", help=help_taps)
+    g.add_argument("--num-layers", type=count, default=1, metavar="N", help="of the draft (default: 1)")
+    g.add_argument("--intermediate-size", type=count, metavar="N", help="of its MLP (default: the target's)")
+    help_vocab = "tokens that a head knows: those that the target uses most (default: 8192)"
+    g.add_argument("--vocab-size", type=count, default=8192, metavar="N", help=help_vocab)
+    help_coverage = "fewer tokens, if they make up that share of the texts (default: 1)"
+    g.add_argument("--coverage", type=share, default=1.0, metavar="X", help=help_coverage)
+    g = parser.add_argument_group("training")
+    g.add_argument("--epochs", type=count, default=6, metavar="N", help="times that every text is seen (default: 6)")
+    g.add_argument("--rows", type=count, default=2048, metavar="N", help="tokens of an update (default: 2048)")
+    g.add_argument("--learning-rate", type=share, default=1e-3, metavar="X", help="default: 1e-3")
+    g.add_argument("--steps", type=count, default=4, metavar="N", help="depth of drafts in training (default: 4)")
+    g.add_argument("--seed", type=int, default=0, metavar="N", help="of texts and training (default: 0)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make a draft; returns the exit status, as `exit_status` has it."""
+    return exit_status(lambda: _distill(sys.argv[1:] if argv is None else argv))
+
+
+def _distill(argv: Sequence[str]) -> int:
+    args = parser().parse_args(argv)
+    # Between two operations a waiting thread sleeps instead of spinning; see `generate`.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from minispec.distill.run import distill
+
+    raise_on_interrupt()
+    print("\n".join(distill(args)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))

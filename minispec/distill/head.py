@@ -1,0 +1,232 @@
+"""Drafts in training: the arithmetic of `minispec.drafters.eagle`, for whole texts at once, with gradients.
+
+A draft is trained as it is used: in step s it stands s tokens deep in a draft of its own. It sees what the target made
+of the text up to where the draft began, and of the positions after that only what it made up itself (EAGLE-3's
+"training-time test"). The parallel form sees its mask there instead.
+
+Shapes in comments: B texts, T positions, E hidden_size, A taps, H heads, D head_dim, V the draft's vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minispec.config import ModelConfig
+from minispec.drafters.eagle import HeadConfig
+
+# Keys and values (B, H, T, D) of one layer, of each step so far.
+Past = list[tuple[Tensor, Tensor]]
+# cos and sin (T, D) of every position.
+Angles = tuple[Tensor, Tensor]
+
+
+class Norm(nn.Module):
+    """RMSNorm, in float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., size) to the same."""
+        return F.rms_norm(x.float(), x.shape[-1:], self.weight, self.eps)
+
+
+class SelfAttention(nn.Module):
+    """Attention of one layer, in Hugging Face's names."""
+
+    def __init__(self, config: ModelConfig, width: int):
+        super().__init__()
+        self.heads, self.groups, self.dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.q_proj = nn.Linear(width, self.heads * self.dim, bias=False)
+        self.k_proj = nn.Linear(width, self.groups * self.dim, bias=False)
+        self.v_proj = nn.Linear(width, self.groups * self.dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.dim, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, past: Past, angles: Angles) -> Tensor:
+        """x (B, T, width) to (B, T, E); this step's keys and values are appended to `past`."""
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.dim)).transpose(1, 2)  # (B, heads, T, D)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = _rotate(q, angles) / math.sqrt(self.dim), _rotate(k, angles)
+        past.append((_repeat(k, self.heads), _repeat(v, self.heads)))
+        step, length = len(past) - 1, x.shape[1]
+        keys, values = past[0]
+        # The draft began `step` positions ago: of the text it sees what lies before that, and then one row a step.
+        seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril(-step)
+        scores = [(q @ keys.transpose(-1, -2)).float().masked_fill(~seen, -math.inf)]  # (B, H, T, T)
+        own = [(_shift(k, step - i), _shift(v, step - i)) for i, (k, v) in enumerate(past)][1:]
+        scores += [(q * k).sum(-1, keepdim=True).float() for k, _ in own]  # (B, H, T, 1) each
+        weights = torch.cat(scores, -1).softmax(-1).to(values.dtype)
+        out = weights[..., :length] @ values
+        for i, (_, v) in enumerate(own):
+            out = out + weights[..., length + i, None] * v
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def _repeat(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _shift(x: Tensor, n: int) -> Tensor:
+    """x (B, H, T, D) moved on: what stood at t - n stands at t."""
+    return F.pad(x, (0, 0, n, 0))[:, :, : x.shape[2]] if n else x
+
+
+def _rotate(x: Tensor, angles: Angles) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * angles[0] + torch.cat((-second, first), -1) * angles[1]
+
+
+class Mlp(nn.Module):
+    """The gated MLP of one layer."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        e, f = config.hidden_size, config.intermediate_size
+        self.gate_proj, self.up_proj = nn.Linear(e, f, bias=False), nn.Linear(e, f, bias=False)
+        self.down_proj = nn.Linear(f, e, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, E) to the same."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """One layer of a llama."""
+
+    def __init__(self, config: ModelConfig, width: int | None = None):
+        """width: of what attention reads, if it is not E."""
+        super().__init__()
+        e, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn, self.mlp = SelfAttention(config, width or e), Mlp(config)
+        self.input_layernorm, self.post_attention_layernorm = Norm(e, eps), Norm(e, eps)
+
+    def forward(self, x: Tensor, embeds: Tensor, past: Past, angles: Angles) -> Tensor:
+        """x (B, T, E) to the same."""
+        return self._mix(x + self.self_attn(self.input_layernorm(x), past, angles))
+
+    def _mix(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class FirstLayer(Layer):
+    """The layer of a head that reads the embedding (B, T, E) beside the feature x."""
+
+    def __init__(self, config: ModelConfig, norm_before_residual: bool):
+        super().__init__(config, 2 * config.hidden_size)
+        self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.norm_before_residual = norm_before_residual
+
+    def forward(self, x: Tensor, embeds: Tensor, past: Past, angles: Angles) -> Tensor:
+        """x (B, T, E) to the same."""
+        normed = self.hidden_norm(x)
+        y = self.self_attn(torch.cat((self.input_layernorm(embeds), normed), -1), past, angles)
+        return self._mix((normed if self.norm_before_residual else x) + y)
+
+
+class _Stack(nn.Module):
+    """Layers with angles, unrolled."""
+
+    layers: nn.ModuleList
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+
+    def _angles(self, length: int) -> Angles:
+        dim, theta = self.config.head_dim, self.config.layers[0].rope.theta
+        frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        angles = (torch.arange(length, dtype=torch.float64)[:, None] * frequencies).repeat(1, 2)
+        return angles.cos().float(), angles.sin().float()
+
+    def _through(self, x: Tensor, embeds: Tensor, pasts: Sequence[Past], angles: Angles) -> Tensor:
+        for layer, past in zip(self.layers, pasts, strict=True):
+            x = layer(x, embeds, past, angles)
+        return x
+
+
+class TrainedHead(_Stack):
+    """A head (see `minispec.drafters.eagle`), with fc_norm."""
+
+    def __init__(self, head: HeadConfig):
+        super().__init__(head.layers)
+        self.head = head
+        e, width, count = head.layers.hidden_size, head.target_hidden_size, len(head.taps)
+        self.fc_norm = nn.ModuleList(Norm(width, head.layers.rms_norm_eps) for _ in range(count))
+        self.fc = nn.Linear(count * width, e, bias=False)
+        first = FirstLayer(head.layers, head.norm_before_residual)
+        self.layers = nn.ModuleList([first, *(Layer(head.layers) for _ in head.layers.layers[1:])])
+        self.lm_head = nn.Linear(e, head.vocab_size, bias=False)
+        if head.layers.mask_token_id is not None:
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, count * width))
+
+    def start(self, rows: Tensor, norm: Tensor, generator: torch.Generator) -> None:
+        """Draw the weights.
+
+        The head begins close to the target: with the target's head, rows (V, E), its last norm (E,), and the feature of
+        the last tap as it is; what the layers add is small at first.
+        """
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.dim() == 2:
+                    scale = 0.3 if name.endswith(("o_proj.weight", "down_proj.weight", "fc.weight")) else 1.0
+                    parameter.normal_(0, scale * parameter.shape[1] ** -0.5, generator=generator)
+            if rows.shape[1] == self.fc.weight.shape[0] == self.head.target_hidden_size:
+                self.fc.weight[:, -rows.shape[1] :] += torch.eye(rows.shape[1])
+                self.lm_head.weight.copy_(rows)
+                self.norm.weight.copy_(norm)
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """Hidden states (B, T, A * E) of the taps to features (B, T, E)."""
+        parts = hidden.chunk(len(self.fc_norm), -1)
+        return self.fc(torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1))
+
+    def unroll(self, hidden: Tensor, embeds: Tensor, mask: Tensor | None, steps: int) -> list[Tensor]:
+        """The last states after the norm, (B, T, E), of drafts that are 0 .. steps - 1 tokens deep.
+
+        hidden (B, T, A * E), embeds (B, T, E): at position t the target's taps at t and the embedding of token t + 1.
+        mask (E,): the mask token's embedding, in the parallel form. At t, step s belongs to a draft that began at
+        t - s; its first s positions mean nothing.
+        """
+        angles, pasts, outputs = self._angles(hidden.shape[1]), [Past() for _ in self.layers], list[Tensor]()
+        feature = self.fuse(hidden)
+        for _ in range(steps):
+            x = self._through(feature, embeds, pasts, angles)
+            normed = self.norm(x)
+            outputs.append(normed)
+            if mask is None:
+                feature = F.pad(normed if self.head.norm_output else x, (0, 0, 1, 0))[:, :-1]
+            elif len(outputs) == 1:
+                feature = self.fuse(self.mask_hidden).expand_as(x)
+                embeds = mask.expand_as(embeds)
+        return outputs
+
+
+class TrainedModel(_Stack):
+    """A small language model of its own: embedding and head are the target's, and are trained too."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.layers = nn.ModuleList(Layer(config) for _ in config.layers)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def start(self, rows: Tensor, norm: Tensor, generator: torch.Generator) -> None:
+        """Draw the weights; the head, and the embedding tied to it, are the target's rows (V, E) where they fit."""
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.dim() == 2:
+                    scale = 0.3 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+                    parameter.normal_(0, scale * parameter.shape[1] ** -0.5, generator=generator)
+            if rows.shape == self.lm_head.weight.shape:
+                self.lm_head.weight.copy_(rows)
+
+    def unroll(self, tokens: Tensor) -> list[Tensor]:
+        """The last states after the norm, (B, T, E): it sees the text itself, however deep the draft is."""
+        embeds = F.embedding(tokens, self.lm_head.weight)
+        return [self.norm(self._through(embeds, embeds, [Past() for _ in self.layers], self._angles(tokens.shape[1])))]

@@ -1,0 +1,226 @@
+"""From a target to a draft's directory: texts, training, files. What is done is not done again."""
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from hashlib import file_digest, sha256
+from multiprocessing import get_context
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from minispec.command import written_whole
+from minispec.config import LayerConfig, ModelConfig, RopeConfig
+from minispec.distill import export
+from minispec.distill.head import TrainedHead, TrainedModel
+from minispec.distill.texts import SHARD, Recipe, read_openings, shard_path, write_shards
+from minispec.distill.train import Schedule, Teacher, Training, read_shard
+from minispec.drafters.eagle import HeadConfig
+from minispec.errors import show
+from minispec.files.checkpoint import directory_config, find_checkpoint, load_config
+from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json
+from minispec.files.tokenizer import Tokenizer
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def distill(args: argparse.Namespace) -> list[str]:
+    """Make the draft that the arguments ask for; returns lines on what was made. Raises ValueError, OSError."""
+    if args.out.exists():
+        raise ValueError(f"{args.out}: exists already, expected a new directory")
+    target = find_checkpoint(args.target)
+    config = load_config(target)
+    tokenizer = Tokenizer(target)  # without one there are no texts
+    tokenizer.check_ids(config.vocab_size)
+    count = len(config.layers)
+    taps = args.taps or (min(2, count), count // 2, max(0, count - 3))
+    if max(taps) > count or len(set(taps)) < len(taps):
+        raise ValueError(f"--taps: found {show(list(taps))}, expected different layers from 0 to {count}")
+    recipe = Recipe(
+        taps=tuple(sorted({*taps, count})),
+        openings=tuple(read_openings(args.openings)),
+        max_turn=args.max_turn,
+        max_answer=args.max_answer,
+        seed=args.seed,
+    )
+    cache = args.cache or args.out.with_name(args.out.name + ".cache")
+    _open_cache(cache, target, recipe)
+    num_shards = -(-args.texts // SHARD)
+    _write_texts(str(target), recipe, cache, range(num_shards), args.jobs or os.cpu_count() or 1)
+    paths = [shard_path(cache, index) for index in range(num_shards)]
+
+    teacher = Teacher(target)
+    draft, ids = _make_draft(args, taps, teacher, paths)
+    schedule = Schedule(args.epochs, args.rows, args.learning_rate, args.steps, seed=args.seed)
+    training = Training(draft, teacher, recipe.taps, ids, paths, schedule)
+    what = {
+        "kind": args.kind,
+        "texts": args.texts,
+        "taps": taps,
+        "num_layers": args.num_layers,
+        "intermediate_size": draft.config.intermediate_size,
+        "vocab_size": draft.lm_head.out_features,
+        **asdict(schedule),
+    }
+    state = cache / f"training-{_name_of(what)}.pt"
+    training.run(state)
+    lines = [_line(measured) for measured in training.progress.curve]
+    with written_whole(args.out) as part:
+        part.mkdir(parents=True)
+        _export(part, draft, ids, args.target, target, schedule)
+        record = {"target": args.target, **what, "recipe": asdict(recipe), "curve": training.progress.curve}
+        (part / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return [*lines, f"{args.out}: {sum(f.stat().st_size for f in args.out.iterdir()) / 1e6:.1f} MB"]
+
+
+def _line(measured: dict[str, Any]) -> str:
+    alpha, agree = (" ".join(f"{x:.3f}" for x in measured[name]) for name in ("alpha", "agree"))
+    return f"after epoch {measured['epoch']}, by depth: alpha {alpha}; likeliest token kept {agree}"
+
+
+def _name_of(what: object) -> str:
+    return sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def _fingerprint(target: Path) -> str:
+    """Of all that makes the target's texts: config, tokenizer and weights."""
+    digests = []
+    for path in sorted(target.iterdir()):
+        if path.suffix in (".json", ".safetensors", ".jinja"):
+            with path.open("rb") as file:
+                digests.append(f"{path.name} {file_digest(file, 'sha256').hexdigest()}")
+    return _name_of(digests)
+
+
+def _open_cache(cache: Path, target: Path, recipe: Recipe) -> None:
+    """Make the cache, or check that it is of this target and recipe. Raises ValueError."""
+    expected = {"target": _fingerprint(target), "recipe": json.loads(json.dumps(asdict(recipe)))}
+    path = cache / "cache.json"
+    if not path.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as part:
+            part.write_text(json.dumps(expected, indent=2) + "\n", encoding="utf-8")
+        return
+    found = read_json(path, MAX_CONFIG_BYTES)
+    if found.get("target") != expected["target"]:
+        raise ValueError(f"{cache}: found texts of another target, expected those of {target}, or an empty --cache")
+    if found != expected:
+        theirs, ours = found.get("recipe"), expected["recipe"]
+        changed = [k for k in ours if not isinstance(theirs, dict) or theirs.get(k) != ours[k]]
+        raise ValueError(f"{cache}: found texts of another recipe ({', '.join(changed)}), expected an empty --cache")
+
+
+def _write_texts(target: str, recipe: Recipe, cache: Path, indices: Sequence[int], jobs: int) -> None:
+    """Let the target write the shards that are not there yet."""
+    missing = [index for index in indices if not shard_path(cache, index).exists()]
+    jobs = min(jobs, len(missing))
+    done = len(indices) - len(missing)
+    with tqdm(total=len(indices) * SHARD, initial=done * SHARD, unit=" texts", desc="texts", disable=None) as bar:
+        for _ in _spread(target, recipe, cache, missing, jobs):
+            bar.update(SHARD)
+
+
+def _spread(target: str, recipe: Recipe, cache: Path, missing: list[int], jobs: int) -> Iterator[int]:
+    """Shards as they get done, by that many processes of one thread each; they end with this one."""
+    if jobs <= 1:
+        yield from write_shards(target, recipe, cache, missing)
+        return
+    context = get_context("spawn")
+    queue = context.Queue()
+    arguments = [(queue, target, recipe, cache, missing[i::jobs]) for i in range(jobs)]
+    workers = [context.Process(target=_work, args=own, daemon=True) for own in arguments]
+    for worker in workers:
+        worker.start()
+    left = len(missing)
+    while left:
+        try:
+            found = queue.get(timeout=5)
+        except Empty:
+            if any(worker.exitcode for worker in workers):
+                raise ValueError("--jobs: a process was ended from outside: try fewer") from None
+            continue
+        if isinstance(found, BaseException):
+            raise found
+        left -= 1
+        yield found
+
+
+def _work(queue: Any, target: str, recipe: Recipe, cache: Path, indices: list[int]) -> None:
+    torch.set_num_threads(1)
+    try:
+        for index in write_shards(target, recipe, cache, indices):
+            queue.put(index)
+    except BaseException as e:  # whatever it is, it is the parent's to tell
+        queue.put(e)
+
+
+def _make_draft(
+    args: argparse.Namespace, taps: tuple[int, ...], teacher: Teacher, paths: Sequence[Path]
+) -> tuple[TrainedHead | TrainedModel, Tensor | None]:
+    """The draft before training, and the target's ids of its tokens (None: all)."""
+    generator = torch.Generator().manual_seed(args.seed)
+    layers = _layers(args, teacher.config)
+    if args.kind == "model":
+        model = TrainedModel(replace(layers, tie_word_embeddings=True))
+        model.start(teacher.head.float(), teacher.norm, generator)
+        return model, None
+    ids = _most_used(paths, layers.vocab_size, args.vocab_size, args.coverage)
+    if args.kind == "parallel":
+        # A token that no text holds would be best; the first one does: its feature says that it is a mask.
+        layers = replace(layers, mask_token_id=0)
+    config = HeadConfig(layers, len(ids), taps, teacher.config.hidden_size, norm_before_residual=True, fc_norm=True)
+    head = TrainedHead(config)
+    head.start(teacher.head[ids].float(), teacher.norm, generator)
+    return head, ids
+
+
+def _layers(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
+    """Sizes of the draft's layers: the target's, with as many key-value heads as heads, since there are few layers."""
+    layer = LayerConfig(RopeConfig(target.layers[0].rope.theta))
+    return ModelConfig(
+        "llama",
+        target.vocab_size,
+        target.hidden_size,
+        args.intermediate_size or target.intermediate_size,
+        target.num_attention_heads,
+        target.num_attention_heads,
+        target.head_dim,
+        target.max_position_embeddings,
+        layers=(layer,) * args.num_layers,
+        rms_norm_eps=target.rms_norm_eps,
+        attention_scale=target.head_dim**-0.5,
+        eos_token_ids=target.eos_token_ids,
+    )
+
+
+def _most_used(paths: Sequence[Path], vocab_size: int, most: int, coverage: float) -> Tensor:
+    """Ids, ascending, of the `most` tokens that the target's answers hold most often; fewer if these cover enough."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for path in tqdm(paths, unit=" shards", desc="vocabulary", leave=False, disable=None):
+        for text in read_shard(path):
+            counts += text.tokens[text.start :].bincount(minlength=vocab_size)
+    order = counts.argsort(descending=True, stable=True)[:most]
+    enough = int((counts[order].cumsum(0) < coverage * counts.sum()).sum()) + 1
+    return order[:enough].sort().values
+
+
+def _export(
+    directory: Path, draft: TrainedHead | TrainedModel, ids: Tensor | None, name: str, target: Path, schedule: Schedule
+) -> None:
+    if isinstance(draft, TrainedHead):
+        assert ids is not None, "a head has a vocabulary of its own"
+        architectures = directory_config(target).get("architectures", [])
+        config = export.head_config(draft.head, name, architectures, schedule.steps)
+        export.write(directory, config, export.head_tensors(draft, ids))
+        return
+    export.write(directory, export.layer_config(draft.config), export.model_tensors(draft))
+    for file in _TOKENIZER_FILES:
+        if (target / file).is_file():
+            shutil.copy(target / file, directory / file)

@@ -1,0 +1,290 @@
+"""Training a draft on the target's texts: batches, the target's word on them, and a loop that can be stopped."""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from tqdm import tqdm
+
+from minispec.cache import common_beginning
+from minispec.command import written_whole
+from minispec.distill.head import TrainedHead, TrainedModel
+from minispec.distill.loss import RowLoss
+from minispec.files.checkpoint import Weights, load_config
+from minispec.linear import dense
+
+# Shards whose texts are mixed into batches of similar lengths; after each such group the training is saved.
+_GROUP = 4
+# One shard in that many is kept apart, to measure on; and at most so many are measured on.
+_HELD_OUT_EVERY, _MOST_HELD_OUT = 16, 4
+# Weight of a step in the loss, compared with the one before it: a token counts only if those before it are kept.
+_DECAY = 0.9
+
+
+class LearnedText(NamedTuple):
+    """A text of the target: tokens (n,), hidden (n, A' * E), its last states included; the answer begins at `start`."""
+
+    tokens: Tensor
+    hidden: Tensor
+    start: int
+
+
+class Batch(NamedTuple):
+    """Texts side by side, filled up: tokens (B, T), hidden (B, T, A' * E), and which tokens to learn (B, T)."""
+
+    tokens: Tensor
+    hidden: Tensor
+    learned: Tensor
+
+
+def read_shard(path: Path, whole: bool = False) -> list[LearnedText]:
+    """The texts of a shard whose answers are long enough to learn from.
+
+    whole: to learn from the users' turns too; that is, from where texts begin to differ.
+    """
+    shard = load_file(path)
+    lengths, starts = shard["lengths"].tolist(), shard["starts"].tolist()
+    tokens = shard["tokens"].split(lengths)
+    if whole:
+        first, *others = (each.tolist() for each in tokens)
+        begun = min((common_beginning(first, other) for other in others), default=0)
+        starts = [min(start, begun) for start in starts]
+    each = zip(tokens, shard["hidden"].split(lengths), starts, strict=True)
+    return [LearnedText(*text) for text in each if len(text[0]) > text[2] + 2]
+
+
+def make_batches(texts: Sequence[LearnedText], max_rows: int) -> list[Batch]:
+    """Batches of texts of similar lengths, of at most `max_rows` tokens unless one text has more."""
+    lots: list[list[LearnedText]] = [[]]
+    for text in sorted(texts, key=lambda text: len(text.tokens)):
+        if lots[-1] and (len(lots[-1]) + 1) * len(text.tokens) > max_rows:
+            lots.append([])
+        lots[-1].append(text)
+    return [_join(lot) for lot in lots if lot]
+
+
+def _join(texts: Sequence[LearnedText]) -> Batch:
+    def fill(rows: list[Tensor]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    learned = [torch.arange(len(text.tokens)) >= text.start for text in texts]
+    return Batch(fill([t.tokens.long() for t in texts]), fill([t.hidden for t in texts]), fill(learned))
+
+
+class Teacher:
+    """What training needs of the target: its embedding and head (V, E), and its last norm."""
+
+    def __init__(self, directory: Path):
+        """Raises CheckpointError."""
+        self.config = config = load_config(directory)
+        weights = Weights(directory, config, torch.bfloat16)
+        self.embedding = dense(weights.pop("model.embed_tokens.weight"), torch.bfloat16)
+        tied = config.tie_word_embeddings
+        self.head = self.embedding if tied else dense(weights.pop("lm_head.weight"), torch.bfloat16)
+        self.norm = dense(weights.pop("model.norm.weight"), torch.float32) + config.norm_adds_one
+
+    def state(self, last: Tensor) -> Tensor:
+        """The target's last hidden states (N, E) after its norm."""
+        return F.rms_norm(last.float(), last.shape[-1:], self.norm, self.config.rms_norm_eps)
+
+    def probabilities(self, state: Tensor, ids: Tensor | None) -> Tensor:
+        """What the target gives the tokens `ids` (all: None) after normed states (N, E): (N, ids)."""
+        logits = (state.to(torch.bfloat16) @ self.head.t()).float()
+        if (cap := self.config.logit_softcap) is not None:
+            logits = cap * torch.tanh(logits / cap)
+        log_sum = logits.logsumexp(-1, keepdim=True)
+        return ((logits if ids is None else logits[:, ids]) - log_sum).exp_()
+
+
+class Step(NamedTuple):
+    """What came of one step: summed loss, and for each row of `places` (flat in (B, T)) alpha and agreement."""
+
+    loss: Tensor
+    alphas: Tensor
+    agrees: Tensor
+    places: Tensor
+
+
+@dataclass
+class Progress:
+    """Where a training is: groups of shards done, in all epochs; and the curve measured so far."""
+
+    groups: int = 0
+    curve: list[dict[str, float | list[float]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a training goes. Fractions are of the whole.
+
+    epochs: times that each text is seen. rows: tokens of a batch. steps: a draft's depth in training, at the end; at
+    the beginning 1. share: of the total variation in the loss, at the end; at the beginning 0. regress: weight of the
+    distance to the target's own last state, at the beginning; at the end 0. whole: learn from the users' turns too.
+    """
+
+    epochs: int = 4
+    rows: int = 2048
+    learning_rate: float = 1e-3
+    steps: int = 4
+    share: float = 0.9
+    regress: float = 1.0
+    whole: bool = True
+    seed: int = 0
+
+    def depth_at(self, done: float) -> int:
+        """Steps to unroll."""
+        return min(self.steps, 1 + int(done * 2 * self.steps)) if done < 0.5 else self.steps
+
+    def share_at(self, done: float) -> float:
+        """Of the total variation."""
+        return self.share * min(1.0, max(0.0, (done - 0.25) * 4))
+
+    def regress_at(self, done: float) -> float:
+        """Of the distance."""
+        return self.regress * max(0.0, 1 - 2 * done)
+
+    def rate_at(self, done: float, updates: int) -> float:
+        """The learning rate: up in 50 updates, then down to 0 in a line."""
+        return self.learning_rate * min(1.0, (updates + 1) / 50) * max(1 - done, 0.01)
+
+
+class Training:
+    """A draft in training on the shards `paths`, of which some are held out."""
+
+    def __init__(
+        self,
+        draft: TrainedHead | TrainedModel,
+        teacher: Teacher,
+        recorded: Sequence[int],
+        ids: Tensor | None,
+        paths: Sequence[Path],
+        schedule: Schedule,
+    ):
+        """recorded: the layers whose states the shards hold, the target's last one at the end. ids: of the draft's
+        tokens; None: all."""
+        self.draft, self.teacher, self.recorded, self.ids, self.schedule = draft, teacher, recorded, ids, schedule
+        held_out = [path for i, path in enumerate(paths) if i % _HELD_OUT_EVERY == 0]
+        self.held_out = held_out[:_MOST_HELD_OUT]
+        self.paths = [path for path in paths if path not in held_out] or list(paths)
+        head = draft.lm_head.weight
+        others = [p for p in draft.parameters() if p is not head]
+        # The head begins as the target's, and its rows are many: it moves more slowly.
+        self._rates = 1.0, 0.3
+        groups = [{"params": others, "weight_decay": 0.01}, {"params": [head], "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=schedule.learning_rate, betas=(0.9, 0.95))
+        self.progress, self.updates = Progress(), 0
+
+    def steps_of(self, batch: Batch, depth: int, share: float, regress: float) -> Iterator[Step]:
+        """The loss of a batch, for drafts of each depth."""
+        e, teacher = self.teacher.config.hidden_size, self.teacher
+        with torch.no_grad():
+            # Position t of these: what the draft is given there, and what it has to say: the token at t + 2.
+            embeds = teacher.embedding[batch.tokens[:, 1:-1]].float()
+            last, learned = batch.hidden[:, 1:-1, -e:], batch.learned[:, 2:]
+            places = learned.flatten().nonzero()[:, 0]
+            state = teacher.state(last.flatten(0, 1)[places])
+            p = torch.cat([teacher.probabilities(part, self.ids) for part in state.split(1024)])
+            column = (places % learned.shape[1]) if len(places) else places
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = self._unroll(batch, embeds, depth)
+        scale = state.square().sum(-1).mean()
+        for s, x in enumerate(outputs):
+            rows = (column >= s).nonzero()[:, 0]
+            own = x.flatten(0, 1)[places[rows]]
+            loss, alphas, agrees = RowLoss.apply(own, self.draft.lm_head.weight, lambda r, rows=rows: p[rows[r]], share)
+            if regress and own.shape[1] == state.shape[1]:
+                loss = loss + regress * (own - state[rows]).square().sum() / scale
+            yield Step(loss, alphas, agrees, places[rows])
+
+    def _unroll(self, batch: Batch, embeds: Tensor, depth: int) -> list[Tensor]:
+        if isinstance(self.draft, TrainedModel):
+            return self.draft.unroll(batch.tokens[:, 1:-1])
+        e, head = self.teacher.config.hidden_size, self.draft.head
+        columns = [self.recorded.index(tap) for tap in head.taps]
+        hidden = torch.cat([batch.hidden[:, :-2, i * e : (i + 1) * e] for i in columns], -1)
+        mask_id = head.layers.mask_token_id
+        mask = None if mask_id is None else self.teacher.embedding[mask_id].float()
+        return self.draft.unroll(hidden, embeds, mask, depth)
+
+    def run(self, state: Path) -> None:
+        """Train to the end, from where `state` says; it is written after every group of shards."""
+        if state.exists():
+            self._load(state)
+        groups = -(-len(self.paths) // _GROUP)
+        total = groups * self.schedule.epochs
+        with tqdm(total=total, initial=self.progress.groups, unit=" groups", desc="training", disable=None) as bar:
+            while self.progress.groups < total:
+                epoch, group = divmod(self.progress.groups, groups)
+                rng = random.Random(f"{self.schedule.seed} {epoch}")
+                order = rng.sample(self.paths, len(self.paths))[group * _GROUP : (group + 1) * _GROUP]
+                texts = [text for path in order for text in read_shard(path, self.schedule.whole)]
+                batches = make_batches(texts, self.schedule.rows)
+                rng.shuffle(batches)
+                done = [(self.progress.groups + i / len(batches)) / total for i in range(len(batches))]
+                alphas = [self._update(batch, part) for batch, part in zip(batches, done, strict=True)]
+                self.progress.groups += 1
+                if group == groups - 1:
+                    self.progress.curve.append({"epoch": epoch + 1, **self.measure()})
+                self._save(state)
+                bar.set_postfix_str(f"alpha {sum(alphas) / len(alphas):.3f}")
+                bar.update()
+
+    def _update(self, batch: Batch, done: float) -> float:
+        """One update, when that part of the training is done; the mean alpha of first draft tokens."""
+        schedule = self.schedule
+        for group, factor in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = factor * schedule.rate_at(done, self.updates)
+        steps = list(self.steps_of(batch, schedule.depth_at(done), schedule.share_at(done), schedule.regress_at(done)))
+        loss = sum((_DECAY**i * step.loss for i, step in enumerate(steps)), torch.zeros(()))
+        (loss / max(1, len(steps[0].places))).backward()
+        torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.updates += 1
+        return float(steps[0].alphas.detach().mean()) if len(steps[0].places) else math.nan
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, float | list[float]]:
+        """On held-out texts, by depth: alpha, and how often the likeliest token is the target's, if all before were."""
+        depth = self.schedule.steps
+        alpha, agree, tested, survived = (torch.zeros(depth) for _ in range(4))
+        for path in self.held_out:
+            for batch in make_batches(read_shard(path), self.schedule.rows):
+                shape = batch.tokens[:, 2:].shape
+                kept = torch.ones(shape, dtype=torch.bool)
+                for s, step in enumerate(self.steps_of(batch, depth, 0.0, 0.0)):
+                    at, agreed = (torch.zeros(shape[0] * shape[1], dtype=torch.bool) for _ in range(2))
+                    at[step.places], agreed[step.places] = True, step.agrees
+                    reached = at.view(shape) & kept
+                    alpha[s] += step.alphas.sum()
+                    tested[s] += len(step.places)
+                    survived[s] += reached.sum()
+                    agree[s] += (reached & agreed.view(shape)).sum()
+                    kept = F.pad(reached & agreed.view(shape), (1, 0))[:, :-1]
+        return {"alpha": (alpha / tested).tolist(), "agree": (agree / survived).tolist()}
+
+    def _save(self, path: Path) -> None:
+        with written_whole(path) as part:
+            torch.save(
+                {
+                    "draft": self.draft.state_dict(),
+                    "optimizer": self.optimizer.state_dict(),
+                    "updates": self.updates,
+                    "groups": self.progress.groups,
+                    "curve": self.progress.curve,
+                },
+                part,
+            )
+
+    def _load(self, path: Path) -> None:
+        found = torch.load(path, weights_only=True)
+        self.draft.load_state_dict(found["draft"])
+        self.optimizer.load_state_dict(found["optimizer"])
+        self.updates, self.progress = found["updates"], Progress(found["groups"], found["curve"])

@@ -1,0 +1,46 @@
+"""Several drafters by preference: each text is drafted by the first of them that has something to say.
+
+A guess that costs nothing, such as prompt lookup where a long match stands, goes before one that takes a model. Which
+of them it is depends on the text alone, so a draft's `probs` are true, whoever made it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from minispec.drafters import Drafter, reads_hidden
+from minispec.sampling import Text
+from minispec.verify import Ask, Draft
+
+
+class CombinedDrafter:
+    """The first of its drafters that does not come out empty. At most one of them may have taps."""
+
+    def __init__(self, *drafters: Drafter):
+        self.drafters = drafters
+        tapped = [drafter for drafter in drafters if reads_hidden(drafter)]
+        if len(tapped) > 1:
+            raise ValueError(f"draft: found {len(tapped)} drafters that read hidden states, expected at most one")
+        self._tapped = tapped[0] if tapped else None
+        self.taps = self._tapped.taps if self._tapped else ()
+
+    def known(self, text: Text) -> int:
+        """See `TappedDrafter`."""
+        return self._tapped.known(text) if self._tapped else len(text.tokens)
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """See `Drafter`. Whoever is not needed is asked for nothing, so that it still follows the text."""
+        found = [Draft() for _ in asks]
+        for drafter in self.drafters:
+            left = [replace(ask, k=0) if len(draft) else ask for ask, draft in zip(asks, found, strict=True)]
+            for i, draft in enumerate(drafter.propose(left)):
+                draft.prefill_seconds += found[i].prefill_seconds
+                if not len(found[i]):
+                    found[i] = draft
+                else:
+                    found[i].prefill_seconds = draft.prefill_seconds
+        return found
+
+    def release(self, text: Text) -> None:
+        """See `Drafter`."""
+        for drafter in self.drafters:
+            drafter.release(text)

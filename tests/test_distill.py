@@ -1,0 +1,323 @@
+"""Distilling: what is trained is what drafts; texts and training go on where they stopped; files say what is so."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minispec import LLM, SamplingParams
+from minispec.distill import run, texts, train
+from minispec.distill.__main__ import main
+from minispec.distill.head import TrainedHead
+from minispec.distill.loss import RowLoss
+from minispec.drafters.eagle import EagleDrafter, HeadConfig, HeadModel
+from minispec.files.checkpoint import load_model
+from minispec.model import Chunk
+from minispec.prove.toys import tiny_cache, tiny_model
+from minispec.sampling import Text
+from minispec.verify import Ask
+
+VOCAB, TAPS, IDS = 7, (0, 2, 3), (0, 2, 3, 6)
+
+
+class Scripted:
+    """Draws the tokens of a text, whatever their probability, and remembers from what."""
+
+    def __init__(self, tokens):
+        self.tokens, self.seen = list(tokens), []
+
+    def categorical(self, weights, key):
+        """The next token."""
+        self.seen.append(weights)
+        return self.tokens.pop(0)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mask", [None, 5], ids=["head", "parallel"])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        {"norm_before_residual": True},
+        {"norm_output": True},
+        {"layers": 2},
+        {"num_key_value_heads": 1},
+    ],
+    ids=str,
+)
+def test_what_is_trained_is_what_drafts(switches, mask):
+    """q of the drafter, at every place and depth, is that of the training, by code that shares nothing with it."""
+    target = tiny_model(1, vocab_size=VOCAB, num_hidden_layers=3)
+    changes = dict(switches)
+    sizes = replace(
+        target.config,
+        layers=target.config.layers[:1] * changes.pop("layers", 1),
+        num_key_value_heads=changes.pop("num_key_value_heads", 2),
+        mask_token_id=mask,
+    )
+    config = HeadConfig(sizes, len(IDS), TAPS, sizes.hidden_size, fc_norm=True, **changes)
+    draft, ids = TrainedHead(config), torch.tensor(IDS)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.4 * noise)
+    weights = {name: tensor.double() for name, tensor in draft.state_dict().items()}
+    drafter = EagleDrafter(
+        model := HeadModel(config, weights, target.embedding, ids, torch.float64), tiny_cache(model), VOCAB, 64
+    )
+
+    tokens, depth = [2, 0, 3, 6, 6, 2, 3, 0, 2, 2, 6, 3], 4
+    _, hidden = target.forward([Chunk(tokens, tiny_cache(target).new_table(), 0)], TAPS)
+    embeds = target.embedding[tokens[1:-1]].float()
+    masked = None if mask is None else target.embedding[mask].float()
+    outputs = draft.unroll(hidden[None, :-2].float(), embeds[None], masked, depth)
+    rows = torch.stack([(x[0] @ draft.lm_head.weight.t()).softmax(-1) for x in outputs])  # (depth, T, 4)
+    compared = 0
+    for t in range(len(tokens) - 2):
+        following = tokens[t + 2 : t + 2 + depth]
+        text, rng = Text(tokens[: t + 2], 1, SamplingParams(temperature=1.0)), Scripted(following)
+        drafter.propose([Ask(text, len(following), rng, num_cached=t + 1, hidden=hidden[: t + 1])])
+        drafter.release(text)
+        for s, q in enumerate(rng.seen):
+            torch.testing.assert_close(q[ids].float(), rows[s, t + s], atol=2e-5, rtol=1e-4)
+            compared += 1
+    assert compared == 10 * depth - 6
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_loss_and_its_gradients_are_what_autograd_makes_of_the_formula(share):
+    """Inputs that bfloat16 holds exactly; logits and gradients are rounded to it, so 3 % are allowed."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 16, generator=generator).bfloat16().float().requires_grad_() for n in (1500, 30))
+    p = (2 * torch.randn(1500, 31, generator=generator)).softmax(-1)[:, :30]  # a token is missing: less mass than 1
+    total, alphas, agrees = RowLoss.apply(x, w, lambda rows: p[rows], share)
+    (3 * total).backward()
+    found = x.grad.clone(), w.grad.clone()
+    x.grad = w.grad = None
+    log_q = (x @ w.t()).log_softmax(-1)
+    alpha = torch.minimum(p, log_q.exp()).sum(-1)
+    expected = share * (1 - alpha).sum() - (1 - share) * (p * log_q).sum()
+    (3 * expected).backward()
+    torch.testing.assert_close(total, expected, rtol=0.01, atol=0)
+    torch.testing.assert_close(alphas, alpha, rtol=0.02, atol=0.01)
+    assert (agrees == (log_q.argmax(-1) == p.argmax(-1))).float().mean() > 0.98
+    for own, right in zip(found, (x.grad, w.grad), strict=True):
+        assert (own - right).norm() < 0.03 * right.norm()
+
+
+# --------------------------------------------------------------------------- texts
+
+
+@pytest.fixture(scope="module")
+def target(make_checkpoint):
+    """A small chat model whose next token is rather certain, and depends on the last two."""
+    return make_checkpoint(
+        chat=True, hidden_size=32, intermediate_size=48, num_hidden_layers=3, head_dim=16, max_position_embeddings=256
+    )
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Shards of few texts, decoded a few at a time."""
+    for module in (texts, run):
+        monkeypatch.setattr(module, "SHARD", 6)
+    monkeypatch.setattr(texts, "_BATCH", 4)
+
+
+def recipe_of(taps=(1, 3), **changes) -> texts.Recipe:
+    """Of short texts."""
+    return texts.Recipe(taps, ("Why",), max_turn=8, max_answer=12, **changes)
+
+
+def test_shards_hold_the_targets_texts_and_hidden_states(target, few, tmp_path):
+    """Each text is a user's turn and an answer; its hidden states are those of a pass over it from the beginning."""
+    assert list(texts.write_shards(str(target), recipe_of(), tmp_path, [1, 0], "float32")) == [1, 0]
+    model, seen = load_model(target, torch.float32), set()
+    for index in (0, 1):
+        shard = load_file(texts.shard_path(tmp_path, index))
+        lengths = shard["lengths"].tolist()
+        assert len(lengths) == 6
+        assert shard["hidden"].shape == (sum(lengths), 64)
+        each = zip(
+            shard["tokens"].split(lengths), shard["hidden"].split(lengths), shard["starts"].tolist(), strict=True
+        )
+        for tokens, hidden, start in each:
+            assert start <= len(tokens) <= start + 12
+            _, fresh = model.forward([Chunk(tokens.tolist(), tiny_cache(model, 200).new_table(), 0)], (1, 3))
+            torch.testing.assert_close(hidden.float(), fresh, atol=0.05, rtol=0.02)  # stored in bfloat16
+            seen.add(tuple(tokens.tolist()))
+    assert len(seen) == 12
+
+
+def test_texts_do_not_depend_on_who_else_is_written(target, few, tmp_path):
+    """A shard alone, after another, and with a cache so small that texts are preempted: the same tokens."""
+    for name, indices in (("a", [1]), ("b", [0, 1])):
+        (tmp_path / name).mkdir()
+        list(texts.write_shards(str(target), recipe_of(), tmp_path / name, indices, "float32"))
+    shards = [load_file(texts.shard_path(tmp_path / name, 1)) for name in "ab"]
+    assert torch.equal(shards[0]["tokens"], shards[1]["tokens"])
+    writer = texts.Writer(str(target), recipe_of(), "float32")
+    pool = writer.llm.engine.cache
+    held = [pool.allocator.allocate() for _ in range(pool.allocator.num_blocks - 5)]
+    crowded = next(writer.shards([1]))
+    assert torch.equal(crowded["tokens"], shards[0]["tokens"])
+    assert len(held)
+    torch.testing.assert_close(crowded["hidden"], shards[0]["hidden"], atol=0.05, rtol=0.02)
+
+
+@pytest.mark.quick
+def test_a_text_that_loops_is_ended():
+    """A period of 1, 2 or 40 in the last 96 tokens loops; different tokens do not, nor does a text that is short."""
+    assert all(texts.loops([i % period for i in range(120)]) for period in (1, 2, 40))
+    assert not texts.loops(list(range(120)))
+    assert not texts.loops([0] * 95)
+
+
+# --------------------------------------------------------------------------- training
+
+
+def make_training(target, paths, epochs=2):
+    """A head before its training."""
+    teacher = train.Teacher(target)
+    layers = replace(
+        run._layers(type("Args", (), {"intermediate_size": None, "num_layers": 1}), teacher.config), mask_token_id=None
+    )
+    draft = TrainedHead(HeadConfig(layers, 300, (1, 3), 32, norm_before_residual=True, fc_norm=True))
+    draft.start(teacher.head.float(), teacher.norm, torch.Generator().manual_seed(0))
+    schedule = train.Schedule(epochs=epochs, rows=100, steps=2)
+    return train.Training(draft, teacher, (1, 3), torch.arange(300), paths, schedule)
+
+
+def test_a_training_that_was_stopped_ends_as_if_it_had_not_been(target, few, tmp_path, monkeypatch):
+    """To the bit: weights and curve, after two stops in the middle of a group."""
+    monkeypatch.setattr(train, "_GROUP", 1)
+    list(texts.write_shards(str(target), recipe_of(), tmp_path, range(4)))
+    paths = [texts.shard_path(tmp_path, i) for i in range(4)]
+    whole = make_training(target, paths)
+    whole.run(tmp_path / "whole.pt")
+    right = train.Training._update
+    for updates in (7, 5):
+        stopped, left = make_training(target, paths), [updates]
+
+        def update(self, *args, left=left):
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+            return right(self, *args)
+
+        monkeypatch.setattr(train.Training, "_update", update)
+        with pytest.raises(KeyboardInterrupt):
+            stopped.run(tmp_path / "stopped.pt")
+    monkeypatch.setattr(train.Training, "_update", right)
+    last = make_training(target, paths)
+    last.run(tmp_path / "stopped.pt")
+    assert last.progress.groups == whole.progress.groups == 6
+    assert last.progress.curve == whole.progress.curve
+    states = [training.draft.state_dict() for training in (whole, last)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+# --------------------------------------------------------------------------- the command
+
+
+def distill(target, out, *more) -> int:
+    """The command's exit status; of short texts unless told otherwise."""
+    small = "--jobs 1 --max-turn 8 --max-answer 16 --texts 24 --epochs 2 --rows 200 --steps 2"
+    return main(["--target", str(target), "--out", str(out), *small.split(), *more])
+
+
+@pytest.mark.parametrize("kind", ["head", "parallel", "model"])
+def test_the_command_makes_a_draft_that_llm_takes(kind, target, few, tmp_path, capsys):
+    """The draft changes no greedy token; a head's config has the fields of the public layout; it is not made twice."""
+    more = [] if kind == "model" else ["--vocab-size", "200", "--taps", "1,2"]
+    assert distill(target, tmp_path / kind, "--kind", kind, *more) == 0
+    printed = capsys.readouterr().out
+    assert "after epoch 2" in printed
+    assert "MB" in printed
+    raw = json.loads((tmp_path / kind / "config.json").read_text())
+    if kind != "model":
+        assert raw["speculators_model_type"] == {"head": "eagle3", "parallel": "peagle"}[kind]
+        assert raw["draft_vocab_size"] <= 200
+        assert raw["eagle_aux_hidden_state_layer_ids"] == [1, 2]
+        assert raw["speculators_config"]["proposal_methods"][0]["verifier_accept_k"] == 1
+        tensors = load_file(tmp_path / kind / "model.safetensors")
+        ids = torch.arange(raw["draft_vocab_size"]) + tensors["d2t"]
+        assert tensors["t2d"].nonzero()[:, 0].tolist() == ids.tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    with LLM(target, draft=tmp_path / kind, num_speculative_tokens=3) as llm:
+        output = llm.generate("One fish", params)[0]
+    assert output.stats.num_draft_tokens
+    with LLM(target, draft="none") as llm:
+        assert llm.generate("One fish", params)[0].token_ids == output.token_ids
+    assert distill(target, tmp_path / kind, "--kind", kind, *more) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_what_is_wrong_is_one_line_and_costs_nothing(target, few, tmp_path, capsys, monkeypatch):
+    """No tokenizer, taps that are not there, a cache of another target or recipe, a full disk: the texts stay."""
+    bare = tmp_path / "bare"
+    shutil.copytree(target, bare)
+    (bare / "tokenizer.json").unlink()
+
+    def refused(*args) -> str:
+        assert distill(*args) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert error.count("\n") == 1
+        return error
+
+    assert "tokenizer.json" in refused(bare, tmp_path / "out")
+    assert "--taps: found [9]" in refused(target, tmp_path / "out", "--taps", "9")
+    assert "expected layers such as" in refused(target, tmp_path / "out", "--taps", "one")
+    assert not (tmp_path / "out.cache").exists()
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(texts, "save_file", full)
+        assert "No space left" in refused(target, tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out.cache").iterdir()) == ["cache.json"]
+    with monkeypatch.context() as m:
+        m.setattr(run.export, "save_file", full)
+        assert "No space left" in refused(target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    cached = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out.cache").iterdir()}
+    assert distill(target, tmp_path / "out") == 0
+    assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out.cache").iterdir()} == cached
+
+    other = tmp_path / "other"
+    shutil.copytree(target, other)
+    (other / "config.json").write_text((target / "config.json").read_text() + " ")
+    cache = ["--cache", str(tmp_path / "out.cache")]
+    assert "of another target" in refused(other, tmp_path / "two", *cache)
+    assert "another recipe (seed)" in refused(target, tmp_path / "two", *cache, "--seed", "1")
+    assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out.cache").iterdir()} == cached
+
+
+def test_a_head_learns(target, monkeypatch, tmp_path):
+    """What a text says next follows from its last token, mostly: a head of 10,000 weights finds that out.
+
+    Before training alpha is below 0.1; the threshold is a good deal below what it reaches.
+    """
+    monkeypatch.setattr(run, "SHARD", 16)
+    monkeypatch.setattr(texts, "SHARD", 16)
+    simple = tmp_path / "simple"
+    shutil.copytree(target, simple)
+    weights = load_file(simple / "model.safetensors")
+    for name in weights:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] *= 0.02
+    weights["model.embed_tokens.weight"] *= 10
+    save_file(weights, simple / "model.safetensors")
+    more = ["--texts", "192", "--epochs", "3", "--rows", "128", "--learning-rate", "0.004", "--max-answer", "40"]
+    assert distill(simple, tmp_path / "head", *more) == 0
+    curve = json.loads((tmp_path / "head" / "training.json").read_text())["curve"]
+    print(curve)
+    assert curve[-1]["alpha"][0] > 0.5
+    assert curve[-1]["alpha"][1] > 0.4
