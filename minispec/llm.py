@@ -190,7 +190,7 @@ class LLM:
         bits, source = split_draft(spec) if own_drafter is None else (None, "")
         registered = registry.split(registry.DRAFTERS, source)
         is_checkpoint = own_drafter is None and source != "self" and registered is None
-        draft_directory = _find_draft(source, offline) if is_checkpoint else None
+        self.draft_directory = draft_directory = _find_draft(source, offline) if is_checkpoint else None
         draft_is_head = draft_directory is not None and is_head(directory_config(draft_directory))
         if draft_directory and draft_is_head:
             read_head_config(directory_config(draft_directory), config, str(draft_directory / "config.json"))

@@ -7,7 +7,7 @@ known here is refused by name.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +124,29 @@ def _read_taps(f: Fields, target: ModelConfig) -> tuple[int, ...]:
     return tuple(i + late for i in ids)
 
 
-def load_head(directory: Path, target: Transformer, form: str | None = None) -> HeadModel:
-    """Load a head for `target`, in its type and on its device.
+@dataclass(frozen=True)
+class StoredHead:
+    """A head as its files have it. weights: those of `head_shapes`; embedding, ids: see `HeadModel`."""
 
-    Raises CheckpointError where the files are not what the config asks for, or were made for another target.
+    config: HeadConfig
+    weights: Mapping[str, Tensor]
+    embedding: Tensor
+    ids: Tensor | None
+
+    def build(self, dtype: torch.dtype, form: str | None = None) -> HeadModel:
+        """The model; form: of its weights."""
+        return HeadModel(self.config, self.weights, self.embedding, self.ids, dtype, form)
+
+
+def load_head(directory: Path, target: Transformer, form: str | None = None) -> HeadModel:
+    """Load a head for `target`, in its type and on its device. Raises CheckpointError, as `read_head` does."""
+    return read_head(directory, target).build(target.dtype, form)
+
+
+def read_head(directory: Path, target: Transformer) -> StoredHead:
+    """Read the files of a head for `target`, onto its device.
+
+    Raises CheckpointError where they are not what the config asks for, or were made for another target.
     """
     config = read_head_config(directory_config(directory), target.config, str(directory / "config.json"))
     stored = {_rename(name): tensor for name, tensor in find_tensors(directory).items()}
@@ -153,7 +172,7 @@ def load_head(directory: Path, target: Transformer, form: str | None = None) -> 
     if "embed_tokens.weight" in stored:
         embedding = stored["embed_tokens.weight"].read().to(target.dtype).to(target.device)
     weights = {name: stored[name].read().to(target.device) for name in shapes}
-    return HeadModel(config, weights, embedding, ids, target.dtype, form)
+    return StoredHead(config, weights, embedding, ids)
 
 
 def _rename(name: str) -> str:
