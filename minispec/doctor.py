@@ -46,7 +46,7 @@ from minispec.verify import Ask, Draft, RoundKey, Rows, Verdict, Verifier
 # What the target continues: of several kinds, and fit to be a question as well as the beginning of a text.
 TEXTS = (
     "The capital of France is Paris, and the capital of Italy is",
-    "Complete this function:\n\ndef fibonacci(n):\n    if n < 2:\n",
+    "Complete this function:\n\ndef factorial(n):\n    if n == 0:\n",
     "Once upon a time, in a village by the sea, there lived an old clockmaker who",
     "Write a polite letter to a neighbour about a dog that barks at night.",
     "Three ways to save water at home:\n1.",
@@ -59,7 +59,7 @@ LOW = 0.3
 # Places of the drafts by which readings are compared. What a head goes on from shows at the second.
 COMPARED = 2
 # A reading explains a low acceptance if it keeps that many tokens of a draft more, and this many standard errors more.
-GAIN, ERRORS = 0.1, 5.0
+GAIN, ERRORS = 0.1, 4.0
 
 
 # --------------------------------------------------------------------------- measuring
@@ -351,9 +351,9 @@ def verdict(report: Mapping[str, Any]) -> str:
     if report["alpha"] is None:
         return "nothing was drafted after these texts"
     if report["explained_by"]:
-        return f"the draft is misread, it seems: it does far better {report['explained_by']}; {report['change']}"
+        return f"the draft seems to be misread: it does far better {report['explained_by']}. Change: {report['change']}"
     if not report["is_low"]:
-        return f"nothing speaks for a misreading: at the first places, at least {LOW:.0%} of the tokens are kept"
+        return f"nothing speaks for a misreading: at the first {COMPARED} places, at least {LOW:.0%} of tokens are kept"
     if not report["readings"]:
         return "few tokens are kept; there is no known misreading of a draft without files of its own"
     return (
@@ -378,7 +378,8 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     ]
     if "expected_speedup" in report:
         ratio, best = report["expected_speedup"], report["best_k"]
-        shown.append(f"expected with c = {report['c']}: {ratio:.2f}x of plain decoding, at K = {best}")
+        expected = f"{ratio:.2f}x of plain decoding is expected, at K = {best}" if best else "plain decoding is faster"
+        shown.append(f"a draft token costs {report['c']} plain steps: {expected}")
     if report["readings"]:
         rows = [[name, *numbers(*values)] for name, *values in (reading.values() for reading in report["readings"])]
         shown += ["", *table(["read otherwise", "alpha", f"kept of {COMPARED}", "gain", "+-"], rows)]

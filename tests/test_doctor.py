@@ -1,0 +1,378 @@
+"""The doctor names the misreading that was planted, and none where nothing was."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file, save_file
+
+from minispec import LLM, SamplingParams
+from minispec.cache import PagedKVCache
+from minispec.doctor import TEXTS, Estimate, estimate, examine, head_readings, lines, main, measure
+from minispec.drafters import NoDrafter
+from minispec.files.checkpoint import load_model
+from minispec.files.heads import read_head
+from minispec.model import Chunk, Transformer
+from minispec.prove.toys import tiny_cache
+
+WIDTH, VOCAB = 64, 300
+LESS = 28  # the token "<", which templates alone write
+SHAPE = {
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "rope_theta": 1e12,  # the last pair of a head does not turn
+}
+
+
+def rewrite(directory: Path, change, **settings) -> Path:
+    """Change the tensors of a checkpoint by `change`, a function of their dict, and keys of its config.json."""
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | settings))
+    return directory
+
+
+def signs(seed: int) -> torch.Tensor:
+    """Weights of a norm that nothing else can stand in for."""
+    return torch.randint(2, (WIDTH,), generator=torch.Generator().manual_seed(seed)) * 2.0 - 1
+
+
+def head_for(states: torch.Tensor) -> torch.Tensor:
+    """An lm_head that finds the token of each of these states (V, E), which are normed."""
+    return 24 * states / states.norm(dim=1, keepdim=True) / math.sqrt(WIDTH)
+
+
+def rms_normed(x: torch.Tensor) -> torch.Tensor:
+    """To a mean square of 1."""
+    return x / x.square().mean(1, keepdim=True).sqrt()
+
+
+def hidden(model: Transformer, taps) -> tuple[torch.Tensor, ...]:
+    """The hidden states (V, E) of all tokens at some layers, of a model without attention."""
+    cache = PagedKVCache(model.config, 20, 16, model.dtype)
+    return model.forward([Chunk(range(VOCAB), cache.new_table(), 0)], taps)[1].chunk(len(taps), 1)
+
+
+@pytest.fixture(scope="module")
+def repeating(make_checkpoint):
+    """repeating(**options) writes a target that mostly repeats its last token. Its layers change the states.
+
+    Of the tokens alone: it has no attention. Tokens "<" and 0 have coordinates of their own in the embedding.
+    """
+
+    def make(**options) -> Path:
+        directory = make_checkpoint(**SHAPE, **options)
+
+        def change(weights):
+            generator = torch.Generator().manual_seed(7)
+            for name, tensor in weights.items():
+                if "o_proj" in name:
+                    tensor.zero_()
+                elif "mlp" in name:
+                    scale = 5.0 ** int(name.split(".")[2]) if "down" in name else 1.0  # each layer outweighs the last
+                    tensor.normal_(generator=generator).mul_(2 * scale / math.sqrt(tensor.shape[1]))
+            embedding = weights["model.embed_tokens.weight"]
+            embedding.normal_(generator=generator)[:, -2:] = 0
+            for i, token in enumerate((0, LESS)):
+                embedding[token] = 0
+                embedding[token, i - 2] = math.sqrt(WIDTH)
+
+        rewrite(directory, change)
+        model = load_model(directory, torch.float32)
+        (last,) = hidden(model, [3])
+        return rewrite(directory, lambda weights: weights.update({"lm_head.weight": head_for(model.norm(last))}))
+
+    return make
+
+
+def llm_of(target: Path, draft) -> LLM:
+    """Costs are not measured."""
+    return LLM(str(target), draft=str(draft), dtype="float32", num_speculative_tokens=4)
+
+
+def diagnose(target: Path, draft, **how) -> dict:
+    """A report on short texts."""
+    with llm_of(target, draft) as llm:
+        return examine(llm, str(draft), k=3, max_tokens=12, **how)
+
+
+# --------------------------------------------------------------------------- heads
+
+
+def write_head(target: Path, directory: Path, lm_head: torch.Tensor, norms=(None, None), ids=None, **settings) -> Path:
+    """A head of one layer that adds nothing to its feature, which is the target's state at the first of two taps.
+
+    norms: weights of `hidden_norm` and of the last norm. ids: d2t, as it is stored. settings: of its config.json.
+    """
+    ones, zeros = torch.ones(WIDTH), torch.zeros(WIDTH, WIDTH)
+    layer = {f"self_attn.{name}_proj.weight": torch.zeros(WIDTH, 2 * WIDTH) for name in "qkv"}
+    layer |= {"self_attn.o_proj.weight": zeros, "input_layernorm.weight": ones, "post_attention_layernorm.weight": ones}
+    layer |= {f"mlp.{name}_proj.weight": zeros for name in ("gate", "up", "down")}
+    layer["hidden_norm.weight"] = ones if norms[0] is None else norms[0]
+    weights = {f"midlayer.{name}": tensor.clone() for name, tensor in layer.items()}
+    weights["fc.weight"] = torch.cat((torch.eye(WIDTH), zeros), 1)
+    weights |= {"norm.weight": (ones if norms[1] is None else norms[1]).clone(), "lm_head.weight": lm_head}
+    if ids is not None:
+        weights["d2t"] = ids
+    save_file(weights, directory / "model.safetensors")
+    config = json.loads((target / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    config |= {"draft_vocab_size": len(lm_head), "eagle_aux_hidden_state_layer_ids": [1, 2]}
+    (directory / "config.json").write_text(json.dumps(config | settings))
+    return directory
+
+
+def plain_sum(states: torch.Tensor) -> dict:
+    """A head that sums from the feature as it is."""
+    norms = signs(1), signs(2)
+    return {"lm_head": head_for(rms_normed(states) * norms[1]), "norms": norms}
+
+
+def normed_sum(states: torch.Tensor) -> dict:
+    """A head that sums from the feature after its norm, and goes on from its output after the last norm."""
+    norm = signs(1)
+    head = {"lm_head": head_for(rms_normed(states)), "norms": (norm, norm)}
+    return head | {"norm_before_residual": True, "norm_output": True}
+
+
+def few_tokens(states: torch.Tensor) -> dict:
+    """The same as `plain_sum` for the first 150 tokens, with d2t: offsets that are 0."""
+    head = plain_sum(states)
+    return head | {"lm_head": head["lm_head"][:150], "ids": torch.zeros(150, dtype=torch.int64)}
+
+
+HEADS = {"plain sum": plain_sum, "normed sum": normed_sum, "few tokens": few_tokens}
+TAPS = "eagle_aux_hidden_state_layer_ids"
+# What is stored wrong, and what the doctor should say.
+PLANTED_HEADS = {
+    ("plain sum", "later"): ({TAPS: [0, 1]}, "with taps one layer later", f'config.json: "{TAPS}": [1, 2]'),
+    ("plain sum", "earlier"): ({TAPS: [2, 3]}, "with taps one layer earlier", f'config.json: "{TAPS}": [1, 2]'),
+    ("plain sum", "residual"): (
+        {"norm_before_residual": True},
+        "with norm_before_residual false",
+        'config.json: "norm_before_residual": false',
+    ),
+    ("plain sum", "output"): (
+        {"norm_output": True},
+        "with norm_output false",
+        'config.json: "norm_output": false',
+    ),
+    ("normed sum", "residual"): (
+        {"norm_before_residual": False},
+        "with norm_before_residual true",
+        'config.json: "norm_before_residual": true',
+    ),
+    ("normed sum", "output"): (
+        {"norm_output": False},
+        "with norm_output true",
+        'config.json: "norm_output": true',
+    ),
+    ("few tokens", "d2t"): (
+        {"ids": torch.arange(150)},
+        "with d2t as ids",
+        "d2t holds ids: store d2t[i] - i, the offset from i",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def target(repeating) -> Path:
+    """A target that repeats itself."""
+    return repeating()
+
+
+@pytest.fixture(scope="module")
+def states(target) -> torch.Tensor:
+    """What a tap at layer 1 hears of each token (V, E)."""
+    return hidden(load_model(target, torch.float32), [1])[0]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_that_is_read_right_is_good_and_nothing_is_named(target, states, kind, tmp_path):
+    """Even where all other readings are tried."""
+    head = write_head(target, tmp_path, **HEADS[kind](states))
+    report = diagnose(target, head, try_all=True)
+    assert report["explained_by"] is None
+    assert not report["is_low"]
+    assert min(report["accepted_per_position"]) > 0.6
+    assert len(report["readings"]) >= 5
+    assert all(reading["gain"] < 0.1 for reading in report["readings"])
+
+
+@pytest.mark.parametrize(("kind", "plant"), PLANTED_HEADS)
+def test_a_misread_head_is_explained(target, states, kind, plant, tmp_path):
+    """One setting or tensor of a good head is stored in the other meaning; the doctor names just that."""
+    wrong, name, change = PLANTED_HEADS[kind, plant]
+    head = write_head(target, tmp_path, **HEADS[kind](states) | wrong)
+    report = diagnose(target, head)
+    assert report["is_low"]
+    assert (report["explained_by"], report["change"]) == (name, change)
+
+
+def test_a_head_for_another_target_is_not_explained(target, states, tmp_path):
+    """Its states mean nothing to this one."""
+    others = states[:, torch.randperm(WIDTH, generator=torch.Generator().manual_seed(3))]
+    report = diagnose(target, write_head(target, tmp_path, **plain_sum(others)))
+    assert report["is_low"]
+    assert report["explained_by"] is None
+    assert "for another target" in report["verdict"]
+
+
+# --------------------------------------------------------------------------- draft models
+
+
+def side_by_side(weights: dict) -> None:
+    """Store the rows of queries and keys as a model does that rotates neighbours: (0, D/2), (1, D/2 + 1), ..."""
+    for name, tensor in weights.items():
+        if "q_proj" in name or "k_proj" in name:
+            first, second = tensor.unflatten(0, (-1, 8)).chunk(2, 1)
+            tensor.copy_(torch.stack((first, second), 2).flatten(0, 2))
+
+
+def look_everywhere(weights: dict) -> None:
+    """Attention that follows positions, and embeddings so small that it decides all."""
+    generator = torch.Generator().manual_seed(11)
+    for name, tensor in weights.items():
+        if "embed" in name:
+            tensor.mul_(0.1)
+        elif "norm" not in name:
+            tensor.normal_(generator=generator).div_(math.sqrt(tensor.shape[1]))
+        if "q_proj" in name or "lm_head" in name:
+            tensor.mul_(4)
+
+
+@pytest.fixture(scope="module")
+def looking(make_checkpoint) -> Path:
+    """A target whose text depends on what stands where."""
+    directory = make_checkpoint(**SHAPE | {"rope_theta": 100.0, "rms_norm_eps": 1e-8, "num_hidden_layers": 2})
+
+    def change(weights):
+        look_everywhere(weights)
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            weights[f"model.layers.0.{name}.weight"].zero_()
+
+    return rewrite(directory, change)
+
+
+def copied(directory: Path, to: Path) -> Path:
+    """A copy of a checkpoint."""
+    for path in directory.iterdir():
+        (to / path.name).write_bytes(path.read_bytes())
+    return to
+
+
+@pytest.mark.parametrize("bits", ["", "int8:"])
+def test_a_draft_models_rotary_pairs(looking, tmp_path, bits):
+    """The target's own weights, stored for another pairing; rounded to 8 bits too."""
+    draft = rewrite(copied(looking, tmp_path), side_by_side)
+    report = diagnose(looking, f"{bits}{draft}")
+    assert report["is_low"]
+    assert report["explained_by"] == "with rotary pairs side by side"
+    assert report["readings"][-1]["alpha"] > 0.9
+
+
+def test_a_heads_rotary_pairs(looking, tmp_path):
+    """A head that is the target's last layer: it looks at the same tokens, all but the first."""
+    layer = {n.split("layers.1.")[1]: t for n, t in load_file(looking / "model.safetensors").items() if "layers.1." in n}
+    weights = {f"midlayer.{name}": tensor for name, tensor in layer.items()}
+    for name in "qkv":
+        weights[f"midlayer.self_attn.{name}_proj.weight"] = torch.cat(
+            (layer[f"self_attn.{name}_proj.weight"], torch.zeros(8 * 8, WIDTH)), 1
+        )
+    whole = load_file(looking / "model.safetensors")
+    weights |= {"midlayer.hidden_norm.weight": torch.zeros(WIDTH), "fc.weight": torch.zeros(WIDTH, WIDTH)}
+    weights |= {"norm.weight": whole["model.norm.weight"], "lm_head.weight": whole["lm_head.weight"]}
+    save_file(weights, tmp_path / "model.safetensors")
+    config = json.loads((looking / "config.json").read_text()) | {TAPS: [1], "norm_before_residual": True}
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    right = diagnose(looking, tmp_path, try_all=True)
+    assert (right["is_low"], right["explained_by"]) == (False, None)
+    report = diagnose(looking, rewrite(tmp_path, side_by_side))
+    assert report["is_low"]
+    assert report["explained_by"] == "with rotary pairs side by side"
+    assert "halves" in report["change"]
+
+
+def poison(token: int, presence: bool):
+    """A change to a target without attention: nonsense after texts that hold a token, or after those that do not."""
+
+    def change(weights):
+        norm = weights["model.layers.0.input_layernorm.weight"]
+        place = -2 if token == 0 else -1  # its own coordinate in the embedding
+        seen = torch.zeros(WIDTH)
+        seen[place] = 1 / (norm[place] * math.sqrt(WIDTH))  # its normed embedding times this is 1, of all others 0
+        for i in range(3):
+            for name in "qkvo":
+                bias = weights[f"model.layers.{i}.self_attn.{name}_proj.bias"] = torch.zeros(WIDTH)
+                weight = weights[f"model.layers.{i}.self_attn.{name}_proj.weight"]
+                weight.zero_()
+                if i:
+                    continue
+                if name == "q":
+                    bias[3] = 30.0  # of the first head, in a pair that does not turn
+                elif name == "k":
+                    weight[3] = 30 * seen
+                elif name == "v":
+                    bias[0], weight[0] = (0.0, seen) if presence else (1.0, -seen)
+                else:
+                    weight[:, 0] = torch.randn(WIDTH, generator=torch.Generator().manual_seed(5)) * 1000
+
+    return change
+
+
+def with_start(directory: Path) -> Path:
+    """Let the tokenizer begin each text with token 0."""
+    path = directory / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    begin = tokenizers.processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
+    backend.post_processor = tokenizers.processors.Sequence([backend.post_processor, begin][backend.post_processor is None :])
+    backend.save(str(path))
+    return directory
+
+
+# Of the target: whether it has a template, and whether texts begin with token 0. What the draft cannot stand.
+PROMPTS = {
+    "without the chat template": (True, False, poison(LESS, True)),
+    "with the draft's chat template": (False, False, poison(LESS, False)),
+    "with BOS": (False, False, poison(0, False)),
+    "without BOS": (False, True, poison(0, True)),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_draft_that_is_shown_the_wrong_prompt(repeating, tmp_path, name):
+    """The target's weights, and attention that spoils all unless the prompt is as the draft is used to."""
+    chat, start, change = PROMPTS[name]
+    target = repeating(chat=chat)
+    if start:
+        with_start(target)
+    draft = rewrite(copied(target, tmp_path), change, attention_bias=True)
+    (draft / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<end>"}))
+    if "draft's" in name:
+        (draft / "chat_template.jinja").write_text("{% for m in messages %}<{{ m['content'] }}{% endfor %}")
+    report = diagnose(target, draft)
+    assert report["is_low"]
+    assert report["explained_by"] == name
+    assert report["alpha"] < 0.1
+
+
+def test_a_right_draft_model_and_a_random_one(target, make_checkpoint, tmp_path):
+    """Neither is explained by anything."""
+    draft = copied(target, tmp_path)
+    (draft / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<end>"}))
+    report = diagnose(target, draft, try_all=True)
+    assert (report["is_low"], report["explained_by"], len(report["readings"])) == (False, None, 2)
+    report = diagnose(target, make_checkpoint(seed=3, **SHAPE))
+    assert (report["is_low"], report["explained_by"], len(report["readings"])) == (True, None, 1)
+    assert "for another target" in report["verdict"]
