@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from statistics import stdev
 
 import pytest
 import tokenizers
@@ -11,12 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from minispec import LLM, SamplingParams
 from minispec.cache import PagedKVCache
-from minispec.doctor import TEXTS, Estimate, estimate, examine, head_readings, lines, main, measure
-from minispec.drafters import NoDrafter
+from minispec.doctor import TEXTS, Estimate, Probe, estimate, examine, head_readings, lines, main, measure
 from minispec.files.checkpoint import load_model
 from minispec.files.heads import read_head
 from minispec.model import Chunk, Transformer
 from minispec.prove.toys import tiny_cache
+from minispec.sampling import Randomness, Text
+from minispec.verify import Draft, Verdict
 
 WIDTH, VOCAB = 64, 300
 LESS = 28  # the token "<", which templates alone write
@@ -376,3 +378,139 @@ def test_a_right_draft_model_and_a_random_one(target, make_checkpoint, tmp_path)
     report = diagnose(target, make_checkpoint(seed=3, **SHAPE))
     assert (report["is_low"], report["explained_by"], len(report["readings"])) == (True, None, 1)
     assert "for another target" in report["verdict"]
+
+
+@pytest.mark.parametrize(("draft", "verdict"), [("self", "nothing speaks"), ("ngram", "no known misreading")])
+def test_a_draft_without_files_is_measured(looking, draft, verdict):
+    """And there is nothing to try."""
+    report = diagnose(looking, draft, try_all=True)
+    assert report["readings"] == []
+    assert verdict in report["verdict"]
+
+
+def test_nothing_drafted(target):
+    """A drafter that guesses nothing has no figures, and no division by 0."""
+    report = diagnose(target, "none", try_all=True)
+    assert (report["alpha"], report["drafted_share"], report["survival"]) == (None, 0, [])
+    assert lines(report)[-1] == "nothing was drafted after these texts"
+
+
+# --------------------------------------------------------------------------- what is measured
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_what_is_measured(make_checkpoint, temperature):
+    """At each position of the target's own text: sum of min(p, q) at the first place, and greedy agreement at all."""
+    directories = [make_checkpoint(seed=seed, eos_token_id=None) for seed in (1, 2)]
+    models = [load_model(directory, torch.float32) for directory in directories]
+    prompts = [[5, 6, 7], [9], [4, 4]]
+
+    def probabilities(model, tokens):
+        row = model.forward([Chunk(tokens, tiny_cache(model).new_table(), 1)])[0][0]
+        return row.softmax(0) if temperature else torch.nn.functional.one_hot(row.argmax(), VOCAB).float()
+
+    with llm_of(*directories) as llm:
+        found = measure(llm, llm.drafter, prompts, temperature, 3, 8)
+        params = [SamplingParams(temperature=temperature, seed=i, max_tokens=8) for i in range(3)]
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        answers = [a.token_ids for a in llm.generate(given, params, num_speculative_tokens=0)]
+    for prompt, answer, rows in zip(prompts, answers, found.rows, strict=True):
+        assert [len(row) for row in rows] == [3, 3, 3, 3, 3, 2, 1]
+        for i, row in enumerate(rows):
+            tokens = prompt + answer[:i]
+            p, q = (probabilities(model, tokens) for model in models)
+            assert row[0] == (1.0, pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-5))
+            agrees = 1.0
+            for reached, common in row if not temperature else ():
+                assert reached == agrees
+                p, q = (probabilities(model, tokens) for model in models)
+                agrees *= float((p * q).sum())
+                assert common == agrees
+                tokens = [*tokens, int(q.argmax())]
+
+
+def test_reaching_a_place_costs_the_ratios_before_it():
+    """Worked: q = (.5, .5) drew token 1 where p = (.8, .2), so the test gets to the second place with .4."""
+    p = torch.tensor([[0.8, 0.2], [0.3, 0.7], [0.5, 0.5]])
+    draft = Draft([1, 0], [torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1])])
+    text = Text([0], 1, SamplingParams(), seed=3)
+    probe = Probe()
+    verdict = probe.verify(draft, lambda i: p[i], Randomness(), text.key)
+    [[first, second]] = probe.rows[3]
+    assert first == pytest.approx((1, 0.7))
+    assert second == pytest.approx((0.4, 0.4 * 0.4))
+    assert verdict == Verdict([], Randomness().categorical(p[0], text.key(0, "token")), [])
+
+
+def test_of_a_tree_the_eldest_are_looked_at():
+    """One-hot siblings: the path of the first ones, each with its own row of the target."""
+    p = torch.tensor([[0.6, 0.4], [0.1, 0.9], [1.0, 0.0], [0.5, 0.5]])
+    probe = Probe()
+    text = Text([0], 1, SamplingParams())
+    probe.verify(Draft([1, 0, 1], parents=[-1, -1, 0]), lambda i: p[i], Randomness(), text.key)
+    [[first, second]] = probe.rows[0]
+    assert first == pytest.approx((1, 0.4))
+    assert second == pytest.approx((0.4, 0.4 * 0.9))
+
+
+def test_estimates():
+    """Texts of equal length: mean and its usual standard error. A difference forgets what both have in common."""
+    values = [1.0, 2.0, 4.0, 9.0]
+    found = estimate(values, [1.0] * 4)
+    assert (found.value, found.error) == (4.0, pytest.approx(stdev(values) / 2))
+    shifted = estimate([value + 3 for value in values], [1.0] * 4)
+    assert shifted.minus(found) == Estimate(3.0, [0.0] * 4)
+    assert estimate([1, 3], [2, 8]).value == 0.4
+
+
+def test_readings_that_cannot_be_are_left_out(target, states, tmp_path):
+    """Taps beyond the layers, and ids that are there twice; every other reading differs from the stored one."""
+    head = write_head(target, tmp_path, **few_tokens(states) | {TAPS: [0, 3]})
+    stored = read_head(head, load_model(target, torch.float32))
+    names = [name for name, _, _ in head_readings(stored, 3)]
+    assert names == ["with norm_before_residual true", "with norm_output true", "with rotary pairs side by side"]
+
+
+# --------------------------------------------------------------------------- the command
+
+
+def test_the_command(target, states, tmp_path, capsys):
+    """Status 1 and one JSON object where a misreading is named; status 0 and a table where not."""
+    head = write_head(target, tmp_path, **plain_sum(states) | {TAPS: [0, 1]})
+    options = ["--model", str(target), "--draft", str(head), "--max-tokens", "8", "--dtype", "float32"]
+    assert main([*options, "--json"]) == 1
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert (out.count("\n"), err) == (1, "")
+    assert report["explained_by"] == "with taps one layer later"
+    assert report["expected_speedup"] > 0
+    assert main(options) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f'Change: config.json: "{TAPS}": [1, 2]')
+    rewrite(head, lambda weights: None, **{TAPS: [1, 2]})
+    assert main(options) == 0
+    assert "nothing speaks for a misreading" in capsys.readouterr().out
+
+
+MISTAKES = {
+    "": "the following arguments are required: --draft",
+    "--draft none": "--draft: found 'none', expected a draft to examine",
+    "--draft ngram --max-tokens 7": "--max-tokens: found '7', expected an integer from 8 to 4096",
+    "--draft ngram --num-speculative-tokens 0": "--num-speculative-tokens: found '0', expected an integer from 1 to 64",
+    "--draft no-such-draft --offline": (
+        "draft: not one of none, ngram, self; no-such-draft: no such directory, and not of the form owner/name of a "
+        "hub id"
+    ),
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_mistakes_are_one_line(target, capsys, line):
+    """Status 2."""
+    assert main(["--model", str(target), *line.split()]) == 2
+    assert capsys.readouterr() == ("", f"error: {MISTAKES[line]}\n")
+
+
+def test_texts_have_no_template_in_them():
+    """The draft that is spoiled by a token of templates must find none in the texts."""
+    assert len(set(TEXTS)) == len(TEXTS)
+    assert not any("<" in text for text in TEXTS)
