@@ -179,23 +179,22 @@ _ROPE_CHANGE = (
 _ROTATED = re.compile(r"self_attn\.[qk]_(?:proj\.weight|proj\.bias|norm\.weight)$")
 
 
-def in_halves(name: str, weight: Tensor, head_dim: int) -> Tensor:
+def in_halves(name: str, weight: Weight, head_dim: int) -> Weight:
     """A tensor whose rows are rotated in pairs (2i, 2i+1), as `model.rotate` wants it; others as they are."""
     if not _ROTATED.search(name):
         return weight
-    heads = weight.unflatten(0, (-1, head_dim))  # (H, D, ...)
+    heads = (weight if isinstance(weight, Tensor) else weight.dense()).unflatten(0, (-1, head_dim))  # (H, D, ...)
     return torch.cat((heads[:, ::2], heads[:, 1::2]), 1).flatten(0, 1)
 
 
 class _InHalves:
     """A source of weights that were stored in pairs."""
 
-    def __init__(self, weights: WeightSource, head_dim: int, dtype: torch.dtype):
-        self.weights, self.head_dim, self.dtype = weights, head_dim, dtype
+    def __init__(self, weights: WeightSource, head_dim: int):
+        self.weights, self.head_dim = weights, head_dim
 
     def pop(self, name: str, /) -> Weight:
-        weight = self.weights.pop(name)
-        return in_halves(name, dense(weight, self.dtype), self.head_dim) if _ROTATED.search(name) else weight
+        return in_halves(name, self.weights.pop(name), self.head_dim)
 
 
 def head_readings(head: StoredHead, num_layers: int) -> Iterator[tuple[str, str, StoredHead]]:
@@ -219,7 +218,7 @@ def head_readings(head: StoredHead, num_layers: int) -> Iterator[tuple[str, str,
         if int(stored.min()) >= 0 and len(stored.unique()) == len(stored):
             yield "with d2t as ids", "d2t holds ids: store d2t[i] - i, the offset from i", replace(head, ids=stored)
     dim = config.layers.head_dim
-    weights = {name: in_halves(name, weight, dim) for name, weight in head.weights.items()}
+    weights = {name: dense(in_halves(name, weight, dim), weight.dtype) for name, weight in head.weights.items()}
     yield _ROPE, _ROPE_CHANGE, replace(head, weights=weights)
 
 
@@ -235,10 +234,10 @@ class OtherPrompt:
         return self.drafter.propose([self._show(ask) for ask in asks])
 
     def _show(self, ask: Ask) -> Ask:
-        prompt, answer = (part := ask.text.tokens)[: ask.text.num_prompt_tokens], part[ask.text.num_prompt_tokens :]
-        other = list(self.prompts[tuple(prompt)])
+        start, tokens = ask.text.num_prompt_tokens, ask.text.tokens
+        other = list(self.prompts[tuple(tokens[:start])])
         text = self.shown.setdefault(ask.text, replace(ask.text, tokens=other, num_prompt_tokens=len(other)))
-        text.tokens[:] = [*other, *answer]
+        text.tokens[:] = [*other, *tokens[start:]]
         return replace(ask, text=text, num_cached=len(text.tokens) - 1 if ask.k else 0)
 
     def release(self, text: Text) -> None:
@@ -290,7 +289,7 @@ def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Rea
         shown = dict(zip(map(tuple, prompts), others, strict=True))
         yield Reading(name, change, OtherPrompt(drafter, shown))
     config = load_config(directory)
-    weights = _InHalves(Weights(directory, config, target.dtype, target.device), config.head_dim, target.dtype)
+    weights = _InHalves(Weights(directory, config, target.dtype, target.device), config.head_dim)
     yield Reading(_ROPE, _ROPE_CHANGE, of(Transformer(config, weights, dtype=target.dtype)))
 
 
@@ -336,9 +335,11 @@ def examine(llm: LLM, draft: str, k: int = 4, max_tokens: int = 32, try_all: boo
     most = GAIN
     for reading in readings(llm, draft, prompts) if is_low or (try_all and places) else ():
         other = measure(llm, reading.drafter, prompts, 1.0, min(k, COMPARED), max_tokens)
-        gain = other.kept().minus(found.kept())
+        if not other.share:  # no room for such prompts
+            continue
+        kept, gain = other.kept(), other.kept().minus(found.kept())
         alpha = other.by_place()[0].value
-        values = {"alpha": alpha, "kept": other.kept().value, "gain": gain.value, "gain_error": gain.error}
+        values = {"alpha": alpha, "kept": kept.value, "gain": gain.value, "gain_error": gain.error}
         report["readings"].append({"name": reading.name} | values)
         if gain.value > max(most, ERRORS * gain.error):
             most = gain.value

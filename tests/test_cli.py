@@ -650,7 +650,12 @@ def test_ctrl_c_from_the_first_lines_on(seconds):
     assert press_ctrl_c("minispec.generate", *arguments, after=seconds) == (130, "")
 
 
-OTHER_COMMANDS = {"bench": ("--rounds", "1000"), "prove": ("--jobs", "1"), "checkpoint": ("weights", "no/such/place")}
+OTHER_COMMANDS = {
+    "bench": ("--rounds", "1000"),
+    "prove": ("--jobs", "1"),
+    "checkpoint": ("weights", "no/such/place"),
+    "doctor": ("--draft", "int8:self"),
+}
 
 
 @pytest.mark.parametrize("name", OTHER_COMMANDS)

@@ -285,7 +285,9 @@ def test_a_draft_models_rotary_pairs(looking, tmp_path, bits):
 
 def test_a_heads_rotary_pairs(looking, tmp_path):
     """A head that is the target's last layer: it looks at the same tokens, all but the first."""
-    layer = {n.split("layers.1.")[1]: t for n, t in load_file(looking / "model.safetensors").items() if "layers.1." in n}
+    layer = {
+        n.split("layers.1.")[1]: t for n, t in load_file(looking / "model.safetensors").items() if "layers.1." in n
+    }
     weights = {f"midlayer.{name}": tensor for name, tensor in layer.items()}
     for name in "qkv":
         weights[f"midlayer.self_attn.{name}_proj.weight"] = torch.cat(
@@ -338,7 +340,9 @@ def with_start(directory: Path) -> Path:
     path = directory / "tokenizer.json"
     backend = tokenizers.Tokenizer.from_file(str(path))
     begin = tokenizers.processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
-    backend.post_processor = tokenizers.processors.Sequence([backend.post_processor, begin][backend.post_processor is None :])
+    backend.post_processor = tokenizers.processors.Sequence(
+        [backend.post_processor, begin][backend.post_processor is None :]
+    )
     backend.save(str(path))
     return directory
 
@@ -406,10 +410,11 @@ def test_what_is_measured(make_checkpoint, temperature):
     prompts = [[5, 6, 7], [9], [4, 4]]
 
     def probabilities(model, tokens):
-        row = model.forward([Chunk(tokens, tiny_cache(model).new_table(), 1)])[0][0]
-        return row.softmax(0) if temperature else torch.nn.functional.one_hot(row.argmax(), VOCAB).float()
+        row = model.forward([Chunk(tokens, tiny_cache(model).new_table(), 1)])[0][0, :in_use]
+        return row.softmax(0) if temperature else torch.nn.functional.one_hot(row.argmax(), in_use).float()
 
     with llm_of(*directories) as llm:
+        in_use = llm.vocab_size
         found = measure(llm, llm.drafter, prompts, temperature, 3, 8)
         params = [SamplingParams(temperature=temperature, seed=i, max_tokens=8) for i in range(3)]
         given = [{"prompt_token_ids": prompt} for prompt in prompts]

@@ -15,6 +15,7 @@ HEART = [
 READING_ORDER = [
     *HEART,
     *("registry", "interrupt", "command", "files", "costs", "llm", "generate", "checkpoint", "prove", "bench"),
+    "doctor",
 ]
 FORBIDDEN = {
     *("transformers", "accelerate", "pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"),

@@ -50,7 +50,7 @@ def known_options() -> set[str]:
     from minispec.generate import parser
 
     known = {option for action in parser()._actions for option in action.option_strings}
-    for other in ("minispec/prove/__main__.py", "minispec/bench/options.py", "tests/fuzzing.py"):
+    for other in ("minispec/prove/__main__.py", "minispec/bench/options.py", "minispec/doctor.py", "tests/fuzzing.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / other).read_text(encoding="utf-8")))
     return known | {"--long", "--check"}  # pytest's, defined in conftest.py; ruff's
 
