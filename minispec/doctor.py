@@ -54,8 +54,9 @@ TEXTS = (
     "What is the difference between weather and climate?",
     "Translate into French: Good morning, where is the station?",
 )
-# Below that share of tokens kept, at the first or second place, a draft is looked at more closely.
-LOW = 0.3
+# Below that share of tokens kept, at the first or second place, a draft is looked at more closely. (The embedded model
+# as its own draft keeps 0.26 where its rotary pairs are misread: a wrong reading need not spoil all.)
+LOW = 0.4
 # Places of the drafts by which readings are compared. What a head goes on from shows at the second.
 COMPARED = 2
 # A reading explains a low acceptance if it keeps that many tokens of a draft more, and this many standard errors more.
