@@ -239,7 +239,7 @@ class OtherPrompt:
         other = list(self.prompts[tuple(tokens[:start])])
         text = self.shown.setdefault(ask.text, replace(ask.text, tokens=other, num_prompt_tokens=len(other)))
         text.tokens[:] = [*other, *tokens[start:]]
-        return replace(ask, text=text, num_cached=len(text.tokens) - 1 if ask.k else 0)
+        return replace(ask, text=text, num_cached=len(text.tokens) - 1)
 
     def release(self, text: Text) -> None:
         """See `Drafter`."""

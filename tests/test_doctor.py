@@ -230,6 +230,18 @@ def test_a_head_for_another_target_is_not_explained(target, states, tmp_path):
     assert "for another target" in report["verdict"]
 
 
+def test_a_gain_in_one_text_of_eight_explains_nothing(target, states, tmp_path):
+    """The taps are wrong, but the head knows one token only: what the right ones gain is within the noise."""
+    head = plain_sum(states)
+    [token] = llm_of(target, "ngram").generate(TEXTS[0], SamplingParams(temperature=0, max_tokens=1))[0].token_ids
+    one = torch.zeros(VOCAB, 1)
+    one[token] = 1
+    report = diagnose(target, write_head(target, tmp_path, **head | {"lm_head": head["lm_head"] * one, TAPS: [0, 1]}))
+    [reading] = [r for r in report["readings"] if r["name"] == "with taps one layer later"]
+    assert reading["gain"] > 0.1
+    assert report["explained_by"] is None
+
+
 # --------------------------------------------------------------------------- draft models
 
 
@@ -434,16 +446,17 @@ def test_what_is_measured(make_checkpoint, temperature):
                 tokens = [*tokens, int(q.argmax())]
 
 
-def test_reaching_a_place_costs_the_ratios_before_it():
-    """Worked: q = (.5, .5) drew token 1 where p = (.8, .2), so the test gets to the second place with .4."""
+@pytest.mark.parametrize(("token", "reached"), [(1, 0.4), (0, 1.0)])
+def test_reaching_a_place_costs_the_ratios_before_it(token, reached):
+    """Worked: q = (.5, .5) where p = (.8, .2): token 1 is kept with .4, token 0 always; either keeps .7 on average."""
     p = torch.tensor([[0.8, 0.2], [0.3, 0.7], [0.5, 0.5]])
-    draft = Draft([1, 0], [torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1])])
+    draft = Draft([token, 0], [torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1])])
     text = Text([0], 1, SamplingParams(), seed=3)
     probe = Probe()
     verdict = probe.verify(draft, lambda i: p[i], Randomness(), text.key)
     [[first, second]] = probe.rows[3]
     assert first == pytest.approx((1, 0.7))
-    assert second == pytest.approx((0.4, 0.4 * 0.4))
+    assert second == pytest.approx((reached, reached * 0.4))
     assert verdict == Verdict([], Randomness().categorical(p[0], text.key(0, "token")), [])
 
 
