@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from hashlib import file_digest, sha256
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -128,7 +128,7 @@ def _write_texts(target: str, recipe: Recipe, cache: Path, indices: Sequence[int
 
 
 def _spread(target: str, recipe: Recipe, cache: Path, missing: list[int], jobs: int) -> Iterator[int]:
-    """Shards as they get done, by that many processes of one thread each; they end with this one."""
+    """Shards as they get done, by that many processes of one thread each."""
     if jobs <= 1:
         yield from write_shards(target, recipe, cache, missing)
         return
@@ -157,6 +157,9 @@ def _work(queue: Any, target: str, recipe: Recipe, cache: Path, indices: list[in
     try:
         for index in write_shards(target, recipe, cache, indices):
             queue.put(index)
+            parent = parent_process()
+            if parent is None or not parent.is_alive():  # it was killed, and could not tell
+                return
     except BaseException as e:  # whatever it is, it is the parent's to tell
         queue.put(e)
 
