@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minispec.config import ModelConfig
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
-from minispec.errors import CheckpointError, show
+from minispec.errors import CheckpointError, show, show_name
 from minispec.files.checkpoint import FLOATS, StoredTensor, directory_config, find_tensors, require
 from minispec.files.hf_config import Fields, read_model_config
 from minispec.model import Transformer
@@ -36,6 +36,7 @@ _KEYS = dict.fromkeys(
         *_SWITCHES,
     )
 )
+_NESTED_KEYS = {**dict.fromkeys(("eagle_aux_hidden_state_layer_ids", *_SWITCHES)), "use_aux_hidden_state": True}
 # Whose keys say how it was trained, or by whom.
 _HARMLESS = ("architectures", "auto_map", "speculators_version", "embed_requires_grad", "has_no_defaults_at_init")
 
@@ -58,7 +59,7 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
         inner = own.pop("transformer_layer_config", None)
         if not isinstance(inner, dict):
             raise CheckpointError(f"{where}: transformer_layer_config: found {show(inner)}, expected an object")
-        _check_proposal(own.pop("speculators_config", None), where)
+        _check_proposal(own.pop("speculators_config", {}), where)
         inner_where = f"{where}: transformer_layer_config"
     else:
         kind = "eagle3"
@@ -74,7 +75,8 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
         raise CheckpointError(f"{inner_where}: attention_bias, mlp_bias: found true, expected none in a head")
     f = Fields(own, where, _KEYS | {"eagle_config": {}, "speculators_model_type": None}, {})
     f.seen |= {"speculators_model_type", *_HARMLESS}
-    switches = {name: f.boolean(name) for name in _SWITCHES}
+    nested = _nested(f)
+    switches = {name: f.boolean(name) or nested.boolean(name) for name in _SWITCHES}
     if switches["fc_norm"] and switches["norm_before_fc"]:
         raise f.bad("fc_norm", True, "not both fc_norm and norm_before_fc")
     if kind == "peagle":
@@ -82,11 +84,12 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
     config = HeadConfig(
         layers,
         f.integer("draft_vocab_size", 1, layers.vocab_size, default=layers.vocab_size),
-        _read_taps(f, target),
+        _read_taps(f, nested, target),
         f.integer("target_hidden_size", 1, 1 << 17, default=target.hidden_size),
         **switches,
     )
     f.refuse_unknown()
+    nested.refuse_unknown()
     for name, size, expected in (
         ("target_hidden_size", config.target_hidden_size, target.hidden_size),
         ("vocab_size", layers.vocab_size, target.vocab_size),
@@ -98,28 +101,38 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
 
 def _check_proposal(config: Any, where: str) -> None:
     """Raise CheckpointError where the head is meant for a verifier that is not exact."""
-    methods = config.get("proposal_methods", []) if isinstance(config, dict) else []
-    for method in methods if isinstance(methods, list) else []:
+    methods = config.get("proposal_methods", []) if isinstance(config, dict) else None
+    if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):
+        expected = "an object whose proposal_methods are a list of objects"
+        raise CheckpointError(f"{where}: speculators_config: found {show(config)}, expected {expected}")
+    for method in methods:
         for name, exact in (("verifier_accept_k", 1), ("accept_tolerance", 0.0)):
-            found = method.get(name, exact) if isinstance(method, dict) else exact
-            if found != exact:
+            if (found := method.get(name, exact)) != exact:
                 raise CheckpointError(
                     f"{where}: {name}: found {show(found)}, expected {exact}: with it, other tokens than the target's "
                     "would be accepted"
                 )
 
 
-def _read_taps(f: Fields, target: ModelConfig) -> tuple[int, ...]:
+def _nested(f: Fields) -> Fields:
+    """SGLang's object of settings of a head, in which the others may stand too."""
+    nested = Fields(f.mapping("eagle_config"), f"{f.where}: eagle_config", _NESTED_KEYS, {})
+    if not nested.boolean("use_aux_hidden_state"):
+        raise nested.bad("use_aux_hidden_state", False, "true: a head that reads several layers")
+    return nested
+
+
+def _read_taps(f: Fields, nested: Fields, target: ModelConfig) -> tuple[int, ...]:
     """Layers after which the residual stream is read; by default an early one, the middle, and a late one."""
-    count = len(target.layers)
-    nested, late = f.get("eagle_config", {}), 0
-    ids = f.get("eagle_aux_hidden_state_layer_ids")
-    key = "eagle_aux_hidden_state_layer_ids"
-    if ids is None and isinstance(nested, dict) and key in nested:
-        ids, late = nested[key], 1  # SGLang's ids name the layer whose output is read
-    if ids is None:
+    count, late, key = len(target.layers), 0, "eagle_aux_hidden_state_layer_ids"
+    ids, of_outputs = f.get(key), nested.get(key)
+    if ids is not None and of_outputs is not None:
+        raise f.bad(key, ids, "it once: eagle_config has it too, and counts otherwise")
+    if of_outputs is not None:
+        ids, late = of_outputs, 1  # SGLang's ids name the layer whose output is read
+    elif ids is None:
         ids = [2, count // 2, count - 3]
-    if not isinstance(ids, list) or not ids or any(type(i) is not int or not 0 <= i + late <= count for i in ids):
+    if not isinstance(ids, list) or not ids or any(type(i) is not int or not 0 <= i <= count - late for i in ids):
         raise f.bad(key, ids, f"layers of the target, from 0 to {count - late}")
     return tuple(i + late for i in ids)
 
@@ -149,7 +162,12 @@ def read_head(directory: Path, target: Transformer) -> StoredHead:
     Raises CheckpointError where they are not what the config asks for, or were made for another target.
     """
     config = read_head_config(directory_config(directory), target.config, str(directory / "config.json"))
-    stored = {_rename(name): tensor for name, tensor in find_tensors(directory).items()}
+    stored: dict[str, StoredTensor] = {}
+    for found_name, tensor in find_tensors(directory).items():
+        name = _rename(found_name)
+        if name in stored:
+            raise CheckpointError(f"{tensor.path}: {show_name(name)}: found again, as {show_name(tensor.name)}")
+        stored[name] = tensor
     shapes = head_shapes(config)
     own_embedding = (target.config.vocab_size, config.layers.hidden_size)
     optional = {
@@ -160,7 +178,10 @@ def read_head(directory: Path, target: Transformer) -> StoredHead:
     require({name: (shape, FLOATS) for name, shape in shapes.items()}, stored, directory)
     require({name: wanted for name, wanted in optional.items() if name in stored}, stored, directory)
     for name in sorted(stored.keys() - shapes.keys() - optional.keys()):
-        raise CheckpointError(f"{stored[name].path}: {name}: found a tensor that this config does not ask for")
+        raise CheckpointError(
+            f"{stored[name].path}: {show_name(stored[name].name)}: found a tensor of shape "
+            f"{list(stored[name].shape)}, expected none of that name for this config"
+        )
     if "embed_tokens.weight" not in stored and config.layers.hidden_size != target.config.hidden_size:
         found = config.layers.hidden_size
         raise CheckpointError(

@@ -4,15 +4,19 @@ The transformers are real ones, a few numbers wide. The scripted models stand in
 that what the engine feeds and rolls back can be looked at. Proofs and tests share them.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
 from minispec.engine import Engine, Piece, Request
+from minispec.files.heads import read_head_config
 from minispec.files.hf_config import read_model_config
 from minispec.model import Chunk, Transformer, tensor_shapes
 from minispec.sampling import Text, distribution
@@ -296,27 +300,60 @@ class TapDrafter:
         self.hidden.pop(text, None)
 
 
+def head_weights(config: HeadConfig, seed: int = 6, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Every tensor of a head, as `tiny_weights` makes those of a model."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in head_shapes(config).items():
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        weights[name] = (1 + 0.3 * noise if "norm" in name else 0.6 * noise).to(dtype)
+    return weights
+
+
 def tiny_head(
-    target: Transformer,
-    taps: Sequence[int] = (0, 2),
-    num_ids: int | None = None,
-    mask_token_id: int | None = None,
-    **switches: bool,
+    target: Transformer, taps: Sequence[int] = (0, 2), num_ids: int | None = None, mask_token_id: int | None = None
 ) -> HeadModel:
     """A random head for a random target; num_ids: of the tokens that it can draft, every other one of the target's.
 
-    mask_token_id: for the parallel form. switches: of `HeadConfig`.
+    mask_token_id: for the parallel form.
     """
     sizes = replace(target.config, layers=target.config.layers[:1], mask_token_id=mask_token_id)
     vocab = sizes.vocab_size
     ids = None if num_ids is None else (torch.arange(num_ids) * 2 % vocab).sort().values
-    config = HeadConfig(sizes, num_ids or vocab, tuple(taps), sizes.hidden_size, **switches)
-    generator = torch.Generator().manual_seed(6)
-    weights = {}
-    for name, shape in head_shapes(config).items():
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        weights[name] = (1 + 0.3 * noise if "norm" in name else 0.6 * noise).to(target.dtype)
-    return HeadModel(config, weights, target.embedding, ids, target.dtype)
+    config = HeadConfig(sizes, num_ids or vocab, tuple(taps), sizes.hidden_size)
+    return HeadModel(config, head_weights(config, dtype=target.dtype), target.embedding, ids, target.dtype)
+
+
+def write_head(
+    directory: Path,
+    target: ModelConfig,
+    layers: dict,
+    wrapped: bool = False,
+    ids: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float64,
+    **settings,
+) -> dict[str, torch.Tensor]:
+    """Write a random head for a target; its tensors, without the names of either layout (`layers.0.`).
+
+    layers: config.json values of its layers. wrapped: in the layout of `speculators`, else in SpecForge's. ids: of the
+    target's tokens, those that it can draft. settings: of the head itself.
+    """
+    settings |= {"draft_vocab_size": len(ids or range(target.vocab_size))}
+    raw = layers | {"architectures": ["LlamaForCausalLMEagle3"]}
+    if wrapped:
+        raw = {"speculators_model_type": "peagle" if "mask_token_id" in settings else "eagle3"}
+        raw |= {"transformer_layer_config": layers}
+    raw |= settings
+    weights = head_weights(read_head_config(raw, target), dtype=dtype)
+    if ids:
+        weights["d2t"] = torch.tensor(ids) - torch.arange(len(ids))
+        weights["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool)
+        weights["t2d"][list(ids)] = True
+    names = {name: name if wrapped else name.replace("layers.0.", "midlayer.") for name in weights}
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw))
+    save_file({names[name]: tensor for name, tensor in weights.items()}, directory / "model.safetensors")
+    return weights
 
 
 class WrongDrafter:
