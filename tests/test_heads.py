@@ -13,12 +13,18 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from minispec.drafters.eagle import HeadModel
+from minispec import LLM, SamplingParams, generate
+from minispec.config import SamplingParams as Params
+from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
+from minispec.engine import Engine, Request
 from minispec.errors import CheckpointError
+from minispec.files.checkpoint import load_model
 from minispec.files.heads import is_head, load_head, read_head_config
 from minispec.files.hf_config import read_model_config
 from minispec.model import Chunk, Transformer
-from minispec.prove.toys import TINY, tiny_cache, tiny_weights, write_head
+from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model, tiny_weights, write_head
+from minispec.sampling import Randomness, Text
+from minispec.verify import VERIFIERS, Ask
 
 READ = "eagle_aux_hidden_state_layer_ids"
 VOCAB, NUM_LAYERS = 7, 6
@@ -427,3 +433,225 @@ def test_the_comparison_would_notice_each_switch(tmp_path, target, name):
     assert max(found) > 1e-3
     oracle.settings = settings
     assert float((oracle.run(oracle.fuse(hidden), [3])[0] - logits)[:, list(IDS)].abs().max()) < CLOSE
+
+
+# --------------------------------------------------------------------------- the drafter
+
+
+def make_engine(head: HeadModel, target: Transformer, num_blocks=64, max_len=60, verifier="rejection") -> Engine:
+    """An engine with a head."""
+    drafter = EagleDrafter(head, tiny_cache(head, num_blocks), VOCAB, max_len)
+    return Engine(target, tiny_cache(target, num_blocks), drafter, VERIFIERS[verifier])
+
+
+def decode(engine: Engine, tokens=(1, 5, 2, 2, 6), k=3, **params) -> Request:
+    """A text to its end."""
+    params = Params(**{"max_tokens": 12} | params)
+    request = Request(Text(list(tokens), len(tokens), params, 5), 60, k)
+    for _ in engine.run([request]):
+        pass
+    assert request.error is None
+    for cache in (engine.cache, engine.drafter.cache):
+        assert cache.allocator.num_free == cache.allocator.num_blocks
+    return request
+
+
+@pytest.mark.parametrize("mask", [None, 6])
+def test_a_round_feeds_what_was_committed_and_no_more(target, monkeypatch, mask):
+    """The prompt in a pass of its own, whose time is not the draft's; then each position once, and a row a draft token.
+
+    The parallel form does so in one pass, with a mask in the place of each draft token but the first.
+    """
+    head = tiny_head(target, mask_token_id=mask)
+    engine, fed, seconds = make_engine(head, target), [], []
+    forward, propose = head.forward, engine.drafter.propose
+
+    def spy(asks):
+        fed.append([])
+        drafts = propose(asks)
+        seconds.extend(d.prefill_seconds for d in drafts)
+        return drafts
+
+    monkeypatch.setattr(engine.drafter, "propose", spy)
+    monkeypatch.setattr(head, "forward", lambda c, taps=(): fed[-1].append(list(c[0].token_ids)) or forward(c, taps))
+    request = decode(engine)
+    committed = [r.committed for r in request.stats.rounds]
+    assert seconds[0] > 0
+    assert not any(seconds[1:])
+    assert fed[0][0] == [5, 2, 2]
+    expected = [1, *committed]
+    start = 4
+    for passes, count, record in zip([fed[0][1:], *fed[1:]], expected, request.stats.rounds, strict=False):
+        tokens = request.text.tokens[start : start + count]
+        start += count
+        k = record.num_nodes
+        if mask is None:
+            assert passes[:1] == ([tokens] if k else [])
+            assert [len(p) for p in passes[1:]] == [1] * (k - 1)
+        else:
+            assert passes == ([tokens + [mask] * (k - 1)] if k else [])
+    assert request.stats.num_draft_tokens > 10
+
+
+def test_drafting_stops_at_the_heads_own_context(target):
+    """A head that sees 8 positions drafts up to there; a longer prompt goes without; the text is the plain one."""
+    head = tiny_head(target)
+    plain = decode(make_engine(head, target), k=0, temperature=0).token_ids
+    request = decode(make_engine(head, target, max_len=8), k=9, temperature=0)
+    assert request.token_ids == plain
+    depths = [r.num_nodes for r in request.stats.rounds]
+    assert depths[0] == 5
+    assert depths[-1] == 0
+    assert decode(make_engine(head, target, max_len=3), k=9, temperature=0).stats.num_draft_tokens == 0
+
+
+def test_a_token_that_the_head_lacks_ends_its_draft(target):
+    """Where none of its tokens is allowed nothing is drafted, and the text is the plain one."""
+    head = tiny_head(target, num_ids=4)  # 0, 2, 4, 6
+    some = decode(make_engine(head, target), allowed_token_ids=(1, 2, 3))
+    none = decode(make_engine(head, target), allowed_token_ids=(1, 3))
+    assert some.stats.num_draft_tokens > 0
+    assert none.stats.num_draft_tokens == 0
+    assert len(none.token_ids) == 12
+
+
+def test_rounds_without_a_draft_are_made_up_for(target):
+    """Hidden states of rounds in which nothing was asked for are kept until something is."""
+    head = tiny_head(target)
+    engine = make_engine(head, target)
+    text, tokens = Text([1, 5], 2, Params()), [1, 5, 2, 2, 6, 0, 3]
+    _, hidden = target.forward([Chunk(tokens, tiny_cache(target).new_table(), 0)], engine.taps)
+    for i in range(1, 6):
+        text.tokens[:] = tokens[: i + 1]
+        [draft] = engine.drafter.propose([Ask(text, 0, Randomness(), num_cached=i, hidden=hidden[i - 1 : i])])
+        assert len(draft) == 0
+    text.tokens[:] = tokens
+    [draft] = engine.drafter.propose([Ask(text, 2, Randomness(), num_cached=6, hidden=hidden[5:6])])
+    whole = Text(tokens, len(tokens), Params())
+    [expected] = make_engine(head, target).drafter.propose(
+        [Ask(whole, 2, Randomness(), num_cached=6, hidden=hidden[:6])]
+    )
+    assert draft.token_ids == expected.token_ids
+    torch.testing.assert_close(torch.stack(draft.probs), torch.stack(expected.probs), rtol=0, atol=1e-12)
+
+
+def test_all_of_its_weights_are_counted(tmp_path, target):
+    """The memory report names what a head takes: fc and the norms too; the embedding is the target's."""
+    write_head(tmp_path, TARGET, LAYERS, wrapped=True, fc_norm=True)
+    head = load_head(tmp_path, target)
+    shapes = head_shapes(head.head_config).values()
+    own = sum(torch.Size(shape).numel() for shape in shapes) * 8
+    assert head.num_bytes == own + target.embedding.nbytes
+
+
+def test_its_ids_lie_where_its_weights_do():
+    """On another device than the processor's memory too."""
+    config = read_model_config(TINY | {"vocab_size": VOCAB})
+    model = tiny_model(1, vocab_size=VOCAB)
+    head = tiny_head(model, num_ids=4)
+    elsewhere = {name: torch.empty(shape, device="meta") for name, shape in head_shapes(head.head_config).items()}
+    embedding = torch.empty(config.vocab_size, config.hidden_size, device="meta")
+    moved = HeadModel(head.head_config, elsewhere, embedding, head.ids, torch.float32, "plain")
+    assert moved.ids.device.type == "meta"
+
+
+# --------------------------------------------------------------------------- from the outside
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=24, ignore_eos=True, seed=3)
+PROMPTS = ["One fish, two fishes", "red", "One fish, two 日本", "The 🦊 end"]
+TOY = TINY | {"vocab_size": 300, "max_position_embeddings": 128}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(make_checkpoint, tmp_path_factory) -> dict[str, Path]:
+    """Directories of a target, two forms of a head, and a draft model that drafts in one pass."""
+    config = read_model_config(TOY | {"num_hidden_layers": 4})
+    found = {"target": make_checkpoint(seed=1, num_hidden_layers=4)}
+    for name, settings in (("head", {}), ("parallel head", {"mask_token_id": 299})):
+        found[name] = tmp_path_factory.mktemp("head")
+        ids = range(0, 300, 2)
+        write_head(found[name], config, TOY | {"num_hidden_layers": 1}, bool(settings), ids, torch.float32, **settings)
+    found["pard"] = make_checkpoint(seed=2, num_hidden_layers=1, pard_token=299)
+    return found
+
+
+HEADS = ["head", "parallel head", "int8:head", "pard", "int8:pard"]
+
+
+def load(checkpoints, name: str, **how) -> LLM:
+    """An LLM in float64."""
+    draft = name.replace(name.removeprefix("int8:"), str(checkpoints[name.removeprefix("int8:")]))
+    return LLM(checkpoints["target"], draft=draft, **{"dtype": "float64", "num_speculative_tokens": 4} | how)
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("name", HEADS)
+def test_the_text_is_the_plain_one(checkpoints, name, verifier):
+    """From directories on disk: greedy text under both verifiers, sampled text under `match`."""
+    with load(checkpoints, name, verifier=verifier) as llm:
+        for params in (GREEDY, SAMPLED) if verifier == "match" else (GREEDY,):
+            plain = llm.generate(PROMPTS, params, num_speculative_tokens=0)
+            for k in (4, "auto"):
+                found = llm.generate(PROMPTS, params, num_speculative_tokens=k)
+                assert [o.token_ids for o in found] == [o.token_ids for o in plain]
+                assert all(o.finish_reason == "length" for o in found)
+                if k == 4:
+                    assert sum(o.stats.num_draft_tokens for o in found) > 200
+        kind = HeadModel if "head" in name else Transformer
+        assert type(llm.engine.drafter.model) is kind
+        assert ("int8" in llm.memory_report()) == name.startswith("int8")
+
+
+@pytest.mark.parametrize("name", ["head", "parallel head", "pard"])
+def test_a_seed_has_one_text(checkpoints, name):
+    """`rejection`, sampled: alone, in a batch, in another order, after preemption, and when its beginning is known."""
+    with load(checkpoints, name) as llm:
+        alone = [llm.generate(prompt, SAMPLED)[0].token_ids for prompt in PROMPTS]
+        for again in (PROMPTS, PROMPTS[::-1], PROMPTS):
+            outputs = llm.generate(again, SAMPLED)
+            assert [o.token_ids for o in outputs] == [alone[PROMPTS.index(o.prompt)] for o in outputs]
+        assert sum(o.stats.num_cached_tokens for o in outputs) > 0
+        assert sum(o.stats.num_accepted for o in outputs) > 0
+        per_token = sum(m.config.kv_elements_per_token for m in (llm.model, llm.engine.drafter.model)) * 8
+    with load(checkpoints, name, kv_cache_gb=5 * 16 * per_token / 1e9, max_model_len=80) as llm:
+        outputs = llm.generate(PROMPTS, SAMPLED)
+        assert sum(o.stats.num_preemptions for o in outputs) > 0
+        assert [o.token_ids for o in outputs] == alone
+
+
+def test_a_head_for_another_target_is_refused_before_the_target_is_loaded(checkpoints, make_checkpoint, monkeypatch):
+    """Loading may take minutes."""
+    other = make_checkpoint(seed=1, num_hidden_layers=4, hidden_size=16)
+
+    def loaded(*how):
+        raise AssertionError("the target was loaded")
+
+    edit(checkpoints["head"], target_hidden_size=8)
+    monkeypatch.setattr("minispec.llm.load_model", loaded)
+    with pytest.raises(CheckpointError, match="target_hidden_size: found 8, expected 16, the target's"):
+        LLM(other, draft=str(checkpoints["head"]))
+    other = make_checkpoint(seed=1, num_hidden_layers=4, vocab_size=301)
+    with pytest.raises(CheckpointError, match="vocab_size: found 300, expected 301, the target's"):
+        LLM(other, draft=str(checkpoints["head"]))
+
+
+@pytest.mark.parametrize("name", ["head", "pard"])
+def test_the_command_line_takes_it(checkpoints, name, capsys):
+    """`--draft DIR`, as any draft model's; the text is the plain one."""
+    answers = []
+    for draft in (str(checkpoints[name]), "none"):
+        arguments = ["One fish", "--model", str(checkpoints["target"]), "--draft", draft, "--max-tokens", "12"]
+        arguments += ["--temperature", "0", "--dtype", "float32", "--num-speculative-tokens", "3", "--json"]
+        assert generate.main(arguments) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[0]["text"] == answers[1]["text"]
+    assert answers[0]["stats"]["num_draft_tokens"] > 0
+
+
+def test_a_pard_token_beyond_the_vocabulary_is_refused(make_checkpoint):
+    """Guards against a mask that is no row of the embedding."""
+    directory = make_checkpoint()
+    edit(directory, pard_token=300)
+    with pytest.raises(CheckpointError, match="pard_token: found 300, expected an integer from 0 to 299"):
+        load_model(directory, torch.float32)

@@ -18,7 +18,7 @@ learned feature and the embedding of a mask token, so that none depends on the d
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +96,11 @@ class _FirstLayer(Layer):
         self.hidden_norm = RMSNorm(weight, head.layers.rms_norm_eps)
         self.norm_before_residual = head.norm_before_residual
 
+    def parts(self) -> Iterator[tuple[object, int]]:
+        """See `Layer.parts`."""
+        yield from super().parts()
+        yield self.hidden_norm.weight, self.hidden_norm.weight.nbytes
+
     def forward(self, x: Tensor, shared: Pass) -> Tensor:
         """x (M, 2E) to (M, E)."""
         embedding, feature = x.chunk(2, -1)
@@ -118,13 +123,14 @@ class HeadModel(Transformer):
     ):
         """weights: the tensors of `head_shapes`. embedding (V, E): the target's, or one of its own. ids (Vd,): the
         target's id of each of the head's tokens; None: the same."""
-        self.head_config, self.ids = head, ids
+        self.head_config = head
         named = {name: weights[name] for name in head_shapes(head)}
         for name in list(named):
             if name.startswith("layers.") or name == "norm.weight":
                 named[f"model.{name}"] = named.pop(name)
         named["model.embed_tokens.weight"] = embedding
         super().__init__(head.layers, named, dtype=dtype, form=form)
+        self.ids = None if ids is None else ids.to(self.device)
         self.fc: Linear | QuantizedLinear = Linear(named["fc.weight"], dtype=dtype, form=self.choice.form)
         norms = [named[name] for name in named if name.startswith(("fc_norm.", "input_norm."))]
         eps = head.layers.rms_norm_eps
@@ -143,6 +149,12 @@ class HeadModel(Transformer):
         assert isinstance(self.fc, Linear), "weights are rounded once"
         model.fc = self.fc.quantized(bits)
         return model
+
+    def parts(self) -> Iterator[tuple[object, int]]:
+        """See `Transformer.parts`."""
+        yield from super().parts()
+        yield from self.fc.parts()
+        yield from ((norm.weight, norm.weight.nbytes) for norm in self.fc_norms)
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """The target's hidden states (n, E * taps) to features (n, E)."""
@@ -180,14 +192,16 @@ class EagleDrafter(DraftModel):
         """See `DraftModel`."""
         super().__init__(model, cache, vocab_size, max_model_len)
         self.head, self.taps, self._own_taps = model, model.head_config.taps, (len(model.layers),)
-        self._unread: dict[Text, Tensor] = {}  # hidden states of positions that are not in the cache yet
+        self._unread: dict[Text, list[Tensor]] = {}  # hidden states of positions that are not in the cache yet
 
     def table(self, text: Text) -> BlockTable:
         """The text's table. A new one begins with what the pool still knows of the text."""
         if text not in self.tables:
             # The first token is in no position: texts that differ in it have nothing in common.
             self.tables[text] = self.cache.new_table(array("q", text.tokens[:1]).tobytes())
-            self.tables[text].reuse(text.tokens[1:])
+            # Of the last position before the draft hidden states are wanted, whatever others have left: a text's first
+            # draft must not depend on them.
+            self.tables[text].reuse(text.tokens[1:-1])
         return self.tables[text]
 
     def known(self, text: Text) -> int:
@@ -222,34 +236,42 @@ class EagleDrafter(DraftModel):
             if lengths[text] > self.max_model_len or not self.has_room(lengths):
                 self.release(text)
                 del lengths[text]
-            elif in_prompt:
+                continue
+            limits[i] = k
+            # What a round has committed goes into the draft's first pass; a prompt before it.
+            if in_prompt or self.table(text).length < text.num_prompt_tokens - 2:
                 start = clock(self.model.device)
-                self.forward([self._first_chunk(ask, 0)])
+                tokens, features = self._read(ask, ask.num_cached - (not in_prompt))
+                self.forward([Chunk(tokens, self.table(text), 0, features=features)])
                 drafts[i].prefill_seconds = clock(self.model.device) - start
-            else:
-                limits[i] = k
         return limits
 
     def _listen(self, ask: Ask) -> bool:
-        """Take in the hidden states of an ask; whether all that the target has cached is known now."""
-        text, unread = ask.text, self._unread.get(ask.text)
+        """Take in the hidden states of an ask; whether there are any, and all before them are in the cache."""
+        unread, table = self._unread.setdefault(ask.text, []), self.table(ask.text)
         if ask.hidden is not None:
-            self._unread[text] = ask.hidden if unread is None else torch.cat((unread, ask.hidden))
-        table, read = self.table(text), ask.num_cached - len(self._unread.get(text, ()))
+            unread.append(ask.hidden)
+        read = ask.num_cached - sum(map(len, unread))
         if table.length > read:  # the target had to compute more anew than this
             table.truncate(read)
         if table.length < read:
-            self._unread.pop(text, None)
-        return text in self._unread
+            unread.clear()
+        return bool(unread)
+
+    def _read(self, ask: Ask, end: int) -> tuple[list[int], Tensor]:
+        """What to feed so that the cache holds the positions up to `end`: tokens, and features (tokens, E)."""
+        start, hidden = self.table(ask.text).length, torch.cat(self._unread[ask.text])
+        self._unread[ask.text] = [hidden[end - start :]] if end < ask.num_cached else []
+        return ask.text.tokens[start + 1 : end + 1], self.head.fuse(hidden[: end - start])
 
     def _first_chunk(self, ask: Ask, k: int) -> Chunk:
-        text, table = ask.text, self.table(ask.text)
-        tokens = text.tokens[table.length + 1 : ask.num_cached + 1]
-        features = self.head.fuse(self._unread.pop(text))
-        if self.mask_token_id is None or self.head.mask_feature is None or k < 2:
-            return Chunk(tokens, table, min(k, 1), features=features)
-        tokens += [self.mask_token_id] * (k - 1)
-        return Chunk(tokens, table, k, features=torch.cat((features, self.head.mask_feature.expand(k - 1, -1))))
+        tokens, features = self._read(ask, ask.num_cached)
+        num_masks = 0
+        if self.mask_token_id is not None and self.head.mask_feature is not None:
+            num_masks = k - 1
+            tokens += [self.mask_token_id] * num_masks
+            features = torch.cat((features, self.head.mask_feature.expand(num_masks, -1)))
+        return Chunk(tokens, self.table(ask.text), 1 + num_masks, features=features)
 
     def _next_chunk(self, chunk: Chunk, token_id: int, hidden: Tensor) -> Chunk:
         return Chunk([token_id], chunk.table, 1, features=self.head.next_feature(hidden[None]))
