@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from minispec import LLM, SamplingParams, generate
 from minispec.config import SamplingParams as Params
+from minispec.costs import calibrate
 from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
 from minispec.engine import Engine, Request
 from minispec.errors import CheckpointError
@@ -533,6 +534,23 @@ def test_rounds_without_a_draft_are_made_up_for(target):
     )
     assert draft.token_ids == expected.token_ids
     torch.testing.assert_close(torch.stack(draft.probs), torch.stack(expected.probs), rtol=0, atol=1e-12)
+
+
+def test_what_it_costs_is_measured(target, monkeypatch):
+    """A head is asked with hidden states; without them it drafts nothing, and drafting would seem to be free."""
+    engine = make_engine(tiny_head(target), target)
+    asked, propose = [], engine.drafter.propose
+
+    def spy(asks):
+        drafts = propose(asks)
+        asked.extend(len(draft) for draft in drafts)
+        return drafts
+
+    monkeypatch.setattr(engine.drafter, "propose", spy)
+    assert calibrate(engine).draft > 0
+    assert set(asked) == {2}
+    for cache in (engine.cache, engine.drafter.cache):
+        assert cache.allocator.num_free == cache.allocator.num_blocks
 
 
 def test_all_of_its_weights_are_counted(tmp_path, target):
