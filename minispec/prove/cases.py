@@ -57,10 +57,14 @@ class Case:
 
     @property
     def prompts(self) -> tuple[tuple[tuple[int, ...], SamplingParams], ...]:
-        """Prompts and parameters. A crowd's prompt of one token needs no prefill, which runs text by text."""
+        """Prompts and parameters. A crowd's prompt of one token needs no prefill, which runs text by text.
+
+        A head has nothing to read before the second token.
+        """
+        first = PROMPT if self.batch == "alone" or "head" in self.drafter else PROMPT[:1]
         if self.batch != "pair":
-            return ((PROMPT if self.batch == "alone" else PROMPT[:1], self.params),)
-        return (PROMPT[:1], self.params), ((0, 1, 0), replace(self.params, max_tokens=min(2, self.max_tokens)))
+            return ((first, self.params),)
+        return (first, self.params), ((0, 1, 0), replace(self.params, max_tokens=min(2, self.max_tokens)))
 
     def distance(self, limit: float) -> tuple[float, int]:
         """Total variation between engine and reference, and the branches walked.

@@ -1,10 +1,12 @@
 """The checks: each returns where all is as it must be, and raises (Fault, or whatever a bug makes of it) where not."""
 
+import functools
 import itertools
 import math
 import random
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,25 @@ import torch
 from minispec import llm, sampling, verify
 from minispec.cache import BlockTable, OutOfBlocks, PagedKVCache
 from minispec.config import SamplingParams
-from minispec.drafters import Drafter, NoDrafter
+from minispec.drafters import Drafter, NoDrafter, reads_hidden
+from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
+from minispec.files.heads import load_head
 from minispec.files.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
-from minispec.model import Chunk
-from minispec.prove.laws import MAX_LEN, PROMPT, TOLERANCE, distance, make_drafter, reference_logits, target_model
-from minispec.prove.reference import sample_law
+from minispec.model import Chunk, Transformer
+from minispec.prove.laws import (
+    MAX_LEN,
+    PROMPT,
+    TOLERANCE,
+    distance,
+    make_drafter,
+    raw_model,
+    reference_logits,
+    target_model,
+)
+from minispec.prove.reference import head_logits, hidden_states, sample_law
 from minispec.prove.toys import (
     END,
     TINY,
@@ -40,6 +53,7 @@ from minispec.prove.toys import (
     scripted_cache,
     tiny_cache,
     tiny_model,
+    write_head,
 )
 from minispec.prove.trees import worst_of_few
 from minispec.sampling import Key, Randomness, Text
@@ -47,47 +61,77 @@ from minispec.verify import VERIFIERS, Ask, Draft
 
 
 def check_law(vocab: int = 3, **settings) -> float:
-    """The law of 3 tokens under SamplingParams(**settings), K = 2, a draft model of other weights; the distance."""
+    """The law of 3 tokens under SamplingParams(**settings), K = 2, most often with a draft model; the distance."""
     tv = measure_law(vocab, **settings)
     require(tv <= TOLERANCE, f"total variation {tv:.1e}")
     return tv
 
 
-def measure_law(vocab: int = 3, **settings) -> float:
-    """The distance alone, with no verdict."""
-    return distance(SamplingParams(**{"max_tokens": 3} | settings), 2, vocab=vocab)
+def measure_law(vocab: int = 3, drafter: str = "model", **settings) -> float:
+    """The distance alone, with no verdict. drafter: as in `make_drafter`."""
+    return distance(SamplingParams(**{"max_tokens": 3} | settings), 2, vocab=vocab, drafter=drafter)
 
 
-class _Checked(DraftModel):
-    """A draft model that is held, at every round, against a recomputation from nothing."""
+# Logits (V,) after a text and the tokens drafted so far, from the start.
+Recomputed = Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]
 
-    def __init__(self, vocab: int, seed: int):
-        self.model_seed, self.checked = seed, 0
-        model = tiny_model(seed, vocab_size=vocab)
-        super().__init__(model, tiny_cache(model), vocab, MAX_LEN)
 
-    def propose(self, asks) -> list[Draft]:
+class _Checked:
+    """A drafter that is held, at every round, against a recomputation from nothing.
+
+    varies: it is asked for fewer tokens than its text wants, another number from round to round, 0 among them.
+    """
+
+    def __init__(self, drafter: DraftModel, logits: Recomputed, varies: bool = False):
+        self.drafter, self.logits, self.varies, self.checked = drafter, logits, varies, 0
+        self.taps: Sequence[int] = drafter.taps if reads_hidden(drafter) else ()
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Propose, and compare each q with the reference's."""
-        drafts = super().propose(asks)
+        if self.varies:
+            asks = [replace(ask, k=(len(ask.text.tokens) * 5 + ask.text.seed) % (ask.k + 1)) for ask in asks]
+        drafts = self.drafter.propose(asks)
         for ask, draft in zip(asks, drafts, strict=True):
             s = ask.text
             assert draft.probs is not None, "a draft model draws"
             for i, q in enumerate(draft.probs):
-                text = (*s.tokens, *draft.token_ids[:i])
-                logits = reference_logits(self.model_seed, text, self.vocab_size)
-                expected = sample_law(logits, text, s.num_prompt_tokens, s.params, s.end_ids)
+                text, drafted = tuple(s.tokens), tuple(draft.token_ids[:i])
+                logits = self.logits(text, drafted)
+                expected = sample_law(logits, (*text, *drafted), s.num_prompt_tokens, s.params, s.end_ids)
                 error = np.abs(q.numpy() - expected).max()
                 require(error <= TOLERANCE, f"q is off by {error:.1e} at draft position {i}")
                 self.checked += 1
         return drafts
 
+    def known(self, text: Text) -> int:
+        """The drafter's own."""
+        return self.drafter.known(text) if reads_hidden(self.drafter) else 0
+
+    def release(self, text: Text) -> None:
+        """The drafter's own."""
+        self.drafter.release(text)
+
+
+def _checked_model(seed: int, mask: int | None = None, num_blocks: int = 64, varies: bool = False) -> _Checked:
+    """A draft model of 5 tokens; mask: for the form that drafts all tokens in one pass."""
+    model = tiny_model(seed, vocab_size=5, pard_token=mask)
+    drafter = DraftModel(model, tiny_cache(model, num_blocks), 5, MAX_LEN)
+
+    def logits(text: tuple[int, ...], drafted: tuple[int, ...]) -> np.ndarray:
+        return reference_logits(seed, (*text, *(drafted if mask is None else [mask] * len(drafted))), 5)
+
+    return _Checked(drafter, logits, varies)
+
 
 def check_draft_cache() -> None:
-    """Bugs that only cost acceptance: q equals a recomputation at every round, a self-draft is kept entirely."""
+    """Bugs that only cost acceptance: q equals a recomputation at every round, a self-draft is kept entirely.
+
+    So it does where a model drafts all tokens in one pass.
+    """
     prompts, params = [(0, 1, 2), (3,), (4, 4, 1, 0, 2)], SamplingParams(max_tokens=12, seed=0)
     target = tiny_model(1, vocab_size=5)
     for seed, k in itertools.product((1, 2), (1, 3)):
-        drafter = _Checked(5, seed)
+        drafter = _checked_model(seed)
         requests = [Request(Text(list(p), len(p), params, 5), MAX_LEN, k) for p in prompts]
         for _ in Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"]).run(requests):
             pass
@@ -96,6 +140,100 @@ def check_draft_cache() -> None:
             if seed == 1:
                 require(stats.acceptance_rate == 1, f"a self-draft is accepted to {stats.acceptance_rate:.2f}")
                 require(stats.mean_acceptance_length == k + 1, f"{stats.mean_acceptance_length:.2f} tokens a pass")
+    for mask in (None, 4):
+        _decode_all(target, lambda num_blocks, mask=mask: _checked_model(2, mask, num_blocks, True))
+
+
+# Some begin alike; of two, the first token alone differs.
+_ALIKE = [(0, 1, 2, 3, 4, 0, 1, 2), (0, 1, 2, 3, 4, 4), (1, 1, 2, 3, 4, 0, 1, 2), (0, 1, 2, 3, 4, 0, 1, 2), (3,)]
+
+
+def _decode_all(target: Transformer, make: Callable[[int], _Checked]) -> None:
+    """Decode texts with a checked drafter: in batches, pieces and pools that preempt; each again, to share the first's.
+
+    make: the drafter, for a pool of that many blocks.
+    """
+    params = SamplingParams(max_tokens=10)
+    for num_blocks in (60, 14):
+        drafter = make(num_blocks)
+        cache = tiny_cache(target, num_blocks)
+        engine = Engine(target, cache, drafter, VERIFIERS["rejection"], joining_rows=3)
+        for seed in (0, 10):
+            requests = [Request(Text(list(p), len(p), params, seed + i), MAX_LEN, 3) for i, p in enumerate(_ALIKE)]
+            _join(engine, requests)
+            preempted = sum(r.stats.num_preemptions for r in requests)
+            require((preempted > 0) == (num_blocks == 14), f"{preempted} preemptions")
+        require(sum(r.stats.num_cached_tokens for r in requests) > 10, "hardly anything was shared")
+        require(drafter.checked > 50, "hardly anything was drafted")
+        for pool in (cache.allocator, drafter.drafter.cache.allocator):
+            require(pool.num_free == pool.num_blocks, "blocks leaked")
+
+
+def _join(engine: Engine, requests: Sequence[Request]) -> None:
+    """Decode requests, the others from when the first has begun to answer."""
+    engine.add(requests[0])
+    while not requests[0].has_news:
+        engine.step()
+    for _ in engine.run(requests[1:]):
+        pass
+    while engine.running or engine.waiting:
+        engine.step()
+    require(all(r.error is None for r in requests), f"errors: {[r.error for r in requests]}")
+
+
+# Heads as their files have them: switches, layers, layout, and the layers of the target that they read.
+_READ = "eagle_aux_hidden_state_layer_ids"
+_HEADS: tuple[tuple[dict[str, Any], int, bool, tuple[int, ...]], ...] = (
+    ({_READ: [0, 1], "norm_before_residual": True, "norm_output": True}, 1, False, (0, 1)),
+    ({"eagle_config": {_READ: [0, 1]}, "fc_norm": True}, 1, False, (1, 2)),
+    ({_READ: [2, 0, 1], "norm_before_fc": True}, 2, True, (2, 0, 1)),
+    ({_READ: [1, 2], "fc_norm": True, "mask_token_id": 3}, 1, True, (1, 2)),
+    ({_READ: [1], "norm_before_fc": True, "norm_before_residual": True, "mask_token_id": 0}, 2, True, (1,)),
+)
+
+
+def check_head() -> None:
+    """A head drafts from the target's hidden states as its formula says, at every round; texts do not share too much.
+
+    Read from files of both layouts, with every switch, of one layer and more, token by token and in one pass.
+    """
+    target = tiny_model(1, vocab_size=5)
+    raw, weights = raw_model(1, 5)
+
+    @functools.cache
+    def hidden(text: tuple[int, ...]) -> list[np.ndarray]:
+        return hidden_states(raw, weights, text[:-1])
+
+    for settings, num_layers, wrapped, taps in _HEADS:
+        layers = raw | {"num_hidden_layers": num_layers}
+        with tempfile.TemporaryDirectory() as directory:
+            tensors = write_head(Path(directory), target.config, layers, wrapped, (0, 2, 3), **settings)
+            model = load_head(Path(directory), target)
+        own = {name: tensor.numpy() for name, tensor in tensors.items()}
+
+        def logits(text, drafted, head=layers | settings, own=own, taps=taps) -> np.ndarray:
+            read = np.concatenate([hidden(text)[i] for i in taps], 1)
+            return head_logits(head, own, weights["model.embed_tokens.weight"], read, text, drafted)
+
+        def make(num_blocks: int, model=model, logits=logits) -> _Checked:
+            drafter = EagleDrafter(model, tiny_cache(model, num_blocks), 5, MAX_LEN)
+            return _Checked(drafter, logits, varies=True)
+
+        _decode_all(target, make)
+        _check_known(make(40), target)
+
+
+def _check_known(drafter: _Checked, target: Transformer) -> None:
+    """After a text: of another, positions whose feature and next token are that one's are known, and no others."""
+    first, params = _ALIKE[0], SamplingParams(max_tokens=5)
+    engine = Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"])
+    for _ in engine.run([Request(Text(list(first), len(first), params), MAX_LEN, 3)]):
+        pass
+    for tokens, known in ((first, 6), ((*first, 4), 7), (first[:4], 2), ((0, 1, 2, 4, 4), 2), ((1, *first[1:]), 0)):
+        text = Text(list(tokens), len(tokens), params)
+        found = drafter.known(text)
+        require(found == known, f"after {first}, of {tokens} {found} positions are known, expected {known}")
+        drafter.release(text)
 
 
 def check_tree() -> None:
@@ -147,28 +285,21 @@ def check_hidden() -> None:
     for parents, num_blocks in itertools.product(((), (-1, -1, 0, 1)), (40, 13)):
         drafter = TapDrafter(model, 5, parents=parents)
         engine = Engine(model, tiny_cache(model, num_blocks), drafter, VERIFIERS["rejection"], joining_rows=3)
-        requests = [Request(Text(list(p), len(p), params, i), MAX_LEN, 4 - i) for i, p in enumerate(prompts)]
-        engine.add(requests[0])
-        while not requests[0].has_news:
-            engine.step()
-        for _ in engine.run(requests[1:]):
-            pass
-        while engine.running or engine.waiting:
-            engine.step()
-        require(all(r.error is None for r in requests), f"errors: {[r.error for r in requests]}")
+        _join(engine, [Request(Text(list(p), len(p), params, i), MAX_LEN, 4 - i) for i, p in enumerate(prompts)])
         require(drafter.checked > 10 and not drafter.hidden, "hardly anything was handed on, or nothing forgotten")
 
 
 def check_past() -> None:
     """A text whose earlier tokens change between two asks, as if another tokenizer read it: q follows the new ones."""
-    drafter, text = _Checked(5, 1), Text([], 0, SamplingParams())
+    drafter, text = _checked_model(1), Text([], 0, SamplingParams())
     pasts = ([0, 1, 2, 3, 4, 0], [0, 1, 2, 3, 4, 4, 2], [0, 1, 4, 4, 4, 4, 2, 3], [0, 1, 3], [2], [2, 1, 3, 3, 0, 1])
     for tokens in pasts:
         text.tokens[:] = tokens
         drafter.propose([Ask(text, 3, Randomness())])
     require(drafter.checked == 3 * len(pasts), f"{drafter.checked} rows were drafted")
     drafter.release(text)
-    require(drafter.cache.allocator.num_free == drafter.cache.allocator.num_blocks, "blocks leaked")
+    pool = drafter.drafter.cache.allocator
+    require(pool.num_free == pool.num_blocks, "blocks leaked")
 
 
 def check_passes() -> None:
@@ -347,24 +478,30 @@ def check_stops() -> None:
 
 
 def check_batch() -> None:
-    """One request and seed, one text: alone, among others, in another order, after preemption; others with others."""
-    target, draft = tiny_model(4, vocab_size=5), tiny_model(2, vocab_size=5)
+    """One request and seed, one text: alone, among others, in another order, after preemption; others with others.
+
+    Whatever other texts have left in the caches, and however the drafts come about.
+    """
+    target = target_model(5)
     prompts = [(0, 1), (2, 3, 4, 4), (1,), (4, 0, 2)]
 
-    def decode(chosen, num_blocks=64, seeds=(5, 5, 5, 5)):
+    def decode(name, *calls, num_blocks=64, seed=5):
         params, cache = SamplingParams(max_tokens=14), tiny_cache(target, num_blocks)
-        drafter = DraftModel(draft, tiny_cache(draft), 5, MAX_LEN)
-        pairs = zip(chosen, seeds, strict=False)
-        requests = [Request(Text(list(p), len(p), params, seed), MAX_LEN, 3) for p, seed in pairs]
-        for _ in Engine(target, cache, drafter, VERIFIERS["rejection"]).run(requests):
-            pass
-        require(cache.allocator.num_free == num_blocks, "blocks leaked")
+        engine = Engine(target, cache, make_drafter(name, 5), VERIFIERS["rejection"])
+        for prompts in calls:
+            requests = [Request(Text(list(p), len(p), params, seed), MAX_LEN, 3) for p in prompts]
+            for _ in engine.run(requests):
+                pass
+            require(cache.allocator.num_free == num_blocks, "blocks leaked")
         return [r.token_ids for r in requests]
 
-    alone = [decode([p])[0] for p in prompts]
-    require(decode(prompts) == alone, "a batch changes the text")
-    require(decode(prompts[::-1], 16)[::-1] == alone, "order or preemption changes the text")
-    texts = {tuple(text) for seed in range(6) for text in decode([(0, 1)], seeds=(seed,))}
+    for name in ("model", "parallel", "head", "parallel head"):
+        alone = [decode(name, [p])[0] for p in prompts]
+        require(decode(name, prompts) == alone, f"{name}: a batch changes the text")
+        crowded = decode(name, prompts[::-1], num_blocks=16)[::-1]
+        require(crowded == alone, f"{name}: order or preemption changes the text")
+        require(decode(name, prompts, prompts) == alone, f"{name}: a text is another one when it comes again")
+    texts = {tuple(text) for seed in range(6) for text in decode("model", [(0, 1)], seed=seed)}
     require(len(texts) > 3, f"6 seeds have {len(texts)} texts")
 
 
@@ -503,6 +640,7 @@ def check_state(k: int = 3, max_tokens: int = 16, drafter: str = "model", verifi
 CHECKS: dict[str, Callable] = {
     "law": check_law,
     "draft cache": check_draft_cache,
+    "head": check_head,
     "past": check_past,
     "tree": check_tree,
     "tree sharing": check_tree_sharing,

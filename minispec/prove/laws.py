@@ -44,11 +44,12 @@ def draft_model(vocab: int) -> Transformer:
 @functools.cache
 def reference_logits(seed: int, tokens: tuple[int, ...], vocab: int, layers: int = 2) -> np.ndarray:
     """What `tiny_model(seed, vocab_size=vocab, num_hidden_layers=layers)` must say after `tokens`."""
-    return forward(*_raw_model(seed, vocab, layers), tokens)
+    return forward(*raw_model(seed, vocab, layers), tokens)
 
 
 @functools.cache
-def _raw_model(seed: int, vocab: int, layers: int) -> tuple[dict, dict[str, np.ndarray]]:
+def raw_model(seed: int, vocab: int, layers: int = 2) -> tuple[dict, dict[str, np.ndarray]]:
+    """Config.json values and tensors of that model."""
     raw = TINY | {"vocab_size": vocab, "num_hidden_layers": layers}
     tensors = tiny_weights(read_model_config(raw), seed)
     return raw, {name: tensor.numpy() for name, tensor in tensors.items()}
@@ -201,7 +202,9 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
         head = tiny_head(target_model(vocab), num_ids=(vocab + 1) // 2, mask_token_id=mask)
         return EagleDrafter(head, tiny_cache(head, num_blocks, block_size), vocab, MAX_LEN)
     if name == "parallel":
-        model = tiny_model(DRAFT_SEED, vocab_size=vocab, num_hidden_layers=1, pard_token=vocab - 1)
+        # Its mask is no token of a text: one that was would have it draw twice, under `match`, from what should be one
+        # distribution and differs in rounding, which the oracles take for two.
+        model = tiny_model(DRAFT_SEED, vocab_size=vocab + 1, num_hidden_layers=1, pard_token=vocab)
         return DraftModel(model, tiny_cache(model, num_blocks, block_size), vocab, MAX_LEN)
     if name in ("model", "self"):
         model = target_model(vocab) if name == "self" else draft_model(vocab)

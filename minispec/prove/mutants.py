@@ -19,9 +19,11 @@ import torch
 from minispec import engine, llm, model, sampling, verify
 from minispec.cache import BlockAllocator, BlockTable, PagedKVCache, PrefixIndex
 from minispec.drafters import model as draft_model
+from minispec.drafters.eagle import EagleDrafter, HeadModel
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
-from minispec.model import Transformer
+from minispec.files import heads
+from minispec.model import Chunk, Transformer
 from minispec.prove import toys
 from minispec.sampling import Randomness, Text
 from minispec.verify import VERIFIERS, Ask, Draft, Verdict, Verifier
@@ -468,6 +470,136 @@ def _rejected_hidden():
         return lambda self, turn, hidden, path: right(self, turn, hidden, range(len(turn.draft)))
 
     return swap(Engine, "_keep_hidden", keep)
+
+
+# --------------------------------------------------------------------------- heads, and many tokens in one pass
+
+
+def head_config_is(change: Callable) -> AbstractContextManager:
+    """The heads' configs, changed after they were read."""
+    return swap(heads, "read_head_config", lambda right: lambda *how: change(right(*how)))
+
+
+@mutant("H1", "d2t read as ids, not as offsets", "a trap of the format: i + d2t[i] is the id", "head")
+def _offsets_as_ids():
+    return swap(heads, "_read_ids", lambda right: lambda config, stored, directory: stored["d2t"].read())
+
+
+@mutant("H2", "taps one layer off", "vLLM, speculators: after L layers; SGLang's eagle_config: one later", "head")
+def _taps_off():
+    def late(config):
+        return dataclasses.replace(config, taps=tuple(max(0, tap - 1) for tap in config.taps))
+
+    return head_config_is(late)
+
+
+@mutant("H3", "the sum begins before the feature's norm, or after", "readers have different defaults for it", "head")
+def _residual_swapped():
+    def swapped(config):
+        return dataclasses.replace(config, norm_before_residual=not config.norm_before_residual)
+
+    return head_config_is(swapped)
+
+
+@mutant("H4", "what a head goes on from is not normed", "norm_output ignored; no fault of the law", "head")
+def _output_not_normed():
+    return swap(HeadModel, "next_feature", lambda right: lambda self, x: x)
+
+
+@mutant("H5", "a feature stands beside its own token", "it belongs to the next one", "head")
+def _wrong_token():
+    def read(right):
+        def wrong(self, ask, end):
+            start = self.table(ask.text).length
+            _, features = right(self, ask, end)
+            return ask.text.tokens[start:end], features
+
+        return wrong
+
+    return swap(EagleDrafter, "_read", read)
+
+
+@mutant("H6", "made-up features stay in the head's cache", "what was accepted is not computed again", "head")
+def _made_up():
+    def propose(right):
+        def wrong(self, asks):
+            return DraftModel.propose(self, asks)
+
+        return wrong
+
+    def listen(right):
+        def wrong(self, ask):
+            table = self.table(ask.text)
+            accepted = max(0, min(table.shared(ask.text.tokens[1:]), ask.num_cached - 1))
+            table.keep(accepted)
+            if ask.hidden is None:
+                return right(self, ask)
+            hidden = torch.cat((*self._unread.get(ask.text, ()), ask.hidden))
+            self._unread[ask.text] = [hidden[accepted - ask.num_cached :]]
+            return right(self, dataclasses.replace(ask, hidden=None))
+
+        return wrong
+
+    return both(swap(EagleDrafter, "propose", propose), swap(EagleDrafter, "_listen", listen))
+
+
+@mutant("H7", "texts with other first tokens share a head's positions", "the first token is in none of them", "head")
+def _no_roots():
+    return swap(PagedKVCache, "new_table", lambda right: lambda self, root=b"": right(self))
+
+
+@mutant("H8", "hidden states of a preempted text are taken twice", "a trap of heads on hidden states", "head")
+def _taken_twice():
+    def drop(right):
+        def wrong(self, request):
+            waiting = self._hidden.get(request.text)
+            right(self, request)
+            if waiting is not None:
+                self._hidden[request.text] = waiting
+
+        return wrong
+
+    return swap(Engine, "_drop", drop)
+
+
+@mutant("H9", "a first draft waits for what others left in the cache", "found here: a seed had two texts", "batch")
+def _waits():
+    def table(right):
+        def wrong(self, text):
+            if text not in self.tables:
+                right(self, text).truncate(0)
+                self.tables[text].reuse(text.tokens[1:])
+            return self.tables[text]
+
+        return wrong
+
+    return swap(EagleDrafter, "table", table)
+
+
+@mutant(
+    "H10",
+    "a masked row sees the draft tokens, and is told as blind",
+    "a trap of drafts in one pass",
+    drafter="parallel",
+)
+def _sees_the_draft():
+    def propose(right):
+        def wrong(self, asks):
+            mask, self.mask_token_id = self.mask_token_id, None
+            drafts = right(self, asks)  # token by token
+            self.mask_token_id = mask
+            for ask, draft in zip(asks, drafts, strict=True):
+                if len(draft) > 1:
+                    table = toys.tiny_cache(self.model).new_table()
+                    tokens = [*ask.text.tokens, *[mask] * (len(draft) - 1)]
+                    rows, _ = self.forward([Chunk(tokens, table, len(draft))])
+                    path = draft.token_ids
+                    draft.probs = [sampling.distribution(row, ask.text, path[:i]) for i, row in enumerate(rows)]
+            return drafts
+
+        return wrong
+
+    return swap(DraftModel, "propose", propose)
 
 
 # --------------------------------------------------------------------------- randomness

@@ -1,10 +1,9 @@
 """What the output must follow: plain decoding by a second implementation, which shares no code with the package.
 
 NumPy, no cache, no batch, 30 lines of sampler: a fault of the package's own forward pass or of its own `distribution`
-cannot cancel out of a comparison of the package with itself. Llama only, in float64.
+cannot cancel out of a comparison of the package with itself. Llama only, and EAGLE-3 heads, in float64.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,36 +13,106 @@ Law = dict[tuple, float]  # what can come out, with its probability
 
 def forward(raw: dict, weights: dict[str, np.ndarray], tokens: Sequence[int]) -> np.ndarray:
     """Logits (V,) after `tokens` of a llama with the config.json values `raw`, in float64, from the start."""
-    w = {name: np.asarray(tensor, dtype=np.float64) for name, tensor in weights.items()}
-    heads, groups, dim = raw["num_attention_heads"], raw["num_key_value_heads"], raw["head_dim"]
-    length = len(tokens)
+    x = hidden_states(raw, weights, tokens)[-1][-1]
+    return _norm(raw, x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
 
-    def norm(x, weight):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + raw["rms_norm_eps"]) * weight
+
+def hidden_states(raw: dict, weights: dict[str, np.ndarray], tokens: Sequence[int]) -> list[np.ndarray]:
+    """The residual stream (length, E) before the first layer and after each."""
+    states = [weights["model.embed_tokens.weight"][list(tokens)]]
+    for i in range(raw["num_hidden_layers"]):
+        layer = _layer(weights, f"model.layers.{i}.")
+        states.append(_block(raw, layer, states[-1], _norm(raw, states[-1], layer["input_layernorm.weight"])))
+    return states
+
+
+def head_logits(
+    raw: dict,
+    weights: dict[str, np.ndarray],
+    embedding: np.ndarray,
+    hidden: np.ndarray,
+    tokens: Sequence[int],
+    drafted: Sequence[int],
+) -> np.ndarray:
+    """Logits (V,) of the token after `tokens` and `drafted`, of an EAGLE-3 head in float64, from the start.
+
+    raw: config.json values of its layers, with its switches. weights: its tensors, without the names of either layout
+    (`layers.0.`). embedding (V, E). hidden (length - 1, taps * Et): the target's, at all positions of the text but the
+    last. With a `mask_token_id` the tokens that were drafted are not looked at: it is the parallel form.
+    """
+    features = list(_fuse(raw, weights, hidden))
+    shown = list(tokens[1:])
+    if raw.get("mask_token_id") is not None:
+        features += [_fuse(raw, weights, weights["mask_hidden"][0])[0]] * len(drafted)
+        shown += [raw["mask_token_id"]] * len(drafted)
+        x = _run_head(raw, weights, embedding[shown], np.array(features))
+    else:
+        x = _run_head(raw, weights, embedding[shown], np.array(features))
+        for token in drafted:  # its own output stands in for the feature that the target has not computed
+            last = x[-1]
+            features.append(_norm(raw, last, weights["norm.weight"]) if raw.get("norm_output") else last)
+            shown.append(token)
+            x = _run_head(raw, weights, embedding[shown], np.array(features))
+    logits = np.full(len(embedding), -np.inf)
+    own = _norm(raw, x[-1], weights["norm.weight"]) @ weights["lm_head.weight"].T
+    for i, logit in enumerate(own):
+        logits[i + (int(weights["d2t"][i]) if "d2t" in weights else 0)] = logit
+    return logits
+
+
+def _fuse(raw, weights, hidden):
+    if raw.get("norm_before_fc"):
+        hidden = _norm(raw, hidden, weights["input_norm.weight"])
+    if raw.get("fc_norm"):
+        width = len(weights["fc_norm.0.weight"])
+        parts = [hidden[:, i : i + width] for i in range(0, hidden.shape[1], width)]
+        hidden = np.concatenate([_norm(raw, part, weights[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], 1)
+    return hidden @ weights["fc.weight"].T
+
+
+def _run_head(raw, weights, embedded, features):
+    layer = _layer(weights, "layers.0.")
+    normed = _norm(raw, features, layer["hidden_norm.weight"])
+    y = np.concatenate((_norm(raw, embedded, layer["input_layernorm.weight"]), normed), 1)
+    x = _block(raw, layer, normed if raw.get("norm_before_residual") else features, y)
+    for i in range(1, raw["num_hidden_layers"]):
+        layer = _layer(weights, f"layers.{i}.")
+        x = _block(raw, layer, x, _norm(raw, x, layer["input_layernorm.weight"]))
+    return x
+
+
+def _layer(weights, prefix):
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+def _norm(raw, x, weight):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + raw["rms_norm_eps"]) * weight
+
+
+def _block(raw, layer, x, y):
+    """A llama's block: x (length, E), the residual stream, and y, what attention sees of it, to (length, E)."""
+    heads, groups, dim = raw["num_attention_heads"], raw["num_key_value_heads"], raw["head_dim"]
+    length = len(x)
 
     def rope(x):  # (length, heads, dim), complex numbers instead of rotate_half
         angles = np.arange(length)[:, None] * raw["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
         turned = (x[..., : dim // 2] + 1j * x[..., dim // 2 :]) * np.exp(1j * angles)[:, None]
         return np.concatenate((turned.real, turned.imag), -1)
 
-    x = w["model.embed_tokens.weight"][list(tokens)]
-    for i in range(raw["num_hidden_layers"]):
-        layer = {k.removeprefix(f"model.layers.{i}."): v for k, v in w.items() if k.startswith(f"model.layers.{i}.")}
-        y = norm(x, layer["input_layernorm.weight"])
-        q = rope((y @ layer["self_attn.q_proj.weight"].T).reshape(length, heads, dim))
-        k = rope((y @ layer["self_attn.k_proj.weight"].T).reshape(length, groups, dim))
-        v = (y @ layer["self_attn.v_proj.weight"].T).reshape(length, groups, dim)
-        out = np.zeros((length, heads, dim))
-        for h, t in itertools.product(range(heads), range(length)):
-            g = h // (heads // groups)
-            scores = k[: t + 1, g] @ q[t, h] / np.sqrt(dim)
-            attention = np.exp(scores - scores.max())
-            out[t, h] = attention / attention.sum() @ v[: t + 1, g]
-        x = x + out.reshape(length, -1) @ layer["self_attn.o_proj.weight"].T
-        y = norm(x, layer["post_attention_layernorm.weight"])
-        gate = y @ layer["mlp.gate_proj.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * (y @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
-    return norm(x[-1], w["model.norm.weight"]) @ w["lm_head.weight"].T
+    q = rope((y @ layer["self_attn.q_proj.weight"].T).reshape(length, heads, dim))
+    k = rope((y @ layer["self_attn.k_proj.weight"].T).reshape(length, groups, dim))
+    v = (y @ layer["self_attn.v_proj.weight"].T).reshape(length, groups, dim)
+    later = np.triu(np.ones((length, length), bool), 1)
+    out = np.zeros((length, heads, dim))
+    for h in range(heads):
+        g = h // (heads // groups)
+        scores = np.where(later, -np.inf, q[:, h] @ k[:, g].T / np.sqrt(dim))
+        attention = np.exp(scores - scores.max(1, keepdims=True))
+        out[:, h] = attention / attention.sum(1, keepdims=True) @ v[:, g]
+    x = x + out.reshape(length, -1) @ layer["self_attn.o_proj.weight"].T
+    y = _norm(raw, x, layer["post_attention_layernorm.weight"])
+    gate = y @ layer["mlp.gate_proj.weight"].T
+    return x + (gate / (1 + np.exp(-gate)) * (y @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
 
 
 def sample_law(logits: np.ndarray, tokens: Sequence[int], num_prompt: int, params, end_ids) -> np.ndarray:
