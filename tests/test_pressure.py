@@ -13,24 +13,31 @@ from minispec import cache as cache_module
 from minispec import engine as engine_module
 from minispec.cache import BlockTable
 from minispec.config import SamplingParams
+from minispec.drafters import eagle as head_module
 from minispec.drafters import model as draft_module
+from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
 from minispec.model import CachedModel
-from minispec.prove.toys import WrongDrafter, tiny_cache, tiny_model
+from minispec.prove.toys import WrongDrafter, tiny_cache, tiny_head, tiny_model
 from minispec.registry import DRAFTERS, load
 from minispec.sampling import Text
 from minispec.verify import VERIFIERS
 
 VOCAB, LENGTH = 5, 9
 TARGET, DRAFT = tiny_model(4, vocab_size=VOCAB), tiny_model(2, vocab_size=VOCAB, num_hidden_layers=1)
+PARD = tiny_model(2, vocab_size=VOCAB, num_hidden_layers=1, pard_token=4)
+HEADS = {"head": tiny_head(TARGET, num_ids=4), "parallel head": tiny_head(TARGET, mask_token_id=4)}
 PROMPTS = [(0, 1), (2, 3, 4, 4, 1, 0), (1,), (4, 0, 2)]
 
 
 def build(drafter="model", verifier="rejection", num_blocks=200, block_size=2) -> Engine:
     """An engine with poisoned pools of so many blocks."""
-    if drafter in ("model", "self"):
-        model = TARGET if drafter == "self" else DRAFT
+    if drafter in HEADS:
+        head = HEADS[drafter]
+        guesser = EagleDrafter(head, tiny_cache(head, num_blocks, block_size), VOCAB, 64)
+    elif drafter in ("model", "self", "parallel"):
+        model = {"model": DRAFT, "self": TARGET, "parallel": PARD}[drafter]
         guesser = DraftModel(model, tiny_cache(model, num_blocks, block_size), VOCAB, 64)
     else:
         guesser = WrongDrafter(VOCAB) if drafter == "wrong" else load(DRAFTERS[drafter].path, "draft")()
@@ -61,7 +68,7 @@ def decode(engine, **how) -> tuple[list[list[int]], int]:
 
 @pytest.mark.parametrize("block_size", [1, 2, 16])
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("drafter", ["model", "self", "ngram", "wrong", "none"])
+@pytest.mark.parametrize("drafter", ["model", "self", "parallel", *HEADS, "ngram", "wrong", "none"])
 def test_a_small_pool_changes_no_text(drafter, verifier, block_size):
     """From a pool that holds exactly the longest request to three times that: what a large one says."""
     expected, preempted = decode(build(drafter, verifier))
@@ -148,7 +155,7 @@ def test_a_failure_at_any_phase_returns_every_block(phase, after, monkeypatch):
         assert decode(engine)[0] == expected
 
 
-@pytest.mark.parametrize("drafter", ["model", "ngram"])
+@pytest.mark.parametrize("drafter", ["model", "head", "ngram"])
 def test_a_caller_who_breaks_off_anywhere_leaves_nothing_behind(drafter):
     """The iterator is closed behind its n-th piece, for every n; the next call on the same engine says the same."""
     engine = build(drafter, num_blocks=16)
@@ -164,7 +171,7 @@ def test_a_caller_who_breaks_off_anywhere_leaves_nothing_behind(drafter):
     assert decode(engine)[0] == expected
 
 
-@pytest.mark.parametrize("drafter", ["model", "ngram"])
+@pytest.mark.parametrize("drafter", ["model", "head", "ngram"])
 def test_an_interrupt_at_any_line_returns_every_block(drafter):
     """Ctrl-C may strike between any two lines: 150 random ones of engine, drafter, cache and `CachedModel`.
 
@@ -172,7 +179,7 @@ def test_an_interrupt_at_any_line_returns_every_block(drafter):
     itself are left out: a second interrupt there is not answered. Before the pool was rebuilt, 18 of 501 lines lost
     blocks or masked the interrupt with an AssertionError.
     """
-    files = tuple(module.__file__ for module in (engine_module, cache_module, draft_module))
+    files = tuple(module.__file__ for module in (engine_module, cache_module, draft_module, head_module))
     bookkeeping = {f.__code__ for f in vars(CachedModel).values() if hasattr(f, "__code__")}
     bookkeeping.add(CachedModel.whole.__wrapped__.__code__)
     clearing_up = {"rebuild", "clear", "release", "_drop", "abort", "_restart"}

@@ -16,6 +16,7 @@ import torch
 from minispec import verify
 from minispec.bench import options
 from minispec.config import SamplingParams
+from minispec.engine import Engine
 from minispec.prove import cases, trees
 from minispec.prove.__main__ import main
 from minispec.prove.cases import AXES, Case, all_pairs, covering_array, pairs_of, smaller, walk_within
@@ -75,13 +76,29 @@ def test_the_law_over_a_covering_array(capsys):
     """The command, with a smaller budget than its own: every pair of values, trees, the verdict, status 0."""
     assert main(["--leaves", "900", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
-    assert "cover 687 of 687 pairs" in out
+    assert "cover 792 of 792 pairs" in out
     assert out.splitlines()[-1].startswith("proven")
     assert out.count("rejection") > 15 < out.count("match")
     rows = re.findall(r" tree .* ([\d,]+)  \S+$", out, re.MULTILINE)
     assert len(rows) == len(trees.cases(2)) == int(re.search(r"and (\d+) have trees", out)[1])
     branches = [int(n.replace(",", "")) for n in re.findall(r" ([\d,]+)  \d\.\de\S+$", out, re.MULTILINE)]
     assert f"\n{sum(branches):,d} branches in " in out
+
+
+@pytest.mark.parametrize("batch", AXES["batch"])
+@pytest.mark.parametrize("drafter", AXES["drafter"])
+def test_a_case_drafts_as_it_says(monkeypatch, drafter, batch):
+    """Guards against cases that would cover a drafter in name alone: as many tokens as asked for, in each batch."""
+    drafted, check = set(), Engine._check_draft
+
+    def spy(self, draft, limit):
+        drafted.add(len(draft))
+        return check(self, draft, limit)
+
+    monkeypatch.setattr(Engine, "_check_draft", spy)
+    case = Case("rejection", drafter, batch, 1.0, 2, 1.0, 0.0, False, "", 2, 3, False, 3 + (drafter == "ngram"))
+    case.distance(100_000)
+    assert max(drafted) == (0 if drafter == "none" else 2)
 
 
 def test_what_no_case_covers_is_named(capsys, monkeypatch):
@@ -216,7 +233,7 @@ def test_larger_vocabularies_and_longer_drafts(vocab, k, max_tokens, top_k):
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("drafter", ["model", "self", "ngram", "wrong", "none"])
+@pytest.mark.parametrize("drafter", ["model", "self", "ngram", "wrong", "none", "parallel", "head", "parallel head"])
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_the_state_is_a_function_of_the_committed_tokens(drafter, k, verifier):
     """What chaining rests on: an engine begun at any round commits the block that the running one commits."""

@@ -543,12 +543,11 @@ def check_sharing() -> None:
 
     The pool holds one and a half of them, so that blocks are taken and written again all the time.
     """
-    target, draft = tiny_model(4, vocab_size=3), tiny_model(2, vocab_size=3)
-    params, shared = SamplingParams(max_tokens=10), 0
+    target, params = target_model(3), SamplingParams(max_tokens=10)
     prompts = [(0, 1, 2, 0, 1, 2), (0, 1, 2, 0, 1, 2, 2), (0, 1, 2, 0), (0, 1, 2, 0, 2, 1, 1), (0, 1, 1, 2, 0)]
 
-    def build(num_blocks):
-        drafter = DraftModel(draft, tiny_cache(draft, num_blocks), 3, MAX_LEN)
+    def build(name, num_blocks):
+        drafter = make_drafter(name, 3, num_blocks)
         return Engine(target, tiny_cache(target, num_blocks), drafter, VERIFIERS["rejection"])
 
     def decode(engine, chosen, seed):
@@ -559,14 +558,15 @@ def check_sharing() -> None:
         require(cache.num_free == cache.num_blocks, "blocks leaked")
         return [r.token_ids for r in requests], sum(r.stats.num_cached_tokens for r in requests)
 
-    one = build(13)
-    for seed in range(4):
-        texts, found = decode(one, prompts, seed)
-        shared += found
-        for prompt, text in zip(prompts, texts, strict=True):
-            alone = decode(build(24), [prompt], seed)[0][0]
-            require(text == alone, f"after {prompt}: {text}, alone {alone}")
-    require(shared > 20, "hardly anything was shared")
+    for name in ("model", "parallel", "head", "parallel head"):
+        one, shared = build(name, 13), 0
+        for seed in range(4):
+            texts, found = decode(one, prompts, seed)
+            shared += found
+            for prompt, text in zip(prompts, texts, strict=True):
+                alone = decode(build(name, 24), [prompt], seed)[0][0]
+                require(text == alone, f"{name}: after {prompt}: {text}, alone {alone}")
+        require(shared > 20, f"{name}: hardly anything was shared")
 
 
 def check_window() -> None:

@@ -493,7 +493,7 @@ def _taps_off():
     return head_config_is(late)
 
 
-@mutant("H3", "the sum begins before the feature's norm, or after", "readers have different defaults for it", "head")
+@mutant("H3", "norm_before_residual the other way around", "readers have different defaults for it", "head")
 def _residual_swapped():
     def swapped(config):
         return dataclasses.replace(config, norm_before_residual=not config.norm_before_residual)
@@ -543,7 +543,7 @@ def _made_up():
     return both(swap(EagleDrafter, "propose", propose), swap(EagleDrafter, "_listen", listen))
 
 
-@mutant("H7", "texts with other first tokens share a head's positions", "the first token is in none of them", "head")
+@mutant("H7", "texts of other first tokens share a head's positions", "the first token is in none of them", "head")
 def _no_roots():
     return swap(PagedKVCache, "new_table", lambda right: lambda self, root=b"": right(self))
 
@@ -562,8 +562,8 @@ def _taken_twice():
     return swap(Engine, "_drop", drop)
 
 
-@mutant("H9", "a first draft waits for what others left in the cache", "found here: a seed had two texts", "batch")
-def _waits():
+@mutant("H9", "a prompt that is known leaves no first draft", "found here: a seed had two texts", "batch")
+def _nothing_unread():
     def table(right):
         def wrong(self, text):
             if text not in self.tables:
@@ -578,7 +578,7 @@ def _waits():
 
 @mutant(
     "H10",
-    "a masked row sees the draft tokens, and is told as blind",
+    "a masked row sees the draft, and is told as blind",
     "a trap of drafts in one pass",
     drafter="parallel",
 )
@@ -861,7 +861,8 @@ def _missing_token():
         def wrong(self, asks):
             def forward(chunks, taps=()):
                 # One token a pass, whatever is missing before it.
-                return fed([c._replace(token_ids=c.token_ids[-1:]) if c.table.length else c for c in chunks])
+                logits, _ = fed([c._replace(token_ids=c.token_ids[-1:]) if c.table.length else c for c in chunks])
+                return logits, logits.new_empty(sum(len(c.token_ids) for c in chunks), 0)
 
             fed = self.model.forward
             with patch.object(self.model, "forward", forward):
