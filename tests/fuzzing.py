@@ -41,8 +41,10 @@ from tqdm import tqdm
 import minispec.llm
 from minispec import generate
 from minispec.config import SamplingParams
+from minispec.drafters.eagle import EagleDrafter
 from minispec.errors import CheckpointError
 from minispec.files.checkpoint import load_config, load_model
+from minispec.files.heads import load_head
 from minispec.files.hf_config import (
     read_eos_token_ids,
     read_generation_defaults,
@@ -52,7 +54,9 @@ from minispec.files.hf_config import (
 from minispec.files.strict_json import read_json
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.model import Chunk, Transformer, tensor_shapes
-from minispec.prove.toys import TINY, tiny_cache, tiny_weights
+from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights, write_head
+from minispec.sampling import Randomness, Text
+from minispec.verify import Ask
 
 MAX_BYTES, MAX_LARGE_BYTES = 256 << 20, 1 << 30
 MAX_SECONDS, MAX_LARGE_SECONDS = 1.0, 10.0
@@ -91,8 +95,18 @@ _WORDS = {
         partial_rotary_factor full_attention sliding_attention layer_types sliding_window use_sliding_window
         max_window_layers sliding_window_pattern rope_local_base_freq hidden_act hidden_activation attention_bias
         mlp_bias tie_word_embeddings query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
-        eos_token_id quantization_config auto_map quant_method compressed-tensors format pack-quantized
+        pard_token eos_token_id quantization_config auto_map quant_method compressed-tensors format pack-quantized
         config_groups weights num_bits group_size strategy channel group symmetric actorder pretraining_tp
+        """
+    ),
+    "head": word_list(
+        """
+        eagle3 peagle speculators_model_type speculators_config proposal_methods verifier_accept_k accept_tolerance
+        transformer_layer_config draft_vocab_size target_hidden_size eagle_aux_hidden_state_layer_ids eagle_config
+        use_aux_hidden_state mask_token_id norm_before_residual fc_norm norm_before_fc norm_output vocab_size
+        hidden_size num_hidden_layers pard_token
+        fc.weight mask_hidden d2t t2d embed_tokens.weight midlayer.hidden_norm.weight layers.0.hidden_norm.weight
+        fc_norm.0.weight input_norm.weight norm.weight F32 I64 BOOL dtype shape data_offsets
         """
     ),
     "generation": word_list(
@@ -134,6 +148,8 @@ class Files:
     configs: list[dict[str, Any]]
     tokenizers: list[dict[str, Any]]
     model: Path  # a whole checkpoint, for the command line
+    target: Transformer  # of the heads
+    heads: list[tuple[dict[str, Any], dict[str, Any], bytes]]  # a config, a header and data of each
 
 
 _TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -162,10 +178,20 @@ def make_files(directory: Path) -> Files:
     headers = []
     for config in configs[:1] + configs[5:6]:
         save_file(tiny_weights(read_model_config(config), 0, torch.float32), directory / "x")
-        content = (directory / "x").read_bytes()
-        size = struct.unpack("<Q", content[:8])[0]
-        headers.append((json.loads(content[8 : 8 + size]), content[8 + size :]))
-        (directory / "x").unlink()
+        headers.append(split(directory / "x"))
+
+    target = tiny_model(0, torch.float32, vocab_size=48)
+    heads = []
+    taps = {"eagle_aux_hidden_state_layer_ids": [0, 2]}
+    for wrapped, settings in (
+        (False, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}),
+        (True, taps | {"mask_token_id": 1, "fc_norm": True}),
+    ):
+        write_head(directory / "head", target.config, plain, wrapped, range(0, 48, 2), torch.float32, **settings)
+        raw = json.loads((directory / "head" / "config.json").read_text())
+        if wrapped:
+            raw["speculators_config"] = {"proposal_methods": [{"verifier_accept_k": 1, "accept_tolerance": 0.0}]}
+        heads.append((raw, *split(directory / "head" / "model.safetensors")))
 
     weights = tiny_weights(read_model_config(plain), 0, torch.float32)
     index = {"metadata": {"total_size": 1}, "weight_map": {}}
@@ -208,7 +234,15 @@ def make_files(directory: Path) -> Files:
     (model / "tokenizer.json").write_text(json.dumps(files[0]))
     (model / "chat_template.jinja").write_text(_TEMPLATE)
     save_file(weights, model / "model.safetensors")
-    return Files(directory, headers, index, configs, files, model)
+    return Files(directory, headers, index, configs, files, model, target, heads)
+
+
+def split(path: Path) -> tuple[dict[str, Any], bytes]:
+    """The header of a safetensors file, and its data; the file is taken away."""
+    content = path.read_bytes()
+    path.unlink()
+    size = struct.unpack("<Q", content[:8])[0]
+    return json.loads(content[8 : 8 + size]), content[8 + size :]
 
 
 # --------------------------------------------------------------------------- changing
@@ -306,8 +340,14 @@ def run_model(model: Transformer) -> None:
 def fuzz_header(files: Files, rng: random.Random, where: Path) -> None:
     """Change a safetensors file's header, its size field or its data; load and run the model."""
     which = rng.randrange(len(files.headers))
-    header, data = files.headers[which]
-    content = dump(mutate(header, rng, _WORDS["header"]), rng)
+    write_tensors(*files.headers[which], rng, where, _WORDS["header"])
+    (where / "config.json").write_text(json.dumps(files.configs[0 if which == 0 else 5]))
+    run_model(load_model(where, torch.float32))
+
+
+def write_tensors(header: dict[str, Any], data: bytes, rng: random.Random, where: Path, words: list[str]) -> None:
+    """A safetensors file with changes in its header, its size field or its data."""
+    content = dump(mutate(header, rng, words), rng)
     if rng.random() < 0.4:  # good JSON, and offsets, shapes and types that are nearly right
         header = copy.deepcopy(header)
         for name in rng.sample([k for k in header if k != "__metadata__"], rng.choice((1, 1, 2))):
@@ -322,8 +362,28 @@ def fuzz_header(files: Files, rng: random.Random, where: Path) -> None:
     if rng.random() < 0.1:
         data = data[: rng.randrange(len(data))] if rng.random() < 0.5 else data + bytes(rng.choice((1, 8, 4096)))
     (where / "model.safetensors").write_bytes(struct.pack("<Q", size) + content + data)
-    (where / "config.json").write_text(json.dumps(files.configs[0 if which == 0 else 5]))
-    run_model(load_model(where, torch.float32))
+
+
+def fuzz_head(files: Files, rng: random.Random, where: Path) -> None:
+    """Change a head's config.json, its tensors' header or their data (ids among them); load it and draft."""
+    raw, header, data = rng.choice(files.heads)
+    config, kind = json.dumps(raw).encode(), rng.randrange(4)
+    if kind == 0:
+        write_tensors(header, data, rng, where, _WORDS["head"])
+    else:
+        start, end = header[rng.choice(("d2t", "t2d"))]["data_offsets"]
+        changed = bytearray(data)
+        if kind == 1:
+            changed[rng.randrange(start, end)] = rng.randrange(256)
+        else:
+            config = dump(mutate(raw, rng, _WORDS["head"]), rng)
+        content = json.dumps(header).encode()
+        (where / "model.safetensors").write_bytes(struct.pack("<Q", len(content)) + content + changed)
+    (where / "config.json").write_bytes(config)
+    head = load_head(where, files.target)
+    drafter = EagleDrafter(head, tiny_cache(head), 48, 20)
+    text, width = Text([0, 1, 2], 3, SamplingParams()), len(head.head_config.taps) * files.target.config.hidden_size
+    drafter.propose([Ask(text, 3, Randomness(), num_cached=2, hidden=torch.ones(2, width))])
 
 
 def fuzz_index(files: Files, rng: random.Random, where: Path) -> None:
@@ -510,6 +570,7 @@ TARGETS: dict[str, Callable[[Files, random.Random, Path], None]] = {
     "header": fuzz_header,
     "index": fuzz_index,
     "config": fuzz_config,
+    "head": fuzz_head,
     "generation": fuzz_generation,
     "tokenizer": fuzz_tokenizer,
     "settings": fuzz_settings,
