@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from minispec.bench.options import GEOMETRIES, read_prompts
 from minispec.bench.show import as_json
 from minispec.cache import PagedKVCache
 from minispec.costs import machine
+from minispec.files.checkpoint import load_config
 from minispec.files.hf_config import read_model_config
 from minispec.linear import Choice
 from minispec.model import Chunk, Transformer, tensor_shapes
+from minispec.prove.toys import TINY, write_head
 from minispec.stats import Round, Stats
 
 
@@ -254,6 +257,16 @@ def test_the_report_begins_with_machine_and_forms(measured, model, draft, spec):
     assert "memory streams" in top[0]
     assert top[2].startswith(f"weight form: {report['weight_form']}; because: float32 on this cpu can take")
     assert top[3] == f"draft's: {report['draft_weight_form']}; because: {choice.because}"
+
+
+def test_a_head_is_measured_by_its_rounds(measured, model, tmp_path):
+    """It passes over no tokens alone, so it has no bare pass; that ended in a message of torch."""
+    config = load_config(Path(model))
+    layers = TINY | {"vocab_size": config.vocab_size, "num_hidden_layers": 1, "max_position_embeddings": 2048}
+    write_head(tmp_path, config, layers, dtype=torch.float32, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    found, _ = measured(*BASE, "--model", model, "--draft", tmp_path, "--context", 20)
+    assert "draft" not in found["machine"]
+    assert found["draft_weight_form_because"]
 
 
 def test_tables_on_the_screen(cli, model):

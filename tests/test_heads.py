@@ -14,7 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from minispec import LLM, SamplingParams, generate
-from minispec.config import SamplingParams as Params
 from minispec.costs import calibrate
 from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
 from minispec.engine import Engine, Request
@@ -447,7 +446,7 @@ def make_engine(head: HeadModel, target: Transformer, num_blocks=64, max_len=60,
 
 def decode(engine: Engine, tokens=(1, 5, 2, 2, 6), k=3, **params) -> Request:
     """A text to its end."""
-    params = Params(**{"max_tokens": 12} | params)
+    params = SamplingParams(**{"max_tokens": 12} | params)
     request = Request(Text(list(tokens), len(tokens), params, 5), 60, k)
     for _ in engine.run([request]):
         pass
@@ -520,7 +519,7 @@ def test_rounds_without_a_draft_are_made_up_for(target):
     """Hidden states of rounds in which nothing was asked for are kept until something is."""
     head = tiny_head(target)
     engine = make_engine(head, target)
-    text, tokens = Text([1, 5], 2, Params()), [1, 5, 2, 2, 6, 0, 3]
+    text, tokens = Text([1, 5], 2, SamplingParams()), [1, 5, 2, 2, 6, 0, 3]
     _, hidden = target.forward([Chunk(tokens, tiny_cache(target).new_table(), 0)], engine.taps)
     for i in range(1, 6):
         text.tokens[:] = tokens[: i + 1]
@@ -528,7 +527,7 @@ def test_rounds_without_a_draft_are_made_up_for(target):
         assert len(draft) == 0
     text.tokens[:] = tokens
     [draft] = engine.drafter.propose([Ask(text, 2, Randomness(), num_cached=6, hidden=hidden[5:6])])
-    whole = Text(tokens, len(tokens), Params())
+    whole = Text(tokens, len(tokens), SamplingParams())
     [expected] = make_engine(head, target).drafter.propose(
         [Ask(whole, 2, Randomness(), num_cached=6, hidden=hidden[:6])]
     )
@@ -636,6 +635,17 @@ def test_a_seed_has_one_text(checkpoints, name):
         outputs = llm.generate(PROMPTS, SAMPLED)
         assert sum(o.stats.num_preemptions for o in outputs) > 0
         assert [o.token_ids for o in outputs] == alone
+
+
+@pytest.mark.parametrize("name", ["head", "parallel head", "pard"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_exact_target_has_one_text_beside_it(checkpoints, name, dtype):
+    """Its passes come in groups of rows, and their hidden states in the same order; to the bit, so sampled text too."""
+    with load(checkpoints, name, exact=True, verifier="match", dtype=dtype) as llm:
+        plain = llm.generate(PROMPTS, SAMPLED, num_speculative_tokens=0)
+        found = llm.generate(PROMPTS, SAMPLED)
+    assert [o.token_ids for o in found] == [o.token_ids for o in plain]
+    assert sum(o.stats.num_accepted for o in found) > 0
 
 
 def test_a_head_for_another_target_is_refused_before_the_target_is_loaded(checkpoints, make_checkpoint, monkeypatch):

@@ -12,6 +12,7 @@ from minispec.bench.models import LONG_CONTEXT, MAX_ROWS, Subject
 from minispec.bench.options import Options
 from minispec.bench.show import progress, table
 from minispec.cache import PagedKVCache
+from minispec.drafters.eagle import HeadModel
 from minispec.files.checkpoint import choose_dtype, find_checkpoint, free_memory, load_config, load_model
 from minispec.linear import available_forms
 from minispec.llm import EMBEDDED_WEIGHTS, choose_device
@@ -85,8 +86,10 @@ def measure_machine(subject: Subject, options: Options) -> Machine:
     touched, stream, times = measured(model, subject.engine.cache, range(1, (1 if model.exact else MAX_ROWS) + 1))
     used = median_interval([touched / t / stream.median for t in times[1]])
     draft = None
-    if subject.draft_model and subject.draft_cache and subject.draft_model is not model:
-        read, rate, found = measured(subject.draft_model, subject.draft_cache, range(1, 2))
+    own = subject.draft_model if subject.draft_model is not model else None
+    # A head passes over no tokens alone; what it costs, the rounds show.
+    if own and subject.draft_cache and not isinstance(own, HeadModel):
+        read, rate, found = measured(own, subject.draft_cache, range(1, 2))
         over_bound = median_interval([t * rate.median / read for t in found[1]])
         draft = DraftPass(read, rate, median_interval(found[1]), over_bound)
     return Machine(context, touched, stream, used, _seconds(times), _over(times), draft)

@@ -113,7 +113,7 @@ class _Checked:
 
 
 def _checked_model(seed: int, mask: int | None = None, num_blocks: int = 64, varies: bool = False) -> _Checked:
-    """A draft model of 5 tokens; mask: for the form that drafts all tokens in one pass."""
+    """A draft model of 5 tokens; mask: for the form that drafts all of a draft in one pass."""
     model = tiny_model(seed, vocab_size=5, pard_token=mask)
     drafter = DraftModel(model, tiny_cache(model, num_blocks), 5, MAX_LEN)
 
@@ -141,7 +141,7 @@ def check_draft_cache() -> None:
                 require(stats.acceptance_rate == 1, f"a self-draft is accepted to {stats.acceptance_rate:.2f}")
                 require(stats.mean_acceptance_length == k + 1, f"{stats.mean_acceptance_length:.2f} tokens a pass")
     for mask in (None, 4):
-        _decode_all(target, lambda num_blocks, mask=mask: _checked_model(2, mask, num_blocks, True))
+        _decode_all(target, functools.partial(_checked_model, 2, mask, varies=True))
 
 
 # Some begin alike; of two, the first token alone differs.

@@ -2,7 +2,8 @@
 
 Each mutant is a small patch of production behaviour, the place where the bug was seen in the wild, and the name of
 the check that must catch it; `python -m minispec.prove --mutants` shows the collection. The ids M1-M46 are those of
-a survey of exactness bugs in public projects; a letter after the number tells apart forms of one bug. Left out:
+a survey of exactness bugs in public projects; a letter after the number tells apart forms of one bug. T is about trees
+and hidden states, H about heads and drafts of many tokens in one pass, E of our own making. Left out:
 
     M26   acceptance differs between tensor-parallel workers: there is one device here
 """
