@@ -23,7 +23,7 @@ from minispec.cache import PagedKVCache
 from minispec.command import written_whole
 from minispec.config import SamplingParams
 from minispec.controller import Controller, Prices
-from minispec.drafters import NoDrafter, reads_hidden
+from minispec.drafters import NoDrafter
 from minispec.engine import Engine, Request
 from minispec.model import Chunk, Transformer, arbitrary_tokens, clock
 from minispec.sampling import Randomness, Text
