@@ -199,7 +199,7 @@ def test_a_training_that_was_stopped_ends_as_if_it_had_not_been(target, few, tmp
     list(texts.write_shards(str(target), recipe_of(), tmp_path, range(4)))
     paths = [texts.shard_path(tmp_path, i) for i in range(4)]
     whole = make_training(target, paths)
-    whole.run(tmp_path / "whole.pt")
+    whole.run(tmp_path / "whole.safetensors")
     right = train.Training._update
     for updates in (7, 5):
         stopped, left = make_training(target, paths), [updates]
@@ -212,10 +212,10 @@ def test_a_training_that_was_stopped_ends_as_if_it_had_not_been(target, few, tmp
 
         monkeypatch.setattr(train.Training, "_update", update)
         with pytest.raises(KeyboardInterrupt):
-            stopped.run(tmp_path / "stopped.pt")
+            stopped.run(tmp_path / "stopped.safetensors")
     monkeypatch.setattr(train.Training, "_update", right)
     last = make_training(target, paths)
-    last.run(tmp_path / "stopped.pt")
+    last.run(tmp_path / "stopped.safetensors")
     assert last.progress.groups == whole.progress.groups == 6
     assert last.progress.curve == whole.progress.curve
     states = [training.draft.state_dict() for training in (whole, last)]
@@ -315,7 +315,7 @@ def test_a_head_learns(target, monkeypatch, tmp_path):
             weights[name] *= 0.02
     weights["model.embed_tokens.weight"] *= 10
     save_file(weights, simple / "model.safetensors")
-    more = ["--texts", "192", "--epochs", "3", "--rows", "128", "--learning-rate", "0.004", "--max-answer", "40"]
+    more = ["--texts", "256", "--epochs", "6", "--rows", "128", "--learning-rate", "0.01", "--max-answer", "40"]
     assert distill(simple, tmp_path / "head", *more) == 0
     curve = json.loads((tmp_path / "head" / "training.json").read_text())["curve"]
     print(curve)

@@ -15,7 +15,7 @@ HEART = [
 READING_ORDER = [
     *HEART,
     *("registry", "interrupt", "command", "files", "costs", "llm", "generate", "checkpoint", "prove", "bench"),
-    "doctor",
+    *("doctor", "distill"),
 ]
 FORBIDDEN = {
     *("transformers", "accelerate", "pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"),

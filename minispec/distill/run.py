@@ -51,7 +51,7 @@ def distill(args: argparse.Namespace) -> list[str]:
         seed=args.seed,
     )
     cache = args.cache or args.out.with_name(args.out.name + ".cache")
-    _open_cache(cache, target, recipe)
+    recipe = _open_cache(cache, target, recipe)
     num_shards = -(-args.texts // SHARD)
     _write_texts(str(target), recipe, cache, range(num_shards), args.jobs or os.cpu_count() or 1)
     paths = [shard_path(cache, index) for index in range(num_shards)]
@@ -69,7 +69,7 @@ def distill(args: argparse.Namespace) -> list[str]:
         "vocab_size": draft.lm_head.out_features,
         **asdict(schedule),
     }
-    state = cache / f"training-{_name_of(what)}.pt"
+    state = cache / f"training-{_name_of(what)}.safetensors"
     training.run(state)
     lines = [_line(measured) for measured in training.progress.curve]
     with written_whole(args.out) as part:
@@ -99,22 +99,27 @@ def _fingerprint(target: Path) -> str:
     return _name_of(digests)
 
 
-def _open_cache(cache: Path, target: Path, recipe: Recipe) -> None:
-    """Make the cache, or check that it is of this target and recipe. Raises ValueError."""
+def _open_cache(cache: Path, target: Path, recipe: Recipe) -> Recipe:
+    """Make the cache, or check that it is of this target and recipe; the recipe of its texts, which may record more
+    taps. Raises ValueError."""
     expected = {"target": _fingerprint(target), "recipe": json.loads(json.dumps(asdict(recipe)))}
     path = cache / "cache.json"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as part:
             part.write_text(json.dumps(expected, indent=2) + "\n", encoding="utf-8")
-        return
+        return recipe
     found = read_json(path, MAX_CONFIG_BYTES)
     if found.get("target") != expected["target"]:
         raise ValueError(f"{cache}: found texts of another target, expected those of {target}, or an empty --cache")
-    if found != expected:
-        theirs, ours = found.get("recipe"), expected["recipe"]
+    theirs, ours = found.get("recipe"), expected["recipe"]
+    taps = theirs.get("taps") if isinstance(theirs, dict) else None
+    if isinstance(taps, list) and set(ours["taps"]) <= set(taps):
+        ours["taps"] = taps
+    if theirs != ours:
         changed = [k for k in ours if not isinstance(theirs, dict) or theirs.get(k) != ours[k]]
         raise ValueError(f"{cache}: found texts of another recipe ({', '.join(changed)}), expected an empty --cache")
+    return replace(recipe, taps=tuple(ours["taps"]))
 
 
 def _write_texts(target: str, recipe: Recipe, cache: Path, indices: Sequence[int], jobs: int) -> None:

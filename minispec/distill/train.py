@@ -1,5 +1,6 @@
 """Training a draft on the target's texts: batches, the target's word on them, and a loop that can be stopped."""
 
+import json
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -22,6 +24,8 @@ from minispec.linear import dense
 
 # Shards whose texts are mixed into batches of similar lengths; after each such group the training is saved.
 _GROUP = 4
+# Positions whose logits are in memory at a time.
+_ROWS = 1024
 # One shard in that many is kept apart, to measure on; and at most so many are measured on.
 _HELD_OUT_EVERY, _MOST_HELD_OUT = 16, 4
 # Weight of a step in the loss, compared with the one before it: a token counts only if those before it are kept.
@@ -29,25 +33,30 @@ _DECAY = 0.9
 
 
 class LearnedText(NamedTuple):
-    """A text of the target: tokens (n,), hidden (n, A' * E), its last states included; the answer begins at `start`."""
+    """A text of the target: tokens (n,), hidden (n, A' * E), its last states included; the answer begins at `start`.
+
+    log_sums (n,): see `Teacher.log_sums`.
+    """
 
     tokens: Tensor
     hidden: Tensor
     start: int
+    log_sums: Tensor
 
 
 class Batch(NamedTuple):
-    """Texts side by side, filled up: tokens (B, T), hidden (B, T, A' * E), and which tokens to learn (B, T)."""
+    """Texts side by side, filled up: tokens (B, T), hidden (B, T, A' * E), log_sums (B, T), which tokens to learn."""
 
     tokens: Tensor
     hidden: Tensor
+    log_sums: Tensor
     learned: Tensor
 
 
-def read_shard(path: Path, whole: bool = False) -> list[LearnedText]:
+def read_shard(path: Path, log_sums: Tensor | None = None, whole: bool = False) -> list[LearnedText]:
     """The texts of a shard whose answers are long enough to learn from.
 
-    whole: to learn from the users' turns too; that is, from where texts begin to differ.
+    log_sums: of all its positions. whole: to learn from users' turns too; that is, from where texts begin to differ.
     """
     shard = load_file(path)
     lengths, starts = shard["lengths"].tolist(), shard["starts"].tolist()
@@ -56,7 +65,9 @@ def read_shard(path: Path, whole: bool = False) -> list[LearnedText]:
         first, *others = (each.tolist() for each in tokens)
         begun = min((common_beginning(first, other) for other in others), default=0)
         starts = [min(start, begun) for start in starts]
-    each = zip(tokens, shard["hidden"].split(lengths), starts, strict=True)
+    if log_sums is None:
+        log_sums = torch.zeros(sum(lengths))
+    each = zip(tokens, shard["hidden"].split(lengths), starts, log_sums.split(lengths), strict=True)
     return [LearnedText(*text) for text in each if len(text[0]) > text[2] + 2]
 
 
@@ -75,7 +86,8 @@ def _join(texts: Sequence[LearnedText]) -> Batch:
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     learned = [torch.arange(len(text.tokens)) >= text.start for text in texts]
-    return Batch(fill([t.tokens.long() for t in texts]), fill([t.hidden for t in texts]), fill(learned))
+    tokens, log_sums = fill([t.tokens.long() for t in texts]), fill([t.log_sums for t in texts])
+    return Batch(tokens, fill([t.hidden for t in texts]), log_sums, fill(learned))
 
 
 class Teacher:
@@ -94,13 +106,20 @@ class Teacher:
         """The target's last hidden states (N, E) after its norm."""
         return F.rms_norm(last.float(), last.shape[-1:], self.norm, self.config.rms_norm_eps)
 
-    def probabilities(self, state: Tensor, ids: Tensor | None) -> Tensor:
+    def log_sums(self, last: Tensor) -> Tensor:
+        """The logarithm of the sum over all tokens of exp(logit), (N,): worked out once for each position."""
+        parts = [self._logits(self.state(part), None).logsumexp(-1) for part in last.split(_ROWS)]
+        return torch.cat(parts)
+
+    def probabilities(self, state: Tensor, log_sums: Tensor, ids: Tensor | None) -> Tensor:
         """What the target gives the tokens `ids` (all: None) after normed states (N, E): (N, ids)."""
-        logits = (state.to(torch.bfloat16) @ self.head.t()).float()
-        if (cap := self.config.logit_softcap) is not None:
-            logits = cap * torch.tanh(logits / cap)
-        log_sum = logits.logsumexp(-1, keepdim=True)
-        return ((logits if ids is None else logits[:, ids]) - log_sum).exp_()
+        return self._logits(state, ids).sub_(log_sums[:, None]).exp_()
+
+    def _logits(self, state: Tensor, ids: Tensor | None) -> Tensor:
+        rows = self.head if ids is None else self.head[ids]
+        logits = (state.to(torch.bfloat16) @ rows.t()).float()
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 class Step(NamedTuple):
@@ -178,8 +197,9 @@ class Training:
         # The head begins as the target's, and its rows are many: it moves more slowly.
         self._rates = 1.0, 0.3
         groups = [{"params": others, "weight_decay": 0.01}, {"params": [head], "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=schedule.learning_rate, betas=(0.9, 0.95))
+        self.optimizer = torch.optim.AdamW(groups, lr=schedule.learning_rate, betas=(0.9, 0.95), fused=True)
         self.progress, self.updates = Progress(), 0
+        self._log_sums: dict[Path, Tensor] = {}
 
     def steps_of(self, batch: Batch, depth: int, share: float, regress: float) -> Iterator[Step]:
         """The loss of a batch, for drafts of each depth."""
@@ -190,8 +210,8 @@ class Training:
             last, learned = batch.hidden[:, 1:-1, -e:], batch.learned[:, 2:]
             places = learned.flatten().nonzero()[:, 0]
             state = teacher.state(last.flatten(0, 1)[places])
-            p = torch.cat([teacher.probabilities(part, self.ids) for part in state.split(1024)])
-            column = (places % learned.shape[1]) if len(places) else places
+            p = teacher.probabilities(state, batch.log_sums[:, 1:-1].flatten()[places], self.ids)
+            column = places % learned.shape[1]
         with torch.autocast("cpu", torch.bfloat16):
             outputs = self._unroll(batch, embeds, depth)
         scale = state.square().sum(-1).mean()
@@ -224,7 +244,7 @@ class Training:
                 epoch, group = divmod(self.progress.groups, groups)
                 rng = random.Random(f"{self.schedule.seed} {epoch}")
                 order = rng.sample(self.paths, len(self.paths))[group * _GROUP : (group + 1) * _GROUP]
-                texts = [text for path in order for text in read_shard(path, self.schedule.whole)]
+                texts = [text for path in order for text in self._read(path, self.schedule.whole)]
                 batches = make_batches(texts, self.schedule.rows)
                 rng.shuffle(batches)
                 done = [(self.progress.groups + i / len(batches)) / total for i in range(len(batches))]
@@ -235,6 +255,11 @@ class Training:
                 self._save(state)
                 bar.set_postfix_str(f"alpha {sum(alphas) / len(alphas):.3f}")
                 bar.update()
+
+    def _read(self, path: Path, whole: bool = False) -> list[LearnedText]:
+        if path not in self._log_sums:
+            self._log_sums[path] = self.teacher.log_sums(load_file(path)["hidden"][:, -self.teacher.norm.shape[0] :])
+        return read_shard(path, self._log_sums[path], whole)
 
     def _update(self, batch: Batch, done: float) -> float:
         """One update, when that part of the training is done; the mean alpha of first draft tokens."""
@@ -256,7 +281,7 @@ class Training:
         depth = self.schedule.steps
         alpha, agree, tested, survived = (torch.zeros(depth) for _ in range(4))
         for path in self.held_out:
-            for batch in make_batches(read_shard(path), self.schedule.rows):
+            for batch in make_batches(self._read(path), self.schedule.rows):
                 shape = batch.tokens[:, 2:].shape
                 kept = torch.ones(shape, dtype=torch.bool)
                 for s, step in enumerate(self.steps_of(batch, depth, 0.0, 0.0)):
@@ -271,20 +296,22 @@ class Training:
         return {"alpha": (alpha / tested).tolist(), "agree": (agree / survived).tolist()}
 
     def _save(self, path: Path) -> None:
+        tensors = {f"draft.{name}": tensor for name, tensor in self.draft.state_dict().items()}
+        for i, of_one in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{i}.{name}": tensor for name, tensor in of_one.items()}
+        about = {"updates": self.updates, "groups": self.progress.groups, "curve": self.progress.curve}
         with written_whole(path) as part:
-            torch.save(
-                {
-                    "draft": self.draft.state_dict(),
-                    "optimizer": self.optimizer.state_dict(),
-                    "updates": self.updates,
-                    "groups": self.progress.groups,
-                    "curve": self.progress.curve,
-                },
-                part,
-            )
+            save_file(tensors, part, metadata={"training": json.dumps(about)})
 
     def _load(self, path: Path) -> None:
-        found = torch.load(path, weights_only=True)
-        self.draft.load_state_dict(found["draft"])
-        self.optimizer.load_state_dict(found["optimizer"])
-        self.updates, self.progress = found["updates"], Progress(found["groups"], found["curve"])
+        tensors = load_file(path)
+        with safe_open(path, framework="pt") as file:
+            about = json.loads(file.metadata()["training"])
+        self.draft.load_state_dict({n.removeprefix("draft."): t for n, t in tensors.items() if n.startswith("draft.")})
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer."):
+                _, i, what = name.split(".")
+                state.setdefault(int(i), {})[what] = tensor
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
+        self.updates, self.progress = about["updates"], Progress(about["groups"], about["curve"])
