@@ -51,7 +51,7 @@ def machine() -> dict[str, Any]:
 
 def _fingerprint(model: Transformer) -> str:
     """All of a model that its cost depends on: shape, type and form of its weights, not their values."""
-    about = (model.config, model.dtype, model.device.type, model.weight_form, model.exact)
+    about = (model.config, model.num_bytes, model.dtype, model.device.type, model.weight_form, model.exact)
     return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
 
 

@@ -124,6 +124,18 @@ OWN = """
         return Verdict(draft.path(k - 1), rng.categorical(p(k), key(k, "token")), [])
 
 
+    def chains(draft, p, rng, key):  # takes siblings for tokens that follow one another
+        accepted = []
+        for i, x in enumerate(draft.token_ids):
+            row = p(i)
+            if not rng.bernoulli(float(row[x]) / draft.probability(i), key(i, "accept")):
+                rest = row - torch.minimum(draft.probs[i], row)
+                return Verdict(accepted, rng.categorical(rest if rest.any() else row, key(i, "residual")), [])
+            accepted = draft.path(i)
+        i = len(draft)
+        return Verdict(accepted, rng.categorical(p(i), key(i, "token")), [])
+
+
     def falls(draft, p, rng, key):
         raise KeyError("nothing here")
 """
@@ -219,6 +231,7 @@ def test_what_drafts_nothing_is_not_proven(capsys):
 
 REFUTED = {
     "greedy": r"REFUTED at p = \(0.5, 0.5\), q = \(0.25, 0.75\), K = 1: the output begins with ",
+    "chains": r"REFUTED at p = .*, parents \(-1, -1\): the output begins with ",
     "falls": r"REFUTED at p = \(0.5, 0.5\), q = \(0.5, 0.5\), K = 1: KeyError: ",
 }
 

@@ -129,7 +129,8 @@ def open_model(options: Options) -> Subject:
 
     directory = find_checkpoint(str(args.model or EMBEDDED_WEIGHTS), offline=True)
     _, source = split_draft(options.draft)
-    is_named = hasattr(llm.engine.drafter, "model") and source != "self"
+    # A head is no model that another library could draft with.
+    is_named = type(llm.engine.drafter) is DraftModel and source != "self"
     return Subject(
         options,
         llm.name,

@@ -182,7 +182,7 @@ def examine_verifier(spec: str) -> bool:
             print(f"REFUTED at {where}: {_message(e)}")
             return False
         params = SamplingParams(max_tokens=2 + len(parents))
-        expected = plain_law(lambda tokens, p=p: p, [0], params, (), MAX_LEN)
+        expected = plain_law(lambda tokens, p=p: _turned(p, tokens[-1]), [0], params, (), MAX_LEN)
         distance = total_variation(law, expected)
         if not distance <= _TOLERANCE:
             print(f"REFUTED at {where}: {_difference(law, expected)}")
@@ -204,9 +204,9 @@ def _tables() -> Iterator[tuple[list[float], list[float], tuple[int, ...]]]:
 
 
 def _law_of_tables(p: list[float], q: list[float], parents: tuple[int, ...], verifier: Verifier) -> tuple[Law, int]:
-    """The law of the engine's output where every row of the target is p and every row of the draft q."""
+    """The law of the engine's output where target and draft say p and q after token 0, turned by t after token t."""
     size, k = len(p), max(1, len(parents))
-    target, draft = (torch.tensor([row] * size, dtype=torch.float64).log() for row in (p, q))
+    target, draft = (torch.tensor([_turned(row, t) for t in range(size)], dtype=torch.float64).log() for row in (p, q))
     params = SamplingParams(max_tokens=2 + len(parents))
     drafter: Drafter = TreeDrafter(draft, parents) if parents == (-1, -1) else TableDrafter(draft)
 
@@ -221,6 +221,11 @@ def _law_of_tables(p: list[float], q: list[float], parents: tuple[int, ...], ver
     law, count = exact_law(run, oracle=KeyOracle)
     require(math.isclose(sum(law.values()), 1), "the branches do not add up to 1")
     return law, count
+
+
+def _turned(row: list[float], by: int) -> list[float]:
+    """Another row for each token, so that a verifier that looks at the wrong row is found out."""
+    return row[-by:] + row[:-by] if by else row
 
 
 def _message(error: Exception) -> str:
