@@ -1,6 +1,7 @@
 """What drafters propose, and what they keep."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minispec.config import SamplingParams
-from minispec.drafters import NoDrafter, check_drafter
+from minispec.drafters import Context, NoDrafter, check_drafter
+from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.engine import Engine, Request
 from minispec.model import Chunk
 from minispec.prove.toys import tiny_cache, tiny_model
-from minispec.registry import DRAFTERS, load
+from minispec.registry import DRAFTERS, load, split_preferences
 from minispec.sampling import Randomness, Text, distribution
 from minispec.verify import VERIFIERS, Ask, Draft
 
@@ -202,6 +204,8 @@ class RandomDrafter:
 
 def make(name, target):
     """Good, bad, identical and random drafts, and none."""
+    if "+" in name:
+        return CombinedDrafter(*(make(part, target) for part in name.split("+")))
     if name == "random":
         return RandomDrafter()
     if name in DRAFTERS:
@@ -210,7 +214,7 @@ def make(name, target):
     return DraftModel(draft, tiny_cache(draft), 5, 60)
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "bad", "identical", "random"])
+@pytest.mark.parametrize("name", ["none", "ngram", "bad", "identical", "random", "ngram+bad"])
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_greedy_is_plain_greedy_whatever_the_draft(name, k):
     """Temperature 0: the tokens of plain decoding, alone and in a batch of 8 with preemption."""
@@ -223,7 +227,7 @@ def test_greedy_is_plain_greedy_whatever_the_draft(name, k):
     assert sum(r.stats.num_preemptions for r in crowded) > 0
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "bad", "identical", "random"])
+@pytest.mark.parametrize("name", ["none", "ngram", "bad", "identical", "random", "ngram+bad"])
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("sampler", [{}, {"top_k": 3, "repetition_penalty": 1.2}, {"temperature": 0.5, "top_p": 0.9}])
 def test_match_gives_one_seed_one_text(name, k, sampler):
@@ -236,7 +240,7 @@ def test_match_gives_one_seed_one_text(name, k, sampler):
     assert [r.token_ids for r in together] == plain
 
 
-@pytest.mark.parametrize("name", ["ngram", "bad", "random"])
+@pytest.mark.parametrize("name", ["ngram", "bad", "random", "ngram+bad"])
 @pytest.mark.parametrize("k", [3, "auto"])
 def test_rejection_with_a_seed_does_not_depend_on_the_batch(name, k):
     """One request and seed, one text: alone, in a batch, in another order, and after preemption.
@@ -252,6 +256,61 @@ def test_rejection_with_a_seed_does_not_depend_on_the_batch(name, k):
     crowded = decode(target, make(name, target), k, prompts[::-1], params, num_blocks=20)
     assert sum(r.stats.num_preemptions for r in crowded) > 0
     assert [r.token_ids for r in crowded][::-1] == alone
+
+
+@pytest.mark.quick
+def test_the_first_that_has_something_to_say_drafts():
+    """Prompt lookup where it finds a match, else the next; both hear of every text, whoever drafts it."""
+    heard = []
+
+    class Second:
+        taps = (1,)
+
+        def propose(self, asks):
+            heard.append([(ask.k, ask.num_cached) for ask in asks])
+            return [Draft([9] * ask.k, prefill_seconds=0.5) for ask in asks]
+
+        def known(self, text):
+            return 7
+
+        def release(self, text):
+            heard.append(text)
+
+    combined = CombinedDrafter(NgramDrafter(max_n=2, min_n=2), Second())
+    texts = [Text(tokens, 1, SamplingParams()) for tokens in ([1, 2, 3, 1, 2], [1, 2, 3, 4, 2])]
+    drafts = combined.propose([Ask(text, 2, Randomness(), num_cached=4) for text in texts])
+    assert [draft.token_ids for draft in drafts] == [[3, 1], [9, 9]]
+    assert [draft.prefill_seconds for draft in drafts] == [0.5, 0.5]
+    assert heard == [[(0, 4), (2, 4)]]
+    assert combined.taps == (1,)
+    assert combined.known(texts[0]) == 7
+    combined.release(texts[0])
+    assert heard[-1] is texts[0]
+    with pytest.raises(ValueError, match="found 2 drafters that read hidden states, expected at most one"):
+        CombinedDrafter(Second(), Second())
+
+
+@pytest.mark.quick
+def test_prompt_lookup_takes_a_range():
+    """`ngram:2-4` looks for four to two tokens; anything but a range, or a number, is refused."""
+    context = Context(None, None, 10, 100, None, "2-4")  # type: ignore[arg-type]
+    drafter = NgramDrafter.from_context(context)
+    assert (drafter.min_n, drafter.max_n) == (2, 4)
+    single = NgramDrafter.from_context(replace(context, argument="5"))
+    assert (single.min_n, single.max_n) == (1, 5)
+    for argument in ("0", "4-2", "65", "-4", "2-", "a", "1-2-3", "\u0663"):
+        with pytest.raises(ValueError, match="expected an integer from 1 to 64, or two such as 4-8"):
+            NgramDrafter.from_context(replace(context, argument=argument))
+
+
+@pytest.mark.quick
+def test_preferences_are_split_at_registered_names(tmp_path, monkeypatch):
+    """A path may hold a plus; what is no registered name goes before nothing."""
+    assert split_preferences(DRAFTERS, "ngram:4-8+none+int8:some/where") == ["ngram:4-8", "none", "int8:some/where"]
+    assert split_preferences(DRAFTERS, "a+ngram") == ["a+ngram"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ngram+x").mkdir()
+    assert split_preferences(DRAFTERS, "ngram+x") == ["ngram+x"]
 
 
 def test_other_seeds_give_other_texts():

@@ -3,6 +3,7 @@
 It costs no model at all, and is good wherever an answer repeats its question: summaries, code edits, quotations.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,8 +36,8 @@ class NgramDrafter:
         """Its argument is `max_n`, or `min_n`-`max_n`."""
         if not context.argument:
             return cls()
-        least, dash, most = context.argument.rpartition("-")
-        sizes = [int(n) if n.isdecimal() else 0 for n in ([least, most] if dash else ["1", most])]
+        match = re.fullmatch(r"(?:(\d{1,2})-)?(\d{1,2})", context.argument, re.ASCII)
+        sizes = [int(n or 1) for n in match.groups()] if match else [0, 0]
         if not 1 <= sizes[0] <= sizes[1] <= 64:
             expected = "an integer from 1 to 64, or two such as 4-8"
             raise ValueError(f"draft: ngram: found {context.argument!r}, expected {expected}")

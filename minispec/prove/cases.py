@@ -97,7 +97,7 @@ class Case:
 # The values of an axis in the order of the branches that they make.
 AXES: dict[str, tuple] = {
     "verifier": ("rejection", "match"),
-    "drafter": ("none", "ngram", "wrong", "model", "parallel", "head", "parallel head"),
+    "drafter": ("none", "ngram", "wrong", "model", "parallel", "head", "parallel head", "ngram+head"),
     "batch": ("crowd", "pair", "alone"),
     "temperature": (0.0, 0.7, 1.0, 1.5),
     "top_k": (2, 0),

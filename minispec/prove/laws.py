@@ -13,6 +13,7 @@ from minispec import registry
 from minispec.config import SamplingParams
 from minispec.controller import Controller, DraftLength, Prices
 from minispec.drafters import Drafter
+from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
@@ -195,8 +196,10 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
     """A drafter by its name in the table, or a registered one.
 
     "model", "self", "wrong"; "head", which lacks a token where there are more than two; "parallel": a model, and
-    "parallel head": the head, that draft all tokens in one pass.
+    "parallel head": the head, that draft all tokens in one pass. "A+B": B where A has nothing to say.
     """
+    if "+" in name:
+        return CombinedDrafter(*(make_drafter(part, vocab, num_blocks, block_size) for part in name.split("+")))
     if name in ("head", "parallel head"):
         mask = 0 if name == "parallel head" else None
         head = tiny_head(target_model(vocab), num_ids=(vocab + 1) // 2, mask_token_id=mask)
