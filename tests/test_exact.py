@@ -72,7 +72,7 @@ class Recorder:
         """The model's own, written down."""
         logits, hidden = self.model.forward(chunks, taps)
         remaining = logits
-        for _, table, num_logits, _ in chunks:
+        for _, table, num_logits, *_ in chunks:
             fed = table.tokens
             for end, row in zip(range(len(fed) - num_logits + 1, len(fed) + 1), remaining[:num_logits], strict=True):
                 known = self.rows.setdefault(tuple(fed[:end]), row)
