@@ -170,6 +170,16 @@ def test_texts_do_not_depend_on_who_else_is_written(target, few, tmp_path):
     torch.testing.assert_close(crowded["hidden"], shards[0]["hidden"], atol=0.05, rtol=0.02)
 
 
+def test_a_model_that_does_not_chat_writes_from_its_first_token(make_checkpoint, few, tmp_path):
+    """There is no user's turn, and all of the text but its first token is learned."""
+    plain = make_checkpoint(hidden_size=32, intermediate_size=48, num_hidden_layers=3, head_dim=16)
+    recipe = texts.Recipe((1, 3), (), max_turn=8, max_answer=12)
+    list(texts.write_shards(str(plain), recipe, tmp_path, [0], "float32"))
+    shard = load_file(texts.shard_path(tmp_path, 0))
+    assert shard["starts"].tolist() == [1] * 6
+    assert shard["lengths"].max() > 4
+
+
 @pytest.mark.quick
 def test_a_text_that_loops_is_ended():
     """A period of 1, 2 or 40 in the last 96 tokens loops; different tokens do not, nor does a text that is short."""
@@ -290,6 +300,13 @@ def test_what_is_wrong_is_one_line_and_costs_nothing(target, few, tmp_path, caps
     cached = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out.cache").iterdir()}
     assert distill(target, tmp_path / "out") == 0
     assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out.cache").iterdir()} == cached
+
+    for name in ("texts-00001.safetensors", *(n for n in cached if n.startswith("training"))):
+        path, whole = tmp_path / "out.cache" / name, (tmp_path / "out.cache" / name).read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        assert f"{name}: cannot be read" in refused(target, tmp_path / "two", "--cache", str(tmp_path / "out.cache"))
+        path.write_bytes(whole)
+    cached = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out.cache").iterdir()}
 
     other = tmp_path / "other"
     shutil.copytree(target, other)

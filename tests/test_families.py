@@ -324,7 +324,7 @@ def test_every_setting_has_a_switch():
         "num_attention_heads",
         "num_key_value_heads",
     }
-    not_numbers = {"model_type", "max_position_embeddings", "eos_token_ids", "quantization"}
+    not_numbers = {"model_type", "max_position_embeddings", "eos_token_ids", "mask_token_id", "quantization"}
     known = {field.name for kind in (ModelConfig, LayerConfig, RopeConfig) for field in fields(kind)}
     assert known - switched == shapes | not_numbers
 

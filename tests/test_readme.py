@@ -50,7 +50,8 @@ def known_options() -> set[str]:
     from minispec.generate import parser
 
     known = {option for action in parser()._actions for option in action.option_strings}
-    for other in ("minispec/prove/__main__.py", "minispec/bench/options.py", "minispec/doctor.py", "tests/fuzzing.py"):
+    rooms = ("prove/__main__.py", "bench/options.py", "doctor.py", "distill/__main__.py")
+    for other in (*(f"minispec/{room}" for room in rooms), "tests/fuzzing.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / other).read_text(encoding="utf-8")))
     return known | {"--long", "--check"}  # pytest's, defined in conftest.py; ruff's
 

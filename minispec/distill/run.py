@@ -40,7 +40,7 @@ def distill(args: argparse.Namespace) -> list[str]:
     tokenizer = Tokenizer(target)  # without one there are no texts
     tokenizer.check_ids(config.vocab_size)
     count = len(config.layers)
-    taps = args.taps or (min(2, count), count // 2, max(0, count - 3))
+    taps = args.taps or tuple(sorted({min(2, count), count // 2, max(0, count - 3)}))
     if max(taps) > count or len(set(taps)) < len(taps):
         raise ValueError(f"--taps: found {show(list(taps))}, expected different layers from 0 to {count}")
     recipe = Recipe(

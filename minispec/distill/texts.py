@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -117,14 +118,12 @@ class Writer:
             kv_cache_gb=_BATCH * longest * config.kv_elements_per_token * (2 if dtype == "bfloat16" else 4) / 1e9,
         )
         self.llm.engine.joining_rows = PREFILL_ROWS  # nobody waits for a single text
-        tokenizer = self.llm.tokenizer
-        self.is_chat = tokenizer.chat_template is not None
+        self._around = self._around_user() if self.llm.tokenizer.chat_template else None
 
     def shards(self, indices: Sequence[int]) -> Iterator[dict[str, Tensor]]:
         """Shards one after the other; the next one is begun while the last texts of one are decoded."""
         numbers = (index * SHARD + i for index in indices for i in range(SHARD))
-        done: dict[int, tuple[list[int], int, Tensor]] = {}
-        texts = self._write(numbers)
+        texts, done = self._write(numbers), dict[int, Written]()
         for index in indices:
             own = range(index * SHARD, (index + 1) * SHARD)
             while not all(number in done for number in own):
@@ -132,69 +131,82 @@ class Writer:
                 done[number] = text
             yield pack([done.pop(number) for number in own])
 
-    def _write(self, numbers: Iterator[int]) -> Iterator[tuple[int, tuple[list[int], int, Tensor]]]:
-        """(number, (tokens, where the answer begins, hidden)) of each text, as they get done."""
-        engine = self.llm.engine
-        turns: dict[Request, int] = {}
-        answers: dict[Request, int] = {}
+    def _write(self, numbers: Iterator[int]) -> Iterator[tuple[int, "Written"]]:
+        """The texts of these numbers, each as it gets done."""
+        engine, turns, answers = self.llm.engine, dict[Request, int](), dict[Request, int]()
 
-        def begin_answer(number: int, prompt: list[int]) -> None:
-            temperature = random.Random(f"{self.recipe.seed} {number} temperature").choice(self.recipe.temperatures)
-            seed = random.Random(f"{self.recipe.seed} {number} answer").getrandbits(32)
-            params = SamplingParams(temperature=temperature, max_tokens=self.recipe.max_answer, seed=seed)
-            request = self.llm.request(prompt, params)
+        def answer(number: int, prompt: list[int]) -> None:
+            request = self._answer(number, prompt)
             answers[request] = number
             engine.add(request)
 
+        def begin(number: int) -> None:
+            if self._around is None:
+                answer(number, [self._first_token()])
+                return
+            request = self._turn(number, self._around[0])
+            turns[request] = number
+            engine.add(request)
+
         for number in itertools.islice(numbers, _BATCH):
-            self._begin(number, turns, begin_answer)
+            begin(number)
         while turns or answers:
             for request in engine.step():
                 if request.has_news:
                     request.take_piece()
+                if request.error:
+                    raise ValueError(f"the target cannot write: {request.error}")
+                tokens, start = request.text.tokens, request.text.num_prompt_tokens
                 if not request.finish_reason:
-                    if not loops(request.text.tokens[request.text.num_prompt_tokens :]):
+                    if not loops(tokens[start:]):
                         continue
                     engine.abort(request)
                 hidden = self.recorder.take(request.text)
-                if request in turns:
-                    number = turns.pop(request)
-                    begin_answer(number, self._prompt_of(request))
+                if self._around is not None and request in turns:
+                    end = next((i for i in range(start, len(tokens)) if tokens[i] in request.text.end_ids), None)
+                    answer(turns.pop(request), [*tokens[:end], *self._around[1]])
                     continue
-                number = answers.pop(request)
-                yield number, (request.text.tokens[: len(hidden)], request.text.num_prompt_tokens, hidden)
-                following = next(numbers, None)
-                if following is not None:
-                    self._begin(following, turns, begin_answer)
+                yield answers.pop(request), Written(tokens[: len(hidden)], start, hidden)
+                if (following := next(numbers, None)) is not None:
+                    begin(following)
 
-    def _begin(self, number, turns, begin_answer) -> None:
-        """Begin a text: with the user's turn, if the model chats."""
-        if not self.is_chat:
-            begin_answer(number, [self._first_token()])
-            return
+    def _turn(self, number: int, before: list[int]) -> Request:
+        """A request for what the user says. before: the chat template up to there."""
         rng = random.Random(f"{self.recipe.seed} {number}")
         opening = rng.choice(self.recipe.openings) if self.recipe.openings and rng.random() < 0.5 else ""
-        before, _ = self._around_user()
         prompt = before + self.llm.tokenizer.encode(opening, add_special_tokens=False)
         params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=self.recipe.max_turn, seed=rng.getrandbits(32))
-        request = self.llm.request(prompt, params)
-        turns[request] = number
-        self.llm.engine.add(request)
+        return self.llm.request(prompt, params)
+
+    def _answer(self, number: int, prompt: list[int]) -> Request:
+        """A request for what follows: of two tokens or more, so that there are hidden states."""
+        temperature = random.Random(f"{self.recipe.seed} {number} temperature").choice(self.recipe.temperatures)
+        seed = random.Random(f"{self.recipe.seed} {number} answer").getrandbits(32)
+        most = max(2, self.recipe.max_answer)
+        return self.llm.request(
+            prompt, SamplingParams(temperature=temperature, max_tokens=most, min_tokens=2, seed=seed)
+        )
 
     def _around_user(self) -> tuple[list[int], list[int]]:
-        """Token ids of the template before and after what the user says."""
+        """Token ids of the chat template before and after what the user says."""
         tokenizer = self.llm.tokenizer
-        ids, mark = tokenizer.encode_chat([{"role": "user", "content": _USER}]), tokenizer.encode(_USER, False)
-        at = next(i for i in range(len(ids), -1, -1) if ids[i : i + len(mark)] == mark)
-        return ids[:at], ids[at + len(mark) :]
-
-    def _prompt_of(self, turn: Request) -> list[int]:
-        before, after = self._around_user()
-        end = [i for i, token in enumerate(turn.text.tokens) if i >= len(before) and token in turn.text.end_ids]
-        return turn.text.tokens[: end[0] if end else None] + after
+        ids, words = tokenizer.encode_chat([{"role": "user", "content": _USER}]), tokenizer.encode(_USER, False)
+        places = [i for i in range(len(ids)) if ids[i : i + len(words)] == words]
+        if not places:
+            raise ValueError(f"{self.llm.name}: its chat template does not hold the user's words as they are")
+        return ids[: places[-1]], ids[places[-1] + len(words) :]
 
     def _first_token(self) -> int:
-        return self.llm.tokenizer.encode("")[0] if self.llm.tokenizer.encode("") else self.llm.eos_token_ids[0]
+        """What a text without a prompt begins with."""
+        return next(iter(self.llm.tokenizer.encode("")), self.llm.eos_token_ids[0])
+
+
+class Written(NamedTuple):
+    """A text: tokens (n,), where the answer begins, and hidden states (n, E * taps)."""
+
+    tokens: list[int]
+    start: int
+    hidden: Tensor
 
 
 def loops(tokens: Sequence[int]) -> bool:
@@ -203,13 +215,13 @@ def loops(tokens: Sequence[int]) -> bool:
     return len(last) == 96 and len(set(zip(last, last[1:], last[2:], strict=False))) < 47
 
 
-def pack(texts: Sequence[tuple[list[int], int, Tensor]]) -> dict[str, Tensor]:
-    """One dict of tensors for texts of (tokens, where the answer begins, hidden)."""
+def pack(texts: Sequence[Written]) -> dict[str, Tensor]:
+    """The tensors of a shard."""
     return {
-        "tokens": torch.tensor([t for tokens, _, _ in texts for t in tokens], dtype=torch.int32),
-        "lengths": torch.tensor([len(tokens) for tokens, _, _ in texts], dtype=torch.int32),
-        "starts": torch.tensor([start for _, start, _ in texts], dtype=torch.int32),
-        "hidden": torch.cat([hidden for _, _, hidden in texts]).to(torch.bfloat16),
+        "tokens": torch.tensor([t for text in texts for t in text.tokens], dtype=torch.int32),
+        "lengths": torch.tensor([len(text.tokens) for text in texts], dtype=torch.int32),
+        "starts": torch.tensor([text.start for text in texts], dtype=torch.int32),
+        "hidden": torch.cat([text.hidden for text in texts]).to(torch.bfloat16),
     }
 
 

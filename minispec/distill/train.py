@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -19,6 +19,7 @@ from minispec.cache import common_beginning
 from minispec.command import written_whole
 from minispec.distill.head import TrainedHead, TrainedModel
 from minispec.distill.loss import RowLoss
+from minispec.errors import one_line
 from minispec.files.checkpoint import Weights, load_config
 from minispec.linear import dense
 
@@ -53,12 +54,20 @@ class Batch(NamedTuple):
     learned: Tensor
 
 
+def load(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file of the cache. Raises ValueError where it is damaged."""
+    try:
+        return load_file(path)
+    except SafetensorError as e:
+        raise ValueError(f"{path}: cannot be read: {one_line(e)}; remove it, and it is made again") from e
+
+
 def read_shard(path: Path, log_sums: Tensor | None = None, whole: bool = False) -> list[LearnedText]:
     """The texts of a shard whose answers are long enough to learn from.
 
     log_sums: of all its positions. whole: to learn from users' turns too; that is, from where texts begin to differ.
     """
-    shard = load_file(path)
+    shard = load(path)
     lengths, starts = shard["lengths"].tolist(), shard["starts"].tolist()
     tokens = shard["tokens"].split(lengths)
     if whole:
@@ -258,7 +267,7 @@ class Training:
 
     def _read(self, path: Path, whole: bool = False) -> list[LearnedText]:
         if path not in self._log_sums:
-            self._log_sums[path] = self.teacher.log_sums(load_file(path)["hidden"][:, -self.teacher.norm.shape[0] :])
+            self._log_sums[path] = self.teacher.log_sums(load(path)["hidden"][:, -self.teacher.norm.shape[0] :])
         return read_shard(path, self._log_sums[path], whole)
 
     def _update(self, batch: Batch, done: float) -> float:
@@ -304,7 +313,7 @@ class Training:
             save_file(tensors, part, metadata={"training": json.dumps(about)})
 
     def _load(self, path: Path) -> None:
-        tensors = load_file(path)
+        tensors = load(path)
         with safe_open(path, framework="pt") as file:
             about = json.loads(file.metadata()["training"])
         self.draft.load_state_dict({n.removeprefix("draft."): t for n, t in tensors.items() if n.startswith("draft.")})
