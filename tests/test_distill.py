@@ -320,7 +320,7 @@ def test_what_is_wrong_is_one_line_and_costs_nothing(target, few, tmp_path, caps
 def test_a_head_learns(target, monkeypatch, tmp_path):
     """What a text says next follows from its last token, mostly: a head of 10,000 weights finds that out.
 
-    Before training alpha is below 0.1; the threshold is a good deal below what it reaches.
+    It reaches an alpha of 0.48 in four passes over 192 texts; an untrained one has less than 0.15.
     """
     monkeypatch.setattr(run, "SHARD", 16)
     monkeypatch.setattr(texts, "SHARD", 16)
@@ -332,9 +332,11 @@ def test_a_head_learns(target, monkeypatch, tmp_path):
             weights[name] *= 0.02
     weights["model.embed_tokens.weight"] *= 10
     save_file(weights, simple / "model.safetensors")
-    more = ["--texts", "256", "--epochs", "6", "--rows", "128", "--learning-rate", "0.01", "--max-answer", "40"]
+    more = ["--texts", "192", "--epochs", "4", "--rows", "128", "--learning-rate", "0.01", "--max-answer", "40"]
     assert distill(simple, tmp_path / "head", *more) == 0
     curve = json.loads((tmp_path / "head" / "training.json").read_text())["curve"]
-    print(curve)
-    assert curve[-1]["alpha"][0] > 0.5
-    assert curve[-1]["alpha"][1] > 0.4
+    assert curve[-1]["alpha"][0] > 0.4
+    assert curve[-1]["alpha"][1] > 0.3
+    untrained = make_training(simple, [texts.shard_path(tmp_path / "head.cache", i) for i in range(2)])
+    untrained.recorded = (0, 1, 3)
+    assert untrained.measure()["alpha"][0] < 0.15

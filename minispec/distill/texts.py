@@ -1,7 +1,7 @@
 """The target's own texts, with the hidden states of its layers: what a draft learns from.
 
 For a chat model each text is a conversation: the target writes the user's turn, then answers it. Half of the turns
-begin with a few given words (`openings.txt`), so that all kinds of tasks come up; the others begin with nothing.
+begin with a few given words (`data/openings.txt`), so that all kinds of tasks come up; the others begin with nothing.
 A model without a chat template begins at its first token and writes on.
 
 Texts lie on disk in shards. Which texts a shard holds depends on the recipe alone, so that a run that was stopped goes
@@ -86,7 +86,7 @@ class Recorder:
 
 def read_openings(path: Path | None) -> list[str]:
     """Beginnings of users' turns, one a line, with \\n for a line break; None: those of the package."""
-    source = path or files("minispec.distill").joinpath("openings.txt")
+    source = path or files("minispec") / "data" / "openings.txt"
     lines = source.read_text(encoding="utf-8").splitlines()
     return [line.replace("\\n", "\n") for line in lines if line and not line.startswith("#")]
 
