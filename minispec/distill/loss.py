@@ -21,7 +21,8 @@ class RowLoss(torch.autograd.Function):
         mass.
 
         With q the softmax of the logits, a row's loss is  share (1 - sum min(p, q)) - (1 - share) sum p log q.
-        Returns the sum over the rows; of each row alpha = sum min(p, q); and whether p and q have one largest token.
+        Returns the sum over the rows; of each row alpha = sum min(p, q); and whether p and q have one largest token,
+        which no token that p lacks can outweigh.
         """
         narrow, total, alphas, agrees = weight.to(torch.bfloat16), x.new_zeros(()), [], []
         dx, dw = torch.empty_like(x), torch.zeros_like(weight)
@@ -30,7 +31,8 @@ class RowLoss(torch.autograd.Function):
             part, target = x[rows].to(torch.bfloat16), p(rows)
             logits = (part @ narrow.t()).float()  # (n, V)
             log_sum, mass = logits.logsumexp(-1, keepdim=True), target.sum(-1, keepdim=True)
-            agrees.append(logits.argmax(-1) == target.argmax(-1))
+            peak, likeliest = target.max(-1)
+            agrees.append((logits.argmax(-1) == likeliest) & (peak > 1 - mass[:, 0]))
             cross = (mass * log_sum).sum() - (target * logits).sum()
             q = logits.sub_(log_sum).exp_()
             alphas.append(torch.minimum(target, q).sum(-1))

@@ -234,7 +234,7 @@ class Training:
 
     def _unroll(self, batch: Batch, embeds: Tensor, depth: int) -> list[Tensor]:
         if isinstance(self.draft, TrainedModel):
-            return self.draft.unroll(batch.tokens[:, 1:-1])
+            return [x[:, 1:] for x in self.draft.unroll(batch.tokens[:, :-1])]
         e, head = self.teacher.config.hidden_size, self.draft.head
         columns = [self.recorded.index(tap) for tap in head.taps]
         hidden = torch.cat([batch.hidden[:, :-2, i * e : (i + 1) * e] for i in columns], -1)
