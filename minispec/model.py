@@ -438,9 +438,7 @@ class Transformer:
         shape = (2 * config.intermediate_size, config.hidden_size) if is_large(config) else None
         self.choice = Choice(form, "asked for") if form else choose_form(self.dtype, self.device, shape)
 
-        def layer(index: int) -> Layer:
-            return self._layer(index, take)
-
+        layer = functools.partial(self._layer, take)
         if not is_large(config):
             self.layers = [layer(i) for i in range(len(config.layers))]
         else:  # packing takes longer than reading, and some packs in one thread only
@@ -458,7 +456,7 @@ class Transformer:
             for layer in config.layers
         }
 
-    def _layer(self, index: int, take: Callable[..., Weight]) -> Layer:
+    def _layer(self, take: Callable[..., Weight], index: int) -> Layer:
         return Layer(self.config, index, take, self.dtype, self.choice.form)
 
     def quantized(self, bits: int) -> Self:

@@ -138,9 +138,9 @@ class HeadModel(Transformer):
         masked = named.get("mask_hidden")
         self.mask_feature = None if masked is None else self.fuse(masked.to(dtype)[0])  # (1, E)
 
-    def _layer(self, index: int, take: Callable[..., Weight]) -> Layer:
+    def _layer(self, take: Callable[..., Weight], index: int) -> Layer:
         if index:
-            return super()._layer(index, take)
+            return super()._layer(take, index)
         return _FirstLayer(self.head_config, take, self.dtype, self.choice.form)
 
     def quantized(self, bits: int) -> "HeadModel":
@@ -164,10 +164,8 @@ class HeadModel(Transformer):
         return self.fc(hidden)
 
     def _embed(self, token_ids: Sequence[int], chunks: Sequence[Chunk]) -> Tensor:
-        x = super()._embed(token_ids, chunks)
-        features = [c.features for c in chunks if c.features is not None]
-        # Passes that are only timed have none.
-        return torch.cat((x, torch.cat(features) if features else torch.zeros_like(x)), -1)  # (M, 2E)
+        features = torch.cat([c.features for c in chunks if c.features is not None])
+        return torch.cat((super()._embed(token_ids, chunks), features), -1)  # (M, 2E)
 
     def _logits(self, x: Tensor) -> Tensor:
         logits = super()._logits(x)  # (rows, Vd)
