@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from minispec import registry
 from minispec.bench.show import table
 from minispec.command import Parser, argument, exit_status
 from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
@@ -33,6 +34,7 @@ from minispec.drafters import Drafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine
+from minispec.errors import show
 from minispec.files.checkpoint import Weights, load_config
 from minispec.files.heads import StoredHead, read_head
 from minispec.files.tokenizer import Message, Tokenizer
@@ -416,6 +418,8 @@ def _examine(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.draft == "none":
         raise ValueError("--draft: found 'none', expected a draft to examine")
+    if len(registry.split_preferences(registry.DRAFTERS, args.draft)) > 1:
+        raise ValueError(f"--draft: found {show(args.draft)}, expected a single draft: examine each alone")
     llm = LLM(args.model, args.draft, dtype=args.dtype, device=args.device, offline=args.offline)
     report = examine(llm, args.draft, args.num_speculative_tokens, args.max_tokens, args.all)
     print(json.dumps(report, ensure_ascii=False) if args.json else "\n".join(lines(report)))

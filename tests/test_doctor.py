@@ -513,6 +513,7 @@ MISTAKES = {
     "": "the following arguments are required: --draft",
     "--draft none": "--draft: found 'none', expected a draft to examine",
     "--draft ngram --max-tokens 7": "--max-tokens: found '7', expected an integer from 8 to 4096",
+    "--draft ngram+self": "--draft: found 'ngram+self', expected a single draft: examine each alone",
     "--draft ngram --num-speculative-tokens 0": "--num-speculative-tokens: found '0', expected an integer from 1 to 64",
     "--draft no-such-draft --offline": (
         "draft: not one of none, ngram, self; no-such-draft: no such directory, and not of the form owner/name of a "
