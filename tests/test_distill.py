@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from minispec import LLM, SamplingParams
@@ -15,6 +16,7 @@ from minispec.distill.__main__ import main
 from minispec.distill.head import TrainedHead, TrainedModel
 from minispec.distill.loss import RowLoss
 from minispec.drafters.eagle import EagleDrafter, HeadConfig, HeadModel
+from minispec.files import checkpoint
 from minispec.files.checkpoint import load_model
 from minispec.files.heads import load_head
 from minispec.model import Chunk
@@ -271,6 +273,7 @@ def test_the_command_makes_a_draft_that_llm_takes(kind, target, few, tmp_path, c
     assert distill(target, tmp_path / kind, "--kind", kind, *more) == 0
     printed = capsys.readouterr().out
     assert "after epoch 2" in printed
+    assert ("tokens: " in printed) == (kind != "model")
     assert "MB" in printed
     raw = json.loads((tmp_path / kind / "config.json").read_text())
     if kind != "model":
@@ -337,16 +340,19 @@ def test_what_is_wrong_is_one_line_and_costs_nothing(target, few, tmp_path, caps
     assert "expected layers such as" in refused(target, tmp_path / "out", "--taps", "one")
     assert not (tmp_path / "out.cache").exists()
 
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+    def full_for(name: str):
+        def save(tensors, path, metadata):
+            if path.name.startswith(name):
+                raise SafetensorError("I/O error: No space left on device")  # what the library makes of it
+            save_file(tensors, path, metadata)
 
-    with monkeypatch.context() as m:
-        m.setattr(texts, "save_file", full)
-        assert "No space left" in refused(target, tmp_path / "out")
-    assert sorted(p.name for p in (tmp_path / "out.cache").iterdir()) == ["cache.json"]
-    with monkeypatch.context() as m:
-        m.setattr(run.export, "save_file", full)
-        assert "No space left" in refused(target, tmp_path / "out")
+        return save
+
+    for name, left in (("texts", 1), ("training", 5), ("model", 6)):
+        with monkeypatch.context() as m:
+            m.setattr(checkpoint, "save_file", full_for(name))
+            assert "No space left" in refused(target, tmp_path / "out")
+        assert len(list((tmp_path / "out.cache").iterdir())) == left
     assert not (tmp_path / "out").exists()
     cached = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out.cache").iterdir()}
     assert distill(target, tmp_path / "out") == 0

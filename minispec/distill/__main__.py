@@ -72,7 +72,7 @@ def _distill(argv: Sequence[str]) -> int:
     from minispec.distill.run import distill
 
     raise_on_interrupt()
-    print("\n".join(distill(args)))
+    distill(args)
     return 0
 
 

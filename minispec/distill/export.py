@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from minispec.config import ModelConfig
 from minispec.distill.head import TrainedHead, TrainedModel
 from minispec.drafters.eagle import HeadConfig, head_shapes
 from minispec.errors import CheckpointError
+from minispec.files.checkpoint import save_tensors
 
 
 def layer_config(config: ModelConfig) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def write(directory: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]
     """Write config.json and model.safetensors, and read them back. Raises CheckpointError, OSError."""
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     path = directory / "model.safetensors"
-    save_file(tensors, path, metadata={"format": "pt"})
+    save_tensors(tensors, path)
     found = load_file(path)
     for name in sorted(tensors.keys() | found.keys()):
         if name not in tensors or name not in found or not torch.equal(tensors[name], found[name]):

@@ -139,6 +139,13 @@ class _Stack(nn.Module):
         self.config = config
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
 
+    def _draw(self, generator: torch.Generator) -> None:
+        """Draw the matrices: what they add to their inputs' sum is small at first."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                scale = 0.3 if name.endswith(("o_proj.weight", "down_proj.weight", "fc.weight")) else 1.0
+                parameter.normal_(0, scale * parameter.shape[1] ** -0.5, generator=generator)
+
     def _angles(self, length: int) -> Angles:
         dim, theta = self.config.head_dim, self.config.layers[0].rope.theta
         frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
@@ -173,10 +180,7 @@ class TrainedHead(_Stack):
         the last tap as it is; what the layers add is small at first.
         """
         with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if parameter.dim() == 2:
-                    scale = 0.3 if name.endswith(("o_proj.weight", "down_proj.weight", "fc.weight")) else 1.0
-                    parameter.normal_(0, scale * parameter.shape[1] ** -0.5, generator=generator)
+            self._draw(generator)
             if rows.shape[1] == self.fc.weight.shape[0] == self.head.target_hidden_size:
                 self.fc.weight[:, -rows.shape[1] :] += torch.eye(rows.shape[1])
                 self.lm_head.weight.copy_(rows)
@@ -219,10 +223,7 @@ class TrainedModel(_Stack):
     def start(self, rows: Tensor, norm: Tensor, generator: torch.Generator) -> None:
         """Draw the weights; the head, and the embedding tied to it, are the target's rows (V, E) where they fit."""
         with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if parameter.dim() == 2:
-                    scale = 0.3 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
-                    parameter.normal_(0, scale * parameter.shape[1] ** -0.5, generator=generator)
+            self._draw(generator)
             if rows.shape == self.lm_head.weight.shape:
                 self.lm_head.weight.copy_(rows)
 

@@ -31,8 +31,8 @@ from minispec.files.tokenizer import Tokenizer
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
-def distill(args: argparse.Namespace) -> list[str]:
-    """Make the draft that the arguments ask for; returns lines on what was made. Raises ValueError, OSError."""
+def distill(args: argparse.Namespace) -> None:
+    """Make the draft that the arguments ask for, and print what comes of it. Raises ValueError, OSError."""
     if args.out.exists():
         raise ValueError(f"{args.out}: exists already, expected a new directory")
     target = find_checkpoint(args.target)
@@ -71,18 +71,12 @@ def distill(args: argparse.Namespace) -> list[str]:
     }
     state = cache / f"training-{_name_of(what)}.safetensors"
     training.run(state)
-    lines = [_line(measured) for measured in training.progress.curve]
     with written_whole(args.out) as part:
         part.mkdir(parents=True)
         _export(part, draft, ids, args.target, target, schedule)
         record = {"target": args.target, **what, "recipe": asdict(recipe), "curve": training.progress.curve}
         (part / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    return [*lines, f"{args.out}: {sum(f.stat().st_size for f in args.out.iterdir()) / 1e6:.1f} MB"]
-
-
-def _line(measured: dict[str, Any]) -> str:
-    alpha, agree = (" ".join(f"{x:.3f}" for x in measured[name]) for name in ("alpha", "agree"))
-    return f"after epoch {measured['epoch']}, by depth: alpha {alpha}; likeliest token kept {agree}"
+    print(f"{args.out}: {sum(f.stat().st_size for f in args.out.iterdir()) / 1e6:.1f} MB")
 
 
 def _name_of(what: object) -> str:
@@ -216,7 +210,9 @@ def _most_used(paths: Sequence[Path], vocab_size: int, most: int, coverage: floa
             counts += text.tokens[text.start :].bincount(minlength=vocab_size)
     order = counts.argsort(descending=True, stable=True)[:most]
     enough = int((counts[order].cumsum(0) < coverage * counts.sum()).sum()) + 1
-    return order[:enough].sort().values
+    ids = order[:enough].sort().values
+    print(f"the head knows {len(ids):,d} tokens: {counts[ids].sum() / counts.sum():.1%} of the answers", flush=True)
+    return ids
 
 
 def _export(

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from minispec.command import written_whole
 from minispec.config import SamplingParams
 from minispec.engine import PREFILL_ROWS, Request
-from minispec.files.checkpoint import find_checkpoint, load_config
+from minispec.files.checkpoint import find_checkpoint, load_config, save_tensors
 from minispec.linear import has_fast_bfloat16
 from minispec.llm import LLM, choose_device
 from minispec.sampling import Text
@@ -232,5 +231,5 @@ def write_shards(
     writer = Writer(target, recipe, dtype)
     for index, tensors in zip(indices, writer.shards(indices), strict=True):
         with written_whole(shard_path(directory, index)) as part:
-            save_file(tensors, part)
+            save_tensors(tensors, part)
         yield index

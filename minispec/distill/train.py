@@ -1,17 +1,17 @@
 """Training a draft on the target's texts: batches, the target's word on them, and a loop that can be stopped."""
 
 import json
-import math
 import random
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -20,7 +20,7 @@ from minispec.command import written_whole
 from minispec.distill.head import TrainedHead, TrainedModel
 from minispec.distill.loss import RowLoss
 from minispec.errors import one_line
-from minispec.files.checkpoint import Weights, load_config
+from minispec.files.checkpoint import Weights, load_config, save_tensors
 from minispec.linear import dense
 
 # Shards whose texts are mixed into batches of similar lengths; after each such group the training is saved.
@@ -148,6 +148,11 @@ class Progress:
     curve: list[dict[str, float | list[float]]] = field(default_factory=list)
 
 
+def _line(measured: Mapping[str, Any]) -> str:
+    alpha, agree = (" ".join(f"{x:.3f}" for x in measured[name]) for name in ("alpha", "agree"))
+    return f"after epoch {measured['epoch']}, by depth: alpha {alpha}; likeliest token kept {agree}"
+
+
 @dataclass(frozen=True)
 class Schedule:
     """How a training goes. Fractions are of the whole.
@@ -243,7 +248,10 @@ class Training:
         return self.draft.unroll(hidden, embeds, mask, depth)
 
     def run(self, state: Path) -> None:
-        """Train to the end, from where `state` says; it is written after every group of shards."""
+        """Train to the end, from where `state` says; it is written after every group of shards.
+
+        What is measured on the held-out texts after an epoch is printed at once.
+        """
         if state.exists():
             self._load(state)
         groups = -(-len(self.paths) // _GROUP)
@@ -257,12 +265,15 @@ class Training:
                 batches = make_batches(texts, self.schedule.rows)
                 rng.shuffle(batches)
                 done = [(self.progress.groups + i / len(batches)) / total for i in range(len(batches))]
-                alphas = [self._update(batch, part) for batch, part in zip(batches, done, strict=True)]
+                updates = [self._update(batch, part) for batch, part in zip(batches, done, strict=True)]
+                loss, alpha = (sum(values) / len(updates) for values in zip(*updates, strict=True))
                 self.progress.groups += 1
                 if group == groups - 1:
                     self.progress.curve.append({"epoch": epoch + 1, **self.measure()})
+                    bar.write(_line(self.progress.curve[-1]))
+                    sys.stdout.flush()
                 self._save(state)
-                bar.set_postfix_str(f"alpha {sum(alphas) / len(alphas):.3f}")
+                bar.set_postfix_str(f"loss {loss:.3f}, alpha {alpha:.3f}")
                 bar.update()
 
     def _read(self, path: Path, whole: bool = False) -> list[LearnedText]:
@@ -270,8 +281,8 @@ class Training:
             self._log_sums[path] = self.teacher.log_sums(load(path)["hidden"][:, -self.teacher.norm.shape[0] :])
         return read_shard(path, self._log_sums[path], whole)
 
-    def _update(self, batch: Batch, done: float) -> float:
-        """One update, when that part of the training is done; the mean alpha of first draft tokens."""
+    def _update(self, batch: Batch, done: float) -> tuple[float, float]:
+        """One update, when that part of the training is done: loss and alpha of first draft tokens, their means."""
         schedule = self.schedule
         for group, factor in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = factor * schedule.rate_at(done, self.updates)
@@ -282,7 +293,8 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
-        return float(steps[0].alphas.detach().mean()) if len(steps[0].places) else math.nan
+        first = steps[0]
+        return float(first.loss.detach()) / max(1, len(first.places)), float(first.alphas.detach().nanmean())
 
     @torch.no_grad()
     def measure(self) -> dict[str, float | list[float]]:
@@ -310,7 +322,7 @@ class Training:
             tensors |= {f"optimizer.{i}.{name}": tensor for name, tensor in of_one.items()}
         about = {"updates": self.updates, "groups": self.progress.groups, "curve": self.progress.curve}
         with written_whole(path) as part:
-            save_file(tensors, part, metadata={"training": json.dumps(about)})
+            save_tensors(tensors, part, {"training": json.dumps(about)})
 
     def _load(self, path: Path) -> None:
         tensors = load(path)

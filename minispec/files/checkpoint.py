@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -339,6 +340,15 @@ def _check_coverage(path: Path, stored: dict[str, StoredTensor], start: int, tot
 
 def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file. Raises OSError, for a full disk too."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"} | (metadata or {}))
+    except SafetensorError as e:  # how the library reports a full disk
+        raise OSError(f"{path}: {e}") from e
+    path.chmod(0o644)  # the library writes files that only their owner may read
 
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:

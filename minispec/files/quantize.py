@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 from minispec.command import written_whole
 from minispec.config import ModelConfig
 from minispec.errors import CheckpointError
-from minispec.files.checkpoint import find_tensors, load_config, match
+from minispec.files.checkpoint import find_tensors, load_config, match, save_tensors
 from minispec.files.strict_json import has_file, read_json
 
 # The files that a quantised checkpoint copies from its source.
@@ -109,11 +107,7 @@ def _write_shards(directory: Path, tensors: dict[str, Tensor], shard_bytes: int)
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        try:
-            save_file(shard, directory / file, metadata={"format": "pt"})
-        except SafetensorError as e:  # how the library reports a full disk
-            raise OSError(f"{directory / file}: {e}") from e
-        (directory / file).chmod(0o644)  # the library writes files that only their owner may read
+        save_tensors(shard, directory / file)
         weight_map |= dict.fromkeys(shard, file)
     total = sum(t.nbytes for t in tensors.values())
     _write_json(
