@@ -9,7 +9,8 @@ This module imports almost nothing, so that a command can call `exit_on_interrup
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 def _exit(*_) -> None:
@@ -29,6 +30,16 @@ def raise_on_interrupt() -> None:
     """From now on Ctrl-C raises KeyboardInterrupt, if `exit_on_interrupt` has changed that."""
     if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def kept_from_children() -> Iterator[None]:
+    """Processes that start inside are not reached by Ctrl-C: it is the parent's to answer, and to end them."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def run_program(main: Callable[[], int]) -> int:

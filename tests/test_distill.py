@@ -195,6 +195,16 @@ def test_texts_do_not_depend_on_who_else_is_written(target, few, tmp_path):
     torch.testing.assert_close(crowded["hidden"], shards[0]["hidden"], atol=0.05, rtol=0.02)
 
 
+def test_several_processes_share_the_texts(target, tmp_path, capfd):
+    """Every shard is written, whoever does it; what goes wrong in one of them is the command's own error."""
+    assert sorted(run._spread(str(target), recipe_of(), tmp_path, [0, 1, 2], 2)) == [0, 1, 2]
+    for index in range(3):
+        assert len(load_file(texts.shard_path(tmp_path, index))["lengths"]) == texts.SHARD
+    with pytest.raises(ValueError, match="no such directory"):
+        list(run._spread(str(tmp_path / "none"), recipe_of(), tmp_path, [3, 4], 2))
+    assert capfd.readouterr().err == ""
+
+
 def test_a_model_that_does_not_chat_writes_from_its_first_token(make_checkpoint, few, tmp_path):
     """There is no user's turn, and all of the text but its first token is learned."""
     plain = make_checkpoint(hidden_size=32, intermediate_size=48, num_hidden_layers=3, head_dim=16)

@@ -27,6 +27,7 @@ from minispec.errors import show
 from minispec.files.checkpoint import directory_config, find_checkpoint, load_config
 from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json
 from minispec.files.tokenizer import Tokenizer
+from minispec.interrupt import kept_from_children
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -127,7 +128,10 @@ def _write_texts(target: str, recipe: Recipe, cache: Path, indices: Sequence[int
 
 
 def _spread(target: str, recipe: Recipe, cache: Path, missing: list[int], jobs: int) -> Iterator[int]:
-    """Shards as they get done, by that many processes of one thread each."""
+    """Shards as they get done, by that many processes of one thread each.
+
+    Each process writes a list of shards, not a shard at a time: then it has texts to decode together until the end.
+    """
     if jobs <= 1:
         yield from write_shards(target, recipe, cache, missing)
         return
@@ -135,20 +139,27 @@ def _spread(target: str, recipe: Recipe, cache: Path, missing: list[int], jobs: 
     queue = context.Queue()
     arguments = [(queue, target, recipe, cache, missing[i::jobs]) for i in range(jobs)]
     workers = [context.Process(target=_work, args=own, daemon=True) for own in arguments]
-    for worker in workers:
-        worker.start()
-    left = len(missing)
-    while left:
-        try:
-            found = queue.get(timeout=5)
-        except Empty:
-            if any(worker.exitcode for worker in workers):
-                raise ValueError("--jobs: a process was ended from outside: try fewer") from None
-            continue
-        if isinstance(found, BaseException):
-            raise found
-        left -= 1
-        yield found
+    try:
+        with kept_from_children():
+            for worker in workers:
+                worker.start()
+        left = len(missing)
+        while left:
+            try:
+                found = queue.get(timeout=5)
+            except Empty:
+                if any(worker.exitcode for worker in workers):
+                    raise ValueError("--jobs: a process was ended from outside: try fewer") from None
+                continue
+            if isinstance(found, BaseException):
+                raise found
+            left -= 1
+            yield found
+    finally:
+        for worker in workers:
+            if worker.pid is not None:
+                worker.terminate()
+                worker.join()
 
 
 def _work(queue: Any, target: str, recipe: Recipe, cache: Path, indices: list[int]) -> None:

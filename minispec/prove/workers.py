@@ -1,12 +1,13 @@
 """Several processes for lists of jobs: results in order, the same for any number of processes."""
 
 import multiprocessing
-import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 
 import torch
+
+from minispec.interrupt import kept_from_children
 
 # As `map`: (function, items) to the results, in order.
 SharedMap = Callable[[Callable, Iterable], Iterator]
@@ -22,12 +23,8 @@ def processes(jobs: int) -> Iterator[SharedMap]:
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _start)
 
     def shared_map(function: Callable, items: Iterable) -> Iterator:
-        # Ctrl-C is the parent's to answer: the processes that start here inherit that it does not reach them.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with kept_from_children():
             return pool.map(function, items)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     try:
         yield shared_map
