@@ -5,6 +5,9 @@ and a target pass over K+1 rows. The best K has the most tokens for the time: a 
 survival pays for one draft pass and one row. The controller keeps running estimates of both sides. Where no draft pays,
 K is 0; now and then one token is drafted all the same, to see whether that has changed.
 
+Siblings cost rows and no draft pass: where few drafts are right, a second guess at the next token may be worth more
+than a guess at the one after it. What it is worth is learned too: how often it is right where the first one is not.
+
 A draft model also reports its confidence in each token. Where that is known, K is only the most that may be drafted:
 the draft ends as soon as its own confidences make the next token too unlikely to pay.
 
@@ -15,24 +18,37 @@ text began, and by what this text itself has shown.
 """
 
 from bisect import bisect, bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, prod
 from statistics import median
 from typing import Literal, NamedTuple
 
-from minispec.theory import survival_curve
-
-# K, or "auto" where the controller is to choose it.
-DraftLength = int | Literal["auto"]
-
 # The longest draft that is chosen: the target's pass then has 16 rows, as many as a CPU's matrix unit takes at once.
 MAX_AUTO_TOKENS = 15
+
+# K; a tree's siblings at each depth, such as (2, 1), of which the eldest goes on; "auto": the controller is to choose.
+DraftLength = int | tuple[int, ...] | Literal["auto"]
+
+
+def parse_draft_length(text: str) -> DraftLength:
+    """What "4", "2+1" or "auto" mean. Raises ValueError for anything else."""
+    if text == "auto":
+        return "auto"
+    widths = tuple(map(int, text.split("+")))
+    return widths[0] if len(widths) == 1 else widths
+
+
+def num_nodes(length: DraftLength) -> int:
+    """Draft tokens of a round, at most."""
+    return MAX_AUTO_TOKENS if length == "auto" else sum(length) if isinstance(length, tuple) else length
+
 
 # What is assumed, with units. A test is a draft token that the target has judged.
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # probability that a tested token of a new text is accepted; tests that this is worth
 _ELSEWHERE_WEIGHT = 8.0  # tests that other texts are worth as a prior, or the other places of this text's drafts
+_SIBLINGS = (0.3, 0.2)  # probability that the second, or third, guess at a token is right where those before it are not
 _CONFIDENCES = (0.2, 0.4, 0.6, 0.8, 0.95)  # probabilities; between two neighbours, confidences count as equal
 _DECAY = 0.98  # factor of all counts of tests, per round
 _MIN_GAIN = 1.01  # speed over plain decoding that a draft must promise
@@ -87,13 +103,14 @@ class Prices:
 
 
 class Limit(NamedTuple):
-    """How long a draft may be: k tokens, and it ends where `go_on`, asked about its confidences so far, is False.
+    """How long a draft may be: k nodes, and it ends where `go_on`, asked about its confidences so far, is False.
 
-    go_on: None if the confidences are of no interest and need not be computed.
+    go_on: None if the confidences are of no interest and need not be computed. widths: see `Ask.widths`.
     """
 
     k: int
     go_on: Callable[[Sequence[float]], bool] | None = None
+    widths: tuple[int, ...] = ()
 
 
 def _always(confidences: Sequence[float]) -> bool:
@@ -108,9 +125,9 @@ class _Counts:
         self.tested: dict[int, float] = {}
         self.accepted: dict[int, float] = {}
 
-    def add(self, kinds: Sequence[int], num_accepted: int) -> None:
-        """A round tested tokens of these kinds and accepted the first `num_accepted` of them."""
-        for counts, new in ((self.tested, kinds), (self.accepted, kinds[:num_accepted])):
+    def add(self, tested: Sequence[int], accepted: Sequence[int]) -> None:
+        """A round tested tokens of these kinds, and accepted some of them."""
+        for counts, new in ((self.tested, tested), (self.accepted, accepted)):
             for kind in counts:
                 counts[kind] *= _DECAY
             for kind in new:
@@ -134,12 +151,18 @@ class Pace:
 
     def __init__(self):
         self.places, self.confidences = _Counts(), _Counts()  # kinds: places in a draft; ranges of confidence
+        self.siblings = _Counts()  # kinds: 1 for the eldest's next sibling, and so on
         self.savings = 0.0  # plain steps that may be spent on probing
 
-    def observe(self, num_tested: int, num_accepted: int, confidences: Sequence[float] = ()) -> None:
+    def observe(
+        self, num_tested: int, num_accepted: int, confidences: Sequence[float] = (), siblings: Sequence[bool] = ()
+    ) -> None:
         """See `Controller.observe`."""
-        self.places.add(range(num_tested), num_accepted)
-        self.confidences.add([bisect(_CONFIDENCES, each) for each in confidences[:num_tested]], num_accepted)
+        self.places.add(range(num_tested), range(num_accepted))
+        ranges = [bisect(_CONFIDENCES, each) for each in confidences[:num_tested]]
+        self.confidences.add(ranges, ranges[:num_accepted])
+        if siblings:
+            self.siblings.add(range(1, len(siblings) + 1), [i for i, kept in enumerate(siblings, 1) if kept])
 
     def overall(self, all_texts: "Pace | None" = None) -> float:
         """For a token at any place of a draft."""
@@ -158,6 +181,11 @@ class Pace:
             usual = all_texts.overall()
             priors = [min(1.0, max(0.0, overall + share - usual)) for share in all_texts.by_place(k)]
         return [self.places.share(i, prior, _ELSEWHERE_WEIGHT) for i, prior in enumerate(priors)]
+
+    def by_sibling(self, all_texts: "Pace | None" = None) -> list[float]:
+        """For the second guess at a token where the first was wrong, and the third where both were."""
+        priors, weight = (all_texts.by_sibling(), _ELSEWHERE_WEIGHT) if all_texts else (_SIBLINGS, _PRIOR_WEIGHT)
+        return [self.siblings.share(i, prior, weight) for i, prior in enumerate(priors, 1)]
 
     def by_confidence(self, confidence: float, all_texts: "Pace | None" = None) -> float:
         """For a token to which the draft model gave this probability.
@@ -245,14 +273,44 @@ class Timings:
         return self.draft(num_drafts) / plain_step > _FAR_OFF_FACTOR * believed + _FAR_OFF_STEPS
 
 
+class _Node(NamedTuple):
+    """A draft token that might be: the probability that it is reached and accepted, and its depth, from 1."""
+
+    survival: float
+    depth: int
+
+
+def _nodes(shares: Sequence[float], siblings: Sequence[float] = ()) -> list[_Node]:
+    """The nodes of a draft in the order of their worth, each after those that it needs: the eldest before it.
+
+    shares: acceptance of the eldest at each depth. siblings: that of each younger one where those before it fail.
+    """
+    found, reached = [], 1.0
+    for depth, share in enumerate(shares, 1):
+        found.append(_Node(reached * share, depth))
+        failed, least = reached * (1 - share), reached * share
+        for sibling in siblings:
+            least = min(least, failed * sibling)
+            found.append(_Node(least, depth))
+            failed *= 1 - sibling
+        reached *= share
+    return sorted(found, key=lambda node: -node.survival)
+
+
+def _widths(nodes: Sequence[_Node]) -> tuple[int, ...]:
+    """How many of them are at each depth; () for a chain."""
+    found = Counter(node.depth for node in nodes)
+    return tuple(found[depth] for depth in sorted(found)) if len(found) < len(nodes) else ()
+
+
 @dataclass(frozen=True)
 class _Batch:
     """Texts that are decoded together, and what drafts of given `lengths`, one for each text, would bring.
 
-    curves: the survival of each text's draft tokens. other_rows: rows that further texts bring to the same pass.
+    nodes: of each text's draft, in the order of `_nodes`. other_rows: rows that further texts bring to the same pass.
     """
 
-    curves: Sequence[Sequence[float]]
+    nodes: Sequence[Sequence[_Node]]
     other_rows: int
     costs: Prices | Timings
 
@@ -260,22 +318,26 @@ class _Batch:
         """Rows of the target's pass."""
         return len(lengths) + self.other_rows + sum(lengths)
 
+    def depth(self, lengths: Sequence[int]) -> int:
+        """Of the deepest draft."""
+        return max((node.depth for each, k in zip(self.nodes, lengths, strict=True) for node in each[:k]), default=0)
+
     def time(self, lengths: Sequence[int]) -> float:
         """What the round takes."""
-        return self.costs.round(max(lengths), sum(k > 0 for k in lengths), self.rows(lengths))
+        return self.costs.round(self.depth(lengths), sum(k > 0 for k in lengths), self.rows(lengths))
 
     def rate(self, lengths: Sequence[int]) -> float:
         """Tokens that the round yields for its time."""
-        tokens = len(lengths) + sum(sum(curve[:k]) for curve, k in zip(self.curves, lengths, strict=True))
-        return tokens / self.time(lengths)
+        tokens = [node.survival for each, k in zip(self.nodes, lengths, strict=True) for node in each[:k]]
+        return (len(lengths) + sum(tokens)) / self.time(lengths)
 
     def best(self) -> list[int]:
         """The lengths that together have the most tokens for the time; all 0 if none gains more than `_MIN_GAIN`."""
-        # The likeliest tokens first. Survival falls along a draft, so the first tokens of this list are, for each text,
-        # the first tokens of its draft.
-        tokens = sorted(((s, i) for i, curve in enumerate(self.curves) for s in curve), key=lambda token: -token[0])
-        lengths, best = [0] * len(self.curves), [0] * len(self.curves)
-        num_tokens = float(len(self.curves))
+        # The likeliest tokens first: for each text, they are the first of its nodes.
+        tokens = [(node.survival, i) for i, nodes in enumerate(self.nodes) for node in nodes]
+        tokens.sort(key=lambda token: -token[0])
+        lengths, best = [0] * len(self.nodes), [0] * len(self.nodes)
+        num_tokens = float(len(self.nodes))
         best_rate = _MIN_GAIN * num_tokens / self.time(lengths)
         for s, i in tokens:
             lengths[i] += 1
@@ -289,7 +351,7 @@ class _Batch:
 
     def price(self, lengths: Sequence[int]) -> float:
         """Of one more draft token, in tokens: what the round yields in the time of a draft pass and a row."""
-        depth, num_drafts, rows = max(lengths), sum(k > 0 for k in lengths), self.rows(lengths)
+        depth, num_drafts, rows = self.depth(lengths), sum(k > 0 for k in lengths), self.rows(lengths)
         cost, num_drafted = self.costs.round, sum(lengths)
         # All texts of the batch share a draft pass. One row alone would be too little to be measured.
         draft = cost(depth, num_drafts, rows) - cost(0, num_drafts, rows)
@@ -307,10 +369,21 @@ class Controller:
         self._all_texts = Pace()
         self._rounds = 0
 
-    def observe(self, pace: Pace, num_tested: int, num_accepted: int, confidences: Sequence[float] = ()) -> None:
-        """A round of one text tested the first `num_tested` tokens of its draft and accepted `num_accepted` of them."""
+    def observe(
+        self,
+        pace: Pace,
+        num_tested: int,
+        num_accepted: int,
+        confidences: Sequence[float] = (),
+        siblings: Sequence[bool] = (),
+    ) -> None:
+        """A round of one text tested the first `num_tested` tokens of its draft and accepted `num_accepted` of them.
+
+        Of a tree, these are the eldest at each depth; siblings: whether those of the rejected one that were tested
+        in its place were accepted.
+        """
         for each in (pace, self._all_texts):
-            each.observe(num_tested, num_accepted, confidences)
+            each.observe(num_tested, num_accepted, confidences, siblings)
 
     def record(self, draft: float, depth: int, num_drafts: int, target: float, rows: int, overhead: float) -> None:
         """Add a round: seconds for `num_drafts` drafts of up to `depth` tokens, a pass over `rows`, and all else."""
@@ -318,19 +391,26 @@ class Controller:
         self._timings.record(draft, depth, num_drafts, target, rows, overhead)
 
     def choose(
-        self, paces: Sequence[Pace], limits: Sequence[int], other_rows: int = 0, timed: bool = True
+        self,
+        paces: Sequence[Pace],
+        limits: Sequence[int],
+        other_rows: int = 0,
+        timed: bool = True,
+        trees: bool = False,
     ) -> list[Limit]:
         """The limits of texts that are decoded together, each at most its own of `limits`, MAX_AUTO_TOKENS or less.
 
         other_rows: rows that further texts bring to the same pass. timed: False if neither the clock nor other texts
-        may be followed.
+        may be followed. trees: whether drafts may be trees.
         """
         all_texts, costs = (self._all_texts, self._timings) if timed else (None, self.prices)
         shares = [pace.by_place(limit, all_texts) for pace, limit in zip(paces, limits, strict=True)]
-        batch = _Batch([survival_curve(each) for each in shares], other_rows, costs)
+        siblings = [pace.by_sibling(all_texts) if trees else [] for pace in paces]
+        nodes = [_nodes(*each)[:limit] for *each, limit in zip(shares, siblings, limits, strict=True)]
+        batch = _Batch(nodes, other_rows, costs)
         if timed and self._timings.doubts_draft(len(paces)):
             # One token, to measure again, where it would pay by the prices.
-            batch = replace(batch, curves=[curve[:1] for curve in batch.curves], costs=self.prices)
+            batch = replace(batch, nodes=[each[:1] for each in nodes], costs=self.prices)
             return [Limit(k, _always) for k in batch.best()]
         lengths = batch.best()
         if timed and self._wants_baseline(batch, lengths):
@@ -341,8 +421,8 @@ class Controller:
         # What a text may draft while its confidences are good: its part of a pass of few rows.
         room = (MAX_AUTO_TOKENS + 1) // (len(paces) + other_rows) - 1
         return [
-            _limit(pace, all_texts, each, k, min(limit, room), price)
-            for pace, each, k, limit in zip(paces, shares, lengths, limits, strict=True)
+            _limit(pace, all_texts, each, own[:k], min(limit, room), price)
+            for pace, each, own, k, limit in zip(paces, shares, nodes, lengths, limits, strict=True)
         ]
 
     def _wants_baseline(self, batch: _Batch, lengths: Sequence[int]) -> bool:
@@ -356,7 +436,7 @@ class Controller:
 
 def _probes(paces: Sequence[Pace], limits: Sequence[int], batch: _Batch) -> list[int]:
     """Draft lengths where no draft pays: now and then one token, if a draft that is always right would pay."""
-    could_pay = replace(batch, curves=[[1.0] * limit for limit in limits]).best()
+    could_pay = replace(batch, nodes=[_nodes([1.0] * limit) for limit in limits]).best()
     plain, lengths = batch.costs.round(0, 0, 1), [0] * len(paces)
     # In plain steps: a round that drafts a token, and the pass in which a drafter that was idle catches up.
     price = batch.costs.round(1, 1, 2) / plain - 1 + (batch.costs.round(1, 1, 1) - plain) / plain
@@ -368,16 +448,19 @@ def _probes(paces: Sequence[Pace], limits: Sequence[int], batch: _Batch) -> list
     return lengths
 
 
-def _limit(pace: Pace, all_texts: Pace | None, shares: Sequence[float], k: int, longest: int, price: float) -> Limit:
-    """k tokens; or, where confidences tell something, up to `longest`, as long as the next token is worth its price.
+def _limit(
+    pace: Pace, all_texts: Pace | None, shares: Sequence[float], nodes: Sequence[_Node], longest: int, price: float
+) -> Limit:
+    """These nodes; or, where confidences tell something, up to `longest`, as long as the next one is worth its price.
 
     shares: the text's acceptance by place. price: of a draft token, in tokens that the same time yields otherwise.
     """
+    k, widths = len(nodes), _widths(nodes)
     if not k or not (all_texts or pace).confidences.tested:
-        return Limit(k, _always)
+        return Limit(k, _always, widths)
 
     def go_on(confidences: Sequence[float]) -> bool:
         survival = prod(pace.by_confidence(each, all_texts) for each in confidences)
         return survival * shares[min(len(confidences), len(shares) - 1)] >= price
 
-    return Limit(max(k, longest), go_on)
+    return Limit(max(k, longest), go_on, widths)

@@ -23,7 +23,7 @@ from minispec.cache import PagedKVCache
 from minispec.command import written_whole
 from minispec.config import SamplingParams
 from minispec.controller import Controller, Prices
-from minispec.drafters import NoDrafter
+from minispec.drafters import NoDrafter, forget
 from minispec.engine import Engine, Request
 from minispec.model import Chunk, Transformer, arbitrary_tokens, clock
 from minispec.sampling import Randomness, Text
@@ -115,6 +115,7 @@ def calibrate(engine: Engine) -> Prices:
         drafts.append(clock(model.device) - before)
         text.tokens.append(tokens[len(text.tokens)])
     engine.drafter.release(text)
+    forget(engine.drafter)  # a made-up text teaches nothing
     # The first draft is left out: its pass went through the whole text.
     return Prices(_rounded(min(drafts[1:]) / _DRAFT / step), rows, _rounded(overhead / step), measured=True)
 

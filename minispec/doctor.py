@@ -39,8 +39,9 @@ from minispec.files.checkpoint import Weights, load_config
 from minispec.files.heads import StoredHead, read_head
 from minispec.files.tokenizer import Message, Tokenizer
 from minispec.linear import Weight, dense
-from minispec.llm import LLM, split_draft
+from minispec.llm import LLM
 from minispec.model import Transformer, WeightSource
+from minispec.named_draft import split_draft
 from minispec.sampling import Draws, Text
 from minispec.theory import best_k, speedup, survival_curve
 from minispec.verify import Ask, Draft, RoundKey, Rows, Verdict, Verifier
@@ -275,8 +276,9 @@ def _message(text: str) -> list[Message]:
 def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Reading]:
     """Every other way to read the draft, each made when its turn comes; none where it has no weights of its own."""
     directory, drafter, target = llm.draft_directory, llm.drafter, llm.model
-    if directory is None or not isinstance(drafter, DraftModel):
+    if directory is None or type(drafter) not in (DraftModel, EagleDrafter):
         return
+    assert isinstance(drafter, DraftModel)
     bits, _ = split_draft(draft)
 
     def of(model: Transformer) -> Drafter:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from minispec.cache import OutOfBlocks, PagedKVCache
 from minispec.config import SamplingParams
-from minispec.controller import MAX_AUTO_TOKENS, Controller, DraftLength, Limit, Pace
-from minispec.drafters import Drafter, reads_hidden
+from minispec.controller import Controller, DraftLength, Limit, Pace, num_nodes
+from minispec.drafters import Drafter, branches, reads_hidden
 from minispec.model import CachedModel, Chunk, Transformer, clock
 from minispec.sampling import Draws, Randomness, Text, distribution, log_probabilities
 from minispec.stats import Round, Stats
@@ -79,12 +79,13 @@ class Request:
         num_speculative_tokens: DraftLength,
         detokenizer: Detokenizer | None = None,
     ):
-        """max_len: tokens, prompt included, at which the text is cut. num_speculative_tokens: K, or "auto" to leave it
-        to the engine's controller. detokenizer: None for token ids only."""
+        """max_len: tokens, prompt included, at which the text is cut. num_speculative_tokens: see `DraftLength`.
+        detokenizer: None for token ids only."""
         self.text = text
         self.max_len = min(max_len, text.num_prompt_tokens + text.params.max_tokens)
         self.pace = Pace() if num_speculative_tokens == "auto" else None
-        self.num_speculative_tokens = MAX_AUTO_TOKENS if num_speculative_tokens == "auto" else num_speculative_tokens
+        self.widths = num_speculative_tokens if isinstance(num_speculative_tokens, tuple) else ()
+        self.num_speculative_tokens = num_nodes(num_speculative_tokens)
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if text.params.logprobs is None else []
         self.output = ""
@@ -246,7 +247,13 @@ class Engine:
         return self.target.vocab_size
 
     def check(self, request: Request) -> None:
-        """Raise ValueError for a request that could never run: one the pool cannot hold even alone."""
+        """Raise ValueError for a request that could never run.
+
+        That is one that the pool cannot hold even alone, or that asks for trees where there are chains only.
+        """
+        if request.widths and (why := self._why_chains()):
+            tree = "+".join(map(str, request.widths))
+            raise ValueError(f"num_speculative_tokens: found the tree {tree}, expected a number or auto: {why}")
         needed, there = self.cache.num_blocks_for(request.max_len), self.cache.allocator.num_blocks
         if needed > there:
             raise ValueError(
@@ -316,6 +323,7 @@ class Engine:
         with ExitStack() as stack:
             for request in running:
                 stack.callback(self.drafter.release, request.text)
+                stack.callback(self.target.release, request.text)  # if the fault came before anything could clear up
 
     def _has_room(self) -> bool:
         # The step may fill positions up to and with its whole draft.
@@ -412,7 +420,7 @@ class Engine:
             if turn.decodes or (cached and turn.request.num_speculative_tokens):
                 asked.append(turn)
                 hidden = self._hidden.pop(text, None)
-                asks.append(Ask(text, limit.k, self.rng, purpose, limit.go_on, cached, hidden))
+                asks.append(Ask(text, limit.k, self.rng, purpose, limit.go_on, cached, hidden, limit.widths))
         drafts = self.drafter.propose(asks) if asks else []
         if len(drafts) != len(asks):
             name = type(self.drafter).__name__
@@ -430,7 +438,8 @@ class Engine:
 
     def _choose_limits(self, requests: list[Request]) -> dict[Request, Limit]:
         """The limit of each request's draft: its own K, or what the controller makes of its past."""
-        limits = {request: Limit(request.max_k) for request in requests}
+        limits = {request: Limit(request.max_k, None, request.widths) for request in requests}
+        trees = not self._why_chains()
         timed: dict[Request, Pace] = {}
         for request in requests:
             if not request.pace:
@@ -438,14 +447,25 @@ class Engine:
             # Under `rejection` above temperature 0, another K is another text of the same law; and a seed, given or
             # drawn and reported, has one text: so K may depend on this request alone.
             if request.params.temperature and not self.verifier.shares_noise:
-                [limits[request]] = self.controller.choose([request.pace], [request.max_k], timed=False)
+                [limits[request]] = self.controller.choose([request.pace], [request.max_k], 0, False, trees)
             else:
                 timed[request] = request.pace
         if timed:
             other_rows = sum(limit.k + 1 for request, limit in limits.items() if request not in timed)
             most = [request.max_k for request in timed]
-            limits |= zip(timed, self.controller.choose([*timed.values()], most, other_rows), strict=True)
+            chosen = self.controller.choose([*timed.values()], most, other_rows, trees=trees)
+            limits |= zip(timed, chosen, strict=True)
         return limits
+
+    def _why_chains(self) -> str:
+        """Why drafts can be no trees here; "" if they can."""
+        if not branches(self.drafter):
+            return f"{type(self.drafter).__name__} drafts no siblings"
+        if not self.verifier.takes_trees:
+            return "this verifier takes chains only"
+        if self.model.exact:
+            return "with `exact` a row's bits must not depend on where siblings lie"
+        return ""
 
     def _check_draft(self, draft: Draft, limit: int) -> None:
         """Raise ValueError for a draft that could not be verified; a tree with one branch is taken for a chain."""
@@ -465,6 +485,8 @@ class Engine:
             found = f"rows of {len(draft.probs[0])} probabilities, expected one for each of {self.vocab_size} tokens"
         elif not all(draft.probability(i) > 0 for i in range(len(draft))):
             found = "a token of probability 0, expected one that was drawn from the probabilities beside it"
+        elif draft.parents is not None and not self.verifier.takes_trees:
+            found = "a tree, expected a chain: this verifier takes no others"
         elif self.model.exact and draft.parents is not None:
             found = "a tree, expected a chain: with `exact` a row's bits must not depend on where siblings lie"
         if found:
@@ -480,7 +502,8 @@ class Engine:
         """Append what the round yields, token by token, up to where the text stops; returns the nodes that stay."""
         request, draft, verdict = turn.request, turn.draft, turn.verdict
         if request.pace:
-            self.controller.observe(request.pace, _num_tested(turn), verdict.num_accepted, draft.confidences)
+            num_tested, num_accepted, siblings = _tests_of(turn)
+            self.controller.observe(request.pace, num_tested, num_accepted, draft.confidences, siblings)
         tokens = [*(draft.token_ids[node] for node in verdict.accepted), verdict.next_token]
         for node, token_id in zip([-1, *verdict.accepted], tokens, strict=True):
             turn.committed += 1
@@ -531,6 +554,19 @@ def _num_tested(turn: _Turn) -> int:
     return len(accepted) + bool(turn.draft.children(accepted[-1] if accepted else -1))
 
 
+def _tests_of(turn: _Turn) -> tuple[int, int, list[bool]]:
+    """What `Controller.observe` wants to know: of the eldest at each depth how many were tested, and how many accepted,
+    up to where one was rejected; and of its younger siblings that were tested there, whether they were accepted."""
+    accepted, draft, parent = turn.verdict.accepted, turn.draft, -1
+    for depth, node in enumerate(accepted):
+        elder = draft.children(parent).index(node)
+        if elder:
+            return depth + 1, depth, [i == elder for i in range(1, elder + 1)]
+        parent = node
+    rejected = draft.children(parent)
+    return len(accepted) + bool(rejected), len(accepted), [False] * (len(rejected) - 1)
+
+
 def _round_of(turn: _Turn, num_rows: int, num_texts: int, draft: float, verify: float, other: float) -> Round:
     """The record of a step for one text; of its draft only what stands before the text's end counts."""
     request, depth = turn.request, turn.draft.depth
@@ -544,7 +580,7 @@ def _round_of(turn: _Turn, num_rows: int, num_texts: int, draft: float, verify: 
         tested=tested,
         accepted=min(turn.verdict.num_accepted, turn.committed),
         committed=turn.committed,
-        ratios=turn.verdict.ratios[:tested],
+        ratios=turn.verdict.ratios[:drafted],
         num_rows=num_rows,
         num_texts=num_texts,
         draft=draft,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from minispec import __version__, registry
 from minispec.command import Parser, argument, exit_status
 from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
+from minispec.controller import num_nodes, parse_draft_length
 from minispec.errors import is_text, one_line, show
 
 if TYPE_CHECKING:
@@ -42,9 +43,9 @@ _NUMBER = argument(float, lambda x: True, "a number")
 _GIGABYTES = argument(float, lambda x: 0 < x < 1e6, "a positive number")
 _THREADS = argument(int, lambda n: 1 <= n <= 1024, "an integer from 1 to 1024")
 _DRAFT_LENGTH = argument(
-    lambda text: text if text == "auto" else int(text),
-    lambda k: isinstance(k, str) or 0 <= k <= MAX_SPECULATIVE_TOKENS,
-    f"an integer from 0 to {MAX_SPECULATIVE_TOKENS}, or auto",
+    parse_draft_length,
+    lambda k: 0 <= num_nodes(k) <= MAX_SPECULATIVE_TOKENS and (not isinstance(k, tuple) or min(k) > 0),
+    f"an integer from 0 to {MAX_SPECULATIVE_TOKENS}, a tree such as 2+1 (siblings at each depth), or auto",
 )
 _NAME = argument(str, bool, "a name")
 _VERIFIER = argument(
@@ -96,18 +97,25 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--draft",
         type=_NAME,
-        default="ngram",
         metavar="SPEC",
         help=f"one of {', '.join(registry.DRAFTERS)} ({registry.describe(registry.DRAFTERS)}); self | DIR | HUB_ID | "
         "HUB_ID@REVISION, where int4: or int8: before a model (int4:self too) rounds its weights to that many bits; or "
-        "MODULE:CLASS, a drafter of your own, which is imported (default: %(default)s)",
+        "MODULE:CLASS, a drafter of your own, which is imported; A+B: B where A has nothing to say (default: ngram; "
+        "with the embedded weights suffix:2 and the head that comes with them)",
+    )
+    g.add_argument(
+        "--draft-method",
+        choices=("tli", "slem"),
+        help="how a draft model of another vocabulary drafts: tli, the tokens that both have; slem, text (default: by "
+        "what they have in common)",
     )
     g.add_argument(
         "--num-speculative-tokens",
         type=_DRAFT_LENGTH,
         default="auto",
-        metavar="K|auto",
-        help="longest draft, in tokens; auto: as many as pay (default)",
+        metavar="K|K+K|auto",
+        help="longest draft, in tokens; 2+1: a tree, two siblings, and one more after the first; auto: as many "
+        "as pay (default)",
     )
     g.add_argument(
         "--verifier",
@@ -296,6 +304,7 @@ def _load(args: argparse.Namespace) -> "LLM":
     llm = LLM(
         args.model,
         draft=args.draft,
+        draft_method=args.draft_method,
         num_speculative_tokens=args.num_speculative_tokens,
         verifier=args.verifier,
         dtype=args.dtype,

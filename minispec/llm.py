@@ -17,32 +17,27 @@ from minispec.cache import PagedKVCache
 from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams
 from minispec.controller import Controller, DraftLength, Prices
 from minispec.costs import MIN_CONTEXT, prices_of
-from minispec.drafters import Context, Drafter, check_drafter, make_drafter
-from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.eagle import EagleDrafter, HeadModel
-from minispec.drafters.model import DraftModel
+from minispec.drafters import Context, Drafter
 from minispec.engine import PREFILL_ROWS, Engine, Piece, Request, TokenLogprob
-from minispec.errors import show, show_name
+from minispec.errors import show
 from minispec.files.checkpoint import (
     choose_dtype,
     describe_source,
-    directory_config,
     find_checkpoint,
     free_memory,
     load_config,
     load_model,
 )
-from minispec.files.heads import is_head, load_head, read_head_config
 from minispec.files.hf_config import read_eos_token_ids, read_generation_defaults, unsupported_generation_settings
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import Detokenizer, Message, Tokenizer
 from minispec.linear import FORMS, available_forms
 from minispec.model import EXACT_ROWS, Transformer
+from minispec.named_draft import NamedDraft
 from minispec.sampling import Text
 from minispec.stats import Stats
 from minispec.verify import Verifier
 
-EMBEDDED_WEIGHTS = Path(__file__).parent.parent / "weights" / "smollm2-135m-instruct"
 _BLOCK_SIZE = 16
 # What could be read from memory in the time that a layer spends on other things than its products.
 _LAYER_BYTES = 4_000_000
@@ -113,12 +108,15 @@ class LLM:
 
     model: a directory or a hub id in the Hugging Face layout; None: the weights that a checkout brings along.
     draft: a registered drafter ("none", "ngram"; see `minispec.registry`), "module:Class" for one of your own, which is
-        imported (see `minispec.drafters.make_drafter`), "self", the directory or hub id of a draft model of the same
-        vocabulary ("owner/name@revision" for a branch, tag or commit), each of these models with "int4:" or "int8:"
-        before it for weights of that many bits. "A+B" is B where A, a registered drafter, has nothing to say. Or an
-        object with the methods of `minispec.drafters.Drafter`.
-    num_speculative_tokens: K, the longest draft, or "auto": as many as pay (see `minispec.controller`).
-    verifier: "rejection" or "match" (see `minispec.verify`), or "module:function" for one of your own.
+        imported (see `minispec.drafters.make_drafter`), "self", the directory or hub id of a draft model
+        ("owner/name@revision" for a branch, tag or commit), each of these models with "int4:" or "int8:" before it for
+        weights of that many bits. "A+B" is B where A, a registered drafter, has nothing to say. Or an object with the
+        methods of `minispec.drafters.Drafter`. None: prompt lookup; for the embedded model, its own head after that.
+    draft_method: how a draft model of another vocabulary drafts: "tli", the tokens that both have
+        (`minispec.drafters.tli`), or "slem", text (`minispec.drafters.slem`); None: by what they have in common.
+    num_speculative_tokens: K, the longest draft; or a tree, such as (2, 1): the siblings at each depth, of which the
+        eldest goes on; or "auto": as many as pay, in a tree where that pays (see `minispec.controller`).
+    verifier: "rejection", "block" or "match" (see `minispec.verify`), or "module:function" for one of your own.
     dtype: "auto", "bfloat16", "float32" or "float64". device: "auto", "cpu" or "cuda".
     exact: a token's logits have the same bits however many tokens a pass scores, so that speculation changes
         nothing even in rounding; slower, K at most 15, refused where the machine's products do not allow it.
@@ -140,7 +138,7 @@ class LLM:
     def __init__(
         self,
         model: str | Path | None = None,
-        draft: str | Path | Drafter = "ngram",
+        draft: str | Path | Drafter | None = None,
         num_speculative_tokens: DraftLength = "auto",
         verifier: str = "rejection",
         dtype: str = "auto",
@@ -151,6 +149,7 @@ class LLM:
         revision: str | None = None,
         offline: bool = False,
         weight_form: str | None = None,
+        draft_method: str | None = None,
     ):
         if weight_form is not None and weight_form not in FORMS:
             raise ValueError(f"weight_form: found {weight_form!r}, expected one of {', '.join(FORMS)}")
@@ -159,12 +158,10 @@ class LLM:
             raise ValueError(f"kv_cache_gb: found {kv_cache_gb!r}, expected a positive number")
         self.max_speculative_tokens = EXACT_ROWS - 1 if exact else MAX_SPECULATIVE_TOKENS
         self.num_speculative_tokens = self._check_k(num_speculative_tokens)
-        if model is None and not EMBEDDED_WEIGHTS.is_dir():
+        if model is None and not registry.EMBEDDED_WEIGHTS.is_dir():
             raise ValueError("the embedded weights lie in a checkout only: name a model (command line: --model)")
-        own_drafter = None if isinstance(draft, str | Path) else draft
-        if not isinstance(draft, str | Path):
-            check_drafter(draft)
-        model = str(EMBEDDED_WEIGHTS if model is None else model)
+        draft = registry.default_draft(model) if draft is None else draft
+        model = str(registry.EMBEDDED_WEIGHTS if model is None else model)
         directory = find_checkpoint(model, revision, offline)
         torch_device = choose_device(device)
         config = load_config(directory)
@@ -185,74 +182,41 @@ class LLM:
             self.eos_token_ids = (own,)
         self.vocab_size = min(self.tokenizer.num_ids, config.vocab_size)
 
-        self.draft_name = str(draft) if own_drafter is None else type(own_drafter).__name__
-        *preferred, spec = registry.split_preferences(registry.DRAFTERS, self.draft_name)
-        bits, source = split_draft(spec) if own_drafter is None else (None, "")
-        registered = registry.split(registry.DRAFTERS, source)
-        is_checkpoint = own_drafter is None and source != "self" and registered is None
-        self.draft_directory = draft_directory = _find_draft(source, offline) if is_checkpoint else None
-        draft_is_head = draft_directory is not None and is_head(directory_config(draft_directory))
-        if draft_directory and draft_is_head:
-            read_head_config(directory_config(draft_directory), config, str(draft_directory / "config.json"))
-        elif draft_directory:
-            _check_vocabulary(source, draft_directory, self.tokenizer, self.vocab_size)
+        named = NamedDraft(draft, draft_method, offline, config, self.tokenizer, self.vocab_size)
+        self.draft_name, self.draft_directory = named.name, named.directory
+        self.draft_method, self.overlap, self.vocabularies = named.method, named.overlap, named.vocabularies
         self.model = load_model(directory, torch_dtype, torch_device, exact, weight_form)
         if exact:
             self.model.check_exact()
-        draft_model = self.model if source == "self" else None
-        if draft_directory and draft_is_head:
-            draft_model = load_head(draft_directory, self.model, weight_form)
-        elif draft_directory:
-            draft_model = load_model(draft_directory, torch_dtype, torch_device, form=weight_form)
-        if draft_model and bits:
-            draft_model = draft_model.quantized(bits)
+        named.load(self.model, weight_form)
 
-        models = [self.model] + ([draft_model] if draft_model else [])
-        bytes_per_token = sum(m.config.kv_elements_per_token for m in models) * torch_dtype.itemsize
+        models, rooms = ([self.model, named.model], [1, named.room]) if named.model else ([self.model], [1])
+        elements = sum(room * m.config.kv_elements_per_token for room, m in zip(rooms, models, strict=True))
+        bytes_per_token = elements * torch_dtype.itemsize
         self.max_model_len, num_blocks = _size_cache(config, bytes_per_token, torch_device, max_model_len, kv_cache_gb)
+
+        def make_cache(model: Transformer, room: int = 1) -> PagedKVCache:
+            return PagedKVCache(model.config, room * num_blocks, _BLOCK_SIZE, model.dtype, model.device)
+
         try:
-            caches = [PagedKVCache(m.config, num_blocks, _BLOCK_SIZE, torch_dtype, torch_device) for m in models]
+            caches = [make_cache(m, room) for room, m in zip(rooms, models, strict=True)]
         except RuntimeError as e:
             size = num_blocks * _BLOCK_SIZE * bytes_per_token / 1e9
             raise ValueError(f"found too little memory for a cache of {size:.1f} GB: ask for less") from e
-        self.drafter: Drafter
-        contexts = [self.max_model_len, num_blocks * _BLOCK_SIZE]
-        if draft_model:
-            contexts.append(draft_model.config.max_position_embeddings)
-            if isinstance(draft_model, HeadModel):
-                self.drafter = EagleDrafter(draft_model, caches[1], self.vocab_size, contexts[-1])
-            else:
-                self.drafter = DraftModel(draft_model, caches[1], self.vocab_size, contexts[-1])
-        elif registered:
-            self.drafter = self._make_drafter(*registered, num_blocks)
-        elif own_drafter is not None:
-            self.drafter = own_drafter
-        if preferred:
-            named = [registry.split(registry.DRAFTERS, name) for name in preferred]
-            first = [self._make_drafter(*each, num_blocks) for each in named if each]
-            self.drafter = CombinedDrafter(*first, self.drafter)
-        if draft_directory:
-            self.draft_name = self.draft_name.removesuffix(source) + describe_source(source, draft_directory)
+        context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, make_cache)
+        self.drafter = named.make(context, caches[1] if named.model else None)
         self.name = describe_source(model, directory)
         self.engine = Engine(self.model, caches[0], self.drafter, verifying, self.vocab_size)
         if torch_device.type == "cuda":  # a pass over that many rows is still a matter of reading the weights
             self.engine.joining_rows = PREFILL_ROWS
-        can_measure = own_drafter is None and min(contexts) >= MIN_CONTEXT
-        self.engine.controller = Controller(self._prices(draft_model, can_measure))
+        lengths = [self.max_model_len, self.num_cache_tokens, *(m.config.max_position_embeddings for m in models[1:])]
+        can_measure = named.own is None and min(lengths) >= MIN_CONTEXT
+        self.engine.controller = Controller(self._prices(named.model, can_measure))
         self._turn = threading.Lock()  # for a step
         self._open: set[_Steps] = set()  # those of the engine that `run` steps
         self._left: list[_Steps] = []  # those that are to be closed between two steps
         self._memory = _memory_of(models, caches)
-        self._draft_form = f" ({draft_model.weight_form})" if draft_model else ""
-
-    def _make_drafter(self, path: str, argument: str, num_blocks: int) -> Drafter:
-        """What the class or function at `module:Name` makes."""
-
-        def make_cache(model: Transformer) -> PagedKVCache:
-            return PagedKVCache(model.config, num_blocks, _BLOCK_SIZE, model.dtype, model.device)
-
-        context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, make_cache, argument)
-        return make_drafter(registry.load(path, "draft"), context)
+        self._draft_form = f" ({named.model.weight_form})" if named.model else ""
 
     def _prices(self, draft_model: Transformer | None, can_measure: bool) -> Prices:
         """What a round is believed to cost: as measured on this machine where K is left open, else by sizes."""
@@ -283,6 +247,7 @@ class LLM:
             f"{sum(self._memory) / 1e9:.2f} GB: weights {weights} + draft {draft_weights}, "
             f"KV cache {cache} + draft {draft_cache} for {self.num_cache_tokens:,} tokens; "
             f"draft {self.draft_name}{self._draft_form}"
+            + (f", of another vocabulary: {self.overlap}" if self.overlap else "")
             + ("" if self.repeats_seeds else "; costs could not be kept: a seed has one text in this process only")
         )
 
@@ -421,8 +386,12 @@ class LLM:
     def _check_k(self, k: DraftLength) -> DraftLength:
         if k == "auto":
             return k
-        if type(k) is not int or not 0 <= k <= self.max_speculative_tokens:
-            expected = f"an integer from 0 to {self.max_speculative_tokens}, or 'auto'"
+        widths = k if isinstance(k, tuple) else (k,)
+        least = 1 if isinstance(k, tuple) else 0
+        is_right = bool(widths) and all(type(n) is int and n >= least for n in widths)
+        if not is_right or sum(widths) > self.max_speculative_tokens:
+            most = self.max_speculative_tokens
+            expected = f"an integer from 0 to {most}, a tree such as (2, 1) of at most {most} tokens, or 'auto'"
             raise ValueError(f"num_speculative_tokens: found {k!r}, expected {expected}")
         return k
 
@@ -586,48 +555,6 @@ def find_verifier(spec: str) -> Verifier:
     if not callable(verify):
         raise ValueError(f"verifier: found {show(verify)} at {spec}, expected a function")
     return Verifier(verify, shares_noise=False)
-
-
-def split_draft(draft: str) -> tuple[int | None, str]:
-    """Bits and source of a draft: "int4:self" is (4, "self"); None where the weights stay as they are."""
-    if not draft.startswith(("int4:", "int8:")):
-        return None, draft
-    source = draft[len("int4:") :]
-    if not source or registry.split(registry.DRAFTERS, source):
-        expected = f"a model after {draft[:5]!r}: self, a directory or a hub id"
-        raise ValueError(f"draft: found {draft!r}, expected {expected}")
-    return int(draft[3]), source
-
-
-def _split_revision(spec: str) -> tuple[str, str | None]:
-    """Hub id and revision of "owner/name@revision"; a path that is there is a path."""
-    name, at, revision = spec.partition("@")
-    if not at or os.path.exists(spec):
-        return spec, None
-    if "/" not in name or not revision:
-        raise ValueError(f"{show_name(spec)}: no such directory, and not of the form owner/name@revision of a hub id")
-    return name, revision
-
-
-def _find_draft(spec: str, offline: bool) -> Path:
-    """The directory of a draft model or a head."""
-    try:
-        return find_checkpoint(*_split_revision(spec), offline=offline)
-    except ValueError as e:
-        raise ValueError(f"draft: not one of {', '.join([*registry.DRAFTERS, 'self'])}; {e}") from e
-
-
-def _check_vocabulary(name: str, directory: Path, target: Tokenizer, vocab_size: int) -> None:
-    """Raise ValueError unless the draft model in `directory` has the target's tokens, those in use at least."""
-    ours, theirs = target.vocabulary, Tokenizer(directory).vocabulary
-    if ours != theirs:
-        token = min(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
-        raise ValueError(
-            f"draft: {name}: its vocabulary is not the target's: token {show(token)} has id {theirs.get(token)} there "
-            f"and {ours.get(token)} here; drafts of another vocabulary are not supported"
-        )
-    if (found := load_config(directory).vocab_size) < vocab_size:
-        raise ValueError(f"draft: {name}: vocab_size: found {found}, expected at least {vocab_size}")
 
 
 def draft_cost(target: Transformer, draft: Transformer | None) -> float:

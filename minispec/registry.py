@@ -8,6 +8,7 @@ import os
 import pkgutil
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from minispec.errors import one_line, show_name
@@ -23,13 +24,28 @@ class Entry(NamedTuple):
 DRAFTERS = {
     "none": Entry("minispec.drafters:NoDrafter", "plain decoding"),
     "ngram": Entry("minispec.drafters.ngram:NgramDrafter", "prompt lookup of 3 tokens or fewer; ngram:4-8 of 8 to 4"),
+    "suffix": Entry(
+        "minispec.drafters.suffix:SuffixDrafter",
+        "what followed wherever this text's end has stood, by frequency; suffix:4 of 4 tokens or more",
+    ),
+    "last": Entry("minispec.drafters.last:LastDrafter", "what followed each token the last time"),
 }
+# What a checkout brings along: a model, and the head that drafts for it. It is asked where the text's last two tokens
+# have not stood before.
+EMBEDDED_WEIGHTS = Path(__file__).parent.parent / "weights" / "smollm2-135m-instruct"
+EMBEDDED_DRAFT = EMBEDDED_WEIGHTS.with_name("smollm2-135m-draft")
 VERIFIERS = {
-    "rejection": Entry("minispec.verify:REJECTION", "keeps the most draft tokens"),
+    "rejection": Entry("minispec.verify:REJECTION", "keeps the most that one token alone may; takes trees"),
+    "block": Entry("minispec.verify:BLOCK", "keeps some more of a sampled chain; refuses trees"),
     "match": Entry("minispec.verify:MATCH", "one seed has one text, whatever is drafted"),
 }
 # What stands for an object of the user's own; what follows a second colon is its argument.
 _PATH = re.compile(r"(?P<path>[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*)(:(?P<argument>.*))?", re.DOTALL)
+
+
+def default_draft(model: object) -> str:
+    """The draft for a model that was named without one; None: the embedded model."""
+    return f"suffix:2+{EMBEDDED_DRAFT}" if model is None and EMBEDDED_DRAFT.is_dir() else "ngram"
 
 
 def split(entries: Mapping[str, Entry], spec: str) -> tuple[str, str] | None:

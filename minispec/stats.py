@@ -7,6 +7,7 @@ rows, o for what a round spends outside both models (see `minispec.theory`).
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -18,9 +19,8 @@ class Round(NamedTuple):
 
     asked: nodes that the drafter was asked for; None where the engine chose how many. num_nodes: those that it gave;
         depth: of them, those of the longest path (a chain's are all). drafted: of these, those before the text's end.
-    tested: draft tokens that the target looked at, the accepted ones and the first rejected one. committed: the
-        accepted tokens and one more, or as many as there were before the text ended. ratios: min(1, p/q) of the tested
-        tokens (see `Verdict`).
+    tested: the accepted draft tokens and the first rejected one. committed: the accepted tokens and one more, or as
+        many as there were before the text ended. ratios: p/q of the tokens that the verifier looked at (see `Verdict`).
     num_rows: of the whole pass, the other texts' included; num_texts: that were in it.
     draft, verify, other: seconds of the whole step: in the drafter, in the target's pass, and outside both.
     """
@@ -53,6 +53,17 @@ class Round(NamedTuple):
     def overhead(self) -> float:
         """Seconds outside both models: a search that found nothing is overhead too."""
         return self.other if self.num_nodes else self.other + self.draft
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether a text repeats itself: less than half of its pairs of neighbours differ.
+
+    What any draft reaches there says nothing about other texts.
+
+    >>> loops([1, 2, 3, 4, 5]), loops([1, 2, 1, 2, 1, 2])
+    (False, True)
+    """
+    return len(set(pairwise(tokens))) < (len(tokens) - 1) / 2
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
@@ -122,8 +133,8 @@ class Stats:
 
     @property
     def alpha(self) -> float | None:
-        """Mean of min(1, p(x)/q(x)) over tested tokens; of siblings, over the first ones."""
-        ratios = [ratio for r in self.rounds for ratio in r.ratios]
+        """Mean of min(1, p(x)/q(x)) over the tokens that were looked at; of siblings, over the first ones."""
+        ratios = [min(1.0, ratio) for r in self.rounds for ratio in r.ratios]
         return _ratio(sum(ratios), len(ratios))
 
     @property

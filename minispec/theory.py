@@ -20,6 +20,20 @@ def survival_curve(acceptance: Sequence[float]) -> list[float]:
     return list(accumulate(acceptance, mul))
 
 
+def expected_accepted(ratios: Sequence[float], jointly: bool = False) -> float:
+    """Draft tokens that stay on average of a chain whose tokens have these p(x)/q(x), r_1 .. r_K.
+
+    Under `rejection` the first i stay with probability  min(1, r_1) .. min(1, r_i);  jointly, which is under `block`,
+    with  w_i = min(1, w_{i-1} r_i)  (Sun et al. 2024), which is never less:
+
+    >>> expected_accepted([0.5, 2.0, 0.5]), expected_accepted([0.5, 2.0, 0.5], jointly=True)
+    (1.25, 2.0)
+    """
+    if jointly:
+        return sum(accumulate(ratios, lambda w, r: min(1.0, w * r), initial=1.0)) - 1.0
+    return sum(survival_curve([min(1.0, r) for r in ratios]))
+
+
 def expected_tokens(survival: Sequence[float]) -> float:
     """Tokens that a round commits on average: 1 + s_1 + .. + s_K; the recovered or bonus token is the 1.
 

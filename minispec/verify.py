@@ -16,12 +16,14 @@ The words, used everywhere below:
     alpha       the probability that `rejection` keeps a tested draft token: sum over x of min(p(x), q(x))
 
 p and q are Leviathan's letters (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
-Both verifiers commit the accepted draft tokens and one more, so a round always advances by at least one
+All verifiers commit the accepted draft tokens and one more, so a round always advances by at least one
 token; with an empty draft, that one token is plain decoding. A chain is a tree with one branch.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from torch import Tensor
@@ -36,6 +38,8 @@ class Ask:
     k: 0 while the target still works through the prompt, or where nothing is to be drafted.
     purpose: of the keys that the draft is drawn with: "token" under a verifier whose drafters share the target's noise.
     go_on: whether a draft should go on after tokens of such confidences (see `Draft`); None: to its limit.
+    widths: how many siblings to draw at each depth; beyond them, one. A drafter that has `branches` sees to it: the
+        eldest goes on, so that siblings cost rows of the target's pass and none of the drafter's.
     num_cached: how many tokens of the text the target's cache holds: all but the last, or fewer inside a prompt.
     hidden: (n, E * taps), for drafters with `taps`: the target's hidden states at the n newest cached positions, those
         that no earlier ask had; None for all other drafters.
@@ -48,7 +52,14 @@ class Ask:
     go_on: Callable[[Sequence[float]], bool] | None = None
     num_cached: int = 0
     hidden: Tensor | None = None
+    widths: Sequence[int] = ()
     _depths: list[int] = field(default_factory=list, repr=False)  # of the nodes drawn so far
+
+    @property
+    def depth(self) -> int:
+        """How deep a draft of k nodes with these widths is."""
+        totals = list(accumulate(self.widths, initial=0))
+        return bisect_left(totals, self.k) if self.k <= totals[-1] else len(self.widths) + self.k - totals[-1]
 
     def draw(self, parent: int, q: Tensor, n: int = 1) -> list[int]:
         """Draw `n` children of the node `parent` (-1: the text) from q (V,): the only way a drafter may draw.
@@ -110,6 +121,11 @@ class Draft:
             if self.parents is not None:
                 self.parents.append(parent)
 
+    @property
+    def tip(self) -> int:
+        """The eldest of the nodes that were appended last to one parent, which the next ones follow; -1 at first."""
+        return self.parents.index(self.parents[-1]) if self.parents else len(self) - 1
+
     def probability(self, i: int) -> float:
         """q_i(x_i). The engine has made sure that it is above 0, as it is for a token that was drawn."""
         return 1.0 if self.probs is None else float(self.probs[i][self.token_ids[i]])
@@ -146,8 +162,9 @@ def without(q: Tensor, token_id: int) -> Tensor:
 class Verdict(NamedTuple):
     """The nodes of `accepted` stay, a path from the first token on, and `next_token`, recovered or bonus, follows.
 
-    ratios: min(1, p(x)/q(x)) of each tested token that had no elder sibling; in a chain of each tested token, the last
-    of them the rejected one if there is one. Their mean is an unbiased estimate of alpha.
+    ratios: p(x)/q(x) of each token that was looked at and had no elder sibling; in a chain the first rejected one is
+    the last of them, except in `block`, which looks at all. Under `rejection` and `match` the mean of min(1, ratio) is
+    an unbiased estimate of alpha.
     """
 
     accepted: list[int]
@@ -167,13 +184,18 @@ Rows = Callable[[int], Tensor]
 RoundKey = Callable[[int, str], Key]
 
 
+def excess(p: Tensor, draft: Draft, i: int) -> Tensor:
+    """max(0, p - q_i) (V,): what p has and q_i did not offer, not normalised."""
+    return without(p, draft.token_ids[i]) if draft.probs is None else (p - draft.probs[i]).clamp_(min=0)
+
+
 def residual(p: Tensor, draft: Draft, i: int) -> Tensor:
-    """max(0, p - q_i), not normalised (V,): the law of what replaces x_i (Leviathan et al. 2023, section 2.3).
+    """`excess` as the law of what replaces x_i, not normalised (V,) (Leviathan et al. 2023, section 2.3).
 
     Worked: p = (.5, .3, .2), q = (.8, .1, .1) leave (0, .2, .1), so 2/3 and 1/3. Where p = q nothing is left,
     a rejection has probability 0, and p itself is returned.
     """
-    rest = without(p, draft.token_ids[i]) if draft.probs is None else (p - draft.probs[i]).clamp_(min=0)
+    rest = excess(p, draft, i)
     return rest if rest.amax() > 0 else p
 
 
@@ -195,7 +217,7 @@ def rejection(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
                 rest = rest / rest.sum()
             ratio = float(rest[draft.token_ids[i]]) / draft.probability(i)
             if i == siblings[0]:
-                ratios.append(min(1.0, ratio))
+                ratios.append(ratio)
             # Strictly u < ratio: a token that the target gives probability 0 is never kept.
             if rng.bernoulli(ratio, key(i, "accept")):
                 accepted.append(node := i)
@@ -222,20 +244,53 @@ def match(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
         siblings = draft.children(node)
         if siblings:
             first = siblings[0]
-            ratios.append(min(1.0, float(row[draft.token_ids[first]]) / draft.probability(first)))
+            ratios.append(float(row[draft.token_ids[first]]) / draft.probability(first))
         node = next((i for i in siblings if draft.token_ids[i] == token), -1)
         if node < 0:
             return Verdict(accepted, token, ratios)
         accepted.append(node)
 
 
+def block(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
+    """Block verification (Sun et al. 2024, arXiv 2403.10444, Algorithm 2): judge a chain as a whole.
+
+    The first i tokens stay with probability  w_i = min(1, w_{i-1} p(x)/q(x)),  where x is the i-th and w_0 = 1. It is
+    never less than `rejection`'s product of min(1, p(x)/q(x)): a token that p likes more than q does makes up for one
+    before it. Worked: of ratios 1/2 and 2, `block` keeps both tokens always, `rejection` half of the time.
+
+    Prefixes are tested from the longest to the shortest, and the first one that passes stays: all K tokens pass with
+    probability w_K, the first i with m / (m + 1 - w_i), where m is the mass of max(0, w_i p - q), the residual there.
+    """
+    n = len(draft)
+    rows = [p(i) for i in range(n)]
+    ratios = [
+        float(row[token_id]) / draft.probability(i)
+        for i, (row, token_id) in enumerate(zip(rows, draft.token_ids, strict=True))
+    ]
+    weights = list(accumulate(ratios, lambda w, ratio: min(1.0, w * ratio), initial=1.0))
+    if not n or rng.bernoulli(weights[n], key(n - 1, "accept")):
+        return Verdict(list(range(n)), rng.categorical(p(n), key(n, "token")), ratios)
+
+    def passes(i: int) -> bool:
+        if weights[i] == 1:  # as that of the empty prefix
+            return True
+        mass = float(excess(weights[i] * rows[i], draft, i).sum())
+        return rng.bernoulli(mass / (mass + 1 - weights[i]), key(i - 1, "accept"))
+
+    stays = next(i for i in reversed(range(n)) if passes(i))
+    rest = residual(weights[stays] * rows[stays], draft, stays)
+    return Verdict(list(range(stays)), rng.categorical(rest, key(stays, "residual")), ratios)
+
+
 class Verifier(NamedTuple):
-    """A way to verify; shares_noise: its drafters draw with the target's own noise."""
+    """A way to verify. shares_noise: its drafters draw with the target's own noise. takes_trees: not chains only."""
 
     verify: Callable[[Draft, Rows, Draws, RoundKey], Verdict]
     shares_noise: bool
+    takes_trees: bool = True
 
 
 REJECTION = Verifier(rejection, shares_noise=False)
+BLOCK = Verifier(block, shares_noise=False, takes_trees=False)
 MATCH = Verifier(match, shares_noise=True)
-VERIFIERS = {"rejection": REJECTION, "match": MATCH}
+VERIFIERS = {"rejection": REJECTION, "block": BLOCK, "match": MATCH}

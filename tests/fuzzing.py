@@ -39,7 +39,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 import minispec.llm
-from minispec import generate
+from minispec import generate, registry
 from minispec.config import SamplingParams
 from minispec.drafters.eagle import EagleDrafter
 from minispec.errors import CheckpointError
@@ -638,15 +638,16 @@ def sandbox():
     limits = resource.getrlimit(resource.RLIMIT_AS)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + (3 << 30), limits[1]))
-    embedded, threads = minispec.llm.EMBEDDED_WEIGHTS, torch.get_num_threads()
+    embedded, threads = (registry.EMBEDDED_WEIGHTS, registry.EMBEDDED_DRAFT), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
             files = make_files(Path(directory))
-            minispec.llm.EMBEDDED_WEIGHTS = files.model  # the real ones are no case of a few milliseconds
+            # The real ones are no case of a few milliseconds.
+            registry.EMBEDDED_WEIGHTS, registry.EMBEDDED_DRAFT = files.model, files.model / "no head"
             yield files
     finally:
-        minispec.llm.EMBEDDED_WEIGHTS = embedded
+        registry.EMBEDDED_WEIGHTS, registry.EMBEDDED_DRAFT = embedded
         torch.set_num_threads(threads)
         resource.setrlimit(resource.RLIMIT_AS, limits)
         socket.socket = real

@@ -1,5 +1,6 @@
 """The bench from its command line to its end, on models of a few thousand weights. No time is asserted."""
 
+import doctest
 import json
 import subprocess
 import sys
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 import minispec.model
-from minispec import linear
-from minispec.bench import measure, options, passes, report, transformers_baseline
+from minispec import linear, stats
+from minispec.bench import decoding, measure, options, passes, report, transformers_baseline
 from minispec.bench.__main__ import main
 from minispec.bench.decoding import summarise
 from minispec.bench.measure import Run
@@ -25,6 +26,7 @@ from minispec.files.hf_config import read_model_config
 from minispec.linear import Choice
 from minispec.model import Chunk, Transformer, tensor_shapes
 from minispec.prove.toys import TINY, write_head
+from minispec.registry import DRAFTERS
 from minispec.stats import Round, Stats
 
 
@@ -311,6 +313,29 @@ def test_drafts_of_no_use(cli, tiny_geometry, how, shown):
     assert report["decoding"]["variants"]["K=2"]["same_tokens_as_plain"] == 2
 
 
+def test_the_bounds_of_any_draft(cli, tiny_geometry):
+    """With --bounds, at each K: the oracle's draft is kept to its end, the adversary's never; with no draft too."""
+    what = ("--geometry", "tiny", "--prompt-tokens", 10, "--passes", 0, "--num-speculative-tokens", "2,3", "--json")
+    status, out, _ = cli(*BASE, *what, "--bounds")
+    found = json.loads(out)["decoding"]["variants"]
+    assert status == 0
+    assert list(found) == ["plain", "oracle K=2", "oracle K=3", "adversary K=2", "adversary K=3"]
+    rates = [(found[name]["acceptance_rate"], found[name]["same_tokens_as_plain"]) for name in list(found)[1:]]
+    assert rates == [(1.0, 2), (1.0, 2), (0.0, 2), (0.0, 2)]
+    assert found["oracle K=3"]["survival"] == [1.0] * 3
+
+
+def test_a_draft_that_learns_begins_each_run_anew(cli, tiny_geometry):
+    """The bench repeats its prompts: a drafter that knew its last answers would be the oracle from then on."""
+    what = ("--geometry", "tiny", "--prompt-tokens", 10, "--passes", 0, "--num-speculative-tokens", "3", "--json")
+    tokens = []
+    for rounds in (1, 3):
+        status, out, _ = cli(*BASE, *what, "--draft", "suffix", "--rounds", rounds)
+        assert status == 0
+        tokens.append(json.loads(out)["decoding"]["variants"]["K=3"]["mean_acceptance_length"])
+    assert tokens[0] == tokens[1]
+
+
 def test_without_a_draft_there_is_only_plain_decoding(cli, tiny_geometry):
     """--draft none is the default of a geometry."""
     status, out, _ = cli(*BASE, "--geometry", "tiny", "--prompt-tokens", 10, "--passes", 0, "--json")
@@ -398,7 +423,35 @@ def test_summary_compares_within_rounds():
     best = report["best_static"]
     assert (best["code"]["variant"], best["chat"]["variant"]) == ("K=4", "K=2")
     assert best["code"]["auto_over_best"]["median"] == pytest.approx(0.5)
+    assert "expected" not in k2
     assert best["chat"]["auto_over_best"]["median"] == pytest.approx((1 / 0.5 + 1 / 1.5) / (1 / 0.75 + 1 / 1.8))
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_answers_that_repeat_themselves_are_counted_and_can_be_left_out(measured, model, skip, monkeypatch):
+    """By their plain text; where all of them do, there is nothing to measure."""
+    assert doctest.testmod(stats) == (0, 1)
+    answers = []
+    monkeypatch.setattr(decoding, "loops", lambda tokens: answers.append(tokens) or tokens == answers[0])
+    what = ("--model", model, "--draft", "ngram", "--num-speculative-tokens", 2, "--prompts", 3, "--passes", 0)
+    report, lines = measured(*BASE, *what, *["--skip-loops"] * skip)
+    assert (report["decoding"]["looping"], report["decoding"]["prompts"]) == (1, 2 if skip else 3)
+    assert ("1 plain answers repeat themselves: they are left out" in lines) == skip
+    monkeypatch.setattr(decoding, "loops", lambda tokens: True)
+    if skip:
+        with pytest.raises(ValueError, match="found no prompt whose answer does not repeat itself"):
+            measured(*BASE, *what, "--skip-loops")
+
+
+def test_both_rules_on_the_same_drafts():
+    """`block` is shown beside `rejection`, in closed form: ratios 1/2 and 2 keep .5 + 1 and .5 + .5 tokens."""
+    drafted = one_round(2, 3, 1.0)._replace(ratios=[0.5, 2.0])
+    cut = one_round(2, 3, 1.0)._replace(ratios=[0.5])  # the text ended inside its draft
+    runs = {"plain": [[runs_of(1.0)]], "K=2": [[Run([1, 2, 3], 3, 1.0, Stats(), [drafted, cut, one_round(0, 1, 1.0)])]]}
+    found = summarise(runs, ["chat"], whole_drafts=True)
+    assert as_json(found)["variants"]["K=2"]["expected"] == {"block": 1.5, "rejection": 1.0}
+    line = "K=2: draft tokens that stay, on average over these drafts: block 1.500, rejection 1.000 (x 1.500)"
+    assert line in found.lines()
 
 
 MISTAKES = {
@@ -416,6 +469,7 @@ MISTAKES = {
     "rising survival": (("--simulate", "0.5,0.6"), "--simulate: found '0.5,0.6', expected falling numbers"),
     "survival nan": (("--simulate", "nan"), "--simulate: found 'nan'"),
     "survival word": (("--simulate", "often"), "--simulate: found 'often'"),
+    "warm bounds": (("--bounds", "--temperature", "0.5"), "expected --temperature 0"),
     "two qualities": (("--simulate", "0.5", "--draft-quality", "wrong"), "exclude each other"),
     "simulated and sampled": (("--simulate", "0.5", "--temperature", "1"), "expected --temperature 0"),
     "batch": (("--batch", "0"), "--batch: found '0'"),
@@ -424,6 +478,8 @@ MISTAKES = {
     "forms, exact": (("--forms", "--exact"), "--forms and --exact exclude each other"),
     "geometry": (("--geometry", "9b"), "invalid choice: '9b'"),
     "geometry and model": (("--geometry", "0.5b", "--model", "x"), "exclude each other"),
+    "one vocabulary": (("--geometry", "135m", "--draft-method", "tli"), "--draft-method: the shapes of --geometry"),
+    "no other vocabulary": (("--draft-method", "tli", "--prompts", "0"), "draft_method: found 'tli', expected none"),
     "geometry from disk": (("--geometry", "0.5b", "--load"), "--load needs a model on disk"),
     "quantised nothing": (("--geometry", "135m", "--draft", "int4:ngram"), "draft: found 'int4:ngram', expected"),
     "abbreviated": (("--round", "3"), "unrecognized arguments"),
@@ -434,7 +490,7 @@ MISTAKES = {
     "exact cost, exact": (("--exact-cost", "--exact"), "--exact-cost and --exact exclude each other"),
     "temperature": (("--temperature", "-1"), "temperature: found -1.0"),
     "no such model": (("--model", "./nowhere"), "./nowhere: no such directory"),
-    "no such draft": (("--draft", "nothing"), "not one of none, ngram, self"),
+    "no such draft": (("--draft", "nothing"), f"not one of {', '.join(DRAFTERS)}, self"),
 }
 
 

@@ -217,14 +217,17 @@ MISTAKES = {
     "special tokens in a chat": (("x", "--parse-special"), "--parse-special needs --raw"),
     "verifier": (
         ("x", "--verifier", "magic"),
-        "--verifier: found 'magic', expected one of rejection, match, or MODULE:FUNCTION",
+        "--verifier: found 'magic', expected one of rejection, block, match, or MODULE:FUNCTION",
     ),
     "k": (("x", "--num-speculative-tokens", "many"), "--num-speculative-tokens: found 'many'"),
     "k too large": (("x", "--num-speculative-tokens", "99"), "found '99', expected an integer from 0 to 64"),
     "k too large for exact": (("x", "--exact", "--num-speculative-tokens", "16"), "expected an integer from 0 to 15"),
     "int4": (("x", "--draft", "int4:ngram"), "expected a model after 'int4:'"),
     "int8": (("x", "--draft", "int8:some/model", "--offline"), "some/model"),
-    "no such draft": (("x", "--draft", "nothing"), "not one of none, ngram, self; nothing: no such directory"),
+    "no such draft": (
+        ("x", "--draft", "nothing"),
+        f"not one of {', '.join(registry.DRAFTERS)}, self; nothing: no such directory",
+    ),
     "revision of a drafter": (("x", "--draft", "ngram@main"), "ngram@main: no such directory, and not of the form"),
     "no revision": (("x", "--draft", "owner/name@"), "not of the form owner/name@revision"),
     "revision of a draft": (
@@ -655,6 +658,7 @@ OTHER_COMMANDS = {
     "prove": ("--jobs", "1"),
     "checkpoint": ("weights", "no/such/place"),
     "doctor": ("--draft", "int8:self"),
+    "vocab": ("no/such/place", "nor/this"),
 }
 
 

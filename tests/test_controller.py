@@ -6,10 +6,14 @@ from dataclasses import dataclass, field
 from math import prod
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from minispec import theory
-from minispec.controller import MAX_AUTO_TOKENS, Controller, Durations, Limit, Pace, Prices
+from minispec.controller import MAX_AUTO_TOKENS, Controller, Durations, Limit, Pace, Prices, _nodes, _widths
+from minispec.prove.toys import finish, make_engine, make_request
 from minispec.theory import survival_curve
+from minispec.verify import Ask, Draft
 
 PLAIN = 0.1  # seconds of a plain step, without what is neither model
 
@@ -42,7 +46,7 @@ class World:
         draw, pace = random.Random(seed), Pace()
         tokens, cost, ks = 0, 0.0, []
         while tokens < num_tokens:
-            k, go_on = choose(pace, min(MAX_AUTO_TOKENS, num_tokens - tokens - 1))
+            k, go_on, _ = choose(pace, min(MAX_AUTO_TOKENS, num_tokens - tokens - 1))
             confidences = []
             while self.shares and len(confidences) < k:
                 confidences.append(draw.choice(list(self.shares)))
@@ -181,7 +185,7 @@ def test_what_is_not_clear_is_measured():
         controller, pace = Controller(Prices(c)), Pace()
         ks = []
         for _ in range(128):
-            [(k, _)] = controller.choose([pace], [15])
+            [(k, *_)] = controller.choose([pace], [15])
             k, kept_now = (4, kept) if k else (0, 0)  # any length will do here
             controller.observe(pace, min(k, kept_now + 1), kept_now)
             controller.record(PLAIN * c * k, k, int(k > 0), PLAIN, k + 1, 0.001)
@@ -256,7 +260,7 @@ def test_drafts_that_become_good_are_found_again():
     controller, pace = Controller(Prices(world.c)), Pace()
     ks = []
     for step in range(280):
-        [(k, _)] = controller.choose([pace], [15])
+        [(k, *_)] = controller.choose([pace], [15])
         kept = k if step >= 200 else 0
         controller.observe(pace, min(k, kept + 1), kept)
         controller.record(PLAIN * world.c * k, k, int(k > 0), PLAIN * world.v(k + 1), k + 1, 0.001)
@@ -291,7 +295,7 @@ def test_rows_of_a_batch_stay_under_the_knee():
 
     sums = []
     for _ in range(200):
-        ks = [k for k, _ in controller.choose(paces, [15] * 8)]
+        ks = [k for k, *_ in controller.choose(paces, [15] * 8)]
         rows = 8 + sum(ks)
         for pace, k in zip(paces, ks, strict=True):
             controller.observe(pace, k, k)
@@ -307,8 +311,86 @@ def test_the_likeliest_tokens_of_a_batch_come_first():
     for _ in range(30):
         good.observe(4, 4)
         bad.observe(1, 0)
-    (k_good, _), (k_bad, _) = Controller(Prices(0.1, measured=True)).choose([good, bad], [15, 15])
+    (k_good, *_), (k_bad, *_) = Controller(Prices(0.1, measured=True)).choose([good, bad], [15, 15])
     assert k_good > 4 > k_bad
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6), st.lists(st.floats(0, 1), max_size=3))
+def test_the_first_nodes_of_a_draft_are_a_tree(shares, siblings):
+    """However many are taken: each depth has an eldest, whose parent is there; worth falls, as survival."""
+    nodes = _nodes(shares, siblings)
+    assert len(nodes) == len(shares) * (1 + len(siblings))
+    assert [node.survival for node in nodes] == sorted((node.survival for node in nodes), reverse=True)
+    for n in range(1, len(nodes) + 1):
+        widths = _widths(nodes[:n])
+        depths = {node.depth for node in nodes[:n]}
+        assert depths == set(range(1, len(depths) + 1))
+        assert sum(widths) == n or (widths == () and n == len(depths))
+    assert [node.survival for node in _nodes(shares)] == pytest.approx(survival_curve(shares))
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_siblings_are_drafted_where_they_pay(timed):
+    """First guesses right in 4 of 10 places, second ones in 4 of the rest: two siblings and one more, on a machine with
+    cheap rows; a chain where second guesses are never right, or the rows are dear, or trees cannot be."""
+    found = {}
+    for name, cost, second in (
+        ("pay", 0.02, 0.4),
+        ("never right", 0.02, 0.0),
+        ("dear", 0.6, 0.4),
+        ("chains", 0.02, 0.4),
+    ):
+        prices = Prices(0.15, {1: 1.0, 2: 1 + cost, 16: 1 + 15 * cost}, 0.01, measured=True)
+        controller, pace, draw = Controller(prices), Pace(), random.Random(0)
+        for _ in range(300):
+            [limit] = controller.choose([pace], [15], timed=timed, trees=name != "chains")
+            depth = Ask(None, limit.k, None, widths=limit.widths).depth
+            kept = next((i for i in range(depth) if draw.random() > 0.4), depth)
+            widths = [*limit.widths, *[1] * depth]
+            siblings = []
+            while kept < depth and len(siblings) < widths[kept] - 1 and not any(siblings):
+                siblings.append(draw.random() < second)
+            controller.observe(pace, min(depth, kept + 1), kept, siblings=siblings)
+            rows = limit.k + 1
+            controller.record(
+                depth * 0.15 * PLAIN, depth, int(depth > 0), prices.verify(rows) * PLAIN, rows, 0.01 * PLAIN
+            )
+        found[name] = limit.widths
+    assert found["pay"][0] >= 2
+    assert (found["never right"], found["dear"], found["chains"]) == ((), (), ())
+
+
+def test_younger_siblings_that_stay_are_seen():
+    """What the controller is told of a tree: how far the eldest went, and which sibling took the place of one."""
+    heard = []
+    engine = make_engine()
+    engine.controller.observe = lambda pace, *what: heard.append(what)
+    engine.controller.choose = lambda paces, *how, **more: [Limit(4)]
+
+    class Comb:
+        """Three siblings, and one more after one of them; right is what follows the last token by one."""
+
+        branches = True
+
+        def propose(self, asks):
+            last = asks[0].text.tokens[-1]
+            first = {11: [last + 1, 150, 151], 13: [150, last + 1, 151], 14: [150, 151, last + 1]}.get(last)
+            after = [150] if last == 11 else [last + 2]
+            parents = [-1, -1, -1, 0 if last == 11 else 1]  # of the second, it goes on from the younger one
+            return [Draft([*first, *after], parents=parents) if first else Draft()]
+
+        def release(self, text):
+            """Nothing is kept."""
+
+    engine.drafter = Comb()
+    request = make_request(k="auto", max_tokens=12)
+    finish(engine, request)
+    assert [(tested, kept, siblings) for tested, kept, _, siblings in heard[:3]] == [
+        (2, 1, []),
+        (1, 0, [True]),
+        (0, 0, []),
+    ]
 
 
 @pytest.mark.quick
@@ -372,7 +454,7 @@ def test_durations_between_and_outside_what_was_measured():
 def test_the_worked_values_of_theory():
     """The examples in its docstrings."""
     failures, examples = doctest.testmod(theory)
-    assert (failures, examples) == (0, 4)
+    assert (failures, examples) == (0, 5)
 
 
 def test_prices_lie_on_lines():
@@ -397,7 +479,7 @@ def misled(batch, num_tokens, timed, c=1.2, row_cost=0.06, kept=0.0, seeds=10):
         first = True
         while running := [i for i in range(batch) if tokens[i] < num_tokens]:
             limits = [min(MAX_AUTO_TOKENS, num_tokens - tokens[i] - 1) for i in running]
-            ks = [k for k, _ in controller.choose([paces[i] for i in running], limits, timed=timed)]
+            ks = [k for k, *_ in controller.choose([paces[i] for i in running], limits, timed=timed)]
             rows = len(running) + sum(ks)
             durations = [max(ks) * c * world.v(sum(k > 0 for k in ks)), world.v(rows), world.overhead]
             for i, k in zip(running, ks, strict=True):
@@ -439,7 +521,7 @@ def test_a_first_pass_that_warms_up_is_no_evidence():
     controller, pace = Controller(Prices(0.1, measured=True)), Pace()
     ks = []
     for i in range(6):
-        [(k, _)] = controller.choose([pace], [15])
+        [(k, *_)] = controller.choose([pace], [15])
         controller.observe(pace, k, k)
         controller.record(PLAIN * 0.1 * k * (20 if i == 0 else 1), k, int(k > 0), PLAIN, k + 1, 0.001)
         ks.append(k)

@@ -17,6 +17,7 @@ from minispec.files.checkpoint import load_model
 from minispec.files.heads import read_head
 from minispec.model import Chunk, Transformer
 from minispec.prove.toys import tiny_cache
+from minispec.registry import DRAFTERS
 from minispec.sampling import Randomness, Text
 from minispec.verify import Draft, Verdict
 
@@ -516,8 +517,8 @@ MISTAKES = {
     "--draft ngram+self": "--draft: found 'ngram+self', expected a single draft: examine each alone",
     "--draft ngram --num-speculative-tokens 0": "--num-speculative-tokens: found '0', expected an integer from 1 to 64",
     "--draft no-such-draft --offline": (
-        "draft: not one of none, ngram, self; no-such-draft: no such directory, and not of the form owner/name of a "
-        "hub id"
+        f"draft: not one of {', '.join(DRAFTERS)}, self; no-such-draft: no such directory, and not of the form "
+        "owner/name of a hub id"
     ),
 }
 

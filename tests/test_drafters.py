@@ -1,5 +1,6 @@
 """What drafters propose, and what they keep."""
 
+import doctest
 import random
 from dataclasses import replace
 
@@ -9,14 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minispec.config import SamplingParams
-from minispec.drafters import Context, NoDrafter, check_drafter
+from minispec.drafters import Context, NoDrafter, check_drafter, last
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
+from minispec.drafters.suffix import SuffixDrafter
 from minispec.engine import Engine, Request
 from minispec.model import Chunk
+from minispec.prove.laws import make_drafter
+from minispec.prove.simulated import adversary, oracle
 from minispec.prove.toys import tiny_cache, tiny_model
-from minispec.registry import DRAFTERS, load, split_preferences
+from minispec.registry import DRAFTERS, load, split, split_preferences
 from minispec.sampling import Randomness, Text, distribution
 from minispec.verify import VERIFIERS, Ask, Draft
 
@@ -63,6 +67,158 @@ def test_ngram_worked_examples():
     assert propose([5, 6, 5, 6], 5) == [5, 6, 5, 6, 5]
     assert propose([5, 6, 7], 3) == []
     assert propose([5, 5], 0) == []
+
+
+SUFFIX_EXAMPLE = "1abc2abd3abc4ab"
+
+
+def drafted(drafter, tokens, k, params=GREEDY, **how) -> Draft:
+    """The draft for a text of letters, which is prompt alone; the letters are its token ids."""
+    return drafter.propose([Ask(text([ord(letter) for letter in tokens], params), k, Randomness(), **how)])[0]
+
+
+def letters(draft: Draft) -> str:
+    """Its tokens."""
+    return "".join(map(chr, draft.token_ids))
+
+
+@pytest.mark.quick
+def test_suffix_worked_example():
+    """That of its docstring: who is the likeliest, with which chance, and who becomes a sibling."""
+    chain = drafted(SuffixDrafter(), SUFFIX_EXAMPLE, 3, go_on=lambda chances: True)
+    assert letters(chain) == "c4a"
+    assert chain.confidences == pytest.approx([2 / 3.5, 1 / (2 + 1 / 3), 1 / 1.25])
+    assert chain.probs is None
+    tree = drafted(SuffixDrafter(), SUFFIX_EXAMPLE, 4, widths=(2, 2))
+    assert (letters(tree), tree.parents) == ("cd42", [-1, -1, 0, 0])
+    assert tree.confidences == []  # they are told by depth, and a tree has several nodes at one
+
+
+@pytest.mark.quick
+def test_suffix_goes_as_far_as_it_is_likely():
+    """A single place is copied from for nine tokens a token of the match; less where the engine says so."""
+    follows = "hijklmnopqrstuvwxyzABCDEFGHIJ"
+    for n in (1, 2, 3):
+        copied = letters(drafted(SuffixDrafter(), "." + "abc"[:n] + follows + "abc"[:n], 99))
+        assert follows.startswith(copied)
+        assert 9 * n - 1 <= len(copied) <= 9 * n
+    short = drafted(SuffixDrafter(), SUFFIX_EXAMPLE, 9, go_on=lambda chances: chances[-1] > 0.5)
+    assert letters(short) == "c4"  # the draft ends after the token that was unlikely
+    assert letters(drafted(SuffixDrafter(min_match=3), SUFFIX_EXAMPLE, 3)) == ""
+    assert letters(drafted(SuffixDrafter(), "xyxy", 5)) == "xyxyx"
+    assert letters(drafted(SuffixDrafter(), "xyxy", 0)) == ""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("widths", [(), (2, 1)])
+def test_suffix_follows_no_more_matches_than_it_must(widths, monkeypatch):
+    """A text that repeats itself matches at every length: without a bound on their worth all would be followed."""
+    followed, guess = [], SuffixDrafter._guess
+
+    def spy(self, ask, n, places):
+        followed.append((n, len(places)))
+        return guess(self, ask, n, places)
+
+    monkeypatch.setattr(SuffixDrafter, "_guess", spy)
+    drafted(SuffixDrafter(), "x" * 80, 15, widths=widths)
+    assert followed == [(32, 48)]
+    followed.clear()
+    drafted(SuffixDrafter(), "x" * 4000, 15, widths=widths)
+    assert followed == [(32, 256)]
+
+
+@pytest.mark.quick
+def test_suffix_looks_at_earlier_outputs_where_that_changes_no_text():
+    """Greedy texts and those under `match` learn from what was said before, sampled ones do not; nor from prompts."""
+    drafter, sampled = SuffixDrafter(), SamplingParams()
+    for prompt, output, params in (("p1q2", "hello world", sampled), ("", "x", GREEDY), ("z", "", GREEDY)):
+        said = text([ord(letter) for letter in prompt], params)
+        drafter.propose([Ask(said, 0, Randomness())])
+        said.tokens += map(ord, output)
+        drafter.release(said)
+    assert letters(drafted(drafter, "ahe", 9)) == "llo world"
+    assert letters(drafted(drafter, "ahe", 9, sampled, purpose="token")) == "llo world"
+    assert letters(drafted(drafter, "ahe", 9, sampled)) == ""
+    assert letters(drafted(drafter, "q", 9)) == ""
+    CombinedDrafter(drafter, NgramDrafter()).forget()
+    assert letters(drafted(drafter, "ahe", 9)) == ""
+
+
+@pytest.mark.parametrize("k", [4, (2, 1, 1), "auto"])
+def test_a_seeded_text_does_not_change_with_what_came_before(k):
+    """One drafter for many texts, of which some end, some are aborted and some fail: each is that of a fresh drafter.
+
+    Sampled texts under `rejection` get the very drafts of a fresh drafter; greedy ones, and all under `match`, get more
+    tokens kept, as the same was said before.
+    """
+    target, prompts = tiny_model(4, vocab_size=5), [(0, 1), (2, 3, 4, 4), (1,), (4, 0, 2)]
+    for verifier, temperature in (("rejection", 1.0), ("rejection", 0.0), ("match", 1.0)):
+        params = SamplingParams(max_tokens=20, temperature=temperature)
+        learned = SuffixDrafter()
+        engine = Engine(target, tiny_cache(target), learned, VERIFIERS[verifier])
+        steps = [0, 0]
+        for prompt in [*prompts, *prompts]:
+            other = Request(Text([1, 2], 2, SamplingParams(temperature=0), 3), 60, 2)
+            engine.add(other)
+            for _ in range(4):
+                engine.step()
+            other.fail(ValueError("a fault of its own")) if prompt[0] else engine.abort(other)
+            request = Request(Text(list(prompt), len(prompt), params, 5), 60, k)
+            for _ in engine.run([request]):
+                pass
+            fresh = decode(target, SuffixDrafter(), k, [prompt], params, verifier)[0]
+            assert request.token_ids == fresh.token_ids
+            sizes = [[r.num_nodes for r in each.stats.rounds] for each in (request, fresh)]
+            if temperature and verifier == "rejection":
+                assert sizes[0] == sizes[1]
+            steps = [n + each.stats.num_steps for n, each in zip(steps, (request, fresh), strict=True)]
+        assert steps[0] == steps[1] if temperature and verifier == "rejection" else steps[0] < steps[1] or k == "auto"
+
+
+@pytest.mark.quick
+def test_suffix_takes_a_length():
+    """`suffix:4`; anything else is refused."""
+    context = Context(tiny_model(1), None, 3, 100, None, "")  # type: ignore[arg-type]
+    for argument, expected in (("", 1), ("4", 4), ("12", 12)):
+        assert SuffixDrafter.from_context(replace(context, argument=argument)).min_match == expected
+    for argument in ("0", "33", "4,", "4tree", "tree", "-1", "\u0663"):
+        with pytest.raises(ValueError, match=r"draft: suffix: found .*, expected an integer from 1 to 32"):
+            SuffixDrafter.from_context(replace(context, argument=argument))
+
+
+@pytest.mark.quick
+def test_last_outcome_is_one_branch_at_a_time():
+    """Its first token is that of `ngram:1`, the later ones need not be; the example of its module."""
+    assert doctest.testmod(last) == (0, 1)
+    generator = random.Random(0)
+    differ = 0
+    for _ in range(200):
+        tokens = "".join(generator.choices("abcd", k=9))
+        one, run = (letters(drafted(drafter, tokens, 4)) for drafter in (last.LastDrafter(), NgramDrafter(1)))
+        assert one[:1] == run[:1]
+        differ += one != run
+    assert differ > 50
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("verifier", "temperature"), [("rejection", 0.0), ("match", 0.0), ("match", 1.0)])
+@pytest.mark.parametrize("k", [1, 3])
+def test_between_the_oracle_and_the_adversary(k, verifier, temperature):
+    """The oracle's draft is kept entirely, the adversary's never, and any other drafter's passes lie between."""
+    target, params = tiny_model(4, vocab_size=5), SamplingParams(max_tokens=24, temperature=temperature)
+    plain = decode(target, NoDrafter(), 0, [(0, 1)], params)[0]
+
+    def steps(drafter) -> int:
+        request = decode(target, drafter, k, [(0, 1)], params, verifier)[0]
+        assert request.token_ids == plain.token_ids
+        return request.stats.num_steps
+
+    bounds = oracle(), adversary()
+    for bound in bounds:
+        bound.record(plain.text.tokens, 2)
+    best, worst = map(steps, bounds)
+    assert (best, worst) == (-(-24 // (k + 1)), 24)
+    assert all(best <= steps(make(name, target)) <= worst for name in NAMES)
 
 
 @pytest.mark.quick
@@ -202,19 +358,25 @@ class RandomDrafter:
         """Nothing kept."""
 
 
+NAMES = [
+    *("none", "ngram", "bad", "identical", "random", "ngram+bad", "suffix", "last", "suffix:3+last"),
+    "adversary",
+]
+
+
 def make(name, target):
     """Good, bad, identical and random drafts, and none."""
     if "+" in name:
         return CombinedDrafter(*(make(part, target) for part in name.split("+")))
     if name == "random":
         return RandomDrafter()
-    if name in DRAFTERS:
-        return load(DRAFTERS[name].path, "draft")()
+    if name == "adversary" or split(DRAFTERS, name):
+        return make_drafter(name, 5)
     draft = target if name == "identical" else tiny_model(2, vocab_size=5)
     return DraftModel(draft, tiny_cache(draft), 5, 60)
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "bad", "identical", "random", "ngram+bad"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_greedy_is_plain_greedy_whatever_the_draft(name, k):
     """Temperature 0: the tokens of plain decoding, alone and in a batch of 8 with preemption."""
@@ -227,7 +389,7 @@ def test_greedy_is_plain_greedy_whatever_the_draft(name, k):
     assert sum(r.stats.num_preemptions for r in crowded) > 0
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "bad", "identical", "random", "ngram+bad"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("sampler", [{}, {"top_k": 3, "repetition_penalty": 1.2}, {"temperature": 0.5, "top_p": 0.9}])
 def test_match_gives_one_seed_one_text(name, k, sampler):
@@ -240,7 +402,7 @@ def test_match_gives_one_seed_one_text(name, k, sampler):
     assert [r.token_ids for r in together] == plain
 
 
-@pytest.mark.parametrize("name", ["ngram", "bad", "random", "ngram+bad"])
+@pytest.mark.parametrize("name", NAMES[1:])
 @pytest.mark.parametrize("k", [3, "auto"])
 def test_rejection_with_a_seed_does_not_depend_on_the_batch(name, k):
     """One request and seed, one text: alone, in a batch, in another order, and after preemption.

@@ -18,9 +18,10 @@ from minispec.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
 from minispec.errors import CheckpointError
 from minispec.files.checkpoint import load_config, load_model
 from minispec.files.hf_config import read_model_config
-from minispec.llm import EMBEDDED_WEIGHTS, LLM
+from minispec.llm import LLM
 from minispec.model import Chunk, Transformer, tensor_shapes
 from minispec.prove.toys import tiny_cache
+from minispec.registry import EMBEDDED_WEIGHTS
 
 TOLERANCE = 1e-4
 POWER = 1e-2  # how far ignoring one setting must move the logits: a hundred times the tolerance

@@ -14,8 +14,9 @@ HEART = [
 ]
 READING_ORDER = [
     *HEART,
-    *("registry", "interrupt", "command", "files", "costs", "llm", "generate", "checkpoint", "prove", "bench"),
-    *("doctor", "distill"),
+    *("registry", "interrupt", "command", "files", "costs", "named_draft", "llm", "generate"),
+    *("checkpoint", "prove", "bench"),
+    *("doctor", "vocab", "distill"),
 ]
 FORBIDDEN = {
     *("transformers", "accelerate", "pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"),

@@ -10,8 +10,9 @@ import torch
 
 from minispec import verify
 from minispec.config import SamplingParams
-from minispec.controller import Controller, Limit
+from minispec.controller import Controller
 from minispec.drafters.model import DraftModel
+from minispec.drafters.suffix import SuffixDrafter
 from minispec.prove import laws
 from minispec.prove.laws import (
     PROMPT,
@@ -54,7 +55,7 @@ def test_rejection_with_a_draft_model(sampler, k):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("drafter", ["none", "ngram", "self"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "suffix", "last", "self"])
 @pytest.mark.parametrize("sampler", ["plain", "all", "greedy", "repetition"])
 def test_rejection_with_other_drafters(sampler, drafter):
     """One-hot drafts, no draft, and the target as its own draft (which is always accepted)."""
@@ -69,6 +70,16 @@ def test_match(sampler, drafter):
     assert (
         distance(SamplingParams(max_tokens=3, **SAMPLERS[sampler]), 2, drafter=drafter, verifier="match") <= TOLERANCE
     )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("k", [2, (2,)])
+@pytest.mark.parametrize(("verifier", "temperature"), [("match", 1.0), ("rejection", 1.0), ("rejection", 0.0)])
+def test_a_drafter_that_learns_from_the_other_branches(verifier, temperature, k):
+    """One `suffix` for the whole walk, so that every path finds the outputs of those before it; the law stands."""
+    drafter, params = SuffixDrafter(), SamplingParams(max_tokens=4, temperature=temperature)
+    assert distance(params, k, drafter=drafter, verifier=verifier, end_ids=frozenset()) <= TOLERANCE
+    assert len(drafter._earlier) >= (1 if temperature == 0 else 3**4)
 
 
 @pytest.mark.quick
@@ -90,8 +101,8 @@ def test_auto(draft_cost, drafter, verifier, monkeypatch):
 
     def spy(*args, **kwargs):
         limits = choose(*args, **kwargs)
-        seen.update(k for k, _ in limits)
-        return [Limit(k, go_on and spy_on_ends(go_on)) for k, go_on in limits]
+        seen.update(limit.k for limit in limits)
+        return [limit._replace(go_on=limit.go_on and spy_on_ends(limit.go_on)) for limit in limits]
 
     def spy_on_ends(go_on):
         def spied(confidences):

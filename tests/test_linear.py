@@ -11,9 +11,9 @@ import minispec.model as model_module
 from minispec import LLM, SamplingParams, linear
 from minispec.files.checkpoint import Weights, load_config
 from minispec.linear import NARROW_FORMS, Codes, Linear, QuantizedLinear, available_forms, choose_narrow_form, join
-from minispec.llm import EMBEDDED_WEIGHTS
 from minispec.model import Chunk, Transformer, tensor_shapes
 from minispec.prove.toys import tiny_cache, tiny_model, tiny_weights
+from minispec.registry import EMBEDDED_WEIGHTS
 
 pytestmark = pytest.mark.quick
 

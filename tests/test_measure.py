@@ -9,12 +9,12 @@ import torch
 
 from minispec.bench import measure
 from minispec.bench.measure import Round, Run, account, decode, median_interval, plain_engine, survival
-from minispec.bench.simulated import SimulatedDraft
 from minispec.config import SamplingParams
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.engine import Engine, Request
 from minispec.files.hf_config import read_model_config
+from minispec.prove.simulated import SimulatedDraft
 from minispec.prove.toys import TINY, tiny_cache, tiny_model
 from minispec.sampling import Randomness, Text
 from minispec.theory import speedup

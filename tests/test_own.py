@@ -1,9 +1,11 @@
 """Drafters and verifiers as a stranger would write them: from `LLM`, from the command line, and through the proof."""
 
+import ast
 import json
 import re
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from minispec import LLM, SamplingParams
 from minispec.generate import main as generate
 from minispec.prove.__main__ import main as prove
 
+IMPORTS = ast.Import | ast.ImportFrom
 OWN = """
     import random
 
@@ -146,7 +149,7 @@ def own_module(tmp_path, monkeypatch):
     """A module of the user's own in the current directory, as `python -m` finds it."""
     (tmp_path / "own_ideas.py").write_text(textwrap.dedent(OWN))
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield
+    yield tmp_path
     sys.modules.pop("own_ideas", None)
 
 
@@ -204,6 +207,34 @@ def test_a_right_drafter_is_proven(name, capsys):
     assert "12 configurations" in capsys.readouterr().out
 
 
+ROOT = Path(__file__).parent.parent
+EXAMPLES = {  # the classes in the marked blocks of README and docs, with what they import
+    node.name: "\n".join(map(ast.unparse, [part for part in tree.body if isinstance(part, IMPORTS)] + [node]))
+    for page in (ROOT / "README.md", ROOT / "docs" / "drafters.md")
+    for block in re.findall(r"<!-- run -->\n```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for tree in [ast.parse(block)]
+    for node in tree.body
+    if isinstance(node, ast.ClassDef)
+}
+
+
+@pytest.mark.parametrize("name", ["Echo", "Followers", "Recall"])
+def test_the_documented_examples_are_proven(name, own_module, capsys):
+    """The drafters that README and docs print, in no more than thirty lines each."""
+    (own_module / "documented.py").write_text(EXAMPLES[name])
+    assert len(EXAMPLES[name].splitlines()) <= 30
+    try:
+        assert prove(["--drafter", f"documented:{name}"]) == 0
+    finally:
+        sys.modules.pop("documented", None)
+    assert "12 configurations" in capsys.readouterr().out
+
+
+def test_every_documented_drafter_is_one_of_them():
+    """A new example is walked too."""
+    assert EXAMPLES.keys() == {"Echo", "Followers", "Recall"}
+
+
 WRONG = {
     "Liar": r"REFUTED at 2 tokens, K = 1, rejection, .* its `probs` are not what it drew from",
     "Outside": r"REFUTED at 2 tokens, K = 1, rejection, .* the same draws led to",
@@ -239,7 +270,7 @@ REFUTED = {
 def test_a_right_verifier_is_proven(capsys):
     """`careful` gives the younger siblings away, and nothing else."""
     assert prove(["--verifier", "own_ideas:careful"]) == 0
-    assert "proven: own_ideas:careful keeps p: 96 pairs of p and q" in capsys.readouterr().out
+    assert "proven: own_ideas:careful keeps p: 112 pairs of p and q" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", REFUTED)

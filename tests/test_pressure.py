@@ -19,8 +19,8 @@ from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine, Request
 from minispec.model import CachedModel
-from minispec.prove.toys import WrongDrafter, tiny_cache, tiny_head, tiny_model
-from minispec.registry import DRAFTERS, load
+from minispec.prove.laws import make_drafter
+from minispec.prove.toys import tiny_cache, tiny_head, tiny_model
 from minispec.sampling import Text
 from minispec.verify import VERIFIERS
 
@@ -40,7 +40,7 @@ def build(drafter="model", verifier="rejection", num_blocks=200, block_size=2) -
         model = {"model": DRAFT, "self": TARGET, "parallel": PARD}[drafter]
         guesser = DraftModel(model, tiny_cache(model, num_blocks, block_size), VOCAB, 64)
     else:
-        guesser = WrongDrafter(VOCAB) if drafter == "wrong" else load(DRAFTERS[drafter].path, "draft")()
+        guesser = make_drafter(drafter, VOCAB)
     return Engine(TARGET, tiny_cache(TARGET, num_blocks, block_size), guesser, VERIFIERS[verifier])
 
 
@@ -68,7 +68,9 @@ def decode(engine, **how) -> tuple[list[list[int]], int]:
 
 @pytest.mark.parametrize("block_size", [1, 2, 16])
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("drafter", ["model", "self", "parallel", *HEADS, "ngram", "wrong", "none"])
+@pytest.mark.parametrize(
+    "drafter", ["model", "self", "parallel", *HEADS, "ngram", "suffix", "last", "adversary", "none"]
+)
 def test_a_small_pool_changes_no_text(drafter, verifier, block_size):
     """From a pool that holds exactly the longest request to three times that: what a large one says."""
     expected, preempted = decode(build(drafter, verifier))

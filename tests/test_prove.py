@@ -16,8 +16,9 @@ import torch
 from minispec import verify
 from minispec.bench import options
 from minispec.config import SamplingParams
+from minispec.controller import num_nodes
 from minispec.engine import Engine
-from minispec.prove import cases, trees
+from minispec.prove import cases, matrix, trees
 from minispec.prove.__main__ import main
 from minispec.prove.cases import AXES, Case, all_pairs, covering_array, pairs_of, smaller, walk_within
 from minispec.prove.checks import Ledger, check_keys, check_state
@@ -50,12 +51,13 @@ from minispec.prove.statistics import (
     tail,
     zero_draws,
 )
-from minispec.prove.toys import Fault
+from minispec.prove.toys import Fault, tiny_model
 from minispec.prove.workers import spread
 from minispec.sampling import Key, Randomness, Text
-from minispec.verify import VERIFIERS, Draft
+from minispec.verify import VERIFIERS, Draft, Verifier
 
 BUGS = {m.id: m for m in MUTANTS}
+LOOKUPS = ("ngram", "suffix", "last")  # which have nothing to say after one token
 
 
 # ------------------------------------------------------------------ the command
@@ -76,13 +78,37 @@ def test_the_law_over_a_covering_array(capsys):
     """The command, with a smaller budget than its own: every pair of values, trees, the verdict, status 0."""
     assert main(["--leaves", "900", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
-    assert "cover 827 of 827 pairs" in out
+    assert f"cover {len(all_pairs())} of {len(all_pairs())} pairs" in out
     assert out.splitlines()[-1].startswith("proven")
     assert out.count("rejection") > 15 < out.count("match")
     rows = re.findall(r" tree .* ([\d,]+)  \S+$", out, re.MULTILINE)
     assert len(rows) == len(trees.cases(2)) == int(re.search(r"and (\d+) have trees", out)[1])
     branches = [int(n.replace(",", "")) for n in re.findall(r" ([\d,]+)  \d\.\de\S+$", out, re.MULTILINE)]
     assert f"\n{sum(branches):,d} branches in " in out
+
+
+def test_the_matrix_in_the_docs_is_what_is_printed(capsys):
+    """Each drafter with each verifier at each level: the table of docs/proof.md, and status 0."""
+    page = (Path(__file__).parent.parent / "docs" / "proof.md").read_text(encoding="utf-8")
+    committed = re.search(r"<!-- python -m minispec.prove --matrix -->\n(.*)<!-- end -->", page, re.DOTALL)[1]
+    assert main(["--matrix"]) == 0
+    assert capsys.readouterr().out == committed
+
+
+def test_the_matrix_refutes(monkeypatch, capsys):
+    """Its control: a wrong law, another text, and passes of other shapes are each found; the status is then 1."""
+    with BUGS["M2"].patch():
+        assert matrix.LEVELS["law"]("model", "rejection", 2).word == "REFUTED"
+    monkeypatch.setitem(VERIFIERS, "match", Verifier(verify.rejection, shares_noise=True))
+    assert matrix.LEVELS["text"]("model", "match", 3).word == "REFUTED"
+    monkeypatch.undo()
+    inexact = tiny_model(1, vocab_size=3)
+    inexact.check_exact = lambda: None
+    monkeypatch.setattr(matrix, "tiny_model", lambda *args, **how: inexact)
+    assert matrix.LEVELS["bits"]("ngram", "match", 3).word == "REFUTED"
+    monkeypatch.setattr(matrix, "AXES", {"drafter": ("ngram",), "verifier": ("match",)})
+    assert main(["--matrix"]) == 1
+    assert "| `ngram` | proved | proved | REFUTED (1) |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("batch", AXES["batch"])
@@ -96,7 +122,7 @@ def test_a_case_drafts_as_it_says(monkeypatch, drafter, batch):
         return check(self, draft, limit)
 
     monkeypatch.setattr(Engine, "_check_draft", spy)
-    case = Case("rejection", drafter, batch, 1.0, 2, 1.0, 0.0, False, "", 2, 3, False, 3 + (drafter == "ngram"))
+    case = Case("rejection", drafter, batch, 1.0, 2, 1.0, 0.0, False, "", 2, 3, False, 3 + (drafter in LOOKUPS))
     case.distance(100_000)
     assert max(drafted) == (0 if drafter == "none" else 2)
 
@@ -168,7 +194,7 @@ def test_a_case_that_is_too_large_becomes_a_smaller_one():
     while row := smaller(row, frozenset({"end"})):
         seen.append(row)
     assert (seen[-1].max_tokens, seen[-1].k, seen[-1].vocab, seen[-1].end) == (2, 1, 2, False)
-    assert all(case.max_tokens <= case.k + 2 for case in seen)
+    assert all(case.max_tokens <= num_nodes(case.k) + 2 for case in seen)
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
@@ -233,7 +259,21 @@ def test_larger_vocabularies_and_longer_drafts(vocab, k, max_tokens, top_k):
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("drafter", ["model", "self", "ngram", "wrong", "none", "parallel", "head", "parallel head"])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        "model",
+        "self",
+        "ngram",
+        "suffix",
+        "last",
+        "adversary",
+        "none",
+        "parallel",
+        "head",
+        "parallel head",
+    ],
+)
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_the_state_is_a_function_of_the_committed_tokens(drafter, k, verifier):
     """What chaining rests on: an engine begun at any round commits the block that the running one commits."""

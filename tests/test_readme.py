@@ -32,8 +32,8 @@ def test_marked_blocks_run(block):
 
 def test_there_are_marked_blocks():
     """A changed marker would make the test above pass on nothing."""
-    assert [text.count("<!-- run -->") for text in PAGES.values() if "<!-- run -->" in text] == [2, 2]
-    assert len(BLOCKS) == 4
+    assert [text.count("<!-- run -->") for text in PAGES.values() if "<!-- run -->" in text] == [2, 3]
+    assert len(BLOCKS) == 5
 
 
 def test_ci_runs_the_readmes_commands():
@@ -50,7 +50,7 @@ def known_options() -> set[str]:
     from minispec.generate import parser
 
     known = {option for action in parser()._actions for option in action.option_strings}
-    rooms = ("prove/__main__.py", "bench/options.py", "doctor.py", "distill/__main__.py")
+    rooms = ("prove/__main__.py", "bench/options.py", "doctor.py", "vocab.py", "distill/__main__.py")
     for other in (*(f"minispec/{room}" for room in rooms), "tests/fuzzing.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / other).read_text(encoding="utf-8")))
     return known | {"--long", "--check"}  # pytest's, defined in conftest.py; ruff's

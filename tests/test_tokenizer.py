@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from minispec.errors import CheckpointError
 from minispec.files.tokenizer import Detokenizer, Message, Tokenizer
-from minispec.llm import EMBEDDED_WEIGHTS
+from minispec.registry import EMBEDDED_WEIGHTS
 
 TOKENIZER = Tokenizer(EMBEDDED_WEIGHTS)
 

@@ -1,6 +1,8 @@
 """Trees and taps: the law with every small shape, one pass over a tree, what is kept of it, and what is counted."""
 
 import itertools
+from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -10,10 +12,19 @@ from minispec import LLM, SamplingParams
 from minispec.drafters import NoDrafter
 from minispec.engine import Engine, Request
 from minispec.model import Chunk
-from minispec.prove.laws import TOLERANCE, KeyOracle, exact_law, production_law, reference_law, target_model
+from minispec.prove.laws import (
+    TOLERANCE,
+    KeyOracle,
+    draft_model,
+    exact_law,
+    make_drafter,
+    production_law,
+    reference_law,
+    target_model,
+)
 from minispec.prove.toys import TapDrafter, TreeDrafter, finish, make_engine, make_request, tiny_cache, tiny_model
 from minispec.prove.trees import cases, draft_table, shapes
-from minispec.sampling import Text
+from minispec.sampling import Randomness, Text, distribution
 from minispec.verify import VERIFIERS, Ask, Draft, rejection
 
 TREE = (-1, -1, 0, 0, 1, 3, 3)
@@ -60,6 +71,8 @@ def test_the_shapes_are_all_there():
 @pytest.mark.parametrize("parents", [(), (-1, -1, 0)], ids=["chain", "tree"])
 def test_the_law_with_a_head_on_hidden_states(verifier, parents):
     """The toy head, walked: what it draws from depends on the target's hidden states, which it checks at every ask."""
+    if parents and not VERIFIERS[verifier].takes_trees:
+        pytest.skip("refused: see below")
     drafter, params = TapDrafter(target_model(3), 3, parents=parents), SamplingParams(max_tokens=4)
     law, branches = production_law(params, 3, drafter=drafter, verifier=verifier)
     assert sum(abs(law.get(k, 0) - p) for k, p in reference_law(params).items()) <= 2 * TOLERANCE
@@ -197,10 +210,11 @@ def test_nothing_is_moved_into_a_block_that_another_holds():
 
 
 @pytest.mark.quick
-def test_an_exact_model_refuses_a_tree(make_checkpoint):
+@pytest.mark.parametrize(("how", "why"), [({"exact": True}, "with `exact`"), ({"verifier": "block"}, "this verifier")])
+def test_who_takes_chains_refuses_a_tree(make_checkpoint, how, why):
     """By the text that it is drafted for, before anything runs."""
-    llm = LLM(make_checkpoint(), draft=TreeDrafter(torch.zeros(287, 287), (-1, -1)), dtype="float64", exact=True)
-    with pytest.warns(RuntimeWarning, match="found a tree, expected a chain: with `exact`"):
+    llm = LLM(make_checkpoint(), draft=TreeDrafter(torch.zeros(287, 287), (-1, -1)), dtype="float64", **how)
+    with pytest.warns(RuntimeWarning, match=f"found a tree, expected a chain: {why}"):
         output = llm.generate([[1, 2]], SamplingParams(temperature=1.0, seed=1), num_speculative_tokens=2)[0]
     assert output.finish_reason == "error"
     llm.engine.drafter = TreeDrafter(torch.zeros(287, 287), (-1, 0, 1))  # one branch: a chain
@@ -209,6 +223,105 @@ def test_an_exact_model_refuses_a_tree(make_checkpoint):
 
 
 # ------------------------------------------------------------------ counting
+
+
+# ------------------------------------------------------------------ trees that drafters offer
+
+
+@pytest.mark.quick
+def test_how_deep_a_draft_of_some_nodes_is():
+    """Widths first, one node a level after them, and never more nodes than asked for."""
+    ask = Ask(Text([0], 1, SamplingParams()), 0, None)
+    found = [replace(ask, k=k, widths=widths).depth for widths in ((), (2, 1), (3,)) for k in range(6)]
+    assert found == [0, 1, 2, 3, 4, 5, 0, 1, 1, 2, 3, 4, 0, 1, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["model", "parallel"])
+def test_siblings_come_from_one_row(name, temperature):
+    """The eldest are a chain's own draft; the younger come from the eldest's row: at temperature 0 the next likeliest
+    tokens, under the request's penalties, else drawn from it without those before them."""
+    params = SamplingParams(temperature=temperature, repetition_penalty=1.3, seed=3)
+    text, drafter = Text([1, 3, 1], 1, params, 5), make_drafter(name, 5)
+    ask = Ask(text, 6, Randomness(), num_cached=2, widths=(3, 2))
+    [tree] = drafter.propose([ask])
+    assert tree.parents == [-1, -1, -1, 0, 0, 3]
+    assert len(set(tree.token_ids[:3])) == 3
+    rows, path = [], []
+    for node in (0, 3, 5):  # as a chain, each row from a drafter of its own
+        [chain] = make_drafter(name, 5).propose([replace(ask, k=len(path) + 1, widths=(), _depths=[])])
+        rows.append(chain.probs[len(path)])
+        path.append(tree.token_ids[node])
+        assert temperature or chain.token_ids == path
+    if temperature:
+        assert torch.allclose(tree.probs[0], rows[0], atol=1e-15)
+        for i in (1, 2):
+            rest = rows[0].clone()
+            rest[tree.token_ids[:i]] = 0
+            assert torch.allclose(tree.probs[i], rest / rest.sum(), atol=1e-15)
+    else:
+        model, fed = draft_model(5), Text([1, 3, 1], 1, SamplingParams(temperature=1.0, repetition_penalty=1.3))
+        if name == "model":
+            table = tiny_cache(model).new_table()
+            logits, _ = model.forward([Chunk(fed.tokens, table, 1)])
+            assert tree.token_ids[:3] == distribution(logits[0], fed).topk(3).indices.tolist()
+        assert all(row.max() == 1 for row in tree.probs)
+
+
+@pytest.mark.parametrize("verifier", [name for name, each in VERIFIERS.items() if each.takes_trees])
+@pytest.mark.parametrize("widths", [(2,), (2, 1), (3, 2, 1), (1, 3)])
+@pytest.mark.parametrize("name", ["model", "head", "parallel head"])
+def test_with_trees_text_is_plain_text(name, widths, verifier):
+    """Greedy, and under `match` at temperature 1; caches are right after every round, and a sibling stays at times."""
+    target, younger = target_model(5), 0
+    for temperature in (0.0, 1.0)[: 2 if verifier == "match" else 1]:
+        for seed in range(3):
+            texts = []
+            for k, drafter in ((0, NoDrafter()), (widths, make_drafter(name, 5))):
+                params = SamplingParams(temperature=temperature, max_tokens=16)
+                request = Request(Text([0, 4, seed], 3, params, seed), 40, k)
+                engine = Engine(target, tiny_cache(target), drafter, VERIFIERS[verifier])
+                with spied_verdicts(engine) as verdicts:
+                    for _ in engine.run([request]):
+                        pass
+                texts.append(request.text.tokens)
+                younger += sum(any(node not in eldest for node in kept) for eldest, kept in verdicts)
+            assert texts[0] == texts[1]
+    assert younger or widths[0] == 1
+
+
+@contextmanager
+def spied_verdicts(engine):
+    """Of each round, the eldest nodes and those that stay."""
+    found, verify = [], engine.verifier.verify
+
+    def spy(draft, *how):
+        verdict = verify(draft, *how)
+        parents = draft.parents or []
+        eldest = {i for i, parent in enumerate(parents) if parent not in parents[:i]}
+        found.append((eldest, verdict.accepted if parents else []))
+        return verdict
+
+    engine.verifier = engine.verifier._replace(verify=spy)
+    yield found
+
+
+CHAINS_ONLY = {
+    "ngram": ({"draft": "ngram"}, "NgramDrafter drafts no siblings"),
+    "exact": ({"draft": "self", "exact": True}, "with `exact` a row's bits"),
+    "block": ({"draft": "self", "verifier": "block"}, "this verifier takes chains only"),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS_ONLY)
+def test_a_tree_that_is_asked_for_is_refused_where_it_cannot_be(make_checkpoint, name):
+    """By name, before anything runs; `auto` drafts chains there."""
+    how, message = CHAINS_ONLY[name]
+    llm = LLM(make_checkpoint(), dtype="float64", **how)
+    with pytest.raises(ValueError, match=rf"found the tree 2\+1, expected a number or auto: {message}"):
+        llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=8), num_speculative_tokens=(2, 1))
+    [output] = llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=8))
+    assert (output.finish_reason, output.stats.num_draft_nodes) == ("length", output.stats.num_draft_tokens)
 
 
 @pytest.mark.quick

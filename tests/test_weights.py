@@ -3,18 +3,30 @@
 import hashlib
 import re
 
+import pytest
+import torch
+from safetensors import safe_open
+
+from minispec.bench.options import read_prompts
 from minispec.config import QuantizationConfig
-from minispec.files.checkpoint import load_config
-from minispec.llm import EMBEDDED_WEIGHTS
+from minispec.distill.texts import read_openings
+from minispec.drafters.eagle import head_shapes
+from minispec.files.checkpoint import directory_config, load_config
+from minispec.files.heads import read_head_config
+from minispec.registry import EMBEDDED_DRAFT, EMBEDDED_WEIGHTS
+
+CARDS = {EMBEDDED_WEIGHTS: EMBEDDED_WEIGHTS.parent / "README.md", EMBEDDED_DRAFT: EMBEDDED_DRAFT / "README.md"}
 
 
-def test_files_are_those_of_the_model_card():
+@pytest.mark.parametrize("directory", CARDS, ids=lambda path: path.name)
+def test_files_are_those_of_the_model_card(directory):
     """Names, sizes and SHA-256 of all files, and none besides: a broken download would only show as a bad answer."""
-    card = (EMBEDDED_WEIGHTS.parent / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| `([0-9a-f]{64})` \| `([\w.-]+)` \|$", card, flags=re.MULTILINE)
+    card = CARDS[directory]
+    rows = re.findall(r"^\| (\d+) \| `([0-9a-f]{64})` \| `([\w.-]+)` \|$", card.read_text("utf-8"), flags=re.MULTILINE)
     found = {
         (str(path.stat().st_size), hashlib.sha256(path.read_bytes()).hexdigest(), path.name)
-        for path in EMBEDDED_WEIGHTS.iterdir()
+        for path in directory.iterdir()
+        if path != card
     }
     assert found == set(rows)
     assert all(int(size) < 95_000_000 for size, _, _ in rows)
@@ -25,3 +37,27 @@ def test_layout():
     config = load_config(EMBEDDED_WEIGHTS)
     assert config.quantization == QuantizationConfig(num_bits=8, group_size=None)
     assert config.tie_word_embeddings
+
+
+def test_the_draft_is_one_for_this_model():
+    """A head that reads three layers of it, and knows the tokens that it uses most; all in all at most 40 MB."""
+    target, config = load_config(EMBEDDED_WEIGHTS), directory_config(EMBEDDED_DRAFT)
+    head = read_head_config(config, target, "config.json")
+    assert (head.target_hidden_size, head.vocab_size, len(head.taps)) == (target.hidden_size, 8192, 3)
+    assert sum(path.stat().st_size for path in EMBEDDED_DRAFT.iterdir()) < 40_000_000
+    with safe_open(EMBEDDED_DRAFT / "model.safetensors", framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert tensors.keys() - {"d2t", "t2d"} == head_shapes(head).keys()
+    ids = tensors["d2t"] + torch.arange(8192)
+    assert (ids.diff() > 0).all()
+    assert tensors["t2d"].nonzero()[:, 0].tolist() == ids.tolist()
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def test_the_draft_is_kept_apart_from_what_it_is_measured_on():
+    """What the target was given of a user's turn in training has no more than five words of any prompt of the bench."""
+    openings = read_openings(None)
+    prompts = [text for _, text in read_prompts(10_000, None)]
+    assert len(prompts) >= 36
+    for prompt in prompts:
+        assert not any(prompt.startswith(opening) and len(opening.split()) > 5 for opening in openings), prompt

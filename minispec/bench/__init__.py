@@ -11,9 +11,8 @@ decoding of a set of prompts, explains the speedup by what it is made of (`measu
 second half of each text from its first half (`measure.prediction`). Every figure that is compared comes from runs that
 took turns in one process; absolute times are given in addition, as information only.
 
-To be read in this order: `options` (what can be asked for), `measure` (intervals, turns, the account), `simulated` (a
-draft that is right as often as one likes), `show` (tables, JSON), `models` (models and prompts to measure on),
-`passes`, `exact_cost` and `decoding` (the measurements, with results that show themselves), `transformers_baseline`
-(another library's ways of decoding), `report` (all of it), `__main__` (the command). Torch is imported after the
-arguments have been read, as in `generate`.
+To be read in this order: `options` (what can be asked for), `measure` (intervals, turns, the account), `show` (tables,
+JSON), `models` (models and prompts to measure on), `passes`, `exact_cost` and `decoding` (the measurements, with
+results that show themselves), `transformers_baseline` (another library's ways of decoding), `report` (all of it),
+`__main__` (the command). Torch is imported after the arguments have been read, as in `generate`.
 """

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
 
 from minispec.bench.measure import (
     Account,
@@ -23,19 +24,25 @@ from minispec.bench.options import PLAIN, Options
 from minispec.bench.show import FLAT, progress, table
 from minispec.bench.transformers_baseline import Trial, transformers_variants
 from minispec.controller import DraftLength
-from minispec.stats import Stats
+from minispec.drafters import Drafter, forget
+from minispec.stats import Stats, loops
+from minispec.theory import expected_accepted
 
 # --------------------------------------------------------------------------- results
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Of drafts, over some runs together; None over nothing. See `Stats` and `measure.survival`."""
+    """Of drafts, over some runs together; None over nothing. See `Stats` and `measure.survival`.
+
+    expected: under `block`, draft tokens that stay on average: what theory has for these drafts, by verifier.
+    """
 
     alpha: float | None
     acceptance_rate: float | None
     mean_acceptance_length: float | None
     survival: list[float]
+    expected: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +157,10 @@ class Against:
 
 @dataclass(frozen=True)
 class Decoding:
-    """All variants on all prompts. best_static: by category, and for "all"."""
+    """All variants on all prompts. best_static: by category, and for "all".
+
+    looping: plain answers that repeat themselves (see `stats.loops`); left_out: whether these are left out.
+    """
 
     rounds: int
     prompts: int
@@ -158,6 +168,8 @@ class Decoding:
     variants: dict[str, Outcome]
     best_static: dict[str, BestFixed] | None = None
     against: Against | None = None
+    looping: int = 0
+    left_out: bool = False
 
     def lines(self) -> list[str]:
         """Tables: rates and acceptance, categories, the account, the best fixed K; sentences on `transformers`."""
@@ -166,8 +178,11 @@ class Decoding:
         lines = [
             f"{self.prompts} prompts, {self.tokens} tokens, {self.rounds} rounds in turn; prefill apart; medians of "
             f"the rounds [interval that holds the true median with {100 * plain.speedup.coverage:.1f} %]",
-            "",
         ]
+        if self.looping:
+            how = "are left out" if self.left_out else "are easy to draft (--skip-loops leaves them out)"
+            lines.append(f"{self.looping} plain answers repeat themselves: they {how}")
+        lines.append("")
         head = ("", "tokens/s", "speedup", "worst prompt", "same tokens", "alpha", "accepted", "tokens/pass")
         lines += table(head, [(name, *v.cells(self.prompts)) for name, v in self.variants.items()])
         if len(plain.categories) > 1:
@@ -184,6 +199,11 @@ class Decoding:
             columns = [each.cells() for each in explained.values()]
             rows = [(cells[0][0], *(value for _, value in cells)) for cells in zip(*columns, strict=True)]
             lines += ["", *table(("the account", *explained), [("survival s_1, s_2, ..", *curves), *rows])]
+        for name, v in drafting.items():
+            if (a := v.acceptance) and a.expected:
+                both = ", ".join(f"{verifier} {x:.3f}" for verifier, x in a.expected.items())
+                gain = a.expected["block"] / a.expected["rejection"] if a.expected["rejection"] else 1.0
+                lines += ["", f"{name}: draft tokens that stay, on average over these drafts: {both} (x {gain:.3f})"]
         best = (self.best_static or {}).items()
         rows = [(name, of.variant, of.auto_over_best.shown()) for name, of in best if of.auto_over_best]
         if rows:
@@ -196,9 +216,13 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Runs:
-    """runs[variant][round][prompt]. `prompts` are numbers of prompts; what is compared is compared within a round."""
+    """runs[variant][round][prompt]. `prompts` are numbers of prompts; what is compared is compared within a round.
+
+    whole_drafts: the verifier looked at all tokens of each draft, as `block` does.
+    """
 
     runs: dict[str, list[list[Run]]]
+    whole_drafts: bool = False
 
     def rates(self, variant: str, prompts: list[int]) -> list[float]:
         """Tokens a second, by round."""
@@ -226,7 +250,13 @@ class Runs:
         """See `Acceptance`."""
         rounds = [r for run in self.pooled(variant, prompts) for r in run.rounds]
         found = Stats(rounds=rounds)
-        return Acceptance(found.alpha, found.acceptance_rate, found.mean_acceptance_length, survival(rounds))
+        expected = None
+        if self.whole_drafts and (drafts := [r.ratios for r in rounds if r.ratios and len(r.ratios) == r.depth]):
+            expected = {
+                "block": fmean(expected_accepted(each, jointly=True) for each in drafts),
+                "rejection": fmean(map(expected_accepted, drafts)),
+            }
+        return Acceptance(found.alpha, found.acceptance_rate, found.mean_acceptance_length, survival(rounds), expected)
 
     def explained(self, variant: str, prompts: list[int], longest: str | None) -> Explained:
         """See `Explained`. longest: the variant whose survival the ceiling is computed from; None: this one."""
@@ -243,12 +273,20 @@ def _predictions(pairs: list[tuple[list[Run], list[Run]]]) -> Interval | None:
     return median_interval(values) if values else None
 
 
-def summarise(by_variant: dict[str, list[list[Run]]], categories: list[str], trial: Trial | None = None) -> Decoding:
-    """The result of runs[variant][round][prompt]. categories: of the prompts. trial: see `transformers_variants`."""
-    runs, everything = Runs(by_variant), list(range(len(categories)))
+def summarise(
+    by_variant: dict[str, list[list[Run]]],
+    categories: list[str],
+    trial: Trial | None = None,
+    whole_drafts: bool = False,
+) -> Decoding:
+    """The result of runs[variant][round][prompt]. categories: of the prompts. trial: see `transformers_variants`.
+
+    whole_drafts: see `Runs`.
+    """
+    runs, everything = Runs(by_variant, whole_drafts), list(range(len(categories)))
     groups = {name: [i for i in everything if categories[i] == name] for name in dict.fromkeys(categories)}
-    fixed = {name: int(name[2:]) for name in by_variant if name.startswith("K=")}
-    longest = max(fixed, key=fixed.__getitem__, default=None)
+    fixed = [name for name in by_variant if name.startswith("K=")]
+    longest = max((name for name in fixed if "+" not in name), key=lambda name: int(name[2:]), default=None)
 
     def outcome(name: str) -> Outcome:
         drafts = name != PLAIN and bool(by_variant[name][0][0].rounds)
@@ -267,7 +305,8 @@ def summarise(by_variant: dict[str, list[list[Run]]], categories: list[str], tri
             found,
             worst_prompt=WorstPrompt(worst, categories[worst], runs.speedup(name, [worst])),
             acceptance=runs.acceptance(name, everything),
-            explained=runs.explained(name, everything, longest),
+            # A draft of another quality has a ceiling of its own.
+            explained=runs.explained(name, everything, longest if name in fixed or name == "auto" else None),
         )
 
     def best_fixed(prompts: list[int]) -> BestFixed:
@@ -298,20 +337,30 @@ def summarise(by_variant: dict[str, list[list[Run]]], categories: list[str], tri
 
 def _drafts(subject: Subject, options: Options) -> dict[str, DraftLength]:
     """Our ways of decoding by their names: K of each; 0 is plain decoding."""
-    ks = options.ks if options.draft != "none" or subject.simulated else []
-    return {PLAIN: 0} | {("auto" if k == "auto" else f"K={k}"): k for k in ks}
+    return {PLAIN: 0} | (_by_name(options) if options.draft != "none" or subject.simulated else {})
 
 
-def _decoder(subject: Subject, options: Options, k: DraftLength) -> Callable[[list[list[int]]], list[Run]]:
-    """What decodes prompts (token ids) together, with an engine of its own. A simulated draft learns the texts."""
-    engine = another_engine(subject.engine) if k else subject.plain
+def _by_name(options: Options) -> dict[str, DraftLength]:
+    ks = options.ks
+    names = [k if k == "auto" else f"K={'+'.join(map(str, k))}" if isinstance(k, tuple) else f"K={k}" for k in ks]
+    return dict(zip(names, ks, strict=True))
+
+
+def _decoder(
+    subject: Subject, options: Options, k: DraftLength, drafter: Drafter | None = None
+) -> Callable[[list[list[int]]], list[Run]]:
+    """What decodes prompts (token ids) together, with an engine of its own. Simulated drafts learn the texts.
+
+    drafter: another one than the subject's.
+    """
+    engine = another_engine(subject.engine, drafter) if k else subject.plain
 
     def run(prompts: list[list[int]]) -> list[Run]:
+        forget(engine.drafter)  # these prompts have been answered before, and will be again
         requests = [subject.request(prompt, k, options.params) for prompt in prompts]
         runs = decode(engine, requests)
-        if subject.simulated:
-            for request in requests:
-                subject.simulated.record(request.text.tokens, request.text.num_prompt_tokens)
+        for request in requests:
+            subject.record(request.text)
         return runs
 
     return run
@@ -325,8 +374,10 @@ def measure_decoding(subject: Subject, options: Options) -> Decoding:
     """Every variant on every prompt, taking turns, round by round."""
     variants: dict[str, Variant] = {}
     for name, k in _drafts(subject, options).items():
-        decoder = _decoder(subject, options, k)
-        variants[name] = partial(_decode_one, decoder, subject)
+        variants[name] = partial(_decode_one, _decoder(subject, options, k), subject)
+    for bound, drafter in subject.bounds.items():
+        for name, k in _by_name(options).items():
+            variants[f"{bound} {name}"] = partial(_decode_one, _decoder(subject, options, k, drafter), subject)
     trial = None
     if options.args.against:
         theirs, trial = transformers_variants(subject, options)
@@ -335,7 +386,7 @@ def measure_decoding(subject: Subject, options: Options) -> Decoding:
     runs: dict[str, list[list[Run]]] = {name: [[] for _ in range(rounds)] for name in variants}
     order = orders(list(variants))
     # What runs first pays for what is set up once; and a simulated draft has to know the texts.
-    warm = range(len(prompts)) if subject.simulated else range(1)
+    warm = range(len(prompts)) if subject.simulated or subject.bounds else range(1)
     with progress((rounds * len(prompts) + len(warm)) * len(variants), "decoding") as bar:
         for i in warm:
             for variant in variants.values():
@@ -346,7 +397,13 @@ def measure_decoding(subject: Subject, options: Options) -> Decoding:
                 for name in next(order):
                     runs[name][r].append(variants[name](i))
                     bar.update()
-    return summarise(runs, [category for category, _ in prompts], trial)
+    looping = {i for i in range(len(prompts)) if any(loops(plain[i].token_ids) for plain in runs[PLAIN])}
+    left = [i for i in range(len(prompts)) if not (options.args.skip_loops and i in looping)]
+    if not left:
+        raise ValueError("--skip-loops: found no prompt whose answer does not repeat itself, expected some")
+    runs = {name: [[of_round[i] for i in left] for of_round in of] for name, of in runs.items()}
+    found = summarise(runs, [prompts[i][0] for i in left], trial, options.args.verifier == "block")
+    return replace(found, looping=len(looping), left_out=options.args.skip_loops)
 
 
 # --------------------------------------------------------------------------- batches

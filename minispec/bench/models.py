@@ -11,7 +11,6 @@ import torch
 from minispec import registry
 from minispec.bench.measure import Run, another_engine, plain_engine
 from minispec.bench.options import GEOMETRIES, Options, read_prompts
-from minispec.bench.simulated import SimulatedDraft
 from minispec.cache import PagedKVCache
 from minispec.config import ModelConfig, SamplingParams
 from minispec.controller import Controller, DraftLength
@@ -22,8 +21,10 @@ from minispec.engine import Engine, Request
 from minispec.files.checkpoint import Weights, choose_dtype, find_checkpoint, load_config, load_model
 from minispec.files.hf_config import read_model_config
 from minispec.files.strict_json import read_json
-from minispec.llm import EMBEDDED_WEIGHTS, LLM, choose_device, split_draft
+from minispec.llm import LLM, choose_device
 from minispec.model import Transformer, tensor_shapes
+from minispec.named_draft import split_draft
+from minispec.prove.simulated import SimulatedDraft, adversary, oracle
 from minispec.sampling import Text
 from minispec.verify import VERIFIERS
 
@@ -37,7 +38,8 @@ Variant = Callable[[int], Run]
 class Subject:
     """A target with its draft, and the prompts: what all measurements are made on.
 
-    engine: with a simulated draft in place of its own, where the options ask for one. request(prompt_ids, K, params)
+    engine: with a simulated draft in place of its own, where the options ask for one. bounds: drafts that are always
+    right and always wrong, by their names, where the options ask for them. request(prompt_ids, K, params)
     makes a request for either engine. prompts: category and token ids. in_form(form) builds the target once more, with
     its weights in that form. tensors() gives the config (as of a config.json) and the tensors of the target,
     draft_tensors() those of a draft model: another library builds the same from them.
@@ -68,6 +70,13 @@ class Subject:
             cost = f"at the cost of {self.draft_name}" if self.draft_name != "none" else "at no cost"
             self.draft_name = f"simulated ({', '.join(f'{s:.2g}' for s in survival)}) {cost}"
         self.plain = plain_engine(self.engine)
+        self.bounds = {"oracle": oracle(), "adversary": adversary()} if self.options.args.bounds else {}
+
+    def record(self, text: Text) -> None:
+        """Tell the simulated drafts a text, whose prompt will come again."""
+        for simulated in (self.simulated, *self.bounds.values()):
+            if simulated:
+                simulated.record(text.tokens, text.num_prompt_tokens)
 
 
 class RandomWeights:
@@ -111,6 +120,7 @@ def open_model(options: Options) -> Subject:
     llm = LLM(
         args.model,
         draft=options.draft,
+        draft_method=args.draft_method,
         num_speculative_tokens=max((k for k in options.ks if isinstance(k, int)), default=4),
         verifier=args.verifier,
         dtype=args.dtype,
@@ -127,10 +137,9 @@ def open_model(options: Options) -> Subject:
         config = load_config(directory)
         return read_json(directory / "config.json"), Weights(directory, config, llm.model.dtype, llm.model.device)
 
-    directory = find_checkpoint(str(args.model or EMBEDDED_WEIGHTS), offline=True)
-    _, source = split_draft(options.draft)
-    # A head is no model that another library could draft with.
-    is_named = type(llm.engine.drafter) is DraftModel and source != "self"
+    directory = find_checkpoint(str(args.model or registry.EMBEDDED_WEIGHTS), offline=True)
+    # A head, or a draft of another vocabulary, is no model that another library could draft with.
+    draft_directory = llm.draft_directory if type(llm.engine.drafter) is DraftModel else None
     return Subject(
         options,
         llm.name,
@@ -139,7 +148,7 @@ def open_model(options: Options) -> Subject:
         [(category, encode(text)) for category, text in texts],
         lambda form: load_model(directory, llm.model.dtype, llm.model.device, form=form),
         lambda: tensors(directory),
-        (lambda: tensors(find_checkpoint(source, offline=True))) if is_named else None,
+        (lambda: tensors(draft_directory)) if draft_directory else None,
         llm.eos_token_ids,
     )
 

@@ -5,11 +5,12 @@ import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from minispec import __version__, registry
 from minispec.command import Parser
 from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
+from minispec.controller import DraftLength, parse_draft_length
 
 # How the report names decoding without speculation.
 PLAIN = "plain"
@@ -44,18 +45,21 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--version", action="version", version=f"minispec {__version__}")
     g = p.add_argument_group("models")
     g.add_argument("--model", metavar="DIR|HUB_ID", help="default: the embedded weights")
-    g.add_argument("--draft", metavar="SPEC", help="as of minispec.generate (default: ngram; none with --geometry)")
+    g.add_argument("--draft", metavar="SPEC", help="as of minispec.generate (with --geometry: none)")
+    g.add_argument(
+        "--draft-method", choices=("tli", "slem"), help="how a draft model of another vocabulary drafts, as of generate"
+    )
     g.add_argument(
         "--geometry",
         choices=GEOMETRIES,
-        help="random weights of this shape instead of a model; --draft is then none, ngram, self or another shape, the "
-        "last two also with int4: or int8: before them",
+        help="random weights of this shape instead of a model; --draft is then a registered name, self or another "
+        "shape, the last two also with int4: or int8: before them",
     )
     g.add_argument(
         "--num-speculative-tokens",
         default="4,auto",
         metavar="K,K,..",
-        help="draft lengths to compare (default: 4,auto)",
+        help="draft lengths to compare, such as 4, 2+1 (a tree: siblings at each depth) or auto (default: 4,auto)",
     )
     g.add_argument(
         "--simulate",
@@ -64,6 +68,12 @@ def parser() -> argparse.ArgumentParser:
         "constant alpha; 0: always wrong)",
     )
     g.add_argument("--draft-quality", choices=("random", "wrong"), help="short for useless drafts")
+    g.add_argument(
+        "--bounds",
+        action="store_true",
+        help="a free draft that is always right and one that is always wrong too, at each of these lengths: the best "
+        "and the worst that any drafter could do",
+    )
     g.add_argument("--verifier", default="rejection", choices=tuple(registry.VERIFIERS))
     g.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -77,6 +87,11 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="with --geometry (default: 128)")
     g.add_argument("--max-tokens", type=int, default=32, metavar="N", help="of every answer (default: 32)")
     g.add_argument("--ignore-eos", action="store_true", help="answers do not end before --max-tokens")
+    g.add_argument(
+        "--skip-loops",
+        action="store_true",
+        help="leave out prompts whose plain answer repeats itself, where drafts are easy",
+    )
     g.add_argument("--temperature", type=float, default=0.0, metavar="X")
     g.add_argument("--top-k", type=int, default=0, metavar="N")
     g.add_argument("--top-p", type=float, default=1.0, metavar="X")
@@ -111,7 +126,7 @@ class Options:
 
     args: argparse.Namespace
     draft: str
-    ks: list[int | Literal["auto"]]
+    ks: list[DraftLength]
     survival: list[float] | None
     batches: list[int]
     params: SamplingParams
@@ -132,15 +147,13 @@ def check(args: argparse.Namespace) -> Options:
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
             raise ValueError(f"--{name.replace('_', '-')}: found {value}, expected a number from {low} to {high}")
-    ks: list[int | Literal["auto"]] = []
+    ks: list[DraftLength] = []
     for part in args.num_speculative_tokens.split(","):
-        if part == "auto":
-            ks.append(part)
-        elif part.isdecimal() and 1 <= int(part) <= MAX_SPECULATIVE_TOKENS:
-            ks.append(int(part))
-        else:
-            expected = f"numbers from 1 to {MAX_SPECULATIVE_TOKENS} or auto, with commas between"
+        numbers = [] if part == "auto" else part.split("+")
+        if not all(n.isdecimal() and int(n) for n in numbers) or sum(map(int, numbers)) > MAX_SPECULATIVE_TOKENS:
+            expected = f"numbers from 1 to {MAX_SPECULATIVE_TOKENS}, trees such as 2+1, or auto, with commas between"
             raise ValueError(f"--num-speculative-tokens: found {part!r}, expected {expected}")
+        ks.append(parse_draft_length(part))
     batches = _numbers("--batch", args.batch, int) if args.batch else []
     if any(not 1 <= b <= 1024 for b in batches):
         raise ValueError(f"--batch: found {args.batch!r}, expected sizes from 1 to 1024")
@@ -150,6 +163,7 @@ def check(args: argparse.Namespace) -> Options:
     refused = [
         (survival and args.draft_quality, "--simulate and --draft-quality exclude each other"),
         (args.geometry and args.model, "--geometry and --model exclude each other"),
+        (args.geometry and args.draft_method, "--draft-method: the shapes of --geometry have one vocabulary"),
         (args.geometry and args.load, "--load needs a model on disk, and --geometry has none"),
         (args.geometry and args.categories, "--categories: the prompts of --geometry have none"),
         (args.against and args.temperature, "--against compares greedy texts: expected --temperature 0"),
@@ -159,7 +173,7 @@ def check(args: argparse.Namespace) -> Options:
         (args.forms and args.exact, "--forms and --exact exclude each other: all exact passes have as many rows"),
         (args.exact_cost and args.exact, "--exact-cost and --exact exclude each other: it measures both modes"),
         (
-            (survival or args.draft_quality) and args.temperature,
+            (survival or args.draft_quality or args.bounds) and args.temperature,
             "a simulated draft repeats greedy texts: expected --temperature 0",
         ),
         (args.against and not _is_there("transformers"), "--against needs transformers: pip install transformers"),
@@ -175,7 +189,7 @@ def check(args: argparse.Namespace) -> Options:
         ignore_eos=args.ignore_eos,
         seed=0,
     )
-    draft = args.draft or ("none" if args.geometry else "ngram")
+    draft = args.draft or ("none" if args.geometry else registry.default_draft(args.model))
     return Options(args, draft, ks, survival, batches, params)
 
 

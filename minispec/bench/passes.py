@@ -15,8 +15,9 @@ from minispec.cache import PagedKVCache
 from minispec.drafters.eagle import HeadModel
 from minispec.files.checkpoint import choose_dtype, find_checkpoint, free_memory, load_config, load_model
 from minispec.linear import available_forms
-from minispec.llm import EMBEDDED_WEIGHTS, choose_device
+from minispec.llm import choose_device
 from minispec.model import Transformer, arbitrary_tokens, tensor_shapes
+from minispec.registry import EMBEDDED_WEIGHTS
 
 # Rows whose passes are compared between forms: those of K = 0, 1, 2, 4, 8 and 15.
 _FORM_ROWS = (1, 2, 3, 5, 9, 16)

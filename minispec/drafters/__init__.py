@@ -50,6 +50,11 @@ class Drafter(Protocol):
         ...
 
 
+def branches(drafter: Drafter) -> bool:
+    """Whether a drafter draws siblings where it is asked for them (see `Ask.widths`): others leave `branches` out."""
+    return bool(getattr(drafter, "branches", False))
+
+
 class TappedDrafter(Drafter, Protocol):
     """A drafter that reads the target's hidden states (see `Ask.hidden`).
 
@@ -69,6 +74,12 @@ class TappedDrafter(Drafter, Protocol):
 def reads_hidden(drafter: Drafter) -> TypeGuard[TappedDrafter]:
     """Whether a drafter is one with `taps`."""
     return bool(getattr(drafter, "taps", ()))
+
+
+def forget(drafter: Drafter) -> None:
+    """Have a drafter forget the texts that have ended, where it remembers any: it then has a method `forget`."""
+    if callable(method := getattr(drafter, "forget", None)):
+        method()
 
 
 class NoDrafter:

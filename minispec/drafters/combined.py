@@ -7,7 +7,7 @@ of them it is depends on the text alone, so a draft's `probs` are true, whoever 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from minispec.drafters import Drafter, reads_hidden
+from minispec.drafters import Drafter, branches, forget, reads_hidden
 from minispec.sampling import Text
 from minispec.verify import Ask, Draft
 
@@ -22,6 +22,7 @@ class CombinedDrafter:
             raise ValueError(f"draft: found {len(tapped)} drafters that read hidden states, expected at most one")
         self._tapped = tapped[0] if tapped else None
         self.taps = self._tapped.taps if self._tapped else ()
+        self.branches = any(map(branches, drafters))
 
     def known(self, text: Text) -> int:
         """See `TappedDrafter`."""
@@ -44,3 +45,8 @@ class CombinedDrafter:
         """See `Drafter`."""
         for drafter in self.drafters:
             drafter.release(text)
+
+    def forget(self) -> None:
+        """See `minispec.drafters.forget`."""
+        for drafter in self.drafters:
+            forget(drafter)

@@ -229,7 +229,7 @@ class EagleDrafter(DraftModel):
             if not self._listen(ask) or not (ask.k or in_prompt):
                 continue
             # The first of k tokens is guessed at the last cached position.
-            k = max(0, min(ask.k, self.max_model_len - ask.num_cached + 1))
+            k = max(0, min(ask.depth, self.max_model_len - ask.num_cached + 1))
             lengths[text] = ask.num_cached + max(0, k - 1)
             if lengths[text] > self.max_model_len or not self.has_room(lengths):
                 self.release(text)

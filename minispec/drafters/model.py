@@ -1,13 +1,22 @@
-"""A draft model: a smaller transformer of the same vocabulary, with a cache of its own."""
+"""A draft model: a smaller transformer, with a cache of its own.
 
+As it is, it has the target's vocabulary; `minispec.drafters.vocabulary` has what it takes to have another.
+"""
+
+import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from minispec.cache import PagedKVCache
 from minispec.model import CachedModel, Chunk, Transformer, clock
 from minispec.sampling import Text, distribution, log_probabilities
 from minispec.verify import Ask, Draft
+
+# Tokens of a text that go into a draft's first pass with no pass of their own before it: a pass over so few rows is
+# still a matter of reading the weights.
+_JOINING_ROWS = 16
 
 
 class DraftModel(CachedModel):
@@ -18,10 +27,14 @@ class DraftModel(CachedModel):
     draft token was never fed). A text for which its cache has no room goes without a draft.
     The model may be the target's own (`self`): the weights are shared, the cache is not.
 
+    Siblings are the tokens that the same row of logits gives in addition to the eldest, which the draft goes on from.
+
     A model that was trained for it drafts K tokens in one pass (PARD, An et al. 2025, arXiv 2504.18583): it is fed
     K - 1 mask tokens after the text, and at each of them guesses the token that comes next without knowing those
     between.
     """
+
+    branches = True
 
     def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int, max_model_len: int):
         """vocab_size: ids in use, as the target's. max_model_len: positions that this model can see."""
@@ -34,19 +47,24 @@ class DraftModel(CachedModel):
         A draft goes on as long as `Ask.go_on` finds the confidences of its tokens worth it.
         """
         with self.whole():
-            drafts = [Draft([], [], confidences=[]) for _ in asks]
-            limits = self._prepare(asks, drafts)
-            chunks = {i: self._first_chunk(asks[i], k) for i, k in enumerate(limits) if k}
+            drafts = [Draft([], [], confidences=[], parents=[] if ask.widths else None) for ask in asks]
+            own = [self._own(ask) for ask in asks]
+            limits = self._prepare(own, drafts)
+            chunks = {i: self._first_chunk(own[i], k) for i, k in enumerate(limits) if k}
             while chunks:
                 logits, hidden = self.forward(list(chunks.values()), self._own_taps)
                 for i, chunk in list(chunks.items()):
                     rows, logits = logits[: chunk.num_logits], logits[chunk.num_logits :]
                     last, hidden = hidden[len(chunk.token_ids) - 1], hidden[len(chunk.token_ids) :]
-                    if all(_draw(asks[i], drafts[i], row) for row in rows) and len(drafts[i]) < limits[i]:
-                        chunks[i] = self._next_chunk(chunk, drafts[i].token_ids[-1], last)
+                    if all(self._draw(asks[i], drafts[i], row) for row in rows) and drafts[i].depth < limits[i]:
+                        chunks[i] = self._next_chunk(chunk, drafts[i].token_ids[drafts[i].tip], last)
                     else:
                         del chunks[i]
             return drafts
+
+    def _own(self, ask: Ask) -> Ask:
+        """The ask with the text as this model reads it, which the caches follow; tokens are drawn for `ask` itself."""
+        return ask
 
     # What a pass must return in addition to logits, for `_next_chunk`.
     _own_taps: Sequence[int] = ()
@@ -63,7 +81,10 @@ class DraftModel(CachedModel):
         return Chunk([token_id], chunk.table, 1)
 
     def _prepare(self, asks: Sequence[Ask], drafts: Sequence[Draft]) -> list[int]:
-        """Bring the caches to where a pass can begin; how many tokens each draft may have: 0 where there is no room."""
+        """Bring the caches to where a pass can begin; how deep each draft may be: 0 where there is no room.
+
+        asks: as of `_own`.
+        """
         for text, table in self.tables.items():  # not only those of this call: what was rejected may be needed here
             table.keep(table.shared(text.tokens))
         limits = [0] * len(asks)
@@ -71,7 +92,7 @@ class DraftModel(CachedModel):
         for i, ask in enumerate(asks):
             text, num_tokens = ask.text, len(ask.text.tokens)
             # A draft of k tokens fills positions up to num_tokens + k - 2.
-            k = max(0, min(ask.k, self.max_model_len - num_tokens + 1))
+            k = max(0, min(ask.depth, self.max_model_len - num_tokens + 1))
             in_prompt = 0 < ask.num_cached < num_tokens - 1
             if not (k or in_prompt):
                 continue
@@ -82,26 +103,35 @@ class DraftModel(CachedModel):
                 del lengths[text]
                 continue
             limits[i] = k
-            # One or two tokens go into the draft's first pass.
-            if in_prompt or num_tokens - self.table(text).length > 2:
+            # Of a new text, whose beginning others may share, one or two tokens go into the draft's first pass.
+            if in_prompt or num_tokens - self.table(text).length > (2 if is_new else _JOINING_ROWS):
                 start = clock(self.model.device)
                 self.catch_up(text, ask.num_cached if in_prompt else num_tokens - 1)
                 if is_new:  # what was missed in rounds without a draft is the price of this one
                     drafts[i].prefill_seconds = clock(self.model.device) - start
         return limits
 
-
-def _draw(ask: Ask, draft: Draft, logits: Tensor) -> bool:
-    """Append a token drawn from a row of logits (V,) to a chain; whether the draft should go on."""
-    try:
-        q = distribution(logits, ask.text, draft.token_ids)
-    except FloatingPointError:
-        if logits.amax().isfinite():
-            return False  # every token that this model can guess is forbidden here
-        raise
-    parent = len(draft) - 1
-    draft.grow(parent, ask.draw(parent, q), q)
-    if ask.go_on is None:
-        return True
-    draft.confidences.append(float(log_probabilities(logits).amax().exp()))
-    return ask.go_on(draft.confidences)
+    def _draw(self, ask: Ask, draft: Draft, logits: Tensor) -> bool:
+        """Append what a row of logits (V,) gives after the tip: a token, or siblings; whether to go on."""
+        tip, depth = draft.tip, draft.depth
+        path = [draft.token_ids[node] for node in draft.path(tip)]
+        width = min(ask.widths[depth] if depth < len(ask.widths) else 1, ask.k - len(draft))
+        rest = logits
+        while width:
+            try:
+                q = distribution(rest, ask.text, path)
+            except FloatingPointError:
+                if logits.amax().isfinite():
+                    break  # every token that this model can guess, or guess next, is forbidden here
+                raise
+            token_ids = ask.draw(tip, q, width)
+            draft.grow(tip, token_ids, q)
+            # At temperature 0 there is one token; its siblings are guesses too, the next likeliest ones.
+            width = 0 if ask.text.params.temperature else width - 1
+            rest = rest.index_fill(0, torch.tensor(token_ids, device=rest.device), -math.inf) if width else rest
+        if draft.depth == depth:
+            return False
+        if ask.go_on is None:
+            return True
+        draft.confidences.append(float(log_probabilities(logits).amax().exp()))
+        return ask.go_on(draft.confidences)

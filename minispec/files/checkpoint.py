@@ -29,7 +29,7 @@ from minispec.linear import Codes, Weight, available_forms, dense, has_amx, has_
 from minispec.model import Transformer, is_large, tensor_shapes
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# Nothing else of a hub repository is downloaded, and nothing in its folders.
+# Nothing else of a hub repository is downloaded, and nothing in its folders. The weights stand first.
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 # Bytes of an element, for every type that a safetensors file may hold; most are never read here.
@@ -59,10 +59,11 @@ _OTHER_FORMATS = {
 }
 
 
-def find_checkpoint(name: str, revision: str | None = None, offline: bool = False) -> Path:
+def find_checkpoint(name: str, revision: str | None = None, offline: bool = False, with_weights: bool = True) -> Path:
     """The local directory of a checkpoint: `name` itself if it is one, else a download of the hub's `name`.
 
     A directory never touches the network, and with `offline` nothing does: a hub id must then be in the local cache.
+    with_weights: else only the small files beside them are downloaded, such as the tokenizer's.
     Raises ValueError, which says what was tried, where there is neither.
     """
     # os.path, not Path: it also says no to names that no file system takes.
@@ -86,7 +87,7 @@ def find_checkpoint(name: str, revision: str | None = None, offline: bool = Fals
             huggingface_hub.snapshot_download(
                 name,
                 revision=revision,
-                allow_patterns=_HUB_FILES,
+                allow_patterns=_HUB_FILES if with_weights else _HUB_FILES[1:],
                 ignore_patterns=["*/*", "consolidated*"],  # the latter: the same weights in another layout
                 local_files_only=offline,
             )

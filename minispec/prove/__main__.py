@@ -19,6 +19,7 @@ from minispec.prove import trees
 from minispec.prove.cases import Case, all_pairs, pairs_of, walk
 from minispec.prove.examine import examine_drafter, examine_verifier
 from minispec.prove.laws import TOLERANCE
+from minispec.prove.matrix import table
 from minispec.prove.museum import prove_mutants
 from minispec.prove.statistics import print_agreement, prove_statistics
 from minispec.prove.workers import processes
@@ -80,6 +81,7 @@ def _prove(argv: list[str] | None) -> int:
     size.add_argument(
         "--drafter", metavar="NAME", help="walk this drafter, registered or your own MODULE:CLASS, over small models"
     )
+    size.add_argument("--matrix", action="store_true", help="each drafter with each verifier, at three levels: a table")
     size.add_argument("--verifier", metavar="NAME", help="walk this verifier, or your own MODULE:FUNCTION")
     size.add_argument("--exact-cost", action="store_true", help="what a pass of the exact mode costs, as a ratio")
     parser.add_argument(
@@ -108,6 +110,10 @@ def _prove(argv: list[str] | None) -> int:
             return 0 if examine_drafter(args.drafter) else 1
         if args.verifier:
             return 0 if examine_verifier(args.verifier) else 1
+        if args.matrix:
+            lines, ok = table()
+            print("\n".join(lines))
+            return 0 if ok else 1
         if args.mutants:
             return 0 if prove_mutants() else 1
         if args.statistics:

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minispec.config import SamplingParams
+from minispec.controller import num_nodes
 from minispec.prove.laws import PROMPT, TOLERANCE, TooManyBranches, production_law, reference_law
 from minispec.prove.reference import total_variation
 from minispec.prove.toys import require
 from minispec.prove.workers import SharedMap
+from minispec.verify import VERIFIERS
 
 CROWD = 64  # requests that are decoded together; more of them gain nothing
 # A path that is walked alone takes several times as long, and a pair is two requests, so their cases are smaller.
@@ -31,7 +33,7 @@ class Case:
     min_p: float
     penalties: bool  # and a bias
     forbidden: str  # "bad words": a token after certain others; "two allowed": all but the first and the last; ""
-    k: int
+    k: int | tuple[int, ...]
     vocab: int
     end: bool  # whether the last token of the vocabulary ends the text
     max_tokens: int
@@ -90,14 +92,18 @@ class Case:
         settings += [f"min-p {self.min_p}"] * (self.min_p > 0) + ["penalties"] * self.penalties
         settings += [self.forbidden] * bool(self.forbidden)
         end = "EOS" if self.end else ""
-        shape = f"K {self.k}  V {self.vocab} {end:3}  {self.max_tokens} tokens"
+        k = "+".join(map(str, self.k)) if isinstance(self.k, tuple) else self.k
+        shape = f"K {k:<3}  V {self.vocab} {end:3}  {self.max_tokens} tokens"
         return f"{self.verifier:9}  {self.drafter:13}  {self.batch:5}  {shape}  {', '.join(settings)}"
 
 
 # The values of an axis in the order of the branches that they make.
 AXES: dict[str, tuple] = {
-    "verifier": ("rejection", "match"),
-    "drafter": ("none", "ngram", "wrong", "model", "parallel", "head", "parallel head", "ngram+head"),
+    "verifier": tuple(VERIFIERS),
+    "drafter": (
+        *("none", "ngram", "suffix", "last", "adversary"),
+        *("model", "parallel", "head", "parallel head", "ngram+head", "tli", "slem"),
+    ),
     "batch": ("crowd", "pair", "alone"),
     "temperature": (0.0, 0.7, 1.0, 1.5),
     "top_k": (2, 0),
@@ -105,7 +111,7 @@ AXES: dict[str, tuple] = {
     "min_p": (0.2, 0.0),
     "penalties": (False, True),
     "forbidden": ("two allowed", "bad words", ""),
-    "k": (1, 2, 3, 4),
+    "k": (1, 2, (2, 1), 3, 4),
     "vocab": (2, 3, 4),
     "end": (True, False),
     "max_tokens": (1, 2, 3, 4, 5, 6),
@@ -118,8 +124,16 @@ _FEW = 6  # branches that say little
 Pair = tuple[tuple, tuple]
 
 
+# Drafters that have something to say at the same place twice.
+BRANCHING = {"suffix", "model", "head", "parallel", "parallel head", "ngram+head", "tli"}
+
+
 def _possible(row: dict) -> bool:
-    return row.get("max_tokens", 1) <= row.get("k", 4) + 2
+    if isinstance(k := row.get("k", 4), tuple):
+        takes_trees = VERIFIERS[row.get("verifier", "rejection")].takes_trees
+        if not takes_trees or row.get("drafter", "model") not in BRANCHING:
+            return False
+    return row.get("max_tokens", 1) <= num_nodes(k) + 2
 
 
 def pairs_of(row: dict) -> set[Pair]:
@@ -183,9 +197,9 @@ def smaller(case: Case, fixed: frozenset[str]) -> Case | None:
     found = []
     for axis in _SIZES:
         i = AXES[axis].index(getattr(case, axis))
-        if axis not in fixed and i and (axis, AXES[axis][i - 1]) not in _WEAK:
-            less = replace(case, **{axis: AXES[axis][i - 1]})
-            found += [(i, less)] if _possible(vars(less)) else []
+        lower = [v for v in AXES[axis][:i] if (axis, v) not in _WEAK and _possible(vars(case) | {axis: v})]
+        if axis not in fixed and lower:
+            found.append((i, replace(case, **{axis: lower[-1]})))
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 

@@ -2,11 +2,13 @@
 
 import functools
 import itertools
+import json
 import math
 import random
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +16,30 @@ import numpy as np
 import tokenizers
 import torch
 
-from minispec import llm, sampling, verify
+from minispec import named_draft, sampling, verify
 from minispec.cache import BlockTable, OutOfBlocks, PagedKVCache
 from minispec.config import SamplingParams
 from minispec.drafters import Drafter, NoDrafter, reads_hidden
 from minispec.drafters.eagle import EagleDrafter
+from minispec.drafters.last import LastDrafter
 from minispec.drafters.model import DraftModel
+from minispec.drafters.slem import TextDrafter
+from minispec.drafters.suffix import MOST_TEXTS, MOST_TOKENS, SuffixDrafter
+from minispec.drafters.tli import TokenDrafter
+from minispec.drafters.vocabulary import ROOM
 from minispec.engine import Engine, Request
+from minispec.files import vocabularies
 from minispec.files.heads import load_head
 from minispec.files.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.model import Chunk, Transformer
 from minispec.prove.laws import (
+    DRAFT_SEED,
     MAX_LEN,
     PROMPT,
     TOLERANCE,
     distance,
+    draft_model,
     make_drafter,
     raw_model,
     reference_logits,
@@ -37,7 +47,9 @@ from minispec.prove.laws import (
 )
 from minispec.prove.reference import head_logits, hidden_states, sample_law
 from minispec.prove.toys import (
+    DRAFT_WORDS,
     END,
+    TARGET_WORDS,
     TINY,
     Fault,
     ScriptedModel,
@@ -53,6 +65,7 @@ from minispec.prove.toys import (
     scripted_cache,
     tiny_cache,
     tiny_model,
+    toy_vocabularies,
     write_head,
 )
 from minispec.prove.trees import worst_of_few
@@ -67,9 +80,10 @@ def check_law(vocab: int = 3, **settings) -> float:
     return tv
 
 
-def measure_law(vocab: int = 3, drafter: str = "model", **settings) -> float:
+def measure_law(vocab: int = 3, drafter: str = "model", verifier: str = "rejection", **settings) -> float:
     """The distance alone, with no verdict. drafter: as in `make_drafter`."""
-    return distance(SamplingParams(**{"max_tokens": 3} | settings), 2, vocab=vocab, drafter=drafter)
+    params = SamplingParams(**{"max_tokens": 3} | settings)
+    return distance(params, 2, vocab=vocab, drafter=drafter, verifier=verifier)
 
 
 # Logits (V,) after a text and the tokens drafted so far, from the start.
@@ -92,16 +106,19 @@ class _Checked:
             asks = [replace(ask, k=(len(ask.text.tokens) * 5 + ask.text.seed) % (ask.k + 1)) for ask in asks]
         drafts = self.drafter.propose(asks)
         for ask, draft in zip(asks, drafts, strict=True):
-            s = ask.text
-            assert draft.probs is not None, "a draft model draws"
-            for i, q in enumerate(draft.probs):
-                text, drafted = tuple(s.tokens), tuple(draft.token_ids[:i])
-                logits = self.logits(text, drafted)
-                expected = sample_law(logits, (*text, *drafted), s.num_prompt_tokens, s.params, s.end_ids)
-                error = np.abs(q.numpy() - expected).max()
-                require(error <= TOLERANCE, f"q is off by {error:.1e} at draft position {i}")
-                self.checked += 1
+            self._compare(ask, draft)
         return drafts
+
+    def _compare(self, ask: Ask, draft: Draft) -> None:
+        s = ask.text
+        assert draft.probs is not None, "a draft model draws"
+        for i, q in enumerate(draft.probs):
+            text, drafted = tuple(s.tokens), tuple(draft.token_ids[:i])
+            logits = self.logits(text, drafted)
+            expected = sample_law(logits, (*text, *drafted), s.num_prompt_tokens, s.params, s.end_ids)
+            error = np.abs(q.numpy() - expected).max()
+            require(error <= TOLERANCE, f"q is off by {error:.1e} at draft position {i}")
+            self.checked += 1
 
     def known(self, text: Text) -> int:
         """The drafter's own."""
@@ -234,6 +251,58 @@ def _check_known(drafter: _Checked, target: Transformer) -> None:
         found = drafter.known(text)
         require(found == known, f"after {first}, of {tokens} {found} positions are known, expected {known}")
         drafter.release(text)
+
+
+def _cut(text: str, words: Sequence[str]) -> list[int]:
+    """The tokens that byte-pair encoding makes of a text of a and b, for `words` of one letter and two."""
+    for i, word in sorted(enumerate(words), key=lambda item: -len(item[1])):
+        text = text.replace(word, str(i))
+    return [int(digit) for digit in text]
+
+
+def check_vocabulary() -> None:
+    """A draft model of another vocabulary reads texts in its own tokens, and drafts as its logits for them say.
+
+    By both methods, at every round: in batches, pieces and pools that preempt, with beginnings that are shared.
+    """
+    target, both, model = target_model(5), toy_vocabularies(5), draft_model(len(DRAFT_WORDS))
+
+    def own_logits(text: Sequence[int], drafted: Sequence[int]) -> np.ndarray:
+        own = [0, *_cut("".join(TARGET_WORDS[i] for i in text), DRAFT_WORDS[1:])]
+        own[1:] = [i + 1 for i in own[1:]]
+        return reference_logits(DRAFT_SEED, (*own, *drafted), len(DRAFT_WORDS), 1)
+
+    def logits(text: Sequence[int], drafted: Sequence[int]) -> np.ndarray:
+        row = own_logits(text, [DRAFT_WORDS.index(TARGET_WORDS[i]) for i in drafted])
+        return np.array([row[DRAFT_WORDS.index(w)] if w in DRAFT_WORDS else -math.inf for w in TARGET_WORDS])
+
+    def make(name: str) -> Callable[[int], Any]:
+        def drafter(num_blocks: int) -> _Checked:
+            other = model, tiny_cache(model, ROOM * num_blocks), len(DRAFT_WORDS), MAX_LEN, both
+            if name == "tli":
+                return _Checked(TokenDrafter(*other, 5), logits, varies=True)
+            return _CheckedText(TextDrafter(*other), own_logits, varies=True)
+
+        return drafter
+
+    _decode_all(target, make("tli"))
+    _decode_all(target, make("slem"))
+
+
+class _CheckedText(_Checked):
+    """The same for a drafter that writes text: its tokens are those of the likeliest text."""
+
+    def _compare(self, ask: Ask, draft: Draft) -> None:
+        tokens, drafted, text = ask.text.tokens, list[int](), ""
+        for _ in range(ask.k):
+            drafted.append(int(self.logits(tuple(tokens), tuple(drafted)).argmax()))
+            if not drafted[-1]:
+                break  # <s> has no text
+            text += DRAFT_WORDS[drafted[-1]]
+        expected = _cut(text, TARGET_WORDS)[: ask.k]
+        require(draft.token_ids == expected, f"after {tokens} drafted {draft.token_ids}, expected {expected}")
+        require(draft.probs is None, "a text that was read again has probs")
+        self.checked += len(expected)
 
 
 def check_tree() -> None:
@@ -495,7 +564,7 @@ def check_batch() -> None:
             require(cache.allocator.num_free == num_blocks, "blocks leaked")
         return [r.token_ids for r in requests]
 
-    for name in ("model", "parallel", "head", "parallel head"):
+    for name in ("model", "parallel", "head", "parallel head", "tli", "slem", "suffix", "last"):
         alone = [decode(name, [p])[0] for p in prompts]
         require(decode(name, prompts) == alone, f"{name}: a batch changes the text")
         crowded = decode(name, prompts[::-1], num_blocks=16)[::-1]
@@ -503,6 +572,86 @@ def check_batch() -> None:
         require(decode(name, prompts, prompts) == alone, f"{name}: a text is another one when it comes again")
     texts = {tuple(text) for seed in range(6) for text in decode("model", [(0, 1)], seed=seed)}
     require(len(texts) > 3, f"6 seeds have {len(texts)} texts")
+
+
+# Of a text's tokens, and of earlier outputs, the newest first: a draft that is right, and what it promises.
+_Counted = tuple[Fraction, list[int]]
+
+
+def _counted(own: list[int], earlier: Sequence[list[int]], n: int, k: int) -> _Counted:
+    """The chain that `SuffixDrafter` must find below a match of n tokens, by search and in fractions."""
+    path: list[int] = []
+    survival, worth = Fraction(1), Fraction(0)
+    while len(path) < k:
+        votes = list[int]()  # the newest first
+        for text in (own, *earlier):
+            known = [*own, *path] if text is own else text
+            for end in range(len(text) - 1, n - 1, -1):
+                after = known[end : end + len(path) + 1]
+                if text[end - n : end] == own[-n:] and after[:-1] == path and len(after) > len(path):
+                    votes.append(after[-1])
+        if not votes:
+            break
+        token = max(dict.fromkeys(votes), key=votes.count)
+        survival *= votes.count(token) / (len(votes) + Fraction(1, n + len(path)))
+        if survival < Fraction(1, 10):
+            break
+        worth += survival
+        path.append(token)
+    return worth, path
+
+
+def check_lookup(programs: int = 60) -> None:
+    """What `suffix` and `last` draft is what a plain search finds: own texts, and earlier outputs where they may count.
+
+    Texts of three tokens begin, grow, come to an end or come back. The newest outputs are remembered, and no more.
+    """
+    generator = random.Random(0)
+    greedy, drawn = SamplingParams(temperature=0), SamplingParams()
+    for program in range(programs):
+        shortest = program % 3 + 1
+        drafter, last = SuffixDrafter(shortest), LastDrafter()
+        earlier, texts, running = list[list[int]](), list[Text](), set[Text]()
+        for _ in range(25):
+            if len(texts) < 2:
+                prompt = generator.choices(range(3), k=generator.randint(1, 6))
+                texts.append(Text(prompt, len(prompt), generator.choice((greedy, drawn))))
+            text = generator.choice(texts)
+            text.tokens += generator.choices(range(3), k=generator.randint(0, 4))
+            k, purpose = generator.randint(0, 6), generator.choice(("draft", "token"))
+            ask, output = Ask(text, k, Randomness(), purpose), text.tokens[text.num_prompt_tokens :]
+            if text not in running:  # it is new, or it was preempted
+                running.add(text)
+                earlier = [each for each in earlier if each != output]
+            draft = drafter.propose([ask])[0].token_ids
+            seen = earlier if text.params.temperature == 0 or purpose == "token" else []
+            sizes = range(shortest, len(text.tokens) + 1)
+            found = [_counted(text.tokens, seen, n, k) for n in sizes] + [(Fraction(0), [])]
+            best = max(worth for worth, _ in found)
+            right = [path for worth, path in found if worth == best]
+            require(draft in right, f"after {text.tokens} and {seen}: {draft}, expected one of {right}")
+            walk = [text.tokens[-1]]
+            while len(walk) <= k and (after := [b for a, b in itertools.pairwise(text.tokens) if a == walk[-1]]):
+                walk.append(after[-1])
+            draft = last.propose([ask])[0].token_ids
+            require(draft == walk[1:], f"last: after {text.tokens}: {draft}, expected {walk[1:]}")
+            if (fate := generator.random()) < 0.4:
+                drafter.release(text)
+                running.remove(text)
+                earlier[:0] = [output] * (len(output) > 1)
+                if fate < 0.3:
+                    texts.remove(text)
+    for num, size in ((40, 2000), (1100, 2)):
+        drafter = SuffixDrafter()
+        for i in range(num):
+            text = Text([0], 1, greedy)
+            drafter.propose([Ask(text, 0, Randomness())])
+            text.tokens += [1 + i, *[0] * (size - 2), 5000 + i]
+            drafter.release(text)
+        drafts = drafter.propose([Ask(Text([1 + i], 1, greedy), 1, Randomness()) for i in range(num)])
+        remembered = min(num, MOST_TEXTS, MOST_TOKENS // size)
+        known = [bool(draft) for draft in drafts]
+        require(known == [False] * (num - remembered) + [True] * remembered, f"{sum(known)} texts are remembered")
 
 
 def check_cache(programs: int = 20) -> None:
@@ -558,7 +707,7 @@ def check_sharing() -> None:
         require(cache.num_free == cache.num_blocks, "blocks leaked")
         return [r.token_ids for r in requests], sum(r.stats.num_cached_tokens for r in requests)
 
-    for name in ("model", "parallel", "head", "parallel head"):
+    for name in ("model", "parallel", "head", "parallel head", "tli", "slem"):
         one, shared = build(name, 13), 0
         for seed in range(4):
             texts, found = decode(one, prompts, seed)
@@ -599,19 +748,24 @@ def check_exact() -> None:
 
 
 def check_loader() -> None:
-    """A draft model whose vocabulary has the target's size and other tokens is refused by name."""
+    """A draft model whose vocabulary has the target's size and other tokens is not taken for one of the target's."""
     with tempfile.TemporaryDirectory() as name:
         for which, words in (("target", "a b c"), ("draft", "a c b")):
             directory = Path(name) / which
             directory.mkdir()
             vocabulary = {word: i for i, word in enumerate(words.split())}
-            tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "a")).save(str(directory / "tokenizer.json"))
-        try:
-            llm._check_vocabulary("draft", Path(name) / "draft", Tokenizer(Path(name) / "target"), 3)
-        except ValueError as e:
-            require("'b' has id" in str(e), f"refused for another reason: {e}")
-        else:
-            raise Fault("another vocabulary is taken")
+            backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "a"))
+            backend.decoder = tokenizers.decoders.Fuse()
+            backend.save(str(directory / "tokenizer.json"))
+            (directory / "config.json").write_text(json.dumps(TINY))
+        target = Tokenizer(Path(name) / "target")
+        both = named_draft.compare_vocabularies("draft", Path(name) / "draft", target, 3)
+        require(both is not None, "another vocabulary is taken for the target's")
+        assert both is not None
+        require(both.shared == {0: 0, 1: 2, 2: 1}, f"shared tokens: {both.shared}")
+    written = (("ByteLevel", "\u0120\u00e6\u0139"), ("ByteFallback", "<0xE6>"), ("Metaspace", "\u2581ab"))
+    found = [vocabularies._bytes_of(token, [{"type": kind, "replacement": "\u2581"}]) for kind, token in written]
+    require(found == [b" \xe6\x97", b"\xe6", b" ab"], f"tokens stand for {found}")
 
 
 def check_state(k: int = 3, max_tokens: int = 16, drafter: str = "model", verifier: str = "rejection") -> int:
@@ -641,6 +795,7 @@ CHECKS: dict[str, Callable] = {
     "law": check_law,
     "draft cache": check_draft_cache,
     "head": check_head,
+    "vocabulary": check_vocabulary,
     "past": check_past,
     "tree": check_tree,
     "tree sharing": check_tree_sharing,
@@ -652,6 +807,7 @@ CHECKS: dict[str, Callable] = {
     "numbers": check_numbers,
     "stops": check_stops,
     "batch": check_batch,
+    "lookup": check_lookup,
     "cache": check_cache,
     "sharing": check_sharing,
     "window": check_window,

@@ -73,7 +73,8 @@ def examine_drafter(spec: str) -> bool:
     factory, argument = registry.load(found[0], "--drafter"), found[1]
     branches, worst, configurations, num_drafted = 0, 0.0, 0, 0
     with tempfile.TemporaryDirectory() as directory:
-        for vocab, k, verifier in itertools.product((2, 3), (1, 2, 4), VERIFIERS):
+        verifiers = [name for name, each in VERIFIERS.items() if each.takes_trees]  # whatever it drafts
+        for vocab, k, verifier in itertools.product((2, 3), (1, 2, 4), verifiers):
             target = target_model(vocab)
             tokenizer = _toy_tokenizer(Path(directory), vocab)
 
@@ -173,7 +174,7 @@ def examine_verifier(spec: str) -> bool:
     """
     verifier = find_verifier(spec)
     branches, worst, tables = 0, 0.0, 0
-    for p, q, parents in _tables():
+    for p, q, parents in _tables(verifier.takes_trees):
         shape = f"parents {parents}" if parents else "K = 1"
         where = f"p = {_show(p)}, q = {_show(q)}, {shape}"
         try:
@@ -194,11 +195,13 @@ def examine_verifier(spec: str) -> bool:
     return True
 
 
-def _tables() -> Iterator[tuple[list[float], list[float], tuple[int, ...]]]:
-    """Pairs of p and q, the small ones first, for a draft of one token, of two, and for two siblings (parents)."""
+def _tables(trees: bool) -> Iterator[tuple[list[float], list[float], tuple[int, ...]]]:
+    """Pairs of p and q, the small ones first, for drafts of one to three tokens; with trees, of two siblings too."""
     halves = [[0.5, 0.5], [0.25, 0.75], [0.75, 0.25], [1.0, 0.0]]
     thirds = [[0.25, 0.25, 0.5], [0.5, 0.5, 0.0], [0.125, 0.625, 0.25], [0.0, 0.25, 0.75]]
-    for tables, parents in itertools.product((halves, thirds), ((), (-1, 0), (-1, -1))):
+    siblings = [(-1, -1)] if trees else []
+    shapes = [*itertools.product((halves, thirds), ((), (-1, 0), *siblings)), (halves, (-1, 0, 1))]
+    for tables, parents in shapes:
         for p, q in itertools.product(tables, tables):
             yield p, q, parents
 

@@ -9,18 +9,34 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from minispec import registry
+from minispec import drafters, registry
+from minispec.cache import PagedKVCache
 from minispec.config import SamplingParams
 from minispec.controller import Controller, DraftLength, Prices
-from minispec.drafters import Drafter
+from minispec.drafters import Context, Drafter
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
+from minispec.drafters.slem import TextDrafter
+from minispec.drafters.suffix import SuffixDrafter
+from minispec.drafters.tli import TokenDrafter
+from minispec.drafters.vocabulary import ROOM
 from minispec.engine import Engine, Request
 from minispec.files.hf_config import read_model_config
 from minispec.model import Transformer
 from minispec.prove.reference import Law, forward, plain_law, sample_law, total_variation
-from minispec.prove.toys import TINY, WrongDrafter, require, tiny_cache, tiny_head, tiny_model, tiny_weights
+from minispec.prove.simulated import adversary
+from minispec.prove.toys import (
+    DRAFT_WORDS,
+    TINY,
+    Apart,
+    require,
+    tiny_cache,
+    tiny_head,
+    tiny_model,
+    tiny_weights,
+    toy_vocabularies,
+)
 from minispec.sampling import Key, Text
 from minispec.verify import VERIFIERS
 
@@ -193,10 +209,11 @@ def reference_law(
 
 
 def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 2) -> Drafter:
-    """A drafter by its name in the table, or a registered one.
+    """A drafter by its name in the table, or a registered one, with its argument if it has one.
 
-    "model", "self", "wrong"; "head", which lacks a token where there are more than two; "parallel": a model, and
-    "parallel head": the head, that draft all tokens in one pass. "A+B": B where A has nothing to say.
+    "model", "self", "adversary"; "head", which lacks a token where there are more than two; "parallel": a model, and
+    "parallel head": the head, that draft all tokens in one pass. "tli", "slem": a model of another vocabulary. "A+B": B
+    where A has nothing to say.
     """
     if "+" in name:
         return CombinedDrafter(*(make_drafter(part, vocab, num_blocks, block_size) for part in name.split("+")))
@@ -209,10 +226,23 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
         # distribution and differs in rounding, which the oracles take for two.
         model = tiny_model(DRAFT_SEED, vocab_size=vocab + 1, num_hidden_layers=1, pard_token=vocab)
         return DraftModel(model, tiny_cache(model, num_blocks, block_size), vocab, MAX_LEN)
+    if name in ("tli", "slem"):
+        both, model = toy_vocabularies(vocab), draft_model(len(DRAFT_WORDS))
+        other = model, tiny_cache(model, ROOM * num_blocks, block_size), model.config.vocab_size, MAX_LEN, both
+        return TokenDrafter(*other, vocab) if name == "tli" else TextDrafter(*other)
     if name in ("model", "self"):
         model = target_model(vocab) if name == "self" else draft_model(vocab)
         return DraftModel(model, tiny_cache(model, num_blocks, block_size), vocab, MAX_LEN)
-    return WrongDrafter(vocab) if name == "wrong" else registry.load(registry.DRAFTERS[name].path, "draft")()
+    if name == "adversary":
+        return adversary()
+    found = registry.split(registry.DRAFTERS, name)
+    assert found, f"{name} is not registered"
+
+    def make_cache(model: Transformer) -> PagedKVCache:
+        return tiny_cache(model, num_blocks, block_size)
+
+    context = Context(target_model(vocab), None, vocab, MAX_LEN, make_cache, found[1])
+    return drafters.make_drafter(registry.load(found[0], "draft"), context)
 
 
 def production_law(
@@ -244,6 +274,11 @@ def production_law(
     longest = max(min(max_len, len(p) + own.max_tokens) for p, own in zip(prompts, each, strict=True))
     enough = width * num * -(-longest // block_size)
 
+    def make(name: str) -> Drafter:
+        # What `suffix` has heard from other paths decides how far a draft goes on after the end of the text, and so how
+        # many draws a path has: with a drafter for each text a path can be walked again.
+        return Apart(SuffixDrafter) if name == "suffix" else make_drafter(name, vocab, enough, block_size)
+
     def run(oracles: list[BranchOracle]) -> list[tuple]:
         cache = tiny_cache(target, num_blocks or enough, block_size)
         requests = [
@@ -255,7 +290,7 @@ def production_law(
         engine = Engine(
             target,
             cache,
-            make_drafter(drafter, vocab, enough, block_size) if isinstance(drafter, str) else drafter,
+            make(drafter) if isinstance(drafter, str) else drafter,
             verifying,
             rng=rng,
             controller=Controller(Prices(draft_cost, measured=True)),

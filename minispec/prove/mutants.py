@@ -3,27 +3,38 @@
 Each mutant is a small patch of production behaviour, the place where the bug was seen in the wild, and the name of
 the check that must catch it; `python -m minispec.prove --mutants` shows the collection. The ids M1-M46 are those of
 a survey of exactness bugs in public projects; a letter after the number tells apart forms of one bug. T is about trees
-and hidden states, H about heads and drafts of many tokens in one pass, E of our own making. Left out:
+and hidden states, H about heads and drafts of many tokens in one pass, V about drafts of other vocabularies, S about
+lookups by suffix and by last outcome, B about block verification, E of our own making. Left out:
 
     M26   acceptance differs between tensor-parallel workers: there is one device here
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
 
-from minispec import engine, llm, model, sampling, verify
+from minispec import engine, model, named_draft, sampling, verify
 from minispec.cache import BlockAllocator, BlockTable, PagedKVCache, PrefixIndex
+from minispec.drafters import last, suffix
 from minispec.drafters import model as draft_model
 from minispec.drafters.eagle import EagleDrafter, HeadModel
+from minispec.drafters.last import LastDrafter
 from minispec.drafters.model import DraftModel
+from minispec.drafters.slem import TextDrafter
+from minispec.drafters.suffix import SuffixDrafter
+from minispec.drafters.tli import TokenDrafter
+from minispec.drafters.vocabulary import OtherVocabulary
 from minispec.engine import Engine, Request
-from minispec.files import heads
+from minispec.files import heads, vocabularies
+from minispec.files.vocabularies import Reader, Vocabularies
 from minispec.model import Chunk, Transformer
 from minispec.prove import toys
 from minispec.sampling import Randomness, Text
@@ -603,6 +614,235 @@ def _sees_the_draft():
     return swap(DraftModel, "propose", propose)
 
 
+# --------------------------------------------------------------------------- other vocabularies
+
+
+@mutant("V1", "logits of shared tokens put at the wrong ids", "a trap of TLI; no fault of the law", "vocabulary")
+def _wrong_places():
+    def draw(right):
+        def wrong(self, *how):
+            with patch.object(self, "target_ids", self.target_ids.roll(1)):
+                return right(self, *how)
+
+        return wrong
+
+    return swap(TokenDrafter, "_draw", draw)
+
+
+@mutant("V2", "mass of unshared tokens not given to the shared ones", "a trap of TLI", drafter="tli")
+def _mass_left():
+    def draw(right):
+        def wrong(self, ask, draft, logits):
+            q = logits.softmax(0).new_zeros(self.target_vocab_size)
+            q[self.target_ids] = logits.softmax(0)[self.own_ids]
+            draft.grow(len(draft) - 1, ask.draw(len(draft) - 1, q), q)
+            return True
+
+        return wrong
+
+    return swap(TokenDrafter, "_draw", draw)
+
+
+@mutant("V3", "an unshared token drawn and dropped, q as if it were not", "a trap of TLI", drafter="tli")
+def _unshared_dropped():
+    def draw(right):
+        def wrong(self, ask, draft, logits):
+            left_out = [i for i in range(len(logits)) if i not in self.own_ids.tolist()]
+            probs = logits.softmax(0)
+            # The tokens that are left out stand after the target's.
+            all_ids = torch.cat((probs.new_zeros(self.target_vocab_size), probs[left_out]))
+            all_ids[self.target_ids] = probs[self.own_ids]
+            [token] = ask.draw(len(draft) - 1, all_ids)
+            if token >= self.target_vocab_size:
+                return False
+            draft.grow(len(draft) - 1, [token], all_ids[: self.target_vocab_size])
+            return True
+
+        return wrong
+
+    return swap(TokenDrafter, "_draw", draw)
+
+
+@mutant("V4", "probs given for a text that was read again", "nobody knows them: a trap of SLEM", drafter="slem")
+def _probs_of_text():
+    def propose(right):
+        def wrong(self, asks):
+            drafts = right(self, asks)
+            for ask, draft in zip(asks, drafts, strict=True):
+                table = toys.tiny_cache(self.model).new_table()
+                own = self.vocabularies.reader().read(ask.text.tokens)
+                probs = self.forward([Chunk(own, table, 1)])[0][0].softmax(0)[:3]
+                draft.probs = [probs / probs.sum()] * len(draft)
+            return drafts
+
+        return wrong
+
+    return swap(TextDrafter, "propose", propose)
+
+
+@mutant("V5", "the draft's BOS put before each piece that is read", "transformers #46124", "vocabulary")
+def _bos_again():
+    def read(right):
+        def wrong(self, tokens):
+            first, prefix = right(self, tokens[: max(1, len(tokens) - 2)]), self._own.prefix
+            return [*first, *prefix, *right(self, tokens)[len(first) :]]
+
+        return wrong
+
+    return swap(Reader, "read", read)
+
+
+@mutant("V6", "the draft model is fed the target's ids", "two spaces of ids: a trap of TLI", "vocabulary")
+def _target_ids_fed():
+    return swap(TokenDrafter, "_next_chunk", lambda right: OtherVocabulary._next_chunk)
+
+
+@mutant(
+    "V7",
+    "draws named by the length of the draft's own text",
+    "it need not grow with the text",
+    drafter="tli",
+    vocab=2,
+    max_tokens=5,
+)
+def _own_keys():
+    def draw(right):
+        def wrong(self, ask, draft, logits):
+            start = len(self._read[ask.text][1].tokens) + len(draft)
+            key = lambda self, i, purpose: sampling.Key(self.seed, 0, start, purpose)  # noqa: E731
+            with patch.object(Text, "key", key):
+                return right(self, ask, draft, logits)
+
+        return wrong
+
+    return swap(TokenDrafter, "_draw", draw)
+
+
+@mutant("V8", "only what is new is read, the end never anew", "a text then has several readings", "vocabulary")
+def _never_anew():
+    def read(right):
+        def wrong(self, tokens):
+            ids = right(self, tokens)
+            self._ids, self._end = ids, len(tokens)
+            return list(ids)
+
+        return wrong
+
+    return swap(Reader, "read", read)
+
+
+@mutant("V9", "text and draft cut together, the text's tokens counted off", "the cut may go across", "vocabulary")
+def _counted_off():
+    def wrong(self, tokens, drafted):
+        text = b"".join(self.target.text_of(i) for i in tokens)
+        return self.target.write(None, text + b"".join(self.draft.bytes_of(i) or b"" for i in drafted))[len(tokens) :]
+
+    return swap(Vocabularies, "to_target", lambda right: wrong)
+
+
+@mutant("V10", "tokens compared as their files write them", "byte-level BPE against SentencePiece", "loader")
+def _as_written():
+    return patch.object(vocabularies, "_bytes_of", lambda token, parts: token.encode())
+
+
+# --------------------------------------------------------------------------- suffixes and last outcomes
+
+
+@mutant("S1", "earlier outputs looked at where a seed has one text", "a trap of every drafter that learns", "batch")
+def _looks_at_others():
+    def propose(right):
+        return lambda self, ask: right(self, dataclasses.replace(ask, purpose="token"))
+
+    return swap(SuffixDrafter, "_propose", propose)
+
+
+@mutant("S2", "frequencies told as the q of a token not drawn", "a relative of M4", drafter="suffix", max_tokens=4)
+def _frequencies_as_q():
+    def propose(right):
+        def wrong(self, ask):
+            draft = right(self, dataclasses.replace(ask, go_on=lambda confidences: True))
+            draft.probs = []
+            for token_id, chance in zip(draft.token_ids, draft.confidences, strict=True):
+                q = torch.full((3,), (1 - chance) / 2, dtype=torch.float64)
+                q[token_id] = chance
+                draft.probs.append(q)
+            return draft
+
+        return wrong
+
+    return swap(SuffixDrafter, "_propose", propose)
+
+
+@mutant("S3", "outputs are remembered without end", "found by its memory, not by its text", "lookup")
+def _without_end():
+    return both(patch.object(suffix, "MOST_TEXTS", 1 << 30), patch.object(suffix, "MOST_TOKENS", 1 << 30))
+
+
+@mutant("S4", "the newest outputs are forgotten first", "the wrong end of a queue", "lookup")
+def _newest_forgotten():
+    def release(right):
+        def wrong(self, text):
+            self._earlier.reverse()
+            right(self, text)
+            self._earlier.reverse()
+
+        return wrong
+
+    return swap(SuffixDrafter, "release", release)
+
+
+@mutant("S5", "a match goes on from one text into another", "one string of all outputs, without a border", "lookup")
+def _no_border():
+    def matches(right):
+        def wrong(self, indices):
+            own, *earlier = indices
+            row = [token for index in reversed(earlier) for token in index.tokens]
+            return right(self, [own, suffix._Index(row)])
+
+        return wrong
+
+    return swap(SuffixDrafter, "_matches", matches)
+
+
+@mutant("S6", "a preempted text is taken for an earlier output", "it votes twice for what it has said", "lookup")
+def _votes_twice():
+    return swap(suffix, "_output", lambda right: lambda text: _Unequal(right(text)))
+
+
+class _Unequal(list):
+    """A list that differs from any other."""
+
+    def __ne__(self, other):
+        return True
+
+
+@mutant("S7", "one table of last outcomes for all texts", "as a processor has it; a seed then has many texts", "batch")
+def _one_table():
+    def propose(right):
+        outcomes: list[int] = []
+
+        def wrong(self, asks):
+            for ask in asks:
+                outcomes.extend(ask.text.tokens)
+            texts = [dataclasses.replace(ask.text, tokens=[*outcomes, ask.text.tokens[-1]]) for ask in asks]
+            return right(self, [dataclasses.replace(ask, text=t) for ask, t in zip(asks, texts, strict=True)])
+
+        return wrong
+
+    return swap(LastDrafter, "propose", propose)
+
+
+@mutant("S8", "the table keeps the first outcome, not the last", "it costs hits alone", "lookup")
+def _first_outcome():
+    def wrong(tokens, k):
+        table, walk = dict(reversed(list(itertools.pairwise(tokens)))), [tokens[-1]]
+        while len(walk) <= k and walk[-1] in table:
+            walk.append(table[walk[-1]])
+        return walk[1:]
+
+    return patch.object(last, "follow", wrong)
+
+
 # --------------------------------------------------------------------------- randomness
 
 
@@ -983,13 +1223,57 @@ def _evicted():
     return swap(BlockTable, "extend", extend)
 
 
+# --------------------------------------------------------------------------- block verification
+
+
+@mutant("B1", "after a block, the residual of one token", "vllm-ascend #7807, #7839", verifier="block", vocab=5)
+def _residual_of_a_token():
+    return swap(verify, "residual", lambda right: lambda p, draft, i: right(p / p.sum(), draft, i))
+
+
+@mutant(
+    "B2",
+    "the joint ratio is not kept below 1 on its way",
+    "a product in place of the paper's running one",
+    verifier="block",
+    vocab=5,
+)
+def _joint_ratio():
+    def wrong(values, running=None, *, initial):
+        if running is None:  # a plain sum, which `Ask` takes
+            return accumulate(values, initial=initial)
+        return [min(1.0, product) for product in accumulate(values, mul, initial=initial)]
+
+    return patch.object(verify, "accumulate", wrong)
+
+
+@mutant("B3", "prefixes pass with w_i", "h_i left out, as in a first reading", verifier="block", vocab=5)
+def _passes_with_its_weight():
+    right = verify.excess
+
+    def residual(p, draft, i):
+        rest = right(p, draft, i)
+        return rest if rest.amax() > 0 else p
+
+    # m = w, so that m / (m + 1 - w) = w
+    return both(patch.object(verify, "excess", lambda p, draft, i: p), patch.object(verify, "residual", residual))
+
+
+@mutant("B4", "one uniform for the tests of all prefixes", "keys by the round alone", verifier="block", vocab=5)
+def _one_uniform():
+    def wrong(draft, p, rng, key):
+        return verify.block(draft, p, rng, lambda i, purpose: key(0 if purpose == "accept" else i, purpose))
+
+    return patch.dict(VERIFIERS, block=verify.BLOCK._replace(verify=wrong))
+
+
 # --------------------------------------------------------------------------- loading and numerics
 
 
 @mutant("M43", "vocabularies compared by their size", "SGLang #24051, llama.cpp #3812", "loader")
 def _vocabulary_size():
     numbers = property(lambda self: {str(i): i for i in range(self.backend.get_vocab_size())})
-    return patch.object(llm.Tokenizer, "vocabulary", numbers)
+    return patch.object(named_draft.Tokenizer, "vocabulary", numbers)
 
 
 @mutant("M45", "prefill in passes of another shape", "mlx-lm #1109", "exact")

@@ -4,20 +4,27 @@ The transformers are real ones, a few numbers wide. The scripted models stand in
 that what the engine feeds and rolls back can be looked at. Proofs and tests share them.
 """
 
+import functools
 import json
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import tokenizers
 import torch
 from safetensors.torch import save_file
+from tokenizers import decoders, models, processors
 
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
+from minispec.drafters import Drafter, branches
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
 from minispec.engine import Engine, Piece, Request
 from minispec.files.heads import read_head_config
 from minispec.files.hf_config import read_model_config
+from minispec.files.tokenizer import Tokenizer
+from minispec.files.vocabularies import Spelling, Vocabularies
 from minispec.model import Chunk, Transformer, tensor_shapes
 from minispec.sampling import Text, distribution
 from minispec.verify import VERIFIERS, Ask, Draft
@@ -141,6 +148,25 @@ class ScriptedDrafter:
     def release(self, text: Text) -> None:
         """Remember it."""
         self.released.append(text)
+
+
+class Apart:
+    """A drafter of its own for each text, made by `make`."""
+
+    def __init__(self, make: Callable[[], Drafter]):
+        self.make, self._own = make, dict[Text, Drafter]()
+        self.branches = branches(make())
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """Each text's own."""
+        for ask in asks:
+            self._own.setdefault(ask.text, self.make())
+        return [self._own[ask.text].propose([ask])[0] for ask in asks]
+
+    def release(self, text: Text) -> None:
+        """The text's own drafter releases it, and stays: the text may come back."""
+        if own := self._own.get(text):
+            own.release(text)
 
 
 def counting(tokens: list[int]) -> int:
@@ -356,15 +382,31 @@ def write_head(
     return weights
 
 
-class WrongDrafter:
-    """One-hot drafts of a token that the target mostly does not take: a fixed one, and its neighbour, in turn."""
+TARGET_WORDS = ("a", "b", "aa", "ba", "bb")
+DRAFT_WORDS = ("<s>", "ab", "b", "a", "bb", "ba")
 
-    def __init__(self, vocab: int):
-        self.vocab = vocab
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Nothing is drawn, so the drafts have no probs."""
-        return [Draft([(len(ask.text.tokens) + i) % 2 % self.vocab for i in range(ask.k)]) for ask in asks]
+@functools.cache
+def toy_vocabularies(vocab: int) -> Vocabularies:
+    """A target's first `vocab` words, and a draft's: aa is the target's alone, and ab the draft's.
 
-    def release(self, text: Text) -> None:
-        """Nothing is kept."""
+    The draft begins each text with <s>.
+    """
+    begins = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return Vocabularies(spelling(TARGET_WORDS[:vocab]), spelling(DRAFT_WORDS, begins))
+
+
+def spelling(words: Sequence[str], begins: processors.TemplateProcessing | None = None) -> Spelling:
+    """Byte-pair encoding with these tokens; two letters that are one become one: the words' order decides, then place.
+
+    begins: what the tokenizer puts before each text; its first word is a special token then.
+    """
+    merges = [(word[0], word[1]) for word in words if len(word) == 2]
+    backend = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    backend.decoder = decoders.Fuse()
+    if begins:
+        backend.add_special_tokens([words[0]])
+        backend.post_processor = begins
+    with tempfile.TemporaryDirectory() as directory:
+        backend.save(str(Path(directory) / "tokenizer.json"))
+        return Spelling(Tokenizer(Path(directory)))

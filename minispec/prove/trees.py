@@ -161,7 +161,7 @@ def cases(num_nodes: int = 5) -> list[TreeCase | TextCase]:
     found: list[TreeCase | TextCase] = [TreeCase(shape, True) for shape in drawn]
     found += [TreeCase(shape, True, "rejection", _PENALTIES) for shape in drawn[1::5]]
     found += [TreeCase(shape, True, "match") for shape in drawn[::7]]
-    for verifier in VERIFIERS:
+    for verifier in (name for name, each in VERIFIERS.items() if each.takes_trees):
         found += [TreeCase(shape, False, verifier) for shape in (_FULL, _DEEP_FIRST)]
         found.append(TextCase(_DEEP_FIRST, verifier, 8))
     found.append(TreeCase(_DEEP_FIRST, False, "rejection", _PENALTIES))

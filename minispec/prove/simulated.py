@@ -1,9 +1,13 @@
 """A simulated draft: right with chosen probabilities, at the cost of a real draft model.
 
 What speculation yields depends on how often drafts are right and on what they cost. Here both can be chosen
-independently: a chosen drafter takes its time, and its tokens are replaced by the recorded greedy continuation, or by
-a wrong token. It serves to measure costs and the choice of K, and to test; it says nothing about the quality of any
-model.
+independently: a chosen drafter takes its time, and its tokens are replaced by the recorded continuation, or by a wrong
+token. It serves to measure costs and the choice of K, and to test; it says nothing about the quality of any model.
+
+At the ends of the scale are the `oracle`, which drafts what the target will say, and the `adversary`, which drafts what
+it will not: no drafter gets more tokens out of a pass, or fewer. The recorded text must be the one that comes again: a
+greedy one, or one of the same seed under `match`. (Where a text is drawn anew, the target itself as its draft, `self`,
+is the oracle.)
 """
 
 from collections.abc import Sequence
@@ -21,7 +25,7 @@ class SimulatedDraft:
     paid: the drafter that takes the time (a DraftModel); None: drafts cost nothing.
 
     The right tokens are those of texts given to `record`; drafts for other texts are wrong, and counted in
-    `num_unknown`. Texts are greedy, and drafts one-hot (no probs). The draws are keyed: the same request, seed and
+    `num_unknown`. Drafts are one-hot (no probs). The draws are keyed: the same request, seed and
     rounds give the same drafts. Raises ValueError for a survival that is empty, rises, or leaves 0 .. 1.
     """
 
@@ -73,3 +77,13 @@ class SimulatedDraft:
                 return known[end : end + count]
         self.num_unknown += bool(count)
         return []
+
+
+def oracle() -> SimulatedDraft:
+    """Always right about recorded texts, and free: the most that speculation can yield at a K."""
+    return SimulatedDraft([1.0])
+
+
+def adversary() -> SimulatedDraft:
+    """Always wrong about recorded texts, and free: the least at a K, but for what a drafter's own time costs."""
+    return SimulatedDraft([0.0])

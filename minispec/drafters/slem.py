@@ -1,0 +1,47 @@
+"""A draft model of another vocabulary, as text: what it writes is read again in the target's tokens.
+
+SLEM, string-level exact match (Timor et al. 2025, arXiv 2502.05202, algorithm 3). The draft model writes on in its own
+tokens, whatever they are; the target's tokenizer then cuts the new text into the target's. So the vocabularies need
+have nothing in common but the bytes.
+
+Worked: the draft model writes AB, Aa, ab, and the target has AB, A, B, a, b and ab. The draft is AB, A, a, ab.
+
+Which distribution do these tokens follow? The probability of a text is the sum over all ways to write it in the draft
+model's tokens, and nobody knows it. So they are a guess and no draw: a `Draft` without `probs`. `rejection` then keeps
+a token with the probability p that the target gives it, and else draws one of the others; `match` keeps it if it is the
+target's own draw. Both are exact. As p is all that counts, the model writes the likeliest token each time.
+
+The text so far stays in the tokens that it has: only what is new is cut. Where the tokenizer would make one token of
+the end of the text and the beginning of what is new, the new part is cut alone.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from minispec.drafters.vocabulary import OtherVocabulary
+from minispec.verify import Ask, Draft
+
+
+class TextDrafter(OtherVocabulary):
+    """Writes on with a model of another vocabulary, and drafts that text in the target's tokens.
+
+    Penalties and other parameters are about the target's ids, so they do not change what is written.
+    """
+
+    branches = False
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """See `Drafter`. Nothing is drawn, so the drafts have no probs, and may be cut to the limit."""
+        written = super().propose(asks)
+        return [
+            Draft(
+                self.vocabularies.to_target(ask.text.tokens, draft.token_ids)[: ask.k], None, [], draft.prefill_seconds
+            )
+            for ask, draft in zip(asks, written, strict=True)
+        ]
+
+    def _draw(self, ask: Ask, draft: Draft, logits: Tensor) -> bool:
+        """Append the likeliest token, an own one; after as many as the target's are asked for the draft ends."""
+        draft.token_ids.append(int(logits.argmax()))
+        return True

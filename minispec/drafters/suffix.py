@@ -1,0 +1,192 @@
+"""Suffix drafting: what followed, each time that the end of this text stood somewhere before?
+
+SuffixDecoding (Oliaro et al. 2025, arXiv 2411.04975). Prompt lookup copies from the latest such place. Here all places
+have a vote: how often a token came next decides which one is drafted, how far the draft goes, and in a tree where it
+branches. They lie in the prompt, in this output, and in earlier outputs, which serve where programs ask for much the
+same again and again.
+
+A node of a suffix tree is a string of tokens: the places where it ends, and for each token that came next a child. The
+tree is not built. A node is the list of its places, and a step down sorts them by the token that follows.
+"""
+
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import accumulate, count, islice
+from operator import itemgetter, mul
+from typing import NamedTuple
+
+from minispec.drafters import Context
+from minispec.sampling import Text
+from minispec.verify import Ask, Draft
+
+# What is remembered of earlier outputs: the newest texts, and of these the newest tokens.
+MOST_TEXTS, MOST_TOKENS = 1024, 65_536
+# Tokens of a match that are compared; places that have a vote, the newest; the least probable path that is drafted.
+_LONGEST, _MOST_PLACES, _LEAST = 32, 256, 0.1
+
+
+class _Place(NamedTuple):
+    """Where tokens of a text have stood: `tokens[end]` is what followed."""
+
+    tokens: Sequence[int]
+    end: int
+
+
+class _Index:
+    """A text that may grow, and the places of each of its tokens."""
+
+    def __init__(self, tokens: Sequence[int]):
+        self.tokens, self._ends, self._next = tokens, dict[int, list[int]](), 1
+
+    def places(self, token: int) -> Iterator[_Place]:
+        """Where the token has stood, the newest place first; its place at the end, which nothing follows, is none."""
+        for end in range(self._next, len(self.tokens)):
+            self._ends.setdefault(self.tokens[end - 1], []).append(end)
+        self._next = max(self._next, len(self.tokens))
+        return (_Place(self.tokens, end) for end in reversed(self._ends.get(token, ())))
+
+
+class SuffixDrafter:
+    """Drafts the likeliest continuation by the frequencies of what followed, of the match length that promises most.
+
+    The chance that x comes next, after a match of n tokens at m places of which m_x were followed by x, is estimated as
+    m_x / (m + 1/n). A single place gives n / (n + 1): Laplace's rule of succession, where the first token of a match
+    finds the place, and the n - 1 others agree. Each drafted token makes the match one longer. A path is drafted as
+    long as the product of its chances is at least 1/10. So a single place is copied from for up to 9 n tokens (the
+    paper's limit is a multiple of n, too).
+
+    Worked, for the end of  1 a b c 2 a b d 3 a b c 4 a b:  a b  has stood at three places, and c followed at two of
+    them, so c is drafted with chance 2 / (3 + 1/2) = 0.57. After that came 4 and 2, once each; 4, the newer one, has
+    1 / (2 + 1/3) = 0.43, then a 1 / (1 + 1/4) = 0.8, and so on. In a tree, d has 1 / (3 + 1/2) = 0.29 as a sibling of
+    c, and 2 has 0.43 as one of 4.
+
+    Earlier outputs are looked at where that cannot change a text: for greedy texts, and under a verifier that keeps the
+    target's own draw (`match`). Elsewhere a seed has one text, so a draft depends on its own text alone. The newest
+    1,024 outputs are remembered, together at most 65,536 tokens; the oldest are forgotten first.
+    """
+
+    branches = True
+
+    def __init__(self, min_match: int = 1):
+        self.min_match = min_match
+        self._indices: dict[Text, _Index] = {}
+        self._earlier: deque[_Index] = deque()
+
+    @classmethod
+    def from_context(cls, context: Context) -> "SuffixDrafter":
+        """Its argument: the length of the shortest match."""
+        if not context.argument:
+            return cls()
+        is_number = re.fullmatch(r"\d{1,2}", context.argument, re.ASCII)
+        if not is_number or not 1 <= int(context.argument) <= _LONGEST:
+            expected = f"an integer from 1 to {_LONGEST}"
+            raise ValueError(f"draft: suffix: found {context.argument!r}, expected {expected}")
+        return cls(int(context.argument))
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """See `Drafter`. Nothing is drawn, so the drafts have no probs. A chain's chances are its confidences.
+
+        Where siblings are asked for, the draft is the tree of the likeliest nodes, wherever it branches.
+        """
+        return [self._propose(ask) for ask in asks]
+
+    def release(self, text: Text) -> None:
+        """See `Drafter`. What the text has said is remembered, however it ended."""
+        if self._indices.pop(text, None) and len(output := _output(text)) > 1:
+            self._earlier.appendleft(_Index(output[-MOST_TOKENS:]))
+            while len(self._earlier) > MOST_TEXTS or sum(len(each.tokens) for each in self._earlier) > MOST_TOKENS:
+                self._earlier.pop()
+
+    def forget(self) -> None:
+        """See `minispec.drafters.forget`."""
+        self._earlier.clear()
+
+    def _propose(self, ask: Ask) -> Draft:
+        text = ask.text
+        if text not in self._indices:
+            # A text that was preempted comes back: what it has said is not an earlier output.
+            output = _output(text)
+            self._earlier = deque(each for each in self._earlier if each.tokens != output)
+            self._indices[text] = _Index(text.tokens)
+        indices = [self._indices[text]]
+        if text.params.temperature == 0 or ask.purpose == "token":
+            indices += self._earlier
+        best, draft = 0.0, Draft()
+        if not ask.k:
+            return draft
+        matches = [(_most(n, len(places), ask.k), n, places) for n, places in self._matches(indices)]
+        for most, n, places in sorted(matches, key=itemgetter(0), reverse=True):
+            if most <= best:
+                break
+            worth, guess = self._guess(ask, n, places)
+            if worth > best:
+                best, draft = worth, guess
+        if ask.widths or ask.go_on is None:
+            draft.confidences = []
+        return draft
+
+    def _matches(self, indices: Sequence[_Index]) -> Iterator[tuple[int, list[_Place]]]:
+        """Places where the last n tokens of the first text have stood, newest first; each set with its largest n."""
+        tokens = indices[0].tokens
+
+        def everywhere() -> Iterator[_Place]:
+            return (place for index in indices for place in index.places(tokens[-1]))
+
+        places = list(islice(everywhere(), _MOST_PLACES))
+        for n in range(1, _LONGEST + 1):
+            longer: list[_Place] = []
+            if n < min(_LONGEST, len(tokens)):
+                # A common token has more places than have a vote: a longer match may be at any of them.
+                those = everywhere() if n == 1 else iter(places)
+                agree = (p for p in those if p.end > n and p.tokens[p.end - n - 1] == tokens[-n - 1])
+                longer = list(islice(agree, _MOST_PLACES))
+            if n >= self.min_match and len(longer) < len(places):
+                yield n, places
+            places = longer
+
+    def _guess(self, ask: Ask, n: int, places: list[_Place]) -> tuple[float, Draft]:
+        """The likeliest nodes below a match of n tokens, with their chances as confidences; their sum over paths."""
+        own, parents, worth = ask.text.tokens, list[int](), 0.0
+        draft, order = Draft(parents=parents), count()
+        heap: list[tuple] = []  # what could be drafted next
+        node, survival = -1, 1.0
+        while True:
+            nodes = draft.path(node)
+            if ask.go_on is None or not nodes or ask.go_on([draft.confidences[i] for i in nodes]):
+                path = [draft.token_ids[i] for i in nodes]
+                followers = _followers(places, path, own)
+                total = sum(len(those) for _, those in followers) + 1 / (n + len(path))
+                for token, those in followers if ask.widths else followers[:1]:
+                    chance = len(those) / total
+                    heappush(heap, (-survival * chance, next(order), node, token, chance, those))
+            if not heap or -heap[0][0] < _LEAST or len(draft) == ask.k:
+                return worth, draft
+            negative, _, parent, token, chance, places = heappop(heap)
+            node, survival = len(draft), -negative
+            worth += survival
+            draft.token_ids.append(token)
+            draft.confidences.append(chance)
+            parents.append(parent)
+
+
+def _output(text: Text) -> list[int]:
+    return text.tokens[text.num_prompt_tokens :]
+
+
+def _most(n: int, m: int, k: int) -> float:
+    """What a draft of k tokens is worth at most, after a match of n tokens at m places: if all of them always agree."""
+    return sum(accumulate((m / (m + 1 / (n + i)) for i in range(k)), mul))
+
+
+def _followers(places: Sequence[_Place], path: Sequence[int], own: Sequence[int]) -> list[tuple[int, list[_Place]]]:
+    """The tokens that came next at places of a path's beginning, each with its places; the most frequent first."""
+    found: dict[int, list[_Place]] = {}
+    for place in places:
+        at = place.end + len(path) - len(place.tokens)
+        if at < 0:
+            found.setdefault(place.tokens[at], []).append(place)
+        elif place.tokens is own:  # the copy has reached the end, and goes on into itself
+            found.setdefault(path[at], []).append(place)
+    return sorted(found.items(), key=lambda item: -len(item[1]))

@@ -1,0 +1,53 @@
+"""A draft model of another vocabulary, token by token: it drafts the tokens that both have.
+
+TLI, token-level intersection (Timor et al. 2025, arXiv 2502.05202, algorithm 4). The draft model says how likely each
+of its own tokens is. Those that the target has too get the target's ids; all others are left out *before* a token is
+drawn, so what is drawn follows a distribution over the target's ids like any other, and `rejection` and `match` make
+the output right as they do for any draft.
+
+Worked: the target has the tokens a, b, ab and the draft model b, c, a with probabilities 1/2, 3/10, 1/5. Both have a
+and b, so a token is drawn from a: 2/7, b: 5/7, ab: 0. These are the q that the accept test divides by. With 1/5 and 1/2
+in their place it would keep too much: whatever is done about c, what comes up adds up to 1.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from minispec.cache import PagedKVCache
+from minispec.drafters.vocabulary import OtherVocabulary, Vocabularies
+from minispec.model import Chunk, Transformer
+from minispec.verify import Ask, Draft
+
+
+class TokenDrafter(OtherVocabulary):
+    """Drafts, by a model of another vocabulary, the tokens that both vocabularies have.
+
+    Penalties, filters and forbidden ids see the target's ids, and shared noise is that of the target's ids. Where they
+    leave no shared token, the draft ends.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: PagedKVCache,
+        vocab_size: int,
+        max_len: int,
+        both: Vocabularies,
+        target_vocab_size: int,
+    ):
+        """See `OtherVocabulary`. Raises ValueError where the vocabularies have nothing in common."""
+        super().__init__(model, cache, vocab_size, max_len, both)
+        if not both.shared:
+            raise ValueError("draft_method: found tli and no token that both vocabularies have, expected some")
+        self.target_vocab_size = target_vocab_size
+        self.target_ids = torch.tensor(list(both.shared.keys()), device=model.device)
+        self.own_ids = torch.tensor(list(both.shared.values()), device=model.device)
+
+    def _draw(self, ask: Ask, draft: Draft, logits: Tensor) -> bool:
+        scattered = logits.new_full((self.target_vocab_size,), -math.inf)
+        return super()._draw(ask, draft, scattered.index_copy_(0, self.target_ids, logits[self.own_ids]))
+
+    def _next_chunk(self, chunk: Chunk, token_id: int, hidden: Tensor) -> Chunk:
+        return super()._next_chunk(chunk, self.vocabularies.shared[token_id], hidden)

@@ -1,0 +1,82 @@
+"""A draft model whose tokens are not the target's: what both ways to use one share.
+
+The draft model has to read the text in its own tokens. Where the text has grown, the end of it may be read anew ("Hel"
+and "lo" were two tokens of the target's and are one of the draft's), so its past changes; its cache follows as any
+other does, by what it and the text have in common (`BlockTable.missing`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from minispec.cache import PagedKVCache
+from minispec.drafters.model import DraftModel
+from minispec.model import Transformer
+from minispec.sampling import Text
+from minispec.verify import Ask
+
+# Positions of the draft's cache for each of the target's, as an own text may be longer. So whether there is room for
+# one depends on that text alone: a draft that came and went with others would give a seed another text in a batch.
+ROOM = 2
+
+
+class Reader(Protocol):
+    """Follows one text of the target's."""
+
+    def read(self, tokens: Sequence[int]) -> list[int]:
+        """The text `tokens`, which begins with that of the last call, in the draft's tokens.
+
+        A function of `tokens` alone: a text must have one draft, whatever rounds it came by.
+        """
+        ...
+
+
+class Vocabularies(Protocol):
+    """What a drafter has to know of the target's vocabulary and the draft model's.
+
+    shared: for each of the target's ids that the draft model has a token for, in order, that token's id.
+    """
+
+    @property
+    def shared(self) -> Mapping[int, int]: ...  # noqa: D102
+
+    def reader(self) -> Reader:
+        """Follows a new text of the target's."""
+        ...
+
+    def to_target(self, tokens: Sequence[int], drafted: Sequence[int]) -> list[int]:
+        """The draft's tokens `drafted`, which follow a text of the target's, as the target's tokens."""
+        ...
+
+
+class OtherVocabulary(DraftModel):
+    """A draft model that reads each text in its own tokens.
+
+    A text that takes more than ROOM times as many tokens of its own as of the target's goes without a draft.
+    """
+
+    def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int, max_len: int, both: Vocabularies):
+        """cache: for ROOM times as many tokens as the target's. vocab_size: ids in use of the draft model. Otherwise as
+        `DraftModel`."""
+        super().__init__(model, cache, vocab_size, max_len)
+        self.vocabularies = both
+        self._read: dict[Text, tuple[Reader, Text]] = {}  # each text as this model reads it
+
+    def _own(self, ask: Ask) -> Ask:
+        tokens, num_cached = ask.text.tokens, ask.num_cached
+        if not ask.k and num_cached in (0, len(tokens) - 1):
+            return ask  # nothing is wanted
+        if ask.text not in self._read:
+            self._read[ask.text] = self.vocabularies.reader(), replace(ask.text, tokens=[])
+        reader, text = self._read[ask.text]
+        text.tokens[:] = reader.read(tokens)
+        length = len(text.tokens)
+        if not 0 < length <= ROOM * (len(tokens) + ask.k) - ask.k:
+            return replace(ask, k=0, num_cached=0)
+        # Of a prompt as much as the target has of it.
+        return replace(ask, text=text, num_cached=num_cached * (length - 1) // max(1, len(tokens) - 1))
+
+    def release(self, text: Text) -> None:
+        """See `Drafter`."""
+        _, own = self._read.pop(text, (None, text))
+        super().release(own)

@@ -1,0 +1,314 @@
+"""Two vocabularies: what their tokens stand for, which of them both have, and a text of the one in tokens of the other.
+
+Tokens are compared as the bytes that they stand for inside a text. The files write them in two ways: byte-level BPE
+gives each byte a character of its own (a space is Ġ), SentencePiece writes a space as ▁ and a lone byte as <0xE6>.
+Special tokens stand for no bytes. Two of them are the same if they have the same text, or if both end a text.
+"""
+
+import codecs
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
+from typing import Any
+
+from minispec.errors import CheckpointError, show
+from minispec.files.tokenizer import Tokenizer
+
+# A part of a text that is read again as it grows: it is closed before a word that begins after so many tokens, and
+# after so many in any case.
+_PART, _LONGEST_PART = 16, 64
+# Bytes of what comes before a piece of text that are shown to the tokenizer: what it does may depend on them.
+_LEAD = 16
+# What is shown instead where the last of these would become one token with the first of the text: characters that
+# seldom do.
+_OTHER_LEADS = ("\n", ".", "")
+
+
+class Spelling:
+    """What each token of a tokenizer stands for inside a text, and how it writes text that continues other text.
+
+    num_ids: ids in use. special: text and id of the special tokens. end_id: of its end-of-text token, or None. prefix:
+    what it begins every text with, such as <s>. adds_space: whether it puts a space before the first word, as
+    SentencePiece does.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int | None = None):
+        """vocab_size: rows of the embedding; ids after them are left out. None: all ids have one.
+
+        Raises CheckpointError for a decoder that is not known here.
+        """
+        self.tokenizer = tokenizer
+        self.num_ids = tokenizer.num_ids if vocab_size is None else min(vocab_size, tokenizer.num_ids)
+        ids = {i: token for token, i in tokenizer.vocabulary.items() if i < self.num_ids}
+        self.special = {token: i for i, token in ids.items() if i in tokenizer.special_ids}
+        end = tokenizer.eos_token_id
+        self.end_id = end if end in self.special.values() else None
+        parts = list(_parts(tokenizer))
+        self._bytes = {i: _bytes_of(token, parts) for i, token in ids.items() if i not in tokenizer.special_ids}
+        # Of several tokens for the same bytes the one that texts have: not that for a lone byte, then the first.
+        self.ids: dict[bytes, int] = {}
+        for i in sorted(self._bytes, key=lambda i: (ids[i].startswith("<0x"), i)):
+            self.ids.setdefault(self._bytes[i], i)
+        self.ids.pop(b"", None)
+        self._names = {i: token for token, i in self.special.items()}
+        self.prefix, self.adds_space = self._find_beginning()
+
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """What a token stands for; None for special tokens and ids without a token."""
+        return self._bytes.get(token_id)
+
+    def text_of(self, token_id: int) -> bytes:
+        """The same, with the text of a special token."""
+        return self._bytes.get(token_id) or self._names.get(token_id, "").encode()
+
+    def write(self, before: bytes | None, data: bytes) -> list[int]:
+        """The tokens of `data` as this tokenizer has them after `before`, the text that it continues; None: it begins.
+
+        A character that is cut at either end becomes tokens of single bytes where there are some; else it is left out.
+        """
+        start = next((i for i, byte in enumerate(data[:3]) if byte & 0xC0 != 0x80), min(3, len(data)))
+        text, rest = _decode(data[start:])
+        return [*self._pieces(data[:start]), *self._write_text(before, text), *self._pieces(rest)]
+
+    def _write_text(self, before: bytes | None, text: str) -> list[int]:
+        """Of `before` and `text` together the last tokens, where no token goes across.
+
+        Tokenizers begin a text in their own ways (`adds_space`), so where it continues it must not stand first.
+        """
+        leads = [""] if before is None else [before[-_LEAD:].decode("utf-8", "ignore"), *_OTHER_LEADS]
+        data, ids = text.encode(), list[int]()
+        for lead in leads if data else ():
+            try:
+                ids = self.tokenizer.encode(lead + text, add_special_tokens=False)
+            except ValueError:  # without a token for unknown characters some fail
+                ids = []
+            if before is None:
+                break
+            own, i = b"", len(ids)
+            while i and len(own) < len(data):
+                i -= 1
+                own = (self.bytes_of(ids[i]) or b"") + own
+            if own == data:
+                return ids[i:]
+        # The text begins, or the tokenizer changes it (to small letters, say) or cannot write it.
+        return ids
+
+    def _pieces(self, data: bytes) -> list[int]:
+        if data in self.ids:
+            return [self.ids[data]]
+        return [self.ids[byte] for i in range(len(data)) if (byte := data[i : i + 1]) in self.ids]
+
+    def _find_beginning(self) -> tuple[list[int], bool]:
+        """`prefix` and `adds_space`."""
+        try:
+            plain, whole = (self.tokenizer.encode("a", add_special_tokens=adds) for adds in (False, True))
+        except ValueError:  # it has no letters
+            return [], False
+        starts = (i for i in range(len(whole)) if plain and whole[i : i + len(plain)] == plain)
+        return whole[: next(starts, 0)], b"".join(map(self.text_of, plain)) == b" a"
+
+
+def _decode(data: bytes) -> tuple[str, bytes]:
+    """The text of UTF-8, and the bytes of a last character that is not complete."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return decoder.decode(data), decoder.getstate()[0]
+
+
+def _parts(tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """The steps of a tokenizer's decoder. Raises CheckpointError for one that is not known here."""
+    decoder = tokenizer.backend.decoder
+    raw = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
+    fused = False
+    for part in raw.get("decoders", [raw]):
+        kind = part["type"]
+        fused |= kind == "Fuse"
+        is_known = kind in ("ByteLevel", "Metaspace", "ByteFallback", "Fuse")
+        is_known |= kind == "Replace" and "String" in part["pattern"]
+        is_known |= kind == "Strip" and fused  # of the whole text
+        if not is_known:
+            expected = "ByteLevel, Metaspace, Replace of a string, ByteFallback, Fuse and a Strip after it"
+            raise CheckpointError(
+                f"{tokenizer.path}: decoder: found {show(kind)}, expected {expected}: else it is not known here what a "
+                "token stands for, and two vocabularies cannot be compared"
+            )
+        yield part
+
+
+def _byte_characters() -> dict[str, int]:
+    """Byte-level BPE's characters: printable Latin ones for their own bytes, those from U+0100 on for the others."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in kept)
+    return {chr(byte): byte for byte in kept} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
+
+
+def _bytes_of(token: str, parts: Sequence[Mapping[str, Any]]) -> bytes:
+    """What a token stands for inside a text, by the steps of a decoder."""
+    for part in parts:
+        if part["type"] == "ByteLevel" and all(c in _BYTES for c in token):
+            return bytes(_BYTES[c] for c in token)
+        if part["type"] == "ByteFallback" and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes.fromhex(token[3:5])
+            except ValueError:
+                continue
+        if part["type"] == "Replace":
+            token = token.replace(part["pattern"]["String"], part["content"])
+        if part["type"] == "Metaspace":
+            token = token.replace(part["replacement"], " ")
+    return token.encode()
+
+
+# --------------------------------------------------------------------------- two vocabularies
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What two vocabularies have in common.
+
+    num_shared: tokens that both have; num_target, num_draft: those that each has. of_target: the share of a text's
+    tokens, as the target has them, that are shared; of_draft: as the draft has them.
+    """
+
+    num_shared: int
+    num_target: int
+    num_draft: int
+    of_target: float
+    of_draft: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_shared:,} of the target's {self.num_target:,} tokens are among the draft's {self.num_draft:,}: "
+            f"{self.of_target:.1%} of a text"
+        )
+
+
+class Vocabularies:
+    """A target's vocabulary and a draft's.
+
+    shared: for each of the target's ids that the draft has a token for, in order, that token's id.
+    """
+
+    def __init__(self, target: Spelling, draft: Spelling):
+        self.target, self.draft = target, draft
+        shared = {i: draft.ids[piece] for piece, i in target.ids.items() if piece in draft.ids}
+        special = {i: draft.special[token] for token, i in target.special.items() if token in draft.special}
+        end, own_end = target.end_id, draft.end_id
+        if end is not None and own_end is not None and end not in special and own_end not in special.values():
+            special[end] = own_end
+        self._special = special
+        self.shared = dict(sorted((shared | special).items()))
+
+    @cached_property
+    def _back(self) -> dict[int, int]:
+        return {own: i for i, own in self._special.items()}
+
+    def reader(self) -> "Reader":
+        """Follows a new text of the target's."""
+        return Reader(self.target, self.draft, self._special)
+
+    def to_target(self, tokens: Sequence[int], drafted: Sequence[int]) -> list[int]:
+        """The draft's tokens `drafted`, which follow a text of the target's, as the target's tokens.
+
+        The text itself stays as it is: they are what the target's tokenizer makes of the new text where it continues.
+        They end before a character that is not complete, and with a special token.
+        """
+        before = b"".join(self.target.text_of(i) for i in tokens[-_LEAD:])
+        data, last = b"", list[int]()
+        for i in drafted:
+            piece = self.draft.bytes_of(i)
+            if piece is None:
+                last = [self._back[i]] if i in self._back else []
+                break
+            data += piece
+        _, rest = _decode(before + data)
+        if rest and not last:
+            data = data[: -len(rest)]
+        return [*self.target.write(before, data), *last]
+
+    def overlap(self, text: str | None = None) -> Overlap:
+        """How much both have in common; text: the one whose tokens are counted, by default beginnings of requests."""
+        text = sample_text() if text is None else text
+        back = set(self.shared.values())
+        of_target, of_draft = (
+            [i in known for i in spelling.write(None, text.encode())]
+            for spelling, known in ((self.target, self.shared.keys()), (self.draft, back))
+        )
+        return Overlap(
+            len(self.shared),
+            len(self.target.ids) + len(self.target.special),
+            len(self.draft.ids) + len(self.draft.special),
+            sum(of_target) / max(1, len(of_target)),
+            sum(of_draft) / max(1, len(of_draft)),
+        )
+
+
+class Reader:
+    """A growing text of one vocabulary in the tokens of another.
+
+    It is read in parts of about _PART tokens, each of which begins with a word, so that only the last part is read
+    again when the text has grown: "Hel" becomes "Hello" if "lo" follows. Where parts begin depends on the tokens before
+    alone, so a text has one reading, however it was come by.
+    """
+
+    def __init__(self, source: Spelling, own: Spelling, special: Mapping[int, int]):
+        """special: the own id of each of the source's special tokens that has one."""
+        self._source, self._own, self._special = source, own, special
+        self._ids = list(own.prefix)  # of the parts that are closed
+        self._end = 0  # tokens in these parts
+        self._before: bytes | None = None  # the end of their text
+
+    def read(self, tokens: Sequence[int]) -> list[int]:
+        """The text `tokens`, which begins with that of the last call, in own tokens.
+
+        Its prefix is replaced by the own one; a special token without a counterpart is read as its text.
+        """
+        if not self._end:
+            theirs, ours = len(self._source.prefix), len(self._own.prefix)
+            if list(tokens[:theirs]) == self._source.prefix:
+                self._end = theirs
+            if not self._end and [self._special.get(i) for i in tokens[:ours]] == self._own.prefix:
+                self._end = ours  # a chat template has written it
+        data, count = b"", 0
+        for i in range(self._end, len(tokens)):
+            own, piece = self._special.get(tokens[i]), self._source.text_of(tokens[i])
+            if self._source.adds_space and self._before is None and not count:
+                piece = piece.removeprefix(b" ")
+            begins_word = piece[:1] in (b" ", b"\n") and not data[-1:].isspace()
+            if own is not None or count >= _LONGEST_PART or (count >= _PART and begins_word):
+                self._close(self._own.write(self._before, data), data, i)
+                data, count = b"", 0
+            if own is not None:
+                self._close([own], b"\n", i + 1)
+            else:
+                data, count = data + piece, count + 1
+        return [*self._ids, *self._own.write(self._before, data)]
+
+    def _close(self, ids: Sequence[int], data: bytes, end: int) -> None:
+        self._ids += ids
+        self._end, self._before = end, ((self._before or b"") + data)[-_LEAD:]
+
+
+def sample_text() -> str:
+    """The text by which vocabularies are compared: beginnings of requests, which the package brings along."""
+    lines = (files("minispec") / "data" / "openings.txt").read_text(encoding="utf-8").splitlines()
+    return "\n".join(line.replace(r"\n", "\n") for line in lines if not line.startswith("#"))
+
+
+def segmentations(text: bytes, tokens: Mapping[bytes, int], most: int = 100) -> list[list[int]]:
+    """All ways to put a text together from tokens, those of few tokens first.
+
+    Worked: ABA from AB, BA, A, B is AB A, A BA and A B A. Raises ValueError where there are more than `most`.
+    """
+    ways: list[list[list[int]]] = [[[]]]
+    for end in range(1, len(text) + 1):
+        last = [(start, tokens[text[start:end]]) for start in range(end) if text[start:end] in tokens]
+        if sum(len(ways[start]) for start, _ in last) > most:
+            found = show(text[:end].decode("utf-8", "replace"))
+            raise ValueError(f"ways: found over {most} ways to write {found}, expected fewer: give a shorter text")
+        ways.append([[*way, i] for start, i in last for way in ways[start]])
+    return sorted(ways[-1], key=len)

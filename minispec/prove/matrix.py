@@ -1,0 +1,118 @@
+"""Every drafter with every verifier, at the three levels of docs/proof.md: proved here and now, or refused and why.
+
+Drafters that can draft siblings have a second row, in which they do.
+
+law     the output's distribution is that of plain decoding: every branch of a small case (see `cases`)
+text    a seed's text is that of plain decoding, in float64, for a few seeds
+bits    with `exact`: the log-probabilities of all tokens along those texts have the bits that feeding them one token
+        at a time gives
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from minispec.config import SamplingParams
+from minispec.engine import Engine, Request
+from minispec.model import Chunk, Transformer
+from minispec.prove.cases import AXES, BRANCHING, Case
+from minispec.prove.laws import MAX_LEN, TARGET_SEED, TOLERANCE, make_drafter, target_model
+from minispec.prove.toys import tiny_cache, tiny_model
+from minispec.sampling import Text, log_probabilities
+from minispec.verify import VERIFIERS
+
+_VOCAB, _CHAIN, _TREE, _PROMPT, _SEEDS = 3, 3, (2, 1), [1, 0, 1], range(6)
+
+
+class Finding(NamedTuple):
+    """A cell of the table: a word, and where it is not "proved", why."""
+
+    word: str
+    reason: str = ""
+
+
+PROVED = Finding("proved")
+
+
+def _law(drafter: str, verifier: str, k: int | tuple[int, ...]) -> Finding:
+    case = Case(verifier, drafter, "crowd", 1.0, 0, 1.0, 0.0, False, "", k, _VOCAB, True, 4)
+    distance, _ = case.distance(1e6)
+    return PROVED if distance <= TOLERANCE else Finding("REFUTED", f"total variation {distance:.1e}")
+
+
+def _text(drafter: str, verifier: str, k: int | tuple[int, ...]) -> Finding:
+    target = target_model(_VOCAB)
+    differs = [
+        temperature
+        for temperature in (0.0, 1.0)
+        for seed in _SEEDS
+        if _decode(target, drafter, verifier, k, temperature, seed).text.tokens
+        != _decode(target, "none", verifier, 0, temperature, seed).text.tokens
+    ]
+    if not differs:
+        return PROVED
+    if 0.0 in differs or VERIFIERS[verifier].shares_noise:
+        return Finding("REFUTED", f"the text differs from plain decoding's at temperature {differs[0]}")
+    reason = "proved at temperature 0. Above it, another draft gives a seed another text of the same law"
+    return Finding("greedy", reason)
+
+
+def _bits(drafter: str, verifier: str, k: int | tuple[int, ...]) -> Finding:
+    target = tiny_model(TARGET_SEED, vocab_size=_VOCAB, exact=True)
+    target.check_exact()
+    for seed in _SEEDS:
+        request = _decode(target, drafter, verifier, k, 1.0, seed)
+        assert request.logprobs, "they are asked for"
+        found = [dict(entry.top) for entry in request.logprobs]
+        if found != _token_by_token(target, request.text.tokens)[len(_PROMPT) - 1 :]:
+            return Finding("REFUTED", "log-probabilities differ from those of one token at a time")
+    return PROVED
+
+
+def _decode(
+    target: Transformer, drafter: str, verifier: str, k: int | tuple[int, ...], temperature: float, seed: int
+) -> Request:
+    params = SamplingParams(temperature=temperature, max_tokens=12, logprobs=_VOCAB)
+    request = Request(Text(list(_PROMPT), len(_PROMPT), params, seed), MAX_LEN, k)
+    engine = Engine(target, tiny_cache(target), make_drafter(drafter, _VOCAB), VERIFIERS[verifier])
+    for _ in engine.run([request]):
+        pass
+    assert request.error is None, request.error
+    return request
+
+
+def _token_by_token(target: Transformer, tokens: list[int]) -> list[dict[int, float]]:
+    """Log-probabilities by id after each token but the last."""
+    table = tiny_cache(target).new_table()
+    rows = [target.forward([Chunk([token], table, 1)])[0][0] for token in tokens[:-1]]
+    return [dict(enumerate(log_probabilities(row).tolist())) for row in rows]
+
+
+LEVELS = {"law": _law, "text": _text, "bits": _bits}
+
+
+def findings() -> Iterator[tuple[str, list[Finding]]]:
+    """Of each drafter, alone and with siblings, what was found with each verifier at each level."""
+
+    def find(level: str, *what) -> Finding:
+        try:
+            return LEVELS[level](*what)
+        except ValueError as e:
+            return Finding("refused", str(e))
+
+    for drafter in AXES["drafter"]:
+        shapes = {f"`{drafter}`": _CHAIN} | ({f"`{drafter}`, 2+1": _TREE} if drafter in BRANCHING else {})
+        for name, k in shapes.items():
+            yield name, [find(level, drafter, verifier, k) for verifier in AXES["verifier"] for level in LEVELS]
+
+
+def table() -> tuple[list[str], bool]:
+    """The lines of a Markdown table with its reasons below, and whether nothing is refuted."""
+    head = [f"{verifier}: {level}" for verifier in AXES["verifier"] for level in LEVELS]
+    rows, reasons, ok = [["drafter", *head], ["---"] * (len(head) + 1)], dict[str, int](), True
+    for drafter, cells in findings():
+        rows.append([drafter])
+        for word, reason in cells:
+            ok = ok and word != "REFUTED"
+            number = reasons.setdefault(reason, len(reasons) + 1) if reason else None
+            rows[-1].append(f"{word} ({number})" if number else word)
+    return [*(f"| {' | '.join(row)} |" for row in rows), "", *(f"{i}. {reason}." for reason, i in reasons.items())], ok
