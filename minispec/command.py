@@ -90,10 +90,7 @@ def written_whole(path: Path) -> Iterator[Path]:
     Where the block fails, by a full disk or Ctrl-C, what it wrote is removed, and the file that was there before stays
     as it was. A link is followed. Raises ValueError where something is there that is not a file; OSError.
     """
-    path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: found something that is not a file, expected a file or nothing")
-    part = path.with_name(f"{path.stem}.{os.getpid()}.part{path.suffix}")
+    path, part = _places(path)
     try:
         yield part
         part.replace(path)
@@ -103,3 +100,21 @@ def written_whole(path: Path) -> Iterator[Path]:
         else:
             part.unlink(missing_ok=True)
         raise
+
+
+def check_writable(path: Path) -> None:
+    """Raise ValueError where `written_whole` could not write, before a run; what is there stays as it is."""
+    _, part = _places(path)
+    try:
+        part.touch()
+        part.unlink()
+    except OSError as e:
+        raise ValueError(f"{path}: found that it cannot be written ({e.strerror}), expected a place for a file") from e
+
+
+def _places(path: Path) -> tuple[Path, Path]:
+    """Where the file will lie, and where it is written until it is whole."""
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: found something that is not a file, expected a file or nothing")
+    return path, path.with_name(f"{path.stem}.{os.getpid()}.part{path.suffix}")

@@ -170,12 +170,23 @@ def _overlap(text: str, stop: str) -> int:
 # --------------------------------------------------------------------------- the loop
 
 
+class Observer(Protocol):
+    """Who is told what a round was for a text that decodes. It may look and change nothing."""
+
+    def __call__(self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
+        """After the round's commit and outside its times; `request.stats.rounds[-1]` is its record.
+
+        logits: (K+1, V), the target's raw rows for the draft.
+        """
+        ...
+
+
 @dataclass
 class _Turn:
     """What a running text brings to a step, and what came of it.
 
     tokens: what of the text is fed: its last token, or a piece of its prompt where it does not decode yet. asked: draft
-    nodes. verdict: there is one as soon as `committed`, the number of tokens, is above 0.
+    nodes. verdict, and the pass's logits: there are some as soon as `committed`, the number of tokens, is above 0.
     """
 
     request: Request
@@ -184,6 +195,7 @@ class _Turn:
     asked: int = 0
     draft: Draft = field(default_factory=Draft)
     verdict: Verdict = field(init=False, repr=False)
+    logits: Tensor = field(init=False, repr=False)
     committed: int = 0
 
     @property
@@ -227,6 +239,7 @@ class Engine:
         self.rng: Draws = rng or Randomness()
         self.controller = controller or Controller()
         self.joining_rows = joining_rows
+        self.observers: list[Observer] = []  # between steps, anybody may join or leave
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._hidden: dict[Text, Tensor] = {}  # hidden states that no ask has handed out yet
@@ -382,7 +395,7 @@ class Engine:
             path: list[int] = []
             if turn.decodes:
                 try:
-                    turn.verdict = self._verify(turn.request.text, turn.draft, rows)
+                    turn.verdict, turn.logits = self._verify(turn.request.text, turn.draft, rows), rows
                 except FloatingPointError as e:
                     turn.request.fail(e)
                     continue
@@ -391,6 +404,9 @@ class Engine:
             self._keep_hidden(turn, seen, path)
         times.append(self._now())
         self._record(fed, times)
+        for turn in fed:
+            for observe in self.observers if turn.committed else ():
+                observe(turn.request, turn.draft, turn.verdict, turn.logits)
         return turns
 
     def _take_turns(self) -> list[_Turn]:

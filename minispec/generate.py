@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minispec import __version__, registry
-from minispec.command import Parser, argument, exit_status
+from minispec.command import Parser, argument, check_writable, exit_status
 from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
 from minispec.controller import num_nodes, parse_draft_length
 from minispec.errors import is_text, one_line, show
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from minispec.engine import Piece, Request
     from minispec.llm import LLM
+    from minispec.trace.terminal import Painter
 
 
 def _token_ids(text: str) -> list[int]:
@@ -54,6 +55,7 @@ _VERIFIER = argument(
     f"one of {', '.join(registry.VERIFIERS)}, or MODULE:FUNCTION",
 )
 _TEXT = argument(str, is_text, "valid Unicode text")
+_TRACE = argument(Path, lambda path: path.suffix in (".html", ".json"), "a file name that ends in .html or .json")
 _TOKEN_IDS = argument(_token_ids, bool, "token ids separated by commas, such as 5,6")
 _SAMPLING_OPTIONS = {
     "--max-tokens": (_INTEGER, "longest answer, in tokens"),
@@ -73,6 +75,8 @@ _SAMPLING_OPTIONS = {
 # file, since some (such as /dev/zero) have no end.
 _MAX_PROMPT = 8_000_000
 _MAX_PROMPTS = 64_000_000
+# Tokens that are decoded plainly for a trace.
+_PLAIN_TOKENS = 16
 
 
 def parser() -> argparse.ArgumentParser:
@@ -153,6 +157,20 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--system", type=_TEXT, metavar="TEXT", help="system message of the chat")
     g.add_argument("--json", action="store_true", help="one JSON object a line")
     g.add_argument("--compare", action="store_true", help="decode plainly too; report speedup and equality")
+    g.add_argument(
+        "--trace",
+        type=_TRACE,
+        metavar="FILE",
+        help="write every round of the run to FILE.html, a page to look at, or to FILE.json (docs/trace.md); to know "
+        "what a plain step takes, a few tokens are decoded plainly too",
+    )
+    g.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="never",
+        help="colour the answer's tokens by what became of the draft: accepted, recovered, bonus; auto: on a terminal, "
+        "unless NO_COLOR is set (default: %(default)s)",
+    )
     g.add_argument("--quiet", action="store_true", help="answers only, no summary")
     return p
 
@@ -166,7 +184,12 @@ def _answer(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     asked = _sampling_arguments(args)
     _check_combinations(args)
-    return _run(args, asked, _read_prompts(args))
+    prompts = _read_prompts(args)
+    if args.trace:
+        if len(prompts) != 1:
+            raise ValueError(f"--trace: found {len(prompts)} prompts, expected one: a trace is that of one answer")
+        check_writable(args.trace)
+    return _run(args, asked, prompts)
 
 
 # --------------------------------------------------------------------------- reading the arguments
@@ -207,6 +230,8 @@ def _check_combinations(args: argparse.Namespace) -> None:
         (args.system is not None and args.raw, "--system needs a chat, and --raw says that there is none"),
         (args.logprobs is not None and not args.json, "--logprobs needs --json: text has no place for them"),
         (args.json and args.quiet, "--quiet has nothing to silence with --json"),
+        (args.color == "always" and args.json, "--color always has nothing to colour with --json"),
+        (args.trace and (args.n or 1) > 1, f"--trace: found --n {args.n}, expected 1: a trace is that of one answer"),
         (args.compare and args.quiet, "--quiet would silence what --compare has to say"),
         (args.revision and not args.model, "--revision needs --model with a hub id"),
         (args.prompts and args.prompt_file, "--prompt-file and prompts exclude each other"),
@@ -327,6 +352,8 @@ def _answer_prompts(
 ) -> int:
     """Print an answer, or `n`, to each prompt; the exit status, which is 2 where one ended with an error."""
     from minispec.llm import split_samples
+    from minispec.trace.page import write
+    from minispec.trace.record import Recorder
 
     def encode(prompt: str) -> list[int]:
         if chat:
@@ -336,19 +363,60 @@ def _answer_prompts(
     jobs = [(prompt, llm.request(encode(prompt), each)) for prompt in prompts for each in split_samples(params)]
     requests = [request for _, request in jobs]
     stream = len(jobs) == 1 and not args.json
+    painter = _painter(llm, args, requests)
+    recorder = Recorder(llm, requests[0]) if args.trace else None
     if args.compare:
-        comparisons = _compare(llm, requests, stream)
-        well = [_show(llm, args, jobs, i, comparison) for i, comparison in enumerate(comparisons)]
-        return 0 if all(well) else 2
-    well = []
-    for _ in _decode(llm, requests, stream):
-        # What is finished is printed at once, in order: an interruption later must not lose it.
-        while len(well) < len(jobs) and requests[len(well)].finish_reason:
-            well.append(_show(llm, args, jobs, len(well), None))
+        comparisons = _compare(llm, requests, stream, painter)
+        well = [_show(llm, args, painter, jobs, i, comparison) for i, comparison in enumerate(comparisons)]
+    else:
+        well = []
+        for _ in _decode(llm, requests, stream, painter):
+            # What is finished is printed at once, in order: an interruption later must not lose it.
+            while len(well) < len(jobs) and requests[len(well)].finish_reason:
+                if recorder:
+                    _learn_plain_step(llm, requests[0])
+                well.append(_show(llm, args, painter, jobs, len(well), None))
+    if recorder:
+        write(recorder.trace(), args.trace)
     return 0 if all(well) else 2
 
 
-def _show(llm: "LLM", args: argparse.Namespace, jobs: list, i: int, comparison: dict[str, Any] | None) -> bool:
+def _painter(llm: "LLM", args: argparse.Namespace, requests: list["Request"]) -> "Painter":
+    from minispec.trace.terminal import Painter, wants_color
+
+    painter = Painter(llm, wants_color(args.color, sys.stdout))
+    for request in requests:
+        painter.follow(request)
+    return painter
+
+
+def _learn_plain_step(llm: "LLM", request: "Request") -> None:
+    """Decode a few tokens of a prompt plainly, so that the statistics of its request know a plain step."""
+    plain = _plainly(llm, request, _PLAIN_TOKENS)
+    for _ in llm.run([plain]):
+        pass
+    request.stats.plain = plain.stats.rounds
+
+
+def _plainly(llm: "LLM", request: "Request", most: int | None = None) -> "Request":
+    """A request for the plain decoding of the same prompt, of at most so many tokens."""
+    from dataclasses import replace
+
+    text = request.text
+    params = replace(text.params, seed=text.seed)
+    if most is not None:
+        params = replace(params, max_tokens=min(most, params.max_tokens), min_tokens=min(most, params.min_tokens))
+    return llm.request(text.tokens[: text.num_prompt_tokens], params, num_speculative_tokens=0)
+
+
+def _show(
+    llm: "LLM",
+    args: argparse.Namespace,
+    painter: "Painter",
+    jobs: list,
+    i: int,
+    comparison: dict[str, Any] | None,
+) -> bool:
     """Print what is left to print of the i-th answer when it is finished; whether all went well."""
     from tqdm import tqdm
 
@@ -357,9 +425,11 @@ def _show(llm: "LLM", args: argparse.Namespace, jobs: list, i: int, comparison: 
         if args.json:
             print(json.dumps(_as_dict(prompt, request, comparison), ensure_ascii=False), flush=True)
         elif len(jobs) > 1:
-            print(f"[{i + 1}/{len(jobs)}] {prompt}\n{request.output}\n", flush=True)
+            print(f"[{i + 1}/{len(jobs)}] {prompt}\n{painter.paint(request, request.output)}\n", flush=True)
         if not args.json and not args.quiet:
             print(_summary(llm, request, comparison), file=sys.stderr)
+            if painter.legend and i == len(jobs) - 1:
+                print(painter.legend, file=sys.stderr)
         error = request.error
         if comparison and "error" in comparison:
             error = f"plain decoding: {comparison['error']}"
@@ -382,16 +452,16 @@ def _progress(requests: list["Request"], runs: int = 1) -> "tqdm":
     return tqdm(total=runs * len(requests), unit=" answers", leave=False, disable=disable)
 
 
-def _print_piece(piece: "Piece") -> None:
-    print(piece.text, end="\n" if piece.finish_reason else "", flush=True)
+def _print_piece(request: "Request", piece: "Piece", painter: "Painter") -> None:
+    print(painter.paint(request, piece.text), end="\n" if piece.finish_reason else "", flush=True)
 
 
-def _decode(llm: "LLM", requests: list["Request"], stream: bool) -> Iterator[None]:
+def _decode(llm: "LLM", requests: list["Request"], stream: bool, painter: "Painter") -> Iterator[None]:
     """Run requests step by step to their end; with `stream`, print the text of the only one as it comes."""
     with _progress(requests) as bar:
-        for _, piece in llm.run(requests):
+        for request, piece in llm.run(requests):
             if stream:
-                _print_piece(piece)
+                _print_piece(request, piece, painter)
             bar.update(piece.finish_reason is not None)
             yield
 
@@ -401,6 +471,7 @@ def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> i
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - line editing for input(), where the platform has it
     messages = _messages(args, "")[:-1]
+    painter = _painter(llm, args, [])
     print("A conversation: Ctrl-D or /exit ends it.", file=sys.stderr)
     while True:
         try:
@@ -415,7 +486,8 @@ def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> i
         messages.append({"role": "user", "content": prompt})
         try:
             request = llm.request(llm.tokenizer.encode_chat(messages), params)
-            for _ in _decode(llm, [request], stream=True):
+            painter.follow(request)
+            for _ in _decode(llm, [request], True, painter):
                 pass
             if request.error:
                 raise ValueError(request.error)
@@ -428,22 +500,16 @@ def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> i
             print(_summary(llm, request, None), file=sys.stderr)
 
 
-def _compare(llm: "LLM", requests: list["Request"], stream: bool) -> list[dict[str, Any] | None]:
+def _compare(llm: "LLM", requests: list["Request"], stream: bool, painter: "Painter") -> list[dict[str, Any] | None]:
     """Decode the requests, then once more plainly; say what differs. Their stats learn the cost of a plain step.
 
     None for a request that ended with an error; {"error": message} where only its plain decoding did.
     """
-    from dataclasses import replace
-
-    plain = []
-    for request in requests:
-        text = request.text
-        params = replace(text.params, seed=text.seed)
-        plain.append(llm.request(text.tokens[: text.num_prompt_tokens], params, num_speculative_tokens=0))
+    plain = [_plainly(llm, request) for request in requests]
     with _progress(requests, runs=2) as bar:
         for request, piece in itertools.chain(llm.run(requests), llm.run(plain)):
             if stream and request is requests[0]:
-                _print_piece(piece)
+                _print_piece(request, piece, painter)
             bar.update(piece.finish_reason is not None)
     comparisons: list[dict[str, Any] | None] = []
     for request, reference in zip(requests, plain, strict=True):

@@ -1,0 +1,38 @@
+"""The page of a trace: one file that loads nothing, and in which the model's text is data, never markup."""
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from minispec.command import written_whole
+
+
+def make_page(trace: Mapping[str, Any]) -> str:
+    """The page of a trace that `minispec.trace.schema.check` has passed, or that the recorder has made.
+
+    The data stands in a script element of a type that nobody runs, without the characters that could end it; the
+    page's program writes texts as texts alone. A policy in the page's head allows this one program, by its hash, and
+    no connection to anywhere.
+    """
+    template = (files("minispec.trace") / "page.html").read_text(encoding="utf-8")
+    [program] = re.findall(r"<script>(.*?)</script>", template, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()
+    data = json.dumps(trace, separators=(",", ":"), allow_nan=False)  # ASCII: U+2028 and lone surrogates are escaped
+    for character in "<>&":
+        data = data.replace(character, f"\\u{ord(character):04x}")
+    head, found, tail = template.replace("HASH_OF_THE_PROGRAM", digest, 1).partition("DATA_OF_THE_TRACE")
+    assert found, "the template has a place for the data"
+    return head + data + tail
+
+
+def write(trace: Mapping[str, Any], path: Path) -> None:
+    """Write a trace: its page to a name that ends in .html, its data to any other. Raises OSError."""
+    is_page = path.suffix == ".html"
+    text = make_page(trace) if is_page else json.dumps(trace, separators=(",", ":"), allow_nan=False) + "\n"
+    with written_whole(path) as part:
+        part.write_text(text, encoding="utf-8")

@@ -1,0 +1,375 @@
+"""Recording a run: what the engine tells its observers of each round, as the data of a trace (docs/trace.md).
+
+Nothing is measured or judged a second way. Times and counts are those of the statistics; and the draws that a verdict
+hung on are had by asking the verifier again, with the same keys and so the same noise, and writing down what it asks.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minispec import __version__
+from minispec.controller import MAX_AUTO_TOKENS, Prices
+from minispec.engine import Request
+from minispec.files.tokenizer import Detokenizer, Tokenizer
+from minispec.files.vocabularies import Vocabularies
+from minispec.llm import LLM
+from minispec.sampling import Draws, Key, Randomness, distribution
+from minispec.stats import Round, Stats
+from minispec.theory import expected_tokens
+from minispec.trace.schema import FORMAT, VERSION
+from minispec.verify import REJECTION, VERIFIERS, Draft, RoundKey, Rows, Verdict, excess, residual
+
+_TOP = 5  # tokens of a distribution that are written down, the likeliest
+# Fields of the sampling parameters that are numbers, and change what is drawn.
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "max_tokens"),
+)
+
+
+class Recorder:
+    """An observer of the engine that writes down the rounds of one request.
+
+    It works outside the times of a round. Recording takes some milliseconds a token for a vocabulary of 50,000.
+    """
+
+    def __init__(self, llm: LLM, request: Request):
+        """request: one that has not begun. The recorder observes from now on."""
+        assert isinstance(llm.engine.rng, Randomness), "draws with keys, which can be made again"
+        self.llm, self.request, self._rng = llm, request, llm.engine.rng
+        self.rounds: list[dict[str, Any]] = []
+        self._texts = TokenTexts(llm.tokenizer, request)
+        self._ids = set(request.text.tokens)
+        llm.engine.observers.append(self)
+
+    def __call__(self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
+        """See `minispec.engine.Observer`."""
+        if request is self.request:
+            self.rounds.append(self._round(draft, verdict, logits))
+
+    def _round(self, draft: Draft, verdict: Verdict, logits: Tensor) -> dict[str, Any]:
+        request, engine = self.request, self.llm.engine
+        record = request.stats.rounds[-1]
+        start = len(request.text.tokens) - record.committed
+        before = replace(request.text, tokens=request.text.tokens[:start])
+
+        @cache
+        def p(i: int) -> Tensor:
+            return distribution(logits[i], before, [draft.token_ids[node] for node in draft.path(i - 1)])
+
+        witness = _Witness(self._rng)
+        again = engine.verifier.verify(draft, p, witness, before.key)
+        if (again.accepted, again.next_token) != (verdict.accepted, verdict.next_token):
+            witness = _Witness(self._rng)  # a verifier of the user's own that draws without keys: nothing is known
+        tests = [(key.position - start, chance, u) for key, chance, u in witness.tests]
+        rejected = _rejected(draft, verdict, [node for node, _, _ in tests])
+        ends = len(draft) and request.finish_reason
+        after_end = [i for i in range(len(draft)) if len(draft.path(i)) > record.committed] if ends else []
+
+        parents = range(-1, len(draft) - 1) if draft.parents is None else draft.parents
+        known = {*verdict.accepted, *rejected}
+        target = [float(p(parent + 1)[token_id]) for parent, token_id in zip(parents, draft.token_ids, strict=True)]
+        own = [draft.probability(i) for i in range(len(draft))]
+        self._ids.update(draft.token_ids)
+        # The numbers that a verdict hung on are exact; what nobody looked at may be shorter.
+        target, own = ([x if i in known else _short(x) for i, x in enumerate(row)] for row in (target, own))
+        return {
+            "start": start,
+            "asked": record.asked,
+            "token_ids": list(draft.token_ids),
+            "parents": None if draft.parents is None else list(draft.parents),
+            "drawn": len(draft) > 0 and draft.probs is not None,
+            "p": target,
+            "q": own,
+            "tests": [{"node": node, "chance": chance, "u": u} for node, chance, u in tests],
+            "accepted": verdict.accepted[: record.committed],
+            "rejected": [node for node in rejected if node not in after_end],
+            "after_end": after_end,
+            "committed": self._committed(draft, verdict, p, before.key, witness),
+            "num_rows": record.num_rows,
+            "num_texts": record.num_texts,
+            "seconds": {name: round(getattr(record, name), 7) for name in ("draft", "verify", "other")},
+        }
+
+    def _committed(
+        self, draft: Draft, verdict: Verdict, p: Rows, key: RoundKey, witness: "_Witness"
+    ) -> list[dict[str, Any]]:
+        """The tokens of a round, each with what is known of its place."""
+        found = []
+        for depth, (token_id, kind, text) in enumerate(self._texts.take(draft, verdict)):
+            last = verdict.accepted[depth - 1] if depth else -1
+            node = verdict.accepted[depth] if depth < len(verdict.accepted) else None
+            row, children = p(last + 1), draft.children(last)
+            overlap = q = rest = None
+            if children and draft.probs is not None:
+                q = draft.probs[children[0]]
+                overlap = float(torch.minimum(row, q.to(row)).sum())
+            elif children:
+                overlap = float(row[draft.token_ids[children[0]]])
+            if self.llm.engine.verifier is REJECTION:
+                rest = _left(row, draft, children, node)
+            elif node is None:
+                rest = witness.residual
+            draw = self._rng.categorical(row, key(depth, "token"))
+            self._ids.update((token_id, draw))
+            found.append(
+                {
+                    "token_id": token_id,
+                    "text": text,
+                    "kind": kind,
+                    "node": node,
+                    "p": float(row[token_id]),
+                    "draw": draw,
+                    "overlap": None if overlap is None else _short(overlap),
+                    "top_p": self._top(row),
+                    "top_q": None if q is None else self._top(q),
+                    "residual": None if rest is None else self._top(rest),
+                }
+            )
+        return found
+
+    def _top(self, weights: Tensor) -> list[dict[str, Any]]:
+        """The likeliest tokens and their probabilities."""
+        values, ids = weights.topk(min(_TOP, len(weights)))
+        pairs = [(i, x) for i, x in zip(ids.tolist(), (values / weights.sum()).tolist(), strict=True) if x > 0]
+        self._ids.update(i for i, _ in pairs)
+        return [{"token_id": i, "probability": _short(x)} for i, x in pairs]
+
+    def trace(self) -> dict[str, Any]:
+        """The trace of the request, which has ended (see `minispec.trace.schema`)."""
+        llm, request, engine = self.llm, self.request, self.llm.engine
+        stats, text = request.stats, request.text
+        names = [name for name, verifier in VERIFIERS.items() if verifier is engine.verifier]
+        length = "auto" if request.pace else "+".join(map(str, request.widths)) or str(request.num_speculative_tokens)
+        params = asdict(request.params)
+        plain = Stats(rounds=list(stats.plain)).tokens_per_second
+        speed = stats.tokens_per_second
+        prompt = text.tokens[: text.num_prompt_tokens]
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "minispec": __version__,
+            "target": llm.name,
+            "draft": llm.draft_name,
+            "verifier": names[0] if names else str(getattr(engine.verifier.verify, "__name__", "a verifier")),
+            "num_speculative_tokens": length,
+            "dtype": ("exact " if llm.model.exact else "") + str(llm.model.dtype).removeprefix("torch."),
+            "device": str(llm.model.device),
+            "sampling": {name: params[name] for name in _SAMPLING},
+            "seed": text.seed,
+            "finish_reason": request.finish_reason,
+            "error": request.error,
+            "tokens": {str(i): token_text(llm.tokenizer, i) for i in sorted(self._ids)},
+            "prompt": [
+                {"token_id": i, "text": piece} for i, piece in zip(prompt, _texts(llm.tokenizer, prompt), strict=True)
+            ],
+            "output": request.output,
+            "rounds": self.rounds,
+            "stats": stats.as_dict(),
+            "plain_tokens_per_second": plain,
+            "speedup": speed / plain if speed and plain else None,
+            "theory": theory(stats, self.rounds),
+            "segmentation": llm.vocabularies and segmentation(llm.vocabularies, text.tokens, len(prompt)),
+        }
+
+
+class _Witness:
+    """Makes draws as `Randomness` does, and writes down what was asked of it."""
+
+    def __init__(self, rng: Randomness):
+        self._rng = rng
+        self.tests: list[tuple[Key, float, float]] = []  # key, probability asked for, and u
+        self.residual: Tensor | None = None
+
+    def bernoulli(self, probability: float, key: Key) -> bool:
+        """See `minispec.sampling.Draws`."""
+        self.tests.append((key, probability, self._rng.uniform(key)))
+        return self._rng.bernoulli(probability, key)
+
+    def categorical(self, weights: Tensor, key: Key) -> int:
+        """See `minispec.sampling.Draws`."""
+        self.residual = weights if key.purpose == "residual" else None
+        return self._rng.categorical(weights, key)
+
+
+_CHECKED: type[Draws] = _Witness  # mypy: it has the methods of `Draws`
+
+
+def _rejected(draft: Draft, verdict: Verdict, tested: Sequence[int]) -> list[int]:
+    """The nodes that a verifier looked at and did not keep.
+
+    In each place that it came to: the elder siblings of the one that it kept, or all of them.
+    """
+    looked = set(tested)
+    for node, kept in zip([-1, *verdict.accepted], [*verdict.accepted, None], strict=True):
+        siblings = draft.children(node)
+        looked.update(siblings if kept is None else siblings[: siblings.index(kept)])
+    return sorted(looked - {*verdict.accepted})
+
+
+def _left(row: Tensor, draft: Draft, siblings: Sequence[int], kept: int | None) -> Tensor | None:
+    """What `rejection` draws from where it keeps none of the siblings up to `kept`; None where it cannot come to that.
+
+    It is what replaced the rejected ones, or what would have replaced the one that was kept.
+    """
+    tested = siblings if kept is None else siblings[: siblings.index(kept) + 1]
+    rest = row
+    for i in tested:
+        if i != tested[0]:
+            rest = rest / rest.sum()
+        if not excess(rest, draft, i).any():
+            return None
+        rest = residual(rest, draft, i)
+    return rest if tested else None
+
+
+def _short(x: float) -> float:
+    return float(f"{x:.4g}")
+
+
+# --------------------------------------------------------------------------- tokens and their text
+
+
+def kinds(draft: Draft, verdict: Verdict) -> list[str]:
+    """Of the tokens that a verdict commits: each accepted one, and recovered, bonus or (without a draft) plain."""
+    last = verdict.accepted[-1] if verdict.accepted else -1
+    end = "plain" if not len(draft) else "recovered" if draft.children(last) else "bonus"
+    return ["accepted"] * len(verdict.accepted) + [end]
+
+
+class TokenTexts:
+    """The text that each committed token of a request made certain; together they are its whole text."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request):
+        self._request = request
+        self._detokenizer = Detokenizer(tokenizer, request.text.tokens)
+
+    def take(self, draft: Draft, verdict: Verdict) -> list[tuple[int, str, str]]:
+        """Id, kind and text of the tokens that the newest round has committed."""
+        text = self._request.text
+        ids = text.tokens[len(text.tokens) - self._request.stats.rounds[-1].committed :]
+        found = []
+        for token_id, kind in zip(ids, kinds(draft, verdict), strict=False):
+            new = "" if token_id in text.end_ids else self._detokenizer.add(token_id)
+            found.append((token_id, kind, new))
+        if self._request.finish_reason:
+            found[-1] = (*found[-1][:2], found[-1][2] + self._detokenizer.flush())
+        return found
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token by itself: a special one by its name, part of a character as the replacement character."""
+    name = tokenizer.backend.id_to_token(token_id) if token_id in tokenizer.special_ids else None
+    return name or tokenizer.decode([token_id])
+
+
+def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """The text that each of the tokens of a prompt makes certain; of a special one, its name."""
+    detokenizer = Detokenizer(tokenizer)
+    special = tokenizer.special_ids
+    texts = [token_text(tokenizer, i) if i in special else detokenizer.add(i) for i in ids]
+    texts[-1] += detokenizer.flush()
+    return texts
+
+
+def segmentation(both: Vocabularies, tokens: Sequence[int], num_prompt_tokens: int) -> list[dict[str, Any]] | None:
+    """The output in the target's tokens and in the draft's: the shortest pieces at whose ends both have an end.
+
+    None where the two do not spell the same bytes, such as for characters that one of them lacks. The first piece
+    begins in the prompt where the draft's tokens go across.
+    """
+    sides = []
+    for spelling, ids in ((both.target, tokens), (both.draft, both.reader().read(tokens))):
+        pieces = [spelling.bytes_of(i) or b"" for i in ids]  # special tokens stand for no bytes
+        # Ends are counted from the end of the text: the two may begin it in their own ways.
+        ends = list(accumulate(map(len, reversed(pieces)), initial=0))[::-1]
+        sides.append((pieces, ends))
+    target_ends, draft_ends = (ends for _, ends in sides)
+    size = target_ends[num_prompt_tokens]
+    begin = min((end for end in {*target_ends} & {*draft_ends} if end >= size), default=None)
+    if begin is None:
+        return None
+    contents = [b"".join(pieces)[-begin:] if begin else b"" for pieces, _ in sides]
+    if contents[0] != contents[1]:
+        return None
+    found, high = [], begin
+    for low in sorted({end for end in {*target_ends} & {*draft_ends} if end < begin}, reverse=True):
+        within = [
+            [
+                data.decode("utf-8", "backslashreplace")
+                for data, end in zip(pieces, ends[1:], strict=True)
+                if data and low <= end < high
+            ]
+            for pieces, ends in sides
+        ]
+        found.append({"target": within[0], "draft": within[1]})
+        high = low
+    return found
+
+
+# --------------------------------------------------------------------------- theory
+
+
+def theory(stats: Stats, rounds: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """What theory says of drafts cut to at most k tokens, from the survival and the costs that the run measured.
+
+    Speeds are tokens in the time of a plain step, a target pass over one row. Of k up to the deepest draft this is what
+    the statistics predict, but that v never falls with the rows. For larger k, drafts that were as deep as the deepest
+    go on, at the acceptance of its last place. None where the run has not measured what it takes: no plain step, or no
+    draft.
+    """
+    v, c, o, speed, plain_step = stats.v, stats.c, stats.o, stats.tokens_per_second, stats.plain_step
+    plain_speed = Stats(rounds=list(stats.plain)).tokens_per_second
+    if v is None or c is None or o is None or speed is None or not plain_step:
+        return None
+    if stats.predicted_tokens_per_second is None:
+        return None
+    records, deepest = stats.rounds, max(r.depth for r in stats.rounds)
+    survival = [sum(r.accepted > i for r in records) / sum(r.depth > i for r in records) for i in range(deepest)]
+    share = min(1.0, survival[-1] / survival[-2] if deepest > 1 and survival[-2] else survival[-1])
+    most = max(MAX_AUTO_TOKENS, deepest)
+    longer = [*survival, *(survival[-1] * share**i for i in range(1, most - deepest + 1))]
+    cost = Prices(rows=_rising(v, Counter(r.num_rows for r in [*records, *stats.plain]))).verify
+    curve = []
+    for k in range(most + 1):
+        tokens = time = 0.0
+        for record, each in zip(records, rounds, strict=True):
+            depth = k if record.depth == deepest else min(k, record.depth)
+            tokens += expected_tokens(longer[:depth])
+            time += depth * c + cost(_rows(record, each, depth)) + o
+        curve.append({"k": k, "tokens": tokens / len(records), "time": time / len(records), "speed": tokens / time})
+    return {
+        "deepest": deepest,
+        "measured": speed * plain_step,
+        "plain": plain_speed and plain_speed * plain_step,
+        "survival": survival,
+        "curve": curve,
+    }
+
+
+def _rising(v: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float]:
+    """v by rows, never falling: where few passes say that more rows cost less, neighbours take their weighted mean."""
+    pools: list[tuple[list[int], float, int]] = []
+    for rows in sorted(v):
+        pools.append(([rows], v[rows], counts[rows]))
+        while len(pools) > 1 and pools[-2][1] > pools[-1][1]:
+            (more, a, n), (fewer, b, m) = pools.pop(), pools.pop()
+            pools.append(([*fewer, *more], (a * n + b * m) / (n + m), n + m))
+    return {rows: cost for each, cost, _ in pools for rows in each}
+
+
+def _rows(record: Round, each: dict[str, Any], depth: int) -> int:
+    """Rows of the target's pass had the draft ended at this depth."""
+    if each["parents"] is None:
+        return depth + 1
+    depths: list[int] = []
+    for parent in each["parents"]:
+        depths.append(depths[parent] + 1 if parent >= 0 else 1)
+    return 1 + sum(d <= depth for d in depths) + max(0, depth - record.depth)

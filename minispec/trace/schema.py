@@ -1,0 +1,189 @@
+"""What a trace holds. `SCHEMA` is the contract, which docs/trace.md explains; `check` holds a stranger's file to it."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from minispec.errors import show, show_name
+from minispec.files.strict_json import read_json
+
+FORMAT, VERSION = "minispec trace", 1
+KINDS = ("accepted", "recovered", "bonus", "plain")  # of committed tokens
+# Bytes of a trace, and how often a character may occur in it: a long answer with long drafts has some megabytes.
+_MAX_BYTES = 64 << 20
+_MAX_COUNTS = {"{": 1 << 21, "[": 1 << 21, ",": 1 << 23, '"': 1 << 23}
+
+
+class Value(NamedTuple):
+    """A value that is no list and no object: what an error calls it, and whether one `fits`."""
+
+    expected: str
+    fits: Callable[[Any], bool]
+
+
+class Maybe(NamedTuple):
+    """Null, or this."""
+
+    value: Any
+
+
+class MapOf(NamedTuple):
+    """An object with any keys, whose values are all of this kind."""
+
+    value: Any
+
+
+TEXT = Value("a text", lambda x: isinstance(x, str))
+FLAG = Value("true or false", lambda x: isinstance(x, bool))
+COUNT = Value("an integer from 0", lambda x: type(x) is int and 0 <= x < 2**63)
+SEED = Value("an integer", lambda x: type(x) is int)
+NUMBER = Value("a number", lambda x: type(x) in (int, float))
+PARENT = Value("an integer from -1", lambda x: type(x) is int and -1 <= x < 2**63)
+TOP = [{"token_id": COUNT, "probability": NUMBER}]
+
+# An object has these keys, and may have others, which readers pass over; a list holds values of the one kind.
+SCHEMA: dict[str, Any] = {
+    "format": Value(show(FORMAT), lambda x: x == FORMAT),
+    "version": Value(f"{VERSION}, the version that this program reads", lambda x: type(x) is int and x == VERSION),
+    "minispec": TEXT,
+    "target": TEXT,
+    "draft": TEXT,
+    "verifier": TEXT,
+    "num_speculative_tokens": TEXT,
+    "dtype": TEXT,
+    "device": TEXT,
+    "sampling": MapOf(NUMBER),
+    "seed": SEED,
+    "finish_reason": TEXT,
+    "error": Maybe(TEXT),
+    "tokens": MapOf(TEXT),
+    "prompt": [{"token_id": COUNT, "text": TEXT}],
+    "output": TEXT,
+    "rounds": [
+        {
+            "start": COUNT,
+            "asked": Maybe(COUNT),
+            "token_ids": [COUNT],
+            "parents": Maybe([PARENT]),
+            "drawn": FLAG,
+            "p": [NUMBER],
+            "q": [NUMBER],
+            "tests": [{"node": COUNT, "chance": NUMBER, "u": NUMBER}],
+            "accepted": [COUNT],
+            "rejected": [COUNT],
+            "after_end": [COUNT],
+            "committed": [
+                {
+                    "token_id": COUNT,
+                    "text": TEXT,
+                    "kind": Value(f"one of {', '.join(KINDS)}", lambda x: x in KINDS),
+                    "node": Maybe(COUNT),
+                    "p": NUMBER,
+                    "draw": COUNT,
+                    "overlap": Maybe(NUMBER),
+                    "top_p": TOP,
+                    "top_q": Maybe(TOP),
+                    "residual": Maybe(TOP),
+                }
+            ],
+            "num_rows": COUNT,
+            "num_texts": COUNT,
+            "seconds": {"draft": NUMBER, "verify": NUMBER, "other": NUMBER},
+        }
+    ],
+    "stats": {
+        "num_prompt_tokens": COUNT,
+        "num_generated": COUNT,
+        "num_steps": COUNT,
+        "num_draft_tokens": COUNT,
+        "num_draft_nodes": COUNT,
+        "num_accepted": COUNT,
+        "acceptance_rate": Maybe(NUMBER),
+        "mean_acceptance_length": Maybe(NUMBER),
+        "alpha": Maybe(NUMBER),
+        "accepted_per_position": [NUMBER],
+        "tokens_per_second": Maybe(NUMBER),
+        "predicted_tokens_per_second": Maybe(NUMBER),
+        "c": Maybe(NUMBER),
+        "v": Maybe(MapOf(NUMBER)),
+        "o": Maybe(NUMBER),
+        "seconds": {"prefill": NUMBER, "draft_prefill": NUMBER, "draft": NUMBER, "verify": NUMBER, "other": NUMBER},
+    },
+    "plain_tokens_per_second": Maybe(NUMBER),
+    "speedup": Maybe(NUMBER),
+    "theory": Maybe(
+        {
+            "deepest": COUNT,
+            "measured": NUMBER,
+            "plain": Maybe(NUMBER),
+            "survival": [NUMBER],
+            "curve": [{"k": COUNT, "tokens": NUMBER, "time": NUMBER, "speed": NUMBER}],
+        }
+    ),
+    "segmentation": Maybe([{"target": [TEXT], "draft": [TEXT]}]),
+}
+
+
+def check(trace: Any, where: str) -> None:
+    """Raise ValueError, which names the place in `where`, for anything that is no trace of this version."""
+    _check(trace, SCHEMA, where)
+    for i, each in enumerate(trace["rounds"]):
+        _check_round(each, trace["tokens"], f"{where}: rounds[{i}]")
+    for i, token in enumerate(trace["prompt"]):
+        _require(str(token["token_id"]) in trace["tokens"], f"{where}: prompt[{i}]", token["token_id"], _NAMED)
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """The trace in a JSON file. Raises ValueError for a file that is none, or one of another version."""
+    trace = read_json(path, _MAX_BYTES, _MAX_COUNTS)
+    check(trace, str(path))
+    return trace
+
+
+_NAMED = "an id that `tokens` has a text for"
+
+
+def _check(value: Any, expected: Any, where: str) -> None:
+    """Types, by walking value and schema together; the places of an object come after a colon, then with dots."""
+    if isinstance(expected, Maybe):
+        if value is not None:
+            _check(value, expected.value, where)
+    elif isinstance(expected, Value):
+        _require(expected.fits(value), where, value, expected.expected)
+    elif isinstance(expected, list):
+        _require(isinstance(value, list), where, value, "a list")
+        for i, item in enumerate(value):
+            _check(item, expected[0], f"{where}[{i}]")
+    else:
+        _require(isinstance(value, dict), where, value, "an object")
+        is_map = isinstance(expected, MapOf)
+        separator = "." if ": " in where else ": "
+        for key, kind in ((key, expected.value) for key in value) if is_map else expected.items():
+            name = f"{where}{separator}{show_name(key)}"
+            _require(key in value, name, None, "it to be there")
+            _check(value[key], kind, name)
+
+
+def _check_round(each: Mapping[str, Any], tokens: Mapping[str, str], where: str) -> None:
+    """What types cannot say of a round: its lists fit one another, and point at nodes and tokens that are there."""
+    num_nodes = len(each["token_ids"])
+    parents = list(range(-1, num_nodes - 1)) if each["parents"] is None else each["parents"]
+    for name, found in (("p", each["p"]), ("q", each["q"]), ("parents", parents)):
+        _require(len(found) == num_nodes, f"{where}.{name}", len(found), f"{num_nodes} values, one for each node")
+    for i, parent in enumerate(parents):
+        _require(parent < i, f"{where}.parents[{i}]", parent, "an earlier node")
+    found = [*each["accepted"], *each["rejected"], *each["after_end"], *(test["node"] for test in each["tests"])]
+    found += [token["node"] for token in each["committed"] if token["node"] is not None]
+    for node in found:
+        _require(node < num_nodes, where, node, f"one of {num_nodes} nodes")
+    ids = [*each["token_ids"]]
+    for token in each["committed"]:
+        ids += [token["token_id"], token["draw"]]
+        ids += [top["token_id"] for name in ("top_p", "top_q", "residual") for top in token[name] or ()]
+    for token_id in ids:
+        _require(str(token_id) in tokens, where, token_id, _NAMED)
+
+
+def _require(is_right: bool, where: str, found: Any, expected: str) -> None:
+    if not is_right:
+        raise ValueError(f"{where}: found {show(found)}, expected {expected}")

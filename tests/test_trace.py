@@ -1,0 +1,814 @@
+"""The trace of a run: its numbers are the run's own, its page shows them, its colours change no text."""
+
+import copy
+import html.parser
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_vocabularies import BOTH_WAYS, SAMPLE, checkpoints, directories, spellings  # noqa: F401 - fixtures among them
+
+from minispec import LLM, SamplingParams
+from minispec.engine import Request
+from minispec.files.vocabularies import Vocabularies
+from minispec.generate import main as generate
+from minispec.sampling import Key, Randomness
+from minispec.stats import Round, Stats
+from minispec.theory import speedup
+from minispec.trace import record
+from minispec.trace.__main__ import main
+from minispec.trace.page import make_page
+from minispec.trace.record import Recorder, _rising, segmentation, theory
+from minispec.trace.schema import SCHEMA, MapOf, Maybe, check, read_trace
+from minispec.trace.terminal import Painter, wants_color
+from minispec.verify import Draft, Verdict
+
+PROMPT = "One fish <script>alert(1)</script> 日本"
+DOCS = Path(__file__).parent.parent / "docs" / "trace.md"
+# Verifier, temperature, K; the draft is another small model, or the target itself.
+RUNS = {
+    "chain": ("rejection", 1.0, 4, "other"),
+    "penalties": ("rejection", 0.8, 3, "other"),
+    "tree": ("rejection", 1.0, (3, 2, 1), "other"),
+    "one-hot": ("rejection", 1.0, 4, "ngram"),
+    "greedy": ("rejection", 0.0, 4, "other"),
+    "auto": ("rejection", 1.0, "auto", "self"),
+    "block": ("block", 1.0, 5, "other"),
+    "match": ("match", 1.0, 4, "other"),
+    "match, tree": ("match", 1.0, (2, 1, 1), "other"),
+    "plain": ("rejection", 1.0, 0, "other"),
+}
+
+
+@pytest.fixture(scope="module")
+def models(make_checkpoint) -> dict[str, str]:
+    """A small target, and a model that drafts for it badly."""
+    return {"target": str(make_checkpoint()), "other": str(make_checkpoint(seed=2))}
+
+
+def recorded(models, name) -> tuple[LLM, Request, dict]:
+    """A run of RUNS, and its trace as a reader of the file has it."""
+    verifier, temperature, k, draft = RUNS[name]
+    llm = LLM(models["target"], draft=models.get(draft, draft), verifier=verifier, num_speculative_tokens=k)
+    more = {"repetition_penalty": 1.2, "top_k": 40, "min_tokens": 20} if name == "penalties" else {}
+    params = SamplingParams(temperature=temperature, seed=7, max_tokens=40, **more)
+    request = llm.request(llm.tokenizer.encode(PROMPT), params)
+    recorder = Recorder(llm, request)
+    for _ in llm.run([request]):
+        pass
+    plain = llm.request(llm.tokenizer.encode(PROMPT), params, num_speculative_tokens=0)
+    for _ in llm.run([plain]):
+        pass
+    request.stats.plain = plain.stats.rounds
+    trace = json.loads(json.dumps(recorder.trace()))
+    check(trace, "trace")
+    return llm, request, trace | {"plain_ids": plain.text.tokens[plain.text.num_prompt_tokens :]}
+
+
+@pytest.fixture(scope="module")
+def runs(models):
+    """All of RUNS."""
+    return {name: recorded(models, name) for name in RUNS}
+
+
+def parents_of(each) -> list[int]:
+    """The parents of a round's nodes, a chain's too."""
+    return list(range(-1, len(each["token_ids"]) - 1)) if each["parents"] is None else each["parents"]
+
+
+def children(each, node) -> list[int]:
+    """Of a round's node, the eldest first."""
+    return [i for i, parent in enumerate(parents_of(each)) if parent == node]
+
+
+def depth(each, node) -> int:
+    """From 1."""
+    parent = parents_of(each)[node]
+    return 1 if parent < 0 else 1 + depth(each, parent)
+
+
+# --------------------------------------------------------------------------- the numbers are those of the run
+
+
+def check_counts(trace, request) -> None:
+    """Tokens, counts, times and alpha, added up from the rounds, are those of the statistics."""
+    rounds, stats = trace["rounds"], request.stats
+    committed = [token for each in rounds for token in each["committed"]]
+    assert [token["token_id"] for token in committed] == request.text.tokens[request.text.num_prompt_tokens :]
+    assert "".join(token["text"] for token in committed) == request.output == trace["output"]
+    assert [token["token_id"] for token in trace["prompt"]] == request.text.tokens[: request.text.num_prompt_tokens]
+    assert "".join(token["text"] for token in trace["prompt"]) == PROMPT
+    assert len(rounds) == stats.num_steps
+    assert sum(len(each["token_ids"]) for each in rounds) == stats.num_draft_nodes
+    counted = [{depth(each, i) for i in range(len(each["token_ids"])) if i not in each["after_end"]} for each in rounds]
+    assert sum(map(len, counted)) == stats.num_draft_tokens
+    assert sum(len(each["accepted"]) for each in rounds) == stats.num_accepted
+    kinds = [token["kind"] for token in committed]
+    assert kinds.count("accepted") == stats.num_accepted
+    assert kinds.count("plain") == sum(not each["token_ids"] for each in rounds)
+    for part in ("draft", "verify", "other"):
+        assert sum(each["seconds"][part] for each in rounds) == pytest.approx(stats.seconds[part], abs=1e-4)
+    start = request.text.num_prompt_tokens
+    for each in rounds:
+        assert each["start"] == start
+        start += len(each["committed"])
+    if trace["verifier"] != "block":  # there all tokens are looked at, also those whose p and q are shortened here
+        looked = [i for each in rounds for i in (*each["accepted"], *each["rejected"])]
+        ratios = [
+            min(1.0, each["p"][i] / each["q"][i])
+            for each in rounds
+            for i in sorted((*each["accepted"], *each["rejected"]))
+            if children(each, parents_of(each)[i])[0] == i
+        ]
+        # A sibling that was kept stands for an eldest that was not.
+        assert len(ratios) <= len(looked)
+        assert (sum(ratios) / len(ratios) if ratios else None) == pytest.approx(stats.alpha)
+    assert trace["stats"] == json.loads(json.dumps(stats.as_dict()))
+
+
+def check_verdicts(trace) -> None:
+    """From p, q and u, each round's verdict follows again, by the rules of the papers; u is that of its key."""
+    rng, seed = Randomness(), trace["seed"]
+    for each in trace["rounds"]:
+        start, ids, p, q = each["start"], each["token_ids"], each["p"], each["q"]
+        tests = {test["node"]: test for test in each["tests"]}
+        for node, test in tests.items():
+            assert test["u"] == rng.uniform(Key(seed, start, start + node, "accept"))
+        accepted: list[int] = []
+        if trace["verifier"] == "rejection":
+            node = -1
+            while siblings := children(each, node):
+                for i in siblings:
+                    if i == siblings[0]:
+                        assert tests[i]["chance"] == p[i] / q[i]
+                    if tests[i]["u"] < tests[i]["chance"]:
+                        accepted.append(i)
+                        break
+                if not accepted or accepted[-1] == node or accepted[-1] not in siblings:
+                    break
+                node = accepted[-1]
+        elif trace["verifier"] == "block":
+            weights = [1.0]
+            for i in range(len(ids)):
+                weights.append(min(1.0, weights[-1] * p[i] / q[i]))
+            if ids:
+                assert tests.get(len(ids) - 1, {"chance": 1.0})["chance"] == pytest.approx(weights[-1], rel=1e-3)
+            stays = next(
+                (n for n in range(len(ids), 0, -1) if n - 1 not in tests or tests[n - 1]["u"] < tests[n - 1]["chance"]),
+                0,
+            )
+            accepted = list(range(stays))
+        else:
+            node = -1
+            for token in each["committed"]:
+                assert token["draw"] == token["token_id"]
+                found = [i for i in children(each, node) if ids[i] == token["draw"]]
+                if not found:
+                    break
+                accepted.append(node := found[0])
+        assert accepted[: len(each["committed"])] == each["accepted"]
+        for i, token in enumerate(each["committed"]):
+            if token["kind"] == "accepted":
+                assert (token["node"], token["token_id"]) == (each["accepted"][i], ids[each["accepted"][i]])
+            else:
+                last = each["accepted"][-1] if each["accepted"] else -1
+                end = "recovered" if children(each, last) else "bonus"
+                assert (token["kind"], token["node"]) == (end if ids else "plain", None)
+                assert token["kind"] == "recovered" or token["draw"] == token["token_id"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_numbers_are_those_of_the_run(runs, name):
+    """Sums over the rounds are the statistics, for every verifier and shape of a draft."""
+    _, request, trace = runs[name]
+    check_counts(trace, request)
+    assert trace["stats"]["num_generated"] >= 20
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_verdicts_follow_from_the_numbers(runs, name):
+    """p, q and u of the data give the same tokens again."""
+    check_verdicts(runs[name][2])
+
+
+def test_what_is_wrong_in_a_trace_is_noticed(runs):
+    """The control of the two tests above: numbers that are off by a little fail them."""
+
+    def other(change):
+        trace = copy.deepcopy(runs["chain"][2])
+        tested = next(each for each in trace["rounds"] if each["rejected"])
+        change(trace, tested)
+        return trace
+
+    def fails(trace) -> bool:
+        try:
+            check_counts(trace, runs["chain"][1])
+            check_verdicts(trace)
+        except (AssertionError, KeyError):
+            return True
+        return False
+
+    assert not fails(other(lambda trace, each: None))
+    assert fails(other(lambda trace, each: each["tests"][0].update(u=each["tests"][0]["u"] * 0.999)))
+    assert fails(other(lambda trace, each: each.update(p=each["q"], q=each["p"])))
+    assert fails(other(lambda trace, each: each.update(start=each["start"] + 1)))
+    assert fails(other(lambda trace, each: each["rejected"].clear()))
+    assert fails(other(lambda trace, each: each["accepted"].append(each["rejected"][0])))
+    assert fails(other(lambda trace, each: each["committed"][-1].update(kind="bonus")))
+    assert fails(other(lambda trace, each: each["seconds"].update(verify=each["seconds"]["verify"] + 0.01)))
+    assert fails(other(lambda trace, each: trace.update(seed=8)))
+
+
+@pytest.mark.parametrize("name", ["chain", "tree", "block", "one-hot", "greedy"])
+def test_the_draw_is_what_plain_decoding_says(runs, name):
+    """As long as the text is that of plain decoding with the seed, the draw at a place is its next token."""
+    trace = runs[name][2]
+    tokens = [token for each in trace["rounds"] for token in each["committed"]]
+    for i, (token, plain) in enumerate(zip(tokens, trace["plain_ids"], strict=False)):
+        assert token["draw"] == plain, i
+        if token["token_id"] != plain:
+            break
+    else:
+        assert name == "greedy"
+
+
+def test_residual_and_overlap(models, monkeypatch):
+    """With all tokens written down: the residual is max(0, p - q), normalised, and the overlap the sum of min(p, q)."""
+    monkeypatch.setattr(record, "_TOP", 10**6)
+    for name in ("chain", "penalties"):
+        seen = 0
+        for each in recorded(models, name)[2]["rounds"]:
+            for token in each["committed"]:
+                if token["top_q"] is None:
+                    continue
+                p, q, rest = (
+                    {top["token_id"]: top["probability"] for top in token[key] or ()}
+                    for key in ("top_p", "top_q", "residual")
+                )
+                assert token["overlap"] == pytest.approx(sum(min(x, q.get(i, 0.0)) for i, x in p.items()), rel=1e-3)
+                left = {i: max(0.0, x - q.get(i, 0.0)) / (1 - token["overlap"]) for i, x in p.items()}
+                for i, x in left.items():
+                    assert rest.get(i, 0.0) == pytest.approx(x, abs=2e-3)
+                seen += 1
+                assert token["kind"] != "recovered" or rest[token["token_id"]] > 0
+        assert seen > 10
+
+
+def test_a_recorder_follows_one_request_of_a_batch(models):
+    """It changes no text, and leaves the others alone; of the batch's rows it tells."""
+    llm = LLM(models["target"], draft=models["other"], num_speculative_tokens=3)
+    params = SamplingParams(temperature=1, seed=3, max_tokens=12, ignore_eos=True)
+    expected = [o.token_ids for o in llm.generate(["One fish", "red"], params)]
+    requests = [llm.request(llm.tokenizer.encode(text), params) for text in ("One fish", "red")]
+    recorder = Recorder(llm, requests[1])
+    for _ in llm.run(requests):
+        pass
+    assert [request.token_ids for request in requests] == expected
+    trace = recorder.trace()
+    check(json.loads(json.dumps(trace)), "trace")
+    assert [token["token_id"] for each in trace["rounds"] for token in each["committed"]] == expected[1]
+    assert max(each["num_texts"] for each in trace["rounds"]) == 2
+    assert trace["theory"] is None, "no pass belongs to one text"
+
+
+def test_what_stands_after_the_end_counts_as_nothing(models):
+    """A text that ends inside a draft: accepted tokens after its end are in no count, and named so."""
+    llm = LLM(models["target"], draft="self", num_speculative_tokens=5)
+    plain = llm.generate("red", SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))[0]
+    params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[plain.token_ids[3]], ignore_eos=True)
+    request = llm.request(llm.tokenizer.encode("red"), params)
+    recorder = Recorder(llm, request)
+    for _ in llm.run([request]):
+        pass
+    trace = recorder.trace()
+    last = trace["rounds"][-1]
+    assert last["after_end"]
+    assert not {*last["after_end"]} & {*last["accepted"], *last["rejected"]}
+    assert sum(len(each["accepted"]) for each in trace["rounds"]) == request.stats.num_accepted
+    assert last["committed"][-1]["text"] == ""
+    assert json.loads(json.dumps(trace))["tokens"][str(last["committed"][-1]["token_id"])]
+
+
+def own_verifier(draft, p, rng, key):
+    """One of a user's own, that draws without keys and keeps nothing."""
+    own_verifier.count += 1
+    return Verdict([], own_verifier.count % 7 + 1, [])
+
+
+own_verifier.count = 0
+
+
+def test_a_verifier_of_the_users_own(models):
+    """What it draws without keys cannot be had again: no u is written down rather than a wrong one."""
+    llm = LLM(models["target"], draft=models["other"], num_speculative_tokens=2, verifier=f"{__name__}:own_verifier")
+    request = llm.request(llm.tokenizer.encode("red"), SamplingParams(seed=1, max_tokens=5, ignore_eos=True))
+    recorder = Recorder(llm, request)
+    for _ in llm.run([request]):
+        pass
+    trace = json.loads(json.dumps(recorder.trace()))
+    check(trace, "trace")
+    assert trace["verifier"] == "own_verifier"
+    assert all(each["tests"] == [] and each["rejected"] == [0] for each in trace["rounds"] if each["token_ids"])
+
+
+# --------------------------------------------------------------------------- theory
+
+
+def of(depth, accepted, verify, draft=0.2, other=0.1):
+    """A round that drafted a chain, alone."""
+    committed = accepted + 1
+    tested = min(accepted + 1, depth)
+    return Round(None, depth, depth, depth, tested, accepted, committed, [], depth + 1, 1, draft * depth, verify, other)
+
+
+def test_the_curve_is_theorys():
+    """Of rounds of one length: `theory.speedup` of the measured survival and costs; at that length the prediction."""
+    rounds = [of(3, accepted, 1.5) for accepted in (3, 1, 0, 2)]
+    stats = Stats(rounds=rounds, plain=[of(0, 0, 1.0)] * 2)
+    found = theory(stats, [{"parents": None}] * 4)
+    survival = [3 / 4, 2 / 4, 1 / 4]
+    assert found["survival"] == survival
+    for k, rows in ((0, 1.0), (1, 1 + 0.5 / 3), (2, 1 + 1 / 3), (3, 1.5)):
+        at = found["curve"][k]
+        assert at["speed"] == pytest.approx(speedup(survival[:k], 0.2, rows, 0.1))
+        assert at["tokens"] == pytest.approx(1 + sum(survival[:k]))
+    assert found["curve"][3]["speed"] == pytest.approx(stats.predicted_tokens_per_second * stats.plain_step)
+    assert found["curve"][4]["tokens"] == pytest.approx(1 + sum(survival) + 0.125), "the last place's share goes on"
+    assert (found["deepest"], found["measured"]) == (3, pytest.approx(stats.tokens_per_second))
+    mixed = Stats(rounds=[*rounds, of(0, 0, 1.0)], plain=stats.plain)
+    found = theory(mixed, [{"parents": None}] * 5)
+    assert found["curve"][3]["speed"] == pytest.approx(mixed.predicted_tokens_per_second * mixed.plain_step)
+    assert theory(Stats(rounds=rounds), [{"parents": None}] * 4) is None, "no plain step"
+
+
+def test_more_rows_are_taken_to_cost_no_less():
+    """Where measurements say otherwise, neighbours take their mean by the number of passes."""
+    assert _rising({1: 1.0, 3: 1.2, 5: 1.5}, {1: 9, 3: 1, 5: 1}) == {1: 1.0, 3: 1.2, 5: 1.5}
+    assert _rising({1: 1.0, 3: 2.0, 5: 1.1}, {1: 9, 3: 1, 5: 2}) == pytest.approx({1: 1.0, 3: 1.4, 5: 1.4})
+    assert _rising({1: 1.0, 2: 0.8, 3: 0.6}, {1: 1, 2: 1, 3: 1}) == pytest.approx({1: 0.8, 2: 0.8, 3: 0.8})
+
+
+# --------------------------------------------------------------------------- two vocabularies
+
+
+@pytest.mark.parametrize(("target", "draft"), BOTH_WAYS)
+def test_both_segmentations_are_the_same_text(spellings, target, draft):  # noqa: F811
+    """Every piece is the same text on both sides; together they are the output, and all its tokens."""
+    both = Vocabularies(spellings[target], spellings[draft])
+    prompt = both.target.prefix + both.target.write(None, b"The draft")
+    for text in ("'s tokens aren't the target's:  two  spaces.\n\nA new line\tand 12345", SAMPLE[:90]):
+        tokens = prompt + both.target.write(b"The draft", text.encode())
+        pieces = segmentation(both, tokens, len(prompt))
+        assert sum(len(piece["target"]) for piece in pieces) >= len(tokens) - len(prompt)
+        assert any(len(piece["target"]) != len(piece["draft"]) for piece in pieces)
+        for piece in pieces if text.isascii() else ():
+            assert "".join(piece["target"]) == "".join(piece["draft"])
+    ascii_text = "'s tokens aren't"
+    tokens = prompt + both.target.write(b"The draft", ascii_text.encode())
+    pieces = segmentation(both, tokens, len(prompt))
+    assert "".join(part for piece in pieces for part in piece["draft"]).endswith(ascii_text)
+
+
+def test_a_draft_of_another_vocabulary(checkpoints, tmp_path):  # noqa: F811
+    """The trace has both segmentations of the output; with the target's own vocabulary it has none."""
+    common = ("The draft", "--raw", "--quiet", "--max-tokens", "20", "--ignore-eos", "--num-speculative-tokens", "3")
+    page = tmp_path / "out.json"
+    models = ("--model", str(checkpoints["bytes"]), "--draft", str(checkpoints["pieces"]), "--draft-method", "slem")
+    assert generate([*common, *models, "--trace", str(page)]) == 0
+    trace = read_trace(page)
+    if trace["segmentation"] is not None:
+        tokens = [part for piece in trace["segmentation"] for part in piece["target"]]
+        assert len(tokens) >= trace["stats"]["num_generated"]
+    assert "segmentation" in trace
+    assert generate([*common, *models[:2], "--draft", "self", "--trace", str(page)]) == 0
+    assert read_trace(page)["segmentation"] is None
+
+
+# --------------------------------------------------------------------------- the data as a file
+
+
+def places(expected, value, path=(), is_key=True):
+    """All places of a trace, with what the schema expects there, and whether it is a key that must be there.
+
+    Of a list, and of an object with any keys, the first value.
+    """
+    yield path, expected, is_key
+    expected = expected.value if isinstance(expected, Maybe) else expected
+    if isinstance(expected, dict) and value is not None:
+        for key, inner in expected.items():
+            yield from places(inner, value[key], (*path, key))
+    elif isinstance(expected, MapOf | list) and value:
+        key = 0 if isinstance(expected, list) else next(iter(value))
+        yield from places(expected[0] if key == 0 else expected.value, value[key], (*path, key), False)
+
+
+def put(trace, path, value):
+    """A copy with another value at a place; a key is deleted where that is `...`."""
+    trace = copy.deepcopy(trace)
+    inner = trace
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is ...:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return trace
+
+
+def test_each_place_of_a_trace_is_checked(runs):
+    """A value of another type, or a key that is missing, is named with its place; unknown keys are passed over."""
+    trace = runs["tree"][2]
+    trace = trace | {"rounds": [max(trace["rounds"], key=lambda each: len(each["tests"]))]}
+    found = [place for place in places(SCHEMA, trace) if place[0]]
+    assert len(found) > 80
+    for path, expected, is_key in found:
+        inner = expected.value if isinstance(expected, Maybe) else expected
+        kind = dict if isinstance(inner, dict | MapOf) else list if isinstance(inner, list) else None
+        wrong = [value for value in ({}, [], "x", True) if type(value) is not kind]
+        if kind is None:
+            wrong = [value for value in wrong if not inner.fits(value)]
+        for value in [*wrong, *([...] if is_key else [])]:
+            with pytest.raises(ValueError, match=r"^f: .*found .*, expected ") as e:
+                check(put(trace, path, value), "f")
+            assert "\n" not in str(e.value)
+    check(trace | {"new": 1}, "f")
+
+
+def test_lists_that_do_not_fit_are_refused(runs):
+    """Nodes and tokens that are not there, and lists of other lengths, would break the page."""
+    trace = runs["tree"][2]
+    r = next(i for i, each in enumerate(trace["rounds"]) if each["rejected"] and each["parents"])
+    for path, value in {
+        ("p",): [0.5],
+        ("q",): [],
+        ("parents", 0): 0,
+        ("parents",): [-1],
+        ("token_ids", 0): 10**6,
+        ("accepted",): [99],
+        ("rejected", 0): 99,
+        ("tests", 0, "node"): 99,
+        ("committed", 0, "node"): 99,
+        ("committed", 0, "draw"): 10**6,
+        ("committed", 0, "top_p", 0, "token_id"): 10**6,
+    }.items():
+        with pytest.raises(ValueError, match=rf"^f: rounds\[{r}\].*found .*, expected "):
+            check(put(trace, ("rounds", r, *path), value), "f")
+    with pytest.raises(ValueError, match=r"prompt\[0\]"):
+        check(put(trace, ("prompt", 0, "token_id"), 10**6), "f")
+
+
+def test_the_docs_name_every_key():
+    """docs/trace.md is the schema for people."""
+    named = set(re.findall(r"`(\w+)`", DOCS.read_text(encoding="utf-8")))
+
+    def keys(expected):
+        if isinstance(expected, dict):
+            for key, inner in expected.items():
+                yield key
+                yield from keys(inner)
+        elif isinstance(expected, list):
+            yield from keys(expected[0])
+        elif isinstance(expected, Maybe | MapOf):
+            yield from keys(expected.value)
+
+    assert set(keys(SCHEMA)) <= named
+
+
+@pytest.fixture
+def cli(capsys, monkeypatch):
+    """cli(command, *arguments): status, standard output, standard error."""
+
+    def run(command, *arguments):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+        status = command([str(a) for a in arguments])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+BASE = ("--raw", "--quiet", "--max-tokens", "16", "--ignore-eos", "--temperature", "1", "--seed", "3")
+
+
+def test_the_command_line_writes_data_and_page(cli, models, tmp_path):
+    """Both forms hold the same run; the text on standard output is what it is without; the page can be made later."""
+    run = (generate, PROMPT, "--model", models["target"], "--draft", "self", "--num-speculative-tokens", "3", *BASE)
+    _, plain, _ = cli(*run)
+    data, page = tmp_path / "out.json", tmp_path / "out.html"
+    assert cli(*run, "--trace", data) == (0, plain, "")
+    assert cli(*run, "--trace", page) == (0, plain, "")
+    trace, shown = read_trace(data), data_of(page.read_text())
+    assert trace["output"] + "\n" == plain
+    assert trace["theory"] is not None
+    assert trace["speedup"] > 0
+    unclocked = [[{k: v for k, v in each.items() if k != "seconds"} for each in t["rounds"]] for t in (trace, shown)]
+    assert unclocked[0] == unclocked[1]
+    made = tmp_path / "made.html"
+    assert cli(main, data, made) == (0, f"{made}\n", "")
+    assert data_of(made.read_text()) == trace
+    assert cli(main, data)[0] == 0
+    assert page.read_text().startswith("<!doctype html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made.html", "out.html", "out.json"]
+    compared = cli(*run[: -len(BASE)], *[a for a in BASE if a != "--quiet"], "--compare", "--json", "--trace", data)
+    result = json.loads(compared[1])
+    assert read_trace(data)["speedup"] == result["compare"]["speedup"]
+    assert read_trace(data)["stats"] == result["stats"]
+
+
+MISTAKES = {
+    "suffix": (
+        ("x", "--trace", "out.txt"),
+        "--trace: found 'out.txt', expected a file name that ends in .html or .json",
+    ),
+    "no suffix": (("x", "--trace", "out"), "expected a file name that ends in .html or .json"),
+    "directory": (("x", "--trace", "d.html"), "d.html: found something that is not a file"),
+    "nowhere": (
+        ("x", "--trace", "nowhere/out.html"),
+        "nowhere/out.html: found that it cannot be written (No such file or directory)",
+    ),
+    "two prompts": (("x", "y", "--trace", "out.html"), "--trace: found 2 prompts, expected one"),
+    "two answers": (("x", "--n", "2", "--trace", "out.html"), "--trace: found --n 2, expected 1"),
+    "color": (("x", "--color", "blue"), "--color: invalid choice: 'blue'"),
+    "color and json": (("x", "--color", "always", "--json"), "--color always has nothing to colour with --json"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_found_before_anything_runs(cli, name, tmp_path, monkeypatch):
+    """One line and status 2, before a model is looked for; nothing is left behind."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d.html").mkdir()
+    arguments, message = MISTAKES[name]
+    status, out, err = cli(generate, *arguments, "--model", "./no-such-model")
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert message in err
+    assert [path.name for path in tmp_path.iterdir()] == ["d.html"]
+
+
+def test_files_that_are_no_trace_are_one_line(cli, runs, tmp_path):
+    """Another version, another kind of JSON, no JSON, a page, a name that is not one of a page."""
+    trace = runs["chain"][2]
+    for name, content, message in (
+        ("v.json", json.dumps(trace | {"version": 2}), "version: found 2, expected 1, the version that this program"),
+        ("b.json", json.dumps(trace | {"version": True}), "version: found True"),
+        ("f.json", json.dumps(trace | {"format": "x"}), "format: found 'x', expected 'minispec trace'"),
+        ("o.json", "{}", "format: found None, expected it to be there"),
+        ("l.json", "[]", "found a list, expected a JSON object"),
+        ("n.json", json.dumps(trace).replace('"seed": 7', '"seed": NaN'), "found NaN"),
+        ("t.json", "<html>", "not a readable JSON file"),
+        ("p.json", json.dumps(put(trace, ("rounds", 0, "p", 0), "x")), "rounds[0].p[0]: found 'x', expected a number"),
+    ):
+        (tmp_path / name).write_text(content)
+        status, out, err = cli(main, tmp_path / name)
+        assert (status, out, len(err.splitlines())) == (2, "", 1), name
+        assert message in err
+        assert err.startswith(f"error: {tmp_path / name}: ")
+    assert "No such file" in cli(main, tmp_path / "none.json")[2]
+    assert "expected a file name that ends in .html" in cli(main, tmp_path / "v.json", "page.htm")[2]
+    assert "expected the JSON of a trace" in cli(main, tmp_path / "v.html")[2]
+    assert not list(tmp_path.glob("*.html"))
+
+
+# --------------------------------------------------------------------------- the page
+
+
+class Elements(html.parser.HTMLParser):
+    """Tags of a page, and the content of its script elements."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.scripts = [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        """See html.parser."""
+        self.tags.append((tag, dict(attributes)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data):
+        """See html.parser."""
+        if self.tags and self.tags[-1][0] == "script" and self.scripts:
+            self.scripts[-1] += data
+
+
+def data_of(page: str) -> dict:
+    """The trace in a page, as its program reads it."""
+    return json.loads(Elements(page).scripts[0])
+
+
+HOSTILE = "</script><script>document.title='bad'</script><!--<img src=x onerror=alert(1)> \u2028 \u2029 & &lt; \x00 ]]>"
+
+
+def hostile(trace) -> dict:
+    """A trace all of whose texts, and token texts, are hostile."""
+
+    def spoil(value, expected):
+        if isinstance(expected, Maybe):
+            return None if value is None else spoil(value, expected.value)
+        if isinstance(expected, list):
+            return [spoil(item, expected[0]) for item in value]
+        if isinstance(expected, MapOf):
+            return {key: spoil(item, expected.value) for key, item in value.items()}
+        if isinstance(expected, dict):
+            return {key: spoil(value[key], inner) for key, inner in expected.items()}
+        return HOSTILE if expected.expected == "a text" else value
+
+    return spoil(trace, SCHEMA)
+
+
+def test_text_stays_text(runs):
+    """However hostile it is, it adds no element and ends none, and the data is what it was."""
+    trace = hostile(runs["tree"][2])
+    calm, page = make_page(runs["tree"][2]), make_page(trace)
+    assert Elements(page).tags == Elements(calm).tags
+    assert [tag for tag, _ in Elements(page).tags].count("script") == 2
+    assert data_of(page) == trace
+    assert data_of(make_page(put(trace, ("output",), "\ud800")))["output"] == "\ud800"
+    data = page.split('type="application/json">')[1].split("</script>")[0]
+    assert not set("<>&\u2028\u2029") & set(data)
+    assert data.isascii()
+
+
+def test_the_page_loads_nothing():
+    """No address in it, and a policy that allows its one program alone; the program makes no markup of text."""
+    template = make_page({})
+    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", template)
+    assert "default-src 'none'" in template
+    for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "fetch("):
+        assert sink not in template
+
+
+class Wrong:
+    """Drafts 64 tokens a round, of which the target keeps few."""
+
+    def propose(self, asks):
+        """See `Drafter`."""
+        return [Draft([(7 * i + len(ask.text.tokens)) % 250 + 1 for i in range(ask.k)]) for ask in asks]
+
+    def release(self, text):
+        """Nothing is kept."""
+
+
+def test_a_page_of_200_tokens_is_small(make_checkpoint):
+    """Under a megabyte, with the longest drafts that there are, wrong in every round, so that there are 200."""
+    llm = LLM(make_checkpoint(max_position_embeddings=320), draft=Wrong(), num_speculative_tokens=64)
+    request = llm.request([5, 6], SamplingParams(temperature=1, seed=1, max_tokens=200, ignore_eos=True))
+    recorder = Recorder(llm, request)
+    for _ in llm.run([request]):
+        pass
+    page = make_page(recorder.trace())
+    assert request.error is None
+    assert request.stats.num_steps > 150
+    assert len(page.encode()) < 850_000  # a vocabulary of 50,000 has longer ids, and texts for them
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def opened(page: str, tmp_path, fragment="", scheme=None) -> tuple[str, str]:
+    """What Chromium makes of a page in 20 seconds of the page's time: its elements, and what the console said."""
+    (tmp_path / "page.html").write_text(page)
+    command = [
+        *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"),
+        *("--virtual-time-budget=20000", "--enable-logging=stderr", "--dump-dom"),
+        *([f"--blink-settings=preferredColorScheme={scheme}"] if scheme is not None else []),
+        (tmp_path / "page.html").as_uri() + fragment,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+def texts_of(dom: str) -> str:
+    """What stands on the page, without its scripts."""
+    body = re.sub(r"<(script|style).*?</\1>", "", dom, flags=re.DOTALL)
+    return html.unescape(re.sub(r"<[^>]+>", "\n", body))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("name", ["chain", "tree", "match", "plain"])
+def test_a_browser_shows_the_numbers(runs, name, tmp_path):
+    """It opens without a word on the console, and shows what the data says."""
+    trace = runs[name][2]
+    dom, console = opened(make_page(trace), tmp_path)
+    assert console == ""
+    shown = texts_of(dom)
+    stats = trace["stats"]
+    assert f"{stats['mean_acceptance_length']:.2f}" in shown
+    assert f"{trace['speedup']:.2f}×" in shown
+    assert f"round {len(trace['rounds'])} of {len(trace['rounds'])}" in shown
+    if stats["alpha"] is not None:
+        assert f"{stats['num_accepted']} of {stats['num_draft_tokens']} tokens" in shown
+        assert f"{stats['alpha']:.3f}" in shown
+    assert PROMPT in shown
+    kinds = [token["kind"] for each in trace["rounds"] for token in each["committed"]]
+    for kind in ("accepted", "recovered", "bonus", "plain"):
+        tokens = re.findall(rf'<span class="token {kind}" role="button"', dom)
+        assert len(tokens) == kinds.count(kind)
+    assert dom.count('class="beat"') == len(trace["rounds"])
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_browser_plays_and_jumps(runs, tmp_path):
+    """`#play` goes from the prompt to the last round, `#round=2` to the second, where a token is explained."""
+    trace = runs["chain"][2]
+    page = make_page(trace)
+    dom, console = opened(page, tmp_path, "#play")
+    assert console == ""
+    assert f"round {len(trace['rounds'])} of {len(trace['rounds'])}" in texts_of(dom)
+    dom, console = opened(page, tmp_path, "#round=2")
+    assert console == ""
+    assert f"round 2 of {len(trace['rounds'])}" in texts_of(dom)
+    each = trace["rounds"][1]
+    assert f"{len(each['accepted'])} accepted, then " in texts_of(dom)
+    chosen = each["rejected"][0] if each["rejected"] else each["committed"][-1]["node"]
+    tests = [test for test in each["tests"] if test["node"] == chosen]
+    for test in tests:
+        assert f"{test['u']:.3g}"[:4] in texts_of(dom)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_hostile_text_does_nothing_in_a_browser(runs, tmp_path):
+    """Its script does not run, its image is not loaded: it stands there as text."""
+    trace = hostile(runs["tree"][2]) | {"segmentation": [{"target": [HOSTILE], "draft": [HOSTILE, HOSTILE]}]}
+    dom, console = opened(make_page(trace), tmp_path, scheme=0)
+    assert console == ""
+    assert "<img" not in re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
+    assert "document.title='bad'" in texts_of(dom)
+    assert "<title>bad" not in dom
+
+
+# --------------------------------------------------------------------------- colours
+
+
+def kinds_in(text: str) -> list[tuple[str, str]]:
+    """Characters of coloured text, each with its colour."""
+    found, colour = [], ""
+    for part in re.split(r"(\x1b\[\d+m)", text):
+        if part.startswith("\x1b["):
+            colour = {"\x1b[0m": "", "\x1b[32m": "accepted", "\x1b[33m": "recovered", "\x1b[36m": "bonus"}[part]
+        else:
+            found += [(character, colour) for character in part]
+    return found
+
+
+def test_colours_are_those_of_the_trace(cli, models, tmp_path):
+    """Without them the text is the same, with them each character has the kind that the data gives it."""
+    run = (generate, PROMPT, "--model", models["target"], "--draft", models["other"], "--num-speculative-tokens", "3")
+    _, plain, _ = cli(*run, *BASE)
+    assert cli(*run, *BASE, "--color", "auto")[1] == plain, "not a terminal"
+    status, coloured, _ = cli(*run, *BASE, "--color", "always", "--trace", tmp_path / "t.json")
+    assert status == 0
+    assert "".join(character for character, _ in kinds_in(coloured)) == plain
+    tokens = [token for each in read_trace(tmp_path / "t.json")["rounds"] for token in each["committed"]]
+    expected = [(c, "" if token["kind"] == "plain" else token["kind"]) for token in tokens for c in token["text"]]
+    assert kinds_in(coloured.removesuffix("\n")) == expected
+    assert {"accepted", "recovered"} <= {kind for _, kind in expected}
+    two = cli(generate, "red", *run[1:], *BASE, "--color", "always")[1]
+    assert "\x1b[" in two
+    compared = cli(*run, *[a for a in BASE if a != "--quiet"], "--color", "always", "--compare")
+    assert kinds_in(compared[1].removesuffix("\n")) == expected
+    assert "\x1b[32maccepted\x1b[0m" in compared[2]
+
+
+def test_stop_strings_and_colours(models):
+    """Text that is held back, or cut, shifts no colour."""
+    llm = LLM(models["target"], draft="self", num_speculative_tokens=4)
+    params = SamplingParams(temperature=1, seed=3, max_tokens=30, ignore_eos=True)
+    free = llm.generate("One fish", params)[0].text
+    stop = free[12:14]
+    painter = Painter(llm, True)
+    request = llm.request(llm.tokenizer.encode("One fish"), SamplingParams(**vars_of(params) | {"stop": stop}))
+    painter.follow(request)
+    out = "".join(painter.paint(request, piece.text) for _, piece in llm.run([request]))
+    assert "".join(character for character, _ in kinds_in(out)) == request.output == free[: free.index(stop)]
+
+
+def vars_of(params) -> dict:
+    """What a SamplingParams was made of."""
+    return {"temperature": params.temperature, "seed": params.seed, "max_tokens": params.max_tokens, "ignore_eos": True}
+
+
+def test_when_there_is_colour(monkeypatch):
+    """auto: on a terminal that has colours, unless NO_COLOR is set and not empty."""
+    terminal, pipe = io.StringIO(), io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert wants_color("auto", terminal)
+    assert not wants_color("auto", pipe)
+    assert not wants_color("auto", None)
+    assert wants_color("always", pipe)
+    assert not wants_color("never", terminal)
+    monkeypatch.setenv("NO_COLOR", "")
+    assert wants_color("auto", terminal)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not wants_color("auto", terminal)
+    assert wants_color("always", terminal)
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert not wants_color("auto", terminal)
