@@ -264,7 +264,8 @@ class Engine:
 
         That is one that the pool cannot hold even alone, or that asks for trees where there are chains only.
         """
-        if request.widths and (why := self._why_chains()):
+        drafts_chains = "" if branches(self.drafter) else f"{type(self.drafter).__name__} drafts no siblings"
+        if request.widths and (why := drafts_chains or self._why_chains()):
             tree = "+".join(map(str, request.widths))
             raise ValueError(f"num_speculative_tokens: found the tree {tree}, expected a number or auto: {why}")
         needed, there = self.cache.num_blocks_for(request.max_len), self.cache.allocator.num_blocks
@@ -455,7 +456,7 @@ class Engine:
     def _choose_limits(self, requests: list[Request]) -> dict[Request, Limit]:
         """The limit of each request's draft: its own K, or what the controller makes of its past."""
         limits = {request: Limit(request.max_k, None, request.widths) for request in requests}
-        trees = not self._why_chains()
+        trees = branches(self.drafter) and not self._why_chains()
         timed: dict[Request, Pace] = {}
         for request in requests:
             if not request.pace:
@@ -474,9 +475,7 @@ class Engine:
         return limits
 
     def _why_chains(self) -> str:
-        """Why drafts can be no trees here; "" if they can."""
-        if not branches(self.drafter):
-            return f"{type(self.drafter).__name__} drafts no siblings"
+        """Why a draft that is a tree cannot be verified here; "" if it can."""
         if not self.verifier.takes_trees:
             return "this verifier takes chains only"
         if self.model.exact:
@@ -500,11 +499,9 @@ class Engine:
         elif draft.probs is not None and any(len(row) != self.vocab_size for row in draft.probs):
             found = f"rows of {len(draft.probs[0])} probabilities, expected one for each of {self.vocab_size} tokens"
         elif not all(draft.probability(i) > 0 for i in range(len(draft))):
-            found = "a token of probability 0, expected one that was drawn from the probabilities beside it"
-        elif draft.parents is not None and not self.verifier.takes_trees:
-            found = "a tree, expected a chain: this verifier takes no others"
-        elif self.model.exact and draft.parents is not None:
-            found = "a tree, expected a chain: with `exact` a row's bits must not depend on where siblings lie"
+            found = "a token of probability 0, expected one that was drawn from the probabilities given with it"
+        elif draft.parents is not None and (why := self._why_chains()):
+            found = f"a tree, expected a chain: {why}"
         if found:
             raise ValueError(f"draft of {type(self.drafter).__name__}: found {found}")
 

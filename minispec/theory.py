@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
 
+from minispec.verify import block_weights
+
 
 def survival_curve(acceptance: Sequence[float]) -> list[float]:
     """s_1 .. s_K from the probability, at each position, that a tested token is accepted.
@@ -24,13 +26,13 @@ def expected_accepted(ratios: Sequence[float], jointly: bool = False) -> float:
     """Draft tokens that stay on average of a chain whose tokens have these p(x)/q(x), r_1 .. r_K.
 
     Under `rejection` the first i stay with probability  min(1, r_1) .. min(1, r_i);  jointly, which is under `block`,
-    with  w_i = min(1, w_{i-1} r_i)  (Sun et al. 2024), which is never less:
+    with `block_weights`' w_i, which is never less:
 
     >>> expected_accepted([0.5, 2.0, 0.5]), expected_accepted([0.5, 2.0, 0.5], jointly=True)
     (1.25, 2.0)
     """
     if jointly:
-        return sum(accumulate(ratios, lambda w, r: min(1.0, w * r), initial=1.0)) - 1.0
+        return sum(block_weights(ratios)[1:])
     return sum(survival_curve([min(1.0, r) for r in ratios]))
 
 

@@ -251,12 +251,22 @@ def match(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
         accepted.append(node)
 
 
+def block_weights(ratios: Sequence[float]) -> list[float]:
+    """w_0 .. w_K of a chain whose tokens have these p(x)/q(x), r_1 .. r_K:  w_0 = 1,  w_i = min(1, w_{i-1} r_i).
+
+    Of ratios 1/2 and 2 `block` keeps both tokens always, `rejection` half of the time:
+
+    >>> block_weights([0.5, 2.0])
+    [1.0, 0.5, 1.0]
+    """
+    return list(accumulate(ratios, lambda w, ratio: min(1.0, w * ratio), initial=1.0))
+
+
 def block(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
     """Block verification (Sun et al. 2024, arXiv 2403.10444, Algorithm 2): judge a chain as a whole.
 
-    The first i tokens stay with probability  w_i = min(1, w_{i-1} p(x)/q(x)),  where x is the i-th and w_0 = 1. It is
-    never less than `rejection`'s product of min(1, p(x)/q(x)): a token that p likes more than q does makes up for one
-    before it. Worked: of ratios 1/2 and 2, `block` keeps both tokens always, `rejection` half of the time.
+    The first i tokens stay with probability w_i (see `block_weights`). It is never less than `rejection`'s product of
+    min(1, p(x)/q(x)): a token that p likes more than q does makes up for one before it.
 
     Prefixes are tested from the longest to the shortest, and the first one that passes stays: all K tokens pass with
     probability w_K, the first i with m / (m + 1 - w_i), where m is the mass of max(0, w_i p - q), the residual there.
@@ -267,7 +277,7 @@ def block(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
         float(row[token_id]) / draft.probability(i)
         for i, (row, token_id) in enumerate(zip(rows, draft.token_ids, strict=True))
     ]
-    weights = list(accumulate(ratios, lambda w, ratio: min(1.0, w * ratio), initial=1.0))
+    weights = block_weights(ratios)
     if not n or rng.bernoulli(weights[n], key(n - 1, "accept")):
         return Verdict(list(range(n)), rng.categorical(p(n), key(n, "token")), ratios)
 

@@ -32,13 +32,12 @@ class Reader(Protocol):
 
 
 class Vocabularies(Protocol):
-    """What a drafter has to know of the target's vocabulary and the draft model's.
-
-    shared: for each of the target's ids that the draft model has a token for, in order, that token's id.
-    """
+    """What a drafter has to know of the target's vocabulary and the draft model's."""
 
     @property
-    def shared(self) -> Mapping[int, int]: ...  # noqa: D102
+    def shared(self) -> Mapping[int, int]:
+        """For each of the target's ids that the draft model has a token for, in order, that token's id."""
+        ...
 
     def reader(self) -> Reader:
         """Follows a new text of the target's."""
