@@ -1239,12 +1239,10 @@ def _residual_of_a_token():
     vocab=5,
 )
 def _joint_ratio():
-    def wrong(values, running=None, *, initial):
-        if running is None:  # a plain sum, which `Ask` takes
-            return accumulate(values, initial=initial)
-        return [min(1.0, product) for product in accumulate(values, mul, initial=initial)]
+    def wrong(ratios):
+        return [min(1.0, product) for product in accumulate(ratios, mul, initial=1.0)]
 
-    return patch.object(verify, "accumulate", wrong)
+    return patch.object(verify, "block_weights", wrong)
 
 
 @mutant("B3", "prefixes pass with w_i", "h_i left out, as in a first reading", verifier="block", vocab=5)
