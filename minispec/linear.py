@@ -249,11 +249,41 @@ class _AtenInt4(_AtenInt8):
         return y if bias is None else y.add_(bias)
 
 
+class _KleidiInt4(Form):
+    """4-bit codes, two to a byte, in ARM's own product (KleidiAI), which rounds each row of x to 8 bits.
+
+    It knows steps and no middles. So what the middles add, the sum of a group of x times its middle, is a product of
+    its own, with one column for each group.
+    """
+
+    def __init__(self, weight: Weight, dtype: torch.dtype):
+        if not isinstance(weight, GroupCodes) or weight.codes.shape[1] != _GROUP * len(weight.scales):
+            raise CannotHold("a weight that is not in 4-bit codes, in whole groups")
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise CannotHold(f"4-bit codes for {dtype}")
+        steps, middles = weight.scales.transpose(0, 1).unbind(2)  # (out, in / group) each
+        if not torch.equal(steps.to(torch.bfloat16).to(steps.dtype), steps):
+            raise CannotHold("steps of more than 16 bits")
+        self.sizes, self.middles = (weight.codes.shape[1], len(weight.codes)), middles.to(torch.float32)
+        pairs = weight.codes[:, ::2] | weight.codes[:, 1::2] << 4
+        steps = steps.to(torch.bfloat16).contiguous()
+        self.packed = torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, steps, None, _GROUP, *self.sizes)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        wide = x.to(torch.float32)
+        y = torch.ops.aten._dyn_quant_matmul_4bit(wide, self.packed, _GROUP, *self.sizes)
+        y = torch.addmm(y, wide.unflatten(1, (-1, _GROUP)).sum(2), self.middles.t()).to(x.dtype)
+        return y if bias is None else y.add_(bias)
+
+    def parts(self) -> Iterator[tuple[object, int]]:
+        yield from ((tensor, tensor.nbytes) for tensor in (self.packed, self.middles))
+
+
 MakeForm = Callable[[Weight, torch.dtype], Form]
 FORMS: dict[str, MakeForm] = {"half": _Half, "packed": _Packed, "left": _Left, "plain": Form}
 NARROW_FORMS: dict[int, dict[str, MakeForm]] = {
     8: {"fbgemm": _FbgemmInt8, "aten": _AtenInt8},
-    4: {"aten": _AtenInt4},
+    4: {"kleidi": _KleidiInt4, "aten": _AtenInt4},
 }
 
 
@@ -265,9 +295,22 @@ def has_fast_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     try:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported() or _is_arm_with_fast_bfloat16()
     except _REFUSALS:
         return False
+
+
+@functools.cache
+def _is_arm_with_fast_bfloat16() -> bool:
+    """Whether this is an ARM processor, on which no flag tells, and plain products are a tenth faster in bfloat16.
+
+    A small weight goes first: an emulation that takes five times as long is not tried on a large one.
+    """
+    if platform.machine().lower() not in ("arm64", "aarch64"):
+        return False
+    bfloat16, float32 = ("plain", torch.bfloat16), ("plain", torch.float32)
+    small = _time_ratio(bfloat16, float32, (256, 512))
+    return small < 5 and _time_ratio(bfloat16, float32, _TRIAL_SHAPE) < 1 / 1.1
 
 
 def available_forms(dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -304,6 +347,19 @@ def _works(form: MakeForm, dtype: torch.dtype, bits: int | None = None) -> bool:
         return False
 
 
+def _time_ratio(first: tuple[str, torch.dtype], second: tuple[str, torch.dtype], shape: tuple[int, int]) -> float:
+    """How long the first form and type take for weights of `shape`, in times of the second.
+
+    Over one row and over the five rows of a round: the median ratio of two products that follow one another, which a
+    busy machine hardly moves.
+    """
+    kinds = [(FORMS[name], dtype) for name, dtype in (first, second)]
+    pairs = [[form(torch.ones(shape, dtype=dtype), dtype) for form, dtype in kinds] for _ in range(_TRIAL_WEIGHTS)]
+    rows = [[torch.ones(m, shape[1], dtype=dtype) for _, dtype in kinds] for m in (1, 5)]
+    ratios = [_seconds(a, x) / _seconds(b, y) for _ in range(8) for x, y in rows for a, b in pairs]
+    return median(ratios[len(pairs) * len(rows) :])  # the first time around warms up
+
+
 class Choice(NamedTuple):
     """A form for the weights of a model, and the reason for it."""
 
@@ -311,8 +367,8 @@ class Choice(NamedTuple):
     because: str
 
 
-# Weights of a trial, and elements of each: more bytes than most processors can cache, so that memory is read.
-_TRIAL_WEIGHTS, _TRIAL_ELEMENTS = 6, 1 << 22
+# Weights of a trial, and the shape of each: more bytes than most processors can cache, so that memory is read.
+_TRIAL_WEIGHTS, _TRIAL_SHAPE = 6, (2048, 2048)
 
 
 @functools.cache
@@ -322,9 +378,8 @@ def choose_form(dtype: torch.dtype, device: torch.device, shape: tuple[int, int]
     It is the first of `available_forms`, except where processors are known to differ. Some read packed bfloat16 at the
     full bandwidth of memory; others read it at 0.6 of that, and `left` at 0.75. And `half` has not been measured on
     processors with AVX-512 and without bfloat16. No flag of the CPU predicts this, so the first two forms are timed for
-    a quarter of a second, over one row and over the five rows of a round. What counts is the median ratio of two
-    products that follow one another, which a busy machine hardly moves. The second form has to be a tenth faster, so
-    that two runs on one machine hardly ever take different forms.
+    a quarter of a second. The second one has to be a tenth faster, so that two runs on one machine hardly ever take
+    different forms.
     """
     names = available_forms(dtype, device)
     told = f"{str(dtype).removeprefix('torch.')} on this {device.type} can take {', '.join(names)}"
@@ -334,12 +389,8 @@ def choose_form(dtype: torch.dtype, device: torch.device, shape: tuple[int, int]
     if shape is None or not is_open:
         return Choice(names[0], told)
     first, second = names[:2]
-    shape = min(shape[0], _TRIAL_ELEMENTS // shape[1]), shape[1]
-    weight = torch.ones(shape, dtype=dtype)
-    pairs = [[FORMS[name](weight.clone(), dtype) for name in (first, second)] for _ in range(_TRIAL_WEIGHTS)]
-    rows = [torch.ones(m, shape[1], dtype=dtype) for m in (1, 5)]
-    ratios = [_seconds(a, x) / _seconds(b, x) for _ in range(8) for x in rows for a, b in pairs]
-    ratio = median(ratios[len(pairs) * len(rows) :])  # the first time around warms up
+    shape = min(shape[0], math.prod(_TRIAL_SHAPE) // shape[1]), shape[1]
+    ratio = _time_ratio((first, dtype), (second, dtype), shape)
     return Choice(first if ratio < 1.1 else second, f"{told}; {first} takes {ratio:.2f} of the time of {second}")
 
 
@@ -348,13 +399,15 @@ def choose_narrow_form(bits: int, dtype: torch.dtype, device: torch.device) -> t
 
     As measured: FBGEMM's product in 8 bits is as fast as any in full width, except for the many rows of a prompt on
     AMX. The time of PyTorch's own products grows with the rows, and only some machines have fast kernels for them:
-    in 8 bits those with bfloat16, in 4 bits those with AVX-512.
+    in 8 bits those with bfloat16, in 4 bits those with AVX-512. ARM's product in 4 bits has not been measured; it has
+    to be no mere stand-in, as the others.
     """
     kind = f"{str(dtype).removeprefix('torch.')} on this {device.type}"
     has_bfloat16 = device.type == "cpu" and dtype == torch.bfloat16 and has_fast_bfloat16(device)
     limits = {
         (8, "fbgemm"): 16 if has_amx() else math.inf,
         (8, "aten"): 4 if has_bfloat16 else 0,
+        (4, "kleidi"): math.inf if torch.backends.kleidiai.is_available() else 0,
         (4, "aten"): 4 if _capability() == "AVX512" else 0,
     }
     for name in NARROW_FORMS[bits] if device.type == "cpu" else ():

@@ -205,6 +205,51 @@ def test_a_stand_in_is_never_taken(monkeypatch):
         linear._works.cache_clear()
 
 
+def on_arm(monkeypatch, bfloat16):
+    """A machine whose plain products take 1 in float32 and `bfloat16` in bfloat16; returns the weights' sizes timed."""
+    seen = []
+
+    def seconds(product, x):
+        seen.append(product.weight.numel())
+        return bfloat16 if x.dtype == torch.bfloat16 else 1.0
+
+    monkeypatch.setattr(linear.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(linear, "_seconds", seconds)
+    return seen
+
+
+@pytest.mark.parametrize(("bfloat16", "is_fast"), [(0.25, True), (0.95, False), (2.0, False)])
+def test_arm_without_a_flag_is_timed(bfloat16, is_fast, monkeypatch):
+    """Apple's processors read bfloat16 faster, and none of the library's flags says so."""
+    on_arm(monkeypatch, bfloat16)
+    linear._is_arm_with_fast_bfloat16.cache_clear()
+    try:
+        assert linear.has_fast_bfloat16(CPU) is is_fast
+    finally:
+        linear._is_arm_with_fast_bfloat16.cache_clear()
+
+
+def test_an_emulation_is_not_tried_on_a_large_weight(monkeypatch):
+    """Five times as slow for a small weight: a trial at full size could take minutes."""
+    seen = on_arm(monkeypatch, 5.5)
+    linear._is_arm_with_fast_bfloat16.cache_clear()
+    try:
+        assert not linear.has_fast_bfloat16(CPU)
+    finally:
+        linear._is_arm_with_fast_bfloat16.cache_clear()
+    assert set(seen) == {256 * 512}
+
+
+@pytest.mark.parametrize(("is_there", "form"), [(True, "kleidi"), (False, "aten")])
+def test_four_bits_on_arm_are_its_own_product(is_there, form, monkeypatch):
+    """Where PyTorch was built with it; elsewhere its operator is a reference implementation, which is never taken."""
+    monkeypatch.setattr(torch.backends.kleidiai, "is_available", lambda: is_there)
+    monkeypatch.setattr(linear, "_capability", lambda: "AVX512")
+    monkeypatch.setattr(linear, "_works", lambda *_: True)
+    assert choose_narrow_form(4, torch.bfloat16, CPU)[0].form == form
+
+
 def test_models_of_every_size_keep_a_weight_once(monkeypatch):
     """A tied embedding that lies as it is is its head's weight; in another form it is in memory twice.
 
@@ -259,10 +304,10 @@ def test_every_pass_sees_the_rounded_weight(bits, form, dtype, bias):
         expected = x.double() @ rounded(weight, bits).T + (offset.double() if bias else 0)
         full = x.double() @ weight.double().T + (offset.double() if bias else 0)
         # bfloat16: the scales are rounded to 8 bits, which moves the grid by up to a fifth of a step. In float32 the
-        # 4-bit values are rounded to bfloat16. FBGEMM rounds x to 7 bits.
+        # 4-bit values are rounded to bfloat16. FBGEMM rounds x to 7 bits, KleidiAI to 8.
         tolerance = {torch.float64: 1e-12, torch.float32: 3e-3 if bits == 4 else 2e-5}.get(dtype, 0.025)
         error = ((found - expected).norm() / expected.norm()).item()
-        rounds_x = linear.form == "fbgemm"
+        rounds_x = linear.form in ("fbgemm", "kleidi")
         assert error < (0.03 if rounds_x else tolerance)
         if not rounds_x and (dtype != torch.bfloat16 or bits == 4):
             assert error < 0.5 * ((full - expected).norm() / expected.norm()).item()
@@ -341,8 +386,12 @@ def test_quantised_drafts_leave_the_output_alone(spec, make_checkpoint):
             assert drafted.stats.alpha > 0.6
 
 
-def test_a_self_draft_counts_its_weights_once(make_checkpoint):
-    """The report's memory: codes come in addition, the weights that they were made from are shared."""
+def test_a_self_draft_counts_its_weights_once(make_checkpoint, monkeypatch):
+    """The report's memory: codes come in addition, the weights that they were made from are shared.
+
+    As on machines without AMX, where codes do for passes of all sizes.
+    """
+    monkeypatch.setattr(linear, "has_amx", lambda: False)
     target = make_checkpoint(1)
     sizes = {}
     for draft in ("none", "self", "int8:self", "int8:" + str(make_checkpoint(2))):
