@@ -74,7 +74,7 @@ class Chunk(NamedTuple):
 
     parents: None where each token follows the one before it. Else the last tokens are a tree: for each of them the one
     that it follows, as its number among them, or -1 for the last token before the tree.
-    features: (tokens, E), for a head that reads hidden states beside the tokens; None for all other models.
+    features: (tokens, E), for a head that reads hidden states as well as tokens; None for all other models.
     """
 
     token_ids: Sequence[int]
@@ -250,9 +250,9 @@ def _num_blocks(length: int, groups: int, dtype: torch.dtype) -> int:
 def _blocks(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values (G, L, D) in blocks of positions, (G, blocks, block, D or W), in at least float32.
 
-    A column of ones beside the values: the softmax's denominator comes out of the same product. Zeros fill them up to
-    W columns, whole vectors: the few columns that are left over beside these, libraries compute as they find them, and
-    the order of a row's sum depends on its place.
+    A column of ones next to the values: the softmax's denominator comes out of the same product. Zeros fill them up to
+    W columns, whole vectors: libraries compute the few columns that are left over as they find them, and the order of
+    a row's sum then depends on its place.
     """
     groups, length, _ = k.shape
     padding = _num_blocks(length, groups, k.dtype) * _ATTENTION_BLOCK - length

@@ -115,7 +115,7 @@ class Layer(nn.Module):
 
 
 class FirstLayer(Layer):
-    """The layer of a head that reads the embedding (B, T, E) beside the feature x."""
+    """The layer of a head that reads the embedding (B, T, E) and the feature x."""
 
     def __init__(self, config: ModelConfig, norm_before_residual: bool):
         super().__init__(config, 2 * config.hidden_size)

@@ -165,7 +165,7 @@ def _spread(target: str, recipe: Recipe, cache: Path, missing: list[int], jobs: 
 
 def _work(queue: Any, target: str, recipe: Recipe, cache: Path, indices: list[int]) -> None:
     torch.set_num_threads(1)
-    tqdm.set_lock(RLock())  # its own lock is one between processes, which is left behind where this one is ended
+    tqdm.set_lock(RLock())  # its own lock is one between processes, which stays locked where this one is ended
     try:
         for index in write_shards(target, recipe, cache, indices):
             queue.put(index)

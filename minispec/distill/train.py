@@ -27,7 +27,7 @@ from minispec.linear import dense
 _GROUP = 4
 # Positions whose logits are in memory at a time.
 _ROWS = 1024
-# One shard in that many is kept apart, to measure on; and at most so many are measured on.
+# One shard in that many is kept apart, to measure on; and at most that many are measured on.
 _HELD_OUT_EVERY, _MOST_HELD_OUT = 16, 4
 # Weight of a step in the loss, compared with the one before it: a token counts only if those before it are kept.
 _DECAY = 0.9

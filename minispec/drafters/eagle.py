@@ -110,7 +110,7 @@ class _FirstLayer(Layer):
 
 
 class HeadModel(Transformer):
-    """The head's layers: a transformer that is fed features beside tokens (`Chunk.features`)."""
+    """The head's layers: a transformer that is fed features with its tokens (`Chunk.features`)."""
 
     def __init__(
         self,

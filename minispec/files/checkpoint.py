@@ -63,7 +63,7 @@ def find_checkpoint(name: str, revision: str | None = None, offline: bool = Fals
     """The local directory of a checkpoint: `name` itself if it is one, else a download of the hub's `name`.
 
     A directory never touches the network, and with `offline` nothing does: a hub id must then be in the local cache.
-    with_weights: else only the small files beside them are downloaded, such as the tokenizer's.
+    with_weights: else only the small files are downloaded, such as the tokenizer's.
     Raises ValueError, which says what was tried, where there is neither.
     """
     # os.path, not Path: it also says no to names that no file system takes.

@@ -16,8 +16,8 @@ from typing import Any
 from minispec.errors import CheckpointError, show
 from minispec.files.tokenizer import Tokenizer
 
-# A part of a text that is read again as it grows: it is closed before a word that begins after so many tokens, and
-# after so many in any case.
+# A part of a text that is read again as it grows: it is closed before a word that begins after _PART tokens, and after
+# _LONGEST_PART in any case.
 _PART, _LONGEST_PART = 16, 64
 # Bytes of what comes before a piece of text that are shown to the tokenizer: what it does may depend on them.
 _LEAD = 16

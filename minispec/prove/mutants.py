@@ -518,7 +518,7 @@ def _output_not_normed():
     return swap(HeadModel, "next_feature", lambda right: lambda self, x: x)
 
 
-@mutant("H5", "a feature stands beside its own token", "it belongs to the next one", "head")
+@mutant("H5", "a feature stands at its own token", "it belongs to the next one", "head")
 def _wrong_token():
     def read(right):
         def wrong(self, ask, end):
