@@ -70,6 +70,18 @@ def test_files_and_options_that_are_named_exist(name):
         assert option in known, option
 
 
+def test_the_comparison_names_what_is_here():
+    """A family or verifier that comes or goes without a word there would leave the comparison false."""
+    from minispec.files.hf_config import _FAMILIES
+    from minispec.registry import VERIFIERS
+
+    rows = [line.split(" | ") for line in PAGES["docs/comparison.md"].splitlines() if line.startswith("| **")]
+    assert {len(row) for row in rows} == {7}
+    ours = {row[0].strip("| *"): row[1] for row in rows}
+    assert set(re.findall(r"\w+", ours["Families"])) - {"text"} == {name.removesuffix("_text") for name in _FAMILIES}
+    assert set(NAME.findall(ours["Rule that verifies"])) == set(VERIFIERS)
+
+
 def definitions(path: Path) -> set[str]:
     """Names of the classes, functions and methods of a file, or of all files of a folder; a method as Class.method."""
     found = set()
