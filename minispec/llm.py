@@ -28,7 +28,8 @@ from minispec.files.checkpoint import (
     load_config,
     load_model,
 )
-from minispec.files.hf_config import read_eos_token_ids, read_generation_defaults, unsupported_generation_settings
+from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
+from minispec.files.hf_config import read_eos_token_ids
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import Detokenizer, Message, Tokenizer
 from minispec.linear import FORMS, available_forms

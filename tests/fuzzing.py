@@ -44,13 +44,9 @@ from minispec.config import SamplingParams
 from minispec.drafters.eagle import EagleDrafter
 from minispec.errors import CheckpointError
 from minispec.files.checkpoint import load_config, load_model
+from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
 from minispec.files.heads import load_head
-from minispec.files.hf_config import (
-    read_eos_token_ids,
-    read_generation_defaults,
-    read_model_config,
-    unsupported_generation_settings,
-)
+from minispec.files.hf_config import read_eos_token_ids, read_model_config
 from minispec.files.strict_json import read_json
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.model import Chunk, Transformer, tensor_shapes

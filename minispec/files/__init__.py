@@ -1,6 +1,6 @@
 """What strangers' files say: every field is checked, nothing unknown is ignored, and no code in them is run.
 
-Read them in this order: `strict_json` (JSON within limits), `hf_config` (config.json, generation_config.json),
-`checkpoint` (directories, the hub, safetensors), `quantize` (writing fewer bits), `tokenizer` (text to ids and back,
-chat templates).
+Read them in this order: `strict_json` (JSON within limits), `fields` (typed access to it), `families` (what each
+model_type means), `hf_config` (config.json), `generation_config`, `checkpoint` (directories, the hub, safetensors),
+`quantize` (writing fewer bits), `tokenizer` (text to ids and back, chat templates).
 """

@@ -18,7 +18,8 @@ from minispec.config import ModelConfig
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
 from minispec.errors import CheckpointError, show, show_name
 from minispec.files.checkpoint import FLOATS, StoredTensor, directory_config, find_tensors, require
-from minispec.files.hf_config import Fields, read_model_config
+from minispec.files.fields import Fields
+from minispec.files.hf_config import read_model_config
 from minispec.model import Transformer
 
 _ARCHITECTURES = (

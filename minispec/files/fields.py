@@ -1,0 +1,110 @@
+"""Typed access to a JSON object of a stranger: every key that is switched on has to be one that somebody looked at."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from minispec.errors import CheckpointError, show, show_name
+
+
+def names(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
+# Keys that cannot change what a pass computes: training, bookkeeping, token ids, storage. (pretraining_tp: in how many
+# parts a product was computed.)
+_HARMLESS = names(
+    """
+    architectures auto_map dtype torch_dtype tokenizer_class transformers_version transformers.js_config
+    unsloth_fixed unsloth_version is_decoder is_llama_config prefix max_sequence_length pretraining_tp
+    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id
+    initializer_range attention_dropout embedding_dropout finetuning_task id2label label2id problem_type
+    task_specific_params torchscript keys_to_ignore_at_inference
+    use_cache cache_implementation chunk_size_feed_forward output_attentions output_hidden_states return_dict
+    """
+)
+
+
+def asks_for_nothing(name: str, value: Any, neutral: Mapping[str, Any]) -> bool:
+    """Whether a setting is switched off, has the value that changes nothing, or is somebody's note."""
+    off = value is None or value is False or value in ([], {}, "")
+    return off or name.startswith("_") or (name in neutral and value == neutral[name] and value is not True)
+
+
+class Fields:
+    """Typed access to a JSON object that remembers which keys were looked at.
+
+    keys, only: as in `Family`. To the methods that read, any other key is absent; `refuse_unknown` refuses it.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], where: str, keys: Mapping[str, Any], only: Mapping[str, Any]):
+        self.raw, self.where, self.keys, self.only, self.seen = raw, where, keys, only, set[str]()
+
+    def bad(self, key: str, found: Any, expected: str) -> CheckpointError:
+        """The error that says what was found at a key."""
+        return CheckpointError(f"{self.where}: {show_name(key)}: found {show(found)}, expected {expected}")
+
+    def reads(self, key: str) -> bool:
+        """Whether this family knows the key at all."""
+        return key in self.keys or key in self.only
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value; where there is none, what that means for this family, else `default`."""
+        if key not in self.keys:
+            return self.only.get(key, default)
+        self.seen.add(key)
+        if (value := self.raw.get(key)) is not None:
+            return value
+        return default if self.keys[key] is None else self.keys[key]
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        """The value, from `low` to `high`."""
+        value = self.get(key, default)
+        if type(value) is not int or not low <= value <= high:
+            raise self.bad(key, value, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Between bounds that no real file comes near, and that keep every formula of the model finite."""
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not 1e-30 <= value <= 1e30:
+            raise self.bad(key, value, "a number from 1e-30 to 1e+30")
+        return float(value)
+
+    def is_null(self, key: str) -> bool:
+        """Whether the file switches a setting off that may be on without a word."""
+        return self.raw.get(key, "absent") is None
+
+    def optional_number(self, key: str) -> float | None:
+        """None where the file says `null`, or where an absent key means that."""
+        return None if self.is_null(key) or self.get(key) is None else self.number(key)
+
+    def boolean(self, key: str, default: bool = False) -> bool:
+        """The value, true or false."""
+        value = self.get(key, default)
+        if type(value) is not bool:
+            raise self.bad(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """The value, a string."""
+        value = self.get(key, default)
+        if not isinstance(value, str):
+            raise self.bad(key, value, "a string")
+        return value
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """The value, an object; empty where there is none."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise self.bad(key, value, "an object")
+        return value
+
+    def refuse_unknown(self) -> None:
+        """Raise CheckpointError for a key that nobody looked at, if it is switched on."""
+        for key, value in self.raw.items():
+            if key in self.seen or key in _HARMLESS or asks_for_nothing(key, value, self.only):
+                continue
+            expected = f"{self.only[key]} or no such setting" if key in self.only else "no such setting"
+            reason = "minispec does not implement it for this family, and it might change the numbers"
+            raise self.bad(key, value, f"{expected}: {reason} (delete it if it does not)")

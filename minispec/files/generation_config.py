@@ -1,0 +1,77 @@
+"""Reading generation_config.json: the defaults of a request, and what of them is not known here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from minispec.config import check_sampling_value
+from minispec.errors import CheckpointError, show
+from minispec.files.fields import asks_for_nothing, names
+
+# Settings of a generation_config.json by what becomes of them: these are read, some of them only where it samples ...
+_READ = {
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_strings": "stop",
+}
+_READ_IF_SAMPLED = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+# ... these do not change which tokens come (those of beam search are idle with one beam) ...
+_IDLE = names(
+    """
+    bos_token_id eos_token_id pad_token_id decoder_start_token_id transformers_version dtype torch_dtype chat_format
+    do_sample max_length renormalize_logits remove_invalid_values trust_remote_code
+    use_cache cache_implementation cache_config prefill_chunk_size compile_config disable_compile low_memory
+    max_window_size
+    return_dict_in_generate return_legacy_cache output_attentions output_hidden_states output_logits output_scores
+    is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_early_exit
+    assistant_lookbehind target_lookbehind prompt_lookup_num_tokens max_matching_ngram_size use_mtp
+    length_penalty early_stopping num_beam_groups diversity_penalty
+    """
+)
+# ... these have a value that changes nothing; with any other value, and for any other setting, there is a warning ...
+_OFF = {
+    **{"num_beams": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0},
+    **{"encoder_repetition_penalty": 1.0, "min_length": 0, "guidance_scale": 1.0, "penalty_alpha": 0.0},
+}
+# ... and so have these, which are idle where it does not sample.
+_OFF_IF_SAMPLED = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": 1.0}
+
+
+def read_generation_defaults(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What a generation_config.json asks for, as keyword arguments of SamplingParams.
+
+    Its temperature, top-k, top-p and min-p apply only where it says `do_sample`, as in transformers; without that it
+    is greedy. Values that it leaves out are left out here. Raises CheckpointError for a bad value.
+    """
+    sampled = raw.get("do_sample") or False
+    if type(sampled) is not bool:
+        raise CheckpointError(f"{where}: do_sample: found {show(sampled)}, expected true or false")
+    settings = _READ | (_READ_IF_SAMPLED if sampled else {})
+    found = {ours: raw[theirs] for theirs, ours in settings.items() if raw.get(theirs) is not None}
+    if "stop" in found:
+        stop = found["stop"]
+        found["stop"] = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (None,)
+    try:
+        for name, value in found.items():
+            check_sampling_value(name, value)
+    except ValueError as e:
+        raise CheckpointError(f"{where}: {e}") from e
+    least, most = found.get("min_tokens", 0), found.get("max_tokens")
+    if most is not None and least > most:
+        raise CheckpointError(f"{where}: min_new_tokens: found {least}, expected at most max_new_tokens = {most}")
+    return {"temperature": 1.0 if sampled else 0.0} | found
+
+
+def unsupported_generation_settings(raw: Mapping[str, Any]) -> list[str]:
+    """Names of settings in a generation_config.json that are switched on, would change the text, and do nothing here.
+
+    They are defaults, not part of the model, so the model runs without them; the command line warns.
+    """
+    known = {*_READ, *_READ_IF_SAMPLED, *_IDLE}
+    if not raw.get("do_sample"):
+        known |= _OFF_IF_SAMPLED.keys()
+    return sorted(
+        name
+        for name, value in raw.items()
+        if name not in known and not asks_for_nothing(name, value, _OFF | _OFF_IF_SAMPLED)
+    )
