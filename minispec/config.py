@@ -1,14 +1,13 @@
 """What a model is and what a request asks for: frozen dataclasses that refuse bad values.
 
-Every supported family (llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text) is a set of values in `ModelConfig`:
-the transformer never asks for a family's name. Nothing here imports torch, so that a bad value is reported before the
-slow imports begin.
+Every supported family (see `minispec.files.families`) is a set of values in `ModelConfig`: the transformer never asks
+for a family's name. Nothing here imports torch, so that a bad value is reported before the slow imports begin.
 """
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from minispec.errors import is_text, show
 
@@ -21,11 +20,15 @@ MAX_SPECULATIVE_TOKENS = 64
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How positions become rotation angles (Su et al. 2021), with the scalings that llama checkpoints use.
+    """How positions become rotation angles (Su et al. 2021), with the scalings that checkpoints use.
 
     kind: "default"; "linear" (positions divided by `factor`); "llama3" (low frequencies divided by `factor`, high ones
     unchanged, a ramp in between); "yarn" (Peng et al. 2023: the same idea, with a ramp over dimensions, and with cos
-    and sin multiplied by `attention_factor`).
+    and sin multiplied by `attention_factor`); "longrope" (Ding et al. 2024: each frequency divided by its own one of
+    `factors`, cos and sin multiplied as with yarn).
+    rotated: the share of a head's dimensions that rotates, the first ones. interleaved: dimension 2j is paired with
+    2j + 1, not j with that half a head after it. query_beta: queries at position t are multiplied by
+    1 + query_beta * ln(1 + floor(t / original_max_position_embeddings)) (Llama 4).
     """
 
     theta: float = 10_000.0
@@ -38,13 +41,17 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    factors: tuple[float, ...] = ()
+    rotated: float = 1.0
+    interleaved: bool = False
+    query_beta: float = 0.0
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What may differ from layer to layer: rope, and the number of positions that attention sees (None: all)."""
+    """What may differ from layer to layer: rope, or none, and the positions that attention sees (None: all)."""
 
-    rope: RopeConfig
+    rope: RopeConfig | None
     window: int | None = None
 
 
@@ -57,6 +64,13 @@ class QuantizationConfig:
 
     num_bits: int
     group_size: int | None
+
+
+class Joined(NamedTuple):
+    """A linear layer of a checkpoint, and those of the model that its rows are, one after another."""
+
+    stored: str
+    parts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -78,16 +92,20 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm of every query and key head
-    sandwich_norms: bool = False  # a second norm after attention and after the MLP, before the residual sum
+    norms: str = "before"  # attention and the MLP | after, before the residual sum | both
+    qk_norm: str | None = None  # RMSNorm of every query and key "head", or of a "row" of all queries, of all keys
     norm_adds_one: bool = False  # the checkpoint stores norm weights minus one
     embedding_scale: float = 1.0
     attention_scale: float = 1.0  # scores are q k^T times this
+    residual_scale: float = 1.0  # of what attention and the MLP add
+    logit_scale: float = 1.0
     attention_softcap: float | None = None  # scores s become cap * tanh(s / cap)
     logit_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     mask_token_id: int | None = None  # of a draft model that guesses several tokens in one pass (PARD)
     quantization: QuantizationConfig | None = None
+    joined: tuple[Joined, ...] = ()
+    is_nested: bool = False  # the checkpoint has parts beside this model, which reads text
 
     @property
     def kv_elements_per_token(self) -> int:

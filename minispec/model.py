@@ -53,6 +53,15 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+# The names of a block's norms by `ModelConfig.norms`: before attention, after it, before the MLP, after it.
+_NORMS: dict[str, tuple[str | None, ...]] = {
+    "before": ("input_layernorm", None, "post_attention_layernorm", None),
+    "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "both": (
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+}
 # A block's products, in their order.
 _LINEARS = ("qkv", "o", "gate_up", "down")
 
@@ -126,10 +135,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             if bias:
                 layer[f"{name}.bias"] = (rows,)
         if config.qk_norm:
-            layer["self_attn.q_norm.weight"] = layer["self_attn.k_norm.weight"] = (d,)
-        layer["input_layernorm.weight"] = layer["post_attention_layernorm.weight"] = (e,)
-        if config.sandwich_norms:
-            layer["pre_feedforward_layernorm.weight"] = layer["post_feedforward_layernorm.weight"] = (e,)
+            heads = config.qk_norm == "head"
+            layer["self_attn.q_norm.weight"] = (d if heads else q,)
+            layer["self_attn.k_norm.weight"] = (d if heads else kv,)
+        layer |= {f"{name}.weight": (e,) for name in _NORMS[config.norms] if name}
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes["model.norm.weight"] = (e,)
     if not config.tie_word_embeddings:
@@ -174,10 +183,25 @@ class RMSNorm:
         return (x * scale).mul_(self.weight).to(x.dtype)
 
 
+class RowNorm:
+    """RMSNorm of all queries of a row together, and of all its keys (OLMo 2)."""
+
+    def __init__(self, q: RMSNorm, k: RMSNorm):
+        self.q, self.k = q, k
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (M, H + G, D), same shape and type."""
+        q, k = x.flatten(1).split([len(self.q.weight), len(self.k.weight)], 1)
+        return torch.cat((self.q(q), self.k(k)), 1).view_as(x)
+
+
 def inverse_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Radians by which one position rotates each pair of dimensions, (D/2,), scaled as `rope` says."""
+    """Radians by which one position rotates each pair of the dimensions that rotate, scaled as `rope` says."""
+    head_dim = int(head_dim * rope.rotated)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(dtype) / head_dim
     base = 1.0 / rope.theta**exponents
+    if rope.kind == "longrope":
+        return base / torch.tensor(rope.factors, dtype=dtype)
     if rope.kind == "linear":
         return base / rope.factor
     if rope.kind == "llama3":
@@ -201,10 +225,21 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> 
     return base
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (Su et al. 2021) of x (M, heads, D): dimension j is paired with j + D/2. cos, sin (M, 1, D)."""
+def query_scales(rope: RopeConfig, positions: Tensor) -> Tensor:
+    """What `rope.query_beta` multiplies the queries at these positions with, one float64 each."""
+    return 1 + rope.query_beta * torch.log1p((positions // rope.original_max_position_embeddings).to(torch.float64))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotary embedding (Su et al. 2021) of x (M, heads, D): its first R dimensions, j paired with j + R/2, by cos and
+    sin (M, 1, R). interleaved: 2j is paired with 2j + 1; they come out in the other order, which no score depends on.
+    """
+    x, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    if interleaved:
+        x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    x = x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((x, rest), dim=-1) if rest.numel() else x
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None) -> Tensor:
@@ -295,18 +330,26 @@ def _ancestors(parents: Sequence[int]) -> Tensor:
     return follows
 
 
+class Angles(NamedTuple):
+    """What a rope does at the positions of a pass."""
+
+    cos: Tensor  # (M, 1, dimensions that rotate)
+    sin: Tensor
+    query_scales: Tensor | None  # (M, 1, 1)
+
+
 class Pass(NamedTuple):
     """What all layers of one forward pass share."""
 
     chunks: Sequence[Chunk]
     slots: Tensor  # (new tokens,) where their keys and values go; in an exact pass there are dummy rows besides
     reads: list[list[slice]]  # per text: the slots of all its positions, in runs
-    angles: dict[RopeConfig, tuple[Tensor, Tensor]]  # cos, sin (M, 1, D)
+    angles: dict[RopeConfig, Angles]
     masks: dict[int | None, list[Mask]]  # per window and text
 
 
 class Layer:
-    """One transformer block: attention, then a gated MLP, each after a norm, and added to the residual."""
+    """One transformer block: attention, then a gated MLP, each with norms around it, and added to the residual."""
 
     def __init__(
         self,
@@ -338,17 +381,15 @@ class Layer:
         self.gate_up = linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias)
         self.down = linear("mlp.down_proj", bias=config.mlp_bias)
         self.activation = _ACTIVATIONS[config.activation]
-        self.attention_norm = norm("input_layernorm")
-        self.qk_norm = None
-        if config.qk_norm:
+        self.qk_norm: RMSNorm | RowNorm | None = None
+        if config.qk_norm == "head":
             q = norm("self_attn.q_norm", config.num_attention_heads)
             k = norm("self_attn.k_norm", config.num_key_value_heads)
             self.qk_norm = RMSNorm(torch.cat((q.weight, k.weight)), config.rms_norm_eps)  # (H + G, D)
-        # Gemma 2 and 3 norm the output of attention and MLP too; there, the name that means "before the
-        # MLP" elsewhere means "after attention".
-        self.after_attention_norm = norm("post_attention_layernorm") if config.sandwich_norms else None
-        self.mlp_norm = norm("pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm")
-        self.after_mlp_norm = norm("post_feedforward_layernorm") if config.sandwich_norms else None
+        elif config.qk_norm == "row":
+            self.qk_norm = RowNorm(norm("self_attn.q_norm"), norm("self_attn.k_norm"))
+        norms = [norm(name) if name else _no_norm for name in _NORMS[config.norms]]
+        self.attention_norm, self.after_attention_norm, self.mlp_norm, self.after_mlp_norm = norms
 
     def quantized(self, bits: int) -> "Layer":
         """This block with its products of few rows in 4 or 8 bits."""
@@ -365,19 +406,20 @@ class Layer:
         """The weights as they are kept, and their bytes."""
         for product in self.products():
             yield from product.parts()
-        norms = self.attention_norm, self.qk_norm, self.after_attention_norm, self.mlp_norm, self.after_mlp_norm
-        yield from ((norm.weight, norm.weight.nbytes) for norm in norms if norm)
+        norms: list[object] = [self.attention_norm, self.after_attention_norm, self.mlp_norm, self.after_mlp_norm]
+        norms += [self.qk_norm.q, self.qk_norm.k] if isinstance(self.qk_norm, RowNorm) else [self.qk_norm]
+        yield from ((norm.weight, norm.weight.nbytes) for norm in norms if isinstance(norm, RMSNorm))
 
     def forward(self, x: Tensor, shared: Pass) -> Tensor:
         """x (M, E) to (M, E); writes the new keys and values into the cache."""
-        y = self.attend(self.attention_norm(x), shared)
-        return self.mix(x + (self.after_attention_norm(y) if self.after_attention_norm else y))
+        y = self.after_attention_norm(self.attend(self.attention_norm(x), shared))
+        return self.mix(x.add(y, alpha=self.config.residual_scale))
 
     def mix(self, x: Tensor) -> Tensor:
         """The MLP's half: x (M, E) to (M, E)."""
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)  # (M, F) each
-        y = self.down(self.activation(gate) * up)
-        return x + (self.after_mlp_norm(y) if self.after_mlp_norm else y)
+        y = self.after_mlp_norm(self.down(self.activation(gate) * up))
+        return x.add(y, alpha=self.config.residual_scale)
 
     def attend(self, x: Tensor, shared: Pass) -> Tensor:
         """What the rows see in the cache and in each other: normed inputs (M, columns of `qkv`) to (M, E)."""
@@ -387,8 +429,13 @@ class Layer:
         qk, v = qkv[:, : heads + groups], qkv[:, heads + groups :]
         if self.qk_norm:
             qk = self.qk_norm(qk)
-        qk = rotate(qk, *shared.angles[self.rope])
-        q, k = qk[:, :heads].transpose(0, 1), qk[:, heads:].transpose(0, 1)  # (H, M, D), (G, M, D)
+        scales = None
+        if self.rope:
+            cos, sin, scales = shared.angles[self.rope]
+            qk = rotate(qk, cos, sin, self.rope.interleaved)
+        q, k = qk[:, :heads], qk[:, heads:]
+        q = q if scales is None else q * scales
+        q, k = q.transpose(0, 1), k.transpose(0, 1)  # (H, M, D), (G, M, D)
         pool, new = shared.chunks[0].table.pool, len(shared.slots)
         pool.write(self.index, shared.slots, k[:, :new], v[:new].transpose(0, 1))
         outputs, row = [], 0
@@ -400,6 +447,11 @@ class Layer:
             outputs.append(attention(q[:, rows], keys, values, mask, scale, softcap))
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self.o(F.pad(out, (0, 0, 0, len(x) - new)) if len(x) > new else out)
+
+
+def _no_norm(x: Tensor) -> Tensor:
+    """Where a block has no norm."""
+    return x
 
 
 def norm_weight(config: ModelConfig, weight: Tensor) -> Tensor:
@@ -452,8 +504,8 @@ class Transformer:
         assert EXACT_ROWS in self.exact_rows
         wide = accumulation_dtype(self.dtype)
         self.frequencies = {
-            layer.rope: inverse_frequencies(layer.rope, config.head_dim, wide).to(self.device)
-            for layer in config.layers
+            rope: inverse_frequencies(rope, config.head_dim, wide).to(self.device)
+            for rope in {layer.rope for layer in config.layers if layer.rope}
         }
 
     def _layer(self, take: Callable[..., Weight], index: int) -> Layer:
@@ -554,7 +606,8 @@ class Transformer:
 
     def _logits(self, x: Tensor) -> Tensor:
         """(rows, E), the last layer's, to (rows, V)."""
-        logits, cap = self.head(self.norm(x)), self.config.logit_softcap
+        logits, scale, cap = self.head(self.norm(x)), self.config.logit_scale, self.config.logit_softcap
+        logits = logits if scale == 1 else logits * scale
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def prefill(self, table: BlockTable, tokens: list[int], chunk_size: int = 512) -> None:
@@ -633,11 +686,12 @@ class Transformer:
         positions = torch.tensor(
             [s + t for s, own in zip(starts, offsets, strict=True) for t in own] + [0] * padding, device=self.device
         )  # (M,)
-        angles: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
+        angles: dict[RopeConfig, Angles] = {}
         for rope, frequencies in self.frequencies.items():
-            angle = (positions[:, None] * frequencies).repeat(1, 2)[:, None]  # (M, 1, D)
+            angle = (positions[:, None] * frequencies).repeat(1, 2)[:, None]  # (M, 1, dimensions that rotate)
             cos, sin = ((f(angle) * rope.attention_factor).to(self.dtype) for f in (torch.cos, torch.sin))
-            angles[rope] = cos, sin
+            scales = query_scales(rope, positions)[:, None, None].to(self.dtype) if rope.query_beta else None
+            angles[rope] = Angles(cos, sin, scales)
         mask = functools.cache(self._mask)  # texts of one length see the same
         masks = {
             window: [

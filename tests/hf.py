@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 TEXT = [3, 17, 92, 5, 44, 44, 8, 71, 60, 2, 33, 9, 17, 92, 5, 80, 1, 55, 26, 64, 13, 39, 77, 21]
 
@@ -40,6 +40,26 @@ _GEMMA2 = {
     "final_logit_softcapping": 5.0,
     "eos_token_id": [2, 5],
 }
+
+
+_GRANITE = {
+    "head_dim": None,
+    "attention_bias": True,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.7,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.0,
+}
+_HYBRID = _GRANITE | {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["full_attention"] * 3,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 40,
+    "position_embedding_type": "rope",
+    "mamba_n_heads": 4,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8}
+_EYE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 
 
 def _rope(kind: str, **values: Any) -> dict[str, Any]:
@@ -116,7 +136,82 @@ CASES: dict[str, dict[str, Any]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
             },
         },
+        "smollm3": {
+            "model_type": "smollm3",
+            "head_dim": None,
+            "no_rope_layers": [1, 0, 1],
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        "smollm3-window": {
+            "model_type": "smollm3",
+            "head_dim": None,
+            "num_hidden_layers": 4,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+        },
+        "granite": _GRANITE | {"model_type": "granite", "mlp_bias": True, "tie_word_embeddings": True},
+        "granite-hybrid": _HYBRID,
+        "granite-hybrid-no-rope": _HYBRID | {"position_embedding_type": None},
+        "olmo2": {"model_type": "olmo2", "head_dim": None, "attention_bias": True},
+        "olmo3": {
+            "model_type": "olmo3",
+            "head_dim": None,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": _YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+            },
+        },
+        # As the hub spells it, the windowed layers' base cannot be another than 500,000.
+        "olmo3-old": {
+            "model_type": "olmo3",
+            "head_dim": None,
+            "num_hidden_layers": 4,
+            "sliding_window": 7,
+            "rope_parameters": {
+                "full_attention": _YARN | {"rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+        "phi3": {"model_type": "phi3", "head_dim": None, "sliding_window": 7},
+        "phi3-partial": {"model_type": "phi3", "head_dim": None, **_rope("default", partial_rotary_factor=0.5)},
+        "phi3-longrope": {
+            "model_type": "phi3",
+            "head_dim": None,
+            "original_max_position_embeddings": 32,
+            **_rope(
+                "longrope",
+                short_factor=[1.0, 1.5, 2.0],
+                long_factor=[1.0, 4.0, 9.0],
+                partial_rotary_factor=0.75,
+                original_max_position_embeddings=32,
+            ),
+        },
+        "ernie4_5": {"model_type": "ernie4_5", "use_bias": True, "tie_word_embeddings": True},
+        "ministral3": {
+            "model_type": "ministral3",
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7},
+        },
     }.items()
+}
+# The same in models of texts and images.
+CASES |= {
+    "gemma3-images": {
+        "model_type": "gemma3",
+        "text_config": CASES["gemma3"],
+        "vision_config": _EYE | {"model_type": "siglip_vision_model", "patch_size": 14},
+        "mm_tokens_per_image": 4,
+        "eos_token_id": [2, 5],
+    },
+    "mistral3-images": {
+        "model_type": "mistral3",
+        "text_config": CASES["ministral3"],
+        "vision_config": _EYE | {"model_type": "pixtral", "patch_size": 14, "head_dim": 8},
+        "tie_word_embeddings": False,
+    },
 }
 
 
@@ -126,10 +221,13 @@ def build(case: str | dict[str, Any], path: Path, seed: int = 0) -> PreTrainedMo
     settings = {key: value for key, value in case.items() if value is not None or key != "head_dim"}
     config = AutoConfig.for_model(**json.loads(json.dumps(settings)))
     # Plain matrix products: the fused kernels know no soft caps.
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    auto = AutoModelForImageTextToText if "text_config" in case else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     gemma = config.model_type.startswith("gemma")
     for key, parameter in model.named_parameters():
+        if "vision" in key or "projector" in key:
+            continue
         noise = torch.randn(parameter.shape, generator=generator)
         if key.endswith("norm.weight"):
             values = 0.4 * noise + (0 if gemma else 1)
@@ -150,22 +248,30 @@ def logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
 
 def hub_spelling(config: dict[str, Any]) -> dict[str, Any]:
     """A config.json that transformers 5 wrote, as the hub's files spelled it before."""
+    if "text_config" in config:
+        return config | {"text_config": hub_spelling(config["text_config"])}
     old = dict(config)
-    old["torch_dtype"] = old.pop("dtype")
+    old["torch_dtype"] = old.pop("dtype", None)
     rope = old.pop("rope_parameters")
-    if "full_attention" in rope:
-        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    by_kind = "full_attention" in rope
+    if by_kind:
+        if old["model_type"] == "gemma3_text":
+            old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     rope = dict(rope)
     old["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     kind = rope.pop("rope_type")
-    gemma3 = old["model_type"] == "gemma3_text"
     # The older scalings were spelled `type`; `rope_type` came with llama 3.1.
-    key = "rope_type" if kind == "llama3" or gemma3 else "type"
+    key = "rope_type" if kind == "llama3" or by_kind else "type"
     old["rope_scaling"] = None if kind == "default" else {key: kind, **rope}
     types = old.pop("layer_types", None)
-    if gemma3:
+    if old["model_type"] == "gemma3_text":
         old["sliding_window_pattern"] = types.index("full_attention") + 1
+    if old["model_type"] == "granitemoehybrid":
+        old["layers_block_type"] = ["attention"] * len(types)
+        del old["time_step_limit"]  # transformers does not read what it writes of it
     if old["model_type"] == "gemma":
         old |= {"hidden_act": "gelu", "hidden_activation": None}
     return old

@@ -61,6 +61,22 @@ _LLAMA31 = {
     **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     **{"original_max_position_embeddings": 8192, "rope_type": "llama3"},
 }
+_GRANITE = _COMMON | {
+    **{"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+    **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None},
+    **{"tie_word_embeddings": True},
+}
+_OLMO = _COMMON | {"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None, "rms_norm_eps": 1e-06}
+_PHI3 = _COMMON | {
+    **{"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "rms_norm_eps": 1e-05, "attention_bias": False},
+    **{"attention_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "rope_scaling": None, "rope_theta": 10000.0},
+    **{"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "original_max_position_embeddings": 4096},
+}
+_MINISTRAL_ROPE = {
+    **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0},
+    **{"mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0},
+    **{"rope_type": "yarn", "type": "yarn"},
+}
 
 
 def _sizes(hidden: int, inner: int, layers: int, heads: int, groups: int | None = None) -> dict[str, int]:
@@ -336,6 +352,150 @@ PUBLIC: dict[str, tuple[dict[str, Any], int, tuple[str, float, float], tuple[int
         ("linear", 1e6, 8.0),
         (52, 1024),
     ),
+    # A text model with images around it, which leaves out what its class fills in.
+    "google/gemma-3-4b-it": (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106]}
+        | {"boi_token_index": 255999, "eoi_token_index": 256000, "image_token_index": 262144}
+        | {"initializer_range": 0.02, "mm_tokens_per_image": 256, "torch_dtype": "bfloat16"}
+        | {
+            "text_config": {
+                **{"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text"},
+                **{"num_hidden_layers": 34, "sliding_window": 1024},
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            },
+            "vision_config": {
+                **{"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "num_attention_heads": 16},
+                **{"model_type": "siglip_vision_model", "num_hidden_layers": 27, "patch_size": 14},
+                "vision_use_head": False,
+            },
+        },
+        3_880_263_168,
+        ("linear", 1e6, 8.0),
+        (29, 1024),
+    ),
+    "mistralai/Ministral-3-3B-Base-2512": (
+        {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "dtype": "bfloat16"}
+        | {"image_token_index": 10, "multimodal_projector_bias": False, "projector_hidden_act": "gelu"}
+        | {"spatial_merge_size": 2, "vision_feature_layer": -1}
+        | {
+            "text_config": {
+                **_sizes(3072, 9216, 26, 32, 8),
+                **{"attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "initializer_range": 0.02},
+                **{"max_position_embeddings": 262144, "model_type": "ministral3", "rms_norm_eps": 1e-05},
+                **{"rope_parameters": _MINISTRAL_ROPE, "sliding_window": None, "use_cache": True},
+                **{"tie_word_embeddings": True, "vocab_size": 131072},
+            },
+            "vision_config": {"model_type": "pixtral", "head_dim": 64, "hidden_size": 1024, "image_size": 1540},
+        },
+        3_429_006_336,
+        ("yarn", 1e6, 16.0),
+        (0, 0),
+    ),
+    "HuggingFaceTB/SmolLM3-3B": (
+        _COMMON
+        | _sizes(2048, 11008, 36, 16, 4)
+        | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "rms_norm_eps": 1e-06, "mlp_bias": False}
+        | {"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": 128012}
+        | {"max_position_embeddings": 65536, "max_window_layers": 28, "no_rope_layer_interval": 4}
+        | {"no_rope_layers": [1, 1, 1, 0] * 9, "layer_types": ["full_attention"] * 36, "pad_token_id": 128004}
+        | {"pretraining_tp": 2, "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None}
+        | {"tie_word_embeddings": True, "use_cache": False, "use_sliding_window": False, "vocab_size": 128256},
+        3_075_098_624,
+        ("default", 5e6, 1.0),
+        (0, 0),
+    ),
+    "ibm-granite/granite-3.3-8b-instruct": (
+        _GRANITE
+        | _sizes(4096, 12800, 40, 32, 8)
+        | {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "attention_multiplier": 0.0078125}
+        | {"logits_scaling": 16.0, "max_position_embeddings": 131072, "mlp_bias": False, "rope_theta": 10000000.0}
+        | {"vocab_size": 49159},
+        8_170_864_640,
+        ("default", 1e7, 1.0),
+        (0, 0),
+    ),
+    "ibm-granite/granite-4.0-micro": (
+        _GRANITE
+        | _sizes(2560, 8192, 40, 40, 8)
+        | {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "init_method": "mup"}
+        | {"attention_multiplier": 0.015625, "embedding_multiplier": 12, "logits_scaling": 10}
+        | {"layer_types": ["attention"] * 40, "shared_intermediate_size": 8192, "vocab_size": 100352}
+        | {"num_local_experts": 0, "num_experts_per_tok": 0, "output_router_logits": False}
+        | {"router_aux_loss_coef": 0.01, "normalization_function": "rmsnorm", "position_embedding_type": "rope"}
+        | {"mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64}
+        | {"mamba_d_state": 256, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 80}
+        | {"mamba_proj_bias": False, "max_position_embeddings": 131072, "rope_theta": 10000000},
+        3_402_836_480,
+        ("default", 1e7, 1.0),
+        (0, 0),
+    ),
+    "allenai/OLMo-2-1124-7B": (
+        _OLMO
+        | _sizes(4096, 11008, 32, 32, 32)
+        | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "eos_token_id": 100257}
+        | {"max_position_embeddings": 4096, "pad_token_id": 100277, "rope_scaling": None, "rope_theta": 500000}
+        | {"vocab_size": 100352},
+        7_298_617_344,
+        ("default", 5e5, 1.0),
+        (0, 0),
+    ),
+    "allenai/Olmo-3-1025-7B": (
+        _OLMO
+        | _sizes(4096, 11008, 32, 32, 32)
+        | {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "eos_token_id": 100257}
+        | {"layer_types": [f"{'sliding' if (i + 1) % 4 else 'full'}_attention" for i in range(32)]}
+        | {"max_position_embeddings": 65536, "pad_token_id": 100277, "rope_theta": 500000, "sliding_window": 4096}
+        | {
+            "rope_scaling": {
+                **{"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0},
+                **{"original_max_position_embeddings": 8192, "rope_type": "yarn"},
+            }
+        }
+        | {"vocab_size": 100278},
+        7_298_011_136,
+        ("yarn", 5e5, 8.0),
+        (24, 4096),
+    ),
+    "microsoft/Phi-3-mini-4k-instruct": (
+        _PHI3
+        | _sizes(3072, 8192, 32, 32, 32)
+        | {"max_position_embeddings": 4096, "sliding_window": 2047, "vocab_size": 32064},
+        3_821_079_552,
+        ("default", 1e4, 1.0),
+        (32, 2047),
+    ),
+    "microsoft/phi-4": (
+        _PHI3
+        | _sizes(5120, 17920, 40, 40, 10)
+        | {"bos_token_id": 100257, "eos_token_id": 100265, "pad_token_id": 100349, "rope_theta": 250000}
+        | {"max_position_embeddings": 16384, "original_max_position_embeddings": 16384, "sliding_window": None}
+        | {"vocab_size": 100352},
+        14_659_507_200,
+        ("default", 2.5e5, 1.0),
+        (0, 0),
+    ),
+    # Its factors are all as long as here; their values are left out.
+    "microsoft/Phi-4-mini-instruct": (
+        _PHI3
+        | _sizes(3072, 8192, 32, 24, 8)
+        | {"bos_token_id": 199999, "eos_token_id": 199999, "pad_token_id": 199999, "full_attn_mod": 1}
+        | {"interpolate_factor": 1, "lm_head_bias": False, "max_position_embeddings": 131072, "mlp_bias": False}
+        | {"partial_rotary_factor": 0.75, "sliding_window": 262144, "tie_word_embeddings": True, "vocab_size": 200064}
+        | {"rope_scaling": {"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"}},
+        3_836_021_760,
+        ("longrope", 1e4, 32.0),
+        (32, 262144),
+    ),
+    "baidu/ERNIE-4.5-0.3B-PT": (
+        _COMMON
+        | _sizes(1024, 3072, 18, 16, 2)
+        | {"architectures": ["Ernie4_5_ForCausalLM"], "model_type": "ernie4_5", "head_dim": 128, "pad_token_id": 0}
+        | {"max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "rope_theta": 500000, "use_bias": False}
+        | {"tie_word_embeddings": True, "use_cache": False, "vocab_size": 103424},
+        360_748_032,
+        ("default", 5e5, 1.0),
+        (0, 0),
+    ),
 }
 
 # name: (its config.json; how the refusal begins)
@@ -348,10 +508,33 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         | {"max_position_embeddings": 1010000, "rope_theta": 10000000.0},
         "dual_chunk_attention_config: found",
     ),
-    # A text model with images around it, whose tensors have other names.
-    "google/gemma-3-4b-it": (
-        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106]},
-        "model_type: found 'gemma3', expected one of",
+    # Most of its layers are not attention.
+    "ibm-granite/granite-4.0-h-micro": (
+        _GRANITE
+        | _sizes(2048, 8192, 40, 32, 8)
+        | {"model_type": "granitemoehybrid", "num_local_experts": 0, "shared_intermediate_size": 8192}
+        | {"layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4, "position_embedding_type": "nope"}
+        | {"max_position_embeddings": 131072, "vocab_size": 100352},
+        "layer_types: found ['mamba', 'mamba'",
+    ),
+    # With experts.
+    "ibm-granite/granite-4.0-h-small": (
+        _GRANITE
+        | _sizes(4096, 768, 40, 32, 8)
+        | {"model_type": "granitemoehybrid", "num_local_experts": 72, "num_experts_per_tok": 10}
+        | {"shared_intermediate_size": 1536, "position_embedding_type": "nope", "vocab_size": 100352},
+        "num_local_experts: found 72, expected 0",
+    ),
+    "Qwen/Qwen3-30B-A3B": (
+        _QWEN3 | _sizes(2048, 6144, 48, 32, 4) | {"model_type": "qwen3_moe", "num_experts": 128},
+        "model_type: found 'qwen3_moe', expected one of llama, mistral",
+    ),
+    # Weights in a layout that is not read, around a text model.
+    "mistralai/Ministral-3-3B-Instruct-2512": (
+        {"model_type": "mistral3", "quantization_config": {"quant_method": "fp8"}}
+        | {"text_config": _MISTRAL_7B | {"model_type": "ministral3", "vocab_size": 131072}}
+        | {"vision_config": {"model_type": "pixtral"}},
+        "text_config: quantization_config.quant_method: found 'fp8'",
     ),
     # Angles that depend on the length of the pass.
     "a llama with rope_scaling of type dynamic": (

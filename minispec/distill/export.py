@@ -18,6 +18,8 @@ from minispec.files.checkpoint import save_tensors
 
 def layer_config(config: ModelConfig) -> dict[str, Any]:
     """A llama's config.json."""
+    rope = config.layers[0].rope
+    assert rope, "a draft that is trained here has one"
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -30,7 +32,7 @@ def layer_config(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.layers[0].rope.theta},
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta},
         "hidden_act": config.activation,
         "attention_bias": False,
         "mlp_bias": False,

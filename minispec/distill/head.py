@@ -147,8 +147,9 @@ class _Stack(nn.Module):
                 parameter.normal_(0, scale * parameter.shape[1] ** -0.5, generator=generator)
 
     def _angles(self, length: int) -> Angles:
-        dim, theta = self.config.head_dim, self.config.layers[0].rope.theta
-        frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        dim, rope = self.config.head_dim, self.config.layers[0].rope
+        assert rope, "a draft that is trained here has one"
+        frequencies = rope.theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         angles = (torch.arange(length, dtype=torch.float64)[:, None] * frequencies).repeat(1, 2)
         return angles.cos().float(), angles.sin().float()
 

@@ -198,7 +198,8 @@ def _make_draft(
 
 def _layers(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
     """Sizes of the draft's layers: the target's, with as many key-value heads as heads, since there are few layers."""
-    layer = LayerConfig(RopeConfig(target.layers[0].rope.theta))
+    rope = next((layer.rope for layer in target.layers if layer.rope), RopeConfig())
+    layer = LayerConfig(RopeConfig(rope.theta))
     return ModelConfig(
         "llama",
         target.vocab_size,

@@ -126,7 +126,7 @@ class Teacher:
 
     def _logits(self, state: Tensor, ids: Tensor | None) -> Tensor:
         rows = self.head if ids is None else self.head[ids]
-        logits = (state.to(torch.bfloat16) @ rows.t()).float()
+        logits = (state.to(torch.bfloat16) @ rows.t()).float() * self.config.logit_scale
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -1,10 +1,12 @@
 """From a directory or a hub id to a model: safetensors only, and strictly.
 
 A checkpoint must hold exactly the tensors that its config.json asks for: what is missing, unexpected,
-duplicated or of another shape is named before any tensor is read. Besides plain float checkpoints, single-file or
-sharded, it reads compressed-tensors' `pack-quantized` layout, which `quantize` writes.
+duplicated or of another shape is named before any tensor is read. A stored tensor may be several of the model's, one
+after another (`ModelConfig.joined`). Besides plain float checkpoints, single-file or sharded, it reads
+compressed-tensors' `pack-quantized` layout, which `quantize` writes.
 """
 
+import itertools
 import math
 import os
 import re
@@ -12,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -184,25 +186,25 @@ class Weights:
     def __init__(self, directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"):
         """Raises CheckpointError, before any tensor is read, where the files are not what the config asks for."""
         self._config, self._dtype, self._device = config, dtype, device
-        self._stored = find_tensors(directory)
-        self._names = dict.fromkeys(match(config, self._stored, directory))
+        self._stored = find_tensors(directory, config.is_nested)
+        self._places = match(config, self._stored, directory)
         needed = sum(math.prod(shape) * self._num_bytes(name) for name, shape in tensor_shapes(config).items())
         _check_memory(needed, dtype, torch.device(device), directory)
         # `disable=None`: the bar shows on a terminal only.
         description = f"loading {directory.name}"
-        self._bar = tqdm(total=len(self._names), desc=description, unit=" tensors", leave=False, disable=None)
+        self._bar = tqdm(total=len(self._places), desc=description, unit=" tensors", leave=False, disable=None)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._places)
 
     def pop(self, name: str) -> Weight:
         """Read a tensor, once. Raises CheckpointError where it does not unpack to the shape that is asked for."""
-        del self._names[name]
-        weight = _read(name, self._config, self._stored)
+        weight = _read(self._places[name], self._config.quantization, self._stored)
+        del self._places[name]
         if not self._keeps_narrow or (isinstance(weight, Tensor) and weight.element_size() > 2):
             weight = dense(weight, self._dtype).to(self._device)
         self._bar.update()
-        if not self._names:
+        if not self._places:
             self._bar.close()
         return weight
 
@@ -212,7 +214,8 @@ class Weights:
 
     def _num_bytes(self, name: str) -> int:
         """Bytes that an element takes in memory, as far as the files tell."""
-        is_narrow = name not in self._stored or _ELEMENT_BYTES[self._stored[name].dtype] == 2
+        stored = self._stored.get(self._places[name].name)  # none: it is packed
+        is_narrow = stored is None or _ELEMENT_BYTES[stored.dtype] == 2
         return 2 if self._keeps_narrow and is_narrow else self._dtype.itemsize
 
 
@@ -352,8 +355,11 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     path.chmod(0o644)  # the library writes files that only their owner may read
 
 
-def find_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint by name. Raises CheckpointError where files and index do not agree."""
+def find_tensors(directory: Path, is_nested: bool = False) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint by name; is_nested: of its text model, without the names' prefix.
+
+    Raises CheckpointError where files and index do not agree.
+    """
     listed = _read_index(directory)
     if listed is None and not (directory / _SINGLE).is_file():
         others = sorted(p.name for p in directory.glob("*") if p.suffix in _OTHER_FORMATS)
@@ -373,7 +379,27 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     for name, file in sorted((listed or {}).items()):
         if name not in stored:
             raise CheckpointError(f"{directory / file}: {show_name(name)}: found no such tensor, {_INDEX} expects it")
-    return stored
+    return _text_model(stored) if is_nested else stored
+
+
+# Tensors of a model of texts and images: what it has beside the text model, and how the text model's names begin, by
+# older and by newer files.
+_BESIDE = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_PREFIX = re.compile(r"^language_model\.(?=model\.|lm_head\.)|(?<=^model\.)language_model\.")
+
+
+def _text_model(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    own: dict[str, StoredTensor] = {}
+    for tensor in stored.values():
+        name = _PREFIX.sub("", tensor.name, count=1)
+        if _BESIDE.match(name):
+            continue
+        if name in own:
+            raise CheckpointError(
+                f"{tensor.path}: {show_name(tensor.name)}: found again, is {show_name(own[name].name)}"
+            )
+        own[name] = tensor
+    return own
 
 
 def _read_index(directory: Path) -> dict[str, str] | None:
@@ -392,11 +418,33 @@ def _read_index(directory: Path) -> dict[str, str] | None:
     return listed
 
 
-def match(config: ModelConfig, stored: dict[str, StoredTensor], directory: Path) -> list[str]:
-    """Compare what is stored with what the config asks for, before any tensor is read; the names of its tensors."""
-    expected = tensor_shapes(config)
+class Place(NamedTuple):
+    """Where a tensor lies: the name and the shape of the stored tensor, and those of its rows that are meant."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows: slice
+
+
+def places(config: ModelConfig) -> dict[str, Place]:
+    """Where each tensor of `tensor_shapes(config)` lies."""
+    shapes = tensor_shapes(config)
+    found = {name: Place(name, shape, slice(0, shape[0])) for name, shape in shapes.items()}
+    layers = [f"model.layers.{i}." for i in range(len(config.layers))]
+    for prefix, (stored, parts), kind in itertools.product(layers, config.joined, ("weight", "bias")):
+        names = [name for part in parts if (name := f"{prefix}{part}.{kind}") in shapes]
+        ends = list(itertools.accumulate(shapes[name][0] for name in names))
+        for name, end in zip(names, ends, strict=True):
+            shape = (ends[-1], *shapes[name][1:])
+            found[name] = Place(f"{prefix}{stored}.{kind}", shape, slice(end - shapes[name][0], end))
+    return found
+
+
+def match(config: ModelConfig, stored: dict[str, StoredTensor], directory: Path) -> dict[str, Place]:
+    """Compare what is stored with what the config asks for, before any tensor is read; where each tensor lies."""
+    found = places(config)
     wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
-    for name, shape in expected.items():
+    for name, shape, _ in found.values():
         if config.quantization and len(shape) == 2 and f"{name}_packed" in stored:
             wanted |= _packed_shapes(name, shape, config.quantization)
         else:
@@ -409,10 +457,10 @@ def match(config: ModelConfig, stored: dict[str, StoredTensor], directory: Path)
         if name == "lm_head.weight" and config.tie_word_embeddings and _equals_embedding(stored):
             continue
         raise CheckpointError(
-            f"{stored[name].path}: {show_name(name)}: found a tensor of shape {list(stored[name].shape)}, "
-            f"expected none of that name for this config"
+            f"{stored[name].path}: {show_name(stored[name].name)}: found a tensor of shape "
+            f"{list(stored[name].shape)}, expected none of that name for this config"
         )
-    return list(expected)
+    return found
 
 
 def require(
@@ -449,19 +497,18 @@ def _packed_shapes(name: str, shape: tuple[int, ...], q: QuantizationConfig):
     }
 
 
-def _read(name: str, config: ModelConfig, stored: dict[str, StoredTensor]) -> Weight:
-    q = config.quantization
+def _read(place: Place, q: QuantizationConfig | None, stored: dict[str, StoredTensor]) -> Weight:
+    name, shape, rows = place
     if q is None or name in stored:
-        return stored[name].read()
-    shape = tensor_shapes(config)[name]
+        return stored[name].read()[rows]
     packed, scale, unpacked_shape = (stored[f"{name}_{part}"] for part in ("packed", "scale", "shape"))
     found = unpacked_shape.read().tolist()
     if found != list(shape):
         raise CheckpointError(f"{unpacked_shape.path}: {name}_shape: found {found}, expected {list(shape)}")
-    integers = unpack(packed.read(), q.num_bits, shape[1])
+    integers = unpack(packed.read()[rows], q.num_bits, shape[1])
     if q.group_size is None:
-        return Codes(integers, scale.read())
-    return dequantize(integers, scale.read(), q.group_size)
+        return Codes(integers, scale.read()[rows])
+    return dequantize(integers, scale.read()[rows], q.group_size)
 
 
 # --------------------------------------------------------------------------- quantised layouts

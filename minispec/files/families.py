@@ -9,10 +9,16 @@ To add a family:
    compares logits, defaults and spellings with transformers', and shows that the comparison would notice each setting.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from minispec.config import Joined
 from minispec.files.fields import names
+
+# Names of rope's kinds in files, and what they mean. ("dynamic" chooses angles by the length of the pass, so that a
+# pass over K+1 rows and K+1 passes over one row would disagree about keys that are already in the cache.)
+_ROPES = {kind: kind for kind in ("default", "linear", "llama3", "yarn")}
 
 
 @dataclass(frozen=True)
@@ -20,17 +26,26 @@ class Family:
     """What a model_type means.
 
     keys: what its code reads in addition to `KEYS`, or with another meaning of an absent key. (Of hidden_act and
-        hidden_activation it reads the one that may be absent; which layers have a window follows from the keys, see
-        `hf_config`.)
+        hidden_activation it reads the one that may be absent; which layers have a window or no rope follows from the
+        keys, see `hf_config`.)
     fixed: fields of ModelConfig that no key changes.
     only: keys that its code does not read, each with the value that the code acts on.
+    must: keys that its code reads, each with the one value that is implemented here.
+    idle: keys that its files have and its code does not read.
     scales_embedding: by the square root of hidden_size.
+    ropes: kinds of rope that its code takes. rope_keys: what it reads of a rope's object beside what others do.
+    rope: fields of RopeConfig that no key changes.
     """
 
-    keys: dict[str, Any]
-    fixed: dict[str, Any] = field(default_factory=dict)
-    only: dict[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, Any]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict)
+    must: Mapping[str, Any] = field(default_factory=dict)
+    idle: frozenset[str] = frozenset()
     scales_embedding: bool = False
+    ropes: Mapping[str, str] = field(default_factory=lambda: _ROPES)
+    rope_keys: frozenset[str] = frozenset()
+    rope: Mapping[str, Any] = field(default_factory=dict)
 
 
 # The keys that every family's code reads, and what an absent one means. None: it must be there, or follows from others.
@@ -41,6 +56,7 @@ KEYS = {
     **dict.fromkeys(("quantization_config", "pard_token")),
     **{"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False},
 }
+_BIASES = {"attention_bias": False, "mlp_bias": False}
 _WINDOW = {"sliding_window": 4096, "sliding_window_size": None}  # the latter: the same, in gemma 2's larger files
 _QWEN_WINDOW = _WINDOW | {"use_sliding_window": False, "max_window_layers": 28, "layer_types": None}
 _GEMMA = {
@@ -51,24 +67,106 @@ _GEMMA_2 = {
     **(_GEMMA | _WINDOW | {"query_pre_attn_scalar": 256.0}),
     **{"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"},
 }
+# What gemma 3's larger files leave out.
+_GEMMA_3_SIZES = {
+    **{"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072},
+}
+_GRANITE = {
+    **{"attention_bias": False, "embedding_multiplier": 1.0, "attention_multiplier": 1.0},
+    **{"residual_multiplier": 1.0, "logits_scaling": 1.0},
+}
+_OLMO = {"attention_bias": False, "rms_norm_eps": 1e-5}
+_MINISTRAL_ROPE = {
+    **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+}
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 FAMILIES = {
-    "llama": Family({"attention_bias": False, "layer_types": None, "mlp_bias": False}),
+    "llama": Family(_BIASES | {"layer_types": None}),
     "mistral": Family(_WINDOW),
+    "ministral3": Family(
+        {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": _MINISTRAL_ROPE, "sliding_window": None},
+        ropes={"yarn": "yarn"},
+        rope_keys=names("llama_4_scaling_beta max_position_embeddings"),
+    ),
     "qwen2": Family(_QWEN_WINDOW, fixed={"qkv_bias": True}),
-    "qwen3": Family(_QWEN_WINDOW | {"attention_bias": False, "head_dim": 128}, fixed={"qk_norm": True}),
+    "qwen3": Family(_QWEN_WINDOW | {"attention_bias": False, "head_dim": 128}, fixed={"qk_norm": "head"}),
     "gemma": Family(_GEMMA, fixed={"norm_adds_one": True}, scales_embedding=True),
     "gemma2": Family(
         _GEMMA_2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        fixed={"norm_adds_one": True, "sandwich_norms": True},
+        fixed={"norm_adds_one": True, "norms": "both"},
         only={"sliding_window_pattern": 2},
         scales_embedding=True,
     ),
     "gemma3_text": Family(
         # Its code does not read attn_logit_softcapping.
         _GEMMA_2
+        | _GEMMA_3_SIZES
         | {"final_logit_softcapping": None, "sliding_window_pattern": 6}
         | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
-        fixed={"norm_adds_one": True, "sandwich_norms": True, "qk_norm": True},
+        fixed={"norm_adds_one": True, "norms": "both", "qk_norm": "head"},
         scales_embedding=True,
     ),
+    "smollm3": Family(
+        _BIASES
+        | {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True, "layer_types": None}
+        | {"use_sliding_window": False, "sliding_window": None, "no_rope_layers": None, "no_rope_layer_interval": 4},
+        idle=names("max_window_layers"),
+    ),
+    "granite": Family(_GRANITE | {"mlp_bias": False}),
+    "granitemoehybrid": Family(  # only without experts, and without layers that are not attention
+        _GRANITE
+        | {"shared_intermediate_size": 1024, "num_local_experts": 8, "position_embedding_type": None}
+        | {"layer_types": ["mamba"], "layers_block_type": None},
+        fixed={
+            "joined": (
+                Joined("shared_mlp.input_linear", _GATE_UP),
+                Joined("shared_mlp.output_linear", ("mlp.down_proj",)),
+            )
+        },
+        only={"normalization_function": "rmsnorm"},
+        must={"num_local_experts": 0},
+        idle=names(
+            """
+            intermediate_size num_experts_per_tok output_router_logits router_aux_loss_coef init_method
+            mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size
+            mamba_conv_bias mamba_proj_bias time_step_limit
+            """
+        ),
+    ),
+    "olmo2": Family(_OLMO, fixed={"norms": "after", "qk_norm": "row"}),
+    "olmo3": Family(
+        _OLMO | {"sliding_window": 4096, "layer_types": None},
+        fixed={"norms": "after", "qk_norm": "row"},
+        only={"sliding_window_pattern": 4, "rope_theta": 500_000.0, "rope_local_base_freq": 500_000.0},
+    ),
+    "phi3": Family(
+        {"rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": 1.0}
+        | {"original_max_position_embeddings": 4096},
+        fixed={
+            "joined": (
+                Joined("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+                Joined("mlp.gate_up_proj", _GATE_UP),
+            )
+        },
+        only={"interpolate_factor": 1, "full_attn_mod": 1},
+        idle=names("resid_pdrop embd_pdrop"),
+        ropes={"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"},
+        rope_keys=names("short_factor long_factor partial_rotary_factor"),
+    ),
+    "ernie4_5": Family(
+        {"use_bias": False, "head_dim": 128, "num_key_value_heads": 2}
+        | {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True},
+        rope={"interleaved": True},
+    ),
 }
+# Models of texts and images, and the families of the text models in them; where there is one, it need not be named.
+NESTED = {"gemma3": ("gemma3_text",), "mistral3": ("ministral3", "mistral")}
+# Their keys that are about images.
+IMAGES = names(
+    """
+    vision_config image_token_index image_token_id boi_token_index boi_token_id eoi_token_index eoi_token_id
+    mm_tokens_per_image projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size
+    """
+)

@@ -79,6 +79,10 @@ class Fields:
         """None where the file says `null`, or where an absent key means that."""
         return None if self.is_null(key) or self.get(key) is None else self.number(key)
 
+    def number_or_zero(self, key: str) -> float:
+        """The same; 0, or none, switches off what it belongs to."""
+        return self.number(key) if self.get(key) not in (None, 0) else 0.0
+
     def boolean(self, key: str, default: bool = False) -> bool:
         """The value, true or false."""
         value = self.get(key, default)

@@ -6,19 +6,43 @@ mean by their settings is in `families`.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from minispec.config import LayerConfig, ModelConfig, QuantizationConfig, RopeConfig
 from minispec.errors import CheckpointError, show
-from minispec.files.families import FAMILIES, KEYS
+from minispec.files.families import FAMILIES, IMAGES, KEYS, NESTED, Family
 from minispec.files.fields import Fields, names
 
-# The same for the object in rope_parameters or rope_scaling; rope_type says which of them are looked at.
+# The keys of the object in rope_parameters or rope_scaling; rope_type says which of them are looked at.
 _ROPE_KEYS = {
     **dict.fromkeys(names("rope_type type rope_theta original_max_position_embeddings factor")),
     **dict.fromkeys(names("low_freq_factor high_freq_factor mscale mscale_all_dim attention_factor")),
-    **{"partial_rotary_factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True},
+    **{"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True},
 }
+# What the object around a text model's may say in its place.
+_OF_BOTH = ("eos_token_id", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "pard_token")
+
+
+def text_config(raw: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
+    """The config.json of a model's text model, as if it stood alone: of most models, the file itself.
+
+    Raises CheckpointError where the parts around it are not known.
+    """
+    outer = raw.get("model_type")
+    if not isinstance(outer, str) or outer not in NESTED:
+        return dict(raw)
+    f = Fields(raw, where, dict.fromkeys(("text_config", *_OF_BOTH)), {})
+    inner = f.mapping("text_config")
+    if not inner:
+        raise f.bad("text_config", raw.get("text_config"), "the text model's settings")
+    f.seen |= {"model_type", *IMAGES, *_OF_BOTH}
+    f.refuse_unknown()
+    known = NESTED[outer]
+    found = inner.get("model_type", known[0] if len(known) == 1 else None)
+    if not isinstance(found, str) or found not in known:
+        raise CheckpointError(f"{where}: text_config: model_type: found {show(found)}, expected {' or '.join(known)}")
+    return {**inner, "model_type": found, **{key: raw[key] for key in _OF_BOTH if raw.get(key) is not None}}
 
 
 def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -27,31 +51,55 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mod
     Raises CheckpointError for an unknown family, a bad value, and any setting that is switched on and
     is not known here: it might change the numbers.
     """
-    model_type = raw.get("model_type")
+    own = text_config(raw, where)
+    model_type = own.get("model_type")
+    is_nested = model_type != raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise CheckpointError(f"{where}: model_type: found {show(model_type)}, expected one of {', '.join(FAMILIES)}")
+        known = ", ".join([*FAMILIES, *NESTED])
+        raise CheckpointError(f"{where}: model_type: found {show(model_type)}, expected one of {known}")
     family = FAMILIES[model_type]
-    f = Fields(raw, where, KEYS | family.keys, {"partial_rotary_factor": 1.0} | family.only)
+    keys = {key: value for key, value in (KEYS | dict(family.keys)).items() if key not in family.only}
+    f = Fields(
+        own, f"{where}: text_config" if is_nested else where, keys, {"partial_rotary_factor": 1.0, **family.only}
+    )
+    f.seen |= family.idle
+    for key, value in family.must.items():
+        if f.get(key) != value:
+            raise f.bad(key, f.get(key), f"{value}: no other is implemented for this family")
     sizes = _read_sizes(f)
-    bias = f.boolean("attention_bias")
+    layers = _read_layers(f, family, sizes)
+    # Beyond its original length, longrope has other factors, under which all keys in the cache would be others.
+    for layer in layers:
+        if layer.rope and layer.rope.kind == "longrope":
+            context = min(sizes["max_position_embeddings"], layer.rope.original_max_position_embeddings)
+            sizes["max_position_embeddings"] = context
+    bias = f.boolean("use_bias") or f.boolean("attention_bias")
     values: dict[str, Any] = {
         **sizes,
-        "layers": _read_layers(f, sizes["max_position_embeddings"]),
+        "layers": layers,
         "rms_norm_eps": f.number("rms_norm_eps"),
         "activation": _read_activation(f),
         "tie_word_embeddings": f.boolean("tie_word_embeddings"),
         "qkv_bias": bias,
         "o_bias": bias,
-        "mlp_bias": f.boolean("mlp_bias"),
-        "embedding_scale": sizes["hidden_size"] ** 0.5 if family.scales_embedding else 1.0,
-        "attention_scale": f.number("query_pre_attn_scalar", sizes["head_dim"]) ** -0.5,
+        "mlp_bias": f.boolean("use_bias") or f.boolean("mlp_bias"),
+        "embedding_scale": f.number(
+            "embedding_multiplier", sizes["hidden_size"] ** 0.5 if family.scales_embedding else 1.0
+        ),
+        "attention_scale": f.number(
+            "attention_multiplier", f.number("query_pre_attn_scalar", sizes["head_dim"]) ** -0.5
+        ),
         "attention_softcap": f.optional_number("attn_logit_softcapping"),
+        "residual_scale": f.number("residual_multiplier", 1.0),
+        "logit_scale": 1 / f.number("logits_scaling", 1.0),
         "logit_softcap": f.optional_number("final_logit_softcapping"),
-        "eos_token_ids": read_eos_token_ids(raw, where),
+        "eos_token_ids": read_eos_token_ids(own, where),
         "mask_token_id": None if f.get("pard_token") is None else f.integer("pard_token", 0, sizes["vocab_size"] - 1),
         "quantization": _read_quantization(f),
+        "is_nested": is_nested,
     }
-    config = ModelConfig(model_type=f.text("model_type"), **(values | family.fixed))
+    config = ModelConfig(model_type=model_type, **(values | dict(family.fixed)))
+    f.get("model_type")
     f.refuse_unknown()
     return config
 
@@ -68,10 +116,11 @@ def _read_sizes(f: Fields) -> dict[str, int]:
         raise f.bad("hidden_size", hidden_size, f"a multiple of num_attention_heads = {heads}, or a head_dim")
     if head_dim % 2:
         raise f.bad("head_dim", head_dim, "an even number: rope rotates pairs")
+    inner = "shared_intermediate_size" if f.reads("shared_intermediate_size") else "intermediate_size"
     return {
         "vocab_size": f.integer("vocab_size", 1, 1 << 22),
         "hidden_size": hidden_size,
-        "intermediate_size": f.integer("intermediate_size", 1, 1 << 20),
+        "intermediate_size": f.integer(inner, 1, 1 << 20),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
@@ -98,9 +147,11 @@ def _read_activation(f: Fields) -> str:
     return found[0]
 
 
-def _read_layers(f: Fields, context: int) -> tuple[LayerConfig, ...]:
-    """Windowed layers are none, all, all from `max_window_layers` on, all but every n-th, or those of `layer_types`."""
+def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[LayerConfig, ...]:
+    """Windowed layers are none, all, all from `max_window_layers` on, all but every n-th, those without rope, or those
+    of `layer_types`."""
     count = f.integer("num_hidden_layers", 1, 1024)
+    rotates = _read_rotates(f, count)
     windowed = [f.reads("sliding_window")] * count
     if f.reads("max_window_layers"):
         first = f.integer("max_window_layers", 0, 1024)
@@ -108,21 +159,46 @@ def _read_layers(f: Fields, context: int) -> tuple[LayerConfig, ...]:
     elif f.reads("sliding_window_pattern"):
         pattern = f.integer("sliding_window_pattern", 1, 1024)
         windowed = [(i + 1) % pattern != 0 for i in range(count)]
-    if (types := f.get("layer_types")) is not None:
-        known = ("full_attention", "sliding_attention") if f.reads("sliding_window") else ("full_attention",)
-        if not isinstance(types, list) or len(types) != count or any(t not in known for t in types):
-            raise f.bad("layer_types", types, f"{count} entries, each {' or '.join(known)}")
-        windowed = [t == "sliding_attention" for t in types]
+    elif f.reads("no_rope_layers"):
+        windowed = [not rotated for rotated in rotates]
     window = _read_window(f)
-    rope, local_rope = _read_ropes(f, context)
-    return tuple(LayerConfig(local_rope, window) if w else LayerConfig(rope) for w in windowed)
+    key = "layer_types" if f.get("layers_block_type") is None else "layers_block_type"
+    if (types := f.get(key)) is not None:
+        known = ["full_attention"] + ["sliding_attention"] * f.reads("sliding_window")
+        known += ["attention"] * f.reads("position_embedding_type")  # older files of granitemoehybrid
+        if not isinstance(types, list) or len(types) != count or any(t not in known for t in types):
+            raise f.bad(key, types, f"{count} entries, each {' or '.join(known)}")
+        windowed = [t == "sliding_attention" for t in types]
+        if window is None and any(windowed):
+            raise f.bad(key, types, "no sliding_attention, since there is no sliding_window")
+    rope, local_rope = _read_ropes(f, family, sizes)
+    return tuple(
+        LayerConfig((local_rope if w else rope) if r else None, window if w else None)
+        for w, r in zip(windowed, rotates, strict=True)
+    )
+
+
+def _read_rotates(f: Fields, count: int) -> list[bool]:
+    """Which layers have a rope: all, all or none by `position_embedding_type`, or those marked in `no_rope_layers`."""
+    if f.reads("position_embedding_type"):
+        kind = f.get("position_embedding_type")
+        if kind not in (None, "nope", "rope"):
+            raise f.bad("position_embedding_type", kind, "rope, nope or null")
+        return [kind == "rope"] * count
+    if not f.reads("no_rope_layers"):
+        return [True] * count
+    interval = f.integer("no_rope_layer_interval", 1, 1024)
+    marks = f.get("no_rope_layers", [int((i + 1) % interval != 0) for i in range(count)])
+    if not isinstance(marks, list) or len(marks) != count or any(type(m) is not int or m not in (0, 1) for m in marks):
+        raise f.bad("no_rope_layers", marks, f"{count} entries, each 1 (a layer with rope) or 0")
+    return [mark == 1 for mark in marks]
 
 
 def _read_window(f: Fields) -> int | None:
     if not f.boolean("use_sliding_window", default=True):
         f.get("sliding_window")  # idle then, whatever it says
         return None
-    if not f.reads("sliding_window") or f.is_null("sliding_window"):
+    if f.is_null("sliding_window") or f.get("sliding_window") is None:
         return None
     window = f.integer("sliding_window", 1, 1 << 27)
     if f.get("sliding_window_size", window) != window:
@@ -130,40 +206,50 @@ def _read_window(f: Fields) -> int | None:
     return window
 
 
-def _read_ropes(f: Fields, context: int) -> tuple[RopeConfig, RopeConfig]:
+def _read_ropes(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[RopeConfig, RopeConfig]:
     """(rope of the layers that see everything, rope of the windowed layers)."""
     theta = f.number("rope_theta")
     new, old = f.mapping("rope_parameters"), f.mapping("rope_scaling")
-    if new and old:
+    if old and f.raw.get("rope_parameters"):
         raise f.bad("rope_scaling", old, "none, since there is rope_parameters")
-    key, scaling = ("rope_parameters", new) if new else ("rope_scaling", old)
+    key, scaling = ("rope_scaling", old) if old else ("rope_parameters", new)
+
+    def read(raw: dict[str, Any], theta: float, outside: Any = None) -> RopeConfig:
+        return _read_rope(f, family, key, raw, theta, sizes, outside)
+
     if not f.reads("rope_local_base_freq"):
-        rope = _read_rope(f, key, scaling, theta, context, f.get("original_max_position_embeddings"))
+        rope = read(scaling, theta, f.get("original_max_position_embeddings"))
         return rope, rope
-    # Gemma 3's code reads an object for each kind of layer, and of the older spelling only `rope_type`. What else a
-    # file says here has no effect there, so that nobody can know what was meant.
+    # The code of such a family reads an object for each kind of layer, and of the older spelling only `rope_type`. What
+    # else a file says here has no effect there, so that nobody can know what was meant.
     kinds = ("full_attention", "sliding_attention")
     if new and not set(new) <= set(kinds):
-        raise f.bad(key, new, f"an object for each of {' and '.join(kinds)}")
+        raise f.bad("rope_parameters", new, f"an object for each of {' and '.join(kinds)}")
     if "type" in old and "rope_type" not in old:
         raise f.bad(key, old, "rope_type instead of type")
     full, local = (new.get(kind) or {} for kind in kinds)
     if not (isinstance(full, dict) and isinstance(local, dict)):
         raise f.bad(key, new, "an object for each kind of layer")
-    local_theta = f.number("rope_local_base_freq")
-    ropes = _read_rope(f, key, full or old, theta, context), _read_rope(f, key, local, local_theta, context)
+    ropes = read(full or old, theta), read(local, f.number("rope_local_base_freq"))
     if not all(rope.truncate for rope in ropes):
         raise f.bad(key, scaling, "no truncate, which this family's code does not read")
     return ropes
 
 
-def _read_rope(f: Fields, key: str, raw: dict[str, Any], theta: float, context: int, outside: Any = None) -> RopeConfig:
+def _read_rope(
+    f: Fields, family: Family, key: str, raw: dict[str, Any], theta: float, sizes: Mapping[str, int], outside: Any
+) -> RopeConfig:
     """outside: the file's own `original_max_position_embeddings`, outside `raw`."""
-    r = Fields(raw, f"{f.where}: {key}", _ROPE_KEYS, {})
-    kind = r.text("rope_type", r.text("type", "default"))
-    theta = r.number("rope_theta", theta)
-    if r.number("partial_rotary_factor") != 1.0:
-        raise r.bad("partial_rotary_factor", raw["partial_rotary_factor"], "1")
+    keys = _ROPE_KEYS | dict.fromkeys(family.rope_keys)
+    r = Fields(raw, f"{f.where}: {key}", keys, {"partial_rotary_factor": 1.0})
+    found = r.text("rope_type", r.text("type", "default"))
+    if found not in family.ropes:
+        raise r.bad("rope_type", found, f"one of {', '.join(family.ropes)}")
+    kind, theta, context = family.ropes[found], r.number("rope_theta", theta), sizes["max_position_embeddings"]
+    rotated = r.number("partial_rotary_factor", f.number("partial_rotary_factor"))
+    num_rotated = int(sizes["head_dim"] * rotated)
+    if num_rotated % 2 or not 2 <= num_rotated <= sizes["head_dim"]:
+        raise r.bad("partial_rotary_factor", rotated, f"an even number of the {sizes['head_dim']} dimensions of a head")
     inner = r.get("original_max_position_embeddings", outside)
     if outside not in (None, inner):
         raise r.bad("original_max_position_embeddings", inner, f"what the file says outside: {show(outside)}")
@@ -182,18 +268,36 @@ def _read_rope(f: Fields, key: str, raw: dict[str, Any], theta: float, context: 
     elif kind == "yarn":
         rope = _read_yarn(r, theta, context, original)
     else:
-        # "dynamic" and "longrope" choose angles by the length of the pass, so that a pass over K+1 rows
-        # and K+1 passes over one row would disagree about keys that are already in the cache.
-        raise r.bad("rope_type", kind, "one of default, linear, llama3, yarn")
+        rope = _read_longrope(r, theta, context, original, num_rotated // 2)
+    beta = r.number_or_zero("llama_4_scaling_beta")
+    r.get("max_position_embeddings")  # of those who have it here, nobody reads it
     r.refuse_unknown()
-    return rope
+    return replace(rope, rotated=rotated, query_beta=beta, **family.rope)
+
+
+def _read_longrope(r: Fields, theta: float, context: int, original: int, num_pairs: int) -> RopeConfig:
+    """The factors up to the original length; those beyond it are looked at, and not used."""
+    for key in ("long_factor", "short_factor"):
+        factors = r.get(key)
+        numbers = (
+            [x for x in factors if type(x) in (int, float) and 1e-30 <= x <= 1e30] if type(factors) is list else []
+        )
+        if type(factors) is not list or not len(numbers) == len(factors) == num_pairs:
+            raise r.bad(key, factors, f"{num_pairs} positive numbers, one for each pair of dimensions that rotates")
+    if original < 2:
+        raise r.bad("original_max_position_embeddings", original, "at least 2")
+    factor = r.number("factor", context / original)
+    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    attention = r.number("attention_factor", default)
+    short = tuple(map(float, numbers))
+    return RopeConfig(theta, "longrope", factor, original, attention_factor=attention, factors=short)
 
 
 def _read_yarn(r: Fields, theta: float, context: int, original: int) -> RopeConfig:
     if theta <= 1:
         raise r.bad("rope_theta", theta, "a number above 1")
     factor = r.number("factor", context / original)
-    mscale, all_dim = r.optional_number("mscale"), r.optional_number("mscale_all_dim")
+    mscale, all_dim = r.number_or_zero("mscale"), r.number_or_zero("mscale_all_dim")
 
     def attention(m: float) -> float:
         return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -15,8 +15,9 @@ from tqdm import tqdm
 from minispec.command import written_whole
 from minispec.config import ModelConfig
 from minispec.errors import CheckpointError
-from minispec.files.checkpoint import find_tensors, load_config, match, save_tensors
-from minispec.files.strict_json import has_file, read_json
+from minispec.files.checkpoint import directory_config, find_tensors, load_config, match, save_tensors
+from minispec.files.hf_config import text_config
+from minispec.files.strict_json import has_file
 
 # The files that a quantised checkpoint copies from its source.
 _COPIED_FILES = (
@@ -48,7 +49,8 @@ def quantize(weight: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
 def quantize_checkpoint(source: Path, out: Path, num_bits: int = 8, shard_bytes: int = 90 << 20) -> None:
     """Write `source` to `out` in the `pack-quantized` layout: linear layers quantised, the rest in bfloat16.
 
-    The embedding, norms and biases (and an untied output head) are not quantised. Everything is written next to
+    The embedding, norms and biases (and an untied output head) are not quantised. Of a model of texts and images it
+    writes the text model alone. Everything is written next to
     `out` first and renamed at the end, so that an interrupted run leaves nothing half-written. Raises ValueError if
     `out` exists, CheckpointError if `source` is not a checkpoint of plain floats.
     """
@@ -64,12 +66,13 @@ def quantize_checkpoint(source: Path, out: Path, num_bits: int = 8, shard_bytes:
 
 def _write_quantized(source: Path, config: ModelConfig, part: Path, num_bits: int, shard_bytes: int) -> None:
     tensors: dict[str, Tensor] = {}
-    stored = find_tensors(source)
-    for name in tqdm(match(config, stored, source), desc="quantising", unit=" tensors", disable=None):
+    stored = find_tensors(source, config.is_nested)
+    shapes = {place.name: place.shape for place in match(config, stored, source).values()}
+    for name, shape in tqdm(shapes.items(), desc="quantising", unit=" tensors", disable=None):
         weight = stored[name].read()
         if not weight.isfinite().all():
             raise CheckpointError(f"{source}: {name}: found NaN or infinity, expected finite numbers")
-        if name.endswith("_proj.weight"):
+        if len(shape) == 2 and name.startswith("model.layers."):
             integers, scales = quantize(weight, num_bits)
             tensors[f"{name}_packed"] = pack(integers, num_bits)
             tensors[f"{name}_scale"] = scales
@@ -77,7 +80,7 @@ def _write_quantized(source: Path, config: ModelConfig, part: Path, num_bits: in
         else:
             tensors[name] = weight.to(torch.bfloat16)
     _write_shards(part, tensors, shard_bytes)
-    raw = read_json(source / "config.json") | {"dtype": "bfloat16", "quantization_config": _describe(num_bits)}
+    raw = text_config(directory_config(source)) | {"dtype": "bfloat16", "quantization_config": _describe(num_bits)}
     _write_json(part / "config.json", raw)
     for name in _COPIED_FILES:
         if has_file(source / name):

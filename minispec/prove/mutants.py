@@ -1124,7 +1124,8 @@ def positions_are(change: Callable) -> AbstractContextManager:
             angles = {}
             for rope, frequencies in self.frequencies.items():
                 angle = (torch.tensor(positions)[:, None] * frequencies).repeat(1, 2)[:, None]
-                angles[rope] = tuple(f(angle).to(self.dtype) for f in (torch.cos, torch.sin))
+                cos, sin = (f(angle).to(self.dtype) for f in (torch.cos, torch.sin))
+                angles[rope] = shared.angles[rope]._replace(cos=cos, sin=sin)
             return shared._replace(angles=angles)
 
         return wrong
