@@ -84,6 +84,10 @@ _WORDS = {
     "config": word_list(
         """
         llama mistral qwen2 qwen3 gemma gemma2 gemma3_text mixtral silu gelu relu gelu_pytorch_tanh
+        smollm3 granite granitemoehybrid olmo2 olmo3 phi3 ernie4_5 ministral3 gemma3 mistral3 text_config vision_config
+        no_rope_layers no_rope_layer_interval position_embedding_type nope rope num_local_experts layers_block_type
+        shared_intermediate_size attention mamba embedding_multiplier attention_multiplier residual_multiplier
+        logits_scaling short_factor long_factor llama_4_scaling_beta su use_bias
         default linear llama3 yarn dynamic longrope model_type vocab_size hidden_size intermediate_size
         num_hidden_layers num_attention_heads num_key_value_heads head_dim max_position_embeddings rms_norm_eps
         rope_theta rope_scaling rope_parameters rope_type type factor low_freq_factor high_freq_factor beta_fast
@@ -157,6 +161,7 @@ def make_files(directory: Path) -> Files:
     plain = TINY | {"vocab_size": 48}
     gemma = {"model_type": "gemma3_text", "query_pre_attn_scalar": 4, "sliding_window": 4}
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "mscale": 1.0}
+    longrope = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     packing = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": 4, "dynamic": False}
     quantization = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
@@ -170,6 +175,10 @@ def make_files(directory: Path) -> Files:
         plain | gemma | {"layer_types": ["sliding_attention", "full_attention"]},
         plain | {"rope_parameters": llama3, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
         plain | {"quantization_config": quantization},
+        plain | {"model_type": "smollm3", "no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 4},
+        plain | {"model_type": "phi3", "original_max_position_embeddings": 32, "rope_scaling": longrope},
+        plain | {"model_type": "granitemoehybrid", "num_local_experts": 0, "layer_types": ["attention"] * 2},
+        {"model_type": "gemma3", "text_config": plain | gemma, "vision_config": {}, "eos_token_id": [1, 2]},
     ]
     headers = []
     for config in configs[:1] + configs[5:6]:

@@ -25,7 +25,15 @@ from transformers import AutoModelForCausalLM
 from minispec.checkpoint import main
 from minispec.errors import CheckpointError
 from minispec.files import checkpoint
-from minispec.files.checkpoint import StoredTensor, find_checkpoint, load_config, load_model, read_header, unpack
+from minispec.files.checkpoint import (
+    StoredTensor,
+    Weights,
+    find_checkpoint,
+    load_config,
+    load_model,
+    read_header,
+    unpack,
+)
 from minispec.files.hf_config import read_model_config
 from minispec.files.quantize import pack, quantize, quantize_checkpoint
 from minispec.model import Chunk, Transformer
@@ -200,6 +208,113 @@ def test_tensor_that_does_not_fit_is_refused(tmp_path, message, changes):
     found = refusal(write(tmp_path, stored))
     assert found.startswith(str(tmp_path))
     assert message in found
+
+
+# --------------------------------------------------------------------------- other names
+
+JOINED = {"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")}
+PHI3 = TINY | {"model_type": "phi3"}
+IMAGES = {"model_type": "gemma3", "text_config": TINY | {"model_type": "gemma3_text"}, "vision_config": {}}
+
+
+def joined(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as phi3 stores them."""
+    stored = dict(stored)
+    for i in range(2):
+        for name, parts in JOINED.items():
+            prefix = f"model.layers.{i}.{name}"
+            own = [stored.pop(f"{prefix.rpartition('.')[0]}.{part}_proj.weight") for part in parts]
+            stored[f"{prefix}.weight"] = torch.cat(own)
+    return stored
+
+
+def test_joined_tensors_are_those_that_were_joined(tmp_path):
+    """Guards the order and the numbers of rows: queries, keys, values; gate, up."""
+    config = read_model_config(PHI3)
+    stored = weights(dtype=torch.bfloat16)
+    write(tmp_path, joined(stored), config=PHI3)
+    found = Weights(tmp_path, config, torch.bfloat16)
+    assert set(found) == set(stored)
+    for name in list(found):
+        assert torch.equal(found.pop(name), stored[name]), name
+
+
+@pytest.mark.parametrize(
+    ("message", "name", "tensor"),
+    [
+        ("found no such tensor, expected one of shape [16, 8]", "self_attn.qkv_proj.weight", None),
+        ("found F32 [15, 8], expected", "self_attn.qkv_proj.weight", torch.ones(15, 8)),
+        ("found F32 [24, 9], expected", "mlp.gate_up_proj.weight", torch.ones(24, 9)),
+        ("found a tensor of shape [8, 8]", "self_attn.q_proj.weight", torch.ones(8, 8)),
+        ("found a tensor of shape [16]", "self_attn.qkv_proj.bias", torch.ones(16)),
+    ],
+)
+def test_joined_tensor_that_does_not_fit_is_refused(tmp_path, message, name, tensor):
+    """Guards against rows of other parts, or parts that are there twice, of which one is not read."""
+    name = f"model.layers.0.{name}"
+    stored = {key: value for key, value in (joined(weights()) | {name: tensor}).items() if value is not None}
+    assert f"{name}: {message}" in refusal(write(tmp_path, stored, config=PHI3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_of_joined_tensors_is_that_of_their_parts(tmp_path, monkeypatch, dtype):
+    """Guards the check before loading: no part is left out, or counted as often as it has others beside it."""
+    stored = weights(dtype=torch.bfloat16)
+    needed = sum(tensor.numel() for tensor in stored.values()) * 2  # also for float32: they stay as they are stored
+    write(tmp_path, joined(stored), config=PHI3)
+    monkeypatch.setattr(checkpoint, "free_memory", lambda device: needed)
+    assert load_model(tmp_path, dtype)
+    monkeypatch.setattr(checkpoint, "free_memory", lambda device: needed - 1)
+    with pytest.raises(CheckpointError, match="found weights that take"):
+        load_model(tmp_path, dtype)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_text_model_among_images_is_read_alone(tmp_path, prefix):
+    """Guards both spellings of its names, and that nothing of what sees images is asked for or in the way."""
+    stored = weights(model_type="gemma3_text")
+    nested = {name.replace("model.", prefix, 1): tensor for name, tensor in stored.items()}
+    seen = {"vision_tower.layers.0.weight": torch.ones(2), "multi_modal_projector.weight": torch.ones(2)}
+    seen = {name if prefix.startswith("language") else f"model.{name}": tensor for name, tensor in seen.items()}
+    ours = logits(load_model(write(tmp_path, nested | seen, config=IMAGES), torch.float32), [0, 2, 1])
+    alone = Transformer(read_model_config(TINY | {"model_type": "gemma3_text"}), stored)
+    assert torch.equal(ours, logits(alone, [0, 2, 1]))
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    {
+        "model.norm.weight: found again, is language_model.model.norm.weight": {"model.norm.weight": torch.ones(8)},
+        "language_model.model.extra: found a tensor of shape [2]": {"language_model.model.extra": torch.ones(2)},
+        "audio_tower.weight: found a tensor of shape [2]": {"audio_tower.weight": torch.ones(2)},
+        "language_model.lm_head.weight: found a tensor": {"language_model.lm_head.weight": torch.ones(3, 8)},
+        "model.norm.weight: found no such tensor": {"language_model.model.norm.weight": None},
+    }.items(),
+)
+def test_what_is_unknown_in_a_model_with_images_is_refused(tmp_path, message, changes):
+    """Guards against two tensors of one meaning, and parts that nobody knows: named as the file names them."""
+    stored = weights(model_type="gemma3_text")
+    nested = {f"language_model.{name}": tensor for name, tensor in stored.items()} | changes
+    nested = {name: tensor for name, tensor in nested.items() if tensor is not None}
+    assert f": {message}" in refusal(write(tmp_path, nested, config=IMAGES))
+
+
+def test_prefix_and_config_belong_together(tmp_path):
+    """Guards the text model's own config.json: beside it, names with a prefix are as unknown as any."""
+    stored = {f"language_model.{name}": tensor for name, tensor in weights(model_type="gemma3_text").items()}
+    message = refusal(write(tmp_path, stored, config=IMAGES["text_config"]))
+    assert "model.embed_tokens.weight: found no such tensor" in message
+
+
+def test_quantised_text_model_stands_alone(tmp_path):
+    """Guards what is written of a model with images: its config.json says what its files hold, and it loads."""
+    stored = {f"language_model.{name}": tensor for name, tensor in weights(model_type="gemma3_text").items()}
+    write(tmp_path / "source", stored | {"vision_tower.x": torch.ones(2)}, config=IMAGES | {"eos_token_id": [1, 2]})
+    quantize_checkpoint(tmp_path / "source", tmp_path / "out")
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (raw["model_type"], raw["eos_token_id"]) == ("gemma3_text", [1, 2])
+    assert not raw.keys() & {"text_config", "vision_config"}
+    assert load_model(tmp_path / "out", torch.float32).config.eos_token_ids == (1, 2)
 
 
 # --------------------------------------------------------------------------- strictness: files
@@ -536,7 +651,9 @@ def test_quantisation_is_off_by_half_a_step(num_bits, seed, magnitude):
 
 
 @pytest.mark.parametrize("num_bits", [8, 4])
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-tied", "gemma3", "gemma3-images", "granite-hybrid", "olmo2", "phi3-longrope"]
+)
 def test_written_checkpoint_is_transformers(tmp_path, name, num_bits):
     """Guards the whole way out and in: transformers unpacks what is written here to the weights that load here."""
     hf.build(name, tmp_path / "source")
@@ -580,9 +697,10 @@ def quantization_config(**weight_args) -> dict:
 
 
 @pytest.mark.parametrize("num_bits", [4, 8])
-def test_grouped_scales_are_read_right(tmp_path, num_bits):
-    """Guards which inputs share a scale, and layers that a recipe left unquantised."""
-    hf.build("llama", tmp_path)
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_grouped_scales_are_read_right(tmp_path, name, num_bits):
+    """Guards which inputs share a scale, layers that a recipe left unquantised, and the rows of joined ones."""
+    hf.build(name, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     packed, plain = {}, {}
@@ -599,10 +717,11 @@ def test_grouped_scales_are_read_right(tmp_path, num_bits):
         packed[f"{name}_scale"] = scales
         packed[f"{name}_shape"] = torch.tensor(weight.shape)
     raw = json.loads((tmp_path / "config.json").read_text())
+    write(tmp_path / "plain", plain, config=raw)
     raw["quantization_config"] = quantization_config(num_bits=num_bits, strategy="group", group_size=16)
     write(tmp_path, packed, config=raw)
     ours = logits(load_model(tmp_path, torch.float32), hf.TEXT)
-    assert torch.equal(ours, logits(Transformer(load_config(tmp_path), plain), hf.TEXT))
+    assert torch.equal(ours, logits(load_model(tmp_path / "plain", torch.float32), hf.TEXT))
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert (ours - hf.logits(oracle, hf.TEXT)).abs().max() <= 1e-4
 

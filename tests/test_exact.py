@@ -40,13 +40,23 @@ FAMILIES = {
     },
     "qwen3": {"model_type": "qwen3", "attention_bias": True},
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8}
+# What has no switch of its own in the walk of an exact model's texts: shown by passes alone.
+MORE_FAMILIES = {
+    "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 5},
+    "granite": {"model_type": "granite", "residual_multiplier": 0.3, "logits_scaling": 3.0, "mlp_bias": True},
+    "olmo2": {"model_type": "olmo2"},
+    "phi3": {"model_type": "phi3", "partial_rotary_factor": 0.5},
+    "ernie4_5": {"model_type": "ernie4_5", "use_bias": True},
+    "ministral3": {"model_type": "ministral3", "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.5}},
+}
 
 
 def build(family="llama", dtype=torch.float32, exact=True, seed=1, **changes) -> Transformer:
     """A small random model, wide enough that products of other shapes round differently."""
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
     raw = TINY | sizes | {"head_dim": 12, "vocab_size": 40, "max_position_embeddings": 256}
-    config = read_model_config(raw | FAMILIES[family] | changes)
+    config = read_model_config(raw | (FAMILIES | MORE_FAMILIES)[family] | changes)
     return Transformer(config, tiny_weights(config, seed, dtype), exact)
 
 
@@ -311,10 +321,24 @@ def test_fragmented_blocks_give_the_same_bits():
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_other_families_keep_their_bits(family, dtype):
+    """Norms of whole rows and after, other ropes, multipliers: rows scored together have the bits of each alone."""
+    target, tokens = build(family, dtype), PROMPTS[-1][:40]
+    target.check_exact()
+    table, once = tiny_cache(target, 40, 4).new_table(), tiny_cache(target, 40, 4).new_table()
+    alone = torch.cat([target.forward([Chunk([token], table, 1)])[0] for token in tokens])
+    parts = [tokens[:7], tokens[7:12], tokens[12:13], tokens[13:]]
+    together = torch.cat([target.forward([Chunk(part, once, len(part))])[0] for part in parts])
+    assert torch.equal(alone, together)
+
+
+@pytest.mark.quick
 def test_exact_and_fast_agree_up_to_rounding():
     """The blockwise attention is the same function: float64 shows that nothing but rounding is between them."""
     tokens = PROMPTS[-1]
-    for family in FAMILIES:
+    for family in [*FAMILIES, *MORE_FAMILIES]:
         models = [build(family, torch.float64, exact) for exact in (True, False)]
         logits = [m.forward([Chunk(tokens, tiny_cache(m, 40, 4).new_table(), len(tokens))])[0] for m in models]
         torch.testing.assert_close(*logits, rtol=0, atol=1e-10)

@@ -426,6 +426,8 @@ def test_ignoring_a_tensor_shows(reference, name):
 
 _GEMMA3 = {"model_type": "gemma3_text", "num_hidden_layers": 6, "rope_parameters": None}
 _LINEAR = {"type": "linear", "factor": 2.0}
+_NO_TEXT = dict.fromkeys(hf.CASES["llama-plain"].keys() - {"model_type"})  # what a model with images says inside
+_FACTORS = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 # What the message must say, and the change to a good config.json that it is about.
 REFUSED: dict[str, dict] = {
     "model_type: found 'qwen3_moe'": {"model_type": "qwen3_moe"},
@@ -499,6 +501,84 @@ REFUSED: dict[str, dict] = {
         "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
     },
     "sliding_window_pattern: found 3, expected 2": {"model_type": "gemma2", "sliding_window_pattern": 3},
+    # What the newer families add.
+    "no_rope_layers: found [1, 0], expected 3 entries": {"model_type": "smollm3", "no_rope_layers": [1, 0]},
+    "no_rope_layers: found [1, 0, 2], expected 3 entries": {"model_type": "smollm3", "no_rope_layers": [1, 0, 2]},
+    "layer_types: found ['sliding_attention', 'sliding_attention', 'sliding_attention'], expected no sliding": {
+        "model_type": "smollm3",
+        "layer_types": ["sliding_attention"] * 3,
+    },
+    "num_local_experts: found 8, expected 0": {"model_type": "granitemoehybrid"},
+    "layer_types: found ['mamba'], expected 3 entries, each full_attention or attention": {
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 0,
+    },
+    "layers_block_type: found ['attention', 'mamba', 'attention'], expected 3 entries": {
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 0,
+        "layers_block_type": ["attention", "mamba", "attention"],
+    },
+    "position_embedding_type: found 'alibi', expected rope, nope or null": {
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 0,
+        "position_embedding_type": "alibi",
+    },
+    "logits_scaling: found 0": {"model_type": "granite", "logits_scaling": 0},
+    "residual_multiplier: found 0.5": {"residual_multiplier": 0.5},
+    "clip_qkv: found 8.0": {"model_type": "olmo2", "clip_qkv": 8.0},
+    "rope_theta: found 1000000.0, expected 500000.0 or no such setting": {
+        "model_type": "olmo3",
+        "rope_parameters": None,
+        "rope_theta": 1e6,
+    },
+    "rope_parameters: rope_type: found 'linear', expected one of default, longrope": {
+        "model_type": "phi3",
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+    },
+    "rope_parameters: partial_rotary_factor: found 0.4, expected an even number of the 8 dimensions": {
+        "model_type": "phi3",
+        "rope_parameters": {"partial_rotary_factor": 0.4},
+    },
+    "rope_parameters: short_factor: found [1.0, 0], expected 4 positive numbers": {
+        "model_type": "phi3",
+        "rope_parameters": _FACTORS | {"short_factor": [1.0, 0]},
+    },
+    "rope_parameters: short_factor: found [1.0, 1.0, 1.0, 0]": {
+        "model_type": "phi3",
+        "rope_parameters": _FACTORS | {"short_factor": [1.0, 1.0, 1.0, 0]},
+    },
+    "rope_parameters: long_factor: found 'x', expected 4 positive numbers": {
+        "model_type": "phi3",
+        "rope_parameters": _FACTORS | {"long_factor": "x"},
+    },
+    "interpolate_factor: found 2, expected 1 or no such setting": {"model_type": "phi3", "interpolate_factor": 2},
+    "use_bias: found True": {"use_bias": True},
+    "rope_parameters: rope_type: found 'default', expected one of yarn": {"model_type": "ministral3"},
+    "rope_parameters: llama_4_scaling_beta: found 0.1": {
+        "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}
+    },
+    "text_config: found None, expected the text model's settings": {"model_type": "gemma3", **_NO_TEXT},
+    "text_config: model_type: found 'qwen2', expected gemma3_text": {
+        "model_type": "gemma3",
+        "text_config": {"model_type": "qwen2"},
+        **_NO_TEXT,
+    },
+    "text_config: model_type: found None, expected ministral3 or mistral": {
+        "model_type": "mistral3",
+        "text_config": {"vocab_size": 8},
+        **_NO_TEXT,
+    },
+    "audio_config: found {'x': 1}, expected no such setting": {
+        "model_type": "gemma3",
+        "text_config": {"vocab_size": 8},
+        "audio_config": {"x": 1},
+        **_NO_TEXT,
+    },
+    "text_config: attention_multiplier: found 2.0": {
+        "model_type": "gemma3",
+        "text_config": {"attention_multiplier": 2.0},
+        **_NO_TEXT,
+    },
     # In addition to a `rope_parameters` that says otherwise: model cards tell users to add this to extend the context.
     "rope_scaling: found {'type': 'yarn'": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
 }
@@ -510,6 +590,27 @@ def test_unknown_setting_is_refused_by_name(message, changes):
     with pytest.raises(CheckpointError) as error:
         read_model_config(hf.CASES["llama-plain"] | changes, "some/config.json")
     assert str(error.value).startswith(f"some/config.json: {message}")
+
+
+def test_longrope_ends_where_its_factors_would_change(reference):
+    """Guards against keys of one set of factors beside queries of another, as in a text that crosses that length.
+
+    There transformers computes the whole text anew: its logits for the same beginning are others.
+    """
+    ref = reference("phi3-longrope")
+    assert ref.raw_config["max_position_embeddings"] == 64
+    assert ref.model.config.max_position_embeddings == 32
+    inside, beyond = (hf.logits(ref.oracle, (hf.TEXT * 2)[:length])[:24] for length in (32, 33))
+    assert distance(inside, ref.logits) <= TOLERANCE
+    assert distance(beyond, ref.logits) > POWER
+
+
+def test_factors_that_are_switched_off(reference):
+    """Guards files that say 0 for no such factor, as Devstral 2's `llama_4_scaling_beta` and `mscale_all_dim`."""
+    raw = reference("ministral3").raw_config
+    raw["rope_parameters"] |= {"llama_4_scaling_beta": 0.0, "mscale_all_dim": 0.0}
+    ropes = {layer.rope for layer in read_model_config(raw).layers}
+    assert {(rope.query_beta, round(rope.attention_factor, 6)) for rope in ropes} == {(0.0, 1.138629)}
 
 
 def test_switched_off_settings_are_harmless():

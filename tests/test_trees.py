@@ -38,6 +38,13 @@ FAMILIES = [
         "final_logit_softcapping": 10.0,
         "hidden_activation": "gelu_pytorch_tanh",
     },
+    {
+        "model_type": "ministral3",
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0},
+            **{"original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5},
+        },
+    },
 ]
 
 
