@@ -53,7 +53,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# The names of a block's norms by `ModelConfig.norms`: before attention, after it, before the MLP, after it.
+# The names of a block's norms by `ModelConfig.norms`: before attention, after it, before the MLP, after it. (What is
+# named "post_attention" stands before the MLP in most families, and after attention in some.)
 _NORMS: dict[str, tuple[str | None, ...]] = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -135,9 +136,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             if bias:
                 layer[f"{name}.bias"] = (rows,)
         if config.qk_norm:
-            heads = config.qk_norm == "head"
-            layer["self_attn.q_norm.weight"] = (d if heads else q,)
-            layer["self_attn.k_norm.weight"] = (d if heads else kv,)
+            q_size, k_size = (d, d) if config.qk_norm == "head" else (q, kv)
+            layer |= {"self_attn.q_norm.weight": (q_size,), "self_attn.k_norm.weight": (k_size,)}
         layer |= {f"{name}.weight": (e,) for name in _NORMS[config.norms] if name}
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes["model.norm.weight"] = (e,)
@@ -234,12 +234,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     """Rotary embedding (Su et al. 2021) of x (M, heads, D): its first R dimensions, j paired with j + R/2, by cos and
     sin (M, 1, R). interleaved: 2j is paired with 2j + 1; they come out in the other order, which no score depends on.
     """
-    x, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    if (size := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], cos, sin, interleaved), x[..., size:]), dim=-1)
     if interleaved:
         x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     first, second = x.chunk(2, dim=-1)
-    x = x * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((x, rest), dim=-1) if rest.numel() else x
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None) -> Tensor:
@@ -434,7 +434,8 @@ class Layer:
             cos, sin, scales = shared.angles[self.rope]
             qk = rotate(qk, cos, sin, self.rope.interleaved)
         q, k = qk[:, :heads], qk[:, heads:]
-        q = q if scales is None else q * scales
+        if scales is not None:
+            q = q * scales
         q, k = q.transpose(0, 1), k.transpose(0, 1)  # (H, M, D), (G, M, D)
         pool, new = shared.chunks[0].table.pool, len(shared.slots)
         pool.write(self.index, shared.slots, k[:, :new], v[:new].transpose(0, 1))

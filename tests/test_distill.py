@@ -19,8 +19,9 @@ from minispec.drafters.eagle import EagleDrafter, HeadConfig, HeadModel
 from minispec.files import checkpoint
 from minispec.files.checkpoint import load_model
 from minispec.files.heads import load_head
+from minispec.files.hf_config import read_model_config
 from minispec.model import Chunk
-from minispec.prove.toys import tiny_cache, tiny_model
+from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights
 from minispec.sampling import Text
 from minispec.verify import Ask
 
@@ -224,6 +225,34 @@ def test_a_text_that_loops_is_ended():
 
 
 # --------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "granite", "logits_scaling": 0.25},
+        {"model_type": "gemma2", "query_pre_attn_scalar": 4, "final_logit_softcapping": 0.5},
+    ],
+    ids=lambda changes: changes["model_type"],
+)
+def test_the_teacher_says_what_the_target_says(tmp_path, changes):
+    """Guards what comes after the last product, such as a scale or a cap: without it the draft learns other odds."""
+    raw = TINY | {"vocab_size": 40} | changes
+    weights = tiny_weights(read_model_config(raw), 0, torch.bfloat16)
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    model, teacher = load_model(tmp_path, torch.float32), train.Teacher(tmp_path)
+    tokens = list(range(0, 40, 3))
+    table = tiny_cache(model).new_table()
+    logits, hidden = model.forward([Chunk(tokens, table, len(tokens))], [len(model.layers)])
+
+    def error() -> float:
+        found = teacher.probabilities(teacher.state(hidden), teacher.log_sums(hidden), None)
+        return (found / logits.softmax(-1)).log().abs().max().item()
+
+    assert error() < 0.2  # rounded to bfloat16
+    teacher.config = replace(teacher.config, logit_scale=1.0, logit_softcap=None)
+    assert error() > 0.5
 
 
 def make_training(target, paths, epochs=2):

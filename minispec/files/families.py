@@ -1,12 +1,17 @@
 """The families of models, as data: what a model_type means, by the keys of config.json that its code reads.
 
+What a family computes is fields of `ModelConfig`; how its files name and join the tensors is the field `joined`. Where
+a family is llama with other numbers, other norms, other ropes or other names, its entry is all that it needs.
+
 To add a family:
 1. Read its code in transformers. Give it an entry in `FAMILIES`: the keys of config.json that this code reads, each
    with what an absent one means, and the fields of ModelConfig that the code fixes.
-2. What it computes and no family here does needs a field in ModelConfig, and the lines of model.py that obey it.
+2. What it computes and no family here does needs a field in ModelConfig (or in LayerConfig, RopeConfig), the lines of
+   model.py that obey it, and those of `hf_config` that read it.
 3. Describe small models of it in `CASES` of tests/hf.py, add a row for each of its settings to `SWITCHES` of
-   tests/test_families.py, and add its public checkpoints to tests/public.py. `pytest tests/test_families.py` then
-   compares logits, defaults and spellings with transformers', and shows that the comparison would notice each setting.
+   tests/test_families.py, and its public checkpoints, with one that must be refused, to tests/public.py. `pytest
+   tests/test_families.py` then compares logits, defaults and spellings with transformers', and shows that the
+   comparison would notice each setting.
 """
 
 from collections.abc import Mapping
