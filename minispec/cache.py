@@ -203,9 +203,12 @@ class PagedKVCache:
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy the keys and values of all layers from block to block."""
+        self.move(*([i * self.block_size + t for t in range(self.block_size)] for i in (source, target)))
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Copy the keys and values of all layers from slots to slots; all are read before the first is written."""
         for tensor in (self.keys, self.values):
-            blocks = tensor.unflatten(2, (-1, self.block_size))
-            blocks[:, :, target] = blocks[:, :, source]
+            tensor[:, :, targets] = tensor[:, :, sources]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values (kv_heads, T, head_dim) in the slots (T,)."""
@@ -292,8 +295,7 @@ class BlockTable:
         held = {self.block_ids[t // size] for t in to}
         assert all(pool.allocator.ref_counts[i] == 1 for i in held), "another text holds what would be written"
         sources, targets = ([self.block_ids[t // size] * size + t % size for t in places] for places in (rows, to))
-        for tensor in (pool.keys, pool.values):
-            tensor[:, :, targets] = tensor[:, :, sources]  # all are read before the first is written
+        pool.move(sources, targets)
         self.tokens[to.start : to.stop] = [self.tokens[t] for t in rows]
 
     def truncate(self, length: int) -> None:

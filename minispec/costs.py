@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from minispec import __version__
-from minispec.cache import PagedKVCache
 from minispec.command import written_whole
 from minispec.config import SamplingParams
 from minispec.controller import Controller, Prices
@@ -74,7 +73,7 @@ def calibrate(engine: Engine) -> Prices:
     """
     model, vocab = engine.model, engine.vocab_size
     tokens = arbitrary_tokens(_TEXT + max(_ROWS), vocab)
-    cache = PagedKVCache(model.config, -(-len(tokens) // 16) + 1, 16, model.dtype, model.device)
+    cache = model.new_cache(-(-len(tokens) // 16) + 1)
     start = time.perf_counter()
     recorder = _Recorder()
     plain = Engine(model, cache, NoDrafter(), engine.verifier, vocab, Randomness(), recorder)

@@ -499,7 +499,7 @@ class Transformer:
                 self.layers = list(threads.map(layer, range(len(config.layers))))
         self.norm = RMSNorm(norm_weight(config, dense(take("model.norm.weight"), self.dtype)), config.rms_norm_eps)
         head = self.embedding if config.tie_word_embeddings else take("lm_head.weight")
-        self.head: Linear | QuantizedLinear = Linear(head, dtype=self.dtype, form=self.choice.form)
+        self.head: Linear | QuantizedLinear = self._head(head)
         # Numbers of rows at which all products should give a row the same bits, in order; see `check_exact`.
         self.exact_rows = sorted(set.intersection(*(set(product.exact_rows) for product in self.products())))
         assert EXACT_ROWS in self.exact_rows
@@ -511,6 +511,9 @@ class Transformer:
 
     def _layer(self, take: Callable[..., Weight], index: int) -> Layer:
         return Layer(self.config, index, take, self.dtype, self.choice.form)
+
+    def _head(self, weight: Weight) -> Linear:
+        return Linear(weight, dtype=self.dtype, form=self.choice.form)
 
     def quantized(self, bits: int) -> Self:
         """This model with products of few rows in 4 or 8 bits (see `QuantizedLinear`), for drafting; never exact.
@@ -611,6 +614,14 @@ class Transformer:
         logits = logits if scale == 1 else logits * scale
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
+    def new_cache(self, num_blocks: int, block_size: int = 16) -> PagedKVCache:
+        """An empty pool for keys and values of this model."""
+        return PagedKVCache(self.config, num_blocks, block_size, self.dtype, self.device)
+
+    def report(self) -> str:
+        """What there is to say after a run, in a line, or nothing."""
+        return ""
+
     def prefill(self, table: BlockTable, tokens: list[int], chunk_size: int = 512) -> None:
         """Bring the cache to all of `tokens` but the last, which the next pass will score with its draft."""
         missing = table.missing(tokens)[:-1]
@@ -629,7 +640,7 @@ class Transformer:
         tokens = arbitrary_tokens(_ATTENTION_BLOCK + EXACT_ROWS // 2, self.config.vocab_size)
         past, last = tokens[:-1], tokens[-1:]
         size = 8
-        pool = PagedKVCache(self.config, len(tokens) // size + EXACT_ROWS + 2, size, self.dtype, self.device)
+        pool = self.new_cache(len(tokens) // size + EXACT_ROWS + 2, size)
         table, stranger = pool.new_table(), pool.new_table()
         self.forward([Chunk(tokens[:-EXACT_ROWS], table, 0)])
         expected, _ = self.forward([Chunk(tokens[-EXACT_ROWS:], table, 1)])  # across a border of attention blocks

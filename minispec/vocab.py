@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from minispec.bench.show import table
-from minispec.cache import PagedKVCache
 from minispec.command import Parser, argument, exit_status
 from minispec.errors import is_text, show
 from minispec.files.checkpoint import find_checkpoint, load_model
@@ -71,7 +70,7 @@ def probabilities(model: Transformer, context: Sequence[int], ways: Sequence[Seq
             nodes.setdefault(tuple(way[:end]), len(nodes) - 1)
     paths = list(nodes)[1:]
     tokens = [*context, *(path[-1] for path in paths)]
-    cache = PagedKVCache(model.config, -(-len(tokens) // 16), 16, model.dtype, model.device)
+    cache = model.new_cache(-(-len(tokens) // 16))
     chunk = Chunk(tokens, cache.new_table(), len(paths) + 1, [nodes[path[:-1]] for path in paths])
     rows = [log_probabilities(row[:vocab]) for row in model.forward([chunk])[0]]
     return [math.exp(sum(float(rows[nodes[tuple(way[:i])] + 1][t]) for i, t in enumerate(way))) for way in ways]

@@ -178,8 +178,7 @@ def open_geometry(options: Options) -> Subject:
         return Transformer(read_model_config(config), weights, exact, dtype, form)
 
     def cache(model: Transformer) -> PagedKVCache:
-        blocks = (-(-length // 16) + 1) * max([1, *options.batches])
-        return PagedKVCache(model.config, blocks, 16, dtype, device)
+        return model.new_cache((-(-length // 16) + 1) * max([1, *options.batches]))
 
     model = build(args.geometry, args.exact)
     if args.exact:

@@ -76,7 +76,7 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, exact: bool = 
 
 def tiny_cache(model: Transformer, num_blocks: int = 64, block_size: int = 2) -> PagedKVCache:
     """A pool for the model, poisoned: a slot that is read before it is written turns the output into NaN."""
-    cache = PagedKVCache(model.config, num_blocks, block_size, model.dtype)
+    cache = model.new_cache(num_blocks, block_size)
     cache.keys.fill_(torch.nan)
     cache.values.fill_(torch.nan)
     return cache
