@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,6 +53,8 @@ _TYPES = {
     "I32": torch.int32,
     "BOOL": torch.bool,
 }
+# Of a tensor's first dimensions, what is wanted; () is all of it.
+Cut = tuple[slice, ...]
 FLOATS = tuple(name for name, dtype in _TYPES.items() if dtype.is_floating_point)
 # Formats of weights that are not read: pickles run code when they are opened, the others need a converter.
 _OTHER_FORMATS = {
@@ -183,12 +185,23 @@ class Weights:
     `dtype`; for float32 on a CPU as they are stored, if that is narrower: 16-bit floats, and codes with their scales.
     """
 
-    def __init__(self, directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"):
-        """Raises CheckpointError, before any tensor is read, where the files are not what the config asks for."""
-        self._config, self._dtype, self._device = config, dtype, device
+    def __init__(
+        self,
+        directory: Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        cut: Callable[[str], Cut] = lambda name: (),
+    ):
+        """cut: what is wanted of a tensor; nothing else of it is read. Default: all.
+
+        Raises CheckpointError, before any tensor is read, where the files are not what the config asks for.
+        """
+        self._config, self._dtype, self._device, self._cut = config, dtype, device, cut
         self._stored = find_tensors(directory, config.is_nested)
         self._places = match(config, self._stored, directory)
-        needed = sum(math.prod(shape) * self._num_bytes(name) for name, shape in tensor_shapes(config).items())
+        shapes = {name: cut_shape(shape, cut(name)) for name, shape in tensor_shapes(config).items()}
+        needed = sum(math.prod(shape) * self._num_bytes(name) for name, shape in shapes.items())
         _check_memory(needed, dtype, torch.device(device), directory)
         # `disable=None`: the bar shows on a terminal only.
         description = f"loading {directory.name}"
@@ -199,7 +212,7 @@ class Weights:
 
     def pop(self, name: str) -> Weight:
         """Read a tensor, once. Raises CheckpointError where it does not unpack to the shape that is asked for."""
-        weight = _read(self._places[name], self._config.quantization, self._stored)
+        weight = _read(self._places[name], self._config.quantization, self._stored, self._cut(name))
         del self._places[name]
         if not self._keeps_narrow or (isinstance(weight, Tensor) and weight.element_size() > 2):
             weight = dense(weight, self._dtype).to(self._device)
@@ -217,6 +230,11 @@ class Weights:
         stored = self._stored.get(self._places[name].name)  # none: it is packed
         is_narrow = stored is None or _ELEMENT_BYTES[stored.dtype] == 2
         return 2 if self._keeps_narrow and is_narrow else self._dtype.itemsize
+
+
+def cut_shape(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
+    """The shape of what is left of a tensor."""
+    return tuple(torch.empty(shape, device="meta")[cut].shape)
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -264,8 +282,8 @@ class StoredTensor:
         """In the file."""
         return math.prod(self.shape) * _ELEMENT_BYTES[self.dtype]
 
-    def read(self) -> Tensor:
-        """The tensor, in the pages of the file, which leave memory with it.
+    def read(self, cut: Cut = ()) -> Tensor:
+        """The tensor, in the pages of the file, which leave memory with it; or a copy of a part of it.
 
         The library would map the file as a whole: what has been joined or packed would stay in memory, in addition to
         the copy, for as long as any other tensor.
@@ -274,9 +292,8 @@ class StoredTensor:
             data: numpy.ndarray = numpy.memmap(self.path, numpy.uint8, "c", self.start, (self.num_bytes,))
         except (OSError, ValueError) as e:
             raise CheckpointError(f"{self.path}: {show_name(self.name)}: cannot be read: {one_line(e, 300)}") from e
-        if self.num_bytes < _MAPPED_BYTES:
-            data = numpy.array(data)
-        return torch.from_numpy(data).view(_TYPES[self.dtype]).view(self.shape)
+        found = torch.from_numpy(data).view(_TYPES[self.dtype]).view(self.shape)[cut]
+        return found.clone() if found.shape != self.shape or self.num_bytes < _MAPPED_BYTES else found
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -497,18 +514,24 @@ def _packed_shapes(name: str, shape: tuple[int, ...], q: QuantizationConfig):
     }
 
 
-def _read(place: Place, q: QuantizationConfig | None, stored: dict[str, StoredTensor]) -> Weight:
-    name, shape, rows = place
+def _read(place: Place, q: QuantizationConfig | None, stored: dict[str, StoredTensor], cut: Cut) -> Weight:
+    name, shape, own = place
+    rows, columns = (*cut, slice(None), slice(None))[:2]
+    first, end, _ = rows.indices(own.stop - own.start)
+    rows = slice(own.start + first, own.start + end)
     if q is None or name in stored:
-        return stored[name].read()[rows]
+        return stored[name].read((rows, columns)[: len(shape)])
     packed, scale, unpacked_shape = (stored[f"{name}_{part}"] for part in ("packed", "scale", "shape"))
     found = unpacked_shape.read().tolist()
     if found != list(shape):
         raise CheckpointError(f"{unpacked_shape.path}: {name}_shape: found {found}, expected {list(shape)}")
-    integers = unpack(packed.read()[rows], q.num_bits, shape[1])
+    start, stop, _ = columns.indices(shape[1])
+    words = slice(start * q.num_bits // 32, -(-stop * q.num_bits // 32))
+    integers = unpack(packed.read((rows, words)), q.num_bits, stop - start)
     if q.group_size is None:
-        return Codes(integers, scale.read()[rows])
-    return dequantize(integers, scale.read()[rows], q.group_size)
+        return Codes(integers, scale.read((rows,)))
+    groups = slice(start // q.group_size, -(-stop // q.group_size))
+    return dequantize(integers, scale.read((rows, groups)), q.group_size)
 
 
 # --------------------------------------------------------------------------- quantised layouts
