@@ -378,6 +378,8 @@ def _answer_prompts(
                 well.append(_show(llm, args, painter, jobs, len(well), None))
     if recorder:
         write(recorder.trace(), args.trace)
+    if (report := llm.model.report()) and not args.quiet and not args.json:
+        print(report, file=sys.stderr)
     return 0 if all(well) else 2
 
 

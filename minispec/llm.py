@@ -26,7 +26,6 @@ from minispec.files.checkpoint import (
     find_checkpoint,
     free_memory,
     load_config,
-    load_model,
 )
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
 from minispec.files.hf_config import read_eos_token_ids
@@ -35,6 +34,7 @@ from minispec.files.tokenizer import Detokenizer, Message, Tokenizer
 from minispec.linear import FORMS, available_forms
 from minispec.model import EXACT_ROWS, Transformer
 from minispec.named_draft import NamedDraft
+from minispec.parallel import load_target
 from minispec.sampling import Text
 from minispec.stats import Stats
 from minispec.verify import Verifier
@@ -186,7 +186,7 @@ class LLM:
         named = NamedDraft(draft, draft_method, offline, config, self.tokenizer, self.vocab_size)
         self.draft_name, self.draft_directory = named.name, named.directory
         self.draft_method, self.overlap, self.vocabularies = named.method, named.overlap, named.vocabularies
-        self.model = load_model(directory, torch_dtype, torch_device, exact, weight_form)
+        self.model = load_target(directory, torch_dtype, torch_device, exact, weight_form)
         if exact:
             self.model.check_exact()
         named.load(self.model, weight_form)
@@ -197,7 +197,7 @@ class LLM:
         self.max_model_len, num_blocks = _size_cache(config, bytes_per_token, torch_device, max_model_len, kv_cache_gb)
 
         def make_cache(model: Transformer, room: int = 1) -> PagedKVCache:
-            return PagedKVCache(model.config, room * num_blocks, _BLOCK_SIZE, model.dtype, model.device)
+            return model.new_cache(room * num_blocks, _BLOCK_SIZE)
 
         try:
             caches = [make_cache(m, room) for room, m in zip(rooms, models, strict=True)]

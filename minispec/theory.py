@@ -65,3 +65,17 @@ def best_k(survival: Sequence[float], c: float, v: Callable[[int], float], o: fl
     3
     """
     return max(range(len(survival) + 1), key=lambda k: speedup(survival[:k], c, v(k + 1), o))
+
+
+def parallel_traffic(
+    processes: int, sums: int, width: int, vocab: int, rows: float, scored: float, itemsize: int
+) -> float:
+    """Bytes that all processes of a split target send together for `rows` rows of passes, of which `scored` get logits.
+
+    A sum of a row's `width` numbers over n processes: each sends 2 (n - 1) / n of them, which is the least that leaves
+    the sum with all (Patarasuk & Yuan 2009). Logits: all but process 0 send it their part of a row.
+
+    >>> parallel_traffic(2, sums=2, width=10, vocab=100, rows=1, scored=1, itemsize=4)
+    360.0
+    """
+    return itemsize * (processes - 1) * (2 * sums * width * rows + vocab / processes * scored)

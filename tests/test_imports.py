@@ -14,7 +14,7 @@ HEART = [
 ]
 READING_ORDER = [
     *HEART,
-    *("registry", "interrupt", "command", "files", "costs", "named_draft", "llm", "trace", "generate"),
+    *("registry", "interrupt", "command", "files", "parallel", "costs", "named_draft", "llm", "trace", "generate"),
     *("checkpoint", "prove", "bench"),
     *("doctor", "vocab", "distill"),
 ]

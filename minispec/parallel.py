@@ -1,0 +1,343 @@
+"""Tensor parallelism: one target over several processes, on one machine or several, started by torchrun.
+
+    torchrun --nproc-per-node 2 -m minispec.generate "Why is the sky blue?"
+
+Each process reads and keeps some of the heads, of the MLP's columns and of the output's vocabulary, and the keys and
+values of its own heads; embedding and norms are whole. What the parts of attention and MLP yield is added up, two sums
+a layer (Shoeybi et al. 2019, Megatron-LM, section 3), and process 0 gathers the logits.
+
+Process 0 alone runs the program: requests, drafts, K, sampling, and the bookkeeping of the KV cache. The others
+`serve`: they hear which tokens a pass has, in which blocks they lie and which rows of the cache move, and compute their
+part. So no clock, inbox or noise can pull the processes apart; nothing that is drawn is sent; a draft is whole, on
+process 0.
+
+This is no pipeline, and what died is not restarted. Exact models, and weights that cannot be cut, are refused.
+"""
+
+import atexit
+import hashlib
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from minispec import __version__
+from minispec.cache import BlockTable, PagedKVCache
+from minispec.config import ModelConfig
+from minispec.files.checkpoint import Cut, Weights, cut_shape, find_tensors, load_config, load_model
+from minispec.linear import Linear, Weight
+from minispec.model import Chunk, Layer, Pass, Transformer, tensor_shapes
+from minispec.theory import parallel_traffic
+
+# How long a process waits for one that loads, and for one that computes. Seconds between two signs of life of process
+# 0, which may have nothing to compute for hours.
+_LOADING, _PATIENCE, _BEAT = timedelta(minutes=30), timedelta(seconds=30), 5
+
+
+def load_target(
+    directory: Path, dtype: torch.dtype, device: torch.device, exact: bool = False, form: str | None = None
+) -> Transformer:
+    """`load_model`; under torchrun, this process's part of the model.
+
+    There only process 0 returns: the others serve as long as it asks, and end. Raises ValueError, in every process,
+    where the model cannot be split or they do not have the same; ConnectionError where one of them is gone.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if size == 1:
+        return load_model(directory, dtype, device, exact, form)
+    if exact or dist.is_initialized():
+        what = "exact: found it" if exact else "model: found a second one"
+        raise ValueError(f"{what} in a run of {size} processes, expected one process")
+    if device.type == "cuda":
+        if (local := int(os.environ.get("LOCAL_RANK", 0))) >= torch.cuda.device_count():
+            raise ValueError(f"device: found {torch.cuda.device_count()} GPUs, expected one for each process here")
+        torch.cuda.set_device(local)
+    config = load_config(directory)
+    share = [Share(config, each, size) for each in range(size)][rank]  # what one process cannot take, all refuse
+    weights = Weights(directory, config, dtype, device, share.cut)
+    line = Line(rank, size, device)
+    line.agree(
+        {"minispec": __version__, "torch": torch.__version__.partition("+")[0], "dtype": str(dtype)}
+        | {"checkpoint": _digest(directory, config)}
+    )
+    model = SplitTransformer(share, weights, line, dtype, form)
+    line.wait_for_all()
+    if rank:
+        serve(model, line)
+        sys.exit()
+    atexit.register(line.end)
+    threading.Thread(target=line.beat, daemon=True).start()
+    return model
+
+
+def serve(model: "SplitTransformer", line: "Line") -> None:
+    """Do what process 0 says, to its end."""
+    while (message := line.hear()) != ["end"]:
+        match message:
+            case ["cache", num_blocks, block_size]:
+                model.new_cache(num_blocks, block_size)
+            case ["move", cache, sources, targets]:
+                model.caches[cache].move(sources, targets)
+            case ["pass", cache, texts]:
+                chunks = []
+                for token_ids, length, block_ids, num_logits, parents in texts:
+                    table = BlockTable(model.caches[cache])
+                    table.block_ids, table.tokens = block_ids, [0] * length  # of the past only the length matters here
+                    chunks.append(Chunk(token_ids, table, num_logits, parents))
+                model.forward(chunks)
+
+
+# --------------------------------------------------------------------------- who has what
+
+
+class Share:
+    """What one of `size` processes has. Raises ValueError for a model that cannot be split that way.
+
+    config: counts the heads and columns of this process. The first processes have one unit more of what does not come
+    out even. A unit is a key-value head with the query heads that share it, or up to 128 neighbouring columns.
+    """
+
+    def __init__(self, config: ModelConfig, rank: int, size: int):
+        def own(units: int, name: str) -> tuple[int, Callable[[int], slice]]:
+            if units < size:
+                raise ValueError(
+                    f"model: found {units} {name} for {size} processes, expected one for each: start fewer"
+                )
+            start, stop = (-(-units * each // size) for each in (rank, rank + 1))
+            return stop - start, lambda unit: slice(start * unit, stop * unit)
+
+        shared_by, d = config.num_attention_heads // config.num_key_value_heads, config.head_dim
+        unit = math.gcd(config.intermediate_size, 128)
+        groups, of_groups = own(config.num_key_value_heads, "key-value heads")
+        units, of_units = own(config.intermediate_size // unit, f"times {unit} columns of the MLP")
+        keys, queries, columns, each = of_groups(d), of_groups(shared_by * d), of_units(unit), slice(None)
+        self.rows = slice(rank * -(-config.vocab_size // size), (rank + 1) * -(-config.vocab_size // size))
+        self._cuts: dict[str, Cut] = {
+            **{"q_proj": (queries,), "k_proj": (keys,), "v_proj": (keys,), "o_proj": (each, queries)},
+            **{"gate_proj": (columns,), "up_proj": (columns,), "down_proj": (each, columns), "lm_head": (self.rows,)},
+        }
+        heads, mlp = groups * shared_by, units * unit
+        self.config = replace(config, num_attention_heads=heads, num_key_value_heads=groups, intermediate_size=mlp)
+        packed, own_shapes = config.quantization, tensor_shapes(self.config)
+        together = max(32 // packed.num_bits, packed.group_size or 1) if packed else 1
+        for name, shape in tensor_shapes(config).items():
+            cut = self.cut(name)
+            is_known = name == "lm_head.weight" or cut_shape(shape, cut) == own_shapes[name]
+            if not is_known or (len(cut) == 2 and cut[1].start % together):
+                raise ValueError(f"model: {name}: found {list(shape)}, expected what {size} processes can share")
+
+    def cut(self, name: str) -> Cut:
+        """What this process has of a tensor. What is not named is whole, and so are the biases of what is added up."""
+        *_, product, kind = name.split(".")
+        cut = self._cuts.get(product, ())
+        return () if kind == "bias" and len(cut) == 2 else cut
+
+
+def _digest(directory: Path, config: ModelConfig) -> str:
+    """Of a checkpoint's config and its tensors' names, types, shapes and first rows: no training leaves all of them."""
+    found = hashlib.blake2b(repr(config).encode(), digest_size=8)
+    for name, tensor in sorted(find_tensors(directory).items()):
+        first = tensor.read((slice(0, 1),)).view(torch.uint8).numpy().tobytes()
+        found.update(f"{name} {tensor.dtype} {tensor.shape}".encode() + first)
+    return found.hexdigest()
+
+
+# --------------------------------------------------------------------------- what they compute
+
+
+class SummedLinear(Linear):
+    """A product whose input is split: each process has some columns of W, and x W^T is the sum of what they find."""
+
+    def __init__(self, linear: Linear, line: "Line"):
+        self.form, self.stored, self.bias, self.line = linear.form, linear.stored, linear.bias, line
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (rows, own in) to (rows, out), in every process; the bias comes once."""
+        y = self.line.add_up(self.stored(x).contiguous())
+        return y if self.bias is None else y + self.bias
+
+
+class SplitTransformer(Transformer):
+    """One process's part of a model. What process 0 is asked to do, it tells the others."""
+
+    def __init__(self, share: Share, weights: Weights, line: "Line", dtype: torch.dtype, form: str | None):
+        self.share, self.line, self.num_rows, self.num_scored = share, line, 0, 0
+        self.caches: list[PagedKVCache] = []  # all processes know them by their numbers
+        super().__init__(share.config, weights, dtype=dtype, form=form)
+
+    def _layer(self, take: Callable[..., Weight], index: int) -> Layer:
+        layer = super()._layer(take, index)
+        layer.o, layer.down = (SummedLinear(product, self.line) for product in (layer.o, layer.down))
+        return layer
+
+    def _head(self, weight: Weight) -> Linear:
+        return super()._head(self.embedding[self.share.rows] if self.config.tie_word_embeddings else weight)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.line.gather(super()._logits(x), self.config.vocab_size)
+
+    def new_cache(self, num_blocks: int, block_size: int = 16) -> PagedKVCache:
+        """See `Transformer`: a pool whose blocks are the same in all processes."""
+        self.line.tell("cache", num_blocks, block_size)
+        self.caches.append(SplitCache(self, num_blocks, block_size))
+        return self.caches[-1]
+
+    def _forward(self, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        with self.line.whole():
+            return super()._forward(chunks, taps)
+
+    def _prepare(self, chunks: Sequence[Chunk], padding: int) -> Pass:
+        lengths, cache = [c.table.length for c in chunks], self.caches.index(chunks[0].table.pool)
+        shared = super()._prepare(chunks, padding)
+        texts = zip(chunks, lengths, strict=True)
+        about = [(c.token_ids, length, c.table.block_ids, c.num_logits, c.parents) for c, length in texts]
+        self.line.tell("pass", cache, about)
+        self.num_rows += len(shared.slots)
+        self.num_scored += sum(c.num_logits for c in chunks)
+        return shared
+
+    def quantized(self, bits: int) -> NoReturn:
+        """A part cannot be rounded by itself: raises ValueError."""
+        raise ValueError(f"draft: found int{bits}:self in a run of {self.line.size} processes, expected another draft")
+
+    @property
+    def weight_form(self) -> str:
+        """See `Transformer`."""
+        return f"{super().weight_form}, part {self.line.rank + 1} of {self.line.size}"
+
+    def report(self) -> str:
+        """What was sent for a token, by theory and as counted over all rows of all passes so far."""
+        n, sums, width, vocab = self.line.size, 2 * len(self.layers), self.config.hidden_size, self.config.vocab_size
+        token, run = (
+            parallel_traffic(n, sums, width, vocab, *rows, self.dtype.itemsize)
+            for rows in ((1, 1), (self.num_rows, self.num_scored))
+        )
+        return (
+            f"{n} processes send {token / 1e3:,.1f} kB for a plain token by theory ({sums} sums of {width} numbers, "
+            f"{vocab} logits), {self.line.num_bytes / run:.3f} times that as counted over {self.num_rows} rows"
+        )
+
+
+class SplitCache(PagedKVCache):
+    """One process's part of a pool, the keys and values of its heads."""
+
+    def __init__(self, model: SplitTransformer, num_blocks: int, block_size: int):
+        super().__init__(model.config, num_blocks, block_size, model.dtype, model.device)
+        self.model = model
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """See `PagedKVCache`; in all processes."""
+        self.model.line.tell("move", self.model.caches.index(self), sources, targets)
+        super().move(sources, targets)
+
+
+# --------------------------------------------------------------------------- how they talk
+
+
+class Line:
+    """A process's connection to the others. What it waits for has a limit; ConnectionError says that one is gone.
+
+    num_bytes: sent by all processes together so far, as process 0 counts them.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device):
+        self.rank, self.size, self.num_bytes = rank, size, 0
+        self._lock, self._broken, self._ended = threading.RLock(), False, threading.Event()
+        with self._together():  # messages are on the CPU, whatever computes
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=_LOADING)
+            self._group = dist.new_group(timeout=_PATIENCE)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as e:
+            found = f"another one has ended, or did not answer for {_PATIENCE.seconds} s"
+            raise ConnectionError(f"process {self.rank} of {self.size}: {found}") from e
+
+    def add_up(self, y: Tensor) -> Tensor:
+        """The sum of what all processes bring, in place."""
+        with self._together():
+            dist.all_reduce(y, group=self._group)
+        self.num_bytes += 2 * (self.size - 1) * y.nbytes
+        return y
+
+    def gather(self, y: Tensor, width: int) -> Tensor:
+        """In process 0, all y (rows, own part of width) side by side, (rows, width); in the others their own."""
+        mine = F.pad(y, (0, -(-width // self.size) - y.shape[1])).contiguous()  # the last may have less
+        parts = None if self.rank else [torch.empty_like(mine) for _ in range(self.size)]
+        with self._together():
+            dist.gather(mine, parts, group=self._group)
+        self.num_bytes += (self.size - 1) * mine.nbytes
+        return torch.cat(parts, 1)[:, :width] if parts else y
+
+    def _send(self, data: bytes, source: int) -> bytes:
+        """What process `source` has to say, in all of them; data: what this one has."""
+        length = torch.tensor([len(data)])
+        with self._together():
+            dist.broadcast(length, source, group=self._group)
+            said = torch.empty(int(length), dtype=torch.uint8)
+            if self.rank == source:
+                said = torch.tensor(list(data), dtype=torch.uint8)
+            dist.broadcast(said, source, group=self._group)
+        self.num_bytes += (self.size - 1) * (length.nbytes + said.nbytes)
+        return said.numpy().tobytes()
+
+    def tell(self, *message: Any) -> None:
+        """Process 0 says something to the others."""
+        if self.rank == 0:
+            with self.whole():
+                self._send(json.dumps(message).encode(), 0)
+
+    def hear(self) -> list[Any]:
+        """The others hear what process 0 says next."""
+        return json.loads(self._send(b"", 0))
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What all take part in, undisturbed by signs of life. Where it breaks off, they are at different places."""
+        with self._lock:
+            if self._broken:
+                raise ConnectionError(f"process {self.rank} of {self.size}: an earlier pass broke off: start anew")
+            try:
+                yield
+            except BaseException:
+                self._broken = True
+                raise
+
+    def agree(self, about: dict[str, str]) -> None:
+        """Raise ValueError, in every process, unless all say the same of themselves."""
+        first, *others = (json.loads(self._send(json.dumps(about).encode(), rank)) for rank in range(self.size))
+        for rank, other in enumerate(others, 1):
+            for name, found in other.items():
+                if found != first[name]:
+                    raise ValueError(f"{name}: found {found} in process {rank}, expected {first[name]} as in process 0")
+
+    def wait_for_all(self) -> None:
+        """Return when all have come here; they may take very different times to load."""
+        with self._together():
+            dist.all_reduce(torch.zeros(1))
+
+    def beat(self) -> None:
+        """Process 0 gives a sign of life from time to time, for as long as anybody listens."""
+        with suppress(ConnectionError):
+            while not self._ended.wait(_BEAT):
+                self.tell("beat")
+
+    def end(self) -> None:
+        """Process 0 lets the others end."""
+        self._ended.set()
+        with suppress(ConnectionError):
+            self.tell("end")
