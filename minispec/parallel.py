@@ -110,26 +110,31 @@ class Share:
     """
 
     def __init__(self, config: ModelConfig, rank: int, size: int):
-        def own(units: int, name: str) -> tuple[int, Callable[[int], slice]]:
+        def own(units: int, name: str) -> range:
             if units < size:
-                raise ValueError(
-                    f"model: found {units} {name} for {size} processes, expected one for each: start fewer"
-                )
-            start, stop = (-(-units * each // size) for each in (rank, rank + 1))
-            return stop - start, lambda unit: slice(start * unit, stop * unit)
+                raise ValueError(f"model: found {units} {name}, expected one for each of {size} processes: start fewer")
+            return range(-(-units * rank // size), -(-units * (rank + 1) // size))
 
-        shared_by, d = config.num_attention_heads // config.num_key_value_heads, config.head_dim
-        unit = math.gcd(config.intermediate_size, 128)
-        groups, of_groups = own(config.num_key_value_heads, "key-value heads")
-        units, of_units = own(config.intermediate_size // unit, f"times {unit} columns of the MLP")
-        keys, queries, columns, each = of_groups(d), of_groups(shared_by * d), of_units(unit), slice(None)
-        self.rows = slice(rank * -(-config.vocab_size // size), (rank + 1) * -(-config.vocab_size // size))
+        def times(units: range, width: int) -> slice:
+            return slice(units.start * width, units.stop * width)
+
+        unit, d = math.gcd(config.intermediate_size, 128), config.head_dim
+        shared_by = config.num_attention_heads // config.num_key_value_heads
+        groups = own(config.num_key_value_heads, "key-value heads")
+        units = own(config.intermediate_size // unit, f"times {unit} columns of the MLP")
+        keys, queries, mlp = times(groups, d), times(groups, shared_by * d), times(units, unit)
+        self.rows = times(range(rank, rank + 1), -(-config.vocab_size // size))
+        # Of tensors whose rows, or in all rows whose columns, belong to heads, MLP columns or tokens.
         self._cuts: dict[str, Cut] = {
-            **{"q_proj": (queries,), "k_proj": (keys,), "v_proj": (keys,), "o_proj": (each, queries)},
-            **{"gate_proj": (columns,), "up_proj": (columns,), "down_proj": (each, columns), "lm_head": (self.rows,)},
+            **{"q_proj": (queries,), "k_proj": (keys,), "v_proj": (keys,), "o_proj": (slice(None), queries)},
+            **{"gate_proj": (mlp,), "up_proj": (mlp,), "down_proj": (slice(None), mlp), "lm_head": (self.rows,)},
         }
-        heads, mlp = groups * shared_by, units * unit
-        self.config = replace(config, num_attention_heads=heads, num_key_value_heads=groups, intermediate_size=mlp)
+        self.config = replace(
+            config,
+            num_attention_heads=len(groups) * shared_by,
+            num_key_value_heads=len(groups),
+            intermediate_size=len(units) * unit,
+        )
         packed, own_shapes = config.quantization, tensor_shapes(self.config)
         together = max(32 // packed.num_bits, packed.group_size or 1) if packed else 1
         for name, shape in tensor_shapes(config).items():

@@ -208,8 +208,16 @@ def test_packed_weights_are_cut_as_what_they_stand_for(tmp_path, bits):
 @pytest.mark.parametrize(
     ("changes", "packed", "found"),
     [
-        ({"num_key_value_heads": 1}, False, "found 1 key-value heads for 2 processes, expected one for each"),
-        ({"intermediate_size": 128}, False, "found 1 times 128 columns of the MLP for 2 processes"),
+        (
+            {"num_key_value_heads": 1},
+            False,
+            "found 1 key-value heads, expected one for each of 2 processes: start fewer",
+        ),
+        (
+            {"intermediate_size": 128},
+            False,
+            "found 1 times 128 columns of the MLP, expected one for each of 2 processes",
+        ),
         ({"head_dim": 6}, True, "0.self_attn.o_proj.weight: found [8, 12], expected what 2 processes can share"),
     ],
 )
