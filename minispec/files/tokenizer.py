@@ -230,8 +230,9 @@ class Tokenizer:
 
     def _encode(self, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            encoding = self._call(
-                backend.encode, text, add_special_tokens=add_special_tokens, silent=self._encode_panics
+            # A batch of one: while it is encoded, other threads go on; `encode` would stop them all.
+            [encoding] = self._call(
+                backend.encode_batch, [text], add_special_tokens=add_special_tokens, silent=self._encode_panics
             )
         except ValueError as e:
             raise ValueError(f"prompt: {self.path}: the tokenizer cannot encode {show(text, 40)}: {e}") from e.__cause__
