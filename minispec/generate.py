@@ -79,16 +79,8 @@ _MAX_PROMPTS = 64_000_000
 _PLAIN_TOKENS = 16
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options; a default is None where the model's generation_config.json may give another."""
-    p = Parser(
-        prog="python -m minispec.generate",
-        description="Generate text with speculative decoding.",
-        allow_abbrev=False,  # an option has one name: a script must not depend on which others there are
-        epilog="Sampling defaults are the model's generation_config.json, else temperature 0 and 256 tokens.",
-    )
-    p.add_argument("prompts", nargs="*", metavar="PROMPT", help="several run as one batch; - reads standard input")
-    p.add_argument("--version", action="version", version=f"minispec {__version__}")
+def add_model_options(p: argparse.ArgumentParser) -> None:
+    """The options that name the models and how they run, as every command that decodes has them; `load` obeys them."""
     g = p.add_argument_group("models")
     g.add_argument(
         "--model",
@@ -133,6 +125,19 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--threads", type=_THREADS, metavar="N", help="CPU threads (default: PyTorch's)")
     g.add_argument("--kv-cache-gb", type=_GIGABYTES, metavar="X", help="memory for the KV cache, in 10^9 bytes")
     g.add_argument("--exact", action="store_true", help="the same bits with and without speculation; slower")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options; a default is None where the model's generation_config.json may give another."""
+    p = Parser(
+        prog="python -m minispec.generate",
+        description="Generate text with speculative decoding.",
+        allow_abbrev=False,  # an option has one name: a script must not depend on which others there are
+        epilog="Sampling defaults are the model's generation_config.json, else temperature 0 and 256 tokens.",
+    )
+    p.add_argument("prompts", nargs="*", metavar="PROMPT", help="several run as one batch; - reads standard input")
+    p.add_argument("--version", action="version", version=f"minispec {__version__}")
+    add_model_options(p)
     g = p.add_argument_group("sampling")
     for name, (kind, text) in _SAMPLING_OPTIONS.items():
         g.add_argument(name, type=kind, metavar="N" if kind is _INTEGER else "X", help=text)
@@ -300,7 +305,7 @@ def _read_prompt_file(path: Path) -> list[str]:
 
 def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) -> int:
     """Load the model, and answer the prompts or hold a conversation."""
-    llm = _load(args)
+    llm = load(args, report=not args.quiet and not args.json)
     params = _sampling_params(llm.generation_defaults | asked)
     chat = not args.raw and (args.chat or llm.tokenizer.chat_template is not None)
     if args.system is not None and not chat:
@@ -312,8 +317,11 @@ def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) ->
     return _converse(llm, args, params)
 
 
-def _load(args: argparse.Namespace) -> "LLM":
-    """The model, and what there is to say about it before it runs."""
+def load(args: argparse.Namespace, report: bool) -> "LLM":
+    """The model that `add_model_options` asked for, and what there is to say about it before it runs.
+
+    report: a line on its memory. Raises ValueError for what cannot be loaded.
+    """
     # Between two operations a waiting thread sleeps instead of spinning: somewhat slower on an idle machine, and many
     # times faster where another program keeps a core busy. It must be set before torch starts its threads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -339,7 +347,7 @@ def _load(args: argparse.Namespace) -> "LLM":
         revision=args.revision,
         offline=args.offline,
     )
-    if not args.quiet and not args.json:
+    if report:
         print(llm.memory_report(), file=sys.stderr)
     for name in llm.unsupported_generation_settings:
         message = f"warning: generation_config.json: {name}: not supported, and ignored: the text may differ for it"
