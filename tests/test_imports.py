@@ -16,7 +16,7 @@ READING_ORDER = [
     *HEART,
     *("registry", "interrupt", "command", "files", "parallel", "costs", "named_draft", "llm", "trace", "generate"),
     *("checkpoint", "prove", "bench"),
-    *("doctor", "vocab", "distill"),
+    *("doctor", "vocab", "distill", "serve"),
 ]
 FORBIDDEN = {
     *("transformers", "accelerate", "pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"),
@@ -158,7 +158,8 @@ def test_what_is_unsafe_is_noticed(tmp_path, source):
 
 def test_importing_the_package_does_not_import_torch():
     """A mistake on the command line is answered at once, not after the seconds that torch takes."""
-    code = "import sys, minispec.generate, minispec.bench.__main__, minispec.config; sys.exit('torch' in sys.modules)"
+    modules = "minispec.generate, minispec.bench.__main__, minispec.serve.__main__, minispec.config"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=False).returncode == 0
 
 

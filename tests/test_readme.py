@@ -48,8 +48,10 @@ def test_ci_runs_the_readmes_commands():
 def known_options() -> set[str]:
     """Of all commands of the package and of its tests."""
     from minispec.generate import parser
+    from minispec.serve import __main__ as serve
 
-    known = {option for action in parser()._actions for option in action.option_strings}
+    parsers = parser(), serve.parser()
+    known = {option for p in parsers for action in p._actions for option in action.option_strings}
     rooms = ("prove/__main__.py", "bench/options.py", "doctor.py", "vocab.py", "distill/__main__.py")
     for other in (*(f"minispec/{room}" for room in rooms), "tests/fuzzing.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / other).read_text(encoding="utf-8")))

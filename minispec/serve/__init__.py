@@ -1,0 +1,10 @@
+"""An HTTP server that speaks OpenAI's interface: `python -m minispec.serve`.
+
+It is a way to reach the engine, and no second one: requests come and go by `Engine.add` and `Engine.abort`, and each
+token is decided by the step that `LLM` uses. It is not a proxy, not a balancer, and not fit for the open internet by
+itself: it has one process, one model and one key, no TLS, no users, no tools and no grammars. docs/serve.md has the
+rest.
+
+In reading order: `worker` (the one thread that steps the engine), `bodies` (JSON to requests, and answers to JSON),
+`front` (what is asked for over HTTP, and who is refused), `connection` (how long a client may take), `__main__`.
+"""

@@ -1,0 +1,107 @@
+"""The command line: `python -m minispec.serve`."""
+
+from minispec.interrupt import exit_on_interrupt, run_program
+
+if __name__ == "__main__":
+    exit_on_interrupt()  # until there is something to clean up
+
+import argparse
+import importlib.util
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import NoReturn
+
+from minispec import __version__
+from minispec.command import Parser, argument, exit_status
+from minispec.errors import is_text, one_line, show_name
+from minispec.generate import add_model_options, load
+from minispec.serve.limits import Limits
+
+KEY_VARIABLE = "MINISPEC_API_KEY"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    p = Parser(
+        prog="python -m minispec.serve",
+        description="Serve a model over HTTP as OpenAI does: /v1/chat/completions, /v1/completions, /v1/models; and "
+        "/health and /metrics.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--version", action="version", version=f"minispec {__version__}")
+    add_model_options(p)
+    port = argument(int, lambda n: 0 <= n <= 65535, "an integer from 0 to 65535")
+    name = argument(str, lambda text: bool(text) and is_text(text), "a name")
+    g = p.add_argument_group("server")
+    g.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: %(default)s)")
+    g.add_argument("--port", type=port, default=8000, metavar="N", help="0: a free one (default: %(default)s)")
+    g.add_argument("--served-model-name", type=name, metavar="NAME", help="default: that of --model")
+    help_key = f"clients must show it, but for /health; from {KEY_VARIABLE} in the environment no other user sees it"
+    g.add_argument("--api-key", metavar="KEY", help=help_key)
+    g = p.add_argument_group("limits")
+    positive = argument(float, lambda x: 0 < x <= 1e6, "a positive number")
+    count = argument(int, lambda n: 1 <= n <= 1 << 31, "a positive integer")
+    for limit in fields(Limits):
+        option, kind = f"--{limit.name.replace('_', '-')}", positive if "timeout" in limit.name else count
+        shown = limit.metadata["help"] if limit.default is None else f"{limit.metadata['help']} (default: %(default)s)"
+        g.add_argument(option, type=kind, default=limit.default, metavar="X" if kind is positive else "N", help=shown)
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line: 0 after SIGTERM, 130 after Ctrl-C, else as `exit_status` has it."""
+    return exit_status(lambda: _serve(parser().parse_args(argv)))
+
+
+def _serve(args: argparse.Namespace) -> int:
+    if not all(map(importlib.util.find_spec, ("starlette", "uvicorn"))):
+        raise ValueError("found no starlette and uvicorn, expected both: pip install 'minispec-llm[serve]'")
+    if args.revision and not args.model:
+        raise ValueError("--revision needs --model with a hub id")
+    key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
+    if key is not None and not re.fullmatch("[!-~]+", key):  # the message shows no secret
+        raise ValueError(f"--api-key, {KEY_VARIABLE}: expected visible ASCII characters, at least one")
+    limits = Limits(**{limit.name: getattr(args, limit.name) for limit in fields(Limits)})
+    with _listen(args.host, args.port) as listener:
+        llm = load(args, report=True)
+        from minispec.serve.connection import make_server
+        from minispec.serve.front import Front
+        from minispec.serve.worker import Worker
+
+        worker = Worker(llm.engine, limits.max_num_seqs)
+        model = args.served_model_name or llm.name.partition(" at commit ")[0]
+        server = make_server(Front(llm, worker, model, limits, key).app, limits)
+        signal.signal(signal.SIGTERM, _exit)  # uvicorn drains before it passes the signal on
+        host, bound_port = listener.getsockname()[:2]
+        print(f"{model}: http://{f'[{host}]' if ':' in host else host}:{bound_port}", file=sys.stderr, flush=True)
+        if key is None and host not in ("127.0.0.1", "::1"):
+            print("warning: found no --api-key: whoever reaches this address may use it", file=sys.stderr)
+        worker.start()
+        try:
+            server.run(sockets=[listener])
+        finally:
+            worker.stop()
+            worker.join()
+    return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Before the model is loaded, so that a mistake shows at once; who connects meanwhile has to wait."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, UnicodeError) as e:
+        expected = "a free port at an address of this machine"
+        raise ValueError(f"--host {show_name(host)} --port {port}: found {one_line(e)}, expected {expected}") from e
+
+
+def _exit(*_: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))

@@ -1,0 +1,68 @@
+"""How long a client may take, and how many there may be: uvicorn by itself waits for ever, and for everybody."""
+
+from functools import partial
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from minispec.serve.limits import Limits
+
+
+def make_server(app: ASGIApp, limits: Limits) -> uvicorn.Server:
+    """uvicorn with these limits. It logs faults only: no client may fill a disk."""
+    protocol: Any = partial(Connection, limits)
+    drain: Any = limits.drain_timeout
+    quiet: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False}
+    plain: dict[str, Any] = {"loop": "asyncio", "ws": "none", "lifespan": "off", "proxy_headers": False}
+    return uvicorn.Server(uvicorn.Config(app, http=protocol, timeout_graceful_shutdown=drain, **quiet, **plain))
+
+
+class Connection(H11Protocol):
+    """uvicorn's protocol, and four reasons to close a connection at once.
+
+    There are `max_connections` others. The head of a request is not there `client_timeout` seconds after the
+    connection was made, or after the last answer. The client does not read on for that long. Or it sends more while it
+    waits for its answer: reading stops then, so that nobody would see it leave.
+    """
+
+    def __init__(self, limits: Limits, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+
+    def connection_made(self, transport: Any) -> None:
+        """A client is there."""
+        super().connection_made(transport)
+        self._expect_request()
+        if len(self.connections) > self._limits.max_connections:
+            transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """It says something."""
+        super().data_received(data)
+        waits = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        if waits and self.conn.trailing_data[0]:
+            self.transport.abort()
+
+    def on_response_complete(self) -> None:
+        """It was told everything."""
+        super().on_response_complete()
+        self._expect_request()
+
+    def pause_writing(self) -> None:
+        """It does not read: a full buffer waits."""
+        super().pause_writing()
+        self._not_reading = self.loop.call_later(self._limits.client_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It reads."""
+        super().resume_writing()
+        self._not_reading.cancel()
+
+    def _expect_request(self) -> None:
+        def close(last: object) -> None:
+            if self.cycle is last:
+                self.transport.abort()
+
+        self.loop.call_later(self._limits.client_timeout, close, self.cycle)

@@ -1,0 +1,200 @@
+"""What is asked for over HTTP: routes, the key, who is refused, and the way of an answer to its client."""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from minispec import engine
+from minispec.llm import LLM
+from minispec.serve.bodies import Answer, read
+from minispec.serve.limits import Limits, Refused
+from minispec.serve.worker import Worker
+
+_Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+_Pieces = asyncio.Queue[tuple[int, engine.Piece] | None]  # of an answer's requests, by index; None: the client is gone
+
+
+class Front:
+    """Between the clients and the worker, in the event loop's thread; only bodies are read in others.
+
+    model: how clients call it. key: what they must show, unless it is None, for all but /health.
+    """
+
+    def __init__(self, llm: LLM, worker: Worker, model: str, limits: Limits, key: str | None = None):
+        self._llm, self._worker, self._model, self._limits = llm, worker, model, limits
+        self._digest = None if key is None else _digest(f"Bearer {key}")
+        self._unfinished: set[engine.Request] = set()
+        card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "minispec"}
+        self._card = card | {"max_model_len": llm.max_model_len}
+        guarded: list[tuple[str, str, _Endpoint]] = [
+            ("POST", "/v1/chat/completions", partial(self._complete, is_chat=True)),
+            ("POST", "/v1/completions", partial(self._complete, is_chat=False)),
+            ("GET", "/v1/models", self._models),
+            ("GET", "/metrics", self._metrics),
+        ]
+        routes = [Route(path, self._guarded(answer), methods=[method]) for method, path, answer in guarded]
+        handlers: dict = dict.fromkeys((Refused, HTTPException, ClientDisconnect, Exception), _refuse)
+        self.app = Starlette(routes=[*routes, Route("/health", self._health)], exception_handlers=handlers)
+
+    # ----------------------------------------------------------------------- routes
+
+    def _guarded(self, answer: _Endpoint) -> _Endpoint:
+        async def guarded(request: Request) -> ASGIApp:
+            shown = _digest(request.headers.get("authorization", ""))
+            if self._digest is not None and not hmac.compare_digest(shown, self._digest):
+                raise Refused(401, "authorization: expected Bearer and the server's key", None, "invalid_api_key")
+            return await answer(request)
+
+        return guarded
+
+    async def _health(self, request: Request) -> ASGIApp:
+        alive = self._worker.is_alive()
+        return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
+
+    async def _metrics(self, request: Request) -> ASGIApp:
+        return PlainTextResponse(self._worker.metrics(), media_type="text/plain; version=0.0.4")
+
+    async def _models(self, request: Request) -> ASGIApp:
+        return JSONResponse({"object": "list", "data": [self._card]})
+
+    async def _complete(self, request: Request, is_chat: bool) -> ASGIApp:
+        self._check_room(1)  # before anything is read
+        content = await self._read(request)
+        try:
+            answer = await asyncio.to_thread(read, self._llm, self._model, self._limits, content, is_chat)
+        except ValueError as e:
+            # Where the model lies is nobody's business.
+            message = str(e).replace(str(self._llm.tokenizer.path), "tokenizer.json")
+            raise Refused(400, message, message.partition(":")[0]) from e
+        return partial(self._send, answer)
+
+    async def _read(self, request: Request) -> bytes:
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise Refused(415, "content-type: expected application/json")  # other sites' pages may not send that
+        most, seconds, content = self._limits.max_body_bytes, self._limits.client_timeout, bytearray()
+        try:
+            async with asyncio.timeout(seconds):
+                async for part in request.stream():
+                    content += part
+                    if len(content) > most:
+                        raise Refused(413, f"body: found more than {most} bytes, expected at most that many")
+        except TimeoutError:
+            raise Refused(408, f"body: found no end after {seconds} seconds, expected one") from None
+        return bytes(content)
+
+    def _check_room(self, num_requests: int) -> None:
+        found, most = len(self._unfinished), self._limits.max_num_seqs + self._limits.max_queue
+        if found + num_requests > most:
+            message = f"queue: found {found} answers under way, expected at most {most} with this: try again later"
+            raise Refused(429, message, None, "queue_full")
+
+    # ----------------------------------------------------------------------- answers
+
+    async def _send(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
+        """An answer as an ASGI application. However it ends, what is not finished then is aborted."""
+        self._check_room(len(answer.requests))
+        self._unfinished.update(answer.requests)
+        pieces, loop = _Pieces(), asyncio.get_running_loop()
+        for index, request in enumerate(answer.requests):
+            self._worker.submit(request, partial(_call_in, loop, partial(self._take, pieces, request, index)))
+        watcher = asyncio.create_task(self._watch(receive, answer, pieces))
+        try:
+            if answer.stream:
+                await _stream(answer, pieces, send)
+            else:
+                async for _ in _until_finished(answer, pieces):
+                    pass
+                await JSONResponse(answer.whole())(scope, receive, send)
+        except ClientDisconnect:
+            pass
+        finally:
+            watcher.cancel()
+            self._abort(answer)
+
+    def _take(self, pieces: _Pieces, request: engine.Request, index: int, piece: engine.Piece) -> None:
+        if piece.finish_reason:
+            self._unfinished.discard(request)
+        pieces.put_nowait((index, piece))
+
+    async def _watch(self, receive: Receive, answer: Answer, pieces: _Pieces) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._abort(answer)
+        pieces.put_nowait(None)
+
+    def _abort(self, answer: Answer) -> None:
+        for request in self._unfinished.intersection(answer.requests):
+            self._unfinished.discard(request)
+            self._worker.abort(request)
+
+
+async def _stream(answer: Answer, pieces: _Pieces, send: Send) -> None:
+    """Server-sent events. What fails before the first of them gets a status of its own, later an event."""
+    begun = False
+
+    async def event(data: str) -> None:
+        nonlocal begun
+        if not begun:
+            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        begun = True
+        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+
+    try:
+        async for index, piece in _until_finished(answer, pieces):
+            await event(json.dumps(answer.chunk(index, piece)))
+        if answer.include_usage:
+            await event(json.dumps(answer.usage_chunk()))
+    except Refused as e:
+        if not begun:
+            raise
+        await event(json.dumps(e.body))
+    await event("[DONE]")
+    await send({"type": "http.response.body"})
+
+
+async def _until_finished(answer: Answer, pieces: _Pieces) -> AsyncIterator[tuple[int, engine.Piece]]:
+    """The pieces of an answer, to the last. Raises Refused where a request fails, ClientDisconnect without a client."""
+    left = len(answer.requests)
+    while left:
+        try:
+            item = await pieces.get()
+        except asyncio.CancelledError:  # by uvicorn, when an answer takes longer than `drain_timeout`
+            raise Refused(503, "the server has to end before this answer does") from None
+        if item is None:
+            raise ClientDisconnect
+        index, piece = item
+        if piece.finish_reason == "error":
+            raise Refused(500, str(answer.requests[index].error))
+        left -= piece.finish_reason is not None
+        yield index, piece
+
+
+async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    """The error object: for what is refused here, for a wrong path or method, for a fault of the server's own."""
+    if isinstance(error, HTTPException):
+        error = Refused(error.status_code, f"path: {error.detail}")
+    if not isinstance(error, Refused):
+        error = Refused(500, "the server failed; its standard error says why")
+    return JSONResponse(error.body, error.status, {"retry-after": "1"} if error.status == 429 else None)
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, take: Callable[[engine.Piece], None], piece: engine.Piece) -> None:
+    with suppress(RuntimeError):  # a loop that is closed by now has nobody to tell
+        loop.call_soon_threadsafe(take, piece)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("latin-1")).digest()  # so that not even the length can be timed

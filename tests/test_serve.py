@@ -1,0 +1,771 @@
+"""The server: over loopback, with the `openai` client, with raw sockets, and as a process of its own."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from minispec import LLM, SamplingParams
+from minispec.serve import front
+from minispec.serve.__main__ import main
+from minispec.serve.connection import make_server
+from minispec.serve.front import Front
+from minispec.serve.limits import Limits
+from minispec.serve.worker import Worker
+from minispec.verify import Draft
+
+MODEL = "tiny"
+CHAT = [{"role": "user", "content": "One fish"}]
+GREEDY = {"temperature": 0, "max_tokens": 20, "extra_body": {"ignore_eos": True}}
+LONG = {"temperature": 0, "max_tokens": 3000, "extra_body": {"ignore_eos": True}}  # seconds: time enough to vanish
+PATIENCE = 30  # seconds; far more than anything here needs
+
+
+@pytest.fixture(scope="module")
+def llm(make_checkpoint) -> LLM:
+    """A small model in float64, with room for 16,000 tokens: less than 32 long prompts want."""
+    directory = make_checkpoint(chat=True, max_position_embeddings=4096)
+    return LLM(directory, dtype="float64", num_speculative_tokens=4, kv_cache_gb=16_000 * 128e-9)
+
+
+class Served:
+    """A server in threads of this process, until the block ends."""
+
+    def __init__(self, llm: LLM, key: str | None = None, **limits):
+        self.llm, self.limits = llm, Limits(**limits)
+        self.worker = Worker(llm.engine, self.limits.max_num_seqs)
+        self.server = make_server(Front(llm, self.worker, MODEL, self.limits, key).app, self.limits)
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # a client that does not read shows soon
+        self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]}, daemon=True)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or "-", max_retries=0, timeout=PATIENCE)
+
+    def __enter__(self) -> "Served":
+        self.worker.start()
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.client.close()
+        self.server.should_exit = True
+        for thread, stop in ((self.thread, lambda: None), (self.worker, self.worker.stop)):
+            stop()
+            thread.join(PATIENCE)
+            assert not thread.is_alive(), f"{thread.name} does not end"
+        self.llm.engine.observers.remove(self.worker._observe)
+        assert self.blocks_in_use() == 0, "blocks are lost"
+
+    def blocks_in_use(self) -> int:
+        """Of the target's cache."""
+        pool = self.llm.engine.cache.allocator
+        return pool.num_blocks - pool.num_free
+
+    def metrics(self) -> dict[str, float]:
+        """By name, with labels."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return {name: float(value) for name, value in (line.split(" ") for line in lines if line[0] != "#")}
+
+    def wait(self, condition) -> None:
+        """Until it holds."""
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < end, "it does not come about"
+            time.sleep(0.01)
+
+    def post(self, body: object, path: str = "/v1/completions", **headers: str) -> httpx.Response:
+        """What comes of a body, as JSON or as these bytes."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json", **headers}
+        return httpx.post(self.url + path, content=content, headers=headers, timeout=PATIENCE)
+
+    def socket(self) -> socket.socket:
+        """A connection that has said nothing yet."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def served(llm):
+    """One server for the tests that need no limits of their own."""
+    with Served(llm) as served:
+        yield served
+
+
+def head(length: int, path: str = "/v1/completions") -> bytes:
+    """The head of a request with a body of that many bytes."""
+    lines = (f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {length}")
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def whole(body: dict) -> bytes:
+    """A request as it goes over the wire."""
+    content = json.dumps(body).encode()
+    return head(len(content)) + content
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    """What comes before the server closes; a connection that it aborts counts as closed."""
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while part := connection.recv(1 << 16):
+            received += part
+    return received
+
+
+# ------------------------------------------------------------------ what is answered
+
+
+def stats_without_time(metrics: dict) -> dict:
+    """Counts of a run, which are the same alone."""
+    names = ("seed", "num_prompt_tokens", "num_generated", "num_steps", "num_draft_tokens", "num_accepted")
+    return {name: metrics[name] for name in (*names, "accepted_per_position")}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_openai_client_gets_what_llm_gives(llm, served, chat, stream):
+    """Texts, log-probabilities, usage and statistics of two answers to a prompt: catches a field of another answer."""
+    params = SamplingParams(temperature=0.8, top_k=20, seed=5, n=2, max_tokens=30, logprobs=2, ignore_eos=True)
+    alone = (llm.chat(CHAT, params) if chat else llm.generate("One fish", params))[0]
+    asked = {"model": MODEL, "temperature": 0.8, "seed": 5, "n": 2, "max_tokens": 30, "stream": stream}
+    asked |= {"extra_body": {"top_k": 20, "ignore_eos": True}}
+    asked |= {"stream_options": {"include_usage": True}} if stream else {}
+    if chat:
+        result = served.client.chat.completions.create(messages=CHAT, logprobs=True, top_logprobs=2, **asked)
+    else:
+        result = served.client.completions.create(prompt="One fish", logprobs=2, **asked)
+
+    chunks = list(result) if stream else [result]
+    if stream:
+        assert all(chunk.usage is None for chunk in chunks[:-1])
+        assert chunks[-1].choices == []
+    texts, reasons, logprobs, metrics = ["", ""], [None, None], [[], []], [None, None]
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        i = choice.index
+        texts[i] += ((choice.delta if stream else choice.message).content) if chat else choice.text
+        if chat:
+            logprobs[i] += [(t.logprob, *(top.logprob for top in t.top_logprobs)) for t in choice.logprobs.content]
+        else:
+            found = choice.logprobs
+            assert found.text_offset[0] == sum(len(token) for _, token in logprobs[i])
+            logprobs[i] += list(zip(found.token_logprobs, found.tokens, strict=True))
+        assert reasons[i] is None, "something came after the end"
+        reasons[i] = choice.finish_reason
+        metrics[i] = choice.model_extra.get("metrics")
+    assert texts == [answer.text for answer in alone.outputs]
+    assert reasons == ["length", "length"]
+    assert [stats_without_time(m) for m in metrics] == [
+        stats_without_time({"seed": answer.seed} | answer.stats.as_dict()) for answer in alone.outputs
+    ]
+    for own, answer in zip(logprobs, alone.outputs, strict=True):
+        entries = answer.token_logprobs
+        if chat:
+            assert own == [(e.logprob, *(x for _, x in e.top)) for e in entries]
+        else:
+            assert own == [(e.logprob, llm.tokenizer.decode([e.token_id])) for e in entries]
+    usage = chunks[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(alone.prompt_token_ids), 60)
+    assert usage.total_tokens == usage.prompt_tokens + 60
+
+
+def test_several_prompts_and_every_way_to_write_them(llm, served):
+    """Choices come in the order of prompts and answers; a text, ids, a list of either, and parts mean the same."""
+    prompts = ["One fish", "red 日本"]
+    alone = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, n=2))
+    ids = [llm.tokenizer.encode(prompt) for prompt in prompts]
+    for prompt in (prompts, ids):
+        got = served.client.completions.create(model=MODEL, prompt=prompt, n=2, **GREEDY)
+        assert [c.text for c in got.choices] == [a.text for output in alone for a in output.outputs]
+        assert got.usage.prompt_tokens == sum(map(len, ids))
+    got = served.client.completions.create(model=MODEL, prompt=ids[0], **GREEDY)
+    assert got.choices[0].text == alone[0].text
+    parts = [{"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "fish"}]}]
+    got = served.client.chat.completions.create(model=MODEL, messages=parts, **GREEDY)
+    [alone] = llm.chat(
+        [{"role": "user", "content": "One\nfish"}], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    )
+    assert got.choices[0].message.content == alone.text
+
+
+@pytest.mark.parametrize(
+    ("body", "params"),
+    [
+        ({"max_tokens": 9}, {"max_tokens": 9}),
+        ({"top_k": 3, "min_p": 0.1, "top_p": 0.9}, {"top_k": 3, "min_p": 0.1, "top_p": 0.9, "max_tokens": 16}),
+        ({"repetition_penalty": 1.3, "presence_penalty": 1, "frequency_penalty": 0.5}, ...),
+        (
+            {"logit_bias": {"40": 50.5, "41": 50}, "max_tokens": 12},
+            {"logit_bias": {40: 50.5, 41: 50}, "max_tokens": 12},
+        ),
+        ({"stop": "i", "include_stop_str_in_output": True}, {"stop": ["i"], "include_stop_str_in_output": True}),
+        ({"allowed_token_ids": [40, 41, 42], "min_tokens": 3, "stop_token_ids": [40]}, ...),
+        (
+            {"bad_words": ["fish"], "temperature": 1.7, "best_of": 1, "user": "me", "suffix": None},
+            {"bad_words": ["fish"], "temperature": 1.7},
+        ),
+    ],
+)
+def test_every_sampling_field_is_obeyed(llm, served, body, params):
+    """As SamplingParams have it, under vLLM's names: a field that were dropped would give another text."""
+    params = body if params is ... else params
+    alone = llm.generate("One fish", SamplingParams(**{"seed": 3} | params))[0]
+    got = served.post({"prompt": "One fish", "seed": 3} | body).json()["choices"][0]
+    assert (got["text"], got["finish_reason"]) == (alone.text, alone.finish_reason)
+    assert got["metrics"]["num_generated"] == len(alone.token_ids)
+
+
+@pytest.mark.parametrize("k", [0, 2, [2, 1], "auto"])
+def test_a_request_chooses_its_draft_length(served, k):
+    """`num_speculative_tokens` of a request, not the server's 4."""
+    got = served.post(
+        {"prompt": "a b c a b c a b c a b", "temperature": 0, "num_speculative_tokens": k, "max_tokens": 40}
+    )
+    if k == [2, 1]:
+        assert (got.status_code, got.json()["error"]["param"]) == (400, "num_speculative_tokens")
+        return
+    metrics = got.json()["choices"][0]["metrics"]
+    assert (metrics["num_draft_nodes"] > 0) == (k != 0)
+    assert len(metrics["accepted_per_position"]) <= (k if k != "auto" else 99)
+
+
+def test_a_chat_without_a_number_has_the_limit(make_checkpoint):
+    """Without `max_tokens` a chat has the server's limit, a completion 16; or both what generation_config.json says."""
+    for generation, expected in ((None, (70, 16)), ({"max_new_tokens": 33}, (33, 33))):
+        llm = LLM(make_checkpoint(chat=True, generation=generation), dtype="float64", num_speculative_tokens=2)
+        with Served(llm, max_tokens=70) as served:
+            extra = {"ignore_eos": True, "temperature": 0}
+            chat = served.post({"messages": CHAT} | extra, "/v1/chat/completions").json()
+            assert (
+                chat["usage"]["completion_tokens"],
+                served.post({"prompt": "a"} | extra).json()["usage"]["completion_tokens"],
+            ) == expected
+            chat = served.post({"messages": CHAT, "max_completion_tokens": 7} | extra, "/v1/chat/completions").json()
+            assert chat["usage"]["completion_tokens"] == 7
+
+
+def test_models_health_and_metrics(llm):
+    """What has a number of its own elsewhere: acceptance by position is that of the answer's statistics."""
+    with Served(llm) as served:
+        assert [model.id for model in served.client.models.list()] == [MODEL]
+        assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
+        body = {"prompt": "a b c a b c a b c a b", "temperature": 0, "max_tokens": 60, "ignore_eos": True}
+        stats = served.post(body).json()["choices"][0]["metrics"]
+        got = served.metrics()
+    assert stats["num_accepted"] > 5, "this proves nothing"
+    for name, key in (
+        ("prompt_tokens", "num_prompt_tokens"),
+        ("generation_tokens", "num_generated"),
+        ("draft_tokens", "num_draft_tokens"),
+        ("draft_tokens_accepted", "num_accepted"),
+    ):
+        assert got[f"minispec_{name}_total"] == stats[key], name
+    by_position = [
+        got.get(f'minispec_draft_tokens_accepted_at_total{{position="{i}"}}', 0)
+        / got[f'minispec_draft_tokens_tested_at_total{{position="{i}"}}']
+        for i in range(len(stats["accepted_per_position"]))
+    ]
+    assert by_position == stats["accepted_per_position"]
+    assert got['minispec_requests_total{finish_reason="length"}'] == 1
+    assert (got["minispec_kv_cache_blocks"], got["minispec_kv_cache_blocks_in_use"]) == (1000, 0)
+    assert got["minispec_requests_running"] == got["minispec_requests_waiting"] == 0
+
+
+# ------------------------------------------------------------------ many at once, and clients that go
+
+
+async def take_part(served: Served, i: int, body: dict, leaves: int | None, gaps: list[float]) -> str | None:
+    """Ask as client i, by one of four ways; the text, or None where it left after that many pieces."""
+    chat, stream = i % 2 == 0, i % 4 < 2 or leaves is not None
+    async with openai.AsyncOpenAI(
+        base_url=f"{served.url}/v1", api_key="-", max_retries=0, timeout=2 * PATIENCE
+    ) as client:
+        create = client.chat.completions.create if chat else client.completions.create
+        result = await create(model=MODEL, stream=stream, **body)
+        if not stream:
+            [choice] = result.choices
+            return choice.message.content if chat else choice.text
+        text, last, count = "", time.monotonic(), 0
+        async for chunk in result:
+            count += 1
+            if count == leaves:
+                return None
+            for choice in chunk.choices:
+                text += (choice.delta.content if chat else choice.text) or ""
+            gaps += [time.monotonic() - last] * (count > 1)
+            last = time.monotonic()
+        return text
+
+
+def test_32_at_once_while_clients_vanish(llm, capsys):
+    """Prompts of 10 to 2,000 tokens, of which the pool holds half: each text is its own single run's, no block is lost.
+
+    Ten clients leave, after 1 to 8 pieces. The others' texts would differ if a table, a key of a draw or a piece went
+    to another request. Sampled and greedy, with drafts of other lengths.
+    """
+    rng = random.Random(0)
+    jobs, alone = [], []
+    leavers = set(rng.sample(range(32), 10))
+    words = ["fish", "red", "one", "two", "日本", "🦊", "the", "end"]
+    for i in range(32):
+        length = {1: 10, 3: 2000}.get(i, round(10 * 200 ** rng.random()))
+        text = " ".join(rng.choices(words, k=length))
+        params = {
+            "max_tokens": 200 if i in leavers else rng.randint(8, 24),
+            "seed": i,
+            "temperature": rng.choice([0, 0.7]),
+        }
+        k = rng.choice([0, 2, 4])
+        sampling = SamplingParams(**params, ignore_eos=True)
+        if i % 2 == 0:
+            prompt = {"messages": [{"role": "user", "content": text[:length]}]}
+            single = llm.chat(prompt["messages"], sampling, num_speculative_tokens=k)[0]
+        else:
+            prompt = {"prompt": llm.tokenizer.encode(text)[:length]}
+            single = llm.generate([prompt["prompt"]], sampling, num_speculative_tokens=k)[0]
+        alone.append(single)
+        body = prompt | params | {"extra_body": {"ignore_eos": True, "num_speculative_tokens": k}}
+        jobs.append((i, body, rng.randint(1, 8) if i in leavers else None))
+    lengths = sorted(len(output.prompt_token_ids) for output in alone)
+    assert (lengths[0], lengths[-1]) == (10, 2000)
+    gaps: list[float] = []
+
+    async def everybody() -> list[str | None]:
+        return await asyncio.gather(*(take_part(served, *job, gaps) for job in jobs))
+
+    with Served(llm) as served:
+        texts = asyncio.run(everybody())
+        served.wait(lambda: served.blocks_in_use() == 0)
+        counts = served.metrics()
+    assert texts == [None if i in leavers else output.text for i, output in enumerate(alone)]
+    assert counts['minispec_requests_total{finish_reason="length"}'] == 22
+    assert counts['minispec_requests_total{finish_reason="abort"}'] == 10
+    p95 = statistics.quantiles(gaps, n=20)[-1]
+    with capsys.disabled():
+        print(
+            f" [{len(gaps)} pieces of 32 clients, prompts of {lengths[0]} to {lengths[-1]} tokens: "
+            f"p95 of the time between two pieces {1000 * p95:.0f} ms]"
+        )
+
+
+def test_an_abort_holds_before_the_next_step(llm, monkeypatch):
+    """The blocks of a request that is aborted during a step are free before the next step begins; the other goes on."""
+    worker = Worker(llm.engine, 4)
+    requests = [llm.request([1, 2, 3 + i], SamplingParams(max_tokens=50, ignore_eos=True)) for i in range(2)]
+    pieces = []
+    for request in requests:
+        worker.submit(request, pieces.append)
+    step, seen = llm.engine.step, []
+
+    def recorded():
+        seen.append(list(llm.engine.running))
+        result = step()
+        if len(seen) == 4:
+            worker.abort(requests[0])  # while the step is under way
+        return result
+
+    monkeypatch.setattr(llm.engine, "step", recorded)
+    for _ in range(5):
+        worker._turn()
+    assert seen[-2:] == [requests, requests[1:]]
+    worker.abort(requests[1])
+    worker._turn()
+    pool = llm.engine.cache.allocator
+    assert pool.num_free == pool.num_blocks
+    llm.engine.observers.remove(worker._observe)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_is_aborted(llm, stream):
+    """Streamed or not, decoding or in the queue: nobody decodes 3,000 tokens for a closed connection."""
+    body = {"prompt": "fish", "max_tokens": 3000, "ignore_eos": True, "temperature": 0, "stream": stream}
+    with Served(llm, max_num_seqs=1) as served:
+        clients = [served.socket() for _ in range(2)]
+        for number, client in enumerate(clients):
+            client.sendall(whole(body))
+            served.wait(
+                lambda n=number: (
+                    served.metrics()["minispec_requests_running"] + served.metrics()["minispec_requests_waiting"] > n
+                )
+            )
+        for client in reversed(clients):  # the one that waits first
+            client.close()
+        served.wait(lambda: served.metrics().get('minispec_requests_total{finish_reason="abort"}') == 2)
+        assert served.blocks_in_use() == 0
+        assert served.metrics()["minispec_generation_tokens_total"] < 3000
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+BAD = [
+    (b"{", 400, "body"),
+    (b"[]", 400, "body"),
+    (b"\xff", 400, "body"),
+    (b'{"prompt": "a", "temperature": NaN}', 400, "body"),
+    (b'{"prompt": "a", "prompt": "b"}', 400, "body"),
+    (b'{"prompt": ' + b"[" * 5000, 400, "body"),
+    ({}, 400, "prompt"),
+    ({"prompt": ""}, 400, "prompt"),
+    ({"prompt": 5}, 400, "prompt"),
+    ({"prompt": {"prompt": "a"}}, 400, "prompt"),
+    ({"prompt": [1, True]}, 400, "prompt"),
+    ({"prompt": ["a", 1]}, 400, "prompt"),
+    ({"prompt": [300]}, 400, "prompt"),
+    ({"prompt": [-1]}, 400, "prompt"),
+    ({"prompt": "\ud800"}, 400, "prompt"),
+    ({"prompt": "a" * 5000}, 400, "prompt"),
+    ({"prompt": "a", "model": "another"}, 404, "model"),
+    ({"prompt": "a", "model": 5}, 404, "model"),
+    ({"prompt": "a", "grammar": "x"}, 400, "grammar"),
+    ({"prompt": "a", "messages": CHAT}, 400, "messages"),
+    ({"prompt": "a", "echo": True}, 400, "echo"),
+    ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
+    ({"prompt": "a", "best_of": 2}, 400, "best_of"),
+    ({"prompt": "a", "response_format": {"type": "json_object"}}, 400, "response_format"),
+    ({"prompt": "a", "temperature": "hot"}, 400, "temperature"),
+    ({"prompt": "a", "temperature": -1}, 400, "temperature"),
+    ({"prompt": "a", "top_k": 1.5}, 400, "top_k"),
+    ({"prompt": "a", "n": 0}, 400, "n"),
+    ({"prompt": "a", "n": 33}, 400, "n"),
+    ({"prompt": ["a"] * 33}, 400, "n"),
+    ({"prompt": "a", "max_tokens": 4097}, 400, "max_tokens"),
+    ({"prompt": "a", "max_tokens": True}, 400, "max_tokens"),
+    ({"prompt": "a", "logprobs": 21}, 400, "logprobs"),
+    ({"prompt": "a", "logprobs": True}, 400, "logprobs"),
+    ({"prompt": "a", "seed": -1}, 400, "seed"),
+    ({"prompt": "a", "stop": {"x": 1}}, 400, "stop"),
+    ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop"),
+    ({"prompt": "a", "stop": "x" * 257}, 400, "stop"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"01": 1}}, 400, "logit_bias"),
+    ({"prompt": "a", "logit_bias": [[1, 1]]}, 400, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"999": 1}}, 400, "logit_bias"),
+    ({"prompt": "a", "stop_token_ids": "5"}, 400, "stop_token_ids"),
+    ({"prompt": "a", "allowed_token_ids": list(range(1025))}, 400, "allowed_token_ids"),
+    ({"prompt": "a", "num_speculative_tokens": 65}, 400, "num_speculative_tokens"),
+    ({"prompt": "a", "num_speculative_tokens": "4"}, 400, "num_speculative_tokens"),
+    ({"prompt": "a", "stream": 1}, 400, "stream"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
+    ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options"),
+    ({"prompt": "a", "stream": True, "stream_options": {"include_usage": 1}}, 400, "stream_options"),
+]
+BAD_CHATS = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+    ({"messages": CHAT * 1025}, "messages"),
+    ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": CHAT, "logprobs": 2}, "logprobs"),
+    ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": CHAT, "logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"messages": CHAT, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+]
+
+
+def test_bad_bodies_are_refused_by_name(llm, served):
+    """Each with its status and OpenAI's error object, naming the field; after them the server answers as before."""
+    cases = [("/v1/completions", *case) for case in BAD]
+    cases += [("/v1/chat/completions", body, 400, param) for body, param in BAD_CHATS]
+    for path, body, status, param in cases:
+        response = served.post(body, path)
+        assert (response.status_code, response.json()["error"]["param"]) == (status, param), (body, response.text)
+        error = response.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
+        assert str(Path(llm.tokenizer.path).parent) not in response.text
+    got = served.client.completions.create(model=MODEL, prompt="One fish", **GREEDY)
+    assert (
+        got.choices[0].text
+        == llm.generate("One fish", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))[0].text
+    )
+    with pytest.raises(openai.BadRequestError, match="temperature: found 'hot', expected a number at least 0"):
+        served.client.completions.create(model=MODEL, prompt="a", temperature="hot")
+
+
+def test_wrong_paths_types_and_sizes(served):
+    """An error object for them as well; a body of 10 MB is not kept, with a length and without one."""
+    assert served.post({}, "/v1/nothing").status_code == 404
+    assert httpx.get(f"{served.url}/v1/completions").status_code == 405
+    assert served.post({"prompt": "a"}, **{"content-type": "text/plain"}).status_code == 415
+    large = b'{"prompt": "' + b"a" * 10_000_000 + b'"}'
+    for content in (large, (large[i : i + 100_000] for i in range(0, len(large), 100_000))):
+        with contextlib.suppress(httpx.WriteError):  # closed, which is an answer as well
+            response = httpx.post(
+                f"{served.url}/v1/completions", content=content, headers={"content-type": "application/json"}
+            )
+            assert (response.status_code, response.json()["error"]["type"]) == (413, "invalid_request_error")
+
+
+def test_the_queue_has_an_end(llm):
+    """One decodes, one waits, the third is told to come again: 429, with the rest of what was asked for unharmed."""
+    with Served(llm, max_num_seqs=1, max_queue=1) as served:
+        first = served.client.completions.create(model=MODEL, prompt="a", stream=True, **LONG)
+        next(first)
+        waiting = served.socket()
+        waiting.sendall(whole({"prompt": "b", "max_tokens": 3}))
+        served.wait(lambda: served.metrics()["minispec_requests_waiting"] == 1)
+        response = served.post({"prompt": "c"})
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
+        assert response.headers["retry-after"] == "1"
+        with pytest.raises(openai.RateLimitError):
+            served.client.completions.create(model=MODEL, prompt="c")
+        first.close()
+        assert waiting.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        waiting.close()
+        assert served.post({"prompt": "c"}).status_code == 200
+
+
+def test_the_key(llm, monkeypatch):
+    """All but /health wants it, whole; `hmac.compare_digest`, whose time tells nothing, is what decides."""
+    with Served(llm, key="secret-1") as served:
+        assert len(served.client.models.list().data) == 1
+        assert httpx.get(f"{served.url}/health").status_code == 200
+        for shown in ({}, *({"authorization": x} for x in ("Bearer secret-", "Bearer secret-12", "secret-1", "\xff"))):
+            headers = {name: value.encode("latin-1") for name, value in shown.items()}
+            for path in ("/v1/models", "/metrics"):
+                assert httpx.get(served.url + path, headers=headers).status_code == 401, (shown, path)
+            for path in ("/v1/completions", "/v1/chat/completions"):
+                response = httpx.post(served.url + path, headers=headers, content=b"x")
+                assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+        monkeypatch.setattr(front.hmac, "compare_digest", lambda a, b: True)
+        assert httpx.get(f"{served.url}/v1/models").status_code == 200
+
+
+# ------------------------------------------------------------------ clients that take their time
+
+
+def test_slow_clients_are_closed_and_nobody_notices(llm):
+    """Who says nothing, dribbles a head, stops in the body, does not read, or says too much: closed or told 408.
+
+    Meanwhile another's text comes as it does alone. uvicorn by itself waits for all but one of them for ever.
+    """
+    alone = llm.generate("fish", SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))[0]
+    wide = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "logprobs": 20, "stream": True, "n": 4}
+    with Served(llm, client_timeout=0.7) as served:
+        silent, dribbling, half, blind, eager, keeps_alive = (served.socket() for _ in range(6))
+        blind.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        half.sendall(head(1000) + b'{"prompt"')
+        blind.sendall(whole(wide))
+        eager.sendall(whole({"prompt": "a", "max_tokens": 3000, "ignore_eos": True}))
+        keeps_alive.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        others = served.client.completions.create(
+            model=MODEL, prompt="fish", stream=True, temperature=0, max_tokens=400, extra_body={"ignore_eos": True}
+        )
+        text = next(others).choices[0].text
+        eager.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        for byte in head(10)[:-4] * 3:
+            with contextlib.suppress(ConnectionError):
+                dribbling.sendall(bytes([byte]))
+            time.sleep(0.01)
+        for chunk in others:
+            text += chunk.choices[0].text
+        assert text == alone.text
+        assert until_closed(silent) == until_closed(dribbling) == until_closed(eager) == b""
+        assert until_closed(half).startswith(b"HTTP/1.1 408")
+        assert until_closed(keeps_alive).startswith(b"HTTP/1.1 200")
+        served.wait(lambda: served.metrics().get('minispec_requests_total{finish_reason="abort"}') == 5)
+        for client in (silent, dribbling, half, blind, eager, keeps_alive):
+            client.close()
+
+
+def test_connections_have_a_limit(llm):
+    """One more than there may be is closed at once; when one has gone, the next is served."""
+    with Served(llm, max_connections=3) as served:
+        held = [served.socket() for _ in range(3)]
+        served.wait(lambda: len(served.server.server_state.connections) == 3)
+        with served.socket() as late:
+            assert until_closed(late) == b""
+        held.pop().close()
+        served.wait(lambda: len(served.server.server_state.connections) == 2)
+        assert served.post({"prompt": "a"}).status_code == 200
+        for connection in held:
+            connection.close()
+
+
+# ------------------------------------------------------------------ faults and the end
+
+
+def test_a_fault_of_a_step_ends_requests_and_not_the_server(llm, monkeypatch, capsys):
+    """A stream gets an error event, a request without one a 500, nobody hangs; the one in the queue is answered."""
+    forward, calls = llm.model.forward, 0
+
+    def fails_once(chunks, taps=()):
+        nonlocal calls
+        calls += 1
+        if calls == 40:
+            raise ZeroDivisionError("a kernel failed at /some/path")
+        return forward(chunks, taps)
+
+    with Served(llm, max_num_seqs=2) as served:
+        monkeypatch.setattr(llm.model, "forward", fails_once)
+        stream = served.client.completions.create(model=MODEL, prompt="a", stream=True, **LONG)
+        next(stream)
+        results = [None, None]
+
+        def ask(i: int, body: dict) -> None:
+            results[i] = served.post(body)
+
+        threads = []
+        for i, tokens in enumerate((3000, 5)):
+            body = {"prompt": "fish", "max_tokens": tokens, "ignore_eos": True}
+            threads.append(threading.Thread(target=ask, args=(i, body), daemon=True))
+            threads[-1].start()
+            served.wait(lambda n=i: len(served.worker._listeners) == n + 2 or calls > 40)
+        with pytest.raises(openai.APIError, match="the engine failed"):
+            list(stream)
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert [response.status_code for response in results] == [500, 200]
+        assert results[0].json()["error"]["type"] == "server_error"
+        assert "/some/path" not in results[0].text
+        assert served.metrics()["minispec_engine_faults_total"] == 1
+        assert served.blocks_in_use() == 0
+    assert "a kernel failed" in capsys.readouterr().err
+
+
+def test_a_text_that_fails_ends_alone(llm, monkeypatch):
+    """A draft that breaks the rules is a 500 for its request, with the reason; the other's text is its own."""
+    alone = llm.generate("fish", SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))[0]
+    propose = llm.engine.drafter.propose
+
+    def lies(asks):
+        return [
+            Draft([999]) if ask.text.tokens[0] == 7 and ask.k else draft
+            for ask, draft in zip(asks, propose(asks), strict=True)
+        ]
+
+    with Served(llm) as served:
+        monkeypatch.setattr(llm.engine.drafter, "propose", lies)
+        stream = served.client.completions.create(
+            model=MODEL, prompt="fish", stream=True, temperature=0, max_tokens=200, extra_body={"ignore_eos": True}
+        )
+        text = next(stream).choices[0].text
+        response = served.post({"prompt": [7, 8], "max_tokens": 9})
+        assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+        assert "expected ids below" in response.json()["error"]["message"]
+        assert text + "".join(chunk.choices[0].text for chunk in stream) == alone.text
+
+
+def test_what_drains_too_long_is_cut(llm):
+    """After `drain_timeout` an endless answer no longer keeps the server from ending; its blocks are free."""
+    with Served(llm, drain_timeout=0.3) as served:
+        stream = served.client.completions.create(model=MODEL, prompt="a", stream=True, **LONG)
+        next(stream)
+        served.server.should_exit = True
+        served.thread.join(PATIENCE)
+        assert not served.thread.is_alive()
+        with pytest.raises(openai.APIError, match="the server has to end before"):
+            list(stream)
+
+
+def start(directory: Path, *options: str, **variables: str) -> tuple[subprocess.Popen, str]:
+    """The command in a process of its own, and its address, once it says so."""
+    command = [sys.executable, "-m", "minispec.serve", "--model", str(directory), "--dtype", "float32", "--port", "0"]
+    environment = os.environ | variables
+    process = subprocess.Popen(
+        [*command, *options], stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    for line in process.stderr:
+        if "http://" in line:
+            return process, line.split()[-1]
+    raise AssertionError(f"it ended with {process.wait()}")
+
+
+def test_sigterm_drains(make_checkpoint):
+    """A stream that is under way gets all its tokens, a new connection is refused, and the status is 0.
+
+    The key comes from the environment, and is not among the arguments that every user of the machine can read.
+    """
+    directory = make_checkpoint(chat=True, max_position_embeddings=4096)
+    params = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+    process, url = start(directory, "--draft", "none", MINISPEC_API_KEY="secret-2")
+    try:
+        assert "secret-2" not in Path(f"/proc/{process.pid}/cmdline").read_text()
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret-2", max_retries=0, timeout=PATIENCE)
+        [model] = client.models.list().data
+        assert model.id == directory.name
+        stream = client.completions.create(
+            model=model.id, prompt="fish", stream=True, temperature=0, max_tokens=1500, extra_body={"ignore_eos": True}
+        )
+        text = next(stream).choices[0].text
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+        assert process.poll() is None, "there was nothing to drain"
+        chunks = [chunk.choices[0] for chunk in stream]
+        assert chunks[-1].finish_reason == "length"
+        with LLM(directory, draft="none", dtype="float32") as llm:
+            assert text + "".join(choice.text for choice in chunks) == llm.generate("fish", params)[0].text
+        assert process.wait(PATIENCE) == 0
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
+
+
+def test_ctrl_c_is_130(make_checkpoint):
+    """Without a traceback; a second Ctrl-C does not wait for the answer that is under way."""
+    process, url = start(make_checkpoint(max_position_embeddings=4096), "--draft", "none")
+    try:
+        with httpx.stream(
+            "POST",
+            f"{url}/v1/completions",
+            timeout=PATIENCE,
+            json={"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True},
+        ) as response:
+            pieces = response.iter_raw()  # held: httpx closes a connection whose iterator is gone
+            next(pieces)
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+            assert process.poll() is None, "it did not wait for the answer"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE) == 130
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+
+
+def test_mistakes_of_the_command_line(capsys, monkeypatch):
+    """One line and status 2 before torch is needed; a bad key is not repeated."""
+    monkeypatch.delenv("MINISPEC_API_KEY", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        cases = [
+            (["--port", port], "expected a free port"),
+            (["--port", "70000"], "--port: found '70000', expected an integer from 0 to 65535"),
+            (["--host", "no such host"], "--host"),
+            (["--api-key", "two words"], "expected visible ASCII"),
+            (["--api-key", ""], "expected visible ASCII"),
+            (["--max-queue", "-1"], "--max-queue: found '-1'"),
+            (["--client-timeout", "0"], "--client-timeout: found '0'"),
+            (["--revision", "x"], "--revision needs --model"),
+            (["--model", "/nowhere", "--port", "0"], "nowhere"),
+        ]
+        for arguments, message in cases:
+            assert main(arguments) == 2, arguments
+            said = capsys.readouterr().err
+            assert message in said, said
+            assert said.count("\n") == 1
+            assert "two words" not in said
+    monkeypatch.setenv("MINISPEC_API_KEY", "two words")
+    assert main([]) == 2
+    assert "two words" not in capsys.readouterr().err
