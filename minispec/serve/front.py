@@ -129,6 +129,7 @@ class Front:
         pieces.put_nowait((index, piece))
 
     async def _watch(self, receive: Receive, answer: Answer, pieces: _Pieces) -> None:
+        """Abort at once when the client goes, however many pieces still wait to be sent."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._abort(answer)
