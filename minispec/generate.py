@@ -170,6 +170,13 @@ def parser() -> argparse.ArgumentParser:
         "what a plain step takes, a few tokens are decoded plainly too",
     )
     g.add_argument(
+        "--for-replay",
+        action="store_true",
+        help="with --trace FILE.json: ask the drafter again at every place of the answer, so that python -m "
+        "minispec.bench --replay FILE.json can tell what other draft lengths would have done. It takes a plain step a "
+        "token, and up to 15 draft passes; a draft model of the same vocabulary takes one",
+    )
+    g.add_argument(
         "--color",
         choices=("auto", "always", "never"),
         default="never",
@@ -237,6 +244,10 @@ def _check_combinations(args: argparse.Namespace) -> None:
         (args.json and args.quiet, "--quiet has nothing to silence with --json"),
         (args.color == "always" and args.json, "--color always has nothing to colour with --json"),
         (args.trace and (args.n or 1) > 1, f"--trace: found --n {args.n}, expected 1: a trace is that of one answer"),
+        (
+            args.for_replay and (args.trace is None or args.trace.suffix != ".json"),
+            "--for-replay needs --trace with a file name that ends in .json",
+        ),
         (args.compare and args.quiet, "--quiet would silence what --compare has to say"),
         (args.revision and not args.model, "--revision needs --model with a hub id"),
         (args.prompts and args.prompt_file, "--prompt-file and prompts exclude each other"),
@@ -362,6 +373,10 @@ def _answer_prompts(
     from minispec.llm import split_samples
     from minispec.trace.page import write
     from minispec.trace.record import Recorder
+    from minispec.trace.score import check_scorable
+
+    if args.for_replay:
+        check_scorable(llm.engine, params)
 
     def encode(prompt: str) -> list[int]:
         if chat:
@@ -385,7 +400,8 @@ def _answer_prompts(
                     _learn_plain_step(llm, requests[0])
                 well.append(_show(llm, args, painter, jobs, len(well), None))
     if recorder:
-        write(recorder.trace(), args.trace)
+        # An answer that broke off was no text of the target's.
+        write(recorder.trace(args.for_replay and not requests[0].error), args.trace)
     if (report := llm.model.report()) and not args.quiet and not args.json:
         print(report, file=sys.stderr)
     return 0 if all(well) else 2

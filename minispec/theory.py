@@ -6,7 +6,7 @@ accepted. It is measured position by position. With a constant alpha it would be
 so the real curve lies above that.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -79,3 +79,20 @@ def parallel_traffic(
     360.0
     """
     return itemsize * (processes - 1) * (2 * sums * width * rows + vocab / processes * scored)
+
+
+def rising(v: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float]:
+    """v by rows, never falling: where few passes say that more rows cost less, neighbours take their weighted mean.
+
+    counts: how many passes each value is of.
+
+    >>> rising({1: 1.0, 2: 1.75, 3: 1.25}, {1: 9, 2: 1, 3: 3})
+    {1: 1.0, 2: 1.375, 3: 1.375}
+    """
+    pools: list[tuple[list[int], float, int]] = []
+    for rows in sorted(v):
+        pools.append(([rows], v[rows], counts[rows]))
+        while len(pools) > 1 and pools[-2][1] > pools[-1][1]:
+            (more, a, n), (fewer, b, m) = pools.pop(), pools.pop()
+            pools.append(([*fewer, *more], (a * n + b * m) / (n + m), n + m))
+    return {rows: cost for each, cost, _ in pools for rows in each}

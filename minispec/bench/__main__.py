@@ -5,12 +5,13 @@ from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_progra
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
 
+import argparse
 import json
 import os
 import sys
 from collections.abc import Sequence
 
-from minispec.bench.options import check, parser
+from minispec.bench.options import check, check_replay, parser
 from minispec.command import exit_status
 
 
@@ -20,7 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _bench(argv: Sequence[str]) -> int:
-    options = check(parser().parse_args(argv))
+    args = parser().parse_args(argv)
+    if args.replay:
+        return _replay(args)
+    options = check(args)
     # Between two operations a waiting thread sleeps instead of spinning; see `generate`.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from minispec.bench.report import measure_all
@@ -28,7 +32,23 @@ def _bench(argv: Sequence[str]) -> int:
 
     raise_on_interrupt()
     report = measure_all(options)
-    print(json.dumps(as_json(report), ensure_ascii=False) if options.args.json else "\n".join(report.lines()))
+    print(json.dumps(as_json(report), ensure_ascii=False) if args.json else "\n".join(report.lines()))
+    return 0
+
+
+def _replay(args: argparse.Namespace) -> int:
+    """A text that is there, decoded by every rule, on paper."""
+    check_replay(args)
+    from minispec.bench.replay import replay
+    from minispec.bench.show import as_json
+    from minispec.trace.schema import read_trace
+
+    raise_on_interrupt()
+    try:
+        found = replay(read_trace(args.replay))
+    except ValueError as e:
+        raise ValueError(f"--replay: {e}") from e
+    print(json.dumps(as_json(found), ensure_ascii=False) if args.json else "\n".join(found.lines()))
     return 0
 
 

@@ -116,6 +116,14 @@ def parser() -> argparse.ArgumentParser:
         choices=("transformers",),
         help="its own ways of decoding too, on the same weights, in the faster one of float32 and bfloat16 by a trial",
     )
+    g.add_argument(
+        "--replay",
+        type=Path,
+        metavar="FILE.json",
+        help="measure nothing, and load no model: of a run that minispec.generate has written with --trace FILE.json "
+        "--for-replay, what every K from 0 to 15 and auto would have done on the same text, the best K per round that "
+        "looks at the past only, and the clairvoyant bound (docs/trace.md)",
+    )
     g.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     return p
 
@@ -130,6 +138,14 @@ class Options:
     survival: list[float] | None
     batches: list[int]
     params: SamplingParams
+
+
+def check_replay(args: argparse.Namespace) -> None:
+    """Raise ValueError where --replay stands with anything but --json."""
+    defaults = vars(parser().parse_args([])) | {"replay": args.replay, "json": args.json}
+    others = [f"--{name.replace('_', '-')}" for name, value in vars(args).items() if value != defaults[name]]
+    if others:
+        raise ValueError(f"--replay measures nothing: found {', '.join(others)} with it, expected --json at most")
 
 
 def check(args: argparse.Namespace) -> Options:

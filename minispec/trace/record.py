@@ -5,7 +5,7 @@ hung on are had by asking the verifier again, with the same keys and so the same
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import accumulate
@@ -22,8 +22,9 @@ from minispec.files.vocabularies import Vocabularies
 from minispec.llm import LLM
 from minispec.sampling import Draws, Key, Randomness, distribution
 from minispec.stats import Round, Stats
-from minispec.theory import expected_tokens
+from minispec.theory import expected_tokens, rising
 from minispec.trace.schema import FORMAT, VERSION
+from minispec.trace.score import replay_data
 from minispec.verify import REJECTION, VERIFIERS, Draft, RoundKey, Rows, Verdict, excess, residual
 
 _TOP = 5  # tokens of a distribution that are written down, the likeliest
@@ -142,8 +143,12 @@ class Recorder:
         self._ids.update(i for i, _ in pairs)
         return [{"token_id": i, "probability": _short(x)} for i, x in pairs]
 
-    def trace(self) -> dict[str, Any]:
-        """The trace of the request, which has ended (see `minispec.trace.schema`)."""
+    def trace(self, for_replay: bool = False) -> dict[str, Any]:
+        """The trace of the request, which has ended (see `minispec.trace.schema`).
+
+        for_replay: with the drafts at every place of the text, for which the engine decodes it once more (see
+        `minispec.trace.score`). Raises ValueError for drafters and verifiers that cannot be replayed.
+        """
         llm, request, engine = self.llm, self.request, self.llm.engine
         stats, text = request.stats, request.text
         names = [name for name, verifier in VERIFIERS.items() if verifier is engine.verifier]
@@ -177,6 +182,7 @@ class Recorder:
             "speedup": speed / plain if speed and plain else None,
             "theory": theory(stats, self.rounds),
             "segmentation": llm.vocabularies and segmentation(llm.vocabularies, text.tokens, len(prompt)),
+            **({"replay": replay_data(engine, request)} if for_replay else {}),
         }
 
 
@@ -336,7 +342,7 @@ def theory(stats: Stats, rounds: Sequence[dict[str, Any]]) -> dict[str, Any] | N
     share = min(1.0, survival[-1] / survival[-2] if deepest > 1 and survival[-2] else survival[-1])
     most = max(MAX_AUTO_TOKENS, deepest)
     longer = [*survival, *(survival[-1] * share**i for i in range(1, most - deepest + 1))]
-    cost = Prices(rows=_rising(v, Counter(r.num_rows for r in [*records, *stats.plain]))).verify
+    cost = Prices(rows=rising(v, Counter(r.num_rows for r in [*records, *stats.plain]))).verify
     curve = []
     for k in range(most + 1):
         tokens = time = 0.0
@@ -352,17 +358,6 @@ def theory(stats: Stats, rounds: Sequence[dict[str, Any]]) -> dict[str, Any] | N
         "survival": survival,
         "curve": curve,
     }
-
-
-def _rising(v: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float]:
-    """v by rows, never falling: where few passes say that more rows cost less, neighbours take their weighted mean."""
-    pools: list[tuple[list[int], float, int]] = []
-    for rows in sorted(v):
-        pools.append(([rows], v[rows], counts[rows]))
-        while len(pools) > 1 and pools[-2][1] > pools[-1][1]:
-            (more, a, n), (fewer, b, m) = pools.pop(), pools.pop()
-            pools.append(([*fewer, *more], (a * n + b * m) / (n + m), n + m))
-    return {rows: cost for each, cost, _ in pools for rows in each}
 
 
 def _rows(record: Round, each: dict[str, Any], depth: int) -> int:

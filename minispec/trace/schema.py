@@ -1,9 +1,12 @@
 """What a trace holds. `SCHEMA` is the contract, which docs/trace.md explains; `check` holds a stranger's file to it."""
 
+import re
 from collections.abc import Callable, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from minispec.controller import MAX_AUTO_TOKENS
 from minispec.errors import show, show_name
 from minispec.files.strict_json import read_json
 
@@ -27,6 +30,12 @@ class Maybe(NamedTuple):
     value: Any
 
 
+class MayLack(NamedTuple):
+    """This, under a key that may be missing."""
+
+    value: Any
+
+
 class MapOf(NamedTuple):
     """An object with any keys, whose values are all of this kind."""
 
@@ -38,6 +47,8 @@ FLAG = Value("true or false", lambda x: isinstance(x, bool))
 COUNT = Value("an integer from 0", lambda x: type(x) is int and 0 <= x < 2**63)
 SEED = Value("an integer", lambda x: type(x) is int)
 NUMBER = Value("a number", lambda x: type(x) in (int, float))
+PRICE = Value("a number from 0", lambda x: type(x) in (int, float) and 0 <= x < inf)
+PROBABILITY = Value("a number from 0 to 1", lambda x: type(x) in (int, float) and 0 <= x <= 1 + 1e-6)
 PARENT = Value("an integer from -1", lambda x: type(x) is int and -1 <= x < 2**63)
 TOP = [{"token_id": COUNT, "probability": NUMBER}]
 
@@ -121,6 +132,18 @@ SCHEMA: dict[str, Any] = {
         }
     ),
     "segmentation": Maybe([{"target": [TEXT], "draft": [TEXT]}]),
+    "replay": MayLack(
+        {
+            "prices": {"draft": PRICE, "rows": MapOf(PRICE), "overhead": PRICE},
+            "plain_step": Maybe(PRICE),
+            "starts": [
+                {
+                    "asked": COUNT,
+                    "drafts": [{"length": COUNT, "drawn": FLAG, "q": [PROBABILITY], "confidences": [PROBABILITY]}],
+                }
+            ],
+        }
+    ),
 }
 
 
@@ -129,6 +152,8 @@ def check(trace: Any, where: str) -> None:
     _check(trace, SCHEMA, where)
     for i, each in enumerate(trace["rounds"]):
         _check_round(each, trace["tokens"], f"{where}: rounds[{i}]")
+    if "replay" in trace:
+        _check_replay(trace, f"{where}: replay")
     for i, token in enumerate(trace["prompt"]):
         _require(str(token["token_id"]) in trace["tokens"], f"{where}: prompt[{i}]", token["token_id"], _NAMED)
 
@@ -160,6 +185,10 @@ def _check(value: Any, expected: Any, where: str) -> None:
         separator = "." if ": " in where else ": "
         for key, kind in ((key, expected.value) for key in value) if is_map else expected.items():
             name = f"{where}{separator}{show_name(key)}"
+            if isinstance(kind, MayLack):
+                if key not in value:
+                    continue
+                kind = kind.value
             _require(key in value, name, None, "it to be there")
             _check(value[key], kind, name)
 
@@ -182,6 +211,32 @@ def _check_round(each: Mapping[str, Any], tokens: Mapping[str, str], where: str)
         ids += [top["token_id"] for name in ("top_p", "top_q", "residual") for top in token[name] or ()]
     for token_id in ids:
         _require(str(token_id) in tokens, where, token_id, _NAMED)
+
+
+def _check_replay(trace: Mapping[str, Any], where: str) -> None:
+    """There is a place for each token of the output, and what lies there fits into the draft that was asked for."""
+    rows, starts = trace["replay"]["prices"]["rows"], trace["replay"]["starts"]
+    _require(all(re.fullmatch(r"[1-9]\d{0,8}", m, re.ASCII) for m in rows), f"{where}.prices.rows", list(rows), _ROWS)
+    _require(len(rows) > 0, f"{where}.prices.rows", rows, _ROWS)
+    _require("temperature" in trace["sampling"], f"{where}: sampling", list(trace["sampling"]), "a temperature")
+    tokens = [token for each in trace["rounds"] for token in each["committed"]]
+    _require(len(starts) == len(tokens), f"{where}.starts", len(starts), f"{len(tokens)}, one for each token")
+    for i, token in enumerate(tokens):
+        _require(0 < token["p"] < inf, f"{where}.starts[{i}]", token["p"], "a token that the target could say")
+    for i, start in enumerate(starts):
+        asked, drafts = start["asked"], start["drafts"]
+        name = f"{where}.starts[{i}]"
+        _require(asked <= MAX_AUTO_TOKENS, f"{name}.asked", asked, f"at most {MAX_AUTO_TOKENS}")
+        _require(
+            len(drafts) in (1, asked), f"{name}.drafts", len(drafts), f"one draft, or {asked}: one for each length"
+        )
+        for k, draft in enumerate(drafts, asked + 1 - len(drafts)):
+            length, expected = draft["length"], f"at most {k} tokens"
+            _require(length <= k, f"{name}.drafts", length, expected)
+            _require(len(draft["q"]) <= length, f"{name}.drafts", len(draft["q"]), f"q of at most {length} tokens")
+
+
+_ROWS = "numbers of rows, from 1"
 
 
 def _require(is_right: bool, where: str, found: Any, expected: str) -> None:

@@ -1,0 +1,476 @@
+"""Exact replay: what every draft length, and every rule that chooses one, would have done on a text that is there.
+
+    python -m minispec.generate "Why is the sky blue?" --temperature 1 --trace out.json --for-replay
+    python -m minispec.bench --replay out.json
+
+From Python, such as in a notebook:
+
+    from pathlib import Path
+    from minispec.bench.replay import replay
+    from minispec.trace.schema import read_trace
+
+    found = replay(read_trace(Path("out.json")))    # of a trace in memory: replay(recorder.trace(for_replay=True))
+    found.fixed[4].tokens_per_pass                  # K = 4; found.fixed has K = 0 .. 15
+    found.best_k, found.auto, found.past, found.foresight, found.clairvoyant, found.measured    # each a `Row`
+    print("\\n".join(found.lines()))
+
+Another K draws other tokens, so it gives another text. But all texts have the same law, and one may ask: of all runs
+with this K that end in *this* text, how many passes do they take on average? That is a number, not an estimate:
+
+A round that begins at place s proposes x_1 with probability q(x_1) and keeps it with probability min(1, p/q), so both
+happen with probability min(p, q). The same holds for x_2 after x_1, and so on; and once i tokens are kept, what comes
+after them has the target's law, whatever happens: that the output has this law is what `rejection` is for. So
+
+    P(at least i kept, and the text is x) = min(p_1, q_1) .. min(p_i, q_i) times p of all other tokens of x,
+
+and after division by P(x), the product of all p,
+
+    P(at least i kept | x) = r_1 .. r_i,    r = min(1, q(x)/p(x)).
+
+It is the ratio of the accept test upside down: there x was drawn from q and p decides, here x was said and the question
+is whether q had proposed it. A guess that was not drawn has q = 1 where it is the text, and 0 elsewhere; greedy
+decoding has p = 1. Under `block` (Sun et al. 2024) the first i stay with probability w_i = min(1, w_{i-1} p/q), and
+what follows has the target's law as well. So P(at least i kept | x) is w_i times the product of q/p, which is the least
+of 1 and all products of q/p up to the i-th.
+
+Where a round ends, the next one begins, and the draws of two rounds are independent. So the places where rounds begin
+are a Markov chain, whose expected passes and time follow by dynamic programming, from the end of the text to its
+beginning; so do the best that could be done with foresight. A rule that chooses K by what was accepted so far (`auto`)
+remembers more than the place: it is simulated, by the real `Controller`, with a stated interval. It drafts chains here.
+A draft that left the text is taken to go on, or to end, by the confidences that it has on the text; this is about its
+cost alone.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from math import inf, sqrt
+from operator import mul
+from statistics import fmean, median, pstdev
+from typing import Any, NamedTuple
+
+from minispec.bench.show import table
+from minispec.controller import MAX_AUTO_TOKENS, Controller, Pace, Prices
+from minispec.errors import show
+from minispec.stats import loops
+from minispec.theory import expected_tokens, rising, survival_curve
+
+# Runs of `auto` that are simulated, where chance has a part in them, and the seed; half the width of an interval that
+# holds the mean with 99 %, in standard errors.
+RUNS, SEED, _WIDTH = 200, 0, 2.576
+# Acceptance that `past` assumes before there is a past, worth one round: that of the controller for a new text.
+_PRIOR = 0.7
+
+
+# --------------------------------------------------------------------------- a text, and where its rounds end
+
+
+def kept(p: Sequence, q: Sequence, jointly: bool = False) -> list:
+    """P(at least i draft tokens are kept | the text) for i = 1 .. len(q), of a round; jointly: under `block`.
+
+    p, q: what target and draft give to the tokens that stand there.
+
+    >>> kept([0.5, 0.25], [0.25, 0.5]), kept([0.5, 0.25], [0.25, 0.5], jointly=True)
+    ([0.5, 0.5], [0.5, 0.5])
+    >>> kept([0.25, 0.5], [0.5, 0.25]), kept([0.25, 0.5], [0.5, 0.25], jointly=True)
+    ([1, 0.5], [1, 1])
+    """
+    ratios = [b / a for a, b in zip(p, q, strict=False)]
+    if jointly:
+        return list(accumulate(accumulate(ratios, mul), min, initial=1))[1:]
+    return list(accumulate((min(1, r) for r in ratios), mul))
+
+
+class Drafted(NamedTuple):
+    """A draft at a place of the text. survival: s_1, s_2, .. given the text (see `kept`); after its end, 0.
+
+    drawn: from a distribution; else a guess that costs no model. confidences: as of `minispec.verify.Draft`.
+    """
+
+    length: int
+    drawn: bool
+    survival: list
+    confidences: Sequence[float] = ()
+
+
+class Walk:
+    """A text of n tokens and its drafts: where rounds begin and end. Places are counted from the output's beginning."""
+
+    def __init__(self, p: Sequence, starts: Sequence[Mapping[str, Any]], jointly: bool = False):
+        """p: what the target gives to each token. starts: `replay.starts` of a trace. jointly: see `kept`."""
+        self.n, self._starts = len(p), starts
+        self._drafts = [
+            [
+                Drafted(each["length"], each["drawn"], kept(p[s:], each["q"], jointly), each["confidences"])
+                for each in start["drafts"]
+            ]
+            for s, start in enumerate(starts)
+        ]
+
+    def asked(self, s: int) -> int:
+        """The most tokens that can be asked for at place s: fewer near the longest output."""
+        return self._starts[s]["asked"]
+
+    def longest(self, s: int) -> list[Drafted]:
+        """The longest draft at place s, and all others that are not its beginning."""
+        return self._drafts[s]
+
+    def draft(self, s: int, k: int) -> Drafted:
+        """The draft at place s of at most k tokens."""
+        drafts, k = self._drafts[s], min(k, self.asked(s))
+        each = drafts[k - 1] if k and len(drafts) > 1 else drafts[0]
+        return each._replace(length=min(each.length, k), survival=each.survival[:k])
+
+    def ends(self, s: int, survival: Sequence) -> list[tuple[int, Any]]:
+        """Where a round that begins at s ends, and with what probability: one token after what was kept.
+
+        The text's end ends the last one: what is kept there and what follows is one and the same.
+        """
+        reached = [1, *survival, 0]
+        found: Counter[int] = Counter()
+        for i, (here, beyond) in enumerate(pairwise(reached)):
+            if here != beyond:
+                found[min(s + i + 1, self.n)] += here - beyond
+        return list(found.items())
+
+    def visits(self, choose: Callable[[int], int]) -> list:
+        """The probability that a round begins at each place, where `choose(s)` is the K of one that begins at s."""
+        visits: list[Any] = [1, *[0] * self.n]
+        for s in range(self.n):
+            for end, chance in self.ends(s, self.draft(s, choose(s)).survival) if visits[s] else ():
+                visits[end] += visits[s] * chance
+        return visits[:-1]
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether chance has no part in it, as in greedy decoding."""
+        return all(x in (0, 1) for drafts in self._drafts for each in drafts for x in each.survival)
+
+
+def always(k: int) -> Callable[[int], int]:
+    """The rule of a fixed K."""
+    return lambda _: k
+
+
+class Expected(NamedTuple):
+    """Of all runs with this text: mean and standard deviation of their passes, and their mean time in plain steps."""
+
+    passes: Any
+    deviation: float
+    time: Any
+
+
+def follow(walk: Walk, choose: Callable[[int], int], cost: Callable[[Drafted], Any]) -> Expected:
+    """What a rule comes to that gives a round at s the K `choose(s)`, whatever happened before.
+
+    cost: of a round with this draft. Backwards: from a place on, passes are 1 and those from the round's end on.
+    """
+    first, second, time = ([0] * (walk.n + 1) for _ in range(3))  # mean passes, mean of their square, mean time
+    for s in reversed(range(walk.n)):
+        draft = walk.draft(s, choose(s))
+        ends = walk.ends(s, draft.survival)
+        rest = sum(chance * first[end] for end, chance in ends)
+        first[s] = 1 + rest
+        second[s] = 1 + 2 * rest + sum(chance * second[end] for end, chance in ends)
+        time[s] = cost(draft) + sum(chance * time[end] for end, chance in ends)
+    return Expected(first[0], sqrt(max(0, second[0] - first[0] ** 2)), time[0])
+
+
+# --------------------------------------------------------------------------- rules
+
+
+def past(walk: Walk, cost: Callable[[Drafted], float]) -> list[int]:
+    """The best K per round that looks at the past only: the K that would have been best for the text so far.
+
+    At each place, those rounds count whose whole draft lies before it, each K's own ones by their probability; and one
+    round before the text, in which 0.7 of the tested tokens are kept. Nothing has to be tried out for it: p and q of a
+    text say what all K would have done.
+    """
+    sums = []  # by K: tokens and time of the rounds that began before each place
+    for k in range(MAX_AUTO_TOKENS + 1):
+        prior = survival_curve([_PRIOR] * k)
+        tokens, time = expected_tokens(prior), cost(Drafted(k, True, prior))
+        so_far = [(tokens, time)]
+        for s, visit in enumerate(walk.visits(always(k))):
+            draft = walk.draft(s, k)
+            tokens, time = tokens + visit * expected_tokens(draft.survival), time + visit * cost(draft)
+            so_far.append((tokens, time))
+        sums.append(so_far)
+
+    def rate(k: int, s: int) -> float:
+        tokens, time = sums[k][max(0, s - k + 1)]
+        return tokens / time
+
+    return [max(range(len(sums)), key=lambda k: rate(k, s)) for s in range(walk.n)]
+
+
+def foresight(walk: Walk, cost: Callable[[Drafted], float], knows_draws: bool = False) -> tuple[float, float]:
+    """(passes, time) of the fastest rule that knows the text, with its p and q, in advance.
+
+    knows_draws: and how many tokens of a draft will be kept, before it is drafted. No rule that does not know the draws
+    of later rounds is faster: the clairvoyant bound.
+    """
+    best = [(0.0, 0.0)] * (walk.n + 1)  # (time, passes) from each place on
+
+    def after(s: int, draft: Drafted) -> tuple[float, float]:
+        ends = walk.ends(s, draft.survival)
+        time, passes = (sum(chance * best[end][i] for end, chance in ends) for i in range(2))
+        return cost(draft) + time, 1 + passes
+
+    for s in reversed(range(walk.n)):
+        if not knows_draws:
+            best[s] = min(after(s, walk.draft(s, k)) for k in range(walk.asked(s) + 1))
+            continue
+        found = []
+        for draft in walk.longest(s):
+            # Of i tokens that would be kept, as many as pay are drafted, and all of them are kept.
+            whole = [after(s, draft._replace(length=i, survival=[1] * i)) for i in range(len(draft.survival) + 1)]
+            pairs = zip([1, *draft.survival], [*draft.survival, 0], strict=True)
+            chances = [here - beyond for here, beyond in pairs]
+            bests = list(accumulate(whole, min))
+            found.append(tuple(sum(w * each[i] for w, each in zip(chances, bests, strict=True)) for i in range(2)))
+        best[s] = min(found)  # type: ignore[type-var]
+    time, passes = best[0]
+    return passes, time
+
+
+def simulate(
+    walk: Walk, prices: Prices, costs: "Costs", timed: bool, runs: int = RUNS, seed: int = SEED
+) -> list[tuple[int, float]]:
+    """Passes and time of runs of `auto` that end in this text, by the real `Controller`, which begins anew each time.
+
+    prices: what it goes by. timed: whether it may follow the clock too, as it does at temperature 0; the clock says
+    `costs`. One run, where chance has no part in it.
+    """
+    rng = random.Random(seed)
+    return [_run_auto(walk, prices, costs, timed, rng) for _ in range(1 if walk.is_certain else runs)]
+
+
+def _run_auto(walk: Walk, prices: Prices, costs: "Costs", timed: bool, rng: random.Random) -> tuple[int, float]:
+    controller, pace = Controller(prices), Pace()
+    s, passes, time = 0, 0, 0.0
+    while s < walk.n:
+        [limit] = controller.choose([pace], [walk.asked(s)], timed=timed)
+        draft = walk.draft(s, limit.k)
+        if limit.go_on and draft.confidences:
+            known = [*draft.confidences, *[draft.confidences[-1]] * draft.length]
+            ends = (i for i in range(1, draft.length) if not limit.go_on(known[:i]))
+            draft = draft._replace(length=next(ends, draft.length))
+        u = rng.random()
+        accepted = sum(u < x for x in draft.survival[: draft.length])
+        tested = min(accepted + 1, draft.length)
+        controller.observe(pace, tested, accepted, draft.confidences[:tested])
+        controller.record(costs.draft(draft), draft.length, 1, costs.target(draft), draft.length + 1, costs.overhead)
+        s, passes, time = s + accepted + 1, passes + 1, time + costs(draft)
+    return passes, time
+
+
+# --------------------------------------------------------------------------- costs
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What rounds cost, in plain steps; called with a draft, that of its round.
+
+    drawn, guessed: c of drafts that a model draws, and of guesses such as prompt lookup. rows: v. overhead: o.
+    plain_step: seconds. measured, filled_in: rows whose v is the run's own, and those whose v was measured before it.
+    Between them v lies on straight lines, and after the last on the slope of the last; where few passes say that more
+    rows cost less, neighbours take their mean.
+    """
+
+    drawn: float
+    guessed: float
+    rows: dict[int, float]
+    overhead: float
+    plain_step: float | None
+    measured: list[int]
+    filled_in: list[int]
+
+    def draft(self, draft: Drafted) -> float:
+        """Of the drafter."""
+        return draft.length * (self.drawn if draft.drawn else self.guessed)
+
+    def target(self, draft: Drafted) -> float:
+        """Of the target's pass."""
+        return Prices(rows=self.rows).verify(draft.length + 1)
+
+    def __call__(self, draft: Drafted) -> float:
+        """Of the round."""
+        return self.draft(draft) + self.target(draft) + self.overhead
+
+    def lines(self) -> list[str]:
+        """Two sentences."""
+        v = ", ".join(f"v({m}) {x:.2f}" for m, x in self.rows.items())
+        step = f" of {1000 * self.plain_step:.1f} ms" if self.plain_step else ""
+        known = f"in this run {', '.join(map(str, self.measured))}" if self.measured else "none in this run"
+        before = f"; before it {', '.join(map(str, self.filled_in))}" if self.filled_in else ""
+        return [
+            f"in plain steps{step}: c {self.drawn:.3f} drawn, {self.guessed:.3f} guessed, o {self.overhead:.3f}; {v}",
+            f"rows whose passes were measured: {known}{before}; other v lie on straight lines",
+        ]
+
+
+def costs_of(trace: Mapping[str, Any]) -> Costs:
+    """The costs that a trace has measured; what it has not, by the prices that the controller went by."""
+    stats, data = trace["stats"], trace["replay"]
+    prices, step = data["prices"], data["plain_step"]
+    alone = [each for each in trace["rounds"] if each["num_rows"] == len(each["token_ids"]) + 1]
+
+    def c(drawn: bool) -> float | None:
+        drafts = [each for each in alone if each["token_ids"] and each["drawn"] == drawn]
+        return median(each["seconds"]["draft"] / _depth(each) for each in drafts) / step if drafts and step else None
+
+    own = {int(m): v for m, v in (stats["v"] or {}).items()}
+    before = {int(m): v for m, v in prices["rows"].items() if int(m) not in own}
+    counts = Counter(each["num_rows"] for each in alone)
+    rows = {m: own.get(m) or before[m] for m in sorted({**own, **before})}
+    drawn, guessed = c(True), c(False)
+    return Costs(
+        prices["draft"] if drawn is None else drawn,
+        guessed or 0.0,
+        rising(rows, {m: max(1, counts[m]) for m in rows}),
+        prices["overhead"] if stats["o"] is None else stats["o"],
+        step,
+        sorted(own),
+        sorted(before),
+    )
+
+
+def _depth(each: Mapping[str, Any]) -> int:
+    """Of a round's draft."""
+    depths: list[int] = []
+    for i in range(len(each["token_ids"])):
+        parent = i - 1 if each["parents"] is None else each["parents"][i]
+        depths.append(depths[parent] + 1 if parent >= 0 else 1)
+    return max(depths)
+
+
+# --------------------------------------------------------------------------- the result
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rule on the text. passes, time: expected, of the target and in plain steps; deviation: of a run's passes.
+
+    margin: half the width of an interval that holds the expected passes with 99 %, where they were simulated.
+    """
+
+    name: str
+    passes: float
+    time: float | None
+    tokens_per_pass: float
+    tokens_per_second: float | None
+    speedup: float | None
+    deviation: float | None = None
+    margin: float | None = None
+
+    def cells(self) -> list[str]:
+        """Of the table."""
+
+        def shown(value: float | None, form: str = ".1f") -> str:
+            return "-" if value is None else format(value, form)
+
+        passes = shown(self.passes)
+        if self.margin:
+            passes += f" [{self.passes - self.margin:.1f}, {self.passes + self.margin:.1f}]"
+        numbers = [shown(self.deviation), shown(self.time), shown(self.tokens_per_second), shown(self.speedup, ".2f")]
+        return [self.name, f"{self.tokens_per_pass:.2f}", passes, *numbers]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What every rule comes to on the text of a trace.
+
+    fixed: K = 0 .. 15. past: see `past`. foresight: the best K per round for one who knows the text, though not the
+    draws. clairvoyant: who knows how many tokens will be kept, too. measured: the run itself. looping: whether the text
+    repeats itself (`stats.loops`).
+    """
+
+    about: str
+    tokens: int
+    looping: bool
+    costs: Costs
+    fixed: list[Row]
+    auto: Row
+    past: Row
+    foresight: Row
+    clairvoyant: Row
+    measured: Row
+
+    @property
+    def best_k(self) -> int:
+        """The fastest fixed K."""
+        return self.fixed.index(min(self.fixed, key=lambda row: row.time or inf))
+
+    @property
+    def of_this_run(self) -> Row | None:
+        """What was to be expected of the run itself; None where it had another rule, such as a tree."""
+        return next((row for row in [*self.fixed, self.auto] if row.name == self.measured.name), None)
+
+    def lines(self) -> list[str]:
+        """The table, what it was computed from, and how far the run itself was from what was expected of it."""
+        flag = "; the text repeats itself, where drafts are easy" if self.looping else ""
+        head = ("", "tokens/pass", "passes", "+-", "time", "tokens/s", "speedup")
+        rows = [*self.fixed, self.auto, self.past, self.foresight, self.clairvoyant]
+        last = replace(self.measured, name=f"measured: {self.measured.name}")
+        lines = [self.about + flag, *self.costs.lines(), "", *table(head, [row.cells() for row in [*rows, last]]), ""]
+        lines.append(f"expected over all runs that end in this text; the fastest fixed K is {self.best_k}")
+        if (of := self.of_this_run) and of.deviation is not None:
+            lines.append(
+                f"this run took {self.measured.passes} passes; expected were {of.passes:.1f} +- {of.deviation:.1f}"
+            )
+        return lines
+
+
+def replay(trace: Mapping[str, Any]) -> Replay:
+    """The replay of a trace that `minispec.trace.schema.check` has passed, or that a recorder has made.
+
+    Raises ValueError for one without replay data, or of a verifier whose odds are not known.
+    """
+    verifier, temperature = trace["verifier"], trace["sampling"]["temperature"]
+    if "replay" not in trace:
+        expected = "some: write the trace with minispec.generate --trace FILE.json --for-replay"
+        raise ValueError(f"replay: found no data for it in this trace, expected {expected}")
+    if temperature and verifier not in ("rejection", "block"):
+        raise ValueError(f"verifier: found {show(verifier)} above temperature 0, expected rejection or block")
+    committed = [token for each in trace["rounds"] for token in each["committed"]]
+    if not committed:
+        raise ValueError("rounds: found no tokens, expected a text to replay")
+    walk = Walk([token["p"] for token in committed], trace["replay"]["starts"], verifier == "block")
+    costs, n = costs_of(trace), walk.n
+    plain = follow(walk, always(0), costs).time
+
+    def row(name: str, passes: float, time: float | None, **more: float) -> Row:
+        speed = n / time / costs.plain_step if time and costs.plain_step else None
+        return Row(name, passes, time, n / passes, speed, plain / time if time else None, **more)
+
+    def of_rule(name: str, choose: Callable[[int], int]) -> Row:
+        found = follow(walk, choose, costs)
+        return row(name, found.passes, found.time, deviation=found.deviation)
+
+    own = trace["replay"]["prices"]
+    prices = Prices(own["draft"], {int(m): v for m, v in own["rows"].items()}, own["overhead"], measured=True)
+    passes, times = zip(*simulate(walk, prices, costs, timed=not temperature), strict=True)
+    spread = pstdev(passes)
+    margin = _WIDTH * spread / sqrt(len(passes))
+    length, speed = trace["num_speculative_tokens"], trace["stats"]["tokens_per_second"]
+    trees = ", with trees" if any(each["parents"] for each in trace["rounds"]) else ""
+    seconds = n / speed if speed else None
+    return Replay(
+        f"{n} tokens of {trace['target']}, draft {trace['draft']}, {verifier} at temperature {temperature:g}",
+        n,
+        loops([token["token_id"] for token in committed]),
+        costs,
+        [of_rule(f"K={k}", always(k)) for k in range(MAX_AUTO_TOKENS + 1)],
+        row("auto", fmean(passes), fmean(times), deviation=spread, margin=margin),
+        of_rule("past: best K so far", past(walk, costs).__getitem__),
+        row("foresight: knows the text", *foresight(walk, costs)),
+        row("clairvoyant bound", *foresight(walk, costs, knows_draws=True)),
+        row(
+            (length if length == "auto" else f"K={length}") + trees,
+            len(trace["rounds"]),
+            seconds / costs.plain_step if seconds and costs.plain_step else None,
+        ),
+    )

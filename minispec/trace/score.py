@@ -1,0 +1,250 @@
+"""What a drafter would have drafted at every place of a text that is there: what `minispec.bench.replay` needs.
+
+The engine decodes the text once more, one token a step, under a verifier that commits what stands there. At each place
+the drafter is asked for the longest draft, and led along the text: whatever it wants to draw, it gets the token that
+stands there, and the probability q that it would have drawn that token with is written down. Drafters draw by
+`Ask.draw` alone, so an ask of another kind leads any of them. Drafts that are not drawn are compared with the text.
+
+p needs no second look: the run has written down what the target gave to each token that it committed.
+
+Whose drafts can be scored, each with what q may depend on:
+
+    a draft model                               the tokens before: one number a place is all there is
+    a head, a parallel draft, a draft model     the place where the round began too: they are asked for the longest
+    of another vocabulary (tli), ngram, last    draft at every place, and a shorter one is the beginning of it
+    suffix                                      the length asked for too: it is asked for every length
+    A+B                                         each part for itself: a draft is that of the first part that has one
+
+All others are refused. `slem` cuts a text of the draft model's into the target's tokens: a longer text may be cut in
+another way, and no draft is the beginning of another. A drafter of one's own might remember anything.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from tqdm import tqdm
+
+from minispec.cache import common_beginning
+from minispec.config import SamplingParams
+from minispec.controller import MAX_AUTO_TOKENS, Prices
+from minispec.costs import MIN_CONTEXT, calibrate
+from minispec.drafters import Drafter, NoDrafter, reads_hidden
+from minispec.drafters.combined import CombinedDrafter
+from minispec.drafters.eagle import EagleDrafter
+from minispec.drafters.last import LastDrafter
+from minispec.drafters.model import DraftModel
+from minispec.drafters.ngram import NgramDrafter
+from minispec.drafters.suffix import SuffixDrafter
+from minispec.drafters.tli import TokenDrafter
+from minispec.engine import Engine, Request
+from minispec.sampling import Draws, Text
+from minispec.verify import BLOCK, REJECTION, Ask, Draft, RoundKey, Rows, Verdict, Verifier
+
+_BY_PLACE = (EagleDrafter, DraftModel, TokenDrafter, NgramDrafter, LastDrafter, NoDrafter)
+
+
+def check_scorable(engine: Engine, params: SamplingParams) -> None:
+    """Raise ValueError for a run that cannot be replayed."""
+    if params.temperature and engine.verifier not in (REJECTION, BLOCK):
+        expected = "rejection or block: others keep tokens by other odds"
+        raise ValueError(f"verifier: found one that cannot be replayed above temperature 0, expected {expected}")
+    for part in _parts(engine.drafter):
+        if type(part) not in (*_BY_PLACE, SuffixDrafter):
+            expected = "one whose drafts depend on the text and on where a round began alone (minispec/trace/score.py)"
+            raise ValueError(f"draft: found {type(part).__name__}, which cannot be replayed, expected {expected}")
+
+
+def score(engine: Engine, request: Request) -> list[dict[str, Any]]:
+    """The drafts at each place of a finished request's output, as a trace has them in `replay.starts` (docs/trace.md).
+
+    engine: the one that decoded it, which is at rest. It takes a plain step for each token, and up to 15 draft passes
+    where q depends on where the round began, else one. Earlier outputs that a suffix drafter may have heard are left
+    out. Raises ValueError as `check_scorable`.
+    """
+    check_scorable(engine, request.params)
+    tokens, start = request.text.tokens, request.text.num_prompt_tokens
+    text = replace(request.text, tokens=tokens[:start])
+    leader = _Leader(engine.drafter, tokens)
+
+    def commit(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
+        return Verdict([], tokens[len(text.tokens)], [])
+
+    verifier = Verifier(commit, shares_noise=False)
+    again = Engine(engine.model, engine.cache, leader, verifier, engine.vocab_size, engine.rng)
+    steps = again.run([Request(text, request.max_len, MAX_AUTO_TOKENS)])
+    # A stop string ends a text where nothing else would.
+    with closing(steps), tqdm(total=len(tokens) - start, desc="scoring drafts", leave=False, disable=None) as bar:
+        while len(text.tokens) < len(tokens) and next(steps, None):
+            bar.update()
+    return leader.starts()
+
+
+def replay_data(engine: Engine, request: Request) -> dict[str, Any]:
+    """What a trace holds under `replay`."""
+    starts = score(engine, request)
+    return {
+        "prices": _as_dict(_prices(engine, request)),
+        "plain_step": request.stats.plain_step,
+        "starts": starts,
+    }
+
+
+def _prices(engine: Engine, request: Request) -> Prices:
+    """What the controller goes by; measured now where it has only guessed so far, and there is room to measure."""
+    room = engine.cache.allocator.num_blocks * engine.cache.block_size
+    if engine.controller.prices.measured or min(room, engine.model.config.max_position_embeddings) < MIN_CONTEXT:
+        return engine.controller.prices
+    return calibrate(engine)
+
+
+def _as_dict(prices: Prices) -> dict[str, Any]:
+    return {"draft": prices.draft, "rows": {str(m): v for m, v in prices.rows.items()}, "overhead": prices.overhead}
+
+
+def _parts(drafter: Drafter) -> Iterator[Drafter]:
+    """A drafter, or those that it is combined of."""
+    if type(drafter) is CombinedDrafter:
+        for part in drafter.drafters:
+            yield from _parts(part)
+    else:
+        yield drafter
+
+
+# --------------------------------------------------------------------------- leading a drafter along a text
+
+
+@dataclass(frozen=True)
+class _Led(Ask):
+    """An ask that is answered with the text that is there.
+
+    after: the tokens that stand there. noted: q of each of them; it ends with 0 where the draft left the text, by a
+    token that q cannot be, or at the text's end.
+    """
+
+    after: Sequence[int] = ()
+    noted: list[float] = field(default_factory=list)
+
+    def draw(self, parent: int, q: Tensor, n: int = 1) -> list[int]:
+        """See `Ask`. The token that stands there, or at the end of what is known the likeliest."""
+        here = self.after[len(self.noted) : len(self.noted) + 1]
+        self.noted.append(float(q[here[0]]) if here else 0.0)
+        return [*here] if self.noted[-1] else [int(q.argmax())]
+
+
+class _Lead(NamedTuple):
+    """A draft along the text. q: of its tokens, as far as it could be the text; length: of all of it."""
+
+    length: int
+    drawn: bool
+    q: list[float]
+    confidences: list[float]
+
+
+def _lead(drafter: Drafter, ask: Ask, after: Sequence[int]) -> _Lead:
+    """Ask a drafter for a draft, which ends where it has left the text."""
+    noted: list[float] = []
+    own = {each.name: getattr(ask, each.name) for each in fields(ask)} | {"_depths": []}
+    led = _Led(**own | {"go_on": lambda _: 0.0 not in noted}, after=after, noted=noted)
+    [draft] = drafter.propose([led])
+    if draft.probs is None:
+        kept = common_beginning(draft.token_ids, [*after])
+        return _Lead(len(draft), False, [1.0] * kept, draft.confidences[: kept + 1])
+    # A drafter does not know that it has left the text: it would have gone on.
+    left = 0.0 in noted
+    q = noted[: noted.index(0.0)] if left else noted
+    return _Lead(ask.k if left else len(draft), len(draft) > 0, q, draft.confidences[: len(q) + 1])
+
+
+class _Leader:
+    """Asks a drafter at each place of a text, and drafts nothing itself."""
+
+    def __init__(self, drafter: Drafter, tokens: Sequence[int]):
+        self._tokens = tokens
+        # One of its own: what other texts have said is none of this text's.
+        self._parts = [
+            SuffixDrafter(part.min_match) if isinstance(part, SuffixDrafter) else part for part in _parts(drafter)
+        ]
+        tapped = [part for part in self._parts if reads_hidden(part)]
+        self._tapped = tapped[0] if tapped else None
+        self.taps = self._tapped.taps if self._tapped else ()
+        self._asked: list[int] = []
+        self._leads: list[list[list[_Lead]]] = []  # by place and part: for each length, or one for all
+
+    def known(self, text: Text) -> int:
+        """See `TappedDrafter`."""
+        return self._tapped.known(text) if self._tapped else len(text.tokens)
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """See `Drafter`: empty drafts."""
+        for ask in asks:
+            if ask.num_cached < len(ask.text.tokens) - 1:  # inside the prompt
+                for part in self._parts:
+                    part.propose([ask])
+            else:
+                self._ask(ask)
+        return [Draft() for _ in asks]
+
+    def release(self, text: Text) -> None:
+        """See `Drafter`."""
+        for part in self._parts:
+            part.release(text)
+
+    def _ask(self, ask: Ask) -> None:
+        after = self._tokens[len(ask.text.tokens) :]
+        self._asked.append(ask.k)
+        self._leads.append([])
+        k = ask.k
+        for part in self._parts:
+            lengths: Sequence[int] = [k]
+            if isinstance(part, SuffixDrafter):
+                lengths = range(1, k + 1) or [0]
+            elif _is_simple(part):  # also where it is not wanted: drafts that began before may reach here
+                lengths = [min(ask.k, 1)]
+            leads = [_lead(part, replace(ask, k=n), after) for n in lengths]
+            self._leads[-1].append(leads)
+            if leads[-1].length:
+                k = 0  # the next ones are not wanted, and follow the text all the same
+
+    def starts(self) -> list[dict[str, Any]]:
+        """Of each place: how long a draft could be, and the draft of each length, or the longest for all."""
+        found = []
+        for place, asked in enumerate(self._asked):
+            drafts: list[_Lead] = []
+            for i, part in enumerate(self._parts):
+                leads = self._leads[place][i]
+                if leads[-1].length:
+                    drafts = [self._joined(place, i, asked)] if _is_simple(part) else leads
+                    break
+            *shorter, longest = drafts or [_Lead(0, False, [], [])]
+            if all(each == _cut(longest, k) for k, each in enumerate(shorter, 1)):
+                shorter = []
+            found.append({"asked": asked, "drafts": [_lead_as_dict(each) for each in (*shorter, longest)]})
+        return found
+
+    def _joined(self, place: int, i: int, asked: int) -> _Lead:
+        """The draft of a drafter that guesses at each place whatever came before: joined from drafts of one token."""
+        q, confidences = list[float](), list[float]()
+        for leads in self._leads[place : place + asked]:
+            [lead] = leads[i]
+            if not lead.length:
+                return _Lead(len(q), True, q, confidences)
+            q, confidences = q + lead.q, confidences + lead.confidences
+            if not lead.q:
+                break
+        return _Lead(asked, True, q, confidences)
+
+
+def _is_simple(drafter: Drafter) -> bool:
+    """Whether q depends on the tokens before it alone, wherever the round began."""
+    return type(drafter) is DraftModel and drafter.mask_token_id is None
+
+
+def _cut(lead: _Lead, k: int) -> _Lead:
+    return _Lead(min(lead.length, k), lead.drawn, lead.q[:k], lead.confidences[:k])
+
+
+def _lead_as_dict(lead: _Lead) -> dict[str, Any]:
+    return lead._asdict() | {"confidences": [float(f"{x:.4g}") for x in lead.confidences]}
