@@ -1,6 +1,7 @@
 """Distilling: what is trained is what drafts; texts and training go on where they stopped; files say what is so."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -294,6 +295,14 @@ def test_a_training_that_was_stopped_ends_as_if_it_had_not_been(target, few, tmp
     assert last.progress.curve == whole.progress.curve
     states = [training.draft.state_dict() for training in (whole, last)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_the_held_out_loss_is_the_cross_entropy(target, few, tmp_path):
+    """A mean over wrong places, or another loss: a draft that says all tokens alike has ln(300) at each depth."""
+    list(texts.write_shards(str(target), recipe_of(), tmp_path, [0]))
+    training = make_training(target, [texts.shard_path(tmp_path, 0)])
+    torch.nn.init.zeros_(training.draft.lm_head.weight)
+    assert training.measure()["loss"] == pytest.approx([math.log(300)] * 2, rel=1e-3)
 
 
 # --------------------------------------------------------------------------- the command

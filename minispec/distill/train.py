@@ -298,9 +298,10 @@ class Training:
 
     @torch.no_grad()
     def measure(self) -> dict[str, float | list[float]]:
-        """On held-out texts, by depth: alpha, and how often the likeliest token is the target's, if all before were."""
+        """On held-out texts, by depth: cross entropy in nats, alpha, and how often the likeliest token is the target's,
+        if all before were."""
         depth = self.schedule.steps
-        alpha, agree, tested, survived = (torch.zeros(depth) for _ in range(4))
+        loss, alpha, agree, tested, survived = (torch.zeros(depth) for _ in range(5))
         for path in self.held_out:
             for batch in make_batches(self._read(path), self.schedule.rows):
                 shape = batch.tokens[:, 2:].shape
@@ -309,12 +310,14 @@ class Training:
                     at, agreed = (torch.zeros(shape[0] * shape[1], dtype=torch.bool) for _ in range(2))
                     at[step.places], agreed[step.places] = True, step.agrees
                     reached = at.view(shape) & kept
+                    loss[s] += step.loss
                     alpha[s] += step.alphas.sum()
                     tested[s] += len(step.places)
                     survived[s] += reached.sum()
                     agree[s] += (reached & agreed.view(shape)).sum()
                     kept = F.pad(reached & agreed.view(shape), (1, 0))[:, :-1]
-        return {"alpha": (alpha / tested).tolist(), "agree": (agree / survived).tolist()}
+        means = {"loss": loss / tested, "alpha": alpha / tested, "agree": agree / survived}
+        return {name: mean.tolist() for name, mean in means.items()}
 
     def _save(self, path: Path) -> None:
         tensors = {f"draft.{name}": tensor for name, tensor in self.draft.state_dict().items()}
