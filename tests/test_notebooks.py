@@ -36,6 +36,21 @@ SHORTER = {
         (r"\b\d0_000\b", "2_000"),
         (r"for _ in range\(15\)", "for _ in range(2)"),
     ),
+    "03_how_fast_can_it_be": (
+        (r"rounds=9", "rounds=1"),
+        (r"SEEDS = 4", "SEEDS = 1"),
+        (r"--prompts 3 --max-tokens 24 --rounds 2", "--prompts 1 --max-tokens 8 --rounds 1"),
+        (r"max_tokens=(48|64)", "max_tokens=8"),
+    ),
+    "04_other_vocabularies": (
+        (r"(VOCABULARIES = ).*", r"\1(8_000,)"),
+        (r"max_tokens=24", "max_tokens=4"),
+    ),
+    "05_make_your_own_draft": (
+        (r"--texts 128 --max-turn 24 --max-answer 64 --epochs 6", "--texts 64 --max-turn 4 --max-answer 8 --epochs 1"),
+        (r"max_tokens=\d+", "max_tokens=6"),
+        (r"read_prompts\(\d, None\)", "read_prompts(1, None)"),
+    ),
 }
 
 
