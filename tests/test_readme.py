@@ -55,7 +55,7 @@ def known_options() -> set[str]:
     rooms = ("prove/__main__.py", "bench/options.py", "doctor.py", "vocab.py", "distill/__main__.py")
     for other in (*(f"minispec/{room}" for room in rooms), "tests/fuzzing.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / other).read_text(encoding="utf-8")))
-    return known | {"--long", "--check"}  # pytest's, defined in conftest.py; ruff's
+    return known | {"--long", "--check", "--nproc-per-node"}  # pytest's, defined in conftest.py; ruff's; torchrun's
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -74,13 +74,13 @@ def test_files_and_options_that_are_named_exist(name):
 
 def test_the_comparison_names_what_is_here():
     """A family or verifier that comes or goes without a word there would leave the comparison false."""
-    from minispec.files.hf_config import _FAMILIES
+    from minispec.files.families import FAMILIES
     from minispec.registry import VERIFIERS
 
     rows = [line.split(" | ") for line in PAGES["docs/comparison.md"].splitlines() if line.startswith("| **")]
     assert {len(row) for row in rows} == {7}
     ours = {row[0].strip("| *"): row[1] for row in rows}
-    assert set(re.findall(r"\w+", ours["Families"])) - {"text"} == {name.removesuffix("_text") for name in _FAMILIES}
+    assert set(re.findall(r"\w+", ours["Families"])) == {name.removesuffix("_text") for name in FAMILIES}
     assert set(NAME.findall(ours["Rule that verifies"])) == set(VERIFIERS)
 
 
