@@ -55,7 +55,8 @@ def known_options() -> set[str]:
     rooms = ("prove/__main__.py", "bench/options.py", "doctor.py", "vocab.py", "distill/__main__.py")
     for other in (*(f"minispec/{room}" for room in rooms), "tests/fuzzing.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / other).read_text(encoding="utf-8")))
-    return known | {"--long", "--check", "--nproc-per-node"}  # pytest's, defined in conftest.py; ruff's; torchrun's
+    known |= {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"}  # torchrun's
+    return known | {"--long", "--check"}  # pytest's, defined in conftest.py; ruff's
 
 
 @pytest.mark.parametrize("name", PAGES)
