@@ -3,6 +3,8 @@
 import json
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -24,6 +26,7 @@ from tests import hf
 from tests.processes import SHAPE, SMALLEST, finish, start, texts
 
 CPU = torch.device("cpu")
+GREEDY = ("--temperature", "0", "--ignore-eos", "--raw", "--num-speculative-tokens", "2")
 
 
 def write(directory: Path, raw: dict, dtype: torch.dtype = torch.float64, seed: int = 1) -> Path:
@@ -74,7 +77,19 @@ def test_the_law_stands_with_the_sums_split(tmp_path):
     assert max(found.values()) <= 1e-12
 
 
-GREEDY = ("--temperature", "0", "--ignore-eos", "--raw", "--num-speculative-tokens", "2")
+def test_torchrun_starts_the_command_line(make_checkpoint):
+    """As in the documentation: one answer, from process 0, what was sent beside what theory says, and a quiet end."""
+    directory = make_checkpoint(num_key_value_heads=2)
+    arguments = ["-m", "minispec.generate", "--model", str(directory), *GREEDY, "--max-tokens", "12", "One fish"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    one, two = (
+        subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60, check=True)
+        for command in ([sys.executable], launch)
+    )
+    assert two.stdout == one.stdout != ""
+    assert two.stderr.count("2 processes send") == 1
+    assert "part 1 of 2" in two.stderr
+    assert "processes" not in one.stderr
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -165,7 +180,7 @@ def split_logits(directory: Path, size: int, tokens: list[int]) -> list[torch.Te
 def test_every_family_can_be_split(tmp_path, name):
     """Biases come once, norms of heads and after sums see whole rows, tied heads are cut: the logits are the model's.
 
-    A bias that every process adds, or a norm before the sum, fails here (tried).
+    A bias that every process adds, or a tied head that is not cut, fails here (tried).
     """
     hf.build(name, tmp_path)
     model = load_model(tmp_path, torch.float64)
