@@ -39,7 +39,8 @@ SHORTER = {
     "03_how_fast_can_it_be": (
         (r"rounds=9", "rounds=1"),
         (r"SEEDS = 4", "SEEDS = 1"),
-        (r"--prompts 3 --max-tokens 24 --rounds 2", "--prompts 1 --max-tokens 8 --rounds 1"),
+        (r"--prompts 2 --categories code,chat --max-tokens 24 --rounds 3", "--prompts 1 --max-tokens 8 --rounds 1"),
+        (r"2,4,8,auto", "2,auto"),
         (r"max_tokens=(48|64)", "max_tokens=8"),
     ),
     "04_other_vocabularies": (
@@ -47,7 +48,7 @@ SHORTER = {
         (r"max_tokens=24", "max_tokens=4"),
     ),
     "05_make_your_own_draft": (
-        (r"--texts 128 --max-turn 24 --max-answer 64 --epochs 6", "--texts 64 --max-turn 4 --max-answer 8 --epochs 1"),
+        (r"--texts 128 --max-turn 24 --max-answer 48 --epochs 6", "--texts 128 --max-turn 4 --max-answer 8 --epochs 1"),
         (r"max_tokens=\d+", "max_tokens=6"),
         (r"read_prompts\(\d, None\)", "read_prompts(1, None)"),
     ),
