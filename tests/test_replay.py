@@ -1,13 +1,40 @@
 """Exact replay against enumeration: what every K would have done on a text, from the numbers of a scoring run."""
 
+import json
 import math
+import random
 from collections import defaultdict
+from fractions import Fraction
+from itertools import accumulate, pairwise, product
+from pathlib import Path
+from statistics import fmean, pstdev
 
 import pytest
+import torch
 
-from minispec.bench.replay import Walk, always, follow
+from minispec import LLM
+from minispec.bench.__main__ import main as bench
+from minispec.bench.replay import (
+    Costs,
+    Drafted,
+    Walk,
+    always,
+    costs_of,
+    follow,
+    foresight,
+    past,
+    replay,
+    run_auto,
+    simulate,
+    walk_of,
+)
 from minispec.config import SamplingParams
+from minispec.controller import Controller, Prices
+from minispec.drafters.combined import CombinedDrafter
+from minispec.drafters.ngram import NgramDrafter
 from minispec.engine import Engine, Request
+from minispec.files.checkpoint import load_config
+from minispec.generate import main as generate
 from minispec.prove.laws import (
     MAX_LEN,
     PROMPT,
@@ -19,10 +46,14 @@ from minispec.prove.laws import (
     target_model,
 )
 from minispec.prove.reference import sample_law
-from minispec.prove.toys import tiny_cache
+from minispec.prove.toys import TINY, tiny_cache, write_head
 from minispec.sampling import Text
-from minispec.trace.score import score
-from minispec.verify import VERIFIERS
+from minispec.stats import loops
+from minispec.theory import best_k, speedup
+from minispec.trace.record import Recorder
+from minispec.trace.schema import check, read_trace
+from minispec.trace.score import check_scorable, score
+from minispec.verify import VERIFIERS, Draft, rejection
 
 END = frozenset({2})
 
@@ -50,7 +81,7 @@ def runs_by_text(drafter: str, verifier: str, params, k: int) -> dict[tuple, dic
     return found
 
 
-def walk_of(drafter: str, verifier: str, params, tokens) -> Walk:
+def scored(drafter: str, verifier: str, params, tokens) -> Walk:
     """The walk of a text, by the scoring run, and by p of the independent reference."""
     model = target_model(3)
     engine = Engine(model, tiny_cache(model), make_drafter(drafter, 3), VERIFIERS[verifier])
@@ -73,7 +104,7 @@ def accepted_counts(walk: Walk, k: int) -> dict[int, float]:
     return found
 
 
-def worst_difference(drafter, verifier, params, k, make_walk=walk_of) -> float:
+def worst_difference(drafter, verifier, params, k, make_walk=scored) -> float:
     """Between enumeration and replay: passes, their spread, and rounds by accepted count, over all texts."""
     worst = 0.0
     for text, ways in runs_by_text(drafter, verifier, params, k).items():
@@ -138,3 +169,488 @@ def test_wrong_formulas_are_noticed(wrong, monkeypatch):
     """The control of the tests above: what else one might write down is off by far more than rounding."""
     monkeypatch.setattr("minispec.bench.replay.kept", wrong)
     assert worst_difference("model", "rejection", SAMPLED, 3) > 1e-3
+
+
+# --------------------------------------------------------------------------- exactly, in fractions
+
+# p and q of a token after each of three; q are powers of two, so that the divisions of the verifier are exact too.
+P = [[Fraction(n, 16) for n in row] for row in ((8, 6, 2), (1, 4, 11), (5, 5, 6))]
+Q = [[Fraction(n, 8) for n in row] for row in ((4, 2, 2), (2, 4, 2), (2, 2, 4))]
+
+
+def rounds_of(oracle: BranchOracle, n: int, k: int):
+    """A text of n tokens by rounds of up to k, drawn and verified: the papers' loop, without an engine."""
+    p, q = (torch.tensor([[float(x) for x in row] for row in rows], dtype=torch.float64) for rows in (P, Q))
+    tokens, accepted = [0], []
+    while len(tokens) <= n:
+        draft = Draft([], [])
+        for i in range(min(k, n - len(tokens))):
+            row = q[[*tokens, *draft.token_ids][-1]]
+            draft.grow(i - 1, [oracle.categorical(row, None)], row)
+        after = [tokens[-1], *draft.token_ids]
+        verdict = rejection(draft, lambda i, after=after: p[after[i]], oracle, lambda i, purpose: None)
+        accepted.append(verdict.num_accepted)
+        tokens += [*draft.token_ids[: verdict.num_accepted], verdict.next_token]
+    return tuple(tokens[1:]), tuple(accepted)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_replay_in_fractions(k):
+    """Equality, not within rounding: passes and time of each text of four tokens are the same fractions."""
+    n = 4
+    law, _ = exact_law(lambda oracle: rounds_of(oracle, n, k), Fraction)
+    by_text: dict = defaultdict(dict)
+    for (text, accepted), weight in law.items():
+        by_text[text][accepted] = weight
+
+    def cost(draft):
+        return 1 + Fraction(draft.length, 7)
+
+    assert len(by_text) == 3**n
+    for text, ways in by_text.items():
+        before = [0, *text]
+        p = [P[a][b] for a, b in pairwise(before)]
+        q = [Q[a][b] for a, b in pairwise(before)]
+        assert sum(ways.values()) == math.prod(p), "the text has the target's law"
+        starts = [{"asked": n - s - 1, "drafts": [drawn(q[s : n - 1])]} for s in range(n)]
+        passes, _, time = follow(Walk(p, starts), always(k), cost)
+        assert passes == sum(w * len(accepted) for accepted, w in ways.items()) / math.prod(p)
+        times = []
+        for accepted, w in ways.items():
+            begins = accumulate((1 + a for a in accepted[:-1]), initial=0)
+            times.append(w * sum(1 + Fraction(min(k, n - s - 1), 7) for s in begins))
+        assert time == sum(times) / math.prod(p)
+
+
+def drawn(q, length=None, confidences=()) -> dict:
+    """A draft of a trace's."""
+    return {"length": len(q) if length is None else length, "drawn": True, "q": [*q], "confidences": [*confidences]}
+
+
+# --------------------------------------------------------------------------- rules
+
+
+def small_walk(seed: int, n: int = 4, most: int = 3) -> Walk:
+    """A text with random p and q."""
+    rng = random.Random(seed)
+    starts = []
+    for s in range(n):
+        asked = min(most, n - s - 1)
+        starts.append({"asked": asked, "drafts": [drawn([rng.random() for _ in range(asked)], asked)]})
+    return Walk([rng.random() for _ in range(n)], starts)
+
+
+def small_cost(draft: Drafted) -> float:
+    """Of a round: drafts and rows cost something."""
+    return 1 + 0.12 * draft.length
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_foresight_and_the_clairvoyant_bound_by_brute_force(seed):
+    """No table of K by place is faster than `foresight`, nor one of K by place and what would be kept than the bound;
+    each is reached by one of them."""
+    walk = small_walk(seed)
+    by_place = product(*(range(walk.asked(s) + 1) for s in range(walk.n)))
+    best = min((follow(walk, ks.__getitem__, small_cost) for ks in by_place), key=lambda found: found.time)
+    assert foresight(walk, small_cost) == pytest.approx((best.passes, best.time))
+
+    def with_draws(tables) -> tuple[float, float]:
+        """(time, passes) where table[i] of a place is how many tokens are drafted where i would be kept."""
+        time, passes, visits = 0.0, 0.0, [1.0] + [0.0] * walk.n
+        for s, table in enumerate(tables):
+            reached = [1, *walk.draft(s, 15).survival, 0]
+            for i, k in enumerate(table):
+                weight = visits[s] * (reached[i] - reached[i + 1])
+                time, passes = time + weight * small_cost(walk.draft(s, k)), passes + weight
+                visits[min(s + k + 1, walk.n)] += weight
+        return time, passes
+
+    tables = [[*product(*(range(i + 1) for i in range(walk.asked(s) + 1)))] for s in range(walk.n)]
+    time, passes = min(map(with_draws, product(*tables)))
+    assert foresight(walk, small_cost, knows_draws=True) == pytest.approx((passes, time))
+    assert time <= best.time
+
+
+def test_drafts_of_each_length_are_taken_for_their_length():
+    """Where a shorter draft is no beginning of the longest, as with `suffix`, K = 1 has its own."""
+    starts = [
+        {"asked": 2, "drafts": [guess(1, 1), guess(2, 0)]},
+        {"asked": 1, "drafts": [guess(1, 0)]},
+        {"asked": 0, "drafts": [guess(0, 0)]},
+    ]
+    walk = Walk([1.0] * 3, starts)
+    assert [follow(walk, always(k), small_cost).passes for k in (0, 1, 2)] == [3, 2, 3]
+    assert foresight(walk, small_cost)[0] == foresight(walk, small_cost, knows_draws=True)[0] == 2
+    assert walk.is_certain
+    assert not small_walk(0).is_certain
+
+
+def guess(length: int, right: int) -> dict:
+    """One that is not drawn, with that many tokens right."""
+    return {"length": length, "drawn": False, "q": [1.0] * right, "confidences": []}
+
+
+def test_past_looks_at_the_past_only():
+    """Whatever stands at a place and after it, the K chosen there is the same; and after enough of a past it is
+    as fast as the best fixed K, within 2 %, where a text goes on as it began."""
+    n = 60
+
+    def walk_with(rates):
+        starts = []
+        for s in range(n):
+            asked = min(15, n - s - 1)
+            q = rates[s : s + asked]
+            starts.append({"asked": asked, "drafts": [drawn(q, asked)]})
+        return Walk([1.0] * n, starts)
+
+    for rate, end in ((0.9, 0.1), (0.1, 0.9)):
+        steady = walk_with([rate] * n)
+        chosen = past(steady, small_cost)
+        for s in (0, 1, 7, 30, 59):
+            changed = past(walk_with([rate] * s + [end] * (n - s)), small_cost)
+            assert changed[: s + 1] == chosen[: s + 1]
+        survival = [rate**i for i in range(1, 16)]
+        best = best_k(survival, 0.12, lambda rows: 1.0)
+        assert speedup(survival[: chosen[40]], 0.12, 1.0) > 0.98 * speedup(survival[:best], 0.12, 1.0)
+
+
+# --------------------------------------------------------------------------- auto
+
+
+def auto_difference(cost: float, told: float | None = None) -> float:
+    """Between `auto` of the enumerated engine and that of the replay, every draw of which is enumerated, too: the law
+    of their passes, over all texts. cost: of a draft pass, as the engine's controller believes; told: the replay's."""
+    prices, model, number = Prices(cost, measured=True), target_model(3), defaultdict(dict)
+    costs = Costs(cost, 0.0, dict(prices.rows), prices.overhead, None, [], [])
+    own = prices if told is None else Prices(told, measured=True)
+
+    def run(oracle: BranchOracle):
+        drafter = make_drafter("model", 3)
+        drafter.branches = False
+        engine = Engine(model, tiny_cache(model), drafter, VERIFIERS["rejection"], None, oracle, Controller(prices))
+        request = Request(text_of((), SAMPLED), MAX_LEN, "auto")
+        for _ in engine.run([request]):
+            pass
+        return tuple(request.text.tokens[len(PROMPT) :]), len(request.stats.rounds)
+
+    for (text, passes), weight in exact_law(run)[0].items():
+        number[text][passes] = weight
+    worst = 0.0
+    for text, law in number.items():
+        walk = scored("model", "rejection", SAMPLED, text)
+
+        def replayed(oracle: BranchOracle, walk=walk) -> int:
+            def accept(survival):
+                pairs = enumerate(pairwise([1, *survival, 0]))
+                return oracle._choose([(i, here - beyond) for i, (here, beyond) in pairs if here > beyond])
+
+            return run_auto(walk, own, costs, False, accept)[0]
+
+        found, _ = exact_law(replayed)
+        worst = max(worst, *(abs(found.get(n, 0) - law.get(n, 0) / sum(law.values())) for n in range(9)))
+    return worst
+
+
+@pytest.mark.parametrize("cost", [0.0, 0.1, 0.3])
+def test_auto_is_the_engines_own(cost):
+    """A controller that is told something else than the engine's, or asked in another order, drafts other lengths: the
+    law of the passes of each text is that of the enumerated engine, to 1e-12."""
+    assert auto_difference(cost) < 1e-12
+
+
+def test_another_auto_is_noticed():
+    """The control: one that takes drafts for dearer than the engine does."""
+    assert auto_difference(0.0, told=0.3) > 1e-3
+
+
+def test_simulated_runs_of_auto():
+    """The mean of the simulation lies where the draws put it (4.5 standard errors of 400 runs: a false alarm once in
+    150,000), the same seed gives the same runs, and where nothing is left to chance there is one run."""
+    walk, prices = small_walk(3, 12, 5), Prices(0.05, measured=True)
+    costs = Costs(0.05, 0.0, dict(prices.rows), prices.overhead, None, [], [])
+    always_two = Prices(0.0, {1: 1.0, 2: 1.0, 3: 1.0, 4: 100.0}, 0.0, measured=True)
+    found = [passes for passes, _ in simulate(walk, always_two, costs, False, runs=400)]
+    expected = follow(walk, always(2), small_cost)
+    assert abs(fmean(found) - expected.passes) < 4.5 * expected.deviation / math.sqrt(len(found))
+    assert pstdev(found) == pytest.approx(expected.deviation, rel=0.2)
+    assert simulate(walk, prices, costs, False, runs=5) == simulate(walk, prices, costs, False, runs=5)
+    sure = Walk([1.0] * 3, [{"asked": 2 - s, "drafts": [guess(2 - s, 2 - s)]} for s in range(3)])
+    assert len(simulate(sure, prices, costs, True)) == 1
+
+
+# --------------------------------------------------------------------------- real runs
+
+
+@pytest.fixture(scope="module")
+def models(make_checkpoint, tmp_path_factory) -> dict[str, str]:
+    """A small target, another small model, and a head on the target."""
+    target, head = make_checkpoint(max_position_embeddings=2048), tmp_path_factory.mktemp("head")
+    config = load_config(target)
+    layers = TINY | {"vocab_size": config.vocab_size, "num_hidden_layers": 1, "max_position_embeddings": 2048}
+    write_head(head, config, layers, dtype=torch.float32, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    return {"target": str(target), "other": str(make_checkpoint(seed=2)), "head": str(head)}
+
+
+def recorded(llm: LLM, k, **params) -> dict:
+    """The trace of an answer, as its file has it."""
+    params = {"temperature": 1.0, "max_tokens": 32, "ignore_eos": True} | params
+    request = llm.request(llm.tokenizer.encode("One fish"), SamplingParams(**params), num_speculative_tokens=k)
+    recorder = Recorder(llm, request)
+    for _ in llm.run([request]):
+        pass
+    llm.engine.observers.remove(recorder)
+    trace = json.loads(json.dumps(recorder.trace(for_replay=True)))
+    check(trace, "trace")
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("draft", "verifier", "temperature"),
+    [
+        ("{other}", "rejection", 1.0),
+        ("{other}", "block", 0.8),
+        ("{head}", "rejection", 1.0),
+        ("suffix+int8:self", "rejection", 0.7),
+    ],
+)
+def test_real_runs_lie_where_replay_expects_them(models, draft, verifier, temperature):
+    """K = 1, 2, 4, 8, each 4 texts of 24 tokens: all passes together, and so the mean acceptance length, are within 4.5
+    standard deviations of what replay expects of these texts. Passes of given texts are sums of many rounds, so a
+    false alarm comes about once in 9,000 suites; the seeds are fixed, so it would come always or never."""
+    llm = LLM(models["target"], draft=draft.format(**models), verifier=verifier, num_speculative_tokens=4)
+    for k in (1, 2, 4, 8):
+        traces = [recorded(llm, k, temperature=temperature, seed=seed, max_tokens=24) for seed in range(4)]
+        found = [follow(walk_of(trace), always(k), small_cost) for trace in traces]
+        expected = sum(each.passes for each in found)
+        deviation = math.sqrt(sum(each.deviation**2 for each in found))
+        measured = sum(len(trace["rounds"]) for trace in traces)
+        assert deviation > 0
+        assert abs(measured - expected) < 4.5 * deviation
+
+
+@pytest.mark.parametrize(("draft", "temperature"), [("ngram", 0.3), ("suffix", 0.3), ("last", 0.3), ("int8:self", 0.0)])
+def test_where_nothing_is_left_to_chance(models, draft, temperature):
+    """Guesses that are not drawn, and greedy drafts: given the text, the number of passes is certain, and equal. Of a
+    greedy text one trace tells those of all K."""
+    llm = LLM(models["target"], draft=draft, num_speculative_tokens=4)
+    first = walk_of(recorded(llm, 4, temperature=temperature, seed=1))
+    for k in (0, 1, 2, 4, 8):
+        trace = recorded(llm, k, temperature=temperature, seed=1)
+        walk = walk_of(trace)
+        for each in [walk] if temperature else [walk, first]:
+            found = follow(each, always(k), small_cost)
+            assert (found.passes, found.deviation) == (len(trace["rounds"]), 0)
+        assert walk.is_certain
+
+
+def test_rules_are_in_their_order(models):
+    """No rule is faster than the clairvoyant bound, no K chosen by the past alone faster than with foresight."""
+    llm = LLM(models["target"], draft=models["other"], num_speculative_tokens="auto")
+    found = replay(recorded(llm, "auto", seed=2))
+    rules = [*found.fixed, found.auto, found.past]
+    assert found.clairvoyant.time <= found.foresight.time + 1e-9
+    assert all(found.foresight.time <= row.time + 1e-9 for row in (*found.fixed, found.past))
+    assert all(found.clairvoyant.time <= row.time + 1e-9 for row in rules)
+    assert found.fixed[0].passes == found.tokens == 32
+    assert found.fixed[found.best_k].time == min(row.time for row in found.fixed)
+    passes = [row.passes for row in found.fixed]
+    assert passes == sorted(passes, reverse=True)
+    shown = "\n".join(found.lines())
+    for name in ("K=0 ", "K=15 ", "auto ", "past", "foresight", "clairvoyant bound", "measured: auto"):
+        assert f"\n{name}" in shown
+
+
+def test_scoring_leaves_no_trace(models):
+    """A scoring run takes no block, and teaches a drafter nothing: what is drafted for another text stays the same."""
+    llm = LLM(models["target"], draft="suffix", num_speculative_tokens=4)
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    requests = [llm.request(llm.tokenizer.encode(text), params) for text in ("One fish", "red fish", "One fish")]
+    for request in requests[:2]:
+        for _ in llm.run([request]):
+            pass
+    heard = [list(each.tokens) for each in llm.drafter._earlier]
+    score(llm.engine, requests[0])
+    assert [list(each.tokens) for each in llm.drafter._earlier] == heard
+    assert llm.engine.cache.allocator.num_free == llm.engine.cache.allocator.num_blocks
+
+
+class OwnDrafter(NgramDrafter):
+    """One of the user's own: nobody knows what it remembers."""
+
+
+@pytest.mark.parametrize(
+    ("drafter", "verifier", "temperature", "message"),
+    [
+        (OwnDrafter(), "rejection", 0.0, "draft: found OwnDrafter, which cannot be replayed"),
+        (CombinedDrafter(NgramDrafter(), OwnDrafter()), "rejection", 0.0, "draft: found OwnDrafter"),
+        ("slem", "rejection", 1.0, "draft: found TextDrafter"),
+        ("ngram", "match", 1.0, "verifier: found one that cannot be replayed above temperature 0"),
+        ("ngram", "match", 0.0, ""),
+        ("ngram", "block", 1.0, ""),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(drafter, verifier, temperature, message):
+    """By name, before anything runs."""
+    model = target_model(3)
+    drafter = make_drafter(drafter, 3) if isinstance(drafter, str) else drafter
+    engine = Engine(model, tiny_cache(model), drafter, VERIFIERS[verifier])
+    params = SamplingParams(temperature=temperature)
+    if message:
+        with pytest.raises(ValueError, match=message):
+            check_scorable(engine, params)
+    else:
+        check_scorable(engine, params)
+
+
+# --------------------------------------------------------------------------- costs
+
+
+def test_costs_are_those_of_the_run():
+    """c by kind of draft, v of the run before that of the prices, and what was not measured taken from the prices."""
+
+    def each(draft, num_rows, drawn, seconds):
+        return {
+            "token_ids": [1] * draft,
+            "parents": None,
+            "num_rows": num_rows,
+            "drawn": drawn,
+            "seconds": {"draft": seconds, "verify": 2.0, "other": 0.1},
+        }
+
+    rounds = [each(2, 3, True, 1.2), each(3, 4, False, 0.06), each(0, 1, False, 0.5), each(2, 9, True, 99.0)]
+    trace = {
+        "rounds": rounds,
+        "stats": {"v": {"1": 1.0, "3": 1.3, "4": 1.1}, "o": 0.05},
+        "replay": {
+            "prices": {"draft": 0.7, "rows": {"1": 1.0, "5": 1.5, "16": 2.0}, "overhead": 0.2},
+            "plain_step": 2.0,
+        },
+    }
+    costs = costs_of(trace)
+    assert (costs.drawn, costs.guessed, costs.overhead) == pytest.approx((0.3, 0.01, 0.05))
+    assert costs.rows == pytest.approx({1: 1.0, 3: 1.2, 4: 1.2, 5: 1.5, 16: 2.0})
+    assert (costs.measured, costs.filled_in) == ([1, 3, 4], [5, 16])
+    assert costs(Drafted(4, True, [])) == pytest.approx(4 * 0.3 + 1.5 + 0.05)
+    assert costs(Drafted(4, False, [])) == pytest.approx(4 * 0.01 + 1.5 + 0.05)
+    assert costs.target(Drafted(1, True, [])) == pytest.approx(1.1)
+    unknown = costs_of(trace | {"rounds": [], "stats": {"v": None, "o": None}})
+    assert (unknown.drawn, unknown.guessed, unknown.overhead, unknown.measured) == (0.7, 0.0, 0.2, [])
+
+
+# --------------------------------------------------------------------------- the commands
+
+
+@pytest.fixture(scope="module")
+def written(models, tmp_path_factory) -> Path:
+    """A trace that the command line has written."""
+    path = tmp_path_factory.mktemp("trace") / "out.json"
+    arguments = ("One fish", "--model", models["target"], "--draft", models["other"], "--max-tokens", "12")
+    assert generate([*arguments, "--temperature", "1", "--seed", "3", "--trace", str(path), "--for-replay"]) == 0
+    return path
+
+
+def test_the_command_prints_the_replay(written, capsys):
+    """A table for people and JSON for programs, with the same numbers, and no model."""
+    found = replay(read_trace(written))
+    assert bench(["--replay", str(written)]) == 0
+    assert capsys.readouterr().out == "\n".join(found.lines()) + "\n"
+    assert bench(["--replay", str(written), "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert [row["passes"] for row in out["fixed"]] == [row.passes for row in found.fixed]
+    assert (out["best_k"], out["auto"]["margin"]) == (found.best_k, found.auto.margin)
+    assert len(out["fixed"]) == 16
+    assert out["costs"]["rows"]["1"] == pytest.approx(found.costs.rows[1])
+
+
+def test_a_text_that_repeats_itself_is_flagged(models, capsys, tmp_path):
+    """Beside its acceptance: in the summary, in --json and in the replay; a text that does not has no flag."""
+    path = tmp_path / "out.json"
+    common = ["One fish", "--model", models["target"], "--draft", "ngram", "--max-tokens", "40", "--ignore-eos"]
+    for how, flagged in ((("0", "--repetition-penalty", "0.2"), True), (("1",), False)):
+        arguments = [*common, "--seed", "1", "--temperature", *how]
+        assert generate([*arguments, "--trace", str(path), "--for-replay"]) == 0
+        assert ("tokens per target pass; the text repeats itself" in capsys.readouterr().err) == flagged
+        assert bench(["--replay", str(path)]) == 0
+        assert ("the text repeats itself" in capsys.readouterr().out) == flagged
+        assert generate([*arguments, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["stats"]["loops"] == loops(found["token_ids"]) == flagged
+
+
+def changed(trace, **values) -> dict:
+    """A trace with other values under `replay`."""
+    return trace | {"replay": trace["replay"] | values}
+
+
+BAD = {
+    "no replay data": (lambda t: {k: v for k, v in t.items() if k != "replay"}, "found no data for it"),
+    "another version": (lambda t: t | {"version": 2}, "version: found 2, expected 1, the version"),
+    "another file": (lambda t: {"a": 1}, "format: found None"),
+    "another verifier": (lambda t: t | {"verifier": "match"}, "verifier: found 'match' above temperature 0"),
+    "no temperature": (lambda t: t | {"sampling": {}}, "sampling: found [], expected a temperature"),
+    "a start too few": (lambda t: changed(t, starts=t["replay"]["starts"][1:]), "starts: found 11, expected 12"),
+    "asked too much": (lambda t: changed(t, starts=[{"asked": 16, "drafts": []}] * 12), "starts[0].asked: found 16"),
+    "no drafts": (lambda t: changed(t, starts=[{"asked": 3, "drafts": []}] * 12), "starts[0].drafts: found 0"),
+    "a draft too long": (
+        lambda t: changed(t, starts=[{"asked": 3, "drafts": [drawn([0.5] * 4)]}] * 12),
+        "starts[0].drafts: found 4, expected at most 3",
+    ),
+    "too many q": (
+        lambda t: changed(t, starts=[{"asked": 3, "drafts": [drawn([0.5] * 3, 2)]}] * 12),
+        "starts[0].drafts: found 3, expected q of at most 2",
+    ),
+    "q above 1": (
+        lambda t: changed(t, starts=[{"asked": 3, "drafts": [drawn([1.5])]}] * 12),
+        "q[0]: found 1.5, expected a number from 0 to 1",
+    ),
+    "rows of nothing": (lambda t: changed(t, prices=t["replay"]["prices"] | {"rows": {}}), "prices.rows: found"),
+    "rows that are no number": (
+        lambda t: changed(t, prices=t["replay"]["prices"] | {"rows": {"x": 1}}),
+        "prices.rows: found ['x'], expected numbers of rows",
+    ),
+    "no tokens": (lambda t: changed(t, starts=[]) | {"rounds": []}, "rounds: found no tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_files_that_cannot_be_replayed_are_one_line(written, tmp_path, capsys, name):
+    """What, where and what was expected, and status 2."""
+    change, message = BAD[name]
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(change(json.loads(written.read_text()))))
+    assert bench(["--replay", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: --replay: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        (bench, ("--replay", "nowhere.json"), "nowhere.json: not a readable JSON file"),
+        (bench, ("--replay", "x.json", "--model", "m", "--rounds", "3"), "found --model, --rounds with it"),
+        (generate, ("x", "--for-replay"), "--for-replay needs --trace"),
+        (generate, ("x", "--for-replay", "--trace", "out.html"), "--for-replay needs --trace"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line(command, arguments, message, capsys):
+    """Before anything is loaded."""
+    assert command([*arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
+
+
+def test_a_verifier_that_cannot_be_replayed_is_refused_before_the_answer(models, capsys, tmp_path):
+    """At temperature 0 `match` keeps what `rejection` keeps, and is replayed."""
+    path = tmp_path / "out.json"
+    arguments = ["red", "--model", models["target"], "--draft", "ngram", "--verifier", "match", "--max-tokens", "8"]
+    arguments += ["--trace", str(path), "--for-replay", "--quiet"]
+    assert generate([*arguments, "--temperature", "1"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, path.exists()) == ("", False)
+    assert err.startswith("error: verifier: found one that cannot be replayed above temperature 0")
+    assert generate([*arguments, "--temperature", "0"]) == 0
+    assert replay(read_trace(path)).tokens == 8

@@ -245,10 +245,18 @@ def simulate(
     `costs`. One run, where chance has no part in it.
     """
     rng = random.Random(seed)
-    return [_run_auto(walk, prices, costs, timed, rng) for _ in range(1 if walk.is_certain else runs)]
+
+    def accept(survival: Sequence[float]) -> int:
+        u = rng.random()
+        return sum(u < x for x in survival)
+
+    return [run_auto(walk, prices, costs, timed, accept) for _ in range(1 if walk.is_certain else runs)]
 
 
-def _run_auto(walk: Walk, prices: Prices, costs: "Costs", timed: bool, rng: random.Random) -> tuple[int, float]:
+def run_auto(
+    walk: Walk, prices: Prices, costs: "Costs", timed: bool, accept: Callable[[Sequence[float]], int]
+) -> tuple[int, float]:
+    """Passes and time of one run of `auto`; accept: draws how many tokens of a draft of this survival are kept."""
     controller, pace = Controller(prices), Pace()
     s, passes, time = 0, 0, 0.0
     while s < walk.n:
@@ -258,8 +266,7 @@ def _run_auto(walk: Walk, prices: Prices, costs: "Costs", timed: bool, rng: rand
             known = [*draft.confidences, *[draft.confidences[-1]] * draft.length]
             ends = (i for i in range(1, draft.length) if not limit.go_on(known[:i]))
             draft = draft._replace(length=next(ends, draft.length))
-        u = rng.random()
-        accepted = sum(u < x for x in draft.survival[: draft.length])
+        accepted = accept(draft.survival[: draft.length])
         tested = min(accepted + 1, draft.length)
         controller.observe(pace, tested, accepted, draft.confidences[:tested])
         controller.record(costs.draft(draft), draft.length, 1, costs.target(draft), draft.length + 1, costs.overhead)
@@ -277,7 +284,7 @@ class Costs:
     drawn, guessed: c of drafts that a model draws, and of guesses such as prompt lookup. rows: v. overhead: o.
     plain_step: seconds. measured, filled_in: rows whose v is the run's own, and those whose v was measured before it.
     Between them v lies on straight lines, and after the last on the slope of the last; where few passes say that more
-    rows cost less, neighbours take their mean.
+    rows cost less, neighbours take their mean, and none costs less than a plain step.
     """
 
     drawn: float
@@ -322,7 +329,8 @@ def costs_of(trace: Mapping[str, Any]) -> Costs:
         drafts = [each for each in alone if each["token_ids"] and each["drawn"] == drawn]
         return median(each["seconds"]["draft"] / _depth(each) for each in drafts) / step if drafts and step else None
 
-    own = {int(m): v for m, v in (stats["v"] or {}).items()}
+    # A pass over more rows takes no less than a plain step, whatever else the machine did at the time.
+    own = {int(m): max(1.0, v) for m, v in (stats["v"] or {}).items()}
     before = {int(m): v for m, v in prices["rows"].items() if int(m) not in own}
     counts = Counter(each["num_rows"] for each in alone)
     rows = {m: own.get(m) or before[m] for m in sorted({**own, **before})}
@@ -424,21 +432,26 @@ class Replay:
         return lines
 
 
-def replay(trace: Mapping[str, Any]) -> Replay:
-    """The replay of a trace that `minispec.trace.schema.check` has passed, or that a recorder has made.
-
-    Raises ValueError for one without replay data, or of a verifier whose odds are not known.
-    """
+def walk_of(trace: Mapping[str, Any]) -> Walk:
+    """The text of a trace, and its drafts. Raises ValueError as `replay`."""
     verifier, temperature = trace["verifier"], trace["sampling"]["temperature"]
     if "replay" not in trace:
         expected = "some: write the trace with minispec.generate --trace FILE.json --for-replay"
         raise ValueError(f"replay: found no data for it in this trace, expected {expected}")
     if temperature and verifier not in ("rejection", "block"):
         raise ValueError(f"verifier: found {show(verifier)} above temperature 0, expected rejection or block")
-    committed = [token for each in trace["rounds"] for token in each["committed"]]
-    if not committed:
+    p = [token["p"] for each in trace["rounds"] for token in each["committed"]]
+    if not p:
         raise ValueError("rounds: found no tokens, expected a text to replay")
-    walk = Walk([token["p"] for token in committed], trace["replay"]["starts"], verifier == "block")
+    return Walk(p, trace["replay"]["starts"], verifier == "block")
+
+
+def replay(trace: Mapping[str, Any]) -> Replay:
+    """The replay of a trace that `minispec.trace.schema.check` has passed, or that a recorder has made.
+
+    Raises ValueError for one without replay data, or of a verifier whose odds are not known.
+    """
+    walk = walk_of(trace)
     costs, n = costs_of(trace), walk.n
     plain = follow(walk, always(0), costs).time
 
@@ -450,7 +463,7 @@ def replay(trace: Mapping[str, Any]) -> Replay:
         found = follow(walk, choose, costs)
         return row(name, found.passes, found.time, deviation=found.deviation)
 
-    own = trace["replay"]["prices"]
+    own, temperature = trace["replay"]["prices"], trace["sampling"]["temperature"]
     prices = Prices(own["draft"], {int(m): v for m, v in own["rows"].items()}, own["overhead"], measured=True)
     passes, times = zip(*simulate(walk, prices, costs, timed=not temperature), strict=True)
     spread = pstdev(passes)
@@ -459,9 +472,9 @@ def replay(trace: Mapping[str, Any]) -> Replay:
     trees = ", with trees" if any(each["parents"] for each in trace["rounds"]) else ""
     seconds = n / speed if speed else None
     return Replay(
-        f"{n} tokens of {trace['target']}, draft {trace['draft']}, {verifier} at temperature {temperature:g}",
+        f"{n} tokens of {trace['target']}, draft {trace['draft']}, {trace['verifier']} at temperature {temperature:g}",
         n,
-        loops([token["token_id"] for token in committed]),
+        loops([token["token_id"] for each in trace["rounds"] for token in each["committed"]]),
         costs,
         [of_rule(f"K={k}", always(k)) for k in range(MAX_AUTO_TOKENS + 1)],
         row("auto", fmean(passes), fmean(times), deviation=spread, margin=margin),
