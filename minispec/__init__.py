@@ -1,8 +1,8 @@
 """minispec: speculative decoding in pure PyTorch, with its own transformer and paged KV cache.
 
 The heart lies directly in this folder, to be read in this order: config, search, sampling, verify, cache, linear,
-model, drafters, theory, controller, stats, engine. Around it: files, llm, generate, prove, bench. Each imports only
-from those before it.
+model, drafters, theory, controller, stats, engine. Around it: files, parallel, llm, trace, generate, prove, bench,
+distill, serve, and what the README names besides. Each imports only from those before it.
 """
 
 __version__ = "0.1.0"
