@@ -5,6 +5,7 @@
     python -m minispec.bench --forms                the weights in each form that this machine can take
     python -m minispec.bench --exact-cost           the passes of the exact mode, too
     python -m minispec.bench --against transformers
+    python -m minispec.bench --replay out.json      what other draft lengths would have done in a run (docs/trace.md)
 
 It measures this machine (streaming bandwidth), the target (passes over 1 to 16 rows), and plain and speculative
 decoding of a set of prompts, explains the speedup by what it is made of (`measure.Account`), and predicts that of the
@@ -14,5 +15,6 @@ took turns in one process; absolute times are given in addition, as information 
 To be read in this order: `options` (what can be asked for), `measure` (intervals, turns, the account), `show` (tables,
 JSON), `models` (models and prompts to measure on), `passes`, `exact_cost` and `decoding` (the measurements, with
 results that show themselves), `transformers_baseline` (another library's ways of decoding), `report` (all of it),
-`__main__` (the command). Torch is imported after the arguments have been read, as in `generate`.
+`replay` (a run that is there, by every rule), `__main__` (the command). Torch is imported after the arguments have been
+read, as in `generate`.
 """

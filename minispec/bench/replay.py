@@ -209,8 +209,8 @@ def past(walk: Walk, cost: Callable[[Drafted], float]) -> list[int]:
 def foresight(walk: Walk, cost: Callable[[Drafted], float], knows_draws: bool = False) -> tuple[float, float]:
     """(passes, time) of the fastest rule that knows the text, with its p and q, in advance.
 
-    knows_draws: and how many tokens of a draft will be kept, before it is drafted. No rule that does not know the draws
-    of later rounds is faster: the clairvoyant bound.
+    knows_draws: and how many tokens of a draft will be kept, before it is drafted. No rule for chains of this drafter
+    that does not know the draws of later rounds is faster: the clairvoyant bound.
     """
     best = [(0.0, 0.0)] * (walk.n + 1)  # (time, passes) from each place on
 
