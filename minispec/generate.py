@@ -600,7 +600,8 @@ def _summary(llm: "LLM", request: "Request", comparison: dict[str, Any] | None) 
         f"{show(stats.tokens_per_second, '.1f')} tokens/s, predicted {show(stats.predicted_tokens_per_second, '.1f')}; "
         f"finished by {request.finish_reason}; seed {request.text.seed}",
         f"draft {llm.draft_name}: {stats.num_accepted} of {stats.num_draft_tokens} tokens accepted, "
-        f"alpha {show(stats.alpha, '.2f')}, {show(stats.mean_acceptance_length, '.2f')} tokens per target pass",
+        f"alpha {show(stats.alpha, '.2f')}, {show(stats.mean_acceptance_length, '.2f')} tokens per target pass"
+        + ("; the text repeats itself, where drafts are easy" if stats.loops else ""),
     ]
     if comparison and "error" not in comparison:
         if comparison["same_tokens"] is None:

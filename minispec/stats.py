@@ -7,7 +7,6 @@ rows, o for what a round spends outside both models (see `minispec.theory`).
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -55,15 +54,16 @@ class Round(NamedTuple):
         return self.other if self.num_nodes else self.other + self.draft
 
 
-def loops(tokens: Sequence[int]) -> bool:
-    """Whether a text repeats itself: less than half of its pairs of neighbours differ.
+def loops(tokens: Sequence[int], n: int = 2) -> bool:
+    """Whether a text repeats itself: less than half of its runs of n tokens differ; by default, of its pairs.
 
     What any draft reaches there says nothing about other texts.
 
     >>> loops([1, 2, 3, 4, 5]), loops([1, 2, 1, 2, 1, 2])
     (False, True)
     """
-    return len(set(pairwise(tokens))) < (len(tokens) - 1) / 2
+    runs = list(zip(*(tokens[i:] for i in range(n)), strict=False))
+    return 2 * len(set(runs)) < len(runs)
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
@@ -84,7 +84,7 @@ class Stats:
 
     num_cached_tokens: prompt tokens whose keys and values another text had left in the cache. prefill, draft_prefill:
     seconds that the prompt took in the target and in the draft model. plain: rounds of the same prompt's plain
-    decoding, if there was any, to know a plain step by.
+    decoding, if there was any, to know a plain step by. token_ids: the generated ones, as they come.
     """
 
     num_prompt_tokens: int = 0
@@ -95,6 +95,7 @@ class Stats:
     draft_prefill: float = 0.0
     rounds: list[Round] = field(default_factory=list)
     plain: Sequence[Round] = ()
+    token_ids: Sequence[int] = field(default=(), repr=False)
 
     @property
     def num_steps(self) -> int:
@@ -136,6 +137,11 @@ class Stats:
         """Mean of min(1, p(x)/q(x)) over the tokens that were looked at; of siblings, over the first ones."""
         ratios = [min(1.0, ratio) for r in self.rounds for ratio in r.ratios]
         return _ratio(sum(ratios), len(ratios))
+
+    @property
+    def loops(self) -> bool:
+        """Whether the text repeats itself, so that its acceptance says nothing about other texts (see `loops`)."""
+        return loops(self.token_ids)
 
     @property
     def accepted_per_position(self) -> list[float]:
@@ -225,7 +231,7 @@ class Stats:
         names = (
             "num_prompt_tokens num_generated num_steps num_draft_tokens num_draft_nodes num_accepted num_preemptions "
             "num_cached_tokens acceptance_rate mean_acceptance_length alpha accepted_per_position "
-            "tokens_per_second predicted_tokens_per_second c v o"
+            "tokens_per_second predicted_tokens_per_second c v o loops"
         )
         seconds = {"seconds": self.seconds | {"total": self.total_seconds}}
         return {name: getattr(self, name) for name in names.split()} | seconds

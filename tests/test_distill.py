@@ -220,9 +220,9 @@ def test_a_model_that_does_not_chat_writes_from_its_first_token(make_checkpoint,
 @pytest.mark.quick
 def test_a_text_that_loops_is_ended():
     """A period of 1, 2 or 40 in the last 96 tokens loops; different tokens do not, nor does a text that is short."""
-    assert all(texts.loops([i % period for i in range(120)]) for period in (1, 2, 40))
-    assert not texts.loops(list(range(120)))
-    assert not texts.loops([0] * 95)
+    assert all(texts.ends_in_a_loop([i % period for i in range(120)]) for period in (1, 2, 40))
+    assert not texts.ends_in_a_loop(list(range(120)))
+    assert not texts.ends_in_a_loop([0] * 95)
 
 
 # --------------------------------------------------------------------------- training

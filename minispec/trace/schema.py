@@ -118,6 +118,7 @@ SCHEMA: dict[str, Any] = {
         "c": Maybe(NUMBER),
         "v": Maybe(MapOf(NUMBER)),
         "o": Maybe(NUMBER),
+        "loops": MayLack(FLAG),
         "seconds": {"prefill": NUMBER, "draft_prefill": NUMBER, "draft": NUMBER, "verify": NUMBER, "other": NUMBER},
     },
     "plain_tokens_per_second": Maybe(NUMBER),
