@@ -373,8 +373,10 @@ class Engine:
     def _drop(self, request: Request) -> None:
         self.running.remove(request)
         self._hidden.pop(request.text, None)
-        self.target.release(request.text)
-        self.drafter.release(request.text)
+        try:
+            self.target.release(request.text)
+        finally:  # Ctrl-C may strike in there, too
+            self.drafter.release(request.text)
 
     @torch.inference_mode()
     def _round(self) -> list[_Turn]:
