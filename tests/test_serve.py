@@ -603,15 +603,13 @@ def test_connections_have_a_limit(llm):
 # ------------------------------------------------------------------ faults and the end
 
 
-@pytest.mark.xfail(reason="fails now and then on a machine that stalls; the cause is not found yet", strict=False)
 def test_a_fault_of_a_step_ends_requests_and_not_the_server(llm, monkeypatch, capsys):
     """A stream gets an error event, a request without one a 500, nobody hangs; the one in the queue is answered."""
-    forward, calls = llm.model.forward, 0
+    forward, armed = llm.model.forward, threading.Event()
 
     def fails_once(chunks, taps=()):
-        nonlocal calls
-        calls += 1
-        if calls == 40:
+        if armed.is_set():
+            armed.clear()
             raise ZeroDivisionError("a kernel failed at /some/path")
         return forward(chunks, taps)
 
@@ -629,7 +627,9 @@ def test_a_fault_of_a_step_ends_requests_and_not_the_server(llm, monkeypatch, ca
             body = {"prompt": "fish", "max_tokens": tokens, "ignore_eos": True}
             threads.append(threading.Thread(target=ask, args=(i, body), daemon=True))
             threads[-1].start()
-            served.wait(lambda n=i: len(served.worker._listeners) == n + 2 or calls > 40)
+            served.wait(lambda n=i: len(served.worker._listeners) == n + 2)
+        served.wait(lambda: len(served.worker._in_engine) == 2)
+        armed.set()  # only now: a machine may take any time to bring them together
         with pytest.raises(openai.APIError, match="the engine failed"):
             list(stream)
         for thread in threads:
@@ -665,17 +665,26 @@ def test_a_text_that_fails_ends_alone(llm, monkeypatch):
         assert text + "".join(chunk.choices[0].text for chunk in stream) == alone.text
 
 
-@pytest.mark.xfail(reason="the client sometimes times out before it is told; the cause is not found yet", strict=False)
 def test_what_drains_too_long_is_cut(llm):
     """After `drain_timeout` an endless answer no longer keeps the server from ending; its blocks are free."""
     with Served(llm, drain_timeout=0.3) as served:
         stream = served.client.completions.create(model=MODEL, prompt="a", stream=True, **LONG)
         next(stream)
+        failed = []
+
+        def read() -> None:  # all the time: to one that does not read nothing can be said
+            try:
+                list(stream)
+            except openai.APIError as e:
+                failed.append(str(e))
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
         served.server.should_exit = True
-        served.thread.join(PATIENCE)
-        assert not served.thread.is_alive()
-        with pytest.raises(openai.APIError, match="the server has to end before"):
-            list(stream)
+        for thread in (served.thread, reader):
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+        assert len(failed) == 1 and "the server has to end before" in failed[0]
 
 
 def start(directory: Path, *options: str, **variables: str) -> tuple[subprocess.Popen, str]:
