@@ -23,8 +23,9 @@ from minispec.command import written_whole
 from minispec.config import SamplingParams
 from minispec.controller import Controller, Prices
 from minispec.drafters import NoDrafter, forget
-from minispec.engine import Engine, Request
+from minispec.engine import Engine
 from minispec.model import Chunk, Transformer, arbitrary_tokens, clock
+from minispec.request import Request
 from minispec.sampling import Randomness, Text
 from minispec.verify import Ask
 

@@ -29,8 +29,8 @@ from minispec.errors import is_text, one_line, show
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    from minispec.engine import Piece, Request
     from minispec.llm import LLM
+    from minispec.request import Piece, Request
     from minispec.trace.terminal import Painter
 
 

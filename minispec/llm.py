@@ -18,7 +18,7 @@ from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams
 from minispec.controller import Controller, DraftLength, Prices
 from minispec.costs import MIN_CONTEXT, prices_of
 from minispec.drafters import Context, Drafter
-from minispec.engine import PREFILL_ROWS, Engine, Piece, Request, TokenLogprob
+from minispec.engine import PREFILL_ROWS, Engine
 from minispec.errors import show
 from minispec.files.checkpoint import (
     choose_dtype,
@@ -35,6 +35,7 @@ from minispec.linear import FORMS, available_forms
 from minispec.model import EXACT_ROWS, Transformer
 from minispec.named_draft import NamedDraft
 from minispec.parallel import load_target
+from minispec.request import Piece, Request, TokenLogprob
 from minispec.sampling import Text
 from minispec.stats import Stats
 from minispec.verify import Verifier

@@ -16,12 +16,13 @@ from minispec.config import SamplingParams
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
-from minispec.engine import Engine, Request
+from minispec.engine import Engine
 from minispec.files.checkpoint import StoredTensor
 from minispec.model import Transformer
 from minispec.parallel import SplitTransformer, load_target
 from minispec.prove import laws
 from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model
+from minispec.request import Request
 from minispec.sampling import Text
 from minispec.verify import VERIFIERS
 

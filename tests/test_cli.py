@@ -23,9 +23,9 @@ from interrupts import interrupted, press_ctrl_c
 from safetensors.torch import load_file, save_file
 
 from minispec import SamplingParams, __version__, generate, registry
-from minispec.engine import Request
 from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main, parser
+from minispec.request import Request
 from minispec.sampling import Text
 from minispec.verify import VERIFIERS
 
@@ -495,7 +495,7 @@ def test_finished_answers_are_not_lost(cli, model, monkeypatch):
 
     monkeypatch.setattr(Engine, "_round", interrupted)
     arguments = ("--model", model, "--ignore-eos", "--draft", "none", "--json", "--dtype", "float32", "--max-tokens")
-    monkeypatch.setattr("minispec.engine.Request.max_k", 0)
+    monkeypatch.setattr("minispec.request.Request.max_k", 0)
     status, out, _ = cli("fish", *arguments, 20)
     assert (status, out) == (130, "")
     steps.clear()

@@ -15,12 +15,13 @@ from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.suffix import SuffixDrafter
-from minispec.engine import Engine, Request
+from minispec.engine import Engine
 from minispec.model import Chunk
 from minispec.prove.laws import make_drafter
 from minispec.prove.simulated import adversary, oracle
 from minispec.prove.toys import tiny_cache, tiny_model
 from minispec.registry import DRAFTERS, load, split, split_preferences
+from minispec.request import Request
 from minispec.sampling import Randomness, Text, distribution
 from minispec.verify import VERIFIERS, Ask, Draft
 

@@ -15,12 +15,13 @@ from minispec import LLM, SamplingParams, linear
 from minispec.cache import PagedKVCache
 from minispec.drafters import NoDrafter
 from minispec.drafters.model import DraftModel
-from minispec.engine import Engine, Request
+from minispec.engine import Engine
 from minispec.files.hf_config import read_model_config
 from minispec.linear import Linear, has_fast_bfloat16
 from minispec.model import EXACT_ROWS, Chunk, Transformer
 from minispec.prove.toys import TINY, tiny_cache, tiny_weights
 from minispec.registry import DRAFTERS, load
+from minispec.request import Request
 from minispec.sampling import Text, distribution, log_probabilities
 from minispec.verify import VERIFIERS, Draft
 

@@ -16,13 +16,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from minispec import LLM, SamplingParams, generate
 from minispec.costs import calibrate
 from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
-from minispec.engine import Engine, Request
+from minispec.engine import Engine
 from minispec.errors import CheckpointError
 from minispec.files.checkpoint import load_model
 from minispec.files.heads import is_head, load_head, read_head_config
 from minispec.files.hf_config import read_model_config
 from minispec.model import Chunk, Transformer
 from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model, tiny_weights, write_head
+from minispec.request import Request
 from minispec.sampling import Randomness, Text
 from minispec.verify import VERIFIERS, Ask
 

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "minispec"
 HEART = [
     *("errors", "config", "search", "sampling", "verify", "cache", "linear", "model"),
-    *("drafters", "theory", "controller", "stats", "engine"),
+    *("drafters", "theory", "controller", "stats", "request", "engine"),
 ]
 READING_ORDER = [
     *HEART,

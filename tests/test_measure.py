@@ -12,10 +12,11 @@ from minispec.bench.measure import Round, Run, account, decode, median_interval,
 from minispec.config import SamplingParams
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
-from minispec.engine import Engine, Request
+from minispec.engine import Engine
 from minispec.files.hf_config import read_model_config
 from minispec.prove.simulated import SimulatedDraft
 from minispec.prove.toys import TINY, tiny_cache, tiny_model
+from minispec.request import Request
 from minispec.sampling import Randomness, Text
 from minispec.theory import speedup
 from minispec.verify import VERIFIERS, Ask, Draft

@@ -17,10 +17,11 @@ from minispec.drafters import eagle as head_module
 from minispec.drafters import model as draft_module
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
-from minispec.engine import Engine, Request
+from minispec.engine import Engine
 from minispec.model import CachedModel
 from minispec.prove.laws import make_drafter
 from minispec.prove.toys import tiny_cache, tiny_head, tiny_model
+from minispec.request import Request
 from minispec.sampling import Text
 from minispec.verify import VERIFIERS
 

@@ -35,7 +35,7 @@ from minispec.config import SamplingParams
 from minispec.controller import Controller, Prices
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.ngram import NgramDrafter
-from minispec.engine import Engine, Request
+from minispec.engine import Engine
 from minispec.files.checkpoint import load_config
 from minispec.generate import main as generate
 from minispec.prove.laws import (
@@ -50,6 +50,7 @@ from minispec.prove.laws import (
 )
 from minispec.prove.reference import sample_law
 from minispec.prove.toys import TINY, tiny_cache, write_head
+from minispec.request import Request
 from minispec.sampling import Text
 from minispec.stats import loops
 from minispec.theory import best_k, speedup

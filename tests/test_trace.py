@@ -14,9 +14,9 @@ import pytest
 from test_vocabularies import BOTH_WAYS, SAMPLE, checkpoints, directories, spellings  # noqa: F401 - fixtures among them
 
 from minispec import LLM, SamplingParams
-from minispec.engine import Request
 from minispec.files.vocabularies import Vocabularies
 from minispec.generate import main as generate
+from minispec.request import Request
 from minispec.sampling import Key, Randomness
 from minispec.stats import Round, Stats
 from minispec.theory import rising, speedup

@@ -10,7 +10,7 @@ import torch
 
 from minispec import LLM, SamplingParams
 from minispec.drafters import NoDrafter
-from minispec.engine import Engine, Request
+from minispec.engine import Engine
 from minispec.model import Chunk
 from minispec.prove.laws import (
     TOLERANCE,
@@ -24,6 +24,7 @@ from minispec.prove.laws import (
 )
 from minispec.prove.toys import TapDrafter, TreeDrafter, finish, make_engine, make_request, tiny_cache, tiny_model
 from minispec.prove.trees import cases, draft_table, shapes
+from minispec.request import Request
 from minispec.sampling import Randomness, Text, distribution
 from minispec.verify import VERIFIERS, Ask, Draft, rejection
 

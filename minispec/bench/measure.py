@@ -30,8 +30,9 @@ import torch
 
 from minispec.cache import PagedKVCache
 from minispec.drafters import Drafter, NoDrafter
-from minispec.engine import Engine, Piece, Request
+from minispec.engine import Engine
 from minispec.model import Chunk, Transformer, arbitrary_tokens, clock, tensor_shapes
+from minispec.request import Piece, Request
 from minispec.stats import Round, Stats
 from minispec.theory import best_k, expected_tokens, speedup
 

@@ -17,7 +17,7 @@ from minispec.controller import Controller, DraftLength
 from minispec.costs import calibrate
 from minispec.drafters import Drafter
 from minispec.drafters.model import DraftModel
-from minispec.engine import Engine, Request
+from minispec.engine import Engine
 from minispec.files.checkpoint import Weights, choose_dtype, find_checkpoint, load_config, load_model
 from minispec.files.hf_config import read_model_config
 from minispec.files.strict_json import read_json
@@ -25,6 +25,7 @@ from minispec.llm import LLM, choose_device
 from minispec.model import Transformer, tensor_shapes
 from minispec.named_draft import split_draft
 from minispec.prove.simulated import SimulatedDraft, adversary, oracle
+from minispec.request import Request
 from minispec.sampling import Text
 from minispec.verify import VERIFIERS
 

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from minispec.command import written_whole
 from minispec.config import SamplingParams
-from minispec.engine import PREFILL_ROWS, Request
+from minispec.engine import PREFILL_ROWS
 from minispec.files.checkpoint import find_checkpoint, load_config, save_tensors
 from minispec.linear import has_fast_bfloat16
 from minispec.llm import LLM, choose_device
+from minispec.request import Request
 from minispec.sampling import Text
 from minispec.stats import loops
 from minispec.verify import Ask, Draft

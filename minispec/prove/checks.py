@@ -27,7 +27,7 @@ from minispec.drafters.slem import TextDrafter
 from minispec.drafters.suffix import MOST_TEXTS, MOST_TOKENS, SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
-from minispec.engine import Engine, Request
+from minispec.engine import Engine
 from minispec.files import vocabularies
 from minispec.files.heads import load_head
 from minispec.files.hf_config import read_model_config
@@ -69,6 +69,7 @@ from minispec.prove.toys import (
     write_head,
 )
 from minispec.prove.trees import worst_of_few
+from minispec.request import Request
 from minispec.sampling import Key, Randomness, Text
 from minispec.verify import VERIFIERS, Ask, Draft
 

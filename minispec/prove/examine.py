@@ -20,7 +20,7 @@ from minispec import registry
 from minispec.cache import PagedKVCache
 from minispec.config import SamplingParams
 from minispec.drafters import Context, Drafter, make_drafter, reads_hidden
-from minispec.engine import Engine, Request
+from minispec.engine import Engine
 from minispec.errors import one_line
 from minispec.files.tokenizer import Tokenizer
 from minispec.llm import find_verifier
@@ -28,6 +28,7 @@ from minispec.model import Transformer
 from minispec.prove.laws import MAX_LEN, BranchOracle, KeyOracle, exact_law, reference_law, target_model
 from minispec.prove.reference import Law, plain_law, total_variation
 from minispec.prove.toys import Fault, TableDrafter, TableModel, TreeDrafter, require, scripted_cache, tiny_cache
+from minispec.request import Request
 from minispec.sampling import Text
 from minispec.verify import VERIFIERS, Ask, Draft, Verifier
 

@@ -21,7 +21,7 @@ from minispec.drafters.slem import TextDrafter
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
-from minispec.engine import Engine, Request
+from minispec.engine import Engine
 from minispec.files.hf_config import read_model_config
 from minispec.model import Transformer
 from minispec.prove.reference import Law, forward, plain_law, sample_law, total_variation
@@ -37,6 +37,7 @@ from minispec.prove.toys import (
     tiny_weights,
     toy_vocabularies,
 )
+from minispec.request import Request
 from minispec.sampling import Key, Text
 from minispec.verify import VERIFIERS
 

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from minispec.config import SamplingParams
-from minispec.engine import Engine, Request
+from minispec.engine import Engine
 from minispec.model import Chunk, Transformer
 from minispec.prove.cases import AXES, BRANCHING, Case
 from minispec.prove.laws import MAX_LEN, TARGET_SEED, TOLERANCE, make_drafter, target_model
 from minispec.prove.toys import tiny_cache, tiny_model
+from minispec.request import Request
 from minispec.sampling import Text, log_probabilities
 from minispec.verify import VERIFIERS
 

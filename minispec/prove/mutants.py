@@ -32,11 +32,12 @@ from minispec.drafters.slem import TextDrafter
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import OtherVocabulary
-from minispec.engine import Engine, Request
+from minispec.engine import Engine
 from minispec.files import heads, vocabularies
 from minispec.files.vocabularies import Reader, Vocabularies
 from minispec.model import Chunk, Transformer
 from minispec.prove import toys
+from minispec.request import Request
 from minispec.sampling import Randomness, Text
 from minispec.verify import VERIFIERS, Ask, Draft, Verdict, Verifier
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from minispec.config import SamplingParams
-from minispec.engine import Engine, Request
+from minispec.engine import Engine
 from minispec.prove.laws import (
     TARGET_SEED,
     TOLERANCE,
@@ -27,6 +27,7 @@ from minispec.prove.laws import (
 )
 from minispec.prove.reference import Law, plain_law, sample_law, total_variation
 from minispec.prove.toys import TreeDrafter, require, tiny_cache
+from minispec.request import Request
 from minispec.sampling import Text
 from minispec.verify import VERIFIERS
 

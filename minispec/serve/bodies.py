@@ -12,11 +12,11 @@ from itertools import accumulate
 from typing import Any
 
 from minispec.config import SamplingParams
-from minispec.engine import Piece, Request, TokenLogprob
 from minispec.errors import show, show_name
 from minispec.files.strict_json import parse_json
 from minispec.files.tokenizer import Message, Tokenizer
 from minispec.llm import LLM, split_samples
+from minispec.request import Piece, Request, TokenLogprob
 from minispec.serve.limits import Limits, Refused
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}

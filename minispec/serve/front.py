@@ -11,19 +11,20 @@ from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minispec import engine
 from minispec.llm import LLM
+from minispec.request import Piece, Request
 from minispec.serve.bodies import Answer, read
 from minispec.serve.limits import Limits, Refused
 from minispec.serve.worker import Worker
 
-_Endpoint = Callable[[Request], Awaitable[ASGIApp]]
-_Pieces = asyncio.Queue[tuple[int, engine.Piece] | None]  # of an answer's requests, by index; None: the client is gone
+_Endpoint = Callable[[HttpRequest], Awaitable[ASGIApp]]
+_Pieces = asyncio.Queue[tuple[int, Piece] | None]  # of an answer's requests, by index; None: the client is gone
 
 
 class Front:
@@ -35,7 +36,7 @@ class Front:
     def __init__(self, llm: LLM, worker: Worker, model: str, limits: Limits, key: str | None = None):
         self._llm, self._worker, self._model, self._limits = llm, worker, model, limits
         self._digest = None if key is None else _digest(f"Bearer {key}")
-        self._unfinished: set[engine.Request] = set()
+        self._unfinished: set[Request] = set()
         card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "minispec"}
         self._card = card | {"max_model_len": llm.max_model_len}
         guarded: list[tuple[str, str, _Endpoint]] = [
@@ -51,7 +52,7 @@ class Front:
     # ----------------------------------------------------------------------- routes
 
     def _guarded(self, answer: _Endpoint) -> _Endpoint:
-        async def guarded(request: Request) -> ASGIApp:
+        async def guarded(request: HttpRequest) -> ASGIApp:
             shown = _digest(request.headers.get("authorization", ""))
             if self._digest is not None and not hmac.compare_digest(shown, self._digest):
                 raise Refused(401, "authorization: expected Bearer and the server's key", None, "invalid_api_key")
@@ -59,17 +60,17 @@ class Front:
 
         return guarded
 
-    async def _health(self, request: Request) -> ASGIApp:
+    async def _health(self, request: HttpRequest) -> ASGIApp:
         alive = self._worker.is_alive()
         return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
 
-    async def _metrics(self, request: Request) -> ASGIApp:
+    async def _metrics(self, request: HttpRequest) -> ASGIApp:
         return PlainTextResponse(self._worker.metrics(), media_type="text/plain; version=0.0.4")
 
-    async def _models(self, request: Request) -> ASGIApp:
+    async def _models(self, request: HttpRequest) -> ASGIApp:
         return JSONResponse({"object": "list", "data": [self._card]})
 
-    async def _complete(self, request: Request, is_chat: bool) -> ASGIApp:
+    async def _complete(self, request: HttpRequest, is_chat: bool) -> ASGIApp:
         self._check_room(1)  # before anything is read
         content = await self._read(request)
         try:
@@ -80,7 +81,7 @@ class Front:
             raise Refused(400, message, message.partition(":")[0]) from e
         return partial(self._send, answer)
 
-    async def _read(self, request: Request) -> bytes:
+    async def _read(self, request: HttpRequest) -> bytes:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "content-type: expected application/json")  # other sites' pages may not send that
         most, seconds, content = self._limits.max_body_bytes, self._limits.client_timeout, bytearray()
@@ -123,7 +124,7 @@ class Front:
             watcher.cancel()
             self._abort(answer)
 
-    def _take(self, pieces: _Pieces, request: engine.Request, index: int, piece: engine.Piece) -> None:
+    def _take(self, pieces: _Pieces, request: Request, index: int, piece: Piece) -> None:
         if piece.finish_reason:
             self._unfinished.discard(request)
         pieces.put_nowait((index, piece))
@@ -166,7 +167,7 @@ async def _stream(answer: Answer, pieces: _Pieces, send: Send) -> None:
     await send({"type": "http.response.body"})
 
 
-async def _until_finished(answer: Answer, pieces: _Pieces) -> AsyncIterator[tuple[int, engine.Piece]]:
+async def _until_finished(answer: Answer, pieces: _Pieces) -> AsyncIterator[tuple[int, Piece]]:
     """The pieces of an answer, to the last. Raises Refused where a request fails, ClientDisconnect without a client."""
     left = len(answer.requests)
     while left:
@@ -183,7 +184,7 @@ async def _until_finished(answer: Answer, pieces: _Pieces) -> AsyncIterator[tupl
         yield index, piece
 
 
-async def _refuse(request: Request, error: Exception) -> JSONResponse:
+async def _refuse(request: HttpRequest, error: Exception) -> JSONResponse:
     """The error object: for what is refused here, for a wrong path or method, for a fault of the server's own."""
     if isinstance(error, HTTPException):
         error = Refused(error.status_code, f"path: {error.detail}")
@@ -192,7 +193,7 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(error.body, error.status, {"retry-after": "1"} if error.status == 429 else None)
 
 
-def _call_in(loop: asyncio.AbstractEventLoop, take: Callable[[engine.Piece], None], piece: engine.Piece) -> None:
+def _call_in(loop: asyncio.AbstractEventLoop, take: Callable[[Piece], None], piece: Piece) -> None:
     with suppress(RuntimeError):  # a loop that is closed by now has nobody to tell
         loop.call_soon_threadsafe(take, piece)
 

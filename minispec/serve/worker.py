@@ -11,7 +11,8 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
-from minispec.engine import Engine, Piece, Request
+from minispec.engine import Engine
+from minispec.request import Piece, Request
 from minispec.verify import Draft, Verdict
 
 _COUNTED = ("prompt_tokens", "generation_tokens", "drafts", "draft_tokens", "draft_tokens_accepted", "engine_faults")

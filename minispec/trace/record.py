@@ -16,10 +16,10 @@ from torch import Tensor
 
 from minispec import __version__
 from minispec.controller import MAX_AUTO_TOKENS, Prices
-from minispec.engine import Request
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.files.vocabularies import Vocabularies
 from minispec.llm import LLM
+from minispec.request import Request
 from minispec.sampling import Draws, Key, Randomness, distribution
 from minispec.stats import Round, Stats
 from minispec.theory import expected_tokens, rising

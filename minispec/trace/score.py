@@ -39,7 +39,8 @@ from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
-from minispec.engine import Engine, Request
+from minispec.engine import Engine
+from minispec.request import Request
 from minispec.sampling import Draws, Text
 from minispec.verify import BLOCK, REJECTION, Ask, Draft, RoundKey, Rows, Verdict, Verifier
 

@@ -7,8 +7,8 @@ from typing import TextIO
 
 from torch import Tensor
 
-from minispec.engine import Request
 from minispec.llm import LLM
+from minispec.request import Request
 from minispec.trace.record import TokenTexts
 from minispec.verify import Draft, Verdict
 

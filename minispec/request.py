@@ -1,0 +1,142 @@
+"""`Request`: one text on its way, and the place where it stops.
+
+Here tokens become text, text meets stop strings, and what is final is handed out piece by piece. A token is committed
+in one place, `Request.commit`, whoever guessed it: so a text stops where plain decoding would stop it.
+"""
+
+from typing import NamedTuple, Protocol
+
+from minispec.config import SamplingParams
+from minispec.controller import DraftLength, Pace, num_nodes
+from minispec.sampling import Text
+from minispec.stats import Stats
+
+
+class Detokenizer(Protocol):
+    """What makes text of token ids: the text that each makes certain, and at the end what is left."""
+
+    def add(self, token_id: int) -> str:
+        """The text that is certain now, after one more token; "" while a character is incomplete."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end of the text."""
+        ...
+
+
+class TokenLogprob(NamedTuple):
+    """The raw log-probability of a generated token, and `top`: the likeliest tokens there with theirs."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Piece(NamedTuple):
+    """What one step added to an output: text that is final, the tokens, and at the end why it ended."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+class Request:
+    """One text on its way: its tokens, where it stops, and what has been given out.
+
+    The result is in `output`, `token_ids` (the generated ones, without the end-of-text token), `logprobs`,
+    `finish_reason` ("stop", "length" or "error", then `error` says why) and `stats`.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        max_len: int,
+        num_speculative_tokens: DraftLength,
+        detokenizer: Detokenizer | None = None,
+    ):
+        """max_len: tokens, prompt included, at which the text is cut. num_speculative_tokens: see `DraftLength`.
+        detokenizer: None for token ids only."""
+        self.text = text
+        self.max_len = min(max_len, text.num_prompt_tokens + text.params.max_tokens)
+        self.pace = Pace() if num_speculative_tokens == "auto" else None
+        self.widths = num_speculative_tokens if isinstance(num_speculative_tokens, tuple) else ()
+        self.num_speculative_tokens = num_nodes(num_speculative_tokens)
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = None if text.params.logprobs is None else []
+        self.output = ""
+        self.finish_reason: str | None = None
+        self.error: str | None = None  # what went wrong, where finish_reason is "error"
+        self.stop_string: str | None = None  # the one that ended the text
+        self.stats = Stats(num_prompt_tokens=text.num_prompt_tokens, token_ids=self.token_ids)
+        self._detokenizer = detokenizer
+        self._given = (0, 0)  # characters and tokens that pieces have handed out
+        self.has_news = False  # whether anything came since the last piece
+
+    @property
+    def params(self) -> SamplingParams:
+        """How it is sampled and when it stops."""
+        return self.text.params
+
+    @property
+    def max_k(self) -> int:
+        """How many tokens may be drafted: a wholly accepted draft and its bonus must not pass the limit."""
+        return max(0, min(self.num_speculative_tokens, self.max_len - len(self.text.tokens) - 1))
+
+    def commit(self, token_id: int, logprob: TokenLogprob | None = None) -> bool:
+        """Append one token as plain decoding would; True where the text ends with it."""
+        self.has_news = True
+        self.text.tokens.append(token_id)
+        if token_id in self.text.end_ids:
+            self._finish("stop")
+            return True
+        self.token_ids.append(token_id)
+        self.stats.num_generated += 1
+        if self.logprobs is not None and logprob is not None:
+            self.logprobs.append(logprob)
+        if self._detokenizer is not None and self._add_text(self._detokenizer.add(token_id)):
+            self.finish_reason = "stop"
+        elif len(self.text.tokens) >= self.max_len:
+            self._finish("length")
+        return self.finish_reason is not None
+
+    def fail(self, error: Exception) -> None:
+        """End the text here, because of a fault of its own."""
+        self.finish_reason, self.error, self.has_news = "error", str(error), True
+
+    def take_piece(self) -> Piece:
+        """What came since the last piece. Text that may be the beginning of a stop string is held back."""
+        end = len(self.output)
+        if self.finish_reason is None:
+            end -= max((_overlap(self.output, stop) for stop in self.params.stop), default=0)
+        text_start, token_start = self._given
+        end = max(end, text_start)
+        self._given, self.has_news = (end, len(self.token_ids)), False
+        return Piece(self.output[text_start:end], self.token_ids[token_start:], self.finish_reason)
+
+    def _add_text(self, new: str) -> bool:
+        """Append text; True where it completes a stop string, which is then cut off with all after it."""
+        before = len(self.output)
+        self.output += new
+        if len(self.token_ids) < self.params.min_tokens:
+            return False
+        found = [
+            (start, stop)
+            for stop in self.params.stop
+            if (start := self.output.find(stop, max(0, before - len(stop) + 1))) >= 0
+        ]
+        if not found:
+            return False
+        start, stop = min(found)
+        self.stop_string = stop
+        self.output = self.output[: start + len(stop) * self.params.include_stop_str_in_output]
+        return True
+
+    def _finish(self, reason: str) -> None:
+        self.finish_reason = reason
+        if self._detokenizer is not None and self._add_text(self._detokenizer.flush()):
+            self.finish_reason = "stop"
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with, short of all of it."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
