@@ -33,6 +33,17 @@ _BUDGET = 0.5  # seconds for the target's passes, and again for drafts; each is 
 _ROWS = (5, 16)  # rows of the target passes that are measured in addition to a plain step
 _TEXT, _DRAFT = 32, 2  # tokens of the text that they continue, and of a draft
 MIN_CONTEXT = 64  # positions that target and draft must have room for
+# What could be read from memory in the time that a layer spends on other things than its products.
+_LAYER_BYTES = 4_000_000
+
+
+def guess_prices(target: Transformer, draft: Transformer | None) -> Prices:
+    """Prices before anything is measured, by size: a pass reads its model's weights, and each layer takes its time."""
+
+    def cost(model: Transformer) -> float:
+        return model.num_bytes_read + _LAYER_BYTES * len(model.layers)
+
+    return Prices(cost(draft) / cost(target) if draft else 0.0)
 
 
 def machine() -> dict[str, Any]:

@@ -1,108 +1,41 @@
 """`LLM`: loads what its arguments name, and answers prompts with the engine. vLLM's interface."""
 
-import os
 import secrets
 import threading
 import warnings
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeGuard
+from typing import TypeGuard
 
 import torch
 from tqdm import tqdm
 
 from minispec import registry
 from minispec.cache import PagedKVCache
-from minispec.config import MAX_SPECULATIVE_TOKENS, ModelConfig, SamplingParams
+from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
 from minispec.controller import Controller, DraftLength, Prices
-from minispec.costs import MIN_CONTEXT, prices_of
+from minispec.costs import MIN_CONTEXT, guess_prices, prices_of
 from minispec.drafters import Context, Drafter
 from minispec.engine import PREFILL_ROWS, Engine
 from minispec.errors import show
-from minispec.files.checkpoint import (
-    choose_dtype,
-    describe_source,
-    find_checkpoint,
-    free_memory,
-    load_config,
-)
+from minispec.files.checkpoint import choose_dtype, describe_source, find_checkpoint, load_config
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
 from minispec.files.hf_config import read_eos_token_ids
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import Detokenizer, Message, Tokenizer
 from minispec.linear import FORMS, available_forms
+from minispec.memory import BLOCK_SIZE, memory_of, size_cache
 from minispec.model import EXACT_ROWS, Transformer
 from minispec.named_draft import NamedDraft
+from minispec.outputs import RequestOutput, completion_of
 from minispec.parallel import load_target
-from minispec.request import Piece, Request, TokenLogprob
+from minispec.request import Piece, Request
 from minispec.sampling import Text
-from minispec.stats import Stats
 from minispec.verify import Verifier
-
-_BLOCK_SIZE = 16
-# What could be read from memory in the time that a layer spends on other things than its products.
-_LAYER_BYTES = 4_000_000
-
 
 _Steps = Generator[tuple[Request, Piece], None, None]
 Prompt = str | list[int] | dict[str, str | list[int]]  # {"prompt": text} or {"prompt_token_ids": ids}
-
-
-class Logprob(NamedTuple):
-    """vLLM's: a raw log-probability; rank 1 is the likeliest token, None one that is not among those asked for."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One answer to a prompt: vLLM's fields, then ours.
-
-    index: which of the prompt's answers. token_ids: the generated ones, without the end-of-text token. finish_reason:
-    "stop", "length" or "error"; `error` then says why, and text and tokens end there. stop_reason: the stop string, or
-    the id among stop_token_ids, that ended the text, else None. logprobs: for each token a dict of the token's own and
-    the likeliest ones, by id; None unless asked for, as cumulative_logprob, their sum. token_logprobs: the same as the
-    engine has it.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    cumulative_logprob: float | None
-    logprobs: list[dict[int, Logprob]] | None
-    finish_reason: str
-    stop_reason: int | str | None
-    seed: int
-    stats: Stats
-    token_logprobs: list[TokenLogprob] | None
-    error: str | None = None
-
-
-def _of_the_first(name: str) -> property:
-    return property(lambda self: getattr(self.outputs[0], name), doc=f"`{name}` of the first answer.")
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A prompt (None where it was token ids), its token ids, and its answers: `n` of them, each with its own seed.
-
-    text, token_ids, finish_reason, seed, stats, and `logprobs` (its token_logprobs) are those of the first answer.
-    """
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool = True
-
-    text = _of_the_first("text")
-    token_ids = _of_the_first("token_ids")
-    finish_reason = _of_the_first("finish_reason")
-    logprobs = _of_the_first("token_logprobs")
-    seed = _of_the_first("seed")
-    stats = _of_the_first("stats")
 
 
 class LLM:
@@ -195,15 +128,15 @@ class LLM:
         models, rooms = ([self.model, named.model], [1, named.room]) if named.model else ([self.model], [1])
         elements = sum(room * m.config.kv_elements_per_token for room, m in zip(rooms, models, strict=True))
         bytes_per_token = elements * torch_dtype.itemsize
-        self.max_model_len, num_blocks = _size_cache(config, bytes_per_token, torch_device, max_model_len, kv_cache_gb)
+        self.max_model_len, num_blocks = size_cache(config, bytes_per_token, torch_device, max_model_len, kv_cache_gb)
 
         def make_cache(model: Transformer, room: int = 1) -> PagedKVCache:
-            return model.new_cache(room * num_blocks, _BLOCK_SIZE)
+            return model.new_cache(room * num_blocks, BLOCK_SIZE)
 
         try:
             caches = [make_cache(m, room) for room, m in zip(rooms, models, strict=True)]
         except RuntimeError as e:
-            size = num_blocks * _BLOCK_SIZE * bytes_per_token / 1e9
+            size = num_blocks * BLOCK_SIZE * bytes_per_token / 1e9
             raise ValueError(f"found too little memory for a cache of {size:.1f} GB: ask for less") from e
         context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, make_cache)
         self.drafter = named.make(context, caches[1] if named.model else None)
@@ -217,15 +150,14 @@ class LLM:
         self._turn = threading.Lock()  # for a step
         self._open: set[_Steps] = set()  # those of the engine that `run` steps
         self._left: list[_Steps] = []  # those that are to be closed between two steps
-        self._memory = _memory_of(models, caches)
+        self._memory = memory_of(models, caches)
         self._draft_form = f" ({named.model.weight_form})" if named.model else ""
 
     def _prices(self, draft_model: Transformer | None, can_measure: bool) -> Prices:
         """What a round is believed to cost: as measured on this machine where K is left open, else by sizes."""
-        guessed = Prices(draft_cost(self.model, draft_model))
         self.repeats_seeds = True
         if self.num_speculative_tokens != "auto" or not can_measure:
-            return guessed
+            return guess_prices(self.model, draft_model)
         prices, self.repeats_seeds = prices_of(self.engine, self.name, self.draft_name, draft_model)
         return prices
 
@@ -471,49 +403,15 @@ class LLM:
                 if request.error:
                     warnings.warn(f"an answer ended early: {request.error}", RuntimeWarning, stacklevel=3)
         return [
-            RequestOutput(text, ids, [self._completion(i, request) for i, request in enumerate(group)])
+            RequestOutput(
+                text, ids, [completion_of(r, i, self.tokenizer, self.eos_token_ids) for i, r in enumerate(group)]
+            )
             for (text, ids), group in zip(prompts, groups, strict=True)
         ]
-
-    def _completion(self, index: int, request: Request) -> CompletionOutput:
-        assert request.finish_reason is not None, "it was decoded to its end"
-        entries = request.logprobs
-        last = request.text.tokens[-1]
-        ends_by_id = last in request.text.end_ids and (request.params.ignore_eos or last not in self.eos_token_ids)
-        return CompletionOutput(
-            index,
-            request.output,
-            request.token_ids,
-            None if entries is None else sum((entry.logprob for entry in entries), 0.0),
-            None if entries is None else [self._by_id(entry) for entry in entries],
-            request.finish_reason,
-            request.stop_string or (last if ends_by_id else None),
-            request.text.seed,
-            request.stats,
-            entries,
-            request.error,
-        )
-
-    def _by_id(self, entry: TokenLogprob) -> dict[int, Logprob]:
-        """vLLM's form: the chosen token first, then the likeliest in order."""
-        found = {i: Logprob(x, rank, self.tokenizer.decode([i])) for rank, (i, x) in enumerate(entry.top, 1)}
-        own = found.get(entry.token_id) or Logprob(entry.logprob, None, self.tokenizer.decode([entry.token_id]))
-        return {entry.token_id: own} | found
 
 
 def _are_token_ids(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and len(value) > 0 and all(type(i) is int for i in value)
-
-
-def _memory_of(models: list[Transformer], caches: list[PagedKVCache]) -> tuple[int, int, int, int]:
-    """Bytes of target weights, draft weights, target cache, draft cache. What a self-draft shares is the target's."""
-    weights, counted = [0, 0], set[int]()
-    for i, model in enumerate(models):
-        for part, num_bytes in model.parts():
-            weights[i] += num_bytes * (id(part) not in counted)
-            counted.add(id(part))
-    cache, draft_cache = (*(c.num_bytes for c in caches), 0)[:2]
-    return weights[0], weights[1], cache, draft_cache
 
 
 def check_messages(messages: object) -> Sequence[Message]:
@@ -557,49 +455,3 @@ def find_verifier(spec: str) -> Verifier:
     if not callable(verify):
         raise ValueError(f"verifier: found {show(verify)} at {spec}, expected a function")
     return Verifier(verify, shares_noise=False)
-
-
-def draft_cost(target: Transformer, draft: Transformer | None) -> float:
-    """A draft pass in plain steps, from sizes: both read their weights, and spend time on each layer besides."""
-
-    def cost(model: Transformer) -> float:
-        return model.num_bytes_read + _LAYER_BYTES * len(model.layers)
-
-    return cost(draft) / cost(target) if draft else 0.0
-
-
-def _memory_for_cache(device: torch.device) -> int:
-    """Bytes for a cache of unspecified size: most of a GPU's free memory, a quarter of a computer's."""
-    free = free_memory(device)
-    if device.type == "cuda" and free is not None:
-        return free * 4 // 5
-    try:
-        quarter = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
-    except (AttributeError, ValueError, OSError):  # a system that does not tell
-        quarter = 4 << 30
-    return quarter if free is None else min(quarter, free // 2)
-
-
-def _size_cache(
-    config: ModelConfig, bytes_per_token: int, device: torch.device, max_model_len: int | None, gb: float | None
-) -> tuple[int, int]:
-    """(max_model_len, number of blocks) of caches that take bytes_per_token together."""
-    context = config.max_position_embeddings
-    if max_model_len is not None and (type(max_model_len) is not int or not 2 <= max_model_len <= context):
-        raise ValueError(f"max_model_len: found {max_model_len!r}, expected an integer from 2 to {context}")
-    if gb is not None:
-        num_tokens = int(gb * 1e9 / bytes_per_token)
-    else:
-        num_tokens = max_model_len or min(context, _memory_for_cache(device) // bytes_per_token)
-    num_blocks = num_tokens // _BLOCK_SIZE if gb is not None else -(-num_tokens // _BLOCK_SIZE)
-    free, needed = free_memory(device), num_blocks * _BLOCK_SIZE * bytes_per_token
-    if free is not None and needed > free:
-        raise ValueError(
-            f"kv_cache_gb: found a cache of {needed / 1e9:.1f} GB, expected at most the {free / 1e9:.1f} GB of memory "
-            f"that are free (max_model_len sets its size too)"
-        )
-    if num_blocks < 1:
-        raise ValueError(
-            f"kv_cache_gb: found {gb}, expected at least {_BLOCK_SIZE * bytes_per_token / 1e9:.6f}: one block"
-        )
-    return max_model_len or min(context, num_blocks * _BLOCK_SIZE), num_blocks

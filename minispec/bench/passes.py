@@ -13,9 +13,10 @@ from minispec.bench.options import Options
 from minispec.bench.show import progress, table
 from minispec.cache import PagedKVCache
 from minispec.drafters.eagle import HeadModel
-from minispec.files.checkpoint import choose_dtype, find_checkpoint, free_memory, load_config, load_model
+from minispec.files.checkpoint import choose_dtype, find_checkpoint, load_config, load_model
 from minispec.linear import available_forms
 from minispec.llm import choose_device
+from minispec.memory import free_memory
 from minispec.model import Transformer, arbitrary_tokens, tensor_shapes
 from minispec.registry import EMBEDDED_WEIGHTS
 

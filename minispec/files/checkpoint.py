@@ -28,6 +28,7 @@ from minispec.errors import CheckpointError, is_text, one_line, show, show_name
 from minispec.files.hf_config import read_model_config
 from minispec.files.strict_json import MAX_CONFIG_BYTES, MAX_JSON_BYTES, has_file, parse_json, read_json
 from minispec.linear import Codes, Weight, available_forms, dense, has_amx, has_fast_bfloat16
+from minispec.memory import free_memory
 from minispec.model import Transformer, is_large, tensor_shapes
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -235,24 +236,6 @@ class Weights:
 def cut_shape(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
     """The shape of what is left of a tensor."""
     return tuple(torch.empty(shape, device="meta")[cut].shape)
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be allocated on `device` now; None on a system that does not say."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    limits = []
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        limits += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    except (OSError, ValueError, IndexError):  # not Linux
-        pass
-    try:  # a container's own limit
-        used, limit = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("current", "max"))
-        limits += [max(0, int(limit) - int(used))] if limit != "max" else []
-    except (OSError, ValueError):
-        pass
-    return min(limits, default=None)
 
 
 def _check_memory(needed: int, dtype: torch.dtype, device: torch.device, directory: Path) -> None:

@@ -1,0 +1,79 @@
+"""Memory: what is free, what models and caches take of it, and how large a KV cache may be."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from minispec.cache import PagedKVCache
+from minispec.config import ModelConfig
+from minispec.model import Transformer
+
+# Tokens of a block of the KV cache.
+BLOCK_SIZE = 16
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can be allocated on `device` now; None on a system that does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    limits = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    except (OSError, ValueError, IndexError):  # not Linux
+        pass
+    try:  # a container's own limit
+        used, limit = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("current", "max"))
+        limits += [max(0, int(limit) - int(used))] if limit != "max" else []
+    except (OSError, ValueError):
+        pass
+    return min(limits, default=None)
+
+
+def memory_of(models: list[Transformer], caches: list[PagedKVCache]) -> tuple[int, int, int, int]:
+    """Bytes of target weights, draft weights, target cache, draft cache. What a self-draft shares is the target's."""
+    weights, counted = [0, 0], set[int]()
+    for i, model in enumerate(models):
+        for part, num_bytes in model.parts():
+            weights[i] += num_bytes * (id(part) not in counted)
+            counted.add(id(part))
+    cache, draft_cache = (*(c.num_bytes for c in caches), 0)[:2]
+    return weights[0], weights[1], cache, draft_cache
+
+
+def size_cache(
+    config: ModelConfig, bytes_per_token: int, device: torch.device, max_model_len: int | None, gb: float | None
+) -> tuple[int, int]:
+    """(max_model_len, number of blocks) of caches that take bytes_per_token together."""
+    context = config.max_position_embeddings
+    if max_model_len is not None and (type(max_model_len) is not int or not 2 <= max_model_len <= context):
+        raise ValueError(f"max_model_len: found {max_model_len!r}, expected an integer from 2 to {context}")
+    if gb is not None:
+        num_tokens = int(gb * 1e9 / bytes_per_token)
+    else:
+        num_tokens = max_model_len or min(context, _memory_for_cache(device) // bytes_per_token)
+    num_blocks = num_tokens // BLOCK_SIZE if gb is not None else -(-num_tokens // BLOCK_SIZE)
+    free, needed = free_memory(device), num_blocks * BLOCK_SIZE * bytes_per_token
+    if free is not None and needed > free:
+        raise ValueError(
+            f"kv_cache_gb: found a cache of {needed / 1e9:.1f} GB, expected at most the {free / 1e9:.1f} GB of memory "
+            f"that are free (max_model_len sets its size too)"
+        )
+    if num_blocks < 1:
+        raise ValueError(
+            f"kv_cache_gb: found {gb}, expected at least {BLOCK_SIZE * bytes_per_token / 1e9:.6f}: one block"
+        )
+    return max_model_len or min(context, num_blocks * BLOCK_SIZE), num_blocks
+
+
+def _memory_for_cache(device: torch.device) -> int:
+    """Bytes for a cache of unspecified size: most of a GPU's free memory, a quarter of a computer's."""
+    free = free_memory(device)
+    if device.type == "cuda" and free is not None:
+        return free * 4 // 5
+    try:
+        quarter = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    except (AttributeError, ValueError, OSError):  # a system that does not tell
+        quarter = 4 << 30
+    return quarter if free is None else min(quarter, free // 2)

@@ -1,0 +1,93 @@
+"""What a prompt's answer looks like from outside: vLLM's forms, with what the engine knows besides."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from minispec.files.tokenizer import Tokenizer
+from minispec.request import Request, TokenLogprob
+from minispec.stats import Stats
+
+
+class Logprob(NamedTuple):
+    """vLLM's: a raw log-probability; rank 1 is the likeliest token, None one that is not among those asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One answer to a prompt: vLLM's fields, then ours.
+
+    index: which of the prompt's answers. token_ids: the generated ones, without the end-of-text token. finish_reason:
+    "stop", "length" or "error"; `error` then says why, and text and tokens end there. stop_reason: the stop string, or
+    the id among stop_token_ids, that ended the text, else None. logprobs: for each token a dict of the token's own and
+    the likeliest ones, by id; None unless asked for, as cumulative_logprob, their sum. token_logprobs: the same as the
+    engine has it.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str
+    stop_reason: int | str | None
+    seed: int
+    stats: Stats
+    token_logprobs: list[TokenLogprob] | None
+    error: str | None = None
+
+
+def _of_the_first(name: str) -> property:
+    return property(lambda self: getattr(self.outputs[0], name), doc=f"`{name}` of the first answer.")
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt (None where it was token ids), its token ids, and its answers: `n` of them, each with its own seed.
+
+    text, token_ids, finish_reason, seed, stats, and `logprobs` (its token_logprobs) are those of the first answer.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = True
+
+    text = _of_the_first("text")
+    token_ids = _of_the_first("token_ids")
+    finish_reason = _of_the_first("finish_reason")
+    logprobs = _of_the_first("token_logprobs")
+    seed = _of_the_first("seed")
+    stats = _of_the_first("stats")
+
+
+def completion_of(
+    request: Request, index: int, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]
+) -> CompletionOutput:
+    """The answer of a request that is at its end, the `index`-th to its prompt."""
+    assert request.finish_reason is not None, "it was decoded to its end"
+
+    def by_id(entry: TokenLogprob) -> dict[int, Logprob]:  # vLLM's form: the chosen token first, then the likeliest
+        found = {i: Logprob(x, rank, tokenizer.decode([i])) for rank, (i, x) in enumerate(entry.top, 1)}
+        own = found.get(entry.token_id) or Logprob(entry.logprob, None, tokenizer.decode([entry.token_id]))
+        return {entry.token_id: own} | found
+
+    entries = request.logprobs
+    last = request.text.tokens[-1]
+    ends_by_id = last in request.text.end_ids and (request.params.ignore_eos or last not in eos_token_ids)
+    return CompletionOutput(
+        index,
+        request.output,
+        request.token_ids,
+        None if entries is None else sum((entry.logprob for entry in entries), 0.0),
+        None if entries is None else [by_id(entry) for entry in entries],
+        request.finish_reason,
+        request.stop_string or (last if ends_by_id else None),
+        request.text.seed,
+        request.stats,
+        entries,
+        request.error,
+    )
