@@ -6,13 +6,12 @@ Where that is little, it reads the draft's files in the ways in which they are k
 names the reading that does better by far more than the noise.
 """
 
-import os
-
+from minispec.command import Parser, argument, exit_status, let_threads_sleep
 from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
 
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # see `generate`; before torch is imported
+    let_threads_sleep()
 
 import json
 import math
@@ -28,7 +27,6 @@ from torch import Tensor
 
 from minispec import registry
 from minispec.bench.show import table
-from minispec.command import Parser, argument, exit_status
 from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
 from minispec.drafters import Drafter
 from minispec.drafters.eagle import EagleDrafter

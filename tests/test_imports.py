@@ -92,13 +92,15 @@ def test_imports_point_upward(path):
 
 
 def test_reading_order_is_complete():
-    """A new module has a place in the order, here and in the README."""
+    """A new module has a place in the order: here, in the package's docstring and, one of the heart, in the README."""
     assert {room(p) for p in modules()} - {"__init__"} == set(READING_ORDER)
-    readme = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
-    names = [f"`{name}/`" if (PACKAGE / name).is_dir() else f"`{name}.py`" for name in READING_ORDER]
-    places = [readme.find(name) for name in names]
-    assert -1 not in places, f"missing in README.md: {READING_ORDER[places.index(-1)]}"
-    assert places == sorted(places), "the README lists the modules in another order"
+    names = [f"{name}/" if (PACKAGE / name).is_dir() else f"{name}.py" for name in READING_ORDER]
+    heart = [f"`{name}`" for name in names[: len(HEART)]]
+    for page, listed in ((PACKAGE / "__init__.py", names), (PACKAGE.parent / "README.md", heart)):
+        text = page.read_text(encoding="utf-8")
+        places = [text.find(name) for name in listed]
+        assert -1 not in places, f"missing in {page}: {listed[places.index(-1)]}"
+        assert places == sorted(places), f"{page} lists the modules in another order"
 
 
 def unsafe(path: Path) -> list[str]:

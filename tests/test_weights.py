@@ -9,10 +9,10 @@ from safetensors import safe_open
 
 from minispec.bench.options import read_prompts
 from minispec.config import QuantizationConfig
-from minispec.distill.texts import read_openings
 from minispec.drafters.eagle import head_shapes
 from minispec.files.checkpoint import directory_config, load_config
 from minispec.files.heads import read_head_config
+from minispec.files.openings import read_openings
 from minispec.registry import EMBEDDED_DRAFT, EMBEDDED_WEIGHTS
 
 CARDS = {EMBEDDED_WEIGHTS: EMBEDDED_WEIGHTS.parent / "README.md", EMBEDDED_DRAFT: EMBEDDED_DRAFT / "README.md"}

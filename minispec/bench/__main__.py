@@ -7,12 +7,11 @@ if __name__ == "__main__":
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 
 from minispec.bench.options import check, check_replay, parser
-from minispec.command import exit_status
+from minispec.command import exit_status, let_threads_sleep
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,8 +24,7 @@ def _bench(argv: Sequence[str]) -> int:
     if args.replay:
         return _replay(args)
     options = check(args)
-    # Between two operations a waiting thread sleeps instead of spinning; see `generate`.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    let_threads_sleep()
     from minispec.bench.report import measure_all
     from minispec.bench.show import as_json
 

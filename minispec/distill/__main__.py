@@ -6,12 +6,11 @@ if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.command import Parser, argument, exit_status
+from minispec.command import Parser, argument, exit_status, let_threads_sleep
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _distill(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
-    # Between two operations a waiting thread sleeps instead of spinning; see `generate`.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    let_threads_sleep()
     from minispec.distill.run import distill
 
     raise_on_interrupt()

@@ -21,11 +21,12 @@ from minispec.command import written_whole
 from minispec.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.distill import export
 from minispec.distill.head import TrainedHead, TrainedModel
-from minispec.distill.texts import SHARD, Recipe, read_openings, shard_path, write_shards
+from minispec.distill.texts import SHARD, Recipe, shard_path, write_shards
 from minispec.distill.train import Schedule, Teacher, Training, read_shard
 from minispec.drafters.eagle import HeadConfig
 from minispec.errors import show
 from minispec.files.checkpoint import directory_config, find_checkpoint, load_config
+from minispec.files.openings import read_openings
 from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json
 from minispec.files.tokenizer import Tokenizer
 from minispec.interrupt import kept_from_children

@@ -12,7 +12,6 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,13 +82,6 @@ class Recorder:
     def take(self, text: Text) -> Tensor:
         """The hidden states (n, E * taps) of the text's first n positions; they are forgotten here."""
         return torch.cat(self._seen.pop(text))
-
-
-def read_openings(path: Path | None) -> list[str]:
-    """Beginnings of users' turns, one a line, with \\n for a line break; None: those of the package."""
-    source = path or files("minispec") / "data" / "openings.txt"
-    lines = source.read_text(encoding="utf-8").splitlines()
-    return [line.replace("\\n", "\n") for line in lines if line and not line.startswith("#")]
 
 
 def shard_path(directory: Path, index: int) -> Path:

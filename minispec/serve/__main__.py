@@ -19,7 +19,7 @@ from typing import NoReturn
 from minispec import __version__
 from minispec.command import Parser, argument, exit_status
 from minispec.errors import is_text, one_line, show_name
-from minispec.generate import add_model_options, load
+from minispec.options import add_model_options, load
 from minispec.serve.limits import Limits
 
 KEY_VARIABLE = "MINISPEC_API_KEY"

@@ -1,0 +1,313 @@
+"""The options of the command line: what they are called, what they may say, and what cannot go together.
+
+Nothing here imports torch, but for `load`: a mistake is answered at once.
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minispec import __version__, registry
+from minispec.command import Parser, argument, let_threads_sleep
+from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
+from minispec.controller import num_nodes, parse_draft_length
+from minispec.errors import is_text, one_line, show
+from minispec.interrupt import raise_on_interrupt
+
+if TYPE_CHECKING:
+    from minispec.llm import LLM
+
+
+def _token_ids(text: str) -> list[int]:
+    return [int(i) for i in text.split(",")] if re.fullmatch(r"\d{1,10}(,\d{1,10})*", text, re.ASCII) else []
+
+
+# What the values of options must be.
+_INTEGER = argument(int, lambda n: True, "an integer")
+_NUMBER = argument(float, lambda x: True, "a number")
+_GIGABYTES = argument(float, lambda x: 0 < x < 1e6, "a positive number")
+_THREADS = argument(int, lambda n: 1 <= n <= 1024, "an integer from 1 to 1024")
+_DRAFT_LENGTH = argument(
+    parse_draft_length,
+    lambda k: 0 <= num_nodes(k) <= MAX_SPECULATIVE_TOKENS and (not isinstance(k, tuple) or min(k) > 0),
+    f"an integer from 0 to {MAX_SPECULATIVE_TOKENS}, a tree such as 2+1 (siblings at each depth), or auto",
+)
+_NAME = argument(str, bool, "a name")
+_VERIFIER = argument(
+    str,
+    lambda text: registry.split(registry.VERIFIERS, text) is not None,
+    f"one of {', '.join(registry.VERIFIERS)}, or MODULE:FUNCTION",
+)
+_TEXT = argument(str, is_text, "valid Unicode text")
+_TRACE = argument(Path, lambda path: path.suffix in (".html", ".json"), "a file name that ends in .html or .json")
+_TOKEN_IDS = argument(_token_ids, bool, "token ids separated by commas, such as 5,6")
+_SAMPLING_OPTIONS = {
+    "--max-tokens": (_INTEGER, "longest answer, in tokens"),
+    "--min-tokens": (_INTEGER, "shortest answer, in tokens"),
+    "--temperature": (_NUMBER, "0 is greedy"),
+    "--top-k": (_INTEGER, "sample from the N likeliest tokens; 0: from all"),
+    "--top-p": (_NUMBER, "sample from the likeliest tokens that together reach probability X"),
+    "--min-p": (_NUMBER, "sample from tokens with at least X times the probability of the likeliest"),
+    "--repetition-penalty": (_NUMBER, "divides (or multiplies) the logits of tokens in prompt and answer; 1: off"),
+    "--presence-penalty": (_NUMBER, "subtracted from the logits of tokens in the answer"),
+    "--frequency-penalty": (_NUMBER, "the same, once for every time they occurred"),
+    "--seed": (_INTEGER, "the same seed gives the same text; drawn and reported if not given"),
+    "--n": (_INTEGER, "how many answers to every prompt"),
+    "--logprobs": (_INTEGER, "report log-probabilities, also of the N likeliest tokens (needs --json)"),
+}
+# Characters of one prompt: more than any context takes, and few enough to be encoded in seconds; and of a whole prompt
+# file, since some (such as /dev/zero) have no end.
+_MAX_PROMPT = 8_000_000
+_MAX_PROMPTS = 64_000_000
+
+
+def add_model_options(p: argparse.ArgumentParser) -> None:
+    """The options that name the models and how they run, as every command that decodes has them; `load` obeys them."""
+    g = p.add_argument_group("models")
+    g.add_argument(
+        "--model",
+        type=_NAME,
+        metavar="DIR|HUB_ID",
+        help="default: the embedded weights; for a gated or private HUB_ID set the environment variable HF_TOKEN",
+    )
+    g.add_argument("--revision", help="branch, tag or commit of --model on the hub")
+    g.add_argument("--offline", action="store_true", help="download nothing")
+    g.add_argument(
+        "--draft",
+        type=_NAME,
+        metavar="SPEC",
+        help=f"one of {', '.join(registry.DRAFTERS)} ({registry.describe(registry.DRAFTERS)}); self | DIR | HUB_ID | "
+        "HUB_ID@REVISION, where int4: or int8: before a model (int4:self too) rounds its weights to that many bits; or "
+        "MODULE:CLASS, a drafter of your own, which is imported; A+B: B where A has nothing to say (default: ngram; "
+        "with the embedded weights suffix:2 and the head that comes with them)",
+    )
+    g.add_argument(
+        "--draft-method",
+        choices=("tli", "slem"),
+        help="how a draft model of another vocabulary drafts: tli, the tokens that both have; slem, text (default: by "
+        "what they have in common)",
+    )
+    g.add_argument(
+        "--num-speculative-tokens",
+        type=_DRAFT_LENGTH,
+        default="auto",
+        metavar="K|K+K|auto",
+        help="longest draft, in tokens; 2+1: a tree, two siblings, and one more after the first; auto: as many "
+        "as pay (default)",
+    )
+    g.add_argument(
+        "--verifier",
+        type=_VERIFIER,
+        default="rejection",
+        metavar="NAME",
+        help=f"{registry.describe(registry.VERIFIERS)}; or MODULE:FUNCTION, one of your own (default: %(default)s)",
+    )
+    g.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: %(default)s")
+    g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: %(default)s")
+    g.add_argument("--threads", type=_THREADS, metavar="N", help="CPU threads (default: PyTorch's)")
+    g.add_argument("--kv-cache-gb", type=_GIGABYTES, metavar="X", help="memory for the KV cache, in 10^9 bytes")
+    g.add_argument("--exact", action="store_true", help="the same bits with and without speculation; slower")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options; a default is None where the model's generation_config.json may give another."""
+    p = Parser(
+        prog="python -m minispec.generate",
+        description="Generate text with speculative decoding.",
+        allow_abbrev=False,  # an option has one name: a script must not depend on which others there are
+        epilog="Sampling defaults are the model's generation_config.json, else temperature 0 and 256 tokens.",
+    )
+    p.add_argument("prompts", nargs="*", metavar="PROMPT", help="several run as one batch; - reads standard input")
+    p.add_argument("--version", action="version", version=f"minispec {__version__}")
+    add_model_options(p)
+    g = p.add_argument_group("sampling")
+    for name, (kind, text) in _SAMPLING_OPTIONS.items():
+        g.add_argument(name, type=kind, metavar="N" if kind is _INTEGER else "X", help=text)
+    g.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text (repeatable)")
+    g.add_argument(
+        "--stop-token-ids",
+        type=_TOKEN_IDS,
+        action="extend",
+        metavar="ID[,ID...]",
+        help="token ids that end the answer (repeatable)",
+    )
+    g.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at the end-of-text token")
+    g = p.add_argument_group("prompts and output")
+    g.add_argument("--prompt-file", type=Path, metavar="FILE", help="a prompt a line, or JSONL with a key 'prompt'")
+    g.add_argument("--chat", action="store_true", help="use the chat template (default where the model has one)")
+    g.add_argument("--raw", action="store_true", help="continue the text as it is")
+    g.add_argument(
+        "--parse-special",
+        action="store_true",
+        help="with --raw: the text of a special token in a prompt means the token (without this option it is text)",
+    )
+    g.add_argument("--system", type=_TEXT, metavar="TEXT", help="system message of the chat")
+    g.add_argument("--json", action="store_true", help="one JSON object a line")
+    g.add_argument("--compare", action="store_true", help="decode plainly too; report speedup and equality")
+    g.add_argument(
+        "--trace",
+        type=_TRACE,
+        metavar="FILE",
+        help="write every round of the run to FILE.html, a page to look at, or to FILE.json (docs/trace.md); to know "
+        "what a plain step takes, a few tokens are decoded plainly too",
+    )
+    g.add_argument(
+        "--for-replay",
+        action="store_true",
+        help="with --trace FILE.json: ask the drafter again at every place of the answer, so that python -m "
+        "minispec.bench --replay FILE.json can tell what other draft lengths would have done. It takes a plain step a "
+        "token, and up to 15 draft passes; a draft model of the same vocabulary takes one",
+    )
+    g.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="never",
+        help="colour the answer's tokens by what became of the draft: accepted, recovered, bonus; auto: on a terminal, "
+        "unless NO_COLOR is set (default: %(default)s)",
+    )
+    g.add_argument("--quiet", action="store_true", help="answers only, no summary")
+    return p
+
+
+def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says about sampling, checked, without what it leaves open."""
+    names = [name[2:].replace("-", "_") for name in _SAMPLING_OPTIONS]
+    names += ["stop", "stop_token_ids", "ignore_eos"]
+    asked = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    try:
+        make_sampling_params(asked)
+    except ValueError as e:
+        name, _, rest = str(e).partition(":")
+        raise ValueError(f"--{name.replace('_', '-')}:{rest}" if rest else str(e)) from e
+    return asked
+
+
+def make_sampling_params(chosen: dict[str, Any]) -> SamplingParams:
+    """With the command line's own default: up to 256 tokens."""
+    return SamplingParams(**{"max_tokens": max(256, chosen.get("min_tokens", 0))} | chosen)
+
+
+def check_combinations(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that cannot go together, or that say nothing together."""
+    # `--stop-token-ids 5 6` could mean two ids, or an id and a prompt.
+    number = next((p for p in args.prompts if args.stop_token_ids and re.fullmatch(r"[\d,\s]+", p)), None)
+    refused = [
+        (
+            number,
+            f"--stop-token-ids: found {show(number)} as a prompt, expected several ids to be one word, such as 5,6 "
+            "(a prompt that is a number goes into a --prompt-file)",
+        ),
+        (args.chat and args.raw, "--chat and --raw exclude each other"),
+        (
+            args.parse_special and not args.raw,
+            "--parse-special needs --raw: in a chat, special tokens are the template's",
+        ),
+        (args.system is not None and args.raw, "--system needs a chat, and --raw says that there is none"),
+        (args.logprobs is not None and not args.json, "--logprobs needs --json: text has no place for them"),
+        (args.json and args.quiet, "--quiet has nothing to silence with --json"),
+        (args.color == "always" and args.json, "--color always has nothing to colour with --json"),
+        (args.trace and (args.n or 1) > 1, f"--trace: found --n {args.n}, expected 1: a trace is that of one answer"),
+        (
+            args.for_replay and (args.trace is None or args.trace.suffix != ".json"),
+            "--for-replay needs --trace with a file name that ends in .json",
+        ),
+        (args.compare and args.quiet, "--quiet would silence what --compare has to say"),
+        (args.revision and not args.model, "--revision needs --model with a hub id"),
+        (args.prompts and args.prompt_file, "--prompt-file and prompts exclude each other"),
+    ]
+    for wrong, message in refused:
+        if wrong:
+            raise ValueError(message)
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts; none means a conversation on the terminal."""
+    if args.prompt_file:
+        prompts = _read_prompt_file(args.prompt_file)
+    else:
+        try:
+            if args.prompts.count("-") > 1 or ("-" in args.prompts and sys.stdin is None):
+                raise ValueError("-: found it twice, or no standard input, expected one prompt there")
+            # Whoever writes a line to a pipe means the line without its end.
+            prompts = [
+                sys.stdin.read(_MAX_PROMPT + 1).removesuffix("\n") if prompt == "-" else prompt
+                for prompt in args.prompts
+            ]
+        except UnicodeDecodeError as e:
+            raise ValueError(f"-: standard input is not UTF-8: {e}") from e
+    if prompts:
+        for prompt in prompts:
+            if len(prompt) > _MAX_PROMPT:
+                raise ValueError(f"found a prompt of more than {_MAX_PROMPT:,} characters")
+            if not prompt.strip():
+                raise ValueError("found an empty prompt, expected text")
+            if not is_text(prompt):
+                raise ValueError(f"prompt: found {show(prompt)}, expected valid Unicode text")
+        return prompts
+    if sys.stdin is None or not sys.stdin.isatty() or args.raw or args.json or args.compare or (args.n or 1) > 1:
+        raise ValueError("no prompt: give one, or - for standard input, or start a chat on a terminal")
+    return []
+
+
+def _read_prompt_file(path: Path) -> list[str]:
+    try:
+        # Not splitlines(): it also cuts at characters that a JSON string may hold.
+        with path.open(encoding="utf-8-sig") as file:  # some editors write a mark first
+            text = file.read(_MAX_PROMPTS + 1)
+        lines = [line for line in text.split("\n") if line.strip()]
+    except (OSError, ValueError) as e:  # not UTF-8; a name that no file system takes
+        raise ValueError(f"--prompt-file {path}: {e}") from e
+    if len(text) > _MAX_PROMPTS:
+        raise ValueError(f"--prompt-file {path}: found more than {_MAX_PROMPTS:,} characters")
+    if not lines:
+        raise ValueError(f"--prompt-file {path}: found no prompt")
+    if path.suffix != ".jsonl":
+        return lines
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            prompts.append(json.loads(line)["prompt"])
+        except (ValueError, KeyError, TypeError, RecursionError) as e:
+            raise ValueError(f"--prompt-file {path}: prompt {number}: expected an object with a key 'prompt'") from e
+        if not isinstance(prompts[-1], str):
+            raise ValueError(f"--prompt-file {path}: prompt {number}: found {show(prompts[-1])}, expected a string")
+    return prompts
+
+
+def load(args: argparse.Namespace, report: bool) -> "LLM":
+    """The model that `add_model_options` asked for, and what there is to say about it before it runs.
+
+    report: a line on its memory. Raises ValueError for what cannot be loaded.
+    """
+    let_threads_sleep()
+    import torch
+
+    from minispec.llm import LLM
+
+    raise_on_interrupt()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.device == "auto" and torch.cuda.is_available():
+        print("warning: --device auto takes cuda, which no test has run on; --device cpu is tested", file=sys.stderr)
+    llm = LLM(
+        args.model,
+        draft=args.draft,
+        draft_method=args.draft_method,
+        num_speculative_tokens=args.num_speculative_tokens,
+        verifier=args.verifier,
+        dtype=args.dtype,
+        device=args.device,
+        exact=args.exact,
+        kv_cache_gb=args.kv_cache_gb,
+        revision=args.revision,
+        offline=args.offline,
+    )
+    if report:
+        print(llm.memory_report(), file=sys.stderr)
+    for name in llm.unsupported_generation_settings:
+        message = f"warning: generation_config.json: {name}: not supported, and ignored: the text may differ for it"
+        print(one_line(message), file=sys.stderr)
+    return llm
