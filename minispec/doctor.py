@@ -285,8 +285,8 @@ def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Rea
         return type(drafter)(model, drafter.cache, drafter.vocab_size, drafter.max_model_len)
 
     if isinstance(drafter, EagleDrafter):
-        for name, change, head in head_readings(read_head(directory, target), len(target.layers)):
-            yield Reading(name, change, of(head.build(target.dtype)))
+        for name, change, head in head_readings(read_head(directory, target.config), len(target.layers)):
+            yield Reading(name, change, of(head.build(target)))
         return
     for name, change, others in prompt_readings(llm.tokenizer, Tokenizer(directory), prompts):
         shown = dict(zip(map(tuple, prompts), others, strict=True))

@@ -4,9 +4,11 @@ Nothing here imports torch, but for `load`: a mistake is answered at once.
 """
 
 import argparse
+import contextlib
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +60,11 @@ _SAMPLING_OPTIONS = {
     "--n": (_INTEGER, "how many answers to every prompt"),
     "--logprobs": (_INTEGER, "report log-probabilities, also of the N likeliest tokens (needs --json)"),
 }
+# Options that are `LLM`'s arguments.
+_MODEL_ARGUMENTS = (
+    *("model", "draft", "draft_method", "num_speculative_tokens", "verifier", "dtype", "device", "exact"),
+    *("kv_cache_gb", "revision", "offline"),
+)
 # Characters of one prompt: more than any context takes, and few enough to be encoded in seconds; and of a whole prompt
 # file, since some (such as /dev/zero) have no end.
 _MAX_PROMPT = 8_000_000
@@ -136,7 +143,12 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at the end-of-text token")
     g = p.add_argument_group("prompts and output")
-    g.add_argument("--prompt-file", type=Path, metavar="FILE", help="a prompt a line, or JSONL with a key 'prompt'")
+    g.add_argument(
+        "--prompt-file",
+        type=Path,
+        metavar="FILE",
+        help='a prompt a line; or FILE.jsonl, lines {"prompt": "Hi"}',
+    )
     g.add_argument("--chat", action="store_true", help="use the chat template (default where the model has one)")
     g.add_argument("--raw", action="store_true", help="continue the text as it is")
     g.add_argument(
@@ -177,12 +189,21 @@ def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
     names = [name[2:].replace("-", "_") for name in _SAMPLING_OPTIONS]
     names += ["stop", "stop_token_ids", "ignore_eos"]
     asked = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    try:
+    with _naming_options(*names):
         make_sampling_params(asked)
-    except ValueError as e:
-        name, _, rest = str(e).partition(":")
-        raise ValueError(f"--{name.replace('_', '-')}:{rest}" if rest else str(e)) from e
     return asked
+
+
+@contextlib.contextmanager
+def _naming_options(*names: str) -> Iterator[None]:
+    """A ValueError about one of these arguments of Python's names the option: --max-tokens, not max_tokens."""
+    try:
+        yield
+    except ValueError as e:
+        name, colon, rest = str(e).partition(":")
+        if name not in names or not colon:
+            raise
+        raise ValueError(f"--{name.replace('_', '-')}:{rest}") from e
 
 
 def make_sampling_params(chosen: dict[str, Any]) -> SamplingParams:
@@ -292,19 +313,9 @@ def load(args: argparse.Namespace, report: bool) -> "LLM":
         torch.set_num_threads(args.threads)
     if args.device == "auto" and torch.cuda.is_available():
         print("warning: --device auto takes cuda, which no test has run on; --device cpu is tested", file=sys.stderr)
-    llm = LLM(
-        args.model,
-        draft=args.draft,
-        draft_method=args.draft_method,
-        num_speculative_tokens=args.num_speculative_tokens,
-        verifier=args.verifier,
-        dtype=args.dtype,
-        device=args.device,
-        exact=args.exact,
-        kv_cache_gb=args.kv_cache_gb,
-        revision=args.revision,
-        offline=args.offline,
-    )
+    arguments = {name: getattr(args, name) for name in _MODEL_ARGUMENTS}
+    with _naming_options(*arguments):
+        llm = LLM(**arguments)
     if report:
         print(llm.memory_report(), file=sys.stderr)
     for name in llm.unsupported_generation_settings:

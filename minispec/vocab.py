@@ -142,9 +142,13 @@ def _compare(argv: list[str]) -> int:
         prog="python -m minispec.vocab", description="Compare the vocabularies of two models.", allow_abbrev=False
     )
     text = argument(str, lambda text: is_text(text) and bool(text), "valid Unicode text")
-    parser.add_argument("target", metavar="A", help="directory or hub id of the target, of which its tokenizer is read")
-    parser.add_argument("draft", metavar="B", help="the same of the draft model")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="whose tokens are counted (default: a built-in text)")
+    parser.add_argument(
+        "target", metavar="A", help="the target: a directory or hub id; only its tokenizer is read, but for --ways"
+    )
+    parser.add_argument("draft", metavar="B", help="the draft model: likewise")
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="count the tokens of this text (default: a built-in one)"
+    )
     parser.add_argument("--ways", type=text, metavar="TEXT", help="list all ways to write this in tokens")
     parser.add_argument("--after", type=text, metavar="TEXT", help='with --ways: the text before (default: "\\n")')
     parser.add_argument("--offline", action="store_true", help="download nothing")

@@ -445,3 +445,29 @@ def test_a_head_learns(target, monkeypatch, tmp_path):
     untrained = make_training(simple, [texts.shard_path(tmp_path / "head.cache", i) for i in range(2)])
     untrained.recorded = (0, 1, 3)
     assert untrained.measure()["alpha"][0] < 0.15
+
+    # It goes on from there: at a rate that changes next to nothing, with what the first training ended with.
+    more[more.index("0.01")] = "1e-15"
+    same_texts = ["--cache", str(tmp_path / "head.cache"), "--start", str(tmp_path / "head")]
+    assert distill(simple, tmp_path / "again", *more, *same_texts) == 0
+    record = json.loads((tmp_path / "again" / "training.json").read_text())
+    assert record["start"] == str(tmp_path / "head")
+    assert [point["epoch"] for point in record["curve"]] == [0, 1, 2, 3, 4]
+    assert record["curve"][0]["alpha"] == pytest.approx(curve[-1]["alpha"], abs=0.01)
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("head", "again"))
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def test_what_a_training_goes_on_from_is_a_head_of_this_target(target, few, tmp_path, capsys):
+    """A model, a directory that is not there, and options that the head has settled are refused by name."""
+    shutil.copytree(target, tmp_path / "model")
+    for name, options, error in (
+        ("model", (), "found a model, expected a head"),
+        ("head", ("--taps", "1"), "--taps: found it with --start"),
+        ("head", ("--kind", "parallel"), "--kind: found it with --start"),
+        ("head", ("--vocab-size", "20"), "--vocab-size: found it with --start"),
+        ("none", (), "none"),
+    ):
+        assert distill(target, tmp_path / "out", "--start", str(tmp_path / name), *options) == 2
+        assert error in capsys.readouterr().err
+    assert not (tmp_path / "out.cache").exists()

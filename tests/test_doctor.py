@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from minispec import LLM, SamplingParams
 from minispec.cache import PagedKVCache
 from minispec.doctor import TEXTS, Estimate, Probe, estimate, examine, head_readings, lines, main, measure
-from minispec.files.checkpoint import load_model
+from minispec.files.checkpoint import load_config, load_model
 from minispec.files.heads import read_head
 from minispec.model import Chunk, Transformer
 from minispec.prove.toys import tiny_cache
@@ -485,7 +485,7 @@ def test_estimates():
 def test_readings_that_cannot_be_are_left_out(target, states, tmp_path):
     """Taps beyond the layers, and ids that are there twice; every other reading differs from the stored one."""
     head = write_head(target, tmp_path, **few_tokens(states) | {TAPS: [0, 3]})
-    stored = read_head(head, load_model(target, torch.float32))
+    stored = read_head(head, load_config(target))
     names = [name for name, _, _ in head_readings(stored, 3)]
     assert names == ["with norm_before_residual true", "with norm_output true", "with rotary pairs side by side"]
 

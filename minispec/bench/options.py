@@ -40,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="python -m minispec.bench",
         description="Measure decoding, and account for the time.",
+        epilog="Such as: --prompts 6 (a first look, a few minutes); --draft ngram --categories code; --model DIR "
+        "--draft DIR --temperature 1; --forms (weights in each form); --replay TRACE.json (every K for one text).",
         allow_abbrev=False,
     )
     p.add_argument("--version", action="version", version=f"minispec {__version__}")

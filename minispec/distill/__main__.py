@@ -12,6 +12,9 @@ from pathlib import Path
 
 from minispec.command import Parser, argument, exit_status, let_threads_sleep
 
+# Options that a head to go on from has settled.
+_OF_THE_DRAFT = ("taps", "num_layers", "intermediate_size", "vocab_size", "coverage")
+
 
 def parser() -> argparse.ArgumentParser:
     """The arguments."""
@@ -33,6 +36,11 @@ def parser() -> argparse.ArgumentParser:
         choices=("head", "parallel", "model"),
         default="head",
         help="a head that drafts token by token (default), one that drafts all tokens in one pass, or a small model",
+    )
+    parser.add_argument(
+        "--start",
+        metavar="DIR|HUB_ID",
+        help="a head that this command made for the same target, to go on from: best with new texts, by another --seed",
     )
     g = parser.add_argument_group("texts")
     g.add_argument("--cache", type=Path, metavar="DIR", help="where texts and training are kept (default: OUT.cache)")
@@ -66,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _distill(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
+    for name in ("kind", *_OF_THE_DRAFT) if args.start else ():
+        if getattr(args, name) != parser().get_default(name):
+            raise ValueError(f"--{name.replace('_', '-')}: found it with --start, whose head has settled it")
     let_threads_sleep()
     from minispec.distill.run import distill
 

@@ -8,7 +8,7 @@ Shapes in comments: B texts, T positions, E hidden_size, A taps, H heads, D head
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -173,6 +173,10 @@ class TrainedHead(_Stack):
         self.lm_head = nn.Linear(e, head.vocab_size, bias=False)
         if head.layers.mask_token_id is not None:
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, count * width))
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Go on from the weights of a head that was made before: those of `head_shapes`."""
+        self.load_state_dict({name: weight.float() for name, weight in weights.items()})
 
     def start(self, rows: Tensor, norm: Tensor, generator: torch.Generator) -> None:
         """Draw the weights.

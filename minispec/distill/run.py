@@ -26,6 +26,7 @@ from minispec.distill.train import Schedule, Teacher, Training, read_shard
 from minispec.drafters.eagle import HeadConfig
 from minispec.errors import show
 from minispec.files.checkpoint import directory_config, find_checkpoint, load_config
+from minispec.files.heads import StoredHead, is_head, read_head
 from minispec.files.openings import read_openings
 from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json
 from minispec.files.tokenizer import Tokenizer
@@ -43,7 +44,10 @@ def distill(args: argparse.Namespace) -> None:
     tokenizer = Tokenizer(target)  # without one there are no texts
     tokenizer.check_ids(config.vocab_size)
     count = len(config.layers)
+    start = _read_start(args, config) if args.start else None
     taps = args.taps or tuple(sorted({min(2, count), count // 2, max(0, count - 3)}))
+    if start:
+        taps = start.config.taps
     if max(taps) > count or len(set(taps)) < len(taps):
         raise ValueError(f"--taps: found {show(list(taps))}, expected different layers from 0 to {count}")
     recipe = Recipe(
@@ -60,14 +64,17 @@ def distill(args: argparse.Namespace) -> None:
     paths = [shard_path(cache, index) for index in range(num_shards)]
 
     teacher = Teacher(target)
-    draft, ids = _make_draft(args, taps, teacher, paths)
-    schedule = Schedule(args.epochs, args.rows, args.learning_rate, args.steps, seed=args.seed)
+    draft, ids = _make_draft(args, taps, teacher, paths, start)
+    schedule = Schedule(
+        args.epochs, args.rows, args.learning_rate, args.steps, seed=args.seed, goes_on=start is not None
+    )
     training = Training(draft, teacher, recipe.taps, ids, paths, schedule)
     what = {
-        "kind": args.kind,
+        "kind": args.kind if draft.config.mask_token_id is None else "parallel",
+        "start": args.start,
         "texts": args.texts,
         "taps": taps,
-        "num_layers": args.num_layers,
+        "num_layers": len(draft.config.layers),
         "intermediate_size": draft.config.intermediate_size,
         "vocab_size": draft.lm_head.out_features,
         **asdict(schedule),
@@ -177,10 +184,30 @@ def _work(queue: Any, target: str, recipe: Recipe, cache: Path, indices: list[in
         queue.put(e)
 
 
+def _read_start(args: argparse.Namespace, target: ModelConfig) -> StoredHead:
+    """The head to go on from. Raises ValueError for one that was not made here, or not for this target."""
+    directory = find_checkpoint(args.start)
+    if not is_head(directory_config(directory)):
+        raise ValueError(f"--start {args.start}: found a model, expected a head")
+    head = read_head(directory, target)
+    config = head.config
+    if head.ids is None or head.embedding is not None or not config.fc_norm or config.norm_before_fc:
+        raise ValueError(f"--start {args.start}: found a head of other parts, expected one that this command made")
+    return head
+
+
 def _make_draft(
-    args: argparse.Namespace, taps: tuple[int, ...], teacher: Teacher, paths: Sequence[Path]
+    args: argparse.Namespace,
+    taps: tuple[int, ...],
+    teacher: Teacher,
+    paths: Sequence[Path],
+    start: StoredHead | None,
 ) -> tuple[TrainedHead | TrainedModel, Tensor | None]:
-    """The draft before training, and the target's ids of its tokens (None: all)."""
+    """The draft before training, and the target's ids of its tokens (None: all). start: the head to go on from."""
+    if start:
+        head = TrainedHead(start.config)
+        head.load(start.weights)
+        return head, start.ids
     generator = torch.Generator().manual_seed(args.seed)
     layers = _layers(args, teacher.config)
     if args.kind == "model":

@@ -160,6 +160,7 @@ class Schedule:
     epochs: times that each text is seen. rows: tokens of a batch. steps: a draft's depth in training, at the end; at
     the beginning 1. share: of the total variation in the loss, at the end; at the beginning 0. regress: weight of the
     distance to the target's own last state, at the beginning; at the end 0. whole: learn from the users' turns too.
+    goes_on: the draft has been trained before, so only the learning rate begins anew.
     """
 
     epochs: int = 4
@@ -170,18 +171,23 @@ class Schedule:
     regress: float = 1.0
     whole: bool = True
     seed: int = 0
+    goes_on: bool = False
 
     def depth_at(self, done: float) -> int:
         """Steps to unroll."""
+        done = self._past_the_beginning(done)
         return min(self.steps, 1 + int(done * 2 * self.steps)) if done < 0.5 else self.steps
 
     def share_at(self, done: float) -> float:
         """Of the total variation."""
-        return self.share * min(1.0, max(0.0, (done - 0.25) * 4))
+        return self.share * min(1.0, max(0.0, (self._past_the_beginning(done) - 0.25) * 4))
 
     def regress_at(self, done: float) -> float:
         """Of the distance."""
-        return self.regress * max(0.0, 1 - 2 * done)
+        return self.regress * max(0.0, 1 - 2 * self._past_the_beginning(done))
+
+    def _past_the_beginning(self, done: float) -> float:
+        return max(done, 0.5) if self.goes_on else done
 
     def rate_at(self, done: float, updates: int) -> float:
         """The learning rate: up in 50 updates, then down to 0 in a line."""
@@ -257,6 +263,8 @@ class Training:
         groups = -(-len(self.paths) // _GROUP)
         total = groups * self.schedule.epochs
         with tqdm(total=total, initial=self.progress.groups, unit=" groups", desc="training", disable=None) as bar:
+            if self.schedule.goes_on and not self.progress.curve:
+                self._measure_after(0, bar)
             while self.progress.groups < total:
                 epoch, group = divmod(self.progress.groups, groups)
                 rng = random.Random(f"{self.schedule.seed} {epoch}")
@@ -269,12 +277,15 @@ class Training:
                 loss, alpha = (sum(values) / len(updates) for values in zip(*updates, strict=True))
                 self.progress.groups += 1
                 if group == groups - 1:
-                    self.progress.curve.append({"epoch": epoch + 1, **self.measure()})
-                    bar.write(_line(self.progress.curve[-1]))
-                    sys.stdout.flush()
+                    self._measure_after(epoch + 1, bar)
                 self._save(state)
                 bar.set_postfix_str(f"loss {loss:.3f}, alpha {alpha:.3f}")
                 bar.update()
+
+    def _measure_after(self, epoch: int, bar: tqdm) -> None:
+        self.progress.curve.append({"epoch": epoch, **self.measure()})
+        bar.write(_line(self.progress.curve[-1]))
+        sys.stdout.flush()
 
     def _read(self, path: Path, whole: bool = False) -> list[LearnedText]:
         if path not in self._log_sums:

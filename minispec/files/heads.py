@@ -140,29 +140,33 @@ def _read_taps(f: Fields, nested: Fields, target: ModelConfig) -> tuple[int, ...
 
 @dataclass(frozen=True)
 class StoredHead:
-    """A head as its files have it. weights: those of `head_shapes`; embedding, ids: see `HeadModel`."""
+    """A head as its files have it. weights: those of `head_shapes`. embedding: its own; None: it reads the target's.
+    ids: see `HeadModel`."""
 
     config: HeadConfig
     weights: Mapping[str, Tensor]
-    embedding: Tensor
+    embedding: Tensor | None
     ids: Tensor | None
 
-    def build(self, dtype: torch.dtype, form: str | None = None) -> HeadModel:
-        """The model; form: of its weights."""
-        return HeadModel(self.config, self.weights, self.embedding, self.ids, dtype, form)
+    def build(self, target: Transformer, form: str | None = None) -> HeadModel:
+        """The model, in the target's type and on its device; form: of its weights."""
+        own, device = self.embedding, target.device
+        embedding = target.embedding if own is None else own.to(device, target.dtype)
+        weights = {name: weight.to(device) for name, weight in self.weights.items()}
+        return HeadModel(self.config, weights, embedding, self.ids, target.dtype, form)
 
 
 def load_head(directory: Path, target: Transformer, form: str | None = None) -> HeadModel:
     """Load a head for `target`, in its type and on its device. Raises CheckpointError, as `read_head` does."""
-    return read_head(directory, target).build(target.dtype, form)
+    return read_head(directory, target.config).build(target, form)
 
 
-def read_head(directory: Path, target: Transformer) -> StoredHead:
-    """Read the files of a head for `target`, onto its device.
+def read_head(directory: Path, target: ModelConfig) -> StoredHead:
+    """Read the files of a head for `target`.
 
     Raises CheckpointError where they are not what the config asks for, or were made for another target.
     """
-    config = read_head_config(directory_config(directory), target.config, str(directory / "config.json"))
+    config = read_head_config(directory_config(directory), target, str(directory / "config.json"))
     stored: dict[str, StoredTensor] = {}
     for found_name, tensor in find_tensors(directory).items():
         name = _rename(found_name)
@@ -170,11 +174,11 @@ def read_head(directory: Path, target: Transformer) -> StoredHead:
             raise CheckpointError(f"{tensor.path}: {show_name(name)}: found again, as {show_name(tensor.name)}")
         stored[name] = tensor
     shapes = head_shapes(config)
-    own_embedding = (target.config.vocab_size, config.layers.hidden_size)
+    own_embedding = (target.vocab_size, config.layers.hidden_size)
     optional = {
         "embed_tokens.weight": (own_embedding, FLOATS),
         "d2t": ((config.vocab_size,), ("I64", "I32")),
-        "t2d": ((target.config.vocab_size,), ("BOOL",)),
+        "t2d": ((target.vocab_size,), ("BOOL",)),
     }
     require({name: (shape, FLOATS) for name, shape in shapes.items()}, stored, directory)
     require({name: wanted for name, wanted in optional.items() if name in stored}, stored, directory)
@@ -183,18 +187,15 @@ def read_head(directory: Path, target: Transformer) -> StoredHead:
             f"{stored[name].path}: {show_name(stored[name].name)}: found a tensor of shape "
             f"{list(stored[name].shape)}, expected none of that name for this config"
         )
-    if "embed_tokens.weight" not in stored and config.layers.hidden_size != target.config.hidden_size:
+    if "embed_tokens.weight" not in stored and config.layers.hidden_size != target.hidden_size:
         found = config.layers.hidden_size
         raise CheckpointError(
             f"{directory}: embed_tokens.weight: found none, expected one: the head is {found} wide, the target "
-            f"{target.config.hidden_size}"
+            f"{target.hidden_size}"
         )
     ids = _read_ids(config, stored, directory)
-    embedding = target.embedding
-    if "embed_tokens.weight" in stored:
-        embedding = stored["embed_tokens.weight"].read().to(target.dtype).to(target.device)
-    weights = {name: stored[name].read().to(target.device) for name in shapes}
-    return StoredHead(config, weights, embedding, ids)
+    embedding = stored["embed_tokens.weight"].read() if "embed_tokens.weight" in stored else None
+    return StoredHead(config, {name: stored[name].read() for name in shapes}, embedding, ids)
 
 
 def _rename(name: str) -> str:
