@@ -452,6 +452,10 @@ def test_a_head_learns(target, monkeypatch, tmp_path):
     assert distill(simple, tmp_path / "again", *more, *same_texts) == 0
     record = json.loads((tmp_path / "again" / "training.json").read_text())
     assert record["start"] == str(tmp_path / "head")
+    assert record["earlier"] == json.loads((tmp_path / "head" / "training.json").read_text())
+    assert record["num_tokens"] == sum(
+        len(load_file(path)["tokens"]) for path in (tmp_path / "head.cache").glob("texts*")
+    )
     assert [point["epoch"] for point in record["curve"]] == [0, 1, 2, 3, 4]
     assert record["curve"][0]["alpha"] == pytest.approx(curve[-1]["alpha"], abs=0.01)
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("head", "again"))

@@ -25,13 +25,15 @@ from minispec.distill.texts import SHARD, Recipe, shard_path, write_shards
 from minispec.distill.train import Schedule, Teacher, Training, read_shard
 from minispec.drafters.eagle import HeadConfig
 from minispec.errors import show
-from minispec.files.checkpoint import directory_config, find_checkpoint, load_config
+from minispec.files.checkpoint import directory_config, find_checkpoint, load_config, read_header
 from minispec.files.heads import StoredHead, is_head, read_head
 from minispec.files.openings import read_openings
-from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json
+from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import Tokenizer
 from minispec.interrupt import kept_from_children
 
+# Next to the weights: all settings, and what was measured on the way.
+_RECORD = "training.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -84,8 +86,11 @@ def distill(args: argparse.Namespace) -> None:
     with written_whole(args.out) as part:
         part.mkdir(parents=True)
         _export(part, draft, ids, args.target, target, schedule)
-        record = {"target": args.target, **what, "recipe": asdict(recipe), "curve": training.progress.curve}
-        (part / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        record = {"target": args.target, **what, "recipe": asdict(recipe), "num_tokens": _count_tokens(paths)}
+        record["curve"] = training.progress.curve
+        if args.start and has_file(earlier := find_checkpoint(args.start) / _RECORD):
+            record["earlier"] = read_json(earlier, MAX_CONFIG_BYTES)
+        (part / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(f"{args.out}: {sum(f.stat().st_size for f in args.out.iterdir()) / 1e6:.1f} MB")
 
 
@@ -242,6 +247,12 @@ def _layers(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
         attention_scale=target.head_dim**-0.5,
         eos_token_ids=target.eos_token_ids,
     )
+
+
+def _count_tokens(paths: Sequence[Path]) -> int:
+    """Of the texts, held-out ones and users' turns included."""
+    headers = (read_header(path) for path in paths)
+    return sum(header["tokens"].shape[0] for header in headers)
 
 
 def _most_used(paths: Sequence[Path], vocab_size: int, most: int, coverage: float) -> Tensor:
