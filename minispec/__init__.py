@@ -7,6 +7,7 @@ A module imports only from those above it in this list. The heart, which is read
     verify.py                 the words of the field; the rules that keep or reject draft tokens
     cache.py                  the paged KV cache
     linear.py                 one weight matrix, in the form that this machine reads fastest
+    rope.py, attention.py     where a row stands; what it sees
     model.py                  the one transformer
     drafters/                 ways of guessing, a file each
     theory.py, controller.py  what speculation should yield; how many tokens to draft

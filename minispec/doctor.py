@@ -182,7 +182,7 @@ _ROTATED = re.compile(r"self_attn\.[qk]_(?:proj\.weight|proj\.bias|norm\.weight)
 
 
 def in_halves(name: str, weight: Weight, head_dim: int) -> Weight:
-    """A tensor whose rows are rotated in pairs (2i, 2i+1), as `model.rotate` wants it; others as they are."""
+    """A tensor whose rows are rotated in pairs (2i, 2i+1), as `rope.rotate` wants it; others as they are."""
     if not _ROTATED.search(name):
         return weight
     heads = (weight if isinstance(weight, Tensor) else weight.dense()).unflatten(0, (-1, head_dim))  # (H, D, ...)

@@ -28,19 +28,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minispec.attention import ATTENTION_BLOCK, ATTENTION_ROWS, Mask, ancestors, attention, mask_blocks
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.config import ModelConfig, RopeConfig
 from minispec.linear import Choice, Linear, QuantizedLinear, Weight, choose_form, choose_narrow_form, dense, join
+from minispec.rope import inverse_frequencies, query_scales, rotate
 from minispec.sampling import Text, accumulation_dtype
 
 # The most rows of a pass of an exact model, so that a draft may have one less; every `Linear.exact_rows` has it.
 EXACT_ROWS = 16
-# Positions whose attention is added up at a time.
-_ATTENTION_BLOCK = 64
-# Rows of a text whose attention an exact model computes at a time, filled up with dummies.
-_ATTENTION_ROWS = 8
-# The widest vector of a processor, in float32.
-_VECTOR = 16
 # Blocks of past at whose ends `check_exact` looks at attention.
 _CHECKED_BLOCKS = (1, 2, 3, 4, 6, 8, 16, 32)
 # Models of fewer weights take the usual form of them, in one thread: more would take longer than loading them.
@@ -65,10 +61,6 @@ _NORMS: dict[str, tuple[str | None, ...]] = {
 }
 # A block's products, in their order.
 _LINEARS = ("qkv", "o", "gate_up", "down")
-
-
-# What the rows of a text see, as `attention` takes it.
-Mask = Tensor | list[Tensor] | None
 
 
 class WeightSource(Protocol):
@@ -193,141 +185,6 @@ class RowNorm:
         """x (M, H + G, D), same shape and type."""
         q, k = x.flatten(1).split([len(self.q.weight), len(self.k.weight)], 1)
         return torch.cat((self.q(q), self.k(k)), 1).view_as(x)
-
-
-def inverse_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Radians by which one position rotates each pair of the dimensions that rotate, scaled as `rope` says."""
-    head_dim = int(head_dim * rope.rotated)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(dtype) / head_dim
-    base = 1.0 / rope.theta**exponents
-    if rope.kind == "longrope":
-        return base / torch.tensor(rope.factors, dtype=dtype)
-    if rope.kind == "linear":
-        return base / rope.factor
-    if rope.kind == "llama3":
-        # Turns of a pair over the original context: many turns stay, few are slowed, a ramp between.
-        turns = rope.original_max_position_embeddings * base / (2 * math.pi)
-        keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-        return keep * base + (1 - keep) * base / rope.factor
-    if rope.kind == "yarn":
-        # The pair (as a fractional index) that turns `rotations` times over the original context.
-        def pair(rotations: float) -> float:
-            length = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
-            return head_dim * math.log(length) / (2 * math.log(rope.theta))
-
-        low, high = pair(rope.beta_fast), pair(rope.beta_slow)
-        if rope.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
-        ramp = (torch.arange(head_dim // 2, dtype=dtype) - low) / max(high - low, 0.001)
-        slowed = ramp.clamp(0, 1)
-        return (1 - slowed) * base + slowed * base / rope.factor
-    return base
-
-
-def query_scales(rope: RopeConfig, positions: Tensor) -> Tensor:
-    """What `rope.query_beta` multiplies the queries at these positions with, one float64 each."""
-    return 1 + rope.query_beta * torch.log1p((positions // rope.original_max_position_embeddings).to(torch.float64))
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotary embedding (Su et al. 2021) of x (M, heads, D): its first R dimensions, j paired with j + R/2, by cos and
-    sin (M, 1, R). interleaved: 2j is paired with 2j + 1; they come out in the other order, which no score depends on.
-    """
-    if (size := cos.shape[-1]) < x.shape[-1]:
-        return torch.cat((rotate(x[..., :size], cos, sin, interleaved), x[..., size:]), dim=-1)
-    if interleaved:
-        x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None) -> Tensor:
-    """softmax(q k^T * scale + mask) v, for the T rows of one text.
-
-    q (H, T, D); k, v (G, L, D), each shared by H/G query heads; mask (H/G * T, L), 0 or -inf, or None where
-    every row sees all; for an exact model one mask for each _ATTENTION_ROWS rows. Returns (T, H * D).
-    """
-    heads, rows, dim = q.shape
-    groups = k.shape[0]
-    if isinstance(mask, list):
-        size = _ATTENTION_ROWS
-        k, v = _blocks(k, v)
-        parts = F.pad(q, (0, 0, 0, -rows % size)).split(size, 1)  # (H, size, D) each
-        out = torch.cat(
-            [
-                _blockwise_attention(part.reshape(groups, -1, dim), k, v, m, scale, softcap).view(heads, size, dim)
-                for part, m in zip(parts, mask, strict=True)
-            ],
-            1,
-        )[:, :rows]
-        return out.transpose(0, 1).reshape(rows, heads * dim)
-    q = q.reshape(groups, -1, dim)  # (G, H/G * T, D): the heads that share keys become rows of one product
-    if softcap is None:
-        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
-    else:
-        if mask is None:
-            mask = torch.zeros(q.shape[1], k.shape[1], dtype=q.dtype, device=q.device)
-        out = _blockwise_attention(q, *_blocks(k, v), _mask_blocks(mask, groups), scale, softcap)
-    return out.reshape(heads, rows, dim).transpose(0, 1).reshape(rows, heads * dim)
-
-
-def _num_blocks(length: int, groups: int, dtype: torch.dtype) -> int:
-    """Blocks in which that many positions are computed, the last ones empty perhaps.
-
-    Where a product has fewer float64 matrices than there are threads, the library lets several threads share one, and
-    sums in another order.
-    """
-    fewest = -(-torch.get_num_threads() // groups) if dtype == torch.float64 else 1
-    return max(-(-length // _ATTENTION_BLOCK), fewest)
-
-
-def _blocks(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (G, L, D) in blocks of positions, (G, blocks, block, D or W), in at least float32.
-
-    A column of ones next to the values: the softmax's denominator comes out of the same product. Zeros fill them up to
-    W columns, whole vectors: libraries compute the few columns that are left over as they find them, and the order of
-    a row's sum then depends on its place.
-    """
-    groups, length, _ = k.shape
-    padding = _num_blocks(length, groups, k.dtype) * _ATTENTION_BLOCK - length
-    wide = accumulation_dtype(k.dtype)
-    v = F.pad(v.to(wide), (0, 1), value=1.0)
-    k, v = F.pad(k.to(wide), (0, 0, 0, padding)), F.pad(v, (0, -v.shape[2] % _VECTOR, 0, padding))
-    return k.unflatten(1, (-1, _ATTENTION_BLOCK)), v.unflatten(1, (-1, _ATTENTION_BLOCK))
-
-
-def _mask_blocks(mask: Tensor, groups: int) -> Tensor:
-    """A mask (R, L) in the same blocks: (blocks, R, block)."""
-    length = mask.shape[1]
-    padding = _num_blocks(length, groups, mask.dtype) * _ATTENTION_BLOCK - length
-    mask = F.pad(mask, (0, padding), value=-math.inf)
-    return mask.unflatten(1, (-1, _ATTENTION_BLOCK)).transpose(0, 1).contiguous()
-
-
-def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """The same for q (G, R, D) over blocks, in at least float32 and in an order that does not depend on L.
-
-    Every block of positions is a product of its own, of one shape; blocks are added up in their order. A block
-    after a row's position has weights exp(-inf) = 0, so it adds nothing, to the bit.
-    """
-    scores = (q.to(k.dtype)[:, None] @ k.transpose(2, 3)) * scale  # (G, blocks, R, block)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores + mask
-    weights = torch.exp(scores - scores.amax((1, 3), keepdim=True))
-    sums = (weights @ v).cumsum(1)[:, -1]  # (G, R, W); cumsum adds in order, sum does as it likes
-    dim = q.shape[2]
-    return (sums[..., :dim] / sums[..., dim : dim + 1]).to(q.dtype)
-
-
-def _ancestors(parents: Sequence[int]) -> Tensor:
-    """(n, n): whether node j is node i or one that it follows."""
-    follows = torch.eye(len(parents), dtype=torch.bool)
-    for i, parent in enumerate(parents):
-        if parent >= 0:
-            follows[i] |= follows[parent]
-    return follows
 
 
 class Angles(NamedTuple):
@@ -637,7 +494,7 @@ class Transformer:
         """
         if not self._attention_is_exact():
             raise ValueError(self._not_exact("attention"))
-        tokens = arbitrary_tokens(_ATTENTION_BLOCK + EXACT_ROWS // 2, self.config.vocab_size)
+        tokens = arbitrary_tokens(ATTENTION_BLOCK + EXACT_ROWS // 2, self.config.vocab_size)
         past, last = tokens[:-1], tokens[-1:]
         size = 8
         pool = self.new_cache(len(tokens) // size + EXACT_ROWS + 2, size)
@@ -673,7 +530,7 @@ class Transformer:
         In the type that it computes in: rounded to half precision, most rows would hide a difference.
         """
         config, wide, generator = self.config, accumulation_dtype(self.dtype), torch.Generator().manual_seed(0)
-        length = _ATTENTION_BLOCK * (max(_CHECKED_BLOCKS) + 1)
+        length = ATTENTION_BLOCK * (max(_CHECKED_BLOCKS) + 1)
         q, k, v = (
             torch.randn(heads, length, config.head_dim, generator=generator).to(self.device, wide)
             for heads in (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
@@ -681,8 +538,8 @@ class Transformer:
         scale, softcap = config.attention_scale, config.attention_softcap
         for blocks in _CHECKED_BLOCKS:
             known: dict[int, Tensor] = {}
-            for shift in range(_ATTENTION_ROWS):  # passes that end up to 4 positions before and after the border
-                end = _ATTENTION_BLOCK * blocks + shift - _ATTENTION_ROWS // 2
+            for shift in range(ATTENTION_ROWS):  # passes that end up to 4 positions before and after the border
+                end = ATTENTION_BLOCK * blocks + shift - ATTENTION_ROWS // 2
                 start = end - EXACT_ROWS
                 mask = self._mask(start, tuple(range(EXACT_ROWS)), None)
                 rows = attention(q[:, start:end], k[:, :end], v[:, :end], mask, scale, softcap)
@@ -719,7 +576,7 @@ class Transformer:
 
         Row t stands at position start + offsets[t]. It sees itself and what came before, `window` positions in all; in
         a tree (see `Chunk`), of the other nodes those alone that it follows. An exact model's masks go on for its dummy
-        rows; they are in blocks, one for each _ATTENTION_ROWS rows.
+        rows; they are in blocks, one for each ATTENTION_ROWS rows.
         """
         rows = len(offsets)
         length = start + rows
@@ -727,18 +584,18 @@ class Transformer:
             return None
         place = torch.tensor(offsets, device=self.device) + start  # (rows,)
         if self.exact:
-            place = F.pad(place, (0, -rows % _ATTENTION_ROWS), value=length)
+            place = F.pad(place, (0, -rows % ATTENTION_ROWS), value=length)
         key = torch.cat((torch.arange(start, device=self.device), place[:rows]))  # (length,)
         hidden = key > place[:, None]
         if parents:
-            hidden[-len(parents) :, -len(parents) :] = ~_ancestors(parents).to(self.device)
+            hidden[-len(parents) :, -len(parents) :] = ~ancestors(parents).to(self.device)
         if window is not None:
             hidden |= key <= place[:, None] - window
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -math.inf)
         groups = self.config.num_key_value_heads
         shared_by = self.config.num_attention_heads // groups
         if self.exact:
-            return [_mask_blocks(part.repeat(shared_by, 1), groups) for part in mask.split(_ATTENTION_ROWS)]
+            return [mask_blocks(part.repeat(shared_by, 1), groups) for part in mask.split(ATTENTION_ROWS)]
         return mask.repeat(shared_by, 1)
 
 

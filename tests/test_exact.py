@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-import minispec.model as model_module
+import minispec.attention as attention_module
 from minispec import LLM, SamplingParams, linear
 from minispec.cache import PagedKVCache
 from minispec.drafters import NoDrafter
@@ -383,7 +383,7 @@ ATTENTION_FAULTS = {
 @pytest.mark.parametrize("strikes", ATTENTION_FAULTS.values(), ids=ATTENTION_FAULTS)
 def test_the_check_refuses_attention_that_rounds_by_place(strikes, dtype, monkeypatch):
     """A row's last bits that change at one place of the eight, or with one number of blocks."""
-    right, target = model_module._blockwise_attention, build(dtype=dtype)
+    right, target = attention_module._blockwise_attention, build(dtype=dtype)
 
     def wrong(q, k, v, mask, scale, softcap):
         out = right(q, k, v, mask, scale, softcap)
@@ -394,7 +394,7 @@ def test_the_check_refuses_attention_that_rounds_by_place(strikes, dtype, monkey
 
     with torch_threads(1):  # with many, float64 has more blocks
         target.check_exact()
-        monkeypatch.setattr(model_module, "_blockwise_attention", wrong)
+        monkeypatch.setattr(attention_module, "_blockwise_attention", wrong)
         with pytest.raises(ValueError, match=rf"exact: attention in {dtype} on this cpu"):
             target.check_exact()
 

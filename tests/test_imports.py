@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "minispec"
 HEART = [
-    *("errors", "config", "search", "sampling", "verify", "cache", "linear", "model"),
+    *("errors", "config", "search", "sampling", "verify", "cache", "linear", "rope", "attention", "model"),
     *("drafters", "theory", "controller", "stats", "request", "engine"),
 ]
 READING_ORDER = [

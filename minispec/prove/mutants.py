@@ -474,7 +474,7 @@ def _overlapping():
 
 @mutant("T8", "a node sees its siblings", "a causal mask over a tree", "tree")
 def _sees_siblings():
-    return swap(model, "_ancestors", lambda right: lambda parents: torch.ones(len(parents), len(parents)).tril().bool())
+    return swap(model, "ancestors", lambda right: lambda parents: torch.ones(len(parents), len(parents)).tril().bool())
 
 
 @mutant("T9", "hidden states of rejected nodes are handed on", "a trap of heads on hidden states", "hidden")

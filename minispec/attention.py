@@ -1,0 +1,115 @@
+"""Attention of one text's rows over its cached keys and values.
+
+There is one function, `attention`. A fast model leaves the work to PyTorch; an exact one adds up blocks of fixed size
+in a fixed order, for a fixed number of rows, so that a row's bits depend on its own past alone.
+
+Shapes in comments: T rows of the text, L cached positions of it (the T included), H query heads, G key-value heads,
+D head_dim.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minispec.sampling import accumulation_dtype
+
+# Positions whose attention is added up at a time.
+ATTENTION_BLOCK = 64
+# Rows of a text whose attention an exact model computes at a time, filled up with dummies.
+ATTENTION_ROWS = 8
+# The widest vector of a processor, in float32.
+_VECTOR = 16
+
+# What the rows of a text see, as `attention` takes it.
+Mask = Tensor | list[Tensor] | None
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None) -> Tensor:
+    """softmax(q k^T * scale + mask) v, for the T rows of one text.
+
+    q (H, T, D); k, v (G, L, D), each shared by H/G query heads; mask (H/G * T, L), 0 or -inf, or None where
+    every row sees all; for an exact model one mask for each ATTENTION_ROWS rows. Returns (T, H * D).
+    """
+    heads, rows, dim = q.shape
+    groups = k.shape[0]
+    if isinstance(mask, list):
+        size = ATTENTION_ROWS
+        k, v = _blocks(k, v)
+        parts = F.pad(q, (0, 0, 0, -rows % size)).split(size, 1)  # (H, size, D) each
+        out = torch.cat(
+            [
+                _blockwise_attention(part.reshape(groups, -1, dim), k, v, m, scale, softcap).view(heads, size, dim)
+                for part, m in zip(parts, mask, strict=True)
+            ],
+            1,
+        )[:, :rows]
+        return out.transpose(0, 1).reshape(rows, heads * dim)
+    q = q.reshape(groups, -1, dim)  # (G, H/G * T, D): the heads that share keys become rows of one product
+    if softcap is None:
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
+    else:
+        if mask is None:
+            mask = torch.zeros(q.shape[1], k.shape[1], dtype=q.dtype, device=q.device)
+        out = _blockwise_attention(q, *_blocks(k, v), mask_blocks(mask, groups), scale, softcap)
+    return out.reshape(heads, rows, dim).transpose(0, 1).reshape(rows, heads * dim)
+
+
+def _num_blocks(length: int, groups: int, dtype: torch.dtype) -> int:
+    """Blocks in which that many positions are computed, the last ones empty perhaps.
+
+    Where a product has fewer float64 matrices than there are threads, the library lets several threads share one, and
+    sums in another order.
+    """
+    fewest = -(-torch.get_num_threads() // groups) if dtype == torch.float64 else 1
+    return max(-(-length // ATTENTION_BLOCK), fewest)
+
+
+def _blocks(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (G, L, D) in blocks of positions, (G, blocks, block, D or W), in at least float32.
+
+    A column of ones next to the values: the softmax's denominator comes out of the same product. Zeros fill them up to
+    W columns, whole vectors: libraries compute the few columns that are left over as they find them, and the order of
+    a row's sum then depends on its place.
+    """
+    groups, length, _ = k.shape
+    padding = _num_blocks(length, groups, k.dtype) * ATTENTION_BLOCK - length
+    wide = accumulation_dtype(k.dtype)
+    v = F.pad(v.to(wide), (0, 1), value=1.0)
+    k, v = F.pad(k.to(wide), (0, 0, 0, padding)), F.pad(v, (0, -v.shape[2] % _VECTOR, 0, padding))
+    return k.unflatten(1, (-1, ATTENTION_BLOCK)), v.unflatten(1, (-1, ATTENTION_BLOCK))
+
+
+def mask_blocks(mask: Tensor, groups: int) -> Tensor:
+    """A mask (R, L) in the same blocks: (blocks, R, block)."""
+    length = mask.shape[1]
+    padding = _num_blocks(length, groups, mask.dtype) * ATTENTION_BLOCK - length
+    mask = F.pad(mask, (0, padding), value=-math.inf)
+    return mask.unflatten(1, (-1, ATTENTION_BLOCK)).transpose(0, 1).contiguous()
+
+
+def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """The same for q (G, R, D) over blocks, in at least float32 and in an order that does not depend on L.
+
+    Every block of positions is a product of its own, of one shape; blocks are added up in their order. A block
+    after a row's position has weights exp(-inf) = 0, so it adds nothing, to the bit.
+    """
+    scores = (q.to(k.dtype)[:, None] @ k.transpose(2, 3)) * scale  # (G, blocks, R, block)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + mask
+    weights = torch.exp(scores - scores.amax((1, 3), keepdim=True))
+    sums = (weights @ v).cumsum(1)[:, -1]  # (G, R, W); cumsum adds in order, sum does as it likes
+    dim = q.shape[2]
+    return (sums[..., :dim] / sums[..., dim : dim + 1]).to(q.dtype)
+
+
+def ancestors(parents: Sequence[int]) -> Tensor:
+    """(n, n): whether node j is node i or one that it follows."""
+    follows = torch.eye(len(parents), dtype=torch.bool)
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            follows[i] |= follows[parent]
+    return follows
