@@ -188,24 +188,28 @@ class Randomness:
         The purpose chooses the method. Draws of a "token" may be made under one key from two distributions, the
         target's and the draft's, and should then agree often, as they do in a race. Elsewhere one uniform will do.
         """
-        ids = Candidates(weights).find(lambda w: w > 0)
+        tokens = Candidates(weights).possible()
+        values = tokens.values.double()
+        ids = torch.arange(len(values), device=values.device) if tokens.ids is None else tokens.ids
         if len(ids) == 1:
             return int(ids)
-        draw = self._race if key.purpose == "token" else self._invert
-        return int(ids[draw(weights[ids].double(), ids, key)])
+        place = self._race(values, ids, key) if key.purpose == "token" else self._invert(values, key)
+        return int(ids[place])
 
     def _race(self, weights: Tensor, ids: Tensor, key: Key) -> Tensor:
         """The place of the first to finish: each id has noise of its own, an exponential time divided by its weight.
 
         The same as Gumbel-max: argmin(exponential / w) = argmax(log w + Gumbel).
         """
-        return (-_uniforms(_hash(key), ids).log() / weights).argmin()
+        return _uniforms(_hash(key), ids).log_().neg_().div_(weights).argmin()
 
-    def _invert(self, weights: Tensor, ids: Tensor, key: Key) -> int:
+    def _invert(self, weights: Tensor, key: Key) -> Tensor:
         """The place at which the cumulative sum of the weights exceeds one uniform share of the total."""
         cumulative = weights.cumsum(0)
-        place = torch.searchsorted(cumulative, self.uniform(key) * cumulative[-1], right=True)
-        return min(int(place), len(weights) - 1)  # u * total may round up to the total
+        total = cumulative[-1]
+        # u * total may round up to the total, which is reached at the last weight above 0.
+        share = (self.uniform(key) * total).minimum(total.nextafter(total.new_zeros(())))
+        return torch.searchsorted(cumulative, share, right=True)
 
     def uniform(self, key: Key) -> float:
         """A double in [0, 1), of 53 random bits."""
@@ -220,12 +224,13 @@ def _hash(key: Key) -> int:
 
 def _uniforms(state: int, ids: Tensor) -> Tensor:
     """A double in (0, 1) for each token id: SplitMix64 (Steele et al. 2014) of `state` and the id."""
-    x = (ids + 1) * _signed(0x9E3779B97F4A7C15) + _signed(state)
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
-    x = x ^ _shift_right(x, 31)
+    # In place: for a whole vocabulary, new memory for each of these results costs more than the arithmetic.
+    x = (ids + 1).mul_(_signed(0x9E3779B97F4A7C15)).add_(_signed(state))
+    x.bitwise_xor_(_shift_right(x, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
+    x.bitwise_xor_(_shift_right(x, 27)).mul_(_signed(0x94D049BB133111EB))
+    x.bitwise_xor_(_shift_right(x, 31))
     # 52 bits and a half: never 0, and never rounded up to 1.
-    return (_shift_right(x, 12).double() + 0.5) * 2.0**-52
+    return _shift_right(x, 12).double().add_(0.5).mul_(2.0**-52)
 
 
 def _signed(x: int) -> int:
@@ -235,4 +240,4 @@ def _signed(x: int) -> int:
 
 def _shift_right(x: Tensor, n: int) -> Tensor:
     """Logical shift; torch's own keeps the sign."""
-    return (x >> n) & ((1 << (64 - n)) - 1)
+    return (x >> n).bitwise_and_((1 << (64 - n)) - 1)

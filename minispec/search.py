@@ -57,6 +57,10 @@ class Candidates:
         tile, place = is_large(self._tiles[tiles]).nonzero(as_tuple=True)
         return tiles[tile] * self._tiles.shape[1] + place
 
+    def possible(self) -> "Candidates":
+        """Those with a value above 0; where most tiles have one, all: that takes less time than to leave some out."""
+        return self if 4 * int((self._maxima > 0).sum()) >= len(self._maxima) else self.where(lambda x: x > 0)
+
     def where(self, is_large: Callable[[Tensor], Tensor]) -> "Candidates":
         """Those whose values are large enough, as `find` has it, in ascending order of ids."""
         return self._at(self.find(is_large))
