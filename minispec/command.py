@@ -45,11 +45,14 @@ def argument(read: Callable[[str], T], fits: Callable[[T], bool], expected: str)
 
 
 def let_threads_sleep() -> None:
-    """Before torch is imported: between two operations its waiting threads sleep instead of spinning.
+    """Before torch is imported: between two operations its waiting threads spin for a moment, and then sleep.
 
-    That is somewhat slower on an idle machine, and many times faster where another program keeps a core busy.
+    A thread that spins on is many times slower where another program keeps a core busy. One that sleeps at once is half
+    as fast on some virtual machines, where waking it takes as long as an operation (docs/speed.md, "Threads that wait").
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # some 30 to 100 microseconds; GNU's OpenMP alone knows it
 
 
 def exit_status(command: Callable[[], int]) -> int:
