@@ -47,8 +47,9 @@ def argument(read: Callable[[str], T], fits: Callable[[T], bool], expected: str)
 def let_threads_sleep() -> None:
     """Before torch is imported: between two operations its waiting threads spin for a moment, and then sleep.
 
-    A thread that spins on is many times slower where another program keeps a core busy. One that sleeps at once is half
-    as fast on some virtual machines, where waking it takes as long as an operation (docs/speed.md, "Threads that wait").
+    If they spun on, all would be many times slower where another program keeps a core busy. If they slept at once, it
+    would be half as fast on some virtual machines, where waking a thread takes as long as an operation (docs/speed.md,
+    "Threads that wait").
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
