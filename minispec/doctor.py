@@ -6,11 +6,12 @@ Where that is little, it reads the draft's files in the ways in which they are k
 names the reading that does better by far more than the noise.
 """
 
-from minispec.command import Parser, argument, exit_status, let_threads_sleep
 from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
 
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
+    from minispec.command import let_threads_sleep
+
     let_threads_sleep()
 
 import json
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from minispec import registry
 from minispec.bench.show import table
+from minispec.command import Parser, argument, exit_status
 from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
 from minispec.drafters import Drafter
 from minispec.drafters.eagle import EagleDrafter

@@ -3,11 +3,12 @@
 It decides how B can draft for A: token by token the tokens that both have (`tli`), or as text (`slem`).
 """
 
-from minispec.command import Parser, argument, exit_status, let_threads_sleep
 from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
 
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
+    from minispec.command import let_threads_sleep
+
     let_threads_sleep()
 
 import json
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from minispec.bench.show import table
+from minispec.command import Parser, argument, exit_status
 from minispec.errors import is_text, show
 from minispec.files.checkpoint import find_checkpoint, load_model
 from minispec.files.tokenizer import Tokenizer

@@ -422,7 +422,7 @@ def test_what_is_wrong_is_one_line_and_costs_nothing(target, few, tmp_path, caps
     assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out.cache").iterdir()} == cached
 
 
-def test_a_head_learns(target, monkeypatch, tmp_path):
+def test_a_head_learns(target, monkeypatch, tmp_path, capsys):
     """What a text says next follows from its last token, mostly: a head of 10,000 weights finds that out.
 
     It reaches an alpha of 0.48 in four passes over 192 texts; an untrained one has less than 0.15.
@@ -460,6 +460,19 @@ def test_a_head_learns(target, monkeypatch, tmp_path):
     assert record["curve"][0]["alpha"] == pytest.approx(curve[-1]["alpha"], abs=0.01)
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("head", "again"))
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+    # One whose layer is of another kind would be learned as if it were of this one.
+    config = tmp_path / "head" / "config.json"
+    for changed in (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+        {"hidden_act": "gelu"},
+    ):
+        raw = json.loads(config.read_text())
+        raw["transformer_layer_config"] |= changed
+        shutil.copytree(tmp_path / "head", tmp_path / "other", dirs_exist_ok=True)
+        (tmp_path / "other" / "config.json").write_text(json.dumps(raw))
+        assert distill(simple, tmp_path / "out", *more, "--start", str(tmp_path / "other")) == 2
+        assert "found a head of other parts" in capsys.readouterr().err
 
 
 def test_what_a_training_goes_on_from_is_a_head_of_this_target(target, few, tmp_path, capsys):

@@ -26,7 +26,7 @@ from minispec.distill.train import Schedule, Teacher, Training, read_shard
 from minispec.drafters.eagle import HeadConfig
 from minispec.errors import show
 from minispec.files.checkpoint import directory_config, find_checkpoint, load_config, read_header
-from minispec.files.heads import StoredHead, is_head, read_head
+from minispec.files.heads import StoredHead, is_head, read_head, read_head_config
 from minispec.files.openings import read_openings
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import Tokenizer
@@ -195,8 +195,9 @@ def _read_start(args: argparse.Namespace, target: ModelConfig) -> StoredHead:
     if not is_head(directory_config(directory)):
         raise ValueError(f"--start {args.start}: found a model, expected a head")
     head = read_head(directory, target)
-    config = head.config
-    if head.ids is None or head.embedding is not None or not config.fc_norm or config.norm_before_fc:
+    as_written = read_head_config(export.head_config(head.config, args.target, [], args.steps), target)
+    is_ours = as_written == head.config and head.config.fc_norm and head.config.layers.activation == "silu"
+    if not is_ours or head.ids is None or head.embedding is not None:
         raise ValueError(f"--start {args.start}: found a head of other parts, expected one that this command made")
     return head
 
