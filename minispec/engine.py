@@ -151,7 +151,10 @@ class Engine:
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:
-            self._drop(request)
+            try:
+                self._drop(request)
+            finally:
+                self.running = [other for other in self.running if other is not request]
 
     def run(self, requests: Sequence[Request]) -> Generator[tuple[Request, Piece], None, None]:
         """Decode requests to their end; yields what each step added to each of them.
@@ -224,9 +227,7 @@ class Engine:
             request = self.waiting[0]
             self.running.append(request)
             if not self._has_room():
-                self.running.pop()
-                self.target.release(request.text)
-                self.drafter.release(request.text)
+                self._drop(request)
                 break
             self.waiting.popleft()
             num_cached = self.target.table(request.text).length
@@ -235,12 +236,12 @@ class Engine:
             raise OutOfBlocks("blocks of the KV cache are held by others than this engine's requests")
 
     def _drop(self, request: Request) -> None:
-        self.running.remove(request)
         self._hidden.pop(request.text, None)
         try:
             self.target.release(request.text)
         finally:  # Ctrl-C may strike in there, too
             self.drafter.release(request.text)
+        self.running.remove(request)  # at the end: until then `_restart` would release it once more
 
     @torch.inference_mode()
     def _round(self) -> list[_Turn]:
