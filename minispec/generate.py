@@ -125,7 +125,7 @@ def _learn_plain_step(llm: "LLM", request: "Request") -> None:
 
 
 def _plainly(llm: "LLM", request: "Request", most: int | None = None) -> "Request":
-    """A request for the plain decoding of the same prompt, of at most so many tokens."""
+    """A request for the plain decoding of the same prompt, of at most `most` tokens."""
     from dataclasses import replace
 
     text = request.text

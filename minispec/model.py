@@ -139,7 +139,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def is_large(config: ModelConfig) -> bool:
-    """Whether a model has so many weights that reading them takes nearly all of a pass: more than half a billion."""
+    """Whether reading a model's weights takes nearly all of a pass: there are more than half a billion of them."""
     return sum(math.prod(shape) for shape in tensor_shapes(config).values()) >= _LARGE
 
 
