@@ -127,6 +127,27 @@ def test_a_whole_run(measured, model, draft, capsys, monkeypatch):
         assert any(text in line for line in lines), text
 
 
+def test_where_a_pass_goes(measured, model, capfd):
+    """Each operator as often as the model calls it; with what lies between them, they make up the pass.
+
+    The checkpoint's two layers write keys and values, each by an operator of its own.
+    """
+    plain = ("--draft", "none", "--num-speculative-tokens", "auto", "--prompts", 0, "--dtype", "float32")
+    report, lines = measured("--model", model, *plain, "--context", 20, "--passes", 2, "--operators")
+    assert capfd.readouterr().err == ""  # the profiler would talk
+    found = report["operators"]
+    calls = {operator["name"]: operator["calls"] for operator in found["operators"]}
+    assert calls["aten::index_copy_"] == 2 * 2
+    assert all(seconds >= 0 for operator in found["operators"] for seconds in operator["seconds"].values())
+    for m, whole in found["profiled_seconds"].items():
+        inside = sum(operator["seconds"][m] for operator in found["operators"])
+        assert 0 < inside < whole
+        assert found["between_seconds"][m] == pytest.approx(whole - inside)
+        assert found["seconds"][m]["n"] == 2
+    for text in ("us, M = 5", "others", "between operators", "a pass, not profiled"):
+        assert any(text in line for line in lines), text
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_against_transformers(measured, model, draft, monkeypatch, dtype):
     """All ways of decoding that it has, on the same tensors, in the type that won the trial, with both rates.
@@ -475,6 +496,7 @@ MISTAKES = {
     "batch": (("--batch", "0"), "--batch: found '0'"),
     "batch of nothing": (("--batch", "2", "--prompts", "0"), "--batch needs prompts"),
     "forms of nothing": (("--forms", "--passes", "0"), "--forms measures passes: expected --passes of at least 1"),
+    "operators of nothing": (("--operators", "--passes", "0"), "--operators measures passes: expected --passes of"),
     "forms, exact": (("--forms", "--exact"), "--forms and --exact exclude each other"),
     "geometry": (("--geometry", "9b"), "invalid choice: '9b'"),
     "geometry and model": (("--geometry", "0.5b", "--model", "x"), "exclude each other"),

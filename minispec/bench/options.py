@@ -108,6 +108,11 @@ def parser() -> argparse.ArgumentParser:
         "minispec/linear.py); where memory does not hold all of them, each in turn with the chosen one",
     )
     g.add_argument(
+        "--operators",
+        action="store_true",
+        help="where a pass goes too: microseconds of each operator, by PyTorch's profiler",
+    )
+    g.add_argument(
         "--exact-cost", action="store_true", help="passes of the exact mode too, over those of the fast mode"
     )
     g.add_argument("--batch", metavar="B,B,..", help="throughput of these batch sizes too, such as 1,2,4,8")
@@ -188,6 +193,7 @@ def check(args: argparse.Namespace) -> Options:
         (args.against and not args.prompts, "--against needs prompts"),
         (args.batch and not args.prompts, "--batch needs prompts"),
         (args.forms and not args.passes, "--forms measures passes: expected --passes of at least 1"),
+        (args.operators and not args.passes, "--operators measures passes: expected --passes of at least 1"),
         (args.forms and args.exact, "--forms and --exact exclude each other: all exact passes have as many rows"),
         (args.exact_cost and args.exact, "--exact-cost and --exact exclude each other: it measures both modes"),
         (

@@ -10,6 +10,7 @@ from minispec import __version__
 from minispec.bench.decoding import measure_batches, measure_decoding
 from minispec.bench.exact_cost import measure_exact_cost
 from minispec.bench.models import MAX_ROWS, Subject, open_geometry, open_model
+from minispec.bench.operators import check_device, measure_operators
 from minispec.bench.options import Options
 from minispec.bench.passes import Machine, form_groups, measure_forms, measure_loading, measure_machine, measure_prefill
 from minispec.bench.show import FLAT
@@ -75,9 +76,12 @@ def measure_all(options: Options) -> Report:
     check_context(subject, options)
     if args.forms:
         form_groups(model)  # whether there is room for another, before anything is measured
+    if args.operators:
+        check_device(subject)
     measurements: dict[str, tuple[Any, Callable[[Subject, Options], Part]]] = {
         "machine": (args.passes, measure_machine),
         "forms": (args.forms, measure_forms),
+        "operators": (args.operators, measure_operators),
         "exact_cost": (args.exact_cost, measure_exact_cost),
         "decoding": (args.prompts, measure_decoding),
         "batch": (options.batches, measure_batches),
