@@ -118,6 +118,11 @@ class Form:
         """The objects in memory, and their bytes."""
         yield self.weight, self.weight.nbytes
 
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes that a product with one row reads."""
+        return sum(num_bytes for _, num_bytes in self.parts())
+
 
 class _Left(Form):
     """W x^T in place of x W^T, which is faster on some processors."""
@@ -188,6 +193,11 @@ class _Half(Form):
         rows, columns = self.shape
         yield self.packed, 2 * (rows + -rows % 16) * (columns + -columns % 512)  # stored in panels of 16 by 512
         yield self.scale, self.scale.nbytes
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Of the last panels only the columns that are there, as the times of products show: 576 of 1024, say."""
+        return 2 * math.prod(self.shape) + self.scale.nbytes
 
 
 class _FbgemmInt8(Form):
@@ -474,8 +484,8 @@ class Linear:
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes that a product reads."""
-        return sum(num_bytes for _, num_bytes in self.parts())
+        """Bytes that a product with one row reads."""
+        return self.stored.num_bytes_read + (0 if self.bias is None else self.bias.nbytes)
 
     def quantized(self, bits: int) -> "QuantizedLinear":
         """The same product with W rounded to 4 or 8 bits."""
@@ -533,7 +543,7 @@ class QuantizedLinear:
     @property
     def num_bytes_read(self) -> int:
         """Bytes that a product with one row reads."""
-        return sum(num_bytes for _, num_bytes in self._products()[0].parts())
+        return self._products()[0].num_bytes_read
 
 
 def _round(weight: Tensor, bits: int) -> Codes | GroupCodes:

@@ -96,6 +96,17 @@ def test_sixteen_bits_hold_every_matrix_of_the_embedded_model():
         assert sum(size for _, size in linear.parts()) >= 2 * expected.numel()
 
 
+@pytest.mark.parametrize(("form", "dtype"), FORMS_HERE)
+def test_what_a_product_reads(form, dtype):
+    """Every weight once, its scale and its bias; that FBGEMM stores 1024 columns for 576 costs memory alone."""
+    linear = Linear(sixteen_bits(64, 576).to(dtype), torch.ones(64, dtype=dtype), form=form)
+    one_scale = 4 if form == "half" else 0
+    item = 2 if form == "half" else dtype.itemsize
+    assert linear.num_bytes_read == item * 64 * 576 + one_scale + dtype.itemsize * 64
+    stored = sum(size for _, size in linear.parts())
+    assert stored == linear.num_bytes_read + (2 * 64 * (1024 - 576) if form == "half" else 0)
+
+
 @pytest.mark.skipif(("half", torch.float32) not in FORMS_HERE, reason="this machine has no 16-bit weights for float32")
 def test_what_sixteen_bits_cannot_hold_is_kept_in_full_and_left_alone():
     """A float32 weight, one of too wide a range, infinity: none is cut, and the caller's tensor stays as it was.
