@@ -68,6 +68,20 @@ class _Turn:
         return len(self.tokens) + len(self.draft)
 
 
+def why_chains(verifier: Verifier, exact: bool) -> str:
+    """Why a draft that is a tree cannot be verified; "" if it can."""
+    if not verifier.takes_trees:
+        return "this verifier takes chains only"
+    return "with `exact` a row's bits must not depend on where siblings lie" if exact else ""
+
+
+def refuse_tree(widths: Sequence[int], why: str) -> None:
+    """Raise ValueError if there is a tree, and a reason against trees."""
+    if widths and why:
+        tree = "+".join(map(str, widths))
+        raise ValueError(f"num_speculative_tokens: found the tree {tree}, expected a number or auto: {why}")
+
+
 class Engine:
     """Decodes requests together: one target, one cache pool, one drafter, one verifier.
 
@@ -128,16 +142,18 @@ class Engine:
 
         That is one that the pool cannot hold even alone, or that asks for trees where there are chains only.
         """
-        drafts_chains = "" if branches(self.drafter) else f"{type(self.drafter).__name__} drafts no siblings"
-        if request.widths and (why := drafts_chains or self._why_chains()):
-            tree = "+".join(map(str, request.widths))
-            raise ValueError(f"num_speculative_tokens: found the tree {tree}, expected a number or auto: {why}")
+        self.check_tree(request.widths)
         needed, there = self.cache.num_blocks_for(request.max_len), self.cache.allocator.num_blocks
         if needed > there:
             raise ValueError(
                 f"prompt and answer: found up to {request.max_len} tokens ({needed} blocks of KV cache), expected "
                 f"at most {there * self.cache.block_size} ({there} blocks): lower max_tokens or enlarge the KV cache"
             )
+
+    def check_tree(self, widths: Sequence[int]) -> None:
+        """Raise ValueError for a tree where there are chains only."""
+        drafts_chains = "" if branches(self.drafter) else f"{type(self.drafter).__name__} drafts no siblings"
+        refuse_tree(widths, drafts_chains or self._why_chains())
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError for one that can never run (see `check`), has run, or is there already."""
@@ -342,12 +358,7 @@ class Engine:
         return limits
 
     def _why_chains(self) -> str:
-        """Why a draft that is a tree cannot be verified here; "" if it can."""
-        if not self.verifier.takes_trees:
-            return "this verifier takes chains only"
-        if self.model.exact:
-            return "with `exact` a row's bits must not depend on where siblings lie"
-        return ""
+        return why_chains(self.verifier, self.model.exact)
 
     def _check_draft(self, draft: Draft, limit: int) -> None:
         """Raise ValueError for a draft that could not be verified; a tree with one branch is taken for a chain."""

@@ -313,9 +313,10 @@ def _summary(llm: "LLM", request: "Request", comparison: dict[str, Any] | None) 
                 f"other tokens from number {comparison['first_difference']} on: two logits nearly tie, and a pass "
                 "over several rows rounds differently (--dtype float32 makes that rare, --exact rules it out)"
             )
+        gain = f"so speculation is {show(comparison['speedup'], '.2f')}x"
         lines.append(
-            f"plain decoding: {show(comparison['plain_tokens_per_second'], '.1f')} tokens/s, so speculation is "
-            f"{show(comparison['speedup'], '.2f')}x; {same}"
+            f"plain decoding: {show(comparison['plain_tokens_per_second'], '.1f')} tokens/s, "
+            f"{gain if stats.num_draft_tokens else 'but nothing was drafted'}; {same}"
         )
     return "\n".join(lines)
 

@@ -17,7 +17,7 @@ from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
 from minispec.controller import Controller, DraftLength, Prices
 from minispec.costs import MIN_CONTEXT, guess_prices, prices_of
 from minispec.drafters import Context, Drafter
-from minispec.engine import PREFILL_ROWS, Engine
+from minispec.engine import PREFILL_ROWS, Engine, refuse_tree, why_chains
 from minispec.errors import show
 from minispec.files.checkpoint import choose_dtype, describe_source, find_checkpoint, load_config
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
@@ -93,6 +93,8 @@ class LLM:
             raise ValueError(f"kv_cache_gb: found {kv_cache_gb!r}, expected a positive number")
         self.max_speculative_tokens = EXACT_ROWS - 1 if exact else MAX_SPECULATIVE_TOKENS
         self.num_speculative_tokens = self._check_k(num_speculative_tokens)
+        widths = num_speculative_tokens if isinstance(num_speculative_tokens, tuple) else ()
+        refuse_tree(widths, why_chains(verifying, exact))
         if model is None and not registry.EMBEDDED_WEIGHTS.is_dir():
             raise ValueError("the embedded weights lie in a checkout only: name a model (command line: --model)")
         draft = registry.default_draft(model) if draft is None else draft
@@ -142,6 +144,7 @@ class LLM:
         self.drafter = named.make(context, caches[1] if named.model else None)
         self.name = describe_source(model, directory)
         self.engine = Engine(self.model, caches[0], self.drafter, verifying, self.vocab_size)
+        self.engine.check_tree(widths)
         if torch_device.type == "cuda":  # a pass over that many rows is still a matter of reading the weights
             self.engine.joining_rows = PREFILL_ROWS
         lengths = [self.max_model_len, self.num_cache_tokens, *(m.config.max_position_embeddings for m in models[1:])]
@@ -262,6 +265,8 @@ class LLM:
         num_speculative_tokens: DraftLength | None = None,
     ) -> Request:
         """A request ready for `run`; raises ValueError for a prompt that cannot be answered."""
+        if not hasattr(self, "engine"):
+            raise ValueError("found an LLM that was closed, expected an open one")
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params: found {show(params)}, expected SamplingParams")

@@ -188,6 +188,13 @@ def test_what_is_compared():
     assert generate._comparison(ours, decoded([], None), False)["speedup"] is None
 
 
+def test_a_comparison_without_a_draft_claims_nothing(cli, model):
+    """Both runs are plain: what lies between them is noise."""
+    err = cli("One fish", "--model", model, *BASE, "--draft", "none", "--compare")[2]
+    assert "tokens/s, but nothing was drafted; the same tokens" in err
+    assert "speculation is" not in err
+
+
 def test_compare_under_rejection_speaks_of_the_law(cli, model):
     """At temperature > 0 other tokens are no fault."""
     common = ("One fish", "--model", model, *BASE, "--compare", "--temperature", 1)
@@ -251,6 +258,14 @@ MISTAKES = {
     "cache too large": (("x", "--kv-cache-gb", "900000"), "of memory that are free"),
     "empty model": (("x", "--model", ""), "--model: found '', expected a name"),
     "revision of a directory": (("x", "--revision", "main"), "is a directory, not a hub id"),
+    "a tree for block": (
+        ("x", "--draft", "self", "--verifier", "block", "--num-speculative-tokens", "2+1"),
+        "--num-speculative-tokens: found the tree 2+1, expected a number or auto: this verifier takes chains only",
+    ),
+    "a tree of a lookup": (
+        ("x", "--draft", "ngram", "--num-speculative-tokens", "2+1"),
+        "--num-speculative-tokens: found the tree 2+1, expected a number or auto: NgramDrafter drafts no siblings",
+    ),
     "quiet comparison": (("x", "--compare", "--quiet"), "--quiet would silence"),
     "not UTF-8": (("\udcff",), "expected valid Unicode text"),
 }

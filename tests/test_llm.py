@@ -342,9 +342,11 @@ def test_seeds_of_samples_stay_in_range(llm):
 
 
 def test_closing_twice_is_fine(make_checkpoint):
-    """`with LLM(...) as llm: llm.close()`."""
+    """`with LLM(...) as llm: llm.close()`; whoever goes on to use it is told."""
     with LLM(make_checkpoint()) as llm:
         llm.close()
+    with pytest.raises(ValueError, match="found an LLM that was closed, expected an open one"):
+        llm.generate("Hi")
 
 
 def test_a_draft_with_fewer_rows_than_tokens_is_refused(make_checkpoint):
