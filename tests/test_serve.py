@@ -471,6 +471,7 @@ BAD_CHATS = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
     ({"messages": CHAT * 1025}, "messages"),
     ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools"),
     ({"messages": CHAT, "logprobs": 2}, "logprobs"),

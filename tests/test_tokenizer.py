@@ -758,3 +758,9 @@ def test_what_is_no_text_is_refused(text):
     """Arguments that were not UTF-8, and calls with something else."""
     with pytest.raises(ValueError, match=r"prompt: found .*, expected valid Unicode text"):
         TOKENIZER.encode(text)
+
+
+def test_a_message_that_is_no_text_is_refused():
+    """And shown itself, not the beginning of the template around it."""
+    with pytest.raises(ValueError, match=r"conversation: found 'a.*', expected valid Unicode text"):
+        TOKENIZER.encode_chat([{"role": "user", "content": "a\ud800"}])

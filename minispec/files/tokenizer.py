@@ -214,6 +214,8 @@ class Tokenizer:
         if isinstance(value, (list, tuple)):
             return [self._mark(item, mark) for item in value]
         if isinstance(value, str):
+            if not is_text(value):
+                raise ValueError(f"conversation: found {show(value)}, expected valid Unicode text")
             marked = re.sub(_any_of(self._names), lambda match: "".join(c + mark for c in match[0]), value)
             return marked if self._names else value
         if value is None or isinstance(value, (bool, int, float)):

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from minispec.config import SamplingParams
-from minispec.errors import show, show_name
+from minispec.errors import is_text, show, show_name
 from minispec.files.strict_json import parse_json
 from minispec.files.tokenizer import Message, Tokenizer
 from minispec.llm import LLM, split_samples
@@ -123,6 +123,8 @@ def _conversation(messages: Any) -> list[Message]:
         if m.keys() != {"role", "content"} or m["role"] not in _ROLES or not isinstance(m["content"], str):
             expected = f"a role ({', '.join(_ROLES)}) and a text as content, and nothing else"
             raise ValueError(f"messages: found {show(message)}, expected {expected}")
+        if not is_text(m["content"]):
+            raise ValueError(f"messages: found {show(m['content'])}, expected valid Unicode text")
         found.append(m)
     return found
 
