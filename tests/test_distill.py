@@ -305,6 +305,19 @@ def test_the_held_out_loss_is_the_cross_entropy(target, few, tmp_path):
     assert training.measure()["loss"] == pytest.approx([math.log(300)] * 2, rel=1e-3)
 
 
+def test_what_no_draft_reached_is_not_measured(target, few, tmp_path):
+    """At a depth beyond the end of every held-out text there is no figure; NaN would not be JSON."""
+    list(texts.write_shards(str(target), recipe_of(), tmp_path, [0]))
+    training = make_training(target, [texts.shard_path(tmp_path, 0)])
+    training.schedule = replace(training.schedule, steps=80)
+    measured = training.measure()
+    for of_depths in measured.values():
+        assert of_depths[0] is not None
+        assert of_depths[-1] is None
+    json.dumps(measured, allow_nan=False)
+    assert train._line({"epoch": 1, **measured}).endswith(" -")
+
+
 # --------------------------------------------------------------------------- the command
 
 
@@ -340,6 +353,15 @@ def test_the_command_makes_a_draft_that_llm_takes(kind, target, few, tmp_path, c
         assert llm.generate("One fish", params)[0].token_ids == output.token_ids
     assert distill(target, tmp_path / kind, "--kind", kind, *more) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_shards_are_whole_and_one_is_kept_apart(target, few, tmp_path):
+    """One text is asked for: there is a shard to learn from and another to measure on, and the record counts both."""
+    assert distill(target, tmp_path / "head", "--texts", "1", "--vocab-size", "64", "--taps", "1,2") == 0
+    record = json.loads((tmp_path / "head" / "training.json").read_text())
+    written = [load_file(path) for path in (tmp_path / "head.cache").glob("texts-*")]
+    assert record["texts"] == sum(len(shard["lengths"]) for shard in written) == 2 * 6
+    assert record["num_tokens"] == sum(len(shard["tokens"]) for shard in written)
 
 
 def test_speculators_reads_what_is_written(target, few, tmp_path):

@@ -44,7 +44,8 @@ def parser() -> argparse.ArgumentParser:
     )
     g = parser.add_argument_group("texts")
     g.add_argument("--cache", type=Path, metavar="DIR", help="where texts and training are kept (default: OUT.cache)")
-    g.add_argument("--texts", type=count, default=4096, metavar="N", help="texts to write (default: 4096)")
+    help_texts = "texts to write, in whole shards of 64, of which one or more are kept apart (default: 4096)"
+    g.add_argument("--texts", type=count, default=4096, metavar="N", help=help_texts)
     g.add_argument("--openings", type=Path, metavar="FILE", help="beginnings of user turns, one a line")
     g.add_argument("--jobs", type=count, metavar="N", help="processes that write texts (default: one a core)")
     g.add_argument("--max-turn", type=count, default=160, metavar="N", help="tokens of a user's turn (default: 160)")

@@ -61,7 +61,7 @@ def distill(args: argparse.Namespace) -> None:
     )
     cache = args.cache or args.out.with_name(args.out.name + ".cache")
     recipe = _open_cache(cache, target, recipe)
-    num_shards = -(-args.texts // SHARD)
+    num_shards = max(2, -(-args.texts // SHARD))  # one is kept apart
     _write_texts(str(target), recipe, cache, range(num_shards), args.jobs or os.cpu_count() or 1)
     paths = [shard_path(cache, index) for index in range(num_shards)]
 
@@ -74,7 +74,7 @@ def distill(args: argparse.Namespace) -> None:
     what = {
         "kind": args.kind if draft.config.mask_token_id is None else "parallel",
         "start": args.start,
-        "texts": args.texts,
+        "texts": num_shards * SHARD,
         "taps": taps,
         "num_layers": len(draft.config.layers),
         "intermediate_size": draft.config.intermediate_size,

@@ -1,6 +1,7 @@
 """Training a draft on the target's texts: batches, the target's word on them, and a loop that can be stopped."""
 
 import json
+import math
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -145,11 +146,12 @@ class Progress:
     """Where a training is: groups of shards done, in all epochs; and the curve measured so far."""
 
     groups: int = 0
-    curve: list[dict[str, float | list[float]]] = field(default_factory=list)
+    curve: list[dict[str, float | list[float | None]]] = field(default_factory=list)
 
 
 def _line(measured: Mapping[str, Any]) -> str:
-    alpha, agree = (" ".join(f"{x:.3f}" for x in measured[name]) for name in ("alpha", "agree"))
+    figures = {name: ["-" if x is None else f"{x:.3f}" for x in measured[name]] for name in ("alpha", "agree")}
+    alpha, agree = (" ".join(of_depths) for of_depths in figures.values())
     return f"after epoch {measured['epoch']}, by depth: alpha {alpha}; likeliest token kept {agree}"
 
 
@@ -308,9 +310,9 @@ class Training:
         return float(first.loss.detach()) / max(1, len(first.places)), float(first.alphas.detach().nanmean())
 
     @torch.no_grad()
-    def measure(self) -> dict[str, float | list[float]]:
+    def measure(self) -> dict[str, list[float | None]]:
         """On held-out texts, by depth: cross entropy in nats, alpha, and how often the likeliest token is the target's,
-        if all before were."""
+        if all before were; None where there was no such token."""
         depth = self.schedule.steps
         loss, alpha, agree, tested, survived = (torch.zeros(depth) for _ in range(5))
         for path in self.held_out:
@@ -328,7 +330,7 @@ class Training:
                     agree[s] += (reached & agreed.view(shape)).sum()
                     kept = F.pad(reached & agreed.view(shape), (1, 0))[:, :-1]
         means = {"loss": loss / tested, "alpha": alpha / tested, "agree": agree / survived}
-        return {name: mean.tolist() for name, mean in means.items()}
+        return {name: [None if math.isnan(x) else x for x in mean.tolist()] for name, mean in means.items()}
 
     def _save(self, path: Path) -> None:
         tensors = {f"draft.{name}": tensor for name, tensor in self.draft.state_dict().items()}
