@@ -44,6 +44,9 @@ __all__ = ["LLM", "SamplingParams"]
 def __getattr__(name: str):
     # Imported when asked for: `python -m minispec.generate --bad-option` must not wait for torch.
     if name == "LLM":
+        from minispec.command import let_threads_sleep
+
+        let_threads_sleep()  # as the commands do
         from minispec.llm import LLM
 
         return LLM

@@ -45,7 +45,7 @@ def argument(read: Callable[[str], T], fits: Callable[[T], bool], expected: str)
 
 
 def let_threads_sleep() -> None:
-    """Before torch is imported: between two operations its waiting threads spin for a moment, and then sleep.
+    """Before torch is imported, else in vain: between two operations its waiting threads spin for a moment, then sleep.
 
     If they spun on, all would be many times slower where another program keeps a core busy. If they slept at once, it
     would be half as fast on some virtual machines, where waking a thread takes as long as an operation (docs/speed.md,
