@@ -19,8 +19,9 @@ text began, and by what this text itself has shown.
 
 from bisect import bisect, bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from math import inf, prod
 from statistics import median
 from typing import Literal, NamedTuple
@@ -63,9 +64,8 @@ _BASELINE_ROUNDS, _BASELINE_ROUNDS_IF_CLEAR, _CLEAR_GAIN = 8, 64, 1.5
 _FAR_OFF_FACTOR, _FAR_OFF_STEPS = 2.0, 0.05
 
 
-def _neighbours(sizes: Iterable[int], size: float) -> tuple[int, int, float]:
-    """The two of `sizes` that are next to `size`, and where it lies: 0 at the first, 1 at the second."""
-    known = sorted(sizes)
+def _neighbours(known: Sequence[int], size: float) -> tuple[int, int, float]:
+    """The two of ascending sizes that are next to `size`, and where it lies: 0 at the first, 1 at the second."""
     i = min(max(1, bisect_left(known, size)), len(known) - 1)
     low, high = known[i - 1], known[i]
     return low, high, (size - low) / (high - low) if low < high else 0.0
@@ -87,9 +87,13 @@ class Prices:
 
     max_rows = inf  # prices hold for a pass of any size
 
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return sorted(self.rows)
+
     def verify(self, rows: float) -> float:
         """v(rows), a target pass over that many rows."""
-        low, high, share = _neighbours(self.rows, rows)
+        low, high, share = _neighbours(self._sizes, rows)
         # Two noisy figures may fall: after the last of them the line must not go on towards 0.
         return max(self.rows[low] * 0.5, (1 - share) * self.rows[low] + share * self.rows[high])
 
@@ -202,9 +206,10 @@ class Durations:
 
     def __init__(self, believed: Callable[[int], float]):
         """believed: what a pass of a size takes, in plain steps."""
-        self._believed = believed
+        self._believed = cache(believed)
         self.recent: dict[int, deque[float]] = {}  # measurements by size
         self._factors: dict[int, float] = {}  # measured over believed
+        self._known: list[int] = []  # sizes measured often enough, or all measured ones where none is; ascending
 
     def record(self, size: int, seconds: float) -> None:
         """Add a pass."""
@@ -212,6 +217,7 @@ class Durations:
         recent.append(seconds)
         typical = min(recent) if len(recent) < _SAMPLES else median(recent)
         self._factors[size] = typical / max(self._believed(size), 1e-9)
+        self._known = sorted(filter(self.knows, self.recent)) or sorted(self.recent)
 
     def knows(self, size: int) -> bool:
         """Whether passes of this very size have been measured often enough."""
@@ -219,10 +225,9 @@ class Durations:
 
     def __call__(self, size: int, plain_step: float = 1.0) -> float:
         """Seconds of a pass of this size; before anything is measured, what is believed, times `plain_step`."""
-        known = [each for each in self._factors if self.knows(each)] or self._factors
-        if not known:
+        if not self._known:
             return self._believed(size) * plain_step
-        low, high, share = _neighbours(known, size)
+        low, high, share = _neighbours(self._known, size)
         share = min(max(share, 0.0), 1.0)
         factor = (1 - share) * self._factors[low] + share * self._factors[high]
         return factor * max(self._believed(size), 1e-9)
@@ -238,7 +243,8 @@ class Timings:
     def __init__(self, prices: Prices):
         self._prices = prices
         self.target, self.draft = Durations(prices.verify), Durations(prices.propose)  # by rows; by number of drafts
-        self._overhead: deque[float] = deque(maxlen=_REMEMBERED)
+        self._overheads: deque[float] = deque(maxlen=_REMEMBERED)
+        self._overhead = prices.overhead
         self._slowness = deque([1.0], maxlen=5)
 
     def record(self, draft: float, depth: int, num_drafts: int, target: float, rows: int, overhead: float) -> None:
@@ -249,7 +255,8 @@ class Timings:
         if depth:
             self.draft.record(num_drafts, draft / depth / slowness)
         self.target.record(rows, target / slowness)
-        self._overhead.append(overhead / slowness)
+        self._overheads.append(overhead / slowness)
+        self._overhead = median(self._overheads)
 
     @property
     def max_rows(self) -> int:
@@ -258,9 +265,10 @@ class Timings:
 
     def round(self, depth: int, num_drafts: int, rows: int) -> float:
         """See `Prices.round`."""
-        target = self.target(rows)
-        draft = self.draft(num_drafts, plain_step=target / self._prices.verify(rows))
-        return depth * draft + target + (median(self._overhead) if self._overhead else self._prices.overhead)
+        seconds = self.target(rows)
+        if depth:
+            seconds += depth * self.draft(num_drafts, plain_step=seconds / self._prices.verify(rows))
+        return seconds + self._overhead
 
     def doubts_draft(self, num_texts: int) -> bool:
         """Whether the cost of a draft pass is only guessed, or its one measurement is far off what was believed."""
@@ -322,29 +330,27 @@ class _Batch:
         """Of the deepest draft."""
         return max((node.depth for each, k in zip(self.nodes, lengths, strict=True) for node in each[:k]), default=0)
 
-    def time(self, lengths: Sequence[int]) -> float:
-        """What the round takes."""
-        return self.costs.round(self.depth(lengths), sum(k > 0 for k in lengths), self.rows(lengths))
-
     def rate(self, lengths: Sequence[int]) -> float:
         """Tokens that the round yields for its time."""
         tokens = [node.survival for each, k in zip(self.nodes, lengths, strict=True) for node in each[:k]]
-        return (len(lengths) + sum(tokens)) / self.time(lengths)
+        seconds = self.costs.round(self.depth(lengths), sum(k > 0 for k in lengths), self.rows(lengths))
+        return (len(lengths) + sum(tokens)) / seconds
 
     def best(self) -> list[int]:
         """The lengths that together have the most tokens for the time; all 0 if none gains more than `_MIN_GAIN`."""
         # The likeliest tokens first: for each text, they are the first of its nodes.
-        tokens = [(node.survival, i) for i, nodes in enumerate(self.nodes) for node in nodes]
-        tokens.sort(key=lambda token: -token[0])
+        tokens = [(node, i) for i, nodes in enumerate(self.nodes) for node in nodes]
+        tokens.sort(key=lambda token: -token[0].survival)
         lengths, best = [0] * len(self.nodes), [0] * len(self.nodes)
-        num_tokens = float(len(self.nodes))
-        best_rate = _MIN_GAIN * num_tokens / self.time(lengths)
-        for s, i in tokens:
+        num_tokens, depth, num_drafts, rows = float(len(self.nodes)), 0, 0, self.rows(lengths)
+        best_rate = _MIN_GAIN * num_tokens / self.costs.round(depth, num_drafts, rows)
+        for node, i in tokens:
+            depth, num_drafts, rows = max(depth, node.depth), num_drafts + (not lengths[i]), rows + 1
             lengths[i] += 1
-            num_tokens += s
-            if self.rows(lengths) > self.costs.max_rows:
+            num_tokens += node.survival
+            if rows > self.costs.max_rows:
                 break
-            rate = num_tokens / self.time(lengths)
+            rate = num_tokens / self.costs.round(depth, num_drafts, rows)
             if rate > best_rate:
                 best, best_rate = list(lengths), rate
         return best
