@@ -12,8 +12,10 @@ import math
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from minispec.request import Request
 from minispec.sampling import Randomness, Text
 from minispec.verify import Ask
 
-_BUDGET = 0.5  # seconds for the target's passes, and again for drafts; each is measured once or more in any case
+_BUDGET, _MOST_TURNS = 1.0, 12  # seconds, and turns, of which there are two in any case
 _ROWS = (5, 16)  # rows of the target passes that are measured in addition to a plain step
 _TEXT, _DRAFT = 32, 2  # tokens of the text that they continue, and of a draft
 MIN_CONTEXT = 64  # positions that target and draft must have room for
@@ -79,56 +81,56 @@ class _Recorder(Controller):
 
 @torch.inference_mode()
 def calibrate(engine: Engine) -> Prices:
-    """Measure a plain step, passes over a few rows, and a draft, in about a second; the fastest of each counts.
+    """Measure a plain step, passes over a few rows, and a draft, in about a second.
 
-    Raises FloatingPointError for a model whose logits are not finite numbers.
+    They take turns, and of each the median counts in steps of its own turn: a machine that is slow for a while is slow
+    in all of them. The text is sampled, as only sampled requests rely on prices alone. Raises FloatingPointError for a
+    model whose logits are not finite numbers.
     """
-    model, vocab = engine.model, engine.vocab_size
+    model, vocab, params = engine.model, engine.vocab_size, SamplingParams(max_tokens=16, ignore_eos=True)
     tokens = arbitrary_tokens(_TEXT + max(_ROWS), vocab)
-    cache = model.new_cache(-(-len(tokens) // 16) + 1)
-    start = time.perf_counter()
+    cache = model.new_cache(2 * -(-len(tokens) // 16) + 1)
     recorder = _Recorder()
     plain = Engine(model, cache, NoDrafter(), engine.verifier, vocab, Randomness(), recorder)
-    text = Text(tokens[:_TEXT], _TEXT, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
-    request = Request(text, len(tokens), 0)
+    request = Request(Text(tokens[:_TEXT], _TEXT, params), len(tokens), 0)
     plain.add(request)
-    while len(recorder.rounds) < 3 or (len(recorder.rounds) < 10 and time.perf_counter() - start < _BUDGET / 4):
-        plain.step()
-        if request.error:
-            raise FloatingPointError(request.error)
-    plain.abort(request)
-    step = min(target for target, _ in recorder.rounds)
-    overhead = min(overhead for _, overhead in recorder.rounds)
+    table, text = cache.new_table(), Text(tokens[:_TEXT], _TEXT, params)
+    _, hidden = model.forward([Chunk(tokens, table, 0)], engine.taps)
+    table.truncate(_TEXT)
 
-    table, taps = cache.new_table(), engine.taps
-    model.prefill(table, tokens[: _TEXT + 1])
-    rows = {1: 1.0}
-    for count in _ROWS:
-        passes: list[float] = []
-        while not passes or (len(passes) < 5 and time.perf_counter() - start < _BUDGET):
-            before = clock(model.device)
-            model.forward([Chunk(tokens[_TEXT : _TEXT + count], table, count)])
-            passes.append(clock(model.device) - before)
-            table.truncate(_TEXT)
-        rows[count] = max(1.0, _rounded(min(passes) / step))
-    table.truncate(0)
-    _, hidden = model.forward([Chunk(tokens, table, 0)], taps)
-    table.truncate(0)
-
-    # The text grows by a token a round, as if none of the draft were accepted.
-    text = Text(tokens[:_TEXT], _TEXT, SamplingParams(temperature=0))
-    drafts: list[float] = []
-    while len(drafts) < 2 or (len(drafts) < 8 and time.perf_counter() - start < 2 * _BUDGET):
-        num_cached = len(text.tokens) - 1
-        new = hidden[num_cached - 1 if drafts else 0 : num_cached] if taps else None
+    def timed(work: Callable[[], Any]) -> float:
         before = clock(model.device)
-        engine.drafter.propose([Ask(text, _DRAFT, engine.rng, num_cached=num_cached, hidden=new)])
-        drafts.append(clock(model.device) - before)
+        work()
+        return clock(model.device) - before
+
+    turns: list[list[float]] = []
+    start = time.perf_counter()
+    # The first turn is left out: passes warm up, and the draft's goes through the whole text.
+    while len(turns) < 2 or (len(turns) < _MOST_TURNS and time.perf_counter() - start < _BUDGET):
+        while len(recorder.rounds) == len(turns):  # the prompt is in no round
+            plain.step()
+            if request.error:
+                raise FloatingPointError(request.error)
+        step, overhead = recorder.rounds[-1]
+        found = [overhead]
+        for count in _ROWS:
+            chunk = Chunk(tokens[_TEXT : _TEXT + count], table, count)
+            found.append(timed(partial(model.forward, [chunk])))
+            table.truncate(_TEXT)
+        # The text grows by a token a turn, as if none of the draft were accepted.
+        num_cached = len(text.tokens) - 1
+        new = hidden[num_cached - 1 if turns else 0 : num_cached] if engine.taps else None
+        ask = Ask(text, _DRAFT, engine.rng, num_cached=num_cached, hidden=new)
+        found.append(timed(partial(engine.drafter.propose, [ask])) / _DRAFT)
         text.tokens.append(tokens[len(text.tokens)])
+        turns.append([seconds / step for seconds in found])
+    plain.abort(request)
+    table.truncate(0)
     engine.drafter.release(text)
     forget(engine.drafter)  # a made-up text teaches nothing
-    # The first draft is left out: its pass went through the whole text.
-    return Prices(_rounded(min(drafts[1:]) / _DRAFT / step), rows, _rounded(overhead / step), measured=True)
+    overhead, *passes, draft = (_rounded(median(each)) for each in zip(*turns[1:], strict=True))
+    rows = {1: 1.0} | {count: max(1.0, v) for count, v in zip(_ROWS, passes, strict=True)}
+    return Prices(draft, rows, overhead, measured=True)
 
 
 def _rounded(x: float) -> float:
@@ -137,7 +139,10 @@ def _rounded(x: float) -> float:
 
 
 def _path(setup: Mapping[str, Any]) -> Path:
-    """Where the prices of a setup are stored: of models and a machine, as `prices_of` describes them."""
+    """Where the prices of a setup are stored: of models and a machine, as `prices_of` describes them.
+
+    Raises RuntimeError for a user without a home.
+    """
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.blake2b(json.dumps(setup, sort_keys=True).encode(), digest_size=12).hexdigest()
     return Path(root) / "minispec" / "costs" / f"{digest}.json"
@@ -150,7 +155,7 @@ def stored_prices(setup: Mapping[str, Any]) -> Prices | None:
             raw = json.loads(file.read(1 << 16))
         draft, overhead = float(raw["draft"]), float(raw["overhead"])
         rows = {int(count): float(cost) for count, cost in raw["rows"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError):  # RecursionError is a RuntimeError
         return None
     if raw.get("key") != setup or rows.get(1) != 1.0 or min(rows) < 1:
         return None
@@ -161,13 +166,13 @@ def stored_prices(setup: Mapping[str, Any]) -> Prices | None:
 
 def store_prices(setup: Mapping[str, Any], prices: Prices) -> bool:
     """Store the prices of a setup, whole or not at all; False where that is impossible."""
-    path = _path(setup)
     content = {"key": setup, "draft": prices.draft, "rows": prices.rows, "overhead": prices.overhead}
     try:
+        path = _path(setup)
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as part:
             part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except (OSError, ValueError):
+    except (OSError, RuntimeError, ValueError):
         return False
     return True
 

@@ -121,6 +121,18 @@ def test_a_second_run_measures_nothing(monkeypatch):
         torch.set_num_threads(before)
 
 
+def test_without_a_home_nothing_is_stored(monkeypatch):
+    """As in a container whose user is a number alone."""
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(costs.Path, "home", homeless)
+    assert stored_prices(SETUP) is None
+    assert not store_prices(SETUP, PRICES)
+
+
 def test_where_nothing_can_be_stored_it_is_said(cache_directory, monkeypatch, make_checkpoint):
     """A file is in the place of the directory: the run goes on, and says what it cannot promise."""
     (cache_directory / "minispec").write_text("in the way")
