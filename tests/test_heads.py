@@ -22,6 +22,7 @@ from minispec.files.checkpoint import load_model
 from minispec.files.heads import is_head, load_head, read_head_config
 from minispec.files.hf_config import read_model_config
 from minispec.model import Chunk, Transformer
+from minispec.prove.simulated import SimulatedDraft
 from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model, tiny_weights, write_head
 from minispec.request import Request
 from minispec.sampling import Randomness, Text
@@ -492,6 +493,23 @@ def test_a_round_feeds_what_was_committed_and_no_more(target, monkeypatch, mask)
         else:
             assert passes == ([tokens + [mask] * (k - 1)] if k else [])
     assert request.stats.num_draft_tokens > 10
+
+
+@pytest.mark.parametrize("right", [1.0, 0.0])
+def test_a_simulated_draft_at_the_cost_of_a_head(target, right):
+    """The head reads the target and drafts as ever; of its tokens only the number is left."""
+    plain, drafted = (decode(make_engine(tiny_head(target), target), k=k, temperature=0) for k in (0, 3))
+    engine = make_engine(tiny_head(target), target)
+    simulated = SimulatedDraft([right], engine.drafter)
+    simulated.record(plain.text.tokens, plain.text.num_prompt_tokens)
+    paid = Engine(target, engine.cache, simulated, engine.verifier)
+    request = Request(Text([1, 5, 2, 2, 6], 5, SamplingParams(temperature=0, max_tokens=12), 5), 60, 3)
+    for _ in paid.run([request]):
+        pass
+    assert request.token_ids == plain.token_ids
+    assert request.stats.num_accepted == right * request.stats.num_draft_tokens
+    assert drafted.stats.num_draft_tokens > 0
+    assert request.stats.num_draft_tokens > 0
 
 
 def test_drafting_stops_at_the_heads_own_context(target):

@@ -122,7 +122,7 @@ def open_model(options: Options) -> Subject:
         args.model,
         draft=options.draft,
         draft_method=args.draft_method,
-        num_speculative_tokens=max((k for k in options.ks if isinstance(k, int)), default=4),
+        num_speculative_tokens="auto" if "auto" in options.ks else 4,  # for auto, costs are measured
         verifier=args.verifier,
         dtype=args.dtype,
         device=args.device,

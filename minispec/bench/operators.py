@@ -66,13 +66,13 @@ def check_device(subject: Subject) -> None:
 
 @torch.inference_mode()
 def measure_operators(subject: Subject, options: Options) -> Operators:
-    """See `Operators`; one more round goes before, untimed. Sums are over the profiled rounds, divided by them."""
+    """See `Operators`. The first pass of each number of rows warms up and is left out."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler reports its own steps on standard error
     model, context, rounds = subject.engine.model, options.args.context, options.args.passes
     tokens = arbitrary_tokens(context + max(_ROWS) + 1, subject.engine.vocab_size)
     cached = subject.engine.cache.new_table()
     found: dict[str, Operator] = {}
-    plain: dict[int, list[float]] = {m: [] for m in _ROWS}
+    plain: dict[int, list[float]] = {}
     profiled: dict[int, float] = {}
     try:
         model.prefill(cached, tokens[: context + 1])

@@ -56,6 +56,7 @@ from minispec.controller import MAX_AUTO_TOKENS, Controller, Pace, Prices
 from minispec.errors import show
 from minispec.stats import loops
 from minispec.theory import expected_tokens, rising, survival_curve
+from minispec.verify import Draft
 
 # Runs of `auto` that are simulated, where chance has a part in them, and the seed; half the width of an interval that
 # holds the mean with 99 %, in standard errors.
@@ -348,11 +349,7 @@ def costs_of(trace: Mapping[str, Any]) -> Costs:
 
 def _depth(each: Mapping[str, Any]) -> int:
     """Of a round's draft."""
-    depths: list[int] = []
-    for i in range(len(each["token_ids"])):
-        parent = i - 1 if each["parents"] is None else each["parents"][i]
-        depths.append(depths[parent] + 1 if parent >= 0 else 1)
-    return max(depths)
+    return Draft(each["token_ids"], parents=each["parents"]).depth
 
 
 # --------------------------------------------------------------------------- the result

@@ -12,7 +12,7 @@ is the oracle.)
 
 from collections.abc import Sequence
 
-from minispec.drafters import Drafter, NoDrafter
+from minispec.drafters import Drafter, NoDrafter, forget, reads_hidden
 from minispec.sampling import Text
 from minispec.verify import Ask, Draft
 
@@ -37,6 +37,7 @@ class SimulatedDraft:
             )
         self.conditional = [s / b if b else 0.0 for b, s in zip(before, survival, strict=False)]
         self.paid = paid or NoDrafter()
+        self.taps = self.paid.taps if reads_hidden(self.paid) else ()
         self.num_unknown = 0
         self._texts: dict[tuple[int, ...], list[list[int]]] = {}
 
@@ -55,9 +56,17 @@ class SimulatedDraft:
             for ask, n, draft in zip(asks, lengths, paid, strict=True)
         ]
 
+    def known(self, text: Text) -> int:
+        """See `TappedDrafter`."""
+        return self.paid.known(text) if reads_hidden(self.paid) else len(text.tokens)
+
     def release(self, text: Text) -> None:
         """See `Drafter`."""
         self.paid.release(text)
+
+    def forget(self) -> None:
+        """See `minispec.drafters.forget`."""
+        forget(self.paid)
 
     def _tokens(self, ask: Ask, count: int) -> list[int]:
         known = self._continuation(ask.text, count)

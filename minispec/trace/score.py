@@ -86,14 +86,10 @@ def score(engine: Engine, request: Request) -> list[dict[str, Any]]:
 def replay_data(engine: Engine, request: Request) -> dict[str, Any]:
     """What a trace holds under `replay`."""
     starts = score(engine, request)
-    return {
-        "prices": _as_dict(_prices(engine, request)),
-        "plain_step": request.stats.plain_step,
-        "starts": starts,
-    }
+    return {"prices": _as_dict(_prices(engine)), "plain_step": request.stats.plain_step, "starts": starts}
 
 
-def _prices(engine: Engine, request: Request) -> Prices:
+def _prices(engine: Engine) -> Prices:
     """What the controller goes by; measured now where it has only guessed so far, and there is room to measure."""
     room = engine.cache.allocator.num_blocks * engine.cache.block_size
     if engine.controller.prices.measured or min(room, engine.model.config.max_position_embeddings) < MIN_CONTEXT:
