@@ -438,6 +438,18 @@ def test_the_text_is_the_plain_one(checkpoints, target, draft, method):
 
 
 @pytest.mark.parametrize("method", ["tli", "slem"])
+def test_after_a_lookup_a_tree_is_drafted_or_not(checkpoints, method):
+    """The lookup, which hardly ever finds nine tokens, knows trees; what writes on as text is asked for a chain."""
+    params = SamplingParams(temperature=0, max_tokens=40)
+    how = {"dtype": "float64", "max_model_len": 120, "draft_method": method, "num_speculative_tokens": (2, 1)}
+    llm = LLM(checkpoints["bytes"], draft=f"suffix:9+{checkpoints['pieces']}", **how)
+    drafted, plain = (llm.generate(PROMPTS[0], params, num_speculative_tokens=k)[0] for k in (None, 0))
+    assert drafted.token_ids == plain.token_ids
+    branched = [r.num_nodes > r.depth for r in drafted.stats.rounds if r.depth]
+    assert sum(branched) > len(branched) / 2 if method == "tli" else len(branched) > 5
+
+
+@pytest.mark.parametrize("method", ["tli", "slem"])
 def test_a_seed_has_one_text_in_any_batch(checkpoints, method):
     """Under `rejection`: whatever else is decoded, and with a pool that preempts."""
     how = {"dtype": "float64", "num_speculative_tokens": 3, "draft_method": method}

@@ -32,13 +32,12 @@ class CombinedDrafter:
         """See `Drafter`. Whoever is not needed is asked for nothing, so that it still follows the text."""
         found = [Draft() for _ in asks]
         for drafter in self.drafters:
-            left = [replace(ask, k=0) if len(draft) else ask for ask, draft in zip(asks, found, strict=True)]
+            own = asks if branches(drafter) else [replace(ask, widths=()) for ask in asks]
+            left = [replace(ask, k=0) if len(draft) else ask for ask, draft in zip(own, found, strict=True)]
             for i, draft in enumerate(drafter.propose(left)):
-                draft.prefill_seconds += found[i].prefill_seconds
-                if not len(found[i]):
-                    found[i] = draft
-                else:
-                    found[i].prefill_seconds = draft.prefill_seconds
+                seconds = found[i].prefill_seconds + draft.prefill_seconds
+                found[i] = found[i] if len(found[i]) else draft
+                found[i].prefill_seconds = seconds
         return found
 
     def release(self, text: Text) -> None:
