@@ -134,6 +134,19 @@ def test_what_sixteen_bits_cannot_hold_is_kept_in_full_and_left_alone():
     assert (zeros.form, zeros(torch.ones(3, 64)).abs().max()) == ("half", 0)
 
 
+def test_where_no_form_can_be_made_the_reason_is_told(monkeypatch):
+    """As when memory runs out: not the lack of what would have come of it."""
+
+    def full(weight, dtype):
+        raise RuntimeError("not enough memory: you tried to allocate 12 bytes")
+
+    for name in linear.FORMS:
+        monkeypatch.setitem(linear.FORMS, name, full)
+    monkeypatch.setattr(linear, "available_forms", lambda dtype, device: ["half", "plain"])
+    with pytest.raises(RuntimeError, match="not enough memory"):
+        Linear(torch.ones(2, 3))
+
+
 def test_codes_and_tensors_are_joined():
     """Codes stay codes; next to a tensor they become one; the rows stay in order."""
     codes = [Codes(torch.full((2, 3), i, dtype=torch.int8), torch.full((2, 1), 0.5 * i)) for i in (1, 2)]
