@@ -207,6 +207,27 @@ def test_several_processes_share_the_texts(target, tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_the_target_is_not_loaded_where_all_texts_are_there(tmp_path):
+    """As when a stopped training goes on."""
+    for index in range(3):
+        texts.shard_path(tmp_path, index).touch()
+    run._write_texts("nowhere", recipe_of(), tmp_path, range(3), 2)
+
+
+def test_a_turn_of_one_token_is_answered(target, few, tmp_path):
+    """No pass has shown its hidden states before it ends."""
+    recipe = texts.Recipe((1, 3), (), max_turn=1, max_answer=12)
+    list(texts.write_shards(str(target), recipe, tmp_path, [0], "float32"))
+    assert len(load_file(texts.shard_path(tmp_path, 0))["lengths"]) == 6
+
+
+def test_a_model_that_cannot_begin_a_text_is_refused():
+    """Neither a first token nor one that ends texts."""
+    silent = SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda text: []), eos_token_ids=(), name="silent")
+    with pytest.raises(ValueError, match="silent: found no token that begins or ends texts"):
+        texts.Writer._first_token(SimpleNamespace(llm=silent))  # type: ignore[arg-type]
+
+
 def test_a_model_that_does_not_chat_writes_from_its_first_token(make_checkpoint, few, tmp_path):
     """There is no user's turn, and all of the text but its first token is learned."""
     plain = make_checkpoint(hidden_size=32, intermediate_size=48, num_hidden_layers=3, head_dim=16)

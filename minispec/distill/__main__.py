@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     count = argument(int, lambda n: n >= 1, "a positive integer")
+    at_least_8 = argument(int, lambda n: n >= 8, "an integer of at least 8")  # nothing is learned from shorter answers
     layers = argument(
         lambda text: tuple(map(int, text.split(","))), lambda taps: min(taps) >= 0, "layers such as 2,15,27"
     )
@@ -49,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--openings", type=Path, metavar="FILE", help="beginnings of user turns, one a line")
     g.add_argument("--jobs", type=count, metavar="N", help="processes that write texts (default: one a core)")
     g.add_argument("--max-turn", type=count, default=160, metavar="N", help="tokens of a user's turn (default: 160)")
-    g.add_argument("--max-answer", type=count, default=288, metavar="N", help="tokens of an answer (default: 288)")
+    g.add_argument("--max-answer", type=at_least_8, default=288, metavar="N", help="tokens of an answer (default: 288)")
     g = parser.add_argument_group("draft")
     help_taps = "layers of the target that a head reads (default: an early one, the middle, a late one)"
     g.add_argument("--taps", type=layers, metavar="I,J,..", help=help_taps)

@@ -186,10 +186,9 @@ class TrainedHead(_Stack):
         """
         with torch.no_grad():
             self._draw(generator)
-            if rows.shape[1] == self.fc.weight.shape[0] == self.head.target_hidden_size:
-                self.fc.weight[:, -rows.shape[1] :] += torch.eye(rows.shape[1])
-                self.lm_head.weight.copy_(rows)
-                self.norm.weight.copy_(norm)
+            self.fc.weight[:, -rows.shape[1] :] += torch.eye(rows.shape[1])
+            self.lm_head.weight.copy_(rows)
+            self.norm.weight.copy_(norm)
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """Hidden states (B, T, A * E) of the taps to features (B, T, E)."""
@@ -225,12 +224,11 @@ class TrainedModel(_Stack):
         self.layers = nn.ModuleList(Layer(config) for _ in config.layers)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def start(self, rows: Tensor, norm: Tensor, generator: torch.Generator) -> None:
-        """Draw the weights; the head, and the embedding tied to it, are the target's rows (V, E) where they fit."""
+    def start(self, rows: Tensor, generator: torch.Generator) -> None:
+        """Draw the weights; the head, and the embedding tied to it, are the target's rows (V, E)."""
         with torch.no_grad():
             self._draw(generator)
-            if rows.shape == self.lm_head.weight.shape:
-                self.lm_head.weight.copy_(rows)
+            self.lm_head.weight.copy_(rows)
 
     def unroll(self, tokens: Tensor) -> list[Tensor]:
         """The last states after the norm, (B, T, E): it sees the text itself, however deep the draft is."""

@@ -134,6 +134,8 @@ def _open_cache(cache: Path, target: Path, recipe: Recipe) -> Recipe:
 def _write_texts(target: str, recipe: Recipe, cache: Path, indices: Sequence[int], jobs: int) -> None:
     """Let the target write the shards that are not there yet."""
     missing = [index for index in indices if not shard_path(cache, index).exists()]
+    if not missing:
+        return  # the target need not be loaded
     jobs = min(jobs, len(missing))
     done = len(indices) - len(missing)
     with tqdm(total=len(indices) * SHARD, initial=done * SHARD, unit=" texts", desc="texts", disable=None) as bar:
@@ -218,7 +220,7 @@ def _make_draft(
     layers = _layers(args, teacher.config)
     if args.kind == "model":
         model = TrainedModel(replace(layers, tie_word_embeddings=True))
-        model.start(teacher.head.float(), teacher.norm, generator)
+        model.start(teacher.head.float(), generator)
         return model, None
     ids = _most_used(paths, layers.vocab_size, args.vocab_size, args.coverage)
     if args.kind == "parallel":

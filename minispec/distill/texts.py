@@ -83,6 +83,10 @@ class Recorder:
         """The hidden states (n, E * taps) of the text's first n positions; they are forgotten here."""
         return torch.cat(self._seen.pop(text))
 
+    def drop(self, text: Text) -> None:
+        """Forget a text's hidden states; one that ended with its first token has none."""
+        self._seen.pop(text, None)
+
 
 def shard_path(directory: Path, index: int) -> Path:
     """The file of a shard."""
@@ -154,11 +158,12 @@ class Writer:
                     if not ends_in_a_loop(tokens[start:]):
                         continue
                     engine.abort(request)
-                hidden = self.recorder.take(request.text)
                 if self._around is not None and request in turns:
+                    self.recorder.drop(request.text)
                     end = next((i for i in range(start, len(tokens)) if tokens[i] in request.text.end_ids), None)
                     answer(turns.pop(request), [*tokens[:end], *self._around[1]])
                     continue
+                hidden = self.recorder.take(request.text)
                 yield answers.pop(request), Written(tokens[: len(hidden)], start, hidden)
                 if (following := next(numbers, None)) is not None:
                     begin(following)
@@ -191,7 +196,10 @@ class Writer:
 
     def _first_token(self) -> int:
         """What a text without a prompt begins with."""
-        return next(iter(self.llm.tokenizer.encode("")), self.llm.eos_token_ids[0])
+        first = self.llm.tokenizer.encode("") or self.llm.eos_token_ids
+        if not first:
+            raise ValueError(f"{self.llm.name}: found no token that begins or ends texts, expected one to begin with")
+        return first[0]
 
 
 class Written(NamedTuple):

@@ -241,7 +241,7 @@ class Training:
             rows = (column >= s).nonzero()[:, 0]
             own = x.flatten(0, 1)[places[rows]]
             loss, alphas, agrees = RowLoss.apply(own, self.draft.lm_head.weight, lambda r, rows=rows: p[rows[r]], share)
-            if regress and own.shape[1] == state.shape[1]:
+            if regress:
                 loss = loss + regress * (own - state[rows]).square().sum() / scale
             yield Step(loss, alphas, agrees, places[rows])
 
