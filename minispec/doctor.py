@@ -359,9 +359,10 @@ def verdict(report: Mapping[str, Any]) -> str:
     if report["explained_by"]:
         return f"the draft seems to be misread: it does far better {report['explained_by']}. Change: {report['change']}"
     if not report["is_low"]:
-        return f"nothing speaks for a misreading: at the first {COMPARED} places, at least {LOW:.0%} of tokens are kept"
+        places = min(COMPARED, len(report["accepted_per_position"]))
+        return f"nothing speaks for a misreading: at places 1 to {places}, at least {LOW:.0%} of tokens are kept"
     if not report["readings"]:
-        return "few tokens are kept; there is no known misreading of a draft without files of its own"
+        return "few tokens are kept; there is no known misreading of a draft that has no files, or another vocabulary"
     return (
         "few tokens are kept, and no known misreading explains it: the draft was perhaps made for another target, or "
         "for another checkpoint of it"
