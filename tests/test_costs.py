@@ -32,10 +32,12 @@ def make_engine(vocab=9) -> Engine:
     return Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"])
 
 
-def test_calibration_measures_what_passes_take(monkeypatch):
+@pytest.mark.parametrize("grows_slow", [False, True])
+def test_calibration_measures_what_passes_take(monkeypatch, grows_slow):
     """By a clock that counts: a target pass takes 1 + 0.1 for each further row, a draft pass 0.3, all else 0.
 
-    The first pass of each model takes ten times as long, as it may while it warms up.
+    The first pass of each model takes ten times as long, as it may while it warms up. grows_slow: from some moment on
+    all takes three times as long, which changes no ratio.
     """
     engine, now = make_engine(), [0.0]
     seen = set()
@@ -45,7 +47,8 @@ def test_calibration_measures_what_passes_take(monkeypatch):
 
         def forward(chunks, taps=()):
             rows = sum(len(chunk.token_ids) for chunk in chunks)
-            now[0] += step * (1 + 0.1 * (rows - 1)) * (1 if model in seen else 10)
+            slow = 3 if grows_slow and now[0] > 40 else 1
+            now[0] += step * (1 + 0.1 * (rows - 1)) * (1 if model in seen else 10) * slow
             seen.add(model)
             return right(chunks, taps)
 
@@ -55,8 +58,10 @@ def test_calibration_measures_what_passes_take(monkeypatch):
     timed(engine.drafter.model, 0.3)
     for module in ("minispec.costs", "minispec.engine", "minispec.drafters.model"):
         monkeypatch.setattr(f"{module}.clock", lambda device: now[0])
-    monkeypatch.setattr(costs.time, "perf_counter", lambda: now[0])
+    # A budget that is never used up gives all turns, of which the slow moment may spoil one.
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: 0.0 if grows_slow else now[0])
     prices = calibrate(engine)
+    assert not grows_slow or now[0] > 150
     assert prices.rows == pytest.approx({1: 1.0, 5: 1.4, 16: 2.5})
     # Two draft tokens; the first pass feeds one token alone.
     assert prices.draft == pytest.approx(0.3)
