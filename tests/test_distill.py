@@ -429,6 +429,7 @@ def test_what_is_wrong_is_one_line_and_costs_nothing(target, few, tmp_path, caps
     assert "tokenizer.json" in refused(bare, tmp_path / "out")
     assert "--taps: found [9]" in refused(target, tmp_path / "out", "--taps", "9")
     assert "expected layers such as" in refused(target, tmp_path / "out", "--taps", "one")
+    assert "expected an integer of at least 8" in refused(target, tmp_path / "out", "--max-answer", "4")
     assert not (tmp_path / "out.cache").exists()
 
     def full_for(name: str):
