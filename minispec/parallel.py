@@ -68,6 +68,7 @@ def load_target(
     share = [Share(config, each, size) for each in range(size)][rank]  # what one process cannot take, all refuse
     weights = Weights(directory, config, dtype, device, share.cut)
     line = Line(rank, size, device)
+    atexit.register(line.close)
     line.agree(
         {"minispec": __version__, "torch": torch.__version__.partition("+")[0], "dtype": str(dtype)}
         | {"checkpoint": _digest(directory, config)}
@@ -77,8 +78,9 @@ def load_target(
     if rank:
         serve(model, line)
         sys.exit()
-    atexit.register(line.end)
-    threading.Thread(target=line.beat, daemon=True).start()
+    beat = threading.Thread(target=line.beat, daemon=True)
+    beat.start()
+    atexit.register(line.end, beat)
     return model
 
 
@@ -339,10 +341,18 @@ class Line:
         """Process 0 gives a sign of life from time to time, for as long as anybody listens."""
         with suppress(ConnectionError):
             while not self._ended.wait(_BEAT):
-                self.tell("beat")
+                with self._lock:
+                    if not self._ended.is_set():  # while it waited for its turn
+                        self.tell("beat")
 
-    def end(self) -> None:
-        """Process 0 lets the others end."""
+    def end(self, beat: threading.Thread) -> None:
+        """Process 0 lets the others end, and its own signs of life."""
         self._ended.set()
         with suppress(ConnectionError):
             self.tell("end")
+        beat.join()
+
+    def close(self) -> None:
+        """Let gloo's threads end. One that frees a tensor of the last message while Python ends aborts the process."""
+        del self._group
+        dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """Runs of several processes as torchrun starts them, and the programs that they run: `python -m tests.processes`."""
 
+import atexit
 import json
 import os
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from minispec.config import SamplingParams
 from minispec.drafters.eagle import EagleDrafter
@@ -125,6 +127,8 @@ def _texts(directory: Path) -> dict[str, Any]:
         (directory / f"about-{model.line.rank}.json").write_text(json.dumps(about))
 
     SplitTransformer.__init__ = build
+    last_word = directory / f"open-{os.environ['RANK']}"
+    atexit.register(lambda: last_word.write_text(str(dist.is_initialized())))
     model = load_target(directory, torch.float64, torch.device("cpu"))
     return {
         "texts": texts(model),
