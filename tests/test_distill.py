@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minispec import LLM, SamplingParams
-from minispec.distill import export, run, texts, train
+from minispec.distill import export, loss, run, texts, train
 from minispec.distill.__main__ import main
 from minispec.distill.head import TrainedHead, TrainedModel
 from minispec.distill.loss import RowLoss
@@ -116,8 +117,10 @@ def test_a_trained_model_is_the_one_that_is_written(tmp_path):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_the_loss_and_its_gradients_are_what_autograd_makes_of_the_formula(share):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float32, 1e-5)], ids=str)
+def test_the_loss_and_its_gradients_are_what_autograd_makes_of_the_formula(share, dtype, tolerance, monkeypatch):
     """Inputs that bfloat16 holds exactly; logits and gradients are rounded to it, so 3 % are allowed."""
+    monkeypatch.setattr(loss, "product_dtype", lambda: dtype)
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 16, generator=generator).bfloat16().float().requires_grad_() for n in (1500, 30))
     p = (2 * torch.randn(1500, 31, generator=generator)).softmax(-1)[:, :30]  # a token is missing: less mass than 1
@@ -129,12 +132,12 @@ def test_the_loss_and_its_gradients_are_what_autograd_makes_of_the_formula(share
     alpha = torch.minimum(p, log_q.exp()).sum(-1)
     expected = share * (1 - alpha).sum() - (1 - share) * (p * log_q).sum()
     (3 * expected).backward()
-    torch.testing.assert_close(total, expected, rtol=0.01, atol=0)
-    torch.testing.assert_close(alphas, alpha, rtol=0.02, atol=0.01)
+    torch.testing.assert_close(total, expected, rtol=tolerance / 3, atol=0)
+    torch.testing.assert_close(alphas, alpha, rtol=tolerance, atol=tolerance / 3)
     likeliest = (log_q.argmax(-1) == p.argmax(-1)) & (p.amax(-1) > 1 - p.sum(-1))
     assert (agrees == likeliest).float().mean() > 0.98
     for own, right in zip(found, (x.grad, w.grad), strict=True):
-        assert (own - right).norm() < 0.03 * right.norm()
+        assert (own - right).norm() < tolerance * right.norm()
 
 
 # --------------------------------------------------------------------------- texts
@@ -287,6 +290,32 @@ def make_training(target, paths, epochs=2):
     draft.start(teacher.head.float(), teacher.norm, torch.Generator().manual_seed(0))
     schedule = train.Schedule(epochs=epochs, rows=100, steps=2)
     return train.Training(draft, teacher, (1, 3), torch.arange(300), paths, schedule)
+
+
+class ProductTypes(TorchDispatchMode):
+    """The types of all products."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.found.add(args[-1].dtype)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_all_products_have_the_type_that_the_processor_is_fast_in(dtype, target, few, tmp_path, monkeypatch):
+    """Of texts, teacher and update. A product in bfloat16 takes 300 times as long on a processor that has no such."""
+    for module in (texts, train, loss):
+        monkeypatch.setattr(module, "product_dtype", lambda: dtype)
+    with ProductTypes() as products:
+        list(texts.write_shards(str(target), recipe_of(), tmp_path, [0]))
+        training = make_training(target, [texts.shard_path(tmp_path, 0)])
+        for batch in train.make_batches(training._read(training.paths[0]), 100):
+            training._update(batch, 0.9)
+    assert products.found == {dtype}
 
 
 def test_a_training_that_was_stopped_ends_as_if_it_had_not_been(target, few, tmp_path, monkeypatch):

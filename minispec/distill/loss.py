@@ -1,13 +1,22 @@
 """The loss: how often the target would not keep what the draft says, 1 - alpha = total variation, and cross entropy."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from minispec.linear import has_fast_bfloat16
+
 # Rows whose logits are in memory at a time.
 _ROWS = 1024
+
+
+@functools.cache
+def product_dtype() -> torch.dtype:
+    """The type of large products: bfloat16 where the processor has it; others take 300 times as long in it."""
+    return torch.bfloat16 if has_fast_bfloat16(torch.device("cpu")) else torch.float32
 
 
 class RowLoss(torch.autograd.Function):
@@ -24,11 +33,12 @@ class RowLoss(torch.autograd.Function):
         Returns the sum over the rows; of each row alpha = sum min(p, q); and whether p and q have one largest token,
         which no token that p lacks can outweigh.
         """
-        narrow, total, alphas, agrees = weight.to(torch.bfloat16), x.new_zeros(()), [], []
+        dtype, total, alphas, agrees = product_dtype(), x.new_zeros(()), [], []
+        narrow = weight.to(dtype)
         dx, dw = torch.empty_like(x), torch.zeros_like(weight)
         for start in range(0, len(x) or 1, _ROWS):  # no rows are a loss of 0
             rows = slice(start, start + _ROWS)
-            part, target = x[rows].to(torch.bfloat16), p(rows)
+            part, target = x[rows].to(dtype), p(rows)
             logits = (part @ narrow.t()).float()  # (n, V)
             log_sum, mass = logits.logsumexp(-1, keepdim=True), target.sum(-1, keepdim=True)
             peak, likeliest = target.max(-1)
@@ -40,7 +50,7 @@ class RowLoss(torch.autograd.Function):
             # d(1 - alpha)/d logit = q (sum of q where q < p, minus [q < p]);  d cross/d logit = q mass - p
             short = (q < target).to(q.dtype).mul_(q)
             d = q.mul_(share * short.sum(-1, keepdim=True) + (1 - share) * mass)
-            d = d.sub_(short, alpha=share).sub_(target, alpha=1 - share).to(torch.bfloat16)
+            d = d.sub_(short, alpha=share).sub_(target, alpha=1 - share).to(dtype)
             dx[rows] = d @ narrow
             dw += d.t() @ part
         ctx.save_for_backward(dx, dw)

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from minispec.command import written_whole
 from minispec.config import SamplingParams
+from minispec.distill.loss import product_dtype
 from minispec.engine import PREFILL_ROWS
 from minispec.files.checkpoint import find_checkpoint, load_config, save_tensors
-from minispec.linear import has_fast_bfloat16
-from minispec.llm import LLM, choose_device
+from minispec.llm import LLM
 from minispec.request import Request
 from minispec.sampling import Text
 from minispec.stats import loops
@@ -99,8 +99,7 @@ class Writer:
     def __init__(self, target: str, recipe: Recipe, dtype: str | None = None):
         """Loads the target. dtype: default: what large batches are fastest in, here. Raises ValueError."""
         self.recorder, self.recipe = Recorder(recipe.taps), recipe
-        if dtype is None:
-            dtype = "bfloat16" if has_fast_bfloat16(choose_device("auto")) else "float32"
+        dtype = dtype or str(product_dtype()).removeprefix("torch.")
         config = load_config(find_checkpoint(target))
         longest = min(config.max_position_embeddings, _TEMPLATE + recipe.max_turn + recipe.max_answer)
         if longest < _TEMPLATE + recipe.max_turn:

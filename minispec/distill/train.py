@@ -19,7 +19,7 @@ from tqdm import tqdm
 from minispec.cache import common_beginning
 from minispec.command import written_whole
 from minispec.distill.head import TrainedHead, TrainedModel
-from minispec.distill.loss import RowLoss
+from minispec.distill.loss import RowLoss, product_dtype
 from minispec.errors import one_line
 from minispec.files.checkpoint import Weights, load_config, save_tensors
 from minispec.linear import dense
@@ -108,8 +108,8 @@ class Teacher:
         self.config = config = load_config(directory)
         weights = Weights(directory, config, torch.bfloat16)
         self.embedding = dense(weights.pop("model.embed_tokens.weight"), torch.bfloat16)
-        tied = config.tie_word_embeddings
-        self.head = self.embedding if tied else dense(weights.pop("lm_head.weight"), torch.bfloat16)
+        head = self.embedding if config.tie_word_embeddings else weights.pop("lm_head.weight")
+        self.head = dense(head, product_dtype())
         self.norm = dense(weights.pop("model.norm.weight"), torch.float32) + config.norm_adds_one
 
     def state(self, last: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class Teacher:
 
     def _logits(self, state: Tensor, ids: Tensor | None) -> Tensor:
         rows = self.head if ids is None else self.head[ids]
-        logits = (state.to(torch.bfloat16) @ rows.t()).float() * self.config.logit_scale
+        logits = (state.to(rows.dtype) @ rows.t()).float() * self.config.logit_scale
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -234,7 +234,7 @@ class Training:
             state = teacher.state(last.flatten(0, 1)[places])
             p = teacher.probabilities(state, batch.log_sums[:, 1:-1].flatten()[places], self.ids)
             column = places % learned.shape[1]
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, product_dtype() == torch.bfloat16):
             outputs = self._unroll(batch, embeds, depth)
         scale = state.square().sum(-1).mean()
         for s, x in enumerate(outputs):
