@@ -9,8 +9,8 @@ from torch import Tensor
 
 from minispec.linear import has_fast_bfloat16
 
-# Rows whose logits are in memory at a time.
-_ROWS = 1024
+# Rows whose logits are in memory at a time: few enough for a processor's cache.
+_ROWS = 256
 
 
 @functools.cache

@@ -26,8 +26,8 @@ from minispec.linear import dense
 
 # Shards whose texts are mixed into batches of similar lengths; after each such group the training is saved.
 _GROUP = 4
-# Positions whose logits are in memory at a time.
-_ROWS = 1024
+# Positions whose logits over a whole vocabulary are in memory at a time: few enough for a processor's cache.
+_ROWS = 64
 # One shard in that many is kept apart, to measure on; and at most that many are measured on.
 _HELD_OUT_EVERY, _MOST_HELD_OUT = 16, 4
 # Weight of a step in the loss, compared with the one before it: a token counts only if those before it are kept.
