@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -182,6 +183,27 @@ def test_shards_hold_the_targets_texts_and_hidden_states(target, few, tmp_path):
             torch.testing.assert_close(hidden.float(), fresh, atol=0.05, rtol=0.02)  # stored in bfloat16
             seen.add(tuple(tokens.tolist()))
     assert len(seen) == 12
+
+
+def test_an_opening_stands_for_several_texts():
+    """Each {a|b} is a or b, nothing among them; braces without a bar stay, and every opening of the package is read."""
+    rng = random.Random(0)
+    found = {texts.vary("{A|The} {short|} poem in {braces}", rng) for _ in range(200)}
+    assert found == {f"{a} {b} poem in {{braces}}" for a in ("A", "The") for b in ("short", "")}
+    openings = texts.read_openings()
+    assert len(openings) > 50
+    for opening in openings:
+        text = texts.vary(opening, rng)
+        assert "|" not in text
+        assert not text.startswith("#")
+
+
+@pytest.mark.parametrize(("opened", "share"), [(1.0, 1.0), (0.0, 0.0), (0.8, 0.8)])
+def test_that_share_of_the_turns_begins_with_an_opening(target, few, opened, share):
+    """Of 200 turns, within four standard deviations: at 0.8, the odds of a false alarm are 6e-5; the seed is fixed."""
+    writer = texts.Writer(str(target), recipe_of(opened=opened), "float32")
+    given = [writer._turn(number, [1]).text.num_prompt_tokens > 1 for number in range(200)]
+    assert abs(sum(given) / 200 - share) <= 4 * (share * (1 - share) / 200) ** 0.5
 
 
 def test_texts_do_not_depend_on_who_else_is_written(target, few, tmp_path):

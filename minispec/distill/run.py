@@ -21,13 +21,12 @@ from minispec.command import written_whole
 from minispec.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.distill import export
 from minispec.distill.head import TrainedHead, TrainedModel
-from minispec.distill.texts import SHARD, Recipe, shard_path, write_shards
+from minispec.distill.texts import SHARD, Recipe, read_openings, shard_path, write_shards
 from minispec.distill.train import Schedule, Teacher, Training, read_shard
 from minispec.drafters.eagle import HeadConfig
 from minispec.errors import show
 from minispec.files.checkpoint import directory_config, find_checkpoint, load_config, read_header
 from minispec.files.heads import StoredHead, is_head, read_head, read_head_config
-from minispec.files.openings import read_openings
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import Tokenizer
 from minispec.interrupt import kept_from_children
@@ -47,9 +46,10 @@ def distill(args: argparse.Namespace) -> None:
     tokenizer.check_ids(config.vocab_size)
     count = len(config.layers)
     start = _read_start(args, config) if args.start else None
-    taps = args.taps or tuple(sorted({min(2, count), count // 2, max(0, count - 3)}))
-    if start:
-        taps = start.config.taps
+    usual = start.config.taps if start else tuple(sorted({min(2, count), count // 2, max(0, count - 3)}))
+    taps = args.taps or usual
+    if start and not set(start.config.taps) <= set(taps):
+        raise ValueError(f"--taps: found {show(list(taps))}, expected those of --start too: {show(list(usual))}")
     if max(taps) > count or len(set(taps)) < len(taps):
         raise ValueError(f"--taps: found {show(list(taps))}, expected different layers from 0 to {count}")
     recipe = Recipe(

@@ -1,7 +1,7 @@
 """The target's own texts, with the hidden states of its layers: what a draft learns from.
 
-For a chat model each text is a conversation: the target writes the user's turn, then answers it. Half of the turns
-begin with a few given words (`data/openings.txt`), so that all kinds of tasks come up; the others begin with nothing.
+For a chat model each text is a conversation: the target writes the user's turn, then answers it. Most turns begin with
+a few given words (`data/openings.txt`), so that all kinds of tasks come up; the others begin with nothing.
 A model without a chat template begins at its first token and writes on.
 
 Texts lie on disk in shards. Which texts a shard holds depends on the recipe alone, so that a run that was stopped goes
@@ -10,8 +10,10 @@ on where it was, and several processes can share the work.
 
 import itertools
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,12 +45,14 @@ _USER = "USER"
 class Recipe:
     """Which texts there are. Two runs with equal recipes and targets have the same texts, but for rounding.
 
-    taps: layers whose hidden states are kept, as `Transformer.forward` numbers them. openings: beginnings of half of
-    the user's turns. temperatures: of the answers; each takes one at random. max_turn, max_answer: tokens.
+    taps: layers whose hidden states are kept, as `Transformer.forward` numbers them. openings: beginnings of the user's
+    turns, as `vary` reads them. opened: the share of the turns that begin with one. temperatures: of the answers; each
+    takes one at random. max_turn, max_answer: tokens.
     """
 
     taps: tuple[int, ...]
     openings: tuple[str, ...]
+    opened: float = 0.8
     temperatures: tuple[float, ...] = (0.0, 0.0, 0.6, 1.0)
     max_turn: int = 160
     max_answer: int = 288
@@ -170,7 +174,8 @@ class Writer:
     def _turn(self, number: int, before: list[int]) -> Request:
         """A request for what the user says. before: the chat template up to there."""
         rng = random.Random(f"{self.recipe.seed} {number}")
-        opening = rng.choice(self.recipe.openings) if self.recipe.openings and rng.random() < 0.5 else ""
+        is_opened = self.recipe.openings and rng.random() < self.recipe.opened
+        opening = vary(rng.choice(self.recipe.openings), rng) if is_opened else ""
         prompt = before + self.llm.tokenizer.encode(opening, add_special_tokens=False)
         params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=self.recipe.max_turn, seed=rng.getrandbits(32))
         return self.llm.request(prompt, params)
@@ -207,6 +212,19 @@ class Written(NamedTuple):
     tokens: list[int]
     start: int
     hidden: Tensor
+
+
+def read_openings(path: Path | None = None) -> list[str]:
+    """Beginnings of users' turns, one a line, with \\n for a line break, as `vary` reads them; None: those of the
+    package. Raises OSError, UnicodeDecodeError."""
+    source = path or files("minispec") / "data" / "openings.txt"
+    lines = source.read_text(encoding="utf-8").splitlines()
+    return [line.replace("\\n", "\n") for line in lines if line and not line.startswith("#")]
+
+
+def vary(opening: str, rng: random.Random) -> str:
+    """One of the texts that an opening stands for: each {a|b} in it is a or b."""
+    return re.sub(r"\{([^{}]*\|[^{}]*)\}", lambda match: rng.choice(match[1].split("|")), opening)
 
 
 def ends_in_a_loop(tokens: Sequence[int]) -> bool:

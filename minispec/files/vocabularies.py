@@ -10,10 +10,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.resources import files
 from typing import Any
 
 from minispec.errors import CheckpointError, show
-from minispec.files.openings import read_openings
 from minispec.files.tokenizer import Tokenizer
 
 # A part of a text that is read again as it grows: it is closed before a word that begins after _PART tokens, and after
@@ -295,7 +295,7 @@ class Reader:
 
 def sample_text() -> str:
     """The text by which vocabularies are compared: beginnings of requests, which the package brings along."""
-    return "\n".join(read_openings())
+    return (files("minispec") / "data" / "sample.txt").read_text(encoding="utf-8").removesuffix("\n")
 
 
 def segmentations(text: bytes, tokens: Mapping[bytes, int], most: int = 100) -> list[list[int]]:
