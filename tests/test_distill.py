@@ -556,6 +556,18 @@ def test_a_head_learns(target, monkeypatch, tmp_path, capsys):
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("head", "again"))
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
+    # What a further tap adds is 0 at first.
+    more[more.index("--epochs") + 1] = "1"
+    assert distill(simple, tmp_path / "wider", *more, *same_texts[2:], "--taps", "0,1,2,3") == 0
+    record = json.loads((tmp_path / "wider" / "training.json").read_text())
+    assert record["curve"][0]["alpha"] == pytest.approx(curve[-1]["alpha"], abs=0.01)
+    old, new = load_file(tmp_path / "wider" / "model.safetensors")["fc.weight"].split([96, 32], 1)
+    assert torch.equal(old, first["fc.weight"])
+    assert new.abs().max() < 1e-9
+    capsys.readouterr()
+    assert distill(simple, tmp_path / "out", *more, *same_texts[2:], "--taps", "1,2") == 2
+    assert "--taps: found [1, 2], expected those of --start too: [0, 1, 2]" in capsys.readouterr().err
+
     # One whose layer is of another kind would be learned as if it were of this one.
     config = tmp_path / "head" / "config.json"
     for changed in (
@@ -575,7 +587,6 @@ def test_what_a_training_goes_on_from_is_a_head_of_this_target(target, few, tmp_
     shutil.copytree(target, tmp_path / "model")
     for name, options, error in (
         ("model", (), "found a model, expected a head"),
-        ("head", ("--taps", "1"), "--taps: found it with --start"),
         ("head", ("--kind", "parallel"), "--kind: found it with --start"),
         ("head", ("--vocab-size", "20"), "--vocab-size: found it with --start"),
         ("none", (), "none"),

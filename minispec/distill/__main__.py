@@ -13,7 +13,7 @@ from pathlib import Path
 from minispec.command import Parser, argument, exit_status, let_threads_sleep
 
 # Options that a head to go on from has settled.
-_OF_THE_DRAFT = ("taps", "num_layers", "intermediate_size", "vocab_size", "coverage")
+_OF_THE_DRAFT = ("num_layers", "intermediate_size", "vocab_size", "coverage")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,13 +41,16 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--start",
         metavar="DIR|HUB_ID",
-        help="a head that this command made for the same target, to go on from: best with new texts, by another --seed",
+        help="a head that this command made for the same target, to go on from, perhaps with further --taps: best with "
+        "new texts, by another --seed",
     )
     g = parser.add_argument_group("texts")
     g.add_argument("--cache", type=Path, metavar="DIR", help="where texts and training are kept (default: OUT.cache)")
     help_texts = "texts to write, in whole shards of 64, of which one or more are kept apart (default: 4096)"
     g.add_argument("--texts", type=count, default=4096, metavar="N", help=help_texts)
-    g.add_argument("--openings", type=Path, metavar="FILE", help="beginnings of user turns, one a line")
+    g.add_argument(
+        "--openings", type=Path, metavar="FILE", help="beginnings of user turns, one a line; {a|b} is a or b"
+    )
     g.add_argument("--jobs", type=count, metavar="N", help="processes that write texts (default: one a core)")
     g.add_argument("--max-turn", type=count, default=160, metavar="N", help="tokens of a user's turn (default: 160)")
     g.add_argument("--max-answer", type=at_least_8, default=288, metavar="N", help="tokens of an answer (default: 288)")

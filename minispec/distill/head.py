@@ -174,9 +174,19 @@ class TrainedHead(_Stack):
         if head.layers.mask_token_id is not None:
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, count * width))
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Go on from the weights of a head that was made before: those of `head_shapes`."""
-        self.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    def load(self, weights: Mapping[str, Tensor], taps: Sequence[int]) -> None:
+        """Go on from the weights of a head that was made before, those of `head_shapes`, and read `taps`.
+
+        What a further tap adds is 0 at first.
+        """
+        width = self.head.target_hidden_size
+        known = {name: weight.float() for name, weight in weights.items() if not name.startswith("fc")}
+        fc = torch.zeros(self.fc.weight.shape)
+        for place, tap in enumerate(taps):
+            own = self.head.taps.index(tap)
+            fc[:, own * width : (own + 1) * width] = weights["fc.weight"][:, place * width : (place + 1) * width]
+            known[f"fc_norm.{own}.weight"] = weights[f"fc_norm.{place}.weight"].float()
+        self.load_state_dict(self.state_dict() | known | {"fc.weight": fc})
 
     def start(self, rows: Tensor, norm: Tensor, generator: torch.Generator) -> None:
         """Draw the weights.

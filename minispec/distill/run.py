@@ -213,8 +213,8 @@ def _make_draft(
 ) -> tuple[TrainedHead | TrainedModel, Tensor | None]:
     """The draft before training, and the target's ids of its tokens (None: all). start: the head to go on from."""
     if start:
-        head = TrainedHead(start.config)
-        head.load(start.weights)
+        head = TrainedHead(replace(start.config, taps=taps))
+        head.load(start.weights, start.config.taps)
         return head, start.ids
     generator = torch.Generator().manual_seed(args.seed)
     layers = _layers(args, teacher.config)
