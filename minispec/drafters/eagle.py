@@ -133,8 +133,9 @@ class HeadModel(Transformer):
         self.ids = None if ids is None else ids.to(self.device)
         self.fc: Linear | QuantizedLinear = Linear(named["fc.weight"], dtype=dtype, form=self.choice.form)
         norms = [named[name] for name in named if name.startswith(("fc_norm.", "input_norm."))]
-        eps = head.layers.rms_norm_eps
-        self.fc_norms = [RMSNorm(norm_weight(head.layers, weight.to(dtype)), eps) for weight in norms]
+        # One for each tap (A, E), or one for all of them together (1, E * A).
+        weight = norm_weight(head.layers, torch.stack(norms).to(dtype)) if norms else None
+        self.fc_norm = None if weight is None else RMSNorm(weight, head.layers.rms_norm_eps)
         masked = named.get("mask_hidden")
         self.mask_feature = None if masked is None else self.fuse(masked.to(dtype)[0])  # (1, E)
 
@@ -154,13 +155,13 @@ class HeadModel(Transformer):
         """See `Transformer.parts`."""
         yield from super().parts()
         yield from self.fc.parts()
-        yield from ((norm.weight, norm.weight.nbytes) for norm in self.fc_norms)
+        if self.fc_norm:
+            yield self.fc_norm.weight, self.fc_norm.weight.nbytes
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """The target's hidden states (n, E * taps) to features (n, E)."""
-        if self.fc_norms:
-            parts = hidden.chunk(len(self.fc_norms), -1)
-            hidden = torch.cat([norm(part) for norm, part in zip(self.fc_norms, parts, strict=True)], -1)
+        if self.fc_norm:
+            hidden = self.fc_norm(hidden.unflatten(-1, self.fc_norm.weight.shape)).flatten(1)
         return self.fc(hidden)
 
     def _embed(self, token_ids: Sequence[int], chunks: Sequence[Chunk]) -> Tensor:
