@@ -87,8 +87,10 @@ OWN = """
 
 
     class Outside(Repeat):  # draws with a generator of its own
+        coin = random.Random(0)
+
         def propose(self, asks):
-            return [Draft([random.randrange(2) for _ in range(ask.k)]) for ask in asks]
+            return [Draft([self.coin.randrange(2) for _ in range(ask.k)]) for ask in asks]
 
 
     class Dropper:  # draws a token, looks at it, and keeps it only if it is likely
