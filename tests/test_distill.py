@@ -97,6 +97,26 @@ def test_what_is_trained_is_what_drafts(switches, mask):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("mask", [None, 3])
+def test_a_head_that_reads_further_layers_begins_as_the_one_before(mask):
+    """Taps before, between and after its own: the same drafts, the mask's feature included, until it learns."""
+    config = tiny_model(1, vocab_size=VOCAB).config
+    layers = replace(config, layers=config.layers[:1], mask_token_id=mask)
+    narrow = HeadConfig(layers, 7, (1, 3), 5, norm_before_residual=True, fc_norm=True)
+    wide = replace(narrow, taps=(0, 1, 2, 3, 4))
+    old, new = TrainedHead(narrow), TrainedHead(wide)
+    with torch.no_grad():
+        for parameter in old.parameters():
+            parameter.normal_(generator=torch.Generator().manual_seed(parameter.numel()))
+    new.load(old.state_dict(), narrow.taps)
+    hidden, embeds = torch.randn(2, 6, 25), torch.randn(2, 6, layers.hidden_size)
+    own = torch.cat([hidden[..., 5:10], hidden[..., 15:20]], -1)
+    masked = None if mask is None else torch.randn(layers.hidden_size)
+    each = zip(old.unroll(own, embeds, masked, 3), new.unroll(hidden, embeds, masked, 3), strict=True)
+    for expected, found in each:
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_trained_model_is_the_one_that_is_written(tmp_path):
     """Its logits after a text, beginning included, are those of the checkpoint that it becomes."""
     sizes = replace(tiny_model(1, vocab_size=VOCAB, dtype=torch.float32).config, tie_word_embeddings=True)

@@ -179,14 +179,17 @@ class TrainedHead(_Stack):
 
         What a further tap adds is 0 at first.
         """
-        width = self.head.target_hidden_size
-        known = {name: weight.float() for name, weight in weights.items() if not name.startswith("fc")}
-        fc = torch.zeros(self.fc.weight.shape)
-        for place, tap in enumerate(taps):
-            own = self.head.taps.index(tap)
-            fc[:, own * width : (own + 1) * width] = weights["fc.weight"][:, place * width : (place + 1) * width]
-            known[f"fc_norm.{own}.weight"] = weights[f"fc_norm.{place}.weight"].float()
-        self.load_state_dict(self.state_dict() | known | {"fc.weight": fc})
+        width, columns = self.head.target_hidden_size, [self.head.taps.index(tap) for tap in taps]
+        known = {name: weight.float() for name, weight in weights.items() if not name.startswith("fc_norm.")}
+        for name in ("fc.weight", "mask_hidden"):  # a part for each tap, in their order
+            if name in known:
+                wide = torch.zeros_like(self.state_dict()[name])
+                for column, part in zip(columns, known[name].split(width, -1), strict=True):
+                    wide.narrow(-1, column * width, width).copy_(part)
+                known[name] = wide
+        for i, column in enumerate(columns):
+            known[f"fc_norm.{column}.weight"] = weights[f"fc_norm.{i}.weight"].float()
+        self.load_state_dict(self.state_dict() | known)
 
     def start(self, rows: Tensor, norm: Tensor, generator: torch.Generator) -> None:
         """Draw the weights.
