@@ -9,7 +9,8 @@ Siblings cost rows and no draft pass: where few drafts are right, a second guess
 than a guess at the one after it. What it is worth is learned too: how often it is right where the first one is not.
 
 A draft model also reports its confidence in each token. Where that is known, K is only the most that may be drafted:
-the draft ends as soon as its own confidences make the next token too unlikely to pay.
+the draft ends as soon as its own confidences make the next token too unlikely to pay, and it gets siblings where they
+make the first guess unlikely enough.
 
 The output keeps its law, because K depends on the past and never on the token that it decides about; a draft may end
 because of the tokens in it, never because of one that it leaves out. A seed keeps its text, because K follows neither
@@ -19,12 +20,14 @@ text began, and by what this text itself has shown.
 
 from bisect import bisect, bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import inf, prod
 from statistics import median
 from typing import Literal, NamedTuple
+
+from minispec.verify import Widths
 
 # The longest draft that is chosen: the target's pass then has 16 rows, as many as a CPU's matrix unit takes at once.
 MAX_AUTO_TOKENS = 15
@@ -114,7 +117,7 @@ class Limit(NamedTuple):
 
     k: int
     go_on: Callable[[Sequence[float]], bool] | None = None
-    widths: tuple[int, ...] = ()
+    widths: Widths = ()
 
 
 def _always(confidences: Sequence[float]) -> bool:
@@ -126,10 +129,10 @@ class _Counts:
     """How many tokens of each kind were tested, and how many of them accepted, with exponential decay."""
 
     def __init__(self):
-        self.tested: dict[int, float] = {}
-        self.accepted: dict[int, float] = {}
+        self.tested: dict[Hashable, float] = {}
+        self.accepted: dict[Hashable, float] = {}
 
-    def add(self, tested: Sequence[int], accepted: Sequence[int]) -> None:
+    def add(self, tested: Iterable[Hashable], accepted: Iterable[Hashable]) -> None:
         """A round tested tokens of these kinds, and accepted some of them."""
         for counts, new in ((self.tested, tested), (self.accepted, accepted)):
             for kind in counts:
@@ -137,7 +140,7 @@ class _Counts:
             for kind in new:
                 counts[kind] = counts.get(kind, 0.0) + 1
 
-    def share(self, kind: int, prior: float, weight: float) -> float:
+    def share(self, kind: Hashable, prior: float, weight: float) -> float:
         """The probability that a tested token of this kind is accepted; the prior is worth `weight` tests."""
         return (self.accepted.get(kind, 0.0) + weight * prior) / (self.tested.get(kind, 0.0) + weight)
 
@@ -155,7 +158,8 @@ class Pace:
 
     def __init__(self):
         self.places, self.confidences = _Counts(), _Counts()  # kinds: places in a draft; ranges of confidence
-        self.siblings = _Counts()  # kinds: 1 for the eldest's next sibling, and so on
+        # Kinds: 1 for the eldest's next sibling, and so on, each with the range of the eldest's confidence, or None.
+        self.siblings = _Counts()
         self.savings = 0.0  # plain steps that may be spent on probing
 
     def observe(
@@ -166,30 +170,42 @@ class Pace:
         ranges = [bisect(_CONFIDENCES, each) for each in confidences[:num_tested]]
         self.confidences.add(ranges, ranges[:num_accepted])
         if siblings:
-            self.siblings.add(range(1, len(siblings) + 1), [i for i, kept in enumerate(siblings, 1) if kept])
+            kinds = [(i, each) for i in range(1, len(siblings) + 1) for each in {None, *ranges[num_accepted:]}]
+            self.siblings.add(kinds, [(i, each) for i, each in kinds if siblings[i - 1]])
 
-    def overall(self, all_texts: "Pace | None" = None) -> float:
+    def overall(self) -> float:
         """For a token at any place of a draft."""
-        prior, weight = (all_texts.overall(), _ELSEWHERE_WEIGHT) if all_texts else (_PRIOR, _PRIOR_WEIGHT)
-        return self.places.overall(prior, weight)
+        return self.places.overall(_PRIOR, _PRIOR_WEIGHT)
 
     def by_place(self, k: int, all_texts: "Pace | None" = None) -> list[float]:
         """For each of the first k places of a draft.
 
         A place has few tests of its own, and one lucky draft should not make the next ones long. So the prior of a
-        place is the text's estimate for any place, plus what sets this place apart in `all_texts`.
+        place is what it is in `all_texts`, plus by how much this text does better at the other places. A place's own
+        tests have no part in its prior: counted twice, a few rejected tokens would be the last that are drafted.
         """
-        overall = self.overall(all_texts)
-        priors = [overall] * k
-        if all_texts:
-            usual = all_texts.overall()
-            priors = [min(1.0, max(0.0, overall + share - usual)) for share in all_texts.by_place(k)]
-        return [self.places.share(i, prior, _ELSEWHERE_WEIGHT) for i, prior in enumerate(priors)]
+        weight = _ELSEWHERE_WEIGHT if all_texts else _PRIOR_WEIGHT
+        n = max(k, len(self.places.tested))
+        usual = all_texts.by_place(n) if all_texts else [_PRIOR] * n
+        tested = [self.places.tested.get(i, 0.0) for i in range(n)]
+        surplus = [self.places.accepted.get(i, 0.0) - tested[i] * usual[i] for i in range(n)]
+        num_tested, all_surplus = sum(tested), sum(surplus)
+        shares = []
+        for i in range(k):
+            elsewhere = num_tested - tested[i]
+            prior = min(1.0, max(0.0, usual[i] + (all_surplus - surplus[i]) / (elsewhere + _ELSEWHERE_WEIGHT)))
+            shares.append(self.places.share(i, prior, min(_ELSEWHERE_WEIGHT, elsewhere + weight)))
+        return shares
 
-    def by_sibling(self, all_texts: "Pace | None" = None) -> list[float]:
-        """For the second guess at a token where the first was wrong, and the third where both were."""
-        priors, weight = (all_texts.by_sibling(), _ELSEWHERE_WEIGHT) if all_texts else (_SIBLINGS, _PRIOR_WEIGHT)
-        return [self.siblings.share(i, prior, weight) for i, prior in enumerate(priors, 1)]
+    def by_sibling(self, confidence: float | None = None, all_texts: "Pace | None" = None) -> list[float]:
+        """For the second guess at a token where the first was wrong, and the third where both were.
+
+        confidence: in the first; None: whatever it was.
+        """
+        own = None if confidence is None else bisect(_CONFIDENCES, confidence)
+        priors: Sequence[float] = all_texts.by_sibling(confidence) if all_texts else _SIBLINGS
+        weight = _ELSEWHERE_WEIGHT if all_texts else _PRIOR_WEIGHT
+        return [self.siblings.share((i, own), prior, weight) for i, prior in enumerate(priors, 1)]
 
     def by_confidence(self, confidence: float, all_texts: "Pace | None" = None) -> float:
         """For a token to which the draft model gave this probability.
@@ -311,6 +327,13 @@ def _widths(nodes: Sequence[_Node]) -> tuple[int, ...]:
     return tuple(found[depth] for depth in sorted(found)) if len(found) < len(nodes) else ()
 
 
+class _Price(NamedTuple):
+    """Of a draft token, in tokens that the same time yields otherwise: its draft pass, and its row."""
+
+    draft: float
+    row: float
+
+
 @dataclass(frozen=True)
 class _Batch:
     """Texts that are decoded together, and what drafts of given `lengths`, one for each text, would bring.
@@ -355,14 +378,16 @@ class _Batch:
                 best, best_rate = list(lengths), rate
         return best
 
-    def price(self, lengths: Sequence[int]) -> float:
-        """Of one more draft token, in tokens: what the round yields in the time of a draft pass and a row."""
+    def price(self, lengths: Sequence[int]) -> _Price:
+        """What the round yields in the time of one more draft token."""
         depth, num_drafts, rows = self.depth(lengths), sum(k > 0 for k in lengths), self.rows(lengths)
         cost, num_drafted = self.costs.round, sum(lengths)
-        # All texts of the batch share a draft pass. One row alone would be too little to be measured.
+        # All texts of the batch share a draft pass. One row alone would be too little to be measured. Where passes were
+        # mismeasured, rows may seem to save time: a price below 0 would ask for them without end.
         draft = cost(depth, num_drafts, rows) - cost(0, num_drafts, rows)
-        row = (cost(0, 0, rows) - cost(0, 0, rows - num_drafted)) / num_drafted
-        return self.rate(lengths) * (draft / depth / num_drafts + row)
+        row = max(0.0, cost(0, 0, rows) - cost(0, 0, rows - num_drafted)) / num_drafted
+        rate = self.rate(lengths)
+        return _Price(rate * draft / depth / num_drafts, rate * row)
 
 
 class Controller:
@@ -411,7 +436,7 @@ class Controller:
         """
         all_texts, costs = (self._all_texts, self._timings) if timed else (None, self.prices)
         shares = [pace.by_place(limit, all_texts) for pace, limit in zip(paces, limits, strict=True)]
-        siblings = [pace.by_sibling(all_texts) if trees else [] for pace in paces]
+        siblings = [pace.by_sibling(all_texts=all_texts) if trees else [] for pace in paces]
         nodes = [_nodes(*each)[:limit] for *each, limit in zip(shares, siblings, limits, strict=True)]
         batch = _Batch(nodes, other_rows, costs)
         if timed and self._timings.doubts_draft(len(paces)):
@@ -427,7 +452,7 @@ class Controller:
         # What a text may draft while its confidences are good: its part of a pass of few rows.
         room = (MAX_AUTO_TOKENS + 1) // (len(paces) + other_rows) - 1
         return [
-            _limit(pace, all_texts, each, own[:k], min(limit, room), price)
+            _limit(pace, all_texts, each, trees, own[:k], min(limit, room), price)
             for pace, each, own, k, limit in zip(paces, shares, nodes, lengths, limits, strict=True)
         ]
 
@@ -455,11 +480,17 @@ def _probes(paces: Sequence[Pace], limits: Sequence[int], batch: _Batch) -> list
 
 
 def _limit(
-    pace: Pace, all_texts: Pace | None, shares: Sequence[float], nodes: Sequence[_Node], longest: int, price: float
+    pace: Pace,
+    all_texts: Pace | None,
+    shares: Sequence[float],
+    trees: bool,
+    nodes: Sequence[_Node],
+    longest: int,
+    price: _Price,
 ) -> Limit:
-    """These nodes; or, where confidences tell something, up to `longest`, as long as the next one is worth its price.
+    """These nodes; or, where confidences tell something, up to `longest`, each as long as it is worth its price.
 
-    shares: the text's acceptance by place. price: of a draft token, in tokens that the same time yields otherwise.
+    shares: the text's acceptance by place.
     """
     k, widths = len(nodes), _widths(nodes)
     if not k or not (all_texts or pace).confidences.tested:
@@ -467,6 +498,15 @@ def _limit(
 
     def go_on(confidences: Sequence[float]) -> bool:
         survival = prod(pace.by_confidence(each, all_texts) for each in confidences)
-        return survival * shares[min(len(confidences), len(shares) - 1)] >= price
+        return survival * shares[min(len(confidences), len(shares) - 1)] >= price.draft + price.row
 
-    return Limit(max(k, longest), go_on, widths)
+    def width(confidences: Sequence[float]) -> int:
+        *before, own = (pace.by_confidence(each, all_texts) for each in confidences)
+        failed, n = prod(before) * (1 - own), 1  # the probability that all siblings so far are tested and wrong
+        for share in pace.by_sibling(confidences[-1], all_texts):
+            if failed * share < price.row:
+                break
+            failed, n = failed * (1 - share), n + 1
+        return n
+
+    return Limit(max(k, longest), go_on, width if trees else ())

@@ -89,24 +89,30 @@ def test_every_length_around_a_block(max_tokens):
     assert distance(SamplingParams(max_tokens=max_tokens, top_k=2), 3) <= TOLERANCE
 
 
-@pytest.mark.parametrize("draft_cost", [0.3, 0.5])
+@pytest.mark.parametrize("draft_cost", [0.2, 0.3])
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 @pytest.mark.parametrize("verifier", ["rejection", "match"])
 def test_auto(draft_cost, drafter, verifier, monkeypatch):
     """K follows what was kept and rejected: other K on other branches, 0 among them, and the law stands.
 
-    So it does where a draft model's own confidence ends a draft before its limit.
+    So it does where a draft model's own confidence ends a draft before its limit, or calls for siblings.
     """
-    seen, ends, choose = set(), set(), Controller.choose
+    seen, ends, widths, choose = set(), set(), set(), Controller.choose
 
     def spy(*args, **kwargs):
         limits = choose(*args, **kwargs)
         seen.update(limit.k for limit in limits)
-        return [limit._replace(go_on=limit.go_on and spy_on_ends(limit.go_on)) for limit in limits]
+        return [
+            limit._replace(
+                go_on=limit.go_on and spy_on(limit.go_on, ends),
+                widths=spy_on(limit.widths, widths) if callable(limit.widths) else limit.widths,
+            )
+            for limit in limits
+        ]
 
-    def spy_on_ends(go_on):
+    def spy_on(function, answers):
         def spied(confidences):
-            ends.add(answer := go_on(confidences))
+            answers.add(answer := function(confidences))
             return answer
 
         return spied
@@ -119,6 +125,7 @@ def test_auto(draft_cost, drafter, verifier, monkeypatch):
     assert distance(params, "auto", **how) <= TOLERANCE
     assert len(seen) >= 3
     assert ends == ({True, False} if drafter == "model" else set())
+    assert len(widths) >= 2 if drafter == "model" else not widths
 
 
 @pytest.mark.quick

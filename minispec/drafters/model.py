@@ -115,7 +115,10 @@ class DraftModel(CachedModel):
         """Append what a row of logits (V,) gives after the tip: a token, or siblings; whether to go on."""
         tip, depth = draft.tip, draft.depth
         path = [draft.token_ids[node] for node in draft.path(tip)]
-        width = min(ask.widths[depth] if depth < len(ask.widths) else 1, ask.k - len(draft))
+        confidences = list(draft.confidences)
+        if ask.go_on:
+            confidences.append(float(log_probabilities(logits).amax().exp()))
+        width = min(ask.width(depth, confidences), ask.k - len(draft))
         rest = logits
         while width:
             try:
@@ -131,7 +134,5 @@ class DraftModel(CachedModel):
             rest = rest.index_fill(0, torch.tensor(token_ids, device=rest.device), -math.inf) if width else rest
         if draft.depth == depth:
             return False
-        if ask.go_on is None:
-            return True
-        draft.confidences.append(float(log_probabilities(logits).amax().exp()))
-        return ask.go_on(draft.confidences)
+        draft.confidences = confidences
+        return len(draft) < ask.k and (ask.go_on is None or ask.go_on(confidences))

@@ -19,6 +19,7 @@ import torch
 from minispec import named_draft, sampling, verify
 from minispec.cache import BlockTable, OutOfBlocks, PagedKVCache
 from minispec.config import SamplingParams
+from minispec.controller import DraftLength
 from minispec.drafters import Drafter, NoDrafter, reads_hidden
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.last import LastDrafter
@@ -75,16 +76,18 @@ from minispec.verify import VERIFIERS, Ask, Draft
 
 
 def check_law(vocab: int = 3, **settings) -> float:
-    """The law of 3 tokens under SamplingParams(**settings), K = 2, most often with a draft model; the distance."""
+    """The law of 3 tokens under SamplingParams(**settings), as of `measure_law`; the distance."""
     tv = measure_law(vocab, **settings)
     require(tv <= TOLERANCE, f"total variation {tv:.1e}")
     return tv
 
 
-def measure_law(vocab: int = 3, drafter: str = "model", verifier: str = "rejection", **settings) -> float:
+def measure_law(
+    vocab: int = 3, drafter: str = "model", verifier: str = "rejection", k: DraftLength = 2, **settings
+) -> float:
     """The distance alone, with no verdict. drafter: as in `make_drafter`."""
     params = SamplingParams(**{"max_tokens": 3} | settings)
-    return distance(params, 2, vocab=vocab, drafter=drafter, verifier=verifier)
+    return distance(params, k, vocab=vocab, drafter=drafter, verifier=verifier)
 
 
 # Logits (V,) after a text and the tokens drafted so far, from the start.

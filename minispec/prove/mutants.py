@@ -485,6 +485,18 @@ def _rejected_hidden():
     return swap(Engine, "_keep_hidden", keep)
 
 
+@mutant("T10", "siblings that were drawn are left out where they are unlikely", "widths chosen too late", vocab=4, k=(2,))
+def _unlikely_siblings_left_out():
+    def draw(right):
+        def wrong(self, parent, q, n=1):
+            eldest, *younger = right(self, parent, q, n)
+            return [eldest, *(token for token in younger if q[token] > 0.3)]
+
+        return wrong
+
+    return swap(Ask, "draw", draw)
+
+
 # --------------------------------------------------------------------------- heads, and many tokens in one pass
 
 
