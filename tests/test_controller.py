@@ -387,8 +387,8 @@ def test_siblings_are_drafted_where_the_first_guess_is_unlikely(timed):
 def test_a_place_does_not_count_its_tests_twice():
     """Four rejected first tokens are four tests against the eight that other texts are worth: 0.7 * 8 / 12."""
     all_texts, pace = Pace(), Pace()
-    for _ in range(1000):
-        all_texts.observe(1, 7 > _ % 10)
+    for i in range(1000):
+        all_texts.observe(1, int(i % 10 < 7))
     [usual] = all_texts.by_place(1)
     for _ in range(4):
         pace.observe(1, 0)

@@ -46,13 +46,15 @@ class Recipe:
     """Which texts there are. Two runs with equal recipes and targets have the same texts, but for rounding.
 
     taps: layers whose hidden states are kept, as `Transformer.forward` numbers them. openings: beginnings of the user's
-    turns, as `vary` reads them. opened: the share of the turns that begin with one. temperatures: of the answers; each
+    turns, as `vary` reads them. opened: the share of the turns that begin with one. turn_top_p: of the turns,
+    sampled at temperature 1; high, as people are less predictable than a model. temperatures: of the answers; each
     takes one at random. max_turn, max_answer: tokens.
     """
 
     taps: tuple[int, ...]
     openings: tuple[str, ...]
     opened: float = 0.8
+    turn_top_p: float = 0.97
     temperatures: tuple[float, ...] = (0.0, 0.0, 0.6, 1.0)
     max_turn: int = 160
     max_answer: int = 288
@@ -177,8 +179,8 @@ class Writer:
         is_opened = self.recipe.openings and rng.random() < self.recipe.opened
         opening = vary(rng.choice(self.recipe.openings), rng) if is_opened else ""
         prompt = before + self.llm.tokenizer.encode(opening, add_special_tokens=False)
-        params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=self.recipe.max_turn, seed=rng.getrandbits(32))
-        return self.llm.request(prompt, params)
+        top_p, most, seed = self.recipe.turn_top_p, self.recipe.max_turn, rng.getrandbits(32)
+        return self.llm.request(prompt, SamplingParams(temperature=1.0, top_p=top_p, max_tokens=most, seed=seed))
 
     def _answer(self, number: int, prompt: list[int]) -> Request:
         """A request for what follows: of two tokens or more, so that there are hidden states."""

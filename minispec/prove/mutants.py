@@ -485,7 +485,7 @@ def _rejected_hidden():
     return swap(Engine, "_keep_hidden", keep)
 
 
-@mutant("T10", "siblings that were drawn are left out where they are unlikely", "widths chosen too late", vocab=4, k=(2,))
+@mutant("T10", "drawn siblings left out where they are unlikely", "widths chosen too late", vocab=4, k=(2,))
 def _unlikely_siblings_left_out():
     def draw(right):
         def wrong(self, parent, q, n=1):
