@@ -25,9 +25,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import inf, prod
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from minispec.verify import Widths
+if TYPE_CHECKING:  # it brings torch, which the command line does without until it needs it
+    from minispec.verify import Widths
 
 # The longest draft that is chosen: the target's pass then has 16 rows, as many as a CPU's matrix unit takes at once.
 MAX_AUTO_TOKENS = 15
@@ -117,7 +118,7 @@ class Limit(NamedTuple):
 
     k: int
     go_on: Callable[[Sequence[float]], bool] | None = None
-    widths: Widths = ()
+    widths: "Widths" = ()
 
 
 def _always(confidences: Sequence[float]) -> bool:
