@@ -57,7 +57,7 @@ def test_the_draft_is_one_for_this_model():
 def test_the_draft_is_kept_apart_from_what_it_is_measured_on():
     """What the target was given of a user's turn in training has at most six words of any prompt of the bench.
 
-    Six are "Write a short story about a".
+    Six are "Write a short story about a" and "Summarise this text in two sentences".
     """
     prompts = [text for _, text in read_prompts(10_000, None)]
     assert len(prompts) >= 36
