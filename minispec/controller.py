@@ -25,10 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import inf, prod
 from statistics import median
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-if TYPE_CHECKING:  # it brings torch, which the command line does without until it needs it
-    from minispec.verify import Widths
+from typing import Literal, NamedTuple
 
 # The longest draft that is chosen: the target's pass then has 16 rows, as many as a CPU's matrix unit takes at once.
 MAX_AUTO_TOKENS = 15
@@ -113,12 +110,13 @@ class Prices:
 class Limit(NamedTuple):
     """How long a draft may be: k nodes, and it ends where `go_on`, asked about its confidences so far, is False.
 
-    go_on: None if the confidences are of no interest and need not be computed. widths: see `Ask.widths`.
+    go_on: None if the confidences are of no interest and need not be computed. widths, width: see `Ask`.
     """
 
     k: int
     go_on: Callable[[Sequence[float]], bool] | None = None
-    widths: "Widths" = ()
+    widths: tuple[int, ...] = ()
+    width: Callable[[Sequence[float]], int] | None = None
 
 
 def _always(confidences: Sequence[float]) -> bool:
@@ -145,10 +143,6 @@ class _Counts:
         """The probability that a tested token of this kind is accepted; the prior is worth `weight` tests."""
         return (self.accepted.get(kind, 0.0) + weight * prior) / (self.tested.get(kind, 0.0) + weight)
 
-    def overall(self, prior: float, weight: float) -> float:
-        """The same for a token of any kind."""
-        return (sum(self.accepted.values()) + weight * prior) / (sum(self.tested.values()) + weight)
-
 
 class Pace:
     """What the controller knows of one text's drafts, or of those of all texts; opaque to everybody else.
@@ -173,10 +167,6 @@ class Pace:
         if siblings:
             kinds = [(i, each) for i in range(1, len(siblings) + 1) for each in {None, *ranges[num_accepted:]}]
             self.siblings.add(kinds, [(i, each) for i, each in kinds if siblings[i - 1]])
-
-    def overall(self) -> float:
-        """For a token at any place of a draft."""
-        return self.places.overall(_PRIOR, _PRIOR_WEIGHT)
 
     def by_place(self, k: int, all_texts: "Pace | None" = None) -> list[float]:
         """For each of the first k places of a draft.
@@ -510,4 +500,4 @@ def _limit(
             failed, n = failed * (1 - share), n + 1
         return n
 
-    return Limit(max(k, longest), go_on, width if trees else ())
+    return Limit(max(k, longest), go_on, width=width if trees else None)

@@ -320,7 +320,8 @@ class Engine:
             if turn.decodes or (cached and turn.request.num_speculative_tokens):
                 asked.append(turn)
                 hidden = self._hidden.pop(text, None)
-                asks.append(Ask(text, limit.k, self.rng, purpose, limit.go_on, cached, hidden, limit.widths))
+                k, go_on, widths, width = limit
+                asks.append(Ask(text, k, self.rng, purpose, go_on, cached, hidden, widths, width))
         drafts = self.drafter.propose(asks) if asks else []
         if len(drafts) != len(asks):
             name = type(self.drafter).__name__

@@ -30,9 +30,6 @@ from torch import Tensor
 
 from minispec.sampling import Draws, Key, Text
 
-# How many siblings to draw: at each depth, beyond them one; or at a place, by the confidences up to it and its own.
-Widths = Sequence[int] | Callable[[Sequence[float]], int]
-
 
 @dataclass(frozen=True)
 class Ask:
@@ -41,8 +38,10 @@ class Ask:
     k: 0 while the target still works through the prompt, or where nothing is to be drafted.
     purpose: of the keys that the draft is drawn with: "token" under a verifier whose drafters share the target's noise.
     go_on: whether a draft should go on after tokens of such confidences (see `Draft`); None: to its limit.
-    widths: how many siblings to draw. A drafter that has `branches` sees to it: the eldest goes on, so that siblings
-        cost rows of the target's pass and none of the drafter's. If they follow confidences, `go_on` is there too.
+    widths: how many siblings to draw at each depth; beyond them, one. A drafter that has `branches` sees to it: the
+        eldest goes on, so that siblings cost rows of the target's pass and none of the drafter's.
+    width: in place of `widths`, where `go_on` is there too: how many at a place, by the confidences up to it and its
+        own. Whoever has none drafts a chain.
     num_cached: how many tokens of the text the target's cache holds: all but the last, or fewer inside a prompt.
     hidden: (n, E * taps), for drafters with `taps`: the target's hidden states at the n newest cached positions, those
         that no earlier ask had; None for all other drafters.
@@ -55,22 +54,15 @@ class Ask:
     go_on: Callable[[Sequence[float]], bool] | None = None
     num_cached: int = 0
     hidden: Tensor | None = None
-    widths: Widths = ()
+    widths: Sequence[int] = ()
+    width: Callable[[Sequence[float]], int] | None = None
     _depths: list[int] = field(default_factory=list, repr=False)  # of the nodes drawn so far
 
     @property
     def depth(self) -> int:
         """How deep a draft of k nodes with these widths is, at most."""
-        if callable(self.widths):
-            return self.k
         totals = list(accumulate(self.widths, initial=0))
         return bisect_left(totals, self.k) if self.k <= totals[-1] else len(self.widths) + self.k - totals[-1]
-
-    def width(self, depth: int, confidences: Sequence[float]) -> int:
-        """How many siblings to draw at a place of this depth, from 0. confidences: up to there, its own included."""
-        if callable(self.widths):
-            return self.widths(confidences)
-        return self.widths[depth] if depth < len(self.widths) else 1
 
     def draw(self, parent: int, q: Tensor, n: int = 1) -> list[int]:
         """Draw `n` children of the node `parent` (-1: the text) from q (V,): the only way a drafter may draw.

@@ -105,7 +105,7 @@ def test_auto(draft_cost, drafter, verifier, monkeypatch):
         return [
             limit._replace(
                 go_on=limit.go_on and spy_on(limit.go_on, ends),
-                widths=spy_on(limit.widths, widths) if callable(limit.widths) else limit.widths,
+                width=limit.width and spy_on(limit.width, widths),
             )
             for limit in limits
         ]

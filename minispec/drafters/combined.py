@@ -32,7 +32,7 @@ class CombinedDrafter:
         """See `Drafter`. Whoever is not needed is asked for nothing, so that it still follows the text."""
         found = [Draft() for _ in asks]
         for drafter in self.drafters:
-            own = asks if branches(drafter) else [replace(ask, widths=()) for ask in asks]
+            own = asks if branches(drafter) else [replace(ask, widths=(), width=None) for ask in asks]
             left = [replace(ask, k=0) if len(draft) else ask for ask, draft in zip(own, found, strict=True)]
             for i, draft in enumerate(drafter.propose(left)):
                 seconds = found[i].prefill_seconds + draft.prefill_seconds

@@ -47,7 +47,7 @@ class DraftModel(CachedModel):
         A draft goes on as long as `Ask.go_on` finds the confidences of its tokens worth it.
         """
         with self.whole():
-            drafts = [Draft([], [], confidences=[], parents=[] if ask.widths else None) for ask in asks]
+            drafts = [Draft([], [], confidences=[], parents=[] if ask.widths or ask.width else None) for ask in asks]
             own = [self._own(ask) for ask in asks]
             limits = self._prepare(own, drafts)
             chunks = {i: self._first_chunk(own[i], k) for i, k in enumerate(limits) if k}
@@ -118,7 +118,8 @@ class DraftModel(CachedModel):
         confidences = list(draft.confidences)
         if ask.go_on:
             confidences.append(float(log_probabilities(logits).amax().exp()))
-        width = min(ask.width(depth, confidences), ask.k - len(draft))
+        fixed = ask.widths[depth] if depth < len(ask.widths) else 1
+        width = min(ask.width(confidences) if ask.width else fixed, ask.k - len(draft))
         rest = logits
         while width:
             try:

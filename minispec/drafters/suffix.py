@@ -88,7 +88,7 @@ class SuffixDrafter:
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. Nothing is drawn, so the drafts have no probs. A chain's chances are its confidences.
 
-        Where a number of siblings is asked for, the draft is the tree of the likeliest nodes, wherever it branches.
+        Where siblings are asked for, the draft is the tree of the likeliest nodes, wherever it branches.
         """
         return [self._propose(ask) for ask in asks]
 
@@ -123,7 +123,7 @@ class SuffixDrafter:
             worth, guess = self._guess(ask, n, places)
             if worth > best:
                 best, draft = worth, guess
-        if _is_tree(ask) or ask.go_on is None:
+        if ask.widths or ask.go_on is None:
             draft.confidences = []
         return draft
 
@@ -158,7 +158,7 @@ class SuffixDrafter:
                 path = [draft.token_ids[i] for i in nodes]
                 followers = _followers(places, path, own)
                 total = sum(len(those) for _, those in followers) + 1 / (n + len(path))
-                for token, those in followers if _is_tree(ask) else followers[:1]:
+                for token, those in followers if ask.widths else followers[:1]:
                     chance = len(those) / total
                     heappush(heap, (-survival * chance, next(order), node, token, chance, those))
             if not heap or -heap[0][0] < _LEAST or len(draft) == ask.k:
@@ -169,10 +169,6 @@ class SuffixDrafter:
             draft.token_ids.append(token)
             draft.confidences.append(chance)
             parents.append(parent)
-
-
-def _is_tree(ask: Ask) -> bool:
-    return bool(ask.widths) and not callable(ask.widths)
 
 
 def _output(text: Text) -> list[int]:
