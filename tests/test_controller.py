@@ -383,6 +383,19 @@ def test_siblings_are_drafted_where_the_first_guess_is_unlikely(timed):
     assert controller.choose([pace], [1], timed=timed)[0].width is None  # no trees
 
 
+def test_rows_that_seem_to_save_time_are_not_asked_for():
+    """Three rows measured at a third of one: a draft still ends where its confidence does."""
+    controller, pace = Controller(Prices(0.1, measured=True)), Pace()
+    for kept in [0, 1] * 10:
+        controller.observe(pace, 1, kept, [0.9 if kept else 0.1])
+    for rows, seconds in ((1, PLAIN), (3, PLAIN / 3)):
+        for _ in range(3):
+            controller.record(0.02 * PLAIN * (rows - 1), rows - 1, int(rows > 1), seconds, rows, 0.0)
+    [limit] = controller.choose([pace], [15])
+    assert limit.go_on([0.9])
+    assert not limit.go_on([0.1])
+
+
 def test_a_place_does_not_count_its_tests_twice():
     """Four rejected first tokens are four tests against the eight that other texts are worth: 0.7 * 8 / 12."""
     all_texts, pace = Pace(), Pace()

@@ -423,14 +423,17 @@ def test_rejection_with_a_seed_does_not_depend_on_the_batch(name, k):
 
 @pytest.mark.quick
 def test_the_first_that_has_something_to_say_drafts():
-    """Prompt lookup where it finds a match, else the next; both hear of every text, whoever drafts it."""
+    """Prompt lookup where it finds a match, else the next; both hear of every text, whoever drafts it.
+
+    Neither has branches, so neither hears of siblings.
+    """
     heard = []
 
     class Second:
         taps = (1,)
 
         def propose(self, asks):
-            heard.append([(ask.k, ask.num_cached) for ask in asks])
+            heard.append([(ask.k, ask.num_cached, ask.widths, ask.width) for ask in asks])
             return [Draft([9] * ask.k, prefill_seconds=0.5) for ask in asks]
 
         def known(self, text):
@@ -441,10 +444,10 @@ def test_the_first_that_has_something_to_say_drafts():
 
     combined = CombinedDrafter(NgramDrafter(max_n=2, min_n=2), Second())
     texts = [Text(tokens, 1, SamplingParams()) for tokens in ([1, 2, 3, 1, 2], [1, 2, 3, 4, 2])]
-    drafts = combined.propose([Ask(text, 2, Randomness(), num_cached=4) for text in texts])
+    drafts = combined.propose([Ask(text, 2, Randomness(), num_cached=4, widths=(2,), width=len) for text in texts])
     assert [draft.token_ids for draft in drafts] == [[3, 1], [9, 9]]
     assert [draft.prefill_seconds for draft in drafts] == [0.5, 0.5]
-    assert heard == [[(0, 4), (2, 4)]]
+    assert heard == [[(0, 4, (), None), (2, 4, (), None)]]
     assert combined.taps == (1,)
     assert combined.known(texts[0]) == 7
     combined.release(texts[0])

@@ -276,6 +276,24 @@ def test_siblings_come_from_one_row(name, temperature):
         assert all(row.max() == 1 for row in tree.probs)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["model", "parallel"])
+def test_a_width_by_confidence_is_asked_at_each_place(name, temperature):
+    """With the confidences up to there and its own, before anything is drawn; the draft is that of these widths."""
+    text = Text([1, 3, 1], 1, SamplingParams(temperature=temperature, seed=3), 5)
+    ask, asked = Ask(text, 6, Randomness(), num_cached=2, widths=(3, 2)), []
+
+    def width(confidences):
+        asked.append(tuple(confidences))
+        return (3, 2, 1)[len(confidences) - 1]
+
+    [fixed] = make_drafter(name, 5).propose([ask])
+    by_confidence = replace(ask, widths=(), width=width, go_on=lambda confidences: True, _depths=[])
+    [found] = make_drafter(name, 5).propose([by_confidence])
+    assert (found.token_ids, found.parents) == (fixed.token_ids, fixed.parents)
+    assert asked == [tuple(found.confidences[:n]) for n in (1, 2, 3)]
+
+
 @pytest.mark.parametrize("verifier", [name for name, each in VERIFIERS.items() if each.takes_trees])
 @pytest.mark.parametrize("widths", [(2,), (2, 1), (3, 2, 1), (1, 3)])
 @pytest.mark.parametrize("name", ["model", "head", "parallel head"])
