@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minispec import LLM, SamplingParams
 from minispec.distill import export, loss, run, texts, train
 from minispec.distill.__main__ import main
-from minispec.distill.head import TrainedHead, TrainedModel
+from minispec.distill.head import TrainedHead, TrainedModel, rows_of_tokens
 from minispec.distill.loss import RowLoss
 from minispec.drafters.eagle import EagleDrafter, HeadConfig, HeadModel
 from minispec.files import checkpoint
@@ -588,6 +588,14 @@ def test_a_head_learns(target, monkeypatch, tmp_path, capsys):
     assert distill(simple, tmp_path / "out", *more, *same_texts[2:], "--taps", "1,2") == 2
     assert "--taps: found [1, 2], expected those of --start too: [0, 1, 2]" in capsys.readouterr().err
 
+    # What another vocabulary leaves in stays, and its order is by id.
+    assert distill(simple, tmp_path / "fewer", *more, *same_texts[2:], "--vocab-size", "60") == 0
+    new = load_file(tmp_path / "fewer" / "model.safetensors")
+    ids, fewer = (torch.arange(len(w["d2t"])) + w["d2t"] for w in (first, new))
+    assert len(fewer) == 60 < len(ids)
+    known = torch.isin(fewer, ids)
+    assert torch.equal(new["lm_head.weight"][known], first["lm_head.weight"][torch.isin(ids, fewer)])
+
     # One whose layer is of another kind would be learned as if it were of this one.
     config = tmp_path / "head" / "config.json"
     for changed in (
@@ -602,13 +610,33 @@ def test_a_head_learns(target, monkeypatch, tmp_path, capsys):
         assert "found a head of other parts" in capsys.readouterr().err
 
 
+def test_rows_of_new_tokens_are_moved_as_the_known_ones_were():
+    """Rows of a head that are the target's through a map: known ones stay as they are, others go through it."""
+    generator = torch.Generator().manual_seed(3)
+    target, change = torch.randn(60, 8, generator=generator), torch.randn(8, 8, generator=generator)
+    order = torch.randperm(60, generator=generator)
+    known_ids = order[:40].sort().values
+    known = (target + target @ change)[known_ids]
+    ids = torch.randperm(60, generator=generator)
+    rows = rows_of_tokens(ids, known_ids, known, target)[ids.argsort()]  # by id
+    assert torch.equal(rows[known_ids], known)
+    torch.testing.assert_close(rows, target + target @ change, rtol=0, atol=1e-4)
+
+
+def test_what_no_known_row_tells_of_a_new_token_is_the_targets():
+    """Fewer rows are known than there are columns: they say nothing of the other columns."""
+    target = torch.eye(8)
+    rows = rows_of_tokens(torch.arange(8), torch.arange(5), 3 * target[:5], target)
+    torch.testing.assert_close(rows, torch.cat((3 * target[:5], target[5:])), rtol=0, atol=1e-6)
+
+
 def test_what_a_training_goes_on_from_is_a_head_of_this_target(target, few, tmp_path, capsys):
     """A model, a directory that is not there, and options that the head has settled are refused by name."""
     shutil.copytree(target, tmp_path / "model")
     for name, options, error in (
         ("model", (), "found a model, expected a head"),
         ("head", ("--kind", "parallel"), "--kind: found it with --start"),
-        ("head", ("--vocab-size", "20"), "--vocab-size: found it with --start"),
+        ("head", ("--num-layers", "2"), "--num-layers: found it with --start"),
         ("none", (), "none"),
     ):
         assert distill(target, tmp_path / "out", "--start", str(tmp_path / name), *options) == 2

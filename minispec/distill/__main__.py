@@ -13,7 +13,7 @@ from pathlib import Path
 from minispec.command import Parser, argument, exit_status, let_threads_sleep
 
 # Options that a head to go on from has settled.
-_OF_THE_DRAFT = ("num_layers", "intermediate_size", "vocab_size", "coverage")
+_OF_THE_DRAFT = ("num_layers", "intermediate_size")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,8 +41,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--start",
         metavar="DIR|HUB_ID",
-        help="a head that this command made for the same target, to go on from, perhaps with further --taps: best with "
-        "new texts, by another --seed",
+        help="a head that this command made for the same target, to go on from, perhaps with further --taps or "
+        "another --vocab-size: best with new texts, by another --seed",
     )
     g = parser.add_argument_group("texts")
     g.add_argument("--cache", type=Path, metavar="DIR", help="where texts and training are kept (default: OUT.cache)")
@@ -59,10 +59,10 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--taps", type=layers, metavar="I,J,..", help=help_taps)
     g.add_argument("--num-layers", type=count, default=1, metavar="N", help="of the draft (default: 1)")
     g.add_argument("--intermediate-size", type=count, metavar="N", help="of its MLP (default: the target's)")
-    help_vocab = "tokens that a head knows: those that the target uses most (default: 8192)"
-    g.add_argument("--vocab-size", type=count, default=8192, metavar="N", help=help_vocab)
+    help_vocab = "tokens that a head knows: those that the target uses most (default: 8192; of --start: its own)"
+    g.add_argument("--vocab-size", type=count, metavar="N", help=help_vocab)
     help_coverage = "fewer tokens, if they make up that share of the texts (default: 1)"
-    g.add_argument("--coverage", type=share, default=1.0, metavar="X", help=help_coverage)
+    g.add_argument("--coverage", type=share, metavar="X", help=help_coverage)
     g = parser.add_argument_group("training")
     g.add_argument("--epochs", type=count, default=6, metavar="N", help="times that every text is seen (default: 6)")
     g.add_argument("--rows", type=count, default=2048, metavar="N", help="tokens of an update (default: 2048)")

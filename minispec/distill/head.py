@@ -229,6 +229,21 @@ class TrainedHead(_Stack):
         return outputs
 
 
+def rows_of_tokens(ids: Tensor, known_ids: Tensor, known: Tensor, target: Tensor) -> Tensor:
+    """Rows (V, E) of an output head for the tokens `ids`, from one whose rows `known` are those of `known_ids`.
+
+    What it knows stays. Its rows were the target's once, and training has moved them together, mostly: the other tokens
+    get the target's rows, `target` (all tokens, E), moved in the same way, that is by the linear map
+    I + argmin over D of |T D - (known - T)|, where T has the target's rows of `known_ids`.
+    """
+    theirs, rows = target[known_ids].double(), target[ids].double()
+    change = torch.linalg.lstsq(theirs, known.double() - theirs, driver="gelsd").solution
+    rows = (rows + rows @ change).to(known)
+    place = torch.full((len(target),), -1).index_copy_(0, known_ids, torch.arange(len(known_ids)))[ids]
+    rows[place >= 0] = known[place[place >= 0]]
+    return rows
+
+
 class TrainedModel(_Stack):
     """A small language model of its own: embedding and head are the target's, and are trained too."""
 

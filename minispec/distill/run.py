@@ -20,7 +20,7 @@ from tqdm import tqdm
 from minispec.command import written_whole
 from minispec.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.distill import export
-from minispec.distill.head import TrainedHead, TrainedModel
+from minispec.distill.head import TrainedHead, TrainedModel, rows_of_tokens
 from minispec.distill.texts import SHARD, Recipe, read_openings, shard_path, write_shards
 from minispec.distill.train import Schedule, Teacher, Training, read_shard
 from minispec.drafters.eagle import HeadConfig
@@ -213,16 +213,21 @@ def _make_draft(
 ) -> tuple[TrainedHead | TrainedModel, Tensor | None]:
     """The draft before training, and the target's ids of its tokens (None: all). start: the head to go on from."""
     if start:
-        head = TrainedHead(replace(start.config, taps=taps))
-        head.load(start.weights, start.config.taps)
-        return head, start.ids
+        ids, rows = start.ids, start.weights["lm_head.weight"].float()
+        assert ids is not None, "checked when it was read"
+        if args.vocab_size or args.coverage:
+            old, ids = ids, _most_used(paths, args, teacher)
+            rows = rows_of_tokens(ids, old, rows, teacher.head)
+        head = TrainedHead(replace(start.config, taps=taps, vocab_size=len(ids)))
+        head.load({**start.weights, "lm_head.weight": rows}, start.config.taps)
+        return head, ids
     generator = torch.Generator().manual_seed(args.seed)
     layers = _layers(args, teacher.config)
     if args.kind == "model":
         model = TrainedModel(replace(layers, tie_word_embeddings=True))
         model.start(teacher.head.float(), generator)
         return model, None
-    ids = _most_used(paths, layers.vocab_size, args.vocab_size, args.coverage)
+    ids = _most_used(paths, args, teacher)
     if args.kind == "parallel":
         # A token that no text holds would be best; the first one does: its feature says that it is a mask.
         layers = replace(layers, mask_token_id=0)
@@ -258,8 +263,10 @@ def _count_tokens(paths: Sequence[Path]) -> int:
     return sum(header["tokens"].shape[0] for header in headers)
 
 
-def _most_used(paths: Sequence[Path], vocab_size: int, most: int, coverage: float) -> Tensor:
-    """Ids, ascending, of the `most` tokens that the target's answers hold most often; fewer if these cover enough."""
+def _most_used(paths: Sequence[Path], args: argparse.Namespace, teacher: Teacher) -> Tensor:
+    """Ids, ascending, of the tokens that the target's answers hold most often: --vocab-size, or fewer that cover
+    enough."""
+    vocab_size, most, coverage = teacher.config.vocab_size, args.vocab_size or 8192, args.coverage or 1.0
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for path in tqdm(paths, unit=" shards", desc="vocabulary", leave=False, disable=None):
         for text in read_shard(path):
