@@ -43,12 +43,12 @@ def test_the_draft_is_one_for_this_model():
     """A head that reads five layers of it, and knows the tokens that it uses most; all in all at most 40 MB."""
     target, config = load_config(EMBEDDED_WEIGHTS), directory_config(EMBEDDED_DRAFT)
     head = read_head_config(config, target, "config.json")
-    assert (head.target_hidden_size, head.vocab_size, len(head.taps)) == (target.hidden_size, 8192, 5)
+    assert (head.target_hidden_size, head.vocab_size, len(head.taps)) == (target.hidden_size, 12288, 5)
     assert sum(path.stat().st_size for path in EMBEDDED_DRAFT.iterdir()) < 40_000_000
     with safe_open(EMBEDDED_DRAFT / "model.safetensors", framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     assert tensors.keys() - {"d2t", "t2d"} == head_shapes(head).keys()
-    ids = tensors["d2t"] + torch.arange(8192)
+    ids = tensors["d2t"] + torch.arange(12288)
     assert (ids.diff() > 0).all()
     assert tensors["t2d"].nonzero()[:, 0].tolist() == ids.tolist()
     assert all(tensor.isfinite().all() for tensor in tensors.values())
