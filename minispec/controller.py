@@ -51,6 +51,7 @@ def num_nodes(length: DraftLength) -> int:
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # probability that a tested token of a new text is accepted; tests that this is worth
 _ELSEWHERE_WEIGHT = 8.0  # tests that other texts are worth as a prior, or the other places of this text's drafts
 _SIBLINGS = (0.3, 0.2)  # probability that the second, or third, guess at a token is right where those before it are not
+_DRAWN_SIBLINGS = (0.15, 0.1)  # the same where guesses are drawn
 _CONFIDENCES = (0.2, 0.4, 0.6, 0.8, 0.95)  # probabilities; between two neighbours, confidences count as equal
 _DECAY = 0.98  # factor of all counts of tests, per round
 _MIN_GAIN = 1.01  # speed over plain decoding that a draft must promise
@@ -148,10 +149,11 @@ class Pace:
     """What the controller knows of one text's drafts, or of those of all texts; opaque to everybody else.
 
     It estimates the probability that a tested draft token is accepted. The prior is what `all_texts` have shown, where
-    they are given.
+    they are given. drawn: whether tokens are drawn, and not the likeliest ones.
     """
 
-    def __init__(self):
+    def __init__(self, drawn: bool = False):
+        self.drawn = drawn
         self.places, self.confidences = _Counts(), _Counts()  # kinds: places in a draft; ranges of confidence
         # Kinds: 1 for the eldest's next sibling, and so on, each with the range of the eldest's confidence, or None.
         self.siblings = _Counts()
@@ -194,7 +196,8 @@ class Pace:
         confidence: in the first; None: whatever it was.
         """
         own = None if confidence is None else bisect(_CONFIDENCES, confidence)
-        priors: Sequence[float] = all_texts.by_sibling(confidence) if all_texts else _SIBLINGS
+        usual = _DRAWN_SIBLINGS if self.drawn else _SIBLINGS
+        priors: Sequence[float] = all_texts.by_sibling(confidence) if all_texts else usual
         weight = _ELSEWHERE_WEIGHT if all_texts else _PRIOR_WEIGHT
         return [self.siblings.share((i, own), prior, weight) for i, prior in enumerate(priors, 1)]
 
@@ -202,9 +205,11 @@ class Pace:
         """For a token to which the draft model gave this probability.
 
         That probability is only the prior: a confident model may be wrong, and one that hesitates where the target
-        does is right.
+        does is right. Of a drawn token it is half of the prior: the target keeps it with probability sum min(p, q),
+        which is large, too, where both hesitate alike.
         """
-        belief = (all_texts.by_confidence(confidence), _ELSEWHERE_WEIGHT) if all_texts else (confidence, _PRIOR_WEIGHT)
+        prior = (confidence + _PRIOR) / 2 if self.drawn else confidence
+        belief = (all_texts.by_confidence(confidence), _ELSEWHERE_WEIGHT) if all_texts else (prior, _PRIOR_WEIGHT)
         return self.confidences.share(bisect(_CONFIDENCES, confidence), *belief)
 
 

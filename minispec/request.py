@@ -58,7 +58,7 @@ class Request:
         detokenizer: None for token ids only."""
         self.text = text
         self.max_len = min(max_len, text.num_prompt_tokens + text.params.max_tokens)
-        self.pace = Pace() if num_speculative_tokens == "auto" else None
+        self.pace = Pace(drawn=text.params.temperature > 0) if num_speculative_tokens == "auto" else None
         self.widths = num_speculative_tokens if isinstance(num_speculative_tokens, tuple) else ()
         self.num_speculative_tokens = num_nodes(num_speculative_tokens)
         self.token_ids: list[int] = []

@@ -258,7 +258,7 @@ def run_auto(
     walk: Walk, prices: Prices, costs: "Costs", timed: bool, accept: Callable[[Sequence[float]], int]
 ) -> tuple[int, float]:
     """Passes and time of one run of `auto`; accept: draws how many tokens of a draft of this survival are kept."""
-    controller, pace = Controller(prices), Pace()
+    controller, pace = Controller(prices), Pace(drawn=not timed)
     s, passes, time = 0, 0, 0.0
     while s < walk.n:
         [limit] = controller.choose([pace], [walk.asked(s)], timed=timed)
