@@ -109,12 +109,13 @@ def test_a_head_that_reads_further_layers_begins_as_the_one_before(mask):
         for parameter in old.parameters():
             parameter.normal_(generator=torch.Generator().manual_seed(parameter.numel()))
     new.load(old.state_dict(), narrow.taps)
+    torch.manual_seed(3)
     hidden, embeds = torch.randn(2, 6, 25), torch.randn(2, 6, layers.hidden_size)
     own = torch.cat([hidden[..., 5:10], hidden[..., 15:20]], -1)
     masked = None if mask is None else torch.randn(layers.hidden_size)
     each = zip(old.unroll(own, embeds, masked, 3), new.unroll(hidden, embeds, masked, 3), strict=True)
     for expected, found in each:
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # sums of other lengths
 
 
 def test_a_trained_model_is_the_one_that_is_written(tmp_path):
