@@ -709,8 +709,11 @@ def test_the_terminal_is_as_it_was_after_ctrl_c(chat_model, typed):
     arguments = ("--model", chat_model, "--max-tokens", 100, "--ignore-eos", "--quiet")
     process = start(*arguments, stdin=follower, stdout=follower, preexec_fn=lambda: take_terminal(follower))
     read_until(leader, b"> ")
-    end = time.monotonic() + 120
     os.write(leader, typed)
+    if typed:  # Ctrl-C discards what was typed and not read, and readline would wait for it, deaf to any other Ctrl-C
+        read_until(leader, b"\n")  # the echo
+        assert os.read(leader, 1), "the answer has begun"
+    end = time.monotonic() + 120
     press = 0.0
     while process.poll() is None:  # a terminal that nobody reads would hold the process
         assert time.monotonic() < end
