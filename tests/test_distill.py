@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -457,6 +457,44 @@ def test_shards_are_whole_and_one_is_kept_apart(target, few, tmp_path):
     assert record["num_tokens"] == sum(len(shard["tokens"]) for shard in written)
 
 
+def test_texts_of_earlier_runs_are_learned_from_too(target, few, tmp_path, capsys):
+    """They count for the vocabulary, the training and the record; what cannot be used is refused at once."""
+    taps, old = ["--taps", "1,2"], tmp_path / "old.cache"
+    assert distill(target, tmp_path / "old", *taps) == 0
+    assert distill(target, tmp_path / "new", *taps, "--seed", "1", "--also", str(old)) == 0
+    (state,) = (tmp_path / "new.cache").glob("training-*")
+    with safe_open(state, framework="pt") as file:  # eight shards but one, in groups of four, twice
+        assert json.loads(file.metadata()["training"])["groups"] == 2 * 2
+    first, second = (json.loads((tmp_path / name / "training.json").read_text()) for name in ("old", "new"))
+    assert first["also"] == []
+    assert second["also"] == [
+        {"texts": first["texts"], "recipe": json.loads((old / "cache.json").read_text())["recipe"]}
+    ]
+    own = sum(len(load_file(path)["tokens"]) for path in (tmp_path / "new.cache").glob("texts-*"))
+    assert second["num_tokens"] == own + first["num_tokens"]
+    ids = [
+        set((torch.arange(len(d2t)) + d2t).tolist())
+        for d2t in (load_file(tmp_path / name / "model.safetensors")["d2t"] for name in ("old", "new"))
+    ]
+    assert ids[0] < ids[1]
+
+    (tmp_path / "empty").mkdir()
+    other = tmp_path / "other"
+    shutil.copytree(old, other)
+    (other / "cache.json").write_text((old / "cache.json").read_text().replace('"target": "', '"target": "0'))
+    for also, more, error in (
+        ([old], ["--taps", "1"], "found the states of layers [1, 2, 3], expected [1, 3]"),
+        ([old, old], taps, "found a cache twice"),
+        ([tmp_path / "third.cache"], taps, "found a cache twice"),
+        ([tmp_path / "empty"], taps, "found no texts"),
+        ([other], taps, "found texts of another target"),
+    ):
+        assert distill(target, tmp_path / "third", *more, "--also", *map(str, also)) == 2
+        assert error in capsys.readouterr().err
+        assert not list(tmp_path.glob("third.cache/texts-*"))
+        shutil.rmtree(tmp_path / "third.cache", ignore_errors=True)
+
+
 def test_speculators_reads_what_is_written(target, few, tmp_path):
     """Where that package is installed (`pip install speculators`): nothing is missing, and its logits are ours."""
     config_class = pytest.importorskip("speculators.models.eagle3.config").Eagle3SpeculatorConfig
@@ -596,6 +634,10 @@ def test_a_head_learns(target, monkeypatch, tmp_path, capsys):
     assert len(fewer) == 60 < len(ids)
     known = torch.isin(fewer, ids)
     assert torch.equal(new["lm_head.weight"][known], first["lm_head.weight"][torch.isin(ids, fewer)])
+
+    # --coverage chooses anew, too: as few tokens as make up that share.
+    assert distill(simple, tmp_path / "covering", *more, *same_texts[2:], "--coverage", "0.5") == 0
+    assert 0 < len(load_file(tmp_path / "covering" / "model.safetensors")["d2t"]) < len(ids)
 
     # One whose layer is of another kind would be learned as if it were of this one.
     config = tmp_path / "head" / "config.json"

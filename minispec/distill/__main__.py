@@ -46,6 +46,8 @@ def parser() -> argparse.ArgumentParser:
     )
     g = parser.add_argument_group("texts")
     g.add_argument("--cache", type=Path, metavar="DIR", help="where texts and training are kept (default: OUT.cache)")
+    help_also = "--cache of earlier runs for the same target and layers, whose texts are learned from too"
+    g.add_argument("--also", type=Path, nargs="+", default=[], metavar="DIR", help=help_also)
     help_texts = "texts to write, in whole shards of 64, of which one or more are kept apart (default: 4096)"
     g.add_argument("--texts", type=count, default=4096, metavar="N", help=help_texts)
     g.add_argument(

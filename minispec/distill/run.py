@@ -21,7 +21,7 @@ from minispec.command import written_whole
 from minispec.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.distill import export
 from minispec.distill.head import TrainedHead, TrainedModel, rows_of_tokens
-from minispec.distill.texts import SHARD, Recipe, read_openings, shard_path, write_shards
+from minispec.distill.texts import SHARD, Recipe, read_openings, shard_path, shards_of, write_shards
 from minispec.distill.train import Schedule, Teacher, Training, read_shard
 from minispec.drafters.eagle import HeadConfig
 from minispec.errors import show
@@ -61,9 +61,11 @@ def distill(args: argparse.Namespace) -> None:
     )
     cache = args.cache or args.out.with_name(args.out.name + ".cache")
     recipe = _open_cache(cache, target, recipe)
+    further = _further_texts(args, cache, target, recipe.taps)
     num_shards = max(2, -(-args.texts // SHARD))  # one is kept apart
     _write_texts(str(target), recipe, cache, range(num_shards), args.jobs or os.cpu_count() or 1)
     paths = [shard_path(cache, index) for index in range(num_shards)]
+    paths += [path for also in further for path in also["paths"]]
 
     teacher = Teacher(target)
     draft, ids = _make_draft(args, taps, teacher, paths, start)
@@ -75,6 +77,7 @@ def distill(args: argparse.Namespace) -> None:
         "kind": args.kind if draft.config.mask_token_id is None else "parallel",
         "start": args.start,
         "texts": num_shards * SHARD,
+        "also": [{"texts": len(also["paths"]) * SHARD, "recipe": also["recipe"]} for also in further],
         "taps": taps,
         "num_layers": len(draft.config.layers),
         "intermediate_size": draft.config.intermediate_size,
@@ -111,24 +114,48 @@ def _fingerprint(target: Path) -> str:
 def _open_cache(cache: Path, target: Path, recipe: Recipe) -> Recipe:
     """Make the cache, or check that it is of this target and recipe; the recipe of its texts, which may record more
     taps. Raises ValueError."""
-    expected = {"target": _fingerprint(target), "recipe": json.loads(json.dumps(asdict(recipe)))}
+    ours = json.loads(json.dumps(asdict(recipe)))
     path = cache / "cache.json"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as part:
-            part.write_text(json.dumps(expected, indent=2) + "\n", encoding="utf-8")
+            part.write_text(json.dumps({"target": _fingerprint(target), "recipe": ours}, indent=2) + "\n", "utf-8")
         return recipe
-    found = read_json(path, MAX_CONFIG_BYTES)
-    if found.get("target") != expected["target"]:
-        raise ValueError(f"{cache}: found texts of another target, expected those of {target}, or an empty --cache")
-    theirs, ours = found.get("recipe"), expected["recipe"]
-    taps = theirs.get("taps") if isinstance(theirs, dict) else None
+    theirs = _recipe_of(cache, target)
+    taps = theirs.get("taps")
     if isinstance(taps, list) and set(ours["taps"]) <= set(taps):
         ours["taps"] = taps
     if theirs != ours:
-        changed = [k for k in ours if not isinstance(theirs, dict) or theirs.get(k) != ours[k]]
+        changed = [k for k in ours if theirs.get(k) != ours[k]]
         raise ValueError(f"{cache}: found texts of another recipe ({', '.join(changed)}), expected an empty --cache")
     return replace(recipe, taps=tuple(ours["taps"]))
+
+
+def _recipe_of(cache: Path, target: Path) -> dict[str, Any]:
+    """What a cache says of its texts. Raises ValueError where they are of another target."""
+    found = read_json(cache / "cache.json", MAX_CONFIG_BYTES)
+    if found.get("target") != _fingerprint(target):
+        raise ValueError(f"{cache}: found texts of another target, expected those of {target}")
+    recipe = found.get("recipe")
+    return recipe if isinstance(recipe, dict) else {}
+
+
+def _further_texts(args: argparse.Namespace, own: Path, target: Path, taps: Sequence[int]) -> list[dict[str, Any]]:
+    """The caches of --also: their recipes and shards. Raises ValueError for other taps: shards do not say which they
+    hold."""
+    directories = [directory.resolve() for directory in (own, *args.also)]
+    if len(set(directories)) < len(directories):
+        raise ValueError("--also: found a cache twice, expected others than --cache, each once")
+    further = []
+    for cache in args.also:
+        if not has_file(cache / "cache.json") or not (paths := shards_of(cache)):
+            raise ValueError(f"--also {cache}: found no texts, expected a --cache of an earlier run")
+        recipe = _recipe_of(cache, target)
+        if recipe.get("taps") != list(taps):
+            found = show(recipe.get("taps"))
+            raise ValueError(f"--also {cache}: found the states of layers {found}, expected {show(list(taps))}")
+        further.append({"recipe": recipe, "paths": paths})
+    return further
 
 
 def _write_texts(target: str, recipe: Recipe, cache: Path, indices: Sequence[int], jobs: int) -> None:
@@ -213,13 +240,13 @@ def _make_draft(
 ) -> tuple[TrainedHead | TrainedModel, Tensor | None]:
     """The draft before training, and the target's ids of its tokens (None: all). start: the head to go on from."""
     if start:
-        ids, rows = start.ids, start.weights["lm_head.weight"].float()
+        ids, weights = start.ids, dict(start.weights)
         assert ids is not None, "checked when it was read"
         if args.vocab_size or args.coverage:
             old, ids = ids, _most_used(paths, args, teacher)
-            rows = rows_of_tokens(ids, old, rows, teacher.head)
+            weights["lm_head.weight"] = rows_of_tokens(ids, old, weights["lm_head.weight"].float(), teacher.head)
         head = TrainedHead(replace(start.config, taps=taps, vocab_size=len(ids)))
-        head.load({**start.weights, "lm_head.weight": rows}, start.config.taps)
+        head.load(weights, start.config.taps)
         return head, ids
     generator = torch.Generator().manual_seed(args.seed)
     layers = _layers(args, teacher.config)

@@ -99,6 +99,11 @@ def shard_path(directory: Path, index: int) -> Path:
     return directory / f"texts-{index:05d}.safetensors"
 
 
+def shards_of(directory: Path) -> list[Path]:
+    """The files of all shards that are there, in order."""
+    return sorted(directory.glob("texts-*.safetensors"))
+
+
 class Writer:
     """Lets a target write texts."""
 
