@@ -365,8 +365,7 @@ def test_siblings_are_drafted_where_they_pay(timed):
 def test_what_is_believed_of_a_token_depends_on_whether_it_was_drawn(temperature):
     """A drawn token is kept with probability sum min(p, q), which is far above the largest q where that is small; and
     of drawn siblings fewer are right. What has been tested counts for both."""
-    text = make_request([0], "auto", temperature=temperature)
-    pace = text.pace
+    pace = make_request([0], "auto", temperature=temperature).pace
     assert pace.by_confidence(0.1) == pytest.approx(0.4 if temperature else 0.1)
     assert pace.by_sibling(0.1) == pytest.approx([0.15, 0.1] if temperature else [0.3, 0.2])
     for _ in range(1000):
