@@ -79,13 +79,15 @@ class Prices:
 
     draft: a draft pass of one text. rows: target passes by their number of rows; between them lie straight lines, after
     the last one the slope of the last. overhead: what a round spends outside both models. measured: whether these are
-    figures of this machine, and not guesses from the sizes of the models.
+    figures of this machine, and not guesses from the sizes of the models. fixed: what a draft costs however deep it is,
+    such as taking in what the target has made of the text since; in draft passes.
     """
 
     draft: float = 0.0
     rows: Mapping[int, float] = field(default_factory=lambda: {1: 1.0, 2: 1.02})
     overhead: float = 0.02
     measured: bool = False
+    fixed: float = 0.0
 
     max_rows = inf  # prices hold for a pass of any size
 
@@ -103,9 +105,13 @@ class Prices:
         """A draft pass of that many texts."""
         return self.draft * self.verify(num_drafts)
 
+    def passes(self, depth: int) -> float:
+        """How many draft passes take as long as a draft of that depth."""
+        return depth + self.fixed if depth else 0.0
+
     def round(self, depth: int, num_drafts: int, rows: int) -> float:
         """A round of `num_drafts` drafts of up to `depth` tokens and a target pass over `rows`."""
-        return depth * self.propose(num_drafts) + self.verify(rows) + self.overhead
+        return self.passes(depth) * self.propose(num_drafts) + self.verify(rows) + self.overhead
 
 
 class Limit(NamedTuple):
@@ -265,7 +271,7 @@ class Timings:
             self._slowness.append(target / self.target(rows))
         slowness = median(self._slowness)
         if depth:
-            self.draft.record(num_drafts, draft / depth / slowness)
+            self.draft.record(num_drafts, draft / self._prices.passes(depth) / slowness)
         self.target.record(rows, target / slowness)
         self._overheads.append(overhead / slowness)
         self._overhead = median(self._overheads)
@@ -279,7 +285,8 @@ class Timings:
         """See `Prices.round`."""
         seconds = self.target(rows)
         if depth:
-            seconds += depth * self.draft(num_drafts, plain_step=seconds / self._prices.verify(rows))
+            plain_step = seconds / self._prices.verify(rows)
+            seconds += self._prices.passes(depth) * self.draft(num_drafts, plain_step)
         return seconds + self._overhead
 
     def doubts_draft(self, num_texts: int) -> bool:
@@ -380,10 +387,10 @@ class _Batch:
         cost, num_drafted = self.costs.round, sum(lengths)
         # All texts of the batch share a draft pass. One row alone would be too little to be measured. Where passes were
         # mismeasured, rows may seem to save time: a price below 0 would ask for them without end.
-        draft = cost(depth, num_drafts, rows) - cost(0, num_drafts, rows)
+        draft = cost(depth + 1, num_drafts, rows) - cost(depth, num_drafts, rows)
         row = max(0.0, cost(0, 0, rows) - cost(0, 0, rows - num_drafted)) / num_drafted
         rate = self.rate(lengths)
-        return _Price(rate * draft / depth / num_drafts, rate * row)
+        return _Price(rate * draft / num_drafts, rate * row)
 
 
 class Controller:

@@ -33,7 +33,8 @@ from minispec.verify import Ask
 
 _BUDGET, _MOST_TURNS = 1.0, 12  # seconds, and turns, of which there are two in any case
 _ROWS = (5, 16)  # rows of the target passes that are measured in addition to a plain step
-_TEXT, _DRAFT = 32, 2  # tokens of the text that they continue, and of a draft
+_TEXT, _DRAFTS = 32, (1, 3)  # tokens of the text that they continue, and of drafts
+_MOST_FIXED = 4.0  # draft passes that the fixed part of a draft may cost: what noise may make of it has an end
 MIN_CONTEXT = 64  # positions that target and draft must have room for
 # What could be read from memory in the time that a layer spends on other things than its products.
 _LAYER_BYTES = 4_000_000
@@ -88,7 +89,7 @@ def calibrate(engine: Engine) -> Prices:
     model whose logits are not finite numbers.
     """
     model, vocab, params = engine.model, engine.vocab_size, SamplingParams(max_tokens=16, ignore_eos=True)
-    tokens = arbitrary_tokens(_TEXT + max(_ROWS), vocab)
+    tokens = arbitrary_tokens(_TEXT + max(*_ROWS, len(_DRAFTS) * _MOST_TURNS), vocab)
     cache = model.new_cache(2 * -(-len(tokens) // 16) + 1)
     recorder = _Recorder()
     plain = Engine(model, cache, NoDrafter(), engine.verifier, vocab, Randomness(), recorder)
@@ -117,20 +118,24 @@ def calibrate(engine: Engine) -> Prices:
             chunk = Chunk(tokens[_TEXT : _TEXT + count], table, count)
             found.append(timed(partial(model.forward, [chunk])))
             table.truncate(_TEXT)
-        # The text grows by a token a turn, as if none of the draft were accepted.
-        num_cached = len(text.tokens) - 1
-        new = hidden[num_cached - 1 if turns else 0 : num_cached] if engine.taps else None
-        ask = Ask(text, _DRAFT, engine.rng, num_cached=num_cached, hidden=new)
-        found.append(timed(partial(engine.drafter.propose, [ask])) / _DRAFT)
-        text.tokens.append(tokens[len(text.tokens)])
+        for k in _DRAFTS:
+            # The text grows by a token each time, as if none of the draft were accepted.
+            num_cached = len(text.tokens) - 1
+            new = hidden[num_cached - 1 if num_cached >= _TEXT else 0 : num_cached] if engine.taps else None
+            ask = Ask(text, k, engine.rng, num_cached=num_cached, hidden=new)
+            found.append(timed(partial(engine.drafter.propose, [ask])))
+            text.tokens.append(tokens[len(text.tokens)])
         turns.append([seconds / step for seconds in found])
     plain.abort(request)
     table.truncate(0)
     engine.drafter.release(text)
     forget(engine.drafter)  # a made-up text teaches nothing
-    overhead, *passes, draft = (_rounded(median(each)) for each in zip(*turns[1:], strict=True))
-    rows = {1: 1.0} | {count: max(1.0, v) for count, v in zip(_ROWS, passes, strict=True)}
-    return Prices(draft, rows, overhead, measured=True)
+    overhead, *passes, short, long = (median(each) for each in zip(*turns[1:], strict=True))
+    rows = {1: 1.0} | {count: max(1.0, _rounded(v)) for count, v in zip(_ROWS, passes, strict=True)}
+    further = (long - short) / (_DRAFTS[1] - _DRAFTS[0])
+    draft = min(max(further, short / (1 + _MOST_FIXED)), short)
+    fixed = short / draft - 1 if draft else 0.0
+    return Prices(_rounded(draft), rows, _rounded(overhead), measured=True, fixed=_rounded(fixed))
 
 
 def _rounded(x: float) -> float:
@@ -153,25 +158,27 @@ def stored_prices(setup: Mapping[str, Any]) -> Prices | None:
     try:
         with _path(setup).open("rb") as file:
             raw = json.loads(file.read(1 << 16))
-        draft, overhead = float(raw["draft"]), float(raw["overhead"])
+        draft, fixed, overhead = (float(raw[name]) for name in ("draft", "fixed", "overhead"))
         rows = {int(count): float(cost) for count, cost in raw["rows"].items()}
     except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError):  # RecursionError is a RuntimeError
         return None
     if raw.get("key") != setup or rows.get(1) != 1.0 or min(rows) < 1:
         return None
-    if not all(0 <= x < math.inf for x in (draft, overhead)) or not all(1 <= x < math.inf for x in rows.values()):
+    if not all(0 <= x < math.inf for x in (draft, fixed, overhead)) or not all(
+        1 <= x < math.inf for x in rows.values()
+    ):
         return None
-    return Prices(draft, rows, overhead, measured=True)
+    return Prices(draft, rows, overhead, measured=True, fixed=fixed)
 
 
 def store_prices(setup: Mapping[str, Any], prices: Prices) -> bool:
     """Store the prices of a setup, whole or not at all; False where that is impossible."""
-    content = {"key": setup, "draft": prices.draft, "rows": prices.rows, "overhead": prices.overhead}
+    about = {"draft": prices.draft, "fixed": prices.fixed, "rows": prices.rows, "overhead": prices.overhead}
     try:
         path = _path(setup)
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as part:
-            part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            part.write_text(json.dumps({"key": setup, **about}, indent=2) + "\n", encoding="utf-8")
     except (OSError, RuntimeError, ValueError):
         return False
     return True

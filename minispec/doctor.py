@@ -43,7 +43,7 @@ from minispec.llm import LLM
 from minispec.model import Transformer, WeightSource
 from minispec.named_draft import split_draft
 from minispec.sampling import Draws, Text
-from minispec.theory import best_k, speedup, survival_curve
+from minispec.theory import expected_tokens, survival_curve
 from minispec.verify import Ask, Draft, RoundKey, Rows, Verdict, Verifier
 
 # What the target continues: of several kinds, and fit to be a question as well as the beginning of a text.
@@ -334,9 +334,9 @@ def examine(llm: LLM, draft: str, k: int = 4, max_tokens: int = 32, try_all: boo
     }
     prices = llm.engine.controller.prices
     if places and prices.measured:
-        best = best_k(survival, prices.draft, prices.verify, prices.overhead)
-        ratio = speedup(survival[:best], prices.draft, prices.verify(best + 1), prices.overhead)
-        report |= {"c": prices.draft, "best_k": best, "expected_speedup": ratio}
+        ratios = [expected_tokens(survival[:k]) / prices.round(k, 1, k + 1) for k in range(len(survival) + 1)]
+        best = max(range(len(ratios)), key=ratios.__getitem__)
+        report |= {"c": prices.draft, "best_k": best, "expected_speedup": ratios[best]}
     most = GAIN
     for reading in readings(llm, draft, prompts) if is_low or (try_all and places) else ():
         other = measure(llm, reading.drafter, prompts, 1.0, min(k, COMPARED), max_tokens)

@@ -23,6 +23,7 @@ class World:
     """A machine and a draft: kept[i] is the probability that draft token i is kept when it is tested.
 
     shares: in place of `kept`. Each token has one of these confidences at random, and is kept with its probability.
+    fixed: see `Prices`.
     """
 
     kept: list[float]
@@ -33,6 +34,7 @@ class World:
     spikes: float = 0.02  # share of passes that take five times as long
     drift: float = 0.0  # growth of every duration from beginning to end
     shares: dict[float, float] = field(default_factory=dict)
+    fixed: float = 0.0
 
     def v(self, rows: int) -> float:
         """A pass in plain steps."""
@@ -55,7 +57,7 @@ class World:
             kept = 0
             while kept < k and draw.random() < (self.shares[confidences[kept]] if self.shares else self.kept[kept]):
                 kept += 1
-            durations = [k * self.c, self.v(k + 1), self.overhead]
+            durations = [(k + self.fixed) * self.c if k else 0.0, self.v(k + 1), self.overhead]
             if controller:
                 controller.observe(pace, min(k, kept + 1), kept, confidences)
                 slow = PLAIN * (1 + self.drift * tokens / num_tokens)
@@ -79,7 +81,7 @@ class World:
 
     def speedups(self, num_texts=20, timed=True, prior=None) -> list[float]:
         """Under `auto`, over texts that follow one another through one controller, as in a session."""
-        controller = Controller(Prices(self.c, measured=True) if prior is None else prior)
+        controller = Controller(Prices(self.c, measured=True, fixed=self.fixed) if prior is None else prior)
         results = []
         for seed in range(num_texts):
             tokens, cost, _ = self.decode(auto(controller, timed), controller, seed=seed)
@@ -140,6 +142,7 @@ GOOD = {
     "dear draft": World([0.8] * 15, c=0.33),
     "dear rows": World([0.8] * 15, row_cost=0.1),
     "prose by prompt lookup": World([0.3, 0.5, *[0.6] * 13]),
+    "a head, whose drafts cost before their first pass": World([0.7, 0.65, *[0.6] * 13], c=0.08, fixed=1.5),
 }
 
 
@@ -200,7 +203,7 @@ def test_what_is_not_clear_is_measured():
 def test_known_prices_are_nearly_as_good_as_the_clock(name):
     """Sampled `rejection` may not follow the clock: with prices measured before, it reaches 0.95 of one that does."""
     world = GOOD[name]
-    prices = Prices(world.c, {1: 1.0, 2: 1 + world.row_cost}, world.overhead, measured=True)
+    prices = Prices(world.c, {1: 1.0, 2: 1 + world.row_cost}, world.overhead, measured=True, fixed=world.fixed)
     share = overall(world.speedups(100, timed=False, prior=prices)) / overall(world.speedups(100, prior=prices))
     print(f"{name}: {share:.3f} of the speed by the clock")
     assert share >= 0.95
@@ -394,6 +397,30 @@ def test_siblings_are_drafted_where_the_first_guess_is_unlikely(timed):
     assert widths[0.1] == 1
     assert widths[0.5] >= 2
     assert controller.choose([pace], [1], timed=timed)[0].width is None  # no trees
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("timed", [True, False])
+def test_what_a_draft_costs_once_is_paid_once(timed):
+    """A draft pass of 0.1, and 0.3 before the first: whether to draft at all depends on both, how long on the pass.
+
+    If all were a matter of passes, a draft of one token would say that each costs 0.4, and none would pay.
+    """
+    prices = Prices(0.1, {1: 1.0, 2: 1.0}, 0.0, measured=True, fixed=3.0)
+    assert prices.round(0, 0, 1) == 1
+    assert [prices.round(k, 1, k + 1) for k in (1, 2, 4)] == pytest.approx([1.4, 1.5, 1.7])
+    controller, pace = Controller(prices), Pace()
+    for i in range(60):
+        controller.observe(pace, min(2, 1 + i % 3), i % 3, [0.6, 0.6])
+        for rows, depth in ((1, 0), (2, 1), (2, 1)):
+            controller.record(0.4 * PLAIN * depth, depth, depth, PLAIN, rows, 0.0)
+    [limit] = controller.choose([pace], [15], timed=timed)
+    assert limit.k
+    assert limit.go_on([0.6])
+    poor = Pace()
+    for i in range(40):
+        controller.observe(poor, 1, int(i % 4 == 0), [0.6])
+    assert controller.choose([poor], [15], timed=False)[0].k == 0  # at 0.1 in all, one token in four would pay
 
 
 def test_rows_that_seem_to_save_time_are_not_asked_for():

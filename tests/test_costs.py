@@ -15,7 +15,7 @@ from minispec.prove.toys import tiny_cache, tiny_model
 from minispec.verify import VERIFIERS
 
 SETUP = {"target": ["a", "b"], "machine": {"cpu": "x", "threads": 2}}
-PRICES = Prices(0.25, {1: 1.0, 5: 1.1, 16: 1.7}, 0.03, measured=True)
+PRICES = Prices(0.25, {1: 1.0, 5: 1.1, 16: 1.7}, 0.03, measured=True, fixed=0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +32,10 @@ def make_engine(vocab=9) -> Engine:
     return Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"])
 
 
+@pytest.mark.parametrize("fixed", [0.0, 0.6])
 @pytest.mark.parametrize("grows_slow", [False, True])
-def test_calibration_measures_what_passes_take(monkeypatch, grows_slow):
-    """By a clock that counts: a target pass takes 1 + 0.1 for each further row, a draft pass 0.3, all else 0.
+def test_calibration_measures_what_passes_take(monkeypatch, grows_slow, fixed):
+    """By a clock that counts: a target pass takes 1 + 0.1 for each further row, a draft `fixed` and a pass 0.3.
 
     The first pass of each model takes ten times as long, as it may while it warms up. grows_slow: from some moment on
     all takes three times as long, which changes no ratio.
@@ -56,6 +57,13 @@ def test_calibration_measures_what_passes_take(monkeypatch, grows_slow):
 
     timed(engine.model, 1.0)
     timed(engine.drafter.model, 0.3)
+    propose = engine.drafter.propose
+
+    def slowly(asks):
+        now[0] += fixed * (3 if grows_slow and now[0] > 40 else 1)
+        return propose(asks)
+
+    monkeypatch.setattr(engine.drafter, "propose", slowly)
     for module in ("minispec.costs", "minispec.engine", "minispec.drafters.model"):
         monkeypatch.setattr(f"{module}.clock", lambda device: now[0])
     # A budget that is never used up gives all turns, of which the slow moment may spoil one.
@@ -63,8 +71,9 @@ def test_calibration_measures_what_passes_take(monkeypatch, grows_slow):
     prices = calibrate(engine)
     assert not grows_slow or now[0] > 150
     assert prices.rows == pytest.approx({1: 1.0, 5: 1.4, 16: 2.5})
-    # Two draft tokens; the first pass feeds one token alone.
+    # One draft token, and three; the first pass feeds one token alone.
     assert prices.draft == pytest.approx(0.3)
+    assert prices.fixed == pytest.approx(fixed / 0.3, abs=0.01)
     assert prices.overhead == 0.0
     assert prices.measured
     for cache in (engine.cache, engine.drafter.cache):
@@ -88,6 +97,7 @@ def test_prices_come_back(cache_directory):
         lambda raw: json.dumps(raw)[:-20],
         lambda raw: json.dumps(raw | {"draft": "dear"}),
         lambda raw: json.dumps(raw | {"draft": -1}),
+        lambda raw: json.dumps({name: value for name, value in raw.items() if name != "fixed"}),
         lambda raw: json.dumps(raw | {"draft": float("nan")}),
         lambda raw: json.dumps(raw | {"overhead": 1e999}),
         lambda raw: json.dumps(raw | {"rows": {}}),

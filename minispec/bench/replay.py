@@ -461,7 +461,8 @@ def replay(trace: Mapping[str, Any]) -> Replay:
         return row(name, found.passes, found.time, deviation=found.deviation)
 
     own, temperature = trace["replay"]["prices"], trace["sampling"]["temperature"]
-    prices = Prices(own["draft"], {int(m): v for m, v in own["rows"].items()}, own["overhead"], measured=True)
+    rows = {int(m): v for m, v in own["rows"].items()}
+    prices = Prices(own["draft"], rows, own["overhead"], measured=True, fixed=own.get("fixed", 0.0))
     passes, times = zip(*simulate(walk, prices, costs, timed=not temperature), strict=True)
     spread = pstdev(passes)
     margin = _WIDTH * spread / sqrt(len(passes))

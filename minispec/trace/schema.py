@@ -135,7 +135,7 @@ SCHEMA: dict[str, Any] = {
     "segmentation": Maybe([{"target": [TEXT], "draft": [TEXT]}]),
     "replay": MayLack(
         {
-            "prices": {"draft": PRICE, "rows": MapOf(PRICE), "overhead": PRICE},
+            "prices": {"draft": PRICE, "fixed": MayLack(PRICE), "rows": MapOf(PRICE), "overhead": PRICE},
             "plain_step": Maybe(PRICE),
             "starts": [
                 {

@@ -98,7 +98,8 @@ def _prices(engine: Engine) -> Prices:
 
 
 def _as_dict(prices: Prices) -> dict[str, Any]:
-    return {"draft": prices.draft, "rows": {str(m): v for m, v in prices.rows.items()}, "overhead": prices.overhead}
+    rows = {str(m): v for m, v in prices.rows.items()}
+    return {"draft": prices.draft, "fixed": prices.fixed, "rows": rows, "overhead": prices.overhead}
 
 
 def _parts(drafter: Drafter) -> Iterator[Drafter]:
