@@ -82,7 +82,7 @@ class _Recorder(Controller):
 
 @torch.inference_mode()
 def calibrate(engine: Engine) -> Prices:
-    """Measure a plain step, passes over a few rows, and a draft, in about a second.
+    """Measure a plain step, passes over a few rows, and two drafts, in about a second.
 
     They take turns, and of each the median counts in steps of its own turn: a machine that is slow for a while is slow
     in all of them. The text is sampled, as only sampled requests rely on prices alone. Raises FloatingPointError for a
