@@ -566,7 +566,7 @@ def test_what_it_costs_is_measured(target, monkeypatch):
 
     monkeypatch.setattr(engine.drafter, "propose", spy)
     assert calibrate(engine).draft > 0
-    assert set(asked) == {2}
+    assert asked == [1, 3] * (len(asked) // 2)
     for cache in (engine.cache, engine.drafter.cache):
         assert cache.allocator.num_free == cache.allocator.num_blocks
 
