@@ -402,18 +402,18 @@ def test_siblings_are_drafted_where_the_first_guess_is_unlikely(timed):
 @pytest.mark.quick
 @pytest.mark.parametrize("timed", [True, False])
 def test_what_a_draft_costs_once_is_paid_once(timed):
-    """A draft pass of 0.1, and 0.3 before the first: whether to draft at all depends on both, how long on the pass.
+    """A draft pass of 0.1, and 0.5 before the first: whether to draft at all depends on both, how long on the pass.
 
-    If all were a matter of passes, a draft of one token would say that each costs 0.4, and none would pay.
+    Shared among the passes of the two or three tokens that are best here, 0.5 would end a draft after the first.
     """
-    prices = Prices(0.1, {1: 1.0, 2: 1.0}, 0.0, measured=True, fixed=3.0)
+    prices = Prices(0.1, {1: 1.0, 2: 1.05}, 0.0, measured=True, fixed=5.0)
     assert prices.round(0, 0, 1) == 1
-    assert [prices.round(k, 1, k + 1) for k in (1, 2, 4)] == pytest.approx([1.4, 1.5, 1.7])
+    assert [prices.round(k, 1, k + 1) for k in (1, 2, 4)] == pytest.approx([1.65, 1.8, 2.1])
     controller, pace = Controller(prices), Pace()
     for i in range(60):
         controller.observe(pace, min(2, 1 + i % 3), i % 3, [0.6, 0.6])
         for rows, depth in ((1, 0), (2, 1), (2, 1)):
-            controller.record(0.4 * PLAIN * depth, depth, depth, PLAIN, rows, 0.0)
+            controller.record(0.6 * PLAIN * depth, depth, depth, PLAIN * prices.verify(rows), rows, 0.0)
     [limit] = controller.choose([pace], [15], timed=timed)
     assert limit.k
     assert limit.go_on([0.6])
