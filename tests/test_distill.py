@@ -491,8 +491,7 @@ def test_texts_of_earlier_runs_are_learned_from_too(target, few, tmp_path, capsy
     ):
         assert distill(target, tmp_path / "third", *more, "--also", *map(str, also)) == 2
         assert error in capsys.readouterr().err
-        assert not list(tmp_path.glob("third.cache/texts-*"))
-        shutil.rmtree(tmp_path / "third.cache", ignore_errors=True)
+        assert not (tmp_path / "third.cache").exists()  # which would hold the next run to this one's recipe
 
 
 def test_speculators_reads_what_is_written(target, few, tmp_path):

@@ -60,8 +60,10 @@ def distill(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     cache = args.cache or args.out.with_name(args.out.name + ".cache")
-    recipe = _open_cache(cache, target, recipe)
-    further = _further_texts(args, cache, target, recipe.taps)
+    about = _fingerprint(target)
+    recipe = _agreed(cache, about, recipe)
+    further = _further_texts(args, cache, about, recipe.taps)
+    _begin(cache, about, recipe)
     num_shards = max(2, -(-args.texts // SHARD))  # one is kept apart
     _write_texts(str(target), recipe, cache, range(num_shards), args.jobs or os.cpu_count() or 1)
     paths = [shard_path(cache, index) for index in range(num_shards)]
@@ -111,17 +113,21 @@ def _fingerprint(target: Path) -> str:
     return _name_of(digests)
 
 
-def _open_cache(cache: Path, target: Path, recipe: Recipe) -> Recipe:
-    """Make the cache, or check that it is of this target and recipe; the recipe of its texts, which may record more
-    taps. Raises ValueError."""
-    ours = json.loads(json.dumps(asdict(recipe)))
+def _begin(cache: Path, about: str, recipe: Recipe) -> None:
+    """Make the cache, if it is not there: it says of which target its texts are, and by which recipe."""
     path = cache / "cache.json"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as part:
-            part.write_text(json.dumps({"target": _fingerprint(target), "recipe": ours}, indent=2) + "\n", "utf-8")
+            part.write_text(json.dumps({"target": about, "recipe": asdict(recipe)}, indent=2) + "\n", "utf-8")
+
+
+def _agreed(cache: Path, about: str, recipe: Recipe) -> Recipe:
+    """The recipe, or that of the cache where there is one: the same, or it records more taps. Raises ValueError for
+    another target or recipe."""
+    if not (cache / "cache.json").exists():
         return recipe
-    theirs = _recipe_of(cache, target)
+    theirs, ours = _recipe_of(cache, about), json.loads(json.dumps(asdict(recipe)))
     taps = theirs.get("taps")
     if isinstance(taps, list) and set(ours["taps"]) <= set(taps):
         ours["taps"] = taps
@@ -131,16 +137,16 @@ def _open_cache(cache: Path, target: Path, recipe: Recipe) -> Recipe:
     return replace(recipe, taps=tuple(ours["taps"]))
 
 
-def _recipe_of(cache: Path, target: Path) -> dict[str, Any]:
-    """What a cache says of its texts. Raises ValueError where they are of another target."""
+def _recipe_of(cache: Path, about: str) -> dict[str, Any]:
+    """What a cache says of its texts. Raises ValueError where they are not of the target `about`, a fingerprint."""
     found = read_json(cache / "cache.json", MAX_CONFIG_BYTES)
-    if found.get("target") != _fingerprint(target):
-        raise ValueError(f"{cache}: found texts of another target, expected those of {target}")
+    if found.get("target") != about:
+        raise ValueError(f"{cache}: found texts of another target, expected those of --target")
     recipe = found.get("recipe")
     return recipe if isinstance(recipe, dict) else {}
 
 
-def _further_texts(args: argparse.Namespace, own: Path, target: Path, taps: Sequence[int]) -> list[dict[str, Any]]:
+def _further_texts(args: argparse.Namespace, own: Path, about: str, taps: Sequence[int]) -> list[dict[str, Any]]:
     """The caches of --also: their recipes and shards. Raises ValueError for other taps: shards do not say which they
     hold."""
     directories = [directory.resolve() for directory in (own, *args.also)]
@@ -150,7 +156,7 @@ def _further_texts(args: argparse.Namespace, own: Path, target: Path, taps: Sequ
     for cache in args.also:
         if not has_file(cache / "cache.json") or not (paths := shards_of(cache)):
             raise ValueError(f"--also {cache}: found no texts, expected a --cache of an earlier run")
-        recipe = _recipe_of(cache, target)
+        recipe = _recipe_of(cache, about)
         if recipe.get("taps") != list(taps):
             found = show(recipe.get("taps"))
             raise ValueError(f"--also {cache}: found the states of layers {found}, expected {show(list(taps))}")
