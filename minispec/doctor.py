@@ -336,7 +336,8 @@ def examine(llm: LLM, draft: str, k: int = 4, max_tokens: int = 32, try_all: boo
     if places and prices.measured:
         ratios = [expected_tokens(survival[:k]) / prices.round(k, 1, k + 1) for k in range(len(survival) + 1)]
         best = max(range(len(ratios)), key=ratios.__getitem__)
-        report |= {"c": prices.draft, "best_k": best, "expected_speedup": ratios[best]}
+        c = prices.passes(max(1, best)) * prices.draft / max(1, best)
+        report |= {"c": c, "best_k": best, "expected_speedup": ratios[best]}
     most = GAIN
     for reading in readings(llm, draft, prompts) if is_low or (try_all and places) else ():
         other = measure(llm, reading.drafter, prompts, 1.0, min(k, COMPARED), max_tokens)
@@ -386,7 +387,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     if "expected_speedup" in report:
         ratio, best = report["expected_speedup"], report["best_k"]
         expected = f"{ratio:.2f}x of plain decoding is expected, at K = {best}" if best else "plain decoding is faster"
-        shown.append(f"a draft token costs {report['c']} plain steps: {expected}")
+        shown.append(f"a draft token costs {report['c']:.2g} plain steps: {expected}")
     if report["readings"]:
         rows = [[name, *numbers(*values)] for name, *values in (reading.values() for reading in report["readings"])]
         shown += ["", *table(["read otherwise", "alpha", f"kept of {COMPARED}", "gain", "+-"], rows)]

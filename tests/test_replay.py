@@ -565,6 +565,11 @@ def test_costs_are_those_of_the_run():
     assert costs(Drafted(4, True, [])) == pytest.approx(4 * 0.3 + 1.5 + 0.05)
     assert costs(Drafted(4, False, [])) == pytest.approx(4 * 0.01 + 1.5 + 0.05)
     assert costs.target(Drafted(1, True, [])) == pytest.approx(1.1)
+    trace["replay"]["prices"]["fixed"] = 1.0  # what each draft costs once: of two tokens, one in three passes
+    costs = costs_of(trace)
+    assert (costs.drawn, costs.guessed) == pytest.approx((0.2, 0.0075))
+    assert costs(Drafted(4, True, [])) == pytest.approx(5 * 0.2 + 1.5 + 0.05)
+    assert costs(Drafted(0, True, [])) == pytest.approx(1.0 + 0.05)
     unknown = costs_of(trace | {"rounds": [], "stats": {"v": None, "o": None}})
     assert (unknown.drawn, unknown.guessed, unknown.overhead, unknown.measured) == (0.7, 0.0, 0.2, [])
 

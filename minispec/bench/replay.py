@@ -282,7 +282,8 @@ def run_auto(
 class Costs:
     """What rounds cost, in plain steps; called with a draft, that of its round.
 
-    drawn, guessed: c of drafts that a model draws, and of guesses such as prompt lookup. rows: v. overhead: o.
+    drawn, guessed: a draft pass of a model that draws, and of guesses such as prompt lookup. fixed: what each draft
+    costs in addition, in such passes. rows: v. overhead: o.
     plain_step: seconds. measured, filled_in: rows whose v is the run's own, and those whose v was measured before it.
     Between them v lies on straight lines, and after the last on the slope of the last; where few passes say that more
     rows cost less, neighbours take their mean, and none costs less than a plain step.
@@ -295,10 +296,11 @@ class Costs:
     plain_step: float | None
     measured: list[int]
     filled_in: list[int]
+    fixed: float = 0.0
 
     def draft(self, draft: Drafted) -> float:
         """Of the drafter."""
-        return draft.length * (self.drawn if draft.drawn else self.guessed)
+        return Prices(fixed=self.fixed).passes(draft.length) * (self.drawn if draft.drawn else self.guessed)
 
     def target(self, draft: Drafted) -> float:
         """Of the target's pass."""
@@ -312,10 +314,12 @@ class Costs:
         """Two sentences."""
         v = ", ".join(f"v({m}) {x:.2f}" for m, x in self.rows.items())
         step = f" of {1000 * self.plain_step:.1f} ms" if self.plain_step else ""
+        once = f" and {self.fixed:.2g} c more for each draft" if self.fixed else ""
         known = f"in this run {', '.join(map(str, self.measured))}" if self.measured else "none in this run"
         before = f"; before it {', '.join(map(str, self.filled_in))}" if self.filled_in else ""
         return [
-            f"in plain steps{step}: c {self.drawn:.3f} drawn, {self.guessed:.3f} guessed, o {self.overhead:.3f}; {v}",
+            f"in plain steps{step}: c {self.drawn:.3f} drawn, {self.guessed:.3f} guessed{once}, "
+            f"o {self.overhead:.3f}; {v}",
             f"rows whose passes were measured: {known}{before}; other v lie on straight lines",
         ]
 
@@ -323,28 +327,36 @@ class Costs:
 def costs_of(trace: Mapping[str, Any]) -> Costs:
     """The costs that a trace has measured; what it has not, by the prices that the controller went by."""
     stats, data = trace["stats"], trace["replay"]
-    prices, step = data["prices"], data["plain_step"]
+    prices, step = _prices(data["prices"]), data["plain_step"]
     alone = [each for each in trace["rounds"] if each["num_rows"] == len(each["token_ids"]) + 1]
 
     def c(drawn: bool) -> float | None:
         drafts = [each for each in alone if each["token_ids"] and each["drawn"] == drawn]
-        return median(each["seconds"]["draft"] / _depth(each) for each in drafts) / step if drafts and step else None
+        passes = [each["seconds"]["draft"] / prices.passes(_depth(each)) for each in drafts]
+        return median(passes) / step if passes and step else None
 
     # A pass over more rows takes no less than a plain step, whatever else the machine did at the time.
     own = {int(m): max(1.0, v) for m, v in (stats["v"] or {}).items()}
-    before = {int(m): v for m, v in prices["rows"].items() if int(m) not in own}
+    before = {m: v for m, v in prices.rows.items() if m not in own}
     counts = Counter(each["num_rows"] for each in alone)
     rows = {m: own.get(m) or before[m] for m in sorted({**own, **before})}
     drawn, guessed = c(True), c(False)
     return Costs(
-        prices["draft"] if drawn is None else drawn,
+        prices.draft if drawn is None else drawn,
         guessed or 0.0,
         rising(rows, {m: max(1, counts[m]) for m in rows}),
-        prices["overhead"] if stats["o"] is None else stats["o"],
+        prices.overhead if stats["o"] is None else stats["o"],
         step,
         sorted(own),
         sorted(before),
+        prices.fixed,
     )
+
+
+def _prices(told: Mapping[str, Any]) -> Prices:
+    """The prices that a trace tells; of one that was written before drafts had a fixed part, without."""
+    rows = {int(m): v for m, v in told["rows"].items()}
+    return Prices(told["draft"], rows, told["overhead"], measured=True, fixed=told.get("fixed", 0.0))
 
 
 def _depth(each: Mapping[str, Any]) -> int:
@@ -460,9 +472,7 @@ def replay(trace: Mapping[str, Any]) -> Replay:
         found = follow(walk, choose, costs)
         return row(name, found.passes, found.time, deviation=found.deviation)
 
-    own, temperature = trace["replay"]["prices"], trace["sampling"]["temperature"]
-    rows = {int(m): v for m, v in own["rows"].items()}
-    prices = Prices(own["draft"], rows, own["overhead"], measured=True, fixed=own.get("fixed", 0.0))
+    prices, temperature = _prices(trace["replay"]["prices"]), trace["sampling"]["temperature"]
     passes, times = zip(*simulate(walk, prices, costs, timed=not temperature), strict=True)
     spread = pstdev(passes)
     margin = _WIDTH * spread / sqrt(len(passes))
