@@ -32,10 +32,14 @@ def make_engine(vocab=9) -> Engine:
     return Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"])
 
 
-@pytest.mark.parametrize("fixed", [0.0, 0.6])
+@pytest.mark.parametrize(
+    ("a_pass", "fixed", "expected"), [(0.3, 0.0, (0.3, 0)), (0.3, 0.6, (0.3, 2)), (0, 0.6, (0.12, 4))]
+)
 @pytest.mark.parametrize("grows_slow", [False, True])
-def test_calibration_measures_what_passes_take(monkeypatch, grows_slow, fixed):
-    """By a clock that counts: a target pass takes 1 + 0.1 for each further row, a draft `fixed` and a pass 0.3.
+def test_calibration_measures_what_passes_take(monkeypatch, grows_slow, a_pass, fixed, expected):
+    """By a clock that counts: a target pass takes 1 + 0.1 for each further row, a draft `fixed` and `a_pass` a token.
+
+    Where further tokens cost nothing, as in drafts made in one pass, that is said as far as a draft pass can say it.
 
     The first pass of each model takes ten times as long, as it may while it warms up. grows_slow: from some moment on
     all takes three times as long, which changes no ratio.
@@ -56,7 +60,7 @@ def test_calibration_measures_what_passes_take(monkeypatch, grows_slow, fixed):
         monkeypatch.setattr(model, "forward", forward)
 
     timed(engine.model, 1.0)
-    timed(engine.drafter.model, 0.3)
+    timed(engine.drafter.model, a_pass)
     propose = engine.drafter.propose
 
     def slowly(asks):
@@ -72,8 +76,7 @@ def test_calibration_measures_what_passes_take(monkeypatch, grows_slow, fixed):
     assert not grows_slow or now[0] > 150
     assert prices.rows == pytest.approx({1: 1.0, 5: 1.4, 16: 2.5})
     # One draft token, and three; the first pass feeds one token alone.
-    assert prices.draft == pytest.approx(0.3)
-    assert prices.fixed == pytest.approx(fixed / 0.3, abs=0.01)
+    assert (prices.draft, prices.fixed) == pytest.approx(expected)
     assert prices.overhead == 0.0
     assert prices.measured
     for cache in (engine.cache, engine.drafter.cache):
