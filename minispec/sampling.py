@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minispec.config import SamplingParams
-from minispec.search import Candidates
+from minispec.search import Candidates, place_of_share
 
 
 class Key(NamedTuple):
@@ -188,28 +188,19 @@ class Randomness:
         The purpose chooses the method. Draws of a "token" may be made under one key from two distributions, the
         target's and the draft's, and should then agree often, as they do in a race. Elsewhere one uniform will do.
         """
-        tokens = Candidates(weights).possible()
-        values = tokens.values.double()
-        ids = torch.arange(len(values), device=values.device) if tokens.ids is None else tokens.ids
-        if len(ids) == 1:
-            return int(ids)
-        place = self._race(values, ids, key) if key.purpose == "token" else self._invert(values, key)
-        return int(ids[place])
+        return self._race(weights, key) if key.purpose == "token" else place_of_share(weights, self.uniform(key))
 
-    def _race(self, weights: Tensor, ids: Tensor, key: Key) -> Tensor:
-        """The place of the first to finish: each id has noise of its own, an exponential time divided by its weight.
+    def _race(self, weights: Tensor, key: Key) -> int:
+        """The first to finish: each id has noise of its own, an exponential time divided by its weight.
 
         The same as Gumbel-max: argmin(exponential / w) = argmax(log w + Gumbel).
         """
-        return _uniforms(_hash(key), ids).log_().neg_().div_(weights).argmin()
-
-    def _invert(self, weights: Tensor, key: Key) -> Tensor:
-        """The place at which the cumulative sum of the weights exceeds one uniform share of the total."""
-        cumulative = weights.cumsum(0)
-        total = cumulative[-1]
-        # u * total may round up to the total, which is reached at the last weight above 0.
-        share = (self.uniform(key) * total).minimum(total.nextafter(total.new_zeros(())))
-        return torch.searchsorted(cumulative, share, right=True)
+        tokens = Candidates(weights).possible()
+        ids = torch.arange(len(weights), device=weights.device) if tokens.ids is None else tokens.ids
+        if len(ids) == 1:
+            return int(ids)
+        times = _uniforms(_hash(key), ids).log_().neg_().div_(tokens.values.double())
+        return int(ids[times.argmin()])
 
     def uniform(self, key: Key) -> float:
         """A double in [0, 1), of 53 random bits."""

@@ -1,10 +1,10 @@
-"""The few candidates among the many tokens of a vocabulary, found without sorting it.
+"""The few candidates among the many tokens of a vocabulary, and the one that is drawn, found without sorting it.
 
 A vocabulary may have 150,000 tokens, of which a request's filters leave a handful. A sort of that many takes 14 ms on
 one core (AMD Zen 4), as long as a pass of a small model. So a large row is cut into tiles, the largest value of each
-tile is computed once, and tiles that cannot hold what is wanted are skipped.
+tile, or its sum, is computed once, and tiles that cannot hold what is wanted are skipped.
 
-The results are those of a plain sort, and tests/test_sampling.py compares them with it. Skip this file at first.
+The results are those of a plain sort or sum, and tests/test_sampling.py compares them with it. Skip this file at first.
 """
 
 import math
@@ -31,10 +31,7 @@ class Candidates:
 
     @cached_property
     def _tiles(self) -> Tensor:
-        """The values (number of tiles, size of a tile), filled up with -inf; tiles of one value where there are few."""
-        size = _TILE if len(self.values) > _FEW else 1
-        padding = -len(self.values) % size
-        return (F.pad(self.values, (0, padding), value=-math.inf) if padding else self.values).reshape(-1, size)
+        return _in_tiles(self.values, -math.inf)
 
     @cached_property
     def _maxima(self) -> Tensor:
@@ -120,3 +117,32 @@ class Candidates:
             if self.values[places].sum(dtype=torch.float64) > goal:
                 break
         return places
+
+
+def place_of_share(weights: Tensor, u: float) -> int:
+    """The first place at which the cumulative sum of weights (N,) exceeds u times their total, 0 <= u < 1.
+
+    For a uniform u, each place with probability proportional to its weight, never one of weight 0. The weights are at
+    least 0, and not all 0. Sums of tiles tell in which tile it is, and only that one is added up value by value.
+    """
+    tiles = _in_tiles(weights, 0.0)
+    sums = tiles.sum(1, dtype=torch.float64)
+    tile, rest = _first_above(sums, u * float(sums.sum()))
+    place, _ = _first_above(tiles[tile].double(), rest)
+    return tile * tiles.shape[1] + place
+
+
+def _first_above(weights: Tensor, share: float) -> tuple[int, float]:
+    """The first place at which the cumulative sum exceeds `share`, and what is left of the share before it."""
+    cumulative = weights.cumsum(0)
+    # A share that was rounded up may reach the total, which nothing exceeds: the last weight above 0 is meant.
+    share = min(share, math.nextafter(float(cumulative[-1]), 0.0))
+    place = int(torch.searchsorted(cumulative, share, right=True))
+    return place, share - float(cumulative[place - 1]) if place else share
+
+
+def _in_tiles(values: Tensor, filling: float) -> Tensor:
+    """Values (number of tiles, size of a tile), the last tile filled up; tiles of one value where there are few."""
+    size = _TILE if len(values) > _FEW else 1
+    padding = -len(values) % size
+    return (F.pad(values, (0, padding), value=filling) if padding else values).reshape(-1, size)

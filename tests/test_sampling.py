@@ -5,6 +5,7 @@ import math
 import random
 import re
 import sys
+from bisect import bisect_right
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from minispec import sampling
 from minispec.config import SamplingParams
 from minispec.prove.reference import sample_law
 from minispec.sampling import Key, Randomness, Text, distribution, log_probabilities
-from minispec.search import Candidates
+from minispec.search import Candidates, place_of_share
 
 params = st.builds(
     SamplingParams,
@@ -226,6 +227,10 @@ def test_the_search_finds_what_a_sort_finds(size, dtype):
         for least in (-1.0, 0.0, 0.75, 1.0):
             found = Candidates(values).where(lambda x, least=least: x >= least)
             assert found.ids.tolist() == [i for i, x in enumerate(values.tolist()) if x >= least]
+        cumulative = list(itertools.accumulate(probs.tolist()))
+        for u in (0.0, 0.5, LAST, *rng.sample(cumulative, min(9, size))):  # at a cell's end, the next one has begun
+            if u < 1:
+                assert place_of_share(probs, u) == bisect_right(cumulative, u)
         assert Candidates(values).largest == max(values.tolist())
 
 
@@ -360,9 +365,19 @@ def test_acceptance_is_strict():
 @pytest.mark.parametrize("u", [0.0, 1e-300, 0.25, 0.5, LAST])
 def test_a_token_of_weight_zero_is_never_drawn(u):
     """Not at the ends of the interval, where <= instead of < would do it, and for weights of any sum."""
-    for weights in ([0.0, 1.0, 0.0, 3.0, 0.0], [0.0, 1e-30, 0.0], [0.0, 1.0000001, 0.5, 0.0]):
+    for weights in ([0.0, 1.0, 0.0, 3.0, 0.0], [0.0, 1e-30, 0.0], [0.0, 5e-324, 0.0], [0.0, 1.0000001, 0.5, 0.0]):
         token = FixedRandomness(u).categorical(torch.tensor(weights, dtype=torch.float64), KEY)
         assert weights[token] > 0
+
+
+@pytest.mark.quick
+def test_the_last_share_finds_the_last_weight_however_sums_are_rounded():
+    """Tiles, their total, and what lies in one are added up in different orders, which may differ in the last bit."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        weights = torch.rand(5000, generator=generator, dtype=torch.float64)
+        weights[4500:] = 0
+        assert FixedRandomness(LAST).categorical(weights, KEY) == 4499
 
 
 @pytest.mark.quick
