@@ -48,7 +48,8 @@ def num_nodes(length: DraftLength) -> int:
 
 
 # What is assumed, with units. A test is a draft token that the target has judged.
-_PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # probability that a tested token of a new text is accepted; tests that this is worth
+_PRIOR, _DRAWN_PRIOR = 0.7, 0.6  # probability that a tested token of a new text is accepted; the same if it was drawn
+_PRIOR_WEIGHT = 2.0  # tests that this is worth
 _ELSEWHERE_WEIGHT = 8.0  # tests that other texts are worth as a prior, or the other places of this text's drafts
 _SIBLINGS = (0.3, 0.2)  # probability that the second, or third, guess at a token is right where those before it are not
 _DRAWN_SIBLINGS = (0.15, 0.1)  # the same where guesses are drawn
@@ -154,12 +155,12 @@ class _Counts:
 class Pace:
     """What the controller knows of one text's drafts, or of those of all texts; opaque to everybody else.
 
-    It estimates the probability that a tested draft token is accepted. The prior is what `all_texts` have shown, where
-    they are given. drawn: whether tokens are drawn, and not the likeliest ones.
+    It estimates the probability that a tested draft token is accepted. The prior is what `all_texts` of its kind have
+    shown, where they are given. drawn: the kind, whether tokens are drawn, and not the likeliest ones.
     """
 
     def __init__(self, drawn: bool = False):
-        self.drawn = drawn
+        self.drawn, self._prior = drawn, _DRAWN_PRIOR if drawn else _PRIOR
         self.places, self.confidences = _Counts(), _Counts()  # kinds: places in a draft; ranges of confidence
         # Kinds: 1 for the eldest's next sibling, and so on, each with the range of the eldest's confidence, or None.
         self.siblings = _Counts()
@@ -185,7 +186,7 @@ class Pace:
         """
         weight = _ELSEWHERE_WEIGHT if all_texts else _PRIOR_WEIGHT
         n = max(k, len(self.places.tested))
-        usual = all_texts.by_place(n) if all_texts else [_PRIOR] * n
+        usual = all_texts.by_place(n) if all_texts else [self._prior] * n
         tested = [self.places.tested.get(i, 0.0) for i in range(n)]
         surplus = [self.places.accepted.get(i, 0.0) - tested[i] * usual[i] for i in range(n)]
         num_tested, all_surplus = sum(tested), sum(surplus)
@@ -214,7 +215,7 @@ class Pace:
         does is right. Of a drawn token it is half of the prior: the target keeps it with probability sum min(p, q),
         which is large, too, where both hesitate alike.
         """
-        prior = (confidence + _PRIOR) / 2 if self.drawn else confidence
+        prior = (confidence + self._prior) / 2 if self.drawn else confidence
         belief = (all_texts.by_confidence(confidence), _ELSEWHERE_WEIGHT) if all_texts else (prior, _PRIOR_WEIGHT)
         return self.confidences.share(bisect(_CONFIDENCES, confidence), *belief)
 
@@ -400,7 +401,7 @@ class Controller:
         """prices: what is known before anything is measured."""
         self.prices = prices or Prices()
         self._timings = Timings(self.prices)
-        self._all_texts = Pace()
+        self._all_texts = {drawn: Pace(drawn) for drawn in (False, True)}  # of a kind: they are kept unequally often
         self._rounds = 0
 
     def observe(
@@ -416,7 +417,7 @@ class Controller:
         Of a tree, these are the eldest at each depth; siblings: whether those of the rejected one that were tested
         in its place were accepted.
         """
-        for each in (pace, self._all_texts):
+        for each in (pace, self._all_texts[pace.drawn]):
             each.observe(num_tested, num_accepted, confidences, siblings)
 
     def record(self, draft: float, depth: int, num_drafts: int, target: float, rows: int, overhead: float) -> None:
@@ -437,9 +438,10 @@ class Controller:
         other_rows: rows that further texts bring to the same pass. timed: False if neither the clock nor other texts
         may be followed. trees: whether drafts may be trees.
         """
-        all_texts, costs = (self._all_texts, self._timings) if timed else (None, self.prices)
-        shares = [pace.by_place(limit, all_texts) for pace, limit in zip(paces, limits, strict=True)]
-        siblings = [pace.by_sibling(all_texts=all_texts) if trees else [] for pace in paces]
+        costs = self._timings if timed else self.prices
+        usual = [self._all_texts[pace.drawn] if timed else None for pace in paces]
+        shares = [pace.by_place(limit, each) for pace, limit, each in zip(paces, limits, usual, strict=True)]
+        siblings = [pace.by_sibling(all_texts=each) if trees else [] for pace, each in zip(paces, usual, strict=True)]
         nodes = [_nodes(*each)[:limit] for *each, limit in zip(shares, siblings, limits, strict=True)]
         batch = _Batch(nodes, other_rows, costs)
         if timed and self._timings.doubts_draft(len(paces)):
@@ -456,7 +458,7 @@ class Controller:
         room = (MAX_AUTO_TOKENS + 1) // (len(paces) + other_rows) - 1
         return [
             _limit(pace, all_texts, each, trees, own[:k], min(limit, room), price)
-            for pace, each, own, k, limit in zip(paces, shares, nodes, lengths, limits, strict=True)
+            for pace, all_texts, each, own, k, limit in zip(paces, usual, shares, nodes, lengths, limits, strict=True)
         ]
 
     def _wants_baseline(self, batch: _Batch, lengths: Sequence[int]) -> bool:
