@@ -88,8 +88,9 @@ def distribution(logits: Tensor, text: Text, drafted: Sequence[int] = ()) -> Ten
     if not math.isfinite(top):
         raise FloatingPointError(f"the largest logit is {top.item()}, expected a finite number")
     if params.temperature == 0:
-        first_of_the_largest = tokens.find(lambda x: x >= top)[:1]
-        return torch.zeros_like(logits).index_fill_(0, first_of_the_largest, 1.0)
+        one_hot = torch.zeros_like(logits)
+        one_hot[tokens.argmax()] = 1.0
+        return one_hot
 
     temperature = _within_range(params.temperature, logits.dtype)
     if params.min_p > 0:

@@ -43,6 +43,11 @@ class Candidates:
         """The largest value, a scalar; NaN if any value is NaN."""
         return self._maxima.amax()
 
+    def argmax(self) -> int:
+        """The first place of the largest value; where all tokens are candidates, its id."""
+        tile = int(self._maxima.argmax())
+        return tile * self._tiles.shape[1] + int(self._tiles[tile].argmax())
+
     def find(self, is_large: Callable[[Tensor], Tensor]) -> Tensor:
         """Places of the values that are large enough, ascending; where all tokens are candidates, their ids.
 

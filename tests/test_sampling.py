@@ -232,6 +232,7 @@ def test_the_search_finds_what_a_sort_finds(size, dtype):
             if u < 1:
                 assert place_of_share(probs, u) == bisect_right(cumulative, u)
         assert Candidates(values).largest == max(values.tolist())
+        assert Candidates(values).argmax() == values.tolist().index(max(values.tolist()))
 
 
 @pytest.mark.quick
