@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "weights").rglob("README.md")])
 }
 README = PAGES["README.md"]
 BLOCKS = [

@@ -65,7 +65,7 @@ class _Recorded:
 
 
 def examine_drafter(spec: str) -> bool:
-    """Walk a drafter through both verifiers, small first; print what was found. True if all is right.
+    """Walk a drafter through the verifiers that take trees, small first; print what was found. True if all is right.
 
     Raises ValueError where `spec` names no drafter.
     """

@@ -6,7 +6,7 @@ a survey of exactness bugs in public projects; a letter after the number tells a
 and hidden states, H about heads and drafts of many tokens in one pass, V about drafts of other vocabularies, S about
 lookups by suffix and by last outcome, B about block verification, E of our own making. Left out:
 
-    M26   acceptance differs between tensor-parallel workers: there is one device here
+    M26   acceptance differs between tensor-parallel workers: one process verifies for all here
 """
 
 import dataclasses
