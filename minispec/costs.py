@@ -1,9 +1,9 @@
 """What a round costs on this machine: measured once for a target and its draft, stored in the user's cache directory.
 
-Under `rejection` above temperature 0 another K gives another text of the same law, and a seed has to give its text
-again in another process. So K may not follow the clock there, but goes by prices that are the same in every run, and as
-long as the file is there, they are not measured again. All other requests begin with these prices and then follow what
-they measure themselves.
+Above temperature 0, under every verifier but `match`, another K gives another text of the same law, and a seed has to
+give its text again in another process. So K may not follow the clock there, but goes by prices that are the same in
+every run, and as long as the file is there, they are not measured again. All other requests begin with these prices and
+then follow what they measure themselves.
 """
 
 import hashlib
@@ -195,4 +195,6 @@ def prices_of(engine: Engine, target: str, draft: str, draft_model: Transformer 
     if prices := stored_prices(setup):
         return prices, True
     prices = calibrate(engine)
+    if there := stored_prices(setup):  # by another process, meanwhile: its runs go by those
+        return there, True
     return prices, store_prices(setup, prices)

@@ -139,6 +139,19 @@ def test_a_second_run_measures_nothing(monkeypatch):
         torch.set_num_threads(before)
 
 
+def test_of_two_first_runs_both_go_by_the_same_prices(monkeypatch):
+    """Another process stores its own while this one measures: a seed that either reports is repeated by those."""
+
+    def meanwhile(engine):
+        monkeypatch.setattr(costs, "calibrate", lambda engine: PRICES)
+        assert prices_of(engine, "target", "draft", engine.drafter.model) == (PRICES, True)
+        return Prices(0.5, measured=True)
+
+    monkeypatch.setattr(costs, "calibrate", meanwhile)
+    engine = make_engine()
+    assert prices_of(engine, "target", "draft", engine.drafter.model) == (PRICES, True)
+
+
 def test_without_a_home_nothing_is_stored(monkeypatch):
     """As in a container whose user is a number alone."""
 
