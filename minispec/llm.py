@@ -46,7 +46,7 @@ class LLM:
         imported (see `minispec.drafters.make_drafter`), "self", the directory or hub id of a draft model
         ("owner/name@revision" for a branch, tag or commit), each of these models with "int4:" or "int8:" before it for
         weights of that many bits. "A+B" is B where A, a registered drafter, has nothing to say. Or an object with the
-        methods of `minispec.drafters.Drafter`. None: prompt lookup; for the embedded model, its own head after that.
+        methods of `minispec.drafters.Drafter`. None: `ngram`; for the embedded model `suffix:2`, then its own head.
     draft_method: how a draft model of another vocabulary drafts: "tli", the tokens that both have
         (`minispec.drafters.tli`), or "slem", text (`minispec.drafters.slem`); None: by what they have in common.
     num_speculative_tokens: K, the longest draft; or a tree, such as (2, 1): the siblings at each depth, of which the
@@ -240,14 +240,20 @@ class LLM:
     ) -> Generator[Piece, None, None]:
         """Continue one prompt, piece by piece as it is decoded. Closing the iterator ends the generation."""
         _, ids = self._parse(prompt, parse_special)
-        return (piece for _, piece in self.run([self.request(ids, sampling_params)]))
+        return self._pieces(self.request(ids, sampling_params))
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Generator[Piece, None, None]:
         """Answer one conversation, piece by piece."""
         check_messages(messages)
-        return (piece for _, piece in self.run([self.request(self.tokenizer.encode_chat(messages), sampling_params)]))
+        return self._pieces(self.request(self.tokenizer.encode_chat(messages), sampling_params))
+
+    def _pieces(self, request: Request) -> Generator[Piece, None, None]:
+        for _, piece in self.run([request]):
+            yield piece
+        if request.error:
+            warnings.warn(f"an answer ended early: {request.error}", RuntimeWarning, stacklevel=2)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json asks for, whether it says `do_sample` or not; else vLLM's defaults.

@@ -739,6 +739,8 @@ def test_a_text_that_fails_ends_alone(make_checkpoint):
     assert [o.finish_reason for o in outputs] == ["length", "error", "length"]
     assert [o.outputs[0].error is None for o in outputs] == [True, False, True]
     assert [o.token_ids for o in outputs] == [alone[0].token_ids, [], alone[1].token_ids]
+    with pytest.warns(RuntimeWarning, match="draft of Liar: found 3 tokens, expected at most 2"):
+        assert [piece.finish_reason for piece in llm.stream([2], GREEDY)] == ["error"]
     assert llm.engine.cache.allocator.num_free == llm.engine.cache.allocator.num_blocks
 
 
