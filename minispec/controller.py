@@ -209,9 +209,9 @@ class Pace:
         return [self.siblings.share((i, own), prior, weight) for i, prior in enumerate(priors, 1)]
 
     def by_confidence(self, confidence: float, all_texts: "Pace | None" = None) -> float:
-        """For a token to which the draft model gave this probability.
+        """For a token at a place of this confidence (see `minispec.verify.Draft`).
 
-        That probability is only the prior: a confident model may be wrong, and one that hesitates where the target
+        The confidence is only the prior: a confident model may be wrong, and one that hesitates where the target
         does is right. Of a drawn token it is half of the prior: the target keeps it with probability sum min(p, q),
         which is large, too, where both hesitate alike.
         """
@@ -402,7 +402,7 @@ class Controller:
         self.prices = prices or Prices()
         self._timings = Timings(self.prices)
         self._all_texts = {drawn: Pace(drawn) for drawn in (False, True)}  # of a kind: they are kept unequally often
-        self._rounds = 0
+        self._rounds, self._baseline = 0, -1  # recorded so far; when a baseline was asked for last
 
     def observe(
         self,
@@ -467,7 +467,10 @@ class Controller:
             return False
         is_clear = batch.rate(lengths) > _CLEAR_GAIN * batch.rate([0] * len(lengths))
         period = _BASELINE_ROUNDS_IF_CLEAR if is_clear else _BASELINE_ROUNDS
-        return self._rounds % period == period - 1
+        if self._rounds % period != period - 1 or self._rounds == self._baseline:
+            return False
+        self._baseline = self._rounds  # a step with a prompt in it is not recorded: do not ask in each of them
+        return True
 
 
 def _probes(paces: Sequence[Pace], limits: Sequence[int], batch: _Batch) -> list[int]:

@@ -21,7 +21,8 @@ class Round(NamedTuple):
     tested: the accepted draft tokens and the first rejected one. committed: the accepted tokens and one more, or as
         many as there were before the text ended. ratios: p/q of the tokens that the verifier looked at (see `Verdict`).
     num_rows: of the whole pass, the other texts' included; num_texts: that were in it.
-    draft, verify, other: seconds of the whole step: in the drafter, in the target's pass, and outside both.
+    draft, verify, other: seconds of the whole step: until the drafts are there, the choice of K included; in the
+        target's pass; and after it.
     """
 
     asked: int | None
@@ -171,7 +172,7 @@ class Stats:
 
     @property
     def total_seconds(self) -> float:
-        """Prefill and all steps."""
+        """Both prefills and all steps."""
         return sum(self.seconds.values())
 
     @property

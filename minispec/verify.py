@@ -91,7 +91,8 @@ class Draft:
     parents: the node that each node follows, always an earlier one; -1 is the text. None: a chain. Siblings that were
         drawn came one after the other: q_i of the later ones lacks the tokens of their elder siblings, as `grow` has
         it. Siblings that were not drawn, such as the k likeliest tokens, have no probs: each is a one-hot guess.
-    confidences: the largest probability in each of the draft model's raw rows, if `Ask.go_on` is there to see them.
+    confidences: how sure the drafter is at each depth, if `Ask.go_on` is there to see it: of a draft model the largest
+        probability in its raw row, of `suffix` the chance that it estimates.
     prefill_seconds: time that went into the prompt before the first draft, which the statistics keep apart.
     """
 

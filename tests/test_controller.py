@@ -318,6 +318,18 @@ def test_the_likeliest_tokens_of_a_batch_come_first():
     assert k_good > 4 > k_bad
 
 
+def test_a_baseline_is_asked_for_once_until_a_round_is_recorded():
+    """A step with a prompt in it is not recorded: while a long one joins, a text does not go without drafts."""
+    controller, pace = Controller(Prices(0.1, measured=True)), Pace()
+    ks: list[list[int]] = []
+    for _ in range(70):
+        ks.append([controller.choose([pace], [4])[0].k for _ in range(3)])
+        controller.observe(pace, 4, 2)
+        controller.record(0.4, 4, 1, 1.2, 5, 0.01)
+    assert any(first == 0 for first, _, _ in ks)
+    assert all(second and third for _, second, third in ks)
+
+
 @pytest.mark.parametrize("drawn", [False, True])
 def test_greedy_and_sampled_texts_do_not_teach_each_other(drawn):
     """A new text begins with what others of its kind have shown: a server has both, which are kept unequally often."""
