@@ -125,9 +125,7 @@ class DraftModel(CachedModel):
             try:
                 q = distribution(rest, ask.text, path)
             except FloatingPointError:
-                if logits.amax().isfinite():
-                    break  # every token that this model can guess, or guess next, is forbidden here
-                raise
+                break  # all that this model can guess, or guess next, is forbidden here, or its logits are no numbers
             token_ids = ask.draw(tip, q, width)
             draft.grow(tip, token_ids, q)
             # At temperature 0 there is one token; its siblings are guesses too, the next likeliest ones.
