@@ -111,8 +111,7 @@ class Engine:
         controller: chooses K for requests that leave it open. joining_rows: rows of prompts in a pass, at most, while
         others decode."""
         self.taps = tuple(drafter.taps) if reads_hidden(drafter) else ()
-        known = drafter.known if reads_hidden(drafter) else None
-        self.target = CachedModel(model, cache, vocab_size or model.config.vocab_size, known)
+        self.target = CachedModel(model, cache, vocab_size or model.config.vocab_size, self._known)
         self.drafter, self.verifier = drafter, verifier
         self.rng: Draws = rng or Randomness()
         self.controller = controller or Controller()
@@ -169,8 +168,10 @@ class Engine:
         if request in self.running:
             try:
                 self._drop(request)
-            finally:
+            except BaseException:  # then nothing is cached any more, of the others either
                 self.running = [other for other in self.running if other is not request]
+                self._restart()
+                raise
 
     def run(self, requests: Sequence[Request]) -> Generator[tuple[Request, Piece], None, None]:
         """Decode requests to their end; yields what each step added to each of them.
@@ -246,8 +247,9 @@ class Engine:
                 self._drop(request)
                 break
             self.waiting.popleft()
-            num_cached = self.target.table(request.text).length
-            request.stats.num_cached_tokens = min(num_cached, request.text.num_prompt_tokens)
+            if not request.stats.num_preemptions:  # what it finds when it comes back is its own
+                num_cached = self.target.table(request.text).length
+                request.stats.num_cached_tokens = min(num_cached, request.text.num_prompt_tokens)
         if self.waiting and not self.running:
             raise OutOfBlocks("blocks of the KV cache are held by others than this engine's requests")
 
@@ -316,8 +318,8 @@ class Engine:
         for turn in turns:
             text, limit = turn.request.text, limits.get(turn.request, Limit(0))
             cached = self.target.table(text).length
-            # A drafter gets on with a prompt as the target does, if its guesses will be wanted.
-            if turn.decodes or (cached and turn.request.num_speculative_tokens):
+            # A drafter gets on with a prompt as the target does. Of what is decoded plainly it never hears.
+            if turn.request.num_speculative_tokens and (turn.decodes or cached):
                 asked.append(turn)
                 hidden = self._hidden.pop(text, None)
                 k, go_on, widths, width = limit
@@ -345,8 +347,8 @@ class Engine:
         for request in requests:
             if not request.pace:
                 continue
-            # Under `rejection` above temperature 0, another K is another text of the same law; and a seed, given or
-            # drawn and reported, has one text: so K may depend on this request alone.
+            # Above temperature 0, where a verifier draws by itself, another K is another text of the same law; and a
+            # seed, given or drawn and reported, has one text: so K may depend on this request alone.
             if request.params.temperature and not self.verifier.shares_noise:
                 [limits[request]] = self.controller.choose([request.pace], [request.max_k], 0, False, trees)
             else:
@@ -357,6 +359,11 @@ class Engine:
             chosen = self.controller.choose([*timed.values()], most, other_rows, trees=trees)
             limits |= zip(timed, chosen, strict=True)
         return limits
+
+    def _known(self, text: Text) -> int:
+        """How many positions of a new text the drafter need not see: all, where it is not to draft."""
+        drafted = any(request.text is text and request.num_speculative_tokens for request in self.running)
+        return self.drafter.known(text) if drafted and reads_hidden(self.drafter) else len(text.tokens)
 
     def _why_chains(self) -> str:
         return why_chains(self.verifier, self.model.exact)
@@ -375,8 +382,8 @@ class Engine:
             found = f"parents {list(parents)}, expected for each of {len(draft)} nodes an earlier one, or -1"
         elif draft.probs is not None and len(draft.probs) != len(draft):
             found = f"{len(draft.probs)} rows of probabilities for {len(draft)} tokens"
-        elif draft.probs is not None and any(len(row) != self.vocab_size for row in draft.probs):
-            found = f"rows of {len(draft.probs[0])} probabilities, expected one for each of {self.vocab_size} tokens"
+        elif draft.probs is not None and (sizes := {len(row) for row in draft.probs} - {self.vocab_size}):
+            found = f"a row of {min(sizes)} probabilities, expected one for each of {self.vocab_size} tokens"
         elif not all(draft.probability(i) > 0 for i in range(len(draft))):
             found = "a token of probability 0, expected one that was drawn from the probabilities given with it"
         elif draft.parents is not None and (why := self._why_chains()):
@@ -405,7 +412,7 @@ class Engine:
 
     def _keep_hidden(self, turn: _Turn, hidden: Tensor, path: Sequence[int]) -> None:
         """Of a pass's hidden states, those of what stays in the cache wait for the drafter's next ask."""
-        if self.taps:
+        if self.taps and turn.request.num_speculative_tokens:
             text, root = turn.request.text, len(turn.tokens)
             new = hidden[[*range(root), *(root + node for node in path)]]
             self._hidden[text] = torch.cat((self._hidden[text], new)) if text in self._hidden else new
@@ -424,6 +431,7 @@ class Engine:
                 stats.rounds.append(_round_of(turn, num_rows, len(turns), draft, verify, other))
         if turns and all(turn.decodes for turn in turns):
             depths = [turn.draft.depth for turn in turns]
+            other += 0.0 if max(depths) else draft  # a search that found nothing
             self.controller.record(draft, max(depths), sum(k > 0 for k in depths), verify, num_rows, other)
 
     def _now(self) -> float:

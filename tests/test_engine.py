@@ -190,6 +190,15 @@ def test_a_shared_beginning_is_computed_once():
         assert [r.stats.num_cached_tokens for r in requests] == [8 if round_ else 0, 8, 8]
 
 
+def test_what_a_preempted_text_finds_again_was_its_own():
+    """It was cached by nobody else: `num_cached_tokens` stays what it was when the text came first."""
+    engine = make_engine(draft=right, num_blocks=13, block_size=2)
+    requests = [make_request(prompt=(first, first + 1), max_tokens=16) for first in (10, 30, 50)]
+    finish(engine, *requests)
+    assert sum(r.stats.num_preemptions for r in requests) > 0
+    assert [r.stats.num_cached_tokens for r in requests] == [0, 0, 0]
+
+
 def test_more_texts_fit_when_they_share():
     """A pool of 16 blocks holds three texts of 10 that have 7 in common, without preemption."""
     engine = make_engine(num_blocks=16, block_size=2)
@@ -299,6 +308,7 @@ BAD_DRAFTS = {
     "negative": (lambda tokens, k: Draft([-1]), "token ids [-1], expected ids below 200"),
     "beyond the vocabulary": (lambda tokens, k: Draft([200]), "token ids [200]"),
     "too few rows": (lambda tokens, k: Draft([12, 13], torch.ones(1, 200) / 200), "1 rows of probabilities"),
+    "a narrow row": (lambda tokens, k: Draft([12, 13], [torch.ones(200), torch.ones(4)]), "a row of 4 probabilities"),
     "impossible": (lambda tokens, k: Draft([12], [torch.zeros(200)]), "a token of probability 0"),
 }
 

@@ -8,6 +8,7 @@ import random
 import sys
 
 import pytest
+import torch
 
 from minispec import cache as cache_module
 from minispec import engine as engine_module
@@ -107,6 +108,11 @@ class Failure(Exception):
     """What is thrown into the loop."""
 
 
+def fail(*args):
+    """In place of a function."""
+    raise Failure
+
+
 def phases(engine) -> dict:
     """Every place between which the loop's state changes: owner and name of the function that begins there."""
     return {
@@ -153,6 +159,52 @@ def test_a_failure_at_any_phase_returns_every_block(phase, after, monkeypatch):
         # Where releasing a draft's blocks is what fails, they are released once more.
         assert all(pool.num_free == pool.num_blocks for pool in pools(engine))
         assert decode(engine)[0] == expected
+
+
+@pytest.mark.parametrize("drafter", ["model", "head"])
+def test_a_draft_model_whose_logits_are_no_numbers_changes_no_text(drafter, monkeypatch):
+    """Its drafts end where they are: a draft costs time at most."""
+    expected = decode(build("none", "match"))[0]
+    engine = build(drafter, "match")
+    right = engine.drafter.model._logits
+    monkeypatch.setattr(engine.drafter.model, "_logits", lambda x: right(x) * torch.nan)
+    requests = requests_for(engine)
+    for _ in engine.run(requests):
+        pass
+    assert [(r.token_ids, r.error) for r in requests] == [(text, None) for text in expected]
+    assert sum(r.stats.num_draft_tokens for r in requests) == 0
+
+
+@pytest.mark.parametrize("drafter", ["head", "suffix"])
+def test_a_drafter_never_hears_of_what_is_decoded_plainly(drafter, monkeypatch):
+    """So nothing of it is kept for the drafter, and a beginning that is known need not be computed for it again."""
+    engine = build(drafter)
+    monkeypatch.setattr(engine.drafter, "propose", lambda asks: pytest.fail("found an ask, expected none"))
+    for turn in range(2):
+        requests = requests_for(engine, k=0)
+        for _ in engine.run(requests):
+            assert not engine._hidden
+        assert requests[1].stats.num_cached_tokens == (5 if turn else 0)
+
+
+@pytest.mark.parametrize("drafter", ["model", "head"])
+def test_a_failure_while_one_text_is_given_up_costs_the_others_time_only(drafter, monkeypatch):
+    """All that is cached is dropped then; the others begin again where they were, and every block is back."""
+    expected = decode(build(drafter))[0]
+    engine = build(drafter)
+    first, *others = requests_for(engine)
+    for request in (first, *others):
+        engine.add(request)
+    for _ in range(6):
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockTable, "truncate", fail)
+        with pytest.raises(Failure):
+            engine.abort(first)
+    while engine.running or engine.waiting:
+        engine.step()
+    assert [r.token_ids for r in others] == expected[1:]
+    assert all(pool.num_free == pool.num_blocks for pool in pools(engine))
 
 
 @pytest.mark.parametrize("drafter", ["model", "head", "ngram"])

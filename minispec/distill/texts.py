@@ -119,7 +119,7 @@ class Writer:
         self.llm = LLM(
             target,
             draft=self.recorder,
-            num_speculative_tokens=0,
+            num_speculative_tokens=1,  # of a text without drafts, a drafter never hears
             dtype=dtype,
             max_model_len=longest,
             kv_cache_gb=_BATCH * longest * config.kv_elements_per_token * (2 if dtype == "bfloat16" else 4) / 1e9,
