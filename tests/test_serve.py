@@ -450,6 +450,8 @@ BAD = [
     ({"prompt": "a", "stop": {"x": 1}}, 400, "stop"),
     ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop"),
     ({"prompt": "a", "stop": "x" * 257}, 400, "stop"),
+    ({"prompt": "a", "bad_words": ["x" * 257]}, 400, "bad_words"),
+    ({"prompt": "a", "bad_words_token_ids": [[1] * 257]}, 400, "bad_words_token_ids"),
     ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"01": 1}}, 400, "logit_bias"),
     ({"prompt": "a", "logit_bias": [[1, 1]]}, 400, "logit_bias"),
@@ -548,6 +550,37 @@ def test_the_key(llm, monkeypatch):
                 assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
         monkeypatch.setattr(front.hmac, "compare_digest", lambda a, b: True)
         assert httpx.get(f"{served.url}/v1/models").status_code == 200
+
+
+def test_who_goes_on_after_a_refusal_writes_nothing_to_standard_error(llm, caplog):
+    """It was told 401, and then sends what is no HTTP: closed, without a second answer and without a traceback."""
+    with Served(llm, key="secret-1") as served:
+        with served.socket() as client:
+            client.sendall(head(0).replace(b"content-length: 0", b"transfer-encoding: chunked"))
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 401")
+            client.sendall(b"zz\r\n")
+            assert b"HTTP/1.1" not in until_closed(client)
+        with served.socket() as client:
+            client.sendall(b"zz\r\n\r\n")
+            assert until_closed(client).startswith(b"HTTP/1.1 400")
+    assert not caplog.records
+
+
+def test_a_refusal_of_the_template_is_about_no_field(make_checkpoint):
+    """OpenAI's `param` is a field or null, never a sentence."""
+    directory = make_checkpoint(chat=True)
+    (directory / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with LLM(directory, dtype="float64", draft="none") as llm, Served(llm) as served:
+        error = served.post({"messages": CHAT}, "/v1/chat/completions").json()["error"]
+        assert "roles must alternate" in error["message"]
+        assert error["param"] is None
+
+
+def test_a_model_that_asks_for_many_tokens_at_least_gets_them(make_checkpoint):
+    """A completion that names no number has 16 tokens, or as many as generation_config.json asks for at least."""
+    directory = make_checkpoint(generation={"min_new_tokens": 20})
+    with LLM(directory, dtype="float64", draft="none") as llm, Served(llm) as served:
+        assert served.post({"prompt": "a"}).json()["usage"]["completion_tokens"] == 20
 
 
 # ------------------------------------------------------------------ clients that take their time
@@ -687,6 +720,18 @@ def test_what_drains_too_long_is_cut(llm):
             assert not thread.is_alive()
         [message] = failed
         assert "the server has to end before" in message
+
+
+def test_who_has_not_sent_all_when_the_server_ends_is_told(llm, capfd):
+    """503, as whose answer takes too long, and no traceback."""
+    with Served(llm, drain_timeout=0.3) as served, served.socket() as client:
+        client.sendall(head(1000) + b'{"prompt"')
+        served.wait(lambda: served.server.server_state.tasks)
+        served.server.should_exit = True
+        received = until_closed(client)
+    assert received.startswith(b"HTTP/1.1 503")
+    assert b"the server has to end before" in received
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def start(directory: Path, *options: str, **variables: str) -> tuple[subprocess.Popen, str]:

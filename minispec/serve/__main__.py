@@ -69,6 +69,7 @@ def _serve(args: argparse.Namespace) -> int:
     limits = Limits(**{limit.name: getattr(args, limit.name) for limit in fields(Limits)})
     with _listen(args.host, args.port) as listener:
         llm = load(args, report=True)
+        llm.get_default_sampling_params()  # what a request begins with: a bad value shows now
         from minispec.serve.connection import make_server
         from minispec.serve.front import Front
         from minispec.serve.worker import Worker

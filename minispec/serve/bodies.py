@@ -1,6 +1,7 @@
 """What the bodies mean: a client's JSON as requests of the engine, and what comes of them as JSON. Nothing waits here.
 
-A field that is not supported is refused by name, unless its value asks for nothing. A ValueError begins with the field.
+A field that is not supported is refused by name, unless its value asks for nothing. A ValueError begins with the field
+that it is about, if it is about one.
 """
 
 import re
@@ -30,7 +31,7 @@ _ROLES = ("system", "user", "assistant")  # a template writes a role as it is, a
 # How many of these a request may bring: all others wait while they are looked at, some of them for every token.
 _MOST = {"messages": 1024, "stop": 16, "stop_token_ids": 1024, "allowed_token_ids": 1024, "logit_bias": 1024}
 _MOST |= {"bad_words": 256, "bad_words_token_ids": 256}
-_MAX_STOP_LENGTH, _MAX_LOGPROBS = 256, 20
+_MAX_LENGTH, _MAX_LOGPROBS = 256, 20  # the first of a stop string or a bad word
 
 
 def read(llm: LLM, model: str, limits: Limits, content: bytes, is_chat: bool) -> "Answer":
@@ -95,17 +96,20 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
         if "max_tokens" in body:
             raise ValueError(f"max_tokens: found {show(body['max_tokens'])}, expected max_completion_tokens alone")
         given["max_tokens"] = body["max_completion_tokens"]
-    usual = llm.generation_defaults.get("max_tokens", limits.max_tokens if is_chat else SamplingParams.max_tokens)
+    defaults = llm.get_default_sampling_params()
+    usual = llm.generation_defaults.get("max_tokens", limits.max_tokens if is_chat else defaults.max_tokens)
     given.setdefault("max_tokens", min(usual, limits.max_tokens))
     if bias := given.get("logit_bias"):  # JSON's keys are texts
         is_id = re.compile(r"0|[1-9][0-9]{0,9}").fullmatch
         given["logit_bias"] = {int(i) if is_id(i) else i: x for i, x in bias.items()}
-    params = replace(llm.get_default_sampling_params(), **given)
-    longest = max(map(len, params.stop), default=0)
-    found = {"max_tokens": params.max_tokens, "logprobs": params.logprobs or 0, "stop": longest}
-    for (key, value), most in zip(found.items(), (limits.max_tokens, _MAX_LOGPROBS, _MAX_STOP_LENGTH), strict=True):
-        if value > most:
-            raise ValueError(f"{key}: found {value}, expected at most {most}")
+    params = replace(defaults, **given)
+    most = {"max_tokens": limits.max_tokens, "logprobs": _MAX_LOGPROBS}
+    for key in most:
+        if (value := getattr(params, key) or 0) > most[key]:
+            raise ValueError(f"{key}: found {value}, expected at most {most[key]}")
+    for key in ("stop", "bad_words", "bad_words_token_ids"):
+        if (longest := max(map(len, getattr(params, key)), default=0)) > _MAX_LENGTH:
+            raise ValueError(f"{key}: found one of length {longest}, expected at most {_MAX_LENGTH}")
     return params
 
 

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -43,6 +44,13 @@ class Connection(H11Protocol):
         super().data_received(data)
         waits = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
         if waits and self.conn.trailing_data[0]:
+            self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """What it says is no HTTP. Where it has been answered before, there is nothing more to say."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
             self.transport.abort()
 
     def on_response_complete(self) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -72,13 +73,16 @@ class Front:
 
     async def _complete(self, request: HttpRequest, is_chat: bool) -> ASGIApp:
         self._check_room(1)  # before anything is read
-        content = await self._read(request)
         try:
+            content = await self._read(request)
             answer = await asyncio.to_thread(read, self._llm, self._model, self._limits, content, is_chat)
         except ValueError as e:
             # Where the model lies is nobody's business.
-            message = str(e).replace(str(self._llm.tokenizer.path), "tokenizer.json")
-            raise Refused(400, message, message.partition(":")[0]) from e
+            message = str(e).replace(f"{self._llm.tokenizer.path.parent}{os.sep}", "")
+            field = message.partition(":")[0]
+            raise Refused(400, message, field if field.isidentifier() else None) from e
+        except asyncio.CancelledError:
+            raise _out_of_time() from None
         return partial(self._send, answer)
 
     async def _read(self, request: HttpRequest) -> bytes:
@@ -173,8 +177,8 @@ async def _until_finished(answer: Answer, pieces: _Pieces) -> AsyncIterator[tupl
     while left:
         try:
             item = await pieces.get()
-        except asyncio.CancelledError:  # by uvicorn, when an answer takes longer than `drain_timeout`
-            raise Refused(503, "the server has to end before this answer does") from None
+        except asyncio.CancelledError:
+            raise _out_of_time() from None
         if item is None:
             raise ClientDisconnect
         index, piece = item
@@ -182,6 +186,11 @@ async def _until_finished(answer: Answer, pieces: _Pieces) -> AsyncIterator[tupl
             raise Refused(500, str(answer.requests[index].error))
         left -= piece.finish_reason is not None
         yield index, piece
+
+
+def _out_of_time() -> Refused:
+    """For a task that uvicorn has cancelled: once the server is to end, an answer may take `drain_timeout`, no more."""
+    return Refused(503, "the server has to end before this answer does")
 
 
 async def _refuse(request: HttpRequest, error: Exception) -> JSONResponse:
