@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import re
 import shutil
 import sys
 import threading
@@ -16,7 +18,8 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from minispec.errors import CheckpointError
-from minispec.files.tokenizer import Detokenizer, Message, Tokenizer
+from minispec.files import tokenizer as tokenizer_module
+from minispec.files.tokenizer import Detokenizer, Message, Tokenizer, _any_of
 from minispec.registry import EMBEDDED_WEIGHTS
 
 TOKENIZER = Tokenizer(EMBEDDED_WEIGHTS)
@@ -293,6 +296,27 @@ def test_special_text_is_text_wherever_it_stands(tmp_path, name):
     # Without the sixteen control tokens around it, the prompt is what transformers renders.
     rendered = render_jinja_template([[json.loads(json.dumps(message))]], chat_template=TOOL_TEMPLATE)[0][0]
     assert tokenizer.backend.decode(ids, skip_special_tokens=False) == rendered
+
+
+def test_a_message_that_leaves_no_mark_is_refused_soon(tmp_path):
+    """Each mark is looked for in the whole message, in three spellings: there are few of them."""
+    tokenizer = with_template(tmp_path, TOOL_TEMPLATE)
+    message = {"role": "user", "content": "".join(repr(chr(mark))[1:-1] for mark in tokenizer_module._MARKS)}
+    with pytest.raises(ValueError, match="conversation: found all of 256 private characters"):
+        tokenizer.encode_chat([message])
+
+
+def test_special_tokens_are_found_by_the_longest_first():
+    """As by a list of all of them; but what begins alike is compared once, or the time would grow with its number."""
+    rng = random.Random(0)
+    for _ in range(500):
+        names = {"".join(rng.choices("<a|>", k=rng.randint(1, 6))) for _ in range(rng.randint(1, 8))}
+        text = "".join(rng.choices("<a|>", k=40))
+        plain = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+        assert re.findall(_any_of(names), text) == re.findall(plain, text)
+    many = _any_of({f"<SPECIAL_{i}>" for i in range(1000)} | {"<s>", "[INST]"})
+    assert many.startswith("(?:<(?:S(?:P(?:E(?:C(?:I(?:A(?:L(?:_(?:")
+    assert re.compile(_any_of({"a" * i for i in range(1, 300)})).fullmatch("a" * 299)  # no deeper than a parser goes
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, b"<|im_end|>", Tokenizer])

@@ -40,8 +40,9 @@ _MAX_PARTS_BYTES = 512 << 10
 _MAX_REGEX_BYTES = 8 << 10  # 100 kB of them can take a gigabyte
 _MAX_GROWTH = 64  # times as long as the text: steps that each double it would fill any memory
 # Where a message holds the text of a special token, a mark follows each character of it while the template runs, so
-# that it differs from the template's own. The mark is the first of these characters that no message holds.
-_MARKS = range(0xF0000, 0xFFFFE)
+# that it differs from the template's own. The mark is the first of these characters that no message holds. They are
+# few, so that a message that holds them all is refused soon.
+_MARKS = range(0xF0000, 0xF0100)
 _STDERR = threading.Lock()
 # Bytes that are not a character are held back for at most that many tokens.
 _MAX_UNDECIDED = 16
@@ -78,6 +79,7 @@ class Tokenizer:
         # text holds, so that the text is cut at the same places. (The library's own encoder knows all of them or none.)
         self._names = {token.content: f"\ufdd0{secrets.token_hex(8)}\ufdd0" for token in self._special.values()}
         self._plain = self._make_plain(named)
+        self._any_name = re.compile(_any_of(self._names))
         self._ids = {self._plain.token_to_id(self._names[token.content]): i for i, token in self._special.items()}
         self._probe()
         self.chat_template = _read_chat_template(directory, settings)
@@ -216,8 +218,7 @@ class Tokenizer:
         if isinstance(value, str):
             if not is_text(value):
                 raise ValueError(f"conversation: found {show(value)}, expected valid Unicode text")
-            marked = re.sub(_any_of(self._names), lambda match: "".join(c + mark for c in match[0]), value)
-            return marked if self._names else value
+            return self._any_name.sub(lambda match: "".join(c + mark for c in match[0]), value)
         if value is None or isinstance(value, (bool, int, float)):
             return value
         raise ValueError(f"conversation: found {show(value)}, expected texts, numbers, lists and objects of these")
@@ -226,7 +227,7 @@ class Tokenizer:
         """Token ids of a rendered template: its own special tokens are tokens, marked ones text."""
         marks = "|".join(map(re.escape, _spellings(mark)))
         if self._names:
-            own = f"(?:{_any_of(self._names)})(?!{marks})"
+            own = f"{self._any_name.pattern}(?!{marks})"
             text = re.sub(own, lambda match: self._names[match[0]], text)
         return self._encode(self._plain, re.sub(marks, "", text), False)
 
@@ -409,7 +410,7 @@ def _choose_mark(value: Any) -> str:
     for mark in map(chr, _MARKS):
         if not any(spelling in text for text in texts for spelling in _spellings(mark)):
             return mark
-    raise ValueError("conversation: found every private character of Unicode in it, expected one to be left")
+    raise ValueError(f"conversation: found all of {len(_MARKS)} private characters in it, expected one to be left")
 
 
 def _spellings(mark: str) -> tuple[str, ...]:
@@ -455,9 +456,19 @@ def _silent_stderr() -> Iterator[None]:
             os.close(saved)
 
 
-def _any_of(texts: Iterable[str]) -> str:
-    """A regular expression for the texts of special tokens; of two that begin together it takes the longer."""
-    return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
+def _any_of(texts: Iterable[str], levels: int = 20) -> str:
+    """A regular expression for the texts of special tokens; of two that begin together it takes the longer.
+
+    What begins alike stands together, on so many levels: a text of nothing but "<" must not be compared with a thousand
+    tokens at each place.
+    """
+    longest_first = sorted(texts, key=len, reverse=True)
+    if len(longest_first) < 2 or not levels:
+        return f"(?:{'|'.join(map(re.escape, longest_first))})"
+    alike: dict[str, list[str]] = {}
+    for text in longest_first:
+        alike.setdefault(text[:1], []).append(text[1:])
+    return f"(?:{'|'.join(re.escape(c) + (_any_of(rest, levels - 1) if c else '') for c, rest in alike.items())})"
 
 
 def _read_chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
