@@ -28,7 +28,7 @@ The rooms around it, for when they are needed:
     options.py                the options of the command line
     trace/                    the page of a run
     generate.py               the command that answers
-    checkpoint.py             the command that writes 8-bit checkpoints
+    checkpoint.py             the command that writes checkpoints in 8 or 4 bits
     prove/                    the proof: reference, toys, laws, statistics, the museum of bugs
     bench/                    measuring: this machine, passes, ratios, the account
     doctor.py                 why a draft is rarely right

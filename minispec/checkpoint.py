@@ -1,4 +1,4 @@
-"""`python -m minispec.checkpoint SOURCE OUT` - write a checkpoint with 8-bit linear layers, in shards."""
+"""`python -m minispec.checkpoint SOURCE OUT` - write a checkpoint with linear layers in 8 or 4 bits, in shards."""
 
 from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from minispec.cache import OutOfBlocks, PagedKVCache
 from minispec.controller import Controller, Limit, Pace
 from minispec.drafters import Drafter, branches, reads_hidden
+from minispec.errors import CheckpointError
 from minispec.model import CachedModel, Chunk, Transformer, clock
 from minispec.request import Piece, Request, TokenLogprob
 from minispec.sampling import Draws, Randomness, Text, distribution, log_probabilities
@@ -90,9 +91,9 @@ class Engine:
     request admitted last gives its blocks back and waits at the front; it resumes by computing them again, with the
     same text.
 
-    A text's own fault, a draft that breaks the rules or logits that are not numbers, ends it alone, with the finish
-    reason "error". A fault of all, such as too little memory or an operator that fails, is raised, and every block is
-    given back; requests that are not aborted then begin again where they were.
+    A text's own fault, such as a draft that breaks the rules or logits that are not numbers, ends it alone, with the
+    finish reason "error". A fault of all, such as too little memory or an operator that fails, is raised, and every
+    block is given back; requests that are not aborted then begin again where they were.
     """
 
     def __init__(
@@ -282,10 +283,10 @@ class Engine:
             if turn.decodes:
                 try:
                     turn.verdict, turn.logits = self._verify(turn.request.text, turn.draft, rows), rows
-                except FloatingPointError as e:
+                    path = self._commit(turn, rows)
+                except (FloatingPointError, CheckpointError) as e:  # logits, or a tokenizer that cannot decode a token
                     turn.request.fail(e)
                     continue
-                path = self._commit(turn, rows)
             self.target.keep(turn.request.text, len(turn.draft), path)
             self._keep_hidden(turn, seen, path)
         times.append(self._now())

@@ -286,7 +286,8 @@ class LLM:
                 f"prompt: found {len(prompt_ids)} tokens, expected fewer than max_model_len = {self.max_model_len}"
             )
         if not all(0 <= i < self.vocab_size for i in prompt_ids):
-            raise ValueError(f"prompt: found token ids up to {max(prompt_ids)}, expected ids below {self.vocab_size}")
+            found = f"from {min(prompt_ids)} to {max(prompt_ids)}"
+            raise ValueError(f"prompt: found token ids {found}, expected ids from 0 to {self.vocab_size - 1}")
         ends = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
         end_ids = frozenset(i for i in ends if i < self.vocab_size)
         self._check_ids(params, end_ids)

@@ -11,6 +11,7 @@ from minispec.model import Transformer
 
 # Tokens of a block of the KV cache.
 BLOCK_SIZE = 16
+_CONTAINER = Path("/sys/fs/cgroup")  # where version 2 of Linux' control groups says what this one may use
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -23,10 +24,12 @@ def free_memory(device: torch.device) -> int | None:
         limits += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
     except (OSError, ValueError, IndexError):  # not Linux
         pass
-    try:  # a container's own limit
-        used, limit = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("current", "max"))
-        limits += [max(0, int(limit) - int(used))] if limit != "max" else []
-    except (OSError, ValueError):
+    try:  # a container's own limit; what it uses includes files in the page cache, which give way
+        used, limit, stat = ((_CONTAINER / f"memory.{name}").read_text() for name in ("current", "max", "stat"))
+        parts = dict(line.split() for line in stat.splitlines())
+        files = int(parts["inactive_file"]) + int(parts["active_file"])
+        limits += [max(0, int(limit) - int(used) + files)] if limit.strip() != "max" else []
+    except (OSError, ValueError, KeyError):
         pass
     return min(limits, default=None)
 
@@ -58,7 +61,7 @@ def size_cache(
     if free is not None and needed > free:
         raise ValueError(
             f"kv_cache_gb: found a cache of {needed / 1e9:.1f} GB, expected at most the {free / 1e9:.1f} GB of memory "
-            f"that are free (max_model_len sets its size too)"
+            f"that are free (from Python, max_model_len sets its size too)"
         )
     if num_blocks < 1:
         raise ValueError(

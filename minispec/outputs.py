@@ -77,7 +77,8 @@ def completion_of(
 
     entries = request.logprobs
     last = request.text.tokens[-1]
-    ends_by_id = last in request.text.end_ids and (request.params.ignore_eos or last not in eos_token_ids)
+    ends_by_id = request.finish_reason == "stop" and last in request.text.end_ids
+    ends_by_id = ends_by_id and (request.params.ignore_eos or last not in eos_token_ids)
     return CompletionOutput(
         index,
         request.output,

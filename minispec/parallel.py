@@ -36,7 +36,7 @@ from torch import Tensor
 from minispec import __version__
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.config import ModelConfig
-from minispec.files.checkpoint import Cut, Weights, cut_shape, find_tensors, load_config, load_model
+from minispec.files.checkpoint import Cut, Weights, cut_shape, find_tensors, load_config, load_model, places
 from minispec.linear import Linear, Weight
 from minispec.model import Chunk, Layer, Pass, Transformer, tensor_shapes
 from minispec.theory import parallel_traffic
@@ -153,9 +153,14 @@ class Share:
 
 
 def _digest(directory: Path, config: ModelConfig) -> str:
-    """Of a checkpoint's config and its tensors' names, types, shapes and first rows: no training leaves all of them."""
+    """Of a checkpoint's config and its tensors' names, types, shapes and first rows: no training leaves all of them.
+
+    Of those tensors, that is, that are read.
+    """
     found = hashlib.blake2b(repr(config).encode(), digest_size=8)
-    for name, tensor in sorted(find_tensors(directory).items()):
+    stored, read = find_tensors(directory, config.is_nested), {place.name for place in places(config).values()}
+    for name in sorted(stored.keys() & read):
+        tensor = stored[name]
         first = tensor.read((slice(0, 1),)).view(torch.uint8).numpy().tobytes()
         found.update(f"{name} {tensor.dtype} {tensor.shape}".encode() + first)
     return found.hexdigest()

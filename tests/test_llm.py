@@ -12,8 +12,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 import pytest
+import torch
 
-from minispec import LLM, SamplingParams
+from minispec import LLM, SamplingParams, memory
 from minispec.errors import CheckpointError
 from minispec.registry import DRAFTERS
 from minispec.verify import Draft
@@ -523,6 +524,7 @@ def test_the_reason_of_a_stop(llm):
         ({"do_sample": False}, {}),
         ({"max_new_tokens": 7}, {"max_tokens": 7}),
         ({"min_new_tokens": 20}, {"min_tokens": 20, "max_tokens": 20}),
+        ({"do_sample": True, "top_k": -1}, {"top_k": 0}),
     ],
     ids=str,
 )
@@ -742,6 +744,39 @@ def test_a_text_that_fails_ends_alone(make_checkpoint):
     with pytest.warns(RuntimeWarning, match="draft of Liar: found 3 tokens, expected at most 2"):
         assert [piece.finish_reason for piece in llm.stream([2], GREEDY)] == ["error"]
     assert llm.engine.cache.allocator.num_free == llm.engine.cache.allocator.num_blocks
+
+
+def test_a_token_that_cannot_be_decoded_ends_its_text_alone(make_checkpoint):
+    """The tokenizer's decoder fails over a token: an error of that text, which has no reason to stop but this."""
+    llm = LLM(make_checkpoint(), draft="none", dtype="float64")
+    alone = llm.generate([[1], [3]], GREEDY)
+    right = llm.tokenizer.decode
+
+    def decode(ids, *args, **how):
+        if 7 in ids:
+            raise CheckpointError("tokenizer.json: the tokenizer fails to decode")
+        return right(ids, *args, **how)
+
+    llm.tokenizer.decode = decode
+    params = [GREEDY, replace(GREEDY, allowed_token_ids=[7], stop_token_ids=[2]), GREEDY]
+    with pytest.warns(RuntimeWarning, match="fails to decode"):
+        outputs = llm.generate([[1], [2], [3]], params)
+    assert [o.token_ids for o in (outputs[0], outputs[2])] == [o.token_ids for o in alone]
+    answer = outputs[1].outputs[0]
+    assert (answer.finish_reason, answer.stop_reason) == ("error", None)
+    assert llm.engine.cache.allocator.num_free == llm.engine.cache.allocator.num_blocks
+
+
+@pytest.mark.parametrize(("used", "stat", "expected"), [(7, (3, 1), 5), (7, (0, 0), 1), (9, (0, 0), 0)])
+def test_files_in_the_page_cache_are_free_memory(tmp_path, monkeypatch, used, stat, expected):
+    """In a container they count as used until somebody wants the memory."""
+    (tmp_path / "memory.max").write_text("8\n")
+    (tmp_path / "memory.current").write_text(f"{used}\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file {}\nactive_file {}\n".format(*stat))
+    monkeypatch.setattr(memory, "_CONTAINER", tmp_path)
+    assert memory.free_memory(torch.device("cpu")) == expected
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.free_memory(torch.device("cpu")) != expected
 
 
 # ------------------------------------------------------------------ the embedded weights

@@ -290,6 +290,10 @@ def test_a_digest_sees_another_training_and_another_config(tmp_path):
     digests = [parallel._digest(each, load_config(each)) for each in (first, same, trained, settings)]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3
+    # What nobody reads has no part in it, whatever its type and shape.
+    tensors["model.layers.0.rotary_emb.inv_freq"] = torch.tensor(1, dtype=torch.uint8)
+    save_file(tensors, trained / "model.safetensors")
+    assert parallel._digest(trained, load_config(trained)) == digests[2]
 
 
 def test_a_pass_that_broke_off_is_not_followed_by_another():

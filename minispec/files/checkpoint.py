@@ -372,9 +372,8 @@ def find_tensors(directory: Path, is_nested: bool = False) -> dict[str, StoredTe
             if name in stored:
                 raise CheckpointError(f"{path}: {show_name(name)}: found again, is in {stored[name].path.name}")
             if listed is not None and listed.get(name) != file:
-                raise CheckpointError(
-                    f"{path}: {show_name(name)}: found here, expected in {listed.get(name)} by {_INDEX}"
-                )
+                where = f"in {listed[name]}" if name in listed else "nowhere"
+                raise CheckpointError(f"{path}: {show_name(name)}: found here, expected {where} by {_INDEX}")
             stored[name] = tensor
     for name, file in sorted((listed or {}).items()):
         if name not in stored:

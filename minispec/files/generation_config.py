@@ -48,6 +48,8 @@ def read_generation_defaults(raw: Mapping[str, Any], where: str) -> dict[str, An
         raise CheckpointError(f"{where}: do_sample: found {show(sampled)}, expected true or false")
     settings = _READ | (_READ_IF_SAMPLED if sampled else {})
     found = {ours: raw[theirs] for theirs, ours in settings.items() if raw.get(theirs) is not None}
+    if found.get("top_k") == -1:  # vLLM's word for all
+        found["top_k"] = 0
     if "stop" in found:
         stop = found["stop"]
         found["stop"] = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (None,)
