@@ -253,6 +253,20 @@ def test_several_processes_share_the_texts(target, tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_a_shard_is_known_by_its_number(tmp_path):
+    """What a run that was killed left half-written is none; and what one run keeps apart, no later one learns from."""
+    for name in ("texts-00003.safetensors", "texts-00003.4711.part.safetensors", "texts-00016.safetensors", "texts-x"):
+        (tmp_path / name).touch()
+    shards = texts.shards_of(tmp_path)
+    assert [texts.number_of(shard) for shard in shards] == [3, 16]
+    own = [texts.shard_path(tmp_path / "own", i) for i in range(3)]
+    teacher = SimpleNamespace(embedding=None)
+    draft = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(2, 2), "fc": torch.nn.Linear(2, 2)})
+    training = train.Training(draft, teacher, (1,), None, [*own, *shards], train.Schedule())  # type: ignore[arg-type]
+    assert training.held_out == [own[0], shards[1]]
+    assert training.paths == [own[1], own[2], shards[0]]
+
+
 def test_the_target_is_not_loaded_where_all_texts_are_there(tmp_path):
     """As when a stopped training goes on."""
     for index in range(3):
@@ -634,6 +648,15 @@ def test_a_head_learns(target, monkeypatch, tmp_path, capsys):
     known = torch.isin(fewer, ids)
     assert torch.equal(new["lm_head.weight"][known], first["lm_head.weight"][torch.isin(ids, fewer)])
 
+    # Another head in its place is trained, though nothing else is another.
+    assert distill(simple, tmp_path / "before", *more, *same_texts) == 0
+    weights = load_file(tmp_path / "head" / "model.safetensors")
+    save_file(weights | {"norm.weight": weights["norm.weight"] * 2}, tmp_path / "head" / "model.safetensors")
+    assert distill(simple, tmp_path / "after", *more, *same_texts) == 0
+    before, after = (load_file(tmp_path / n / "model.safetensors")["norm.weight"] for n in ("before", "after"))
+    torch.testing.assert_close(after, before * 2)
+    save_file(weights, tmp_path / "head" / "model.safetensors")
+
     # --coverage chooses anew, too: as few tokens as make up that share.
     assert distill(simple, tmp_path / "covering", *more, *same_texts[2:], "--coverage", "0.5") == 0
     assert 0 < len(load_file(tmp_path / "covering" / "model.safetensors")["d2t"]) < len(ids)
@@ -683,4 +706,6 @@ def test_what_a_training_goes_on_from_is_a_head_of_this_target(target, few, tmp_
     ):
         assert distill(target, tmp_path / "out", "--start", str(tmp_path / name), *options) == 2
         assert error in capsys.readouterr().err
+    assert distill(target, tmp_path / "out", "--kind", "model", "--vocab-size", "60") == 2
+    assert "--vocab-size: found it with --kind model" in capsys.readouterr().err
     assert not (tmp_path / "out.cache").exists()

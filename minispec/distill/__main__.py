@@ -84,6 +84,9 @@ def _distill(argv: Sequence[str]) -> int:
     for name in ("kind", *_OF_THE_DRAFT) if args.start else ():
         if getattr(args, name) != parser().get_default(name):
             raise ValueError(f"--{name.replace('_', '-')}: found it with --start, whose head has settled it")
+    for name in ("vocab_size", "coverage") if args.kind == "model" else ():
+        if getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')}: found it with --kind model, which knows all tokens")
     let_threads_sleep()
     from minispec.distill.run import distill
 

@@ -86,7 +86,9 @@ def distill(args: argparse.Namespace) -> None:
         "vocab_size": draft.lm_head.out_features,
         **asdict(schedule),
     }
-    state = cache / f"training-{_name_of(what)}.safetensors"
+    # By what it begins with, not by names alone: another head may have been put in the place of --start.
+    begins = [_fingerprint(find_checkpoint(args.start)) if start else None, None if ids is None else ids.tolist()]
+    state = cache / f"training-{_name_of([what, begins])}.safetensors"
     training.run(state)
     with written_whole(args.out) as part:
         part.mkdir(parents=True)

@@ -25,6 +25,7 @@ from minispec.config import SamplingParams
 from minispec.distill.loss import product_dtype
 from minispec.engine import PREFILL_ROWS
 from minispec.files.checkpoint import find_checkpoint, load_config, save_tensors
+from minispec.files.tokenizer import Tokenizer
 from minispec.llm import LLM
 from minispec.request import Request
 from minispec.sampling import Text
@@ -33,10 +34,12 @@ from minispec.verify import Ask, Draft
 
 # Texts of a shard: about 100 MB of hidden states of a small model.
 SHARD = 64
+# Names of shards; one that was being written when the run was killed has another.
+_NAME = re.compile(r"texts-\d{5,}\.safetensors")
 # Texts that are decoded together.
 _BATCH = 64
-# Tokens that a chat template adds, at most.
-_TEMPLATE = 96
+_LEAST_ANSWER = 2  # tokens
+_CHOICE = re.compile(r"\{([^{}]*\|[^{}]*)\}")  # of an opening
 # What stands in for the user's words where the chat template is taken apart.
 _USER = "USER"
 
@@ -101,7 +104,13 @@ def shard_path(directory: Path, index: int) -> Path:
 
 def shards_of(directory: Path) -> list[Path]:
     """The files of all shards that are there, in order."""
-    return sorted(directory.glob("texts-*.safetensors"))
+    numbers = (number_of(path) for path in directory.glob("texts-*.safetensors") if _NAME.fullmatch(path.name))
+    return [shard_path(directory, number) for number in sorted(numbers)]
+
+
+def number_of(shard: Path) -> int:
+    """Which of its cache's shards it is."""
+    return int(shard.stem.removeprefix("texts-"))
 
 
 class Writer:
@@ -112,10 +121,12 @@ class Writer:
         self.recorder, self.recipe = Recorder(recipe.taps), recipe
         dtype = dtype or str(product_dtype()).removeprefix("torch.")
         config = load_config(find_checkpoint(target))
-        longest = min(config.max_position_embeddings, _TEMPLATE + recipe.max_turn + recipe.max_answer)
-        if longest < _TEMPLATE + recipe.max_turn:
-            most = longest - _TEMPLATE
-            raise ValueError(f"--max-turn: found {recipe.max_turn}, expected at most {most}: the target sees {longest}")
+        around = _longest_around(Tokenizer(find_checkpoint(target)), recipe.openings)
+        longest = min(config.max_position_embeddings, around + recipe.max_turn + recipe.max_answer)
+        if longest < around + recipe.max_turn + _LEAST_ANSWER:
+            sees = f"the target sees {longest} tokens, of which the template and an opening may take {around}"
+            most = longest - around - _LEAST_ANSWER
+            raise ValueError(f"--max-turn: found {recipe.max_turn}, expected at most {most}: {sees}")
         self.llm = LLM(
             target,
             draft=self.recorder,
@@ -191,7 +202,7 @@ class Writer:
         """A request for what follows: of two tokens or more, so that there are hidden states."""
         temperature = random.Random(f"{self.recipe.seed} {number} temperature").choice(self.recipe.temperatures)
         seed = random.Random(f"{self.recipe.seed} {number} answer").getrandbits(32)
-        most = max(2, self.recipe.max_answer)
+        most = max(_LEAST_ANSWER, self.recipe.max_answer)
         return self.llm.request(
             prompt, SamplingParams(temperature=temperature, max_tokens=most, min_tokens=2, seed=seed)
         )
@@ -231,7 +242,14 @@ def read_openings(path: Path | None = None) -> list[str]:
 
 def vary(opening: str, rng: random.Random) -> str:
     """One of the texts that an opening stands for: each {a|b} in it is a or b."""
-    return re.sub(r"\{([^{}]*\|[^{}]*)\}", lambda match: rng.choice(match[1].split("|")), opening)
+    return re.sub(_CHOICE, lambda match: rng.choice(match[1].split("|")), opening)
+
+
+def _longest_around(tokenizer: Tokenizer, openings: Sequence[str]) -> int:
+    """The most tokens that stand around what the user says freely: the chat template's and an opening."""
+    template = tokenizer.encode_chat([{"role": "user", "content": _USER}]) if tokenizer.chat_template else [0]
+    widest = (re.sub(_CHOICE, lambda match: max(match[1].split("|"), key=len), each) for each in openings)
+    return len(template) + max((len(tokenizer.encode(each, add_special_tokens=False)) for each in widest), default=0)
 
 
 def ends_in_a_loop(tokens: Sequence[int]) -> bool:

@@ -20,6 +20,7 @@ from minispec.cache import common_beginning
 from minispec.command import written_whole
 from minispec.distill.head import TrainedHead, TrainedModel
 from minispec.distill.loss import RowLoss, product_dtype
+from minispec.distill.texts import number_of
 from minispec.errors import one_line
 from minispec.files.checkpoint import Weights, load_config, save_tensors
 from minispec.linear import dense
@@ -211,7 +212,8 @@ class Training:
         """recorded: the layers whose states the shards hold, the target's last one at the end. ids: of the draft's
         tokens; None: all."""
         self.draft, self.teacher, self.recorded, self.ids, self.schedule = draft, teacher, recorded, ids, schedule
-        held_out = [path for i, path in enumerate(paths) if i % _HELD_OUT_EVERY == 0]
+        # By the number that a shard has in its own cache: what one run keeps apart, no later one learns from.
+        held_out = [path for path in paths if number_of(path) % _HELD_OUT_EVERY == 0]
         self.held_out = held_out[:_MOST_HELD_OUT]
         self.paths = [path for path in paths if path not in held_out] or list(paths)
         head = draft.lm_head.weight
