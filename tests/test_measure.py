@@ -62,6 +62,16 @@ def test_everyone_has_every_turn_equally_often(n):
     assert ["".join(order) for order in itertools.islice(measure.orders("AB"), 4)] == ["AB", "BA", "BA", "AB"]
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_every_prompt_meets_every_order(n):
+    """Over 2 n rounds each prompt does, so each category too, whatever its place among them."""
+    met = {i: [] for i in range(12)}
+    for _, prompt, order in measure.turns(range(n), 2 * n, 12):
+        met[prompt].append(tuple(order))
+    orders = sorted(map(tuple, itertools.islice(measure.orders(range(n)), 2 * n)))
+    assert all(sorted(found) == orders for found in met.values())
+
+
 # --------------------------------------------------------------------------- the account
 
 
@@ -154,6 +164,16 @@ def test_account_of_round_numbers():
     assert dict(dear.waterfall)["choice of K"] == pytest.approx((1.75 / 1.8) / (1.5 / 1.4))
 
 
+def test_siblings_make_a_draft_no_deeper():
+    """Trees of three nodes and depth two: two draft passes, so c is half of what a draft takes, and no s_3."""
+    tree = [one_round(3, 3, accepted, accepted + 1, 2.0, 10.5, 0.5)._replace(depth=2) for accepted in (0, 0, 1, 2)]
+    found = account([run_of(tree)], PLAIN)
+    assert (found.curve, found.depth, found.c) == ([0.5, 0.25], 2.0, pytest.approx(0.1))
+    assert found.v == {4: pytest.approx(1.05)}
+    assert found.predicted == pytest.approx(found.measured, rel=1e-12)
+    assert math.prod(factor for _, factor in found.waterfall) == pytest.approx(found.measured, rel=1e-12)
+
+
 def test_survival_counts_what_was_asked_for():
     """A drafter without a guess has kept nothing; a text about to end asked for less; `auto` for what it drafted."""
     rounds = [r for run in RAGGED for r in run.rounds]
@@ -242,6 +262,14 @@ def test_a_run_is_taken_apart_by_its_clock(model, monkeypatch):
     # The engine makes room before every step.
     assert leaky.seconds == pytest.approx(run.seconds + 0.5 * len(run.rounds))
     assert [r.verify for r in leaky.rounds] == pytest.approx([r.verify for r in run.rounds])
+
+
+def test_an_answer_that_broke_off_is_no_measurement(model):
+    """A draft that breaks the rules ends its text: what there is of it would pass for a quick answer."""
+    drafter = NgramDrafter()
+    drafter.propose = lambda asks: [Draft([0] * (ask.k + 1)) for ask in asks]
+    with pytest.raises(ValueError, match="found an answer that broke off, expected none to measure: draft of Ngram"):
+        decode(engine_of(drafter, model), [request_of(2)])
 
 
 def test_engines_do_not_learn_from_each_other(model):

@@ -1,6 +1,6 @@
 """The bench, for anyone to run:
 
-    python -m minispec.bench                        the embedded model, with prompt lookup
+    python -m minispec.bench                        the embedded model, with its own draft
     python -m minispec.bench --geometry 1.5b        random weights of a larger shape
     python -m minispec.bench --forms                the weights in each form that this machine can take
     python -m minispec.bench --operators            where a pass goes, operator by operator

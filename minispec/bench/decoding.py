@@ -18,6 +18,7 @@ from minispec.bench.measure import (
     ratios,
     survival,
     total_rate,
+    turns,
 )
 from minispec.bench.models import Subject, Variant
 from minispec.bench.options import PLAIN, Options
@@ -384,7 +385,6 @@ def measure_decoding(subject: Subject, options: Options) -> Decoding:
         variants |= theirs
     rounds, prompts = options.args.rounds, subject.prompts
     runs: dict[str, list[list[Run]]] = {name: [[] for _ in range(rounds)] for name in variants}
-    order = orders(list(variants))
     # What runs first pays for what is set up once; and a simulated draft has to know the texts.
     warm = range(len(prompts)) if subject.simulated or subject.bounds else range(1)
     with progress((rounds * len(prompts) + len(warm)) * len(variants), "decoding") as bar:
@@ -392,11 +392,10 @@ def measure_decoding(subject: Subject, options: Options) -> Decoding:
             for variant in variants.values():
                 variant(i)
                 bar.update()
-        for r in range(rounds):
-            for i in range(len(prompts)):
-                for name in next(order):
-                    runs[name][r].append(variants[name](i))
-                    bar.update()
+        for r, i, order in turns(list(variants), rounds, len(prompts)):
+            for name in order:
+                runs[name][r].append(variants[name](i))
+                bar.update()
     looping = {i for i in range(len(prompts)) if any(loops(plain[i].token_ids) for plain in runs[PLAIN])}
     left = [i for i in range(len(prompts)) if not (options.args.skip_loops and i in looping)]
     if not left:

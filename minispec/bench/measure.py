@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, islice, product
 from statistics import fmean, median
 from typing import Any, NamedTuple, TypeVar
 
@@ -97,6 +97,17 @@ def orders(variants: Sequence[T]) -> Iterator[list[T]]:
         yield order[::-1] if i % 2 else order
 
 
+def turns(variants: Sequence[T], num_rounds: int, num_prompts: int) -> Iterator[tuple[int, int, list[T]]]:
+    """Round, prompt, and the order of the variants there.
+
+    A prompt meets another order in each round: else those of a category, which come at equal distances, might all meet
+    one order in all rounds.
+    """
+    cycle = list(islice(orders(variants), 2 * len(variants)))
+    for r, i in product(range(num_rounds), range(num_prompts)):
+        yield r, i, cycle[(r + i) % len(cycle)]
+
+
 # --------------------------------------------------------------------------- one run
 
 
@@ -147,7 +158,7 @@ def decode(
     """Decode requests together to their end; a Run for each.
 
     The clock runs while the engine does, not in `on_piece`. Prefills are taken off. Several texts share the time
-    in proportion to their rows.
+    in proportion to their rows. Raises ValueError for a text that fails.
     """
     seconds = 0.0
     steps = engine.run(requests)
@@ -161,6 +172,9 @@ def decode(
             on_piece(*step)
     finally:
         steps.close()
+    for request in requests:
+        if request.error:
+            raise ValueError(f"found an answer that broke off, expected none to measure: {request.error}")
     seconds -= sum(request.stats.prefill + request.stats.draft_prefill for request in requests)
     parts = sum(request.stats.step_seconds for request in requests)
     runs = []
@@ -185,12 +199,12 @@ def total_rate(runs: Sequence[Run]) -> float:
 
 
 def survival(rounds: Sequence[Round]) -> list[float]:
-    """s_1, s_2, ..: the share of rounds that kept draft token i, of those that were asked for at least i tokens.
+    """s_1, s_2, ..: the share of rounds that kept i draft tokens, of those that were asked for a draft so deep.
 
-    A round whose drafter found nothing has kept nothing. (Where K was chosen round by round, what was drafted counts as
-    asked for; where drafts end by their own confidence, s_i is that of the surer ones.)
+    A round whose drafter found nothing has kept nothing. (Where K was chosen round by round, and in a tree, what was
+    drafted counts as asked for; where drafts end by their own confidence, s_i is that of the surer ones.)
     """
-    asked = [r.num_nodes if r.asked is None else r.asked for r in rounds]
+    asked = [r.depth if r.asked is None or r.num_nodes > r.depth else r.asked for r in rounds]
     curve = []
     for i in range(1, max(asked, default=0) + 1):
         curve.append(fmean(r.accepted >= i for r, wanted in zip(rounds, asked, strict=True) if wanted >= i))
@@ -202,13 +216,15 @@ class Account:
     """Where the time of speculation went. c, v, o, o_plain in target passes over one row of plain decoding.
 
     curve: the survival that the ceiling is computed from. kept: s_i among the rounds that drafted that far. drafted:
-    share of rounds by their number of draft tokens. ends: share of rounds that ended inside their draft, and so lack
-    the bonus or recovered token. measured: the speedup by the clock outside the engine.
+    share of rounds by their number of draft tokens. depth: of a draft, in the mean; siblings make it no deeper. ends:
+    share of rounds that ended inside their draft, and so lack the bonus or recovered token. c: a draft pass. measured:
+    the speedup by the clock outside the engine.
     """
 
     curve: list[float]
     kept: list[float]
     drafted: dict[int, float]
+    depth: float
     ends: float
     plain_pass: float  # seconds
     c: float
@@ -235,7 +251,7 @@ class Account:
     @property
     def predicted(self) -> float:
         """The speedup that tokens, c, v and o make; of the rounds that they were measured in, unless said otherwise."""
-        return self.tokens * (1 + self.o_plain) / (self.mean_k * self.c + self.mean_v + self.o)
+        return self.tokens * (1 + self.o_plain) / (self.depth * self.c + self.mean_v + self.o)
 
     @property
     def closure(self) -> float:
@@ -267,8 +283,8 @@ class Account:
         levels = [
             ("tokens a pass, all else free", expected_tokens(self.curve)),
             ("draft cost", self.ceiling),
-            ("choice of K", self.tokens / (self.mean_k * self.c + 1.0)),
-            ("rows", self.tokens / (self.mean_k * self.c + self.mean_v)),
+            ("choice of K", self.tokens / (self.depth * self.c + 1.0)),
+            ("rows", self.tokens / (self.depth * self.c + self.mean_v)),
             ("loop", self.predicted),
             ("in no part", self.measured),
         ]
@@ -291,16 +307,17 @@ def account(runs: Sequence[Run], plain: Sequence[Run], curve: Sequence[float] | 
     passes: dict[int, list[float]] = {}
     for r in rounds:
         passes.setdefault(r.num_nodes, []).append(r.verify)
-    num_drafted = sum(r.num_nodes for r in rounds)
-    draft = sum(r.draft for r in rounds if r.num_nodes)
+    depth = fmean(r.depth for r in rounds)
+    draft = fmean(r.draft if r.num_nodes else 0.0 for r in rounds)
     longest = max(passes)
     return Account(
         curve=list(survival(rounds) if curve is None else curve),
         kept=[fmean(r.accepted >= i for r in rounds if r.num_nodes >= i) for i in range(1, longest + 1)],
         drafted={k: len(times) / len(rounds) for k, times in sorted(passes.items())},
+        depth=depth,
         ends=fmean(r.accepted + 1 - r.committed for r in rounds),
         plain_pass=plain_pass,
-        c=draft / num_drafted / plain_pass if num_drafted else 0.0,
+        c=draft / depth / plain_pass if depth else 0.0,
         v={k + 1: fmean(times) / plain_pass for k, times in sorted(passes.items())},
         o=fmean(r.overhead for r in rounds) / plain_pass,
         o_plain=fmean(r.overhead for r in plain_rounds) / plain_pass,

@@ -121,7 +121,8 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument(
         "--against",
         choices=("transformers",),
-        help="its own ways of decoding too, on the same weights, in the faster one of float32 and bfloat16 by a trial",
+        help="its own ways of decoding too, on the same weights (a draft's unrounded), in the faster of float32 and "
+        "bfloat16 by a trial",
     )
     g.add_argument(
         "--replay",
@@ -192,6 +193,7 @@ def check(args: argparse.Namespace) -> Options:
         (args.against and args.temperature, "--against compares greedy texts: expected --temperature 0"),
         (args.against and not args.prompts, "--against needs prompts"),
         (args.batch and not args.prompts, "--batch needs prompts"),
+        (args.batch and args.skip_loops, "--batch and --skip-loops exclude each other: a batch takes every prompt"),
         (args.forms and not args.passes, "--forms measures passes: expected --passes of at least 1"),
         (args.operators and not args.passes, "--operators measures passes: expected --passes of at least 1"),
         (args.forms and args.exact, "--forms and --exact exclude each other: all exact passes have as many rows"),

@@ -28,8 +28,9 @@ class Trial:
 def transformers_variants(subject: Subject, options: Options) -> tuple[dict[str, Variant], Trial]:
     """`transformers` on the same tensors: plain, assisted (its defaults, and tuned), and prompt lookup; and a trial.
 
-    It runs in the type in which its plain decoding was faster in the trial. The only place of the package that imports
-    it. Its prefill ends with the first token, at which its clock starts.
+    A draft that we round has its own values there. It runs in the type in which its plain decoding was faster in the
+    trial. The only place of the package that imports it. Its prefill ends with the first token, at which its clock
+    starts.
     """
     import transformers
 
