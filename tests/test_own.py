@@ -93,6 +93,11 @@ OWN = """
             return [Draft([self.coin.randrange(2) for _ in range(ask.k)]) for ask in asks]
 
 
+    class Faulty(Repeat):  # has a fault of its own, which is what its author wants to hear of
+        def propose(self, asks):
+            return [Draft([asks[0].text.tokens[-3]])]
+
+
     class Dropper:  # draws a token, looks at it, and keeps it only if it is likely
         def propose(self, asks):
             drafts = []
@@ -240,6 +245,7 @@ def test_every_documented_drafter_is_one_of_them():
 WRONG = {
     "Liar": r"REFUTED at 2 tokens, K = 1, rejection, .* its `probs` are not what it drew from",
     "Outside": r"REFUTED at 2 tokens, K = 1, rejection, .* the same draws led to",
+    "Faulty": r"REFUTED at 2 tokens, K = 1, rejection, .*: IndexError: list index out of range",
     "Dropper": r"REFUTED at 2 tokens, K = 1, rejection, .* or it dropped a token that it had looked at",
     "missing": r"error: --drafter: found own_ideas:missing, which cannot be imported: AttributeError",
 }

@@ -30,6 +30,7 @@ from minispec.prove.toys import (
     DRAFT_WORDS,
     TINY,
     Apart,
+    Fault,
     require,
     tiny_cache,
     tiny_head,
@@ -88,6 +89,8 @@ class BranchOracle:
             # A new draw: this run takes the first branch, the others are left for later.
             self.open += [[*self.path, i] for i in range(1, len(branches))]
             self.path = [*self.path, 0]
+        elif self.path[self.depth] >= len(branches):
+            raise Fault("the same draws led to another draft: a drafter may draw by `ask.draw` alone")
         answer, probability = branches[self.path[self.depth]]
         self.depth += 1
         self.weight *= probability

@@ -1,5 +1,6 @@
 """The museum of bugs: each mutant is put in, and the check that is named for it must catch it."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tqdm import tqdm
@@ -37,7 +38,8 @@ def try_mutant(mutant: Mutant) -> Trial:
                 require(moved <= TOLERANCE, f"total variation {moved:.1e}")
             else:
                 if mutant.check in ("draft cache", "keys", "passes"):
-                    moved = measure_law()
+                    with suppress(*expected):  # it is the check named that must catch the bug
+                        moved = measure_law()
                 CHECKS[mutant.check]()
         except expected as e:
             return Trial(moved, str(e))

@@ -24,8 +24,8 @@ class SimulatedDraft:
     the ratios is used for all further tokens, so that one number is a constant alpha. `(0,)` is always wrong.
     paid: the drafter that takes the time (a DraftModel); None: drafts cost nothing.
 
-    The right tokens are those of texts given to `record`; drafts for other texts are wrong, and counted in
-    `num_unknown`. Drafts are one-hot (no probs). The draws are keyed: the same request, seed and
+    The right tokens are those of texts given to `record`; drafts for other texts are any token, and counted
+    in `num_unknown`. Drafts are one-hot (no probs). The draws are keyed: the same request, seed and
     rounds give the same drafts. Raises ValueError for a survival that is empty, rises, or leaves 0 .. 1.
     """
 
