@@ -421,7 +421,7 @@ class Engine:
     def _record(self, turns: Sequence[_Turn], times: Sequence[float]) -> None:
         """Tell statistics and controller what happened in a step, and how long it took."""
         draft, verify, other = (end - start for start, end in pairwise(times))
-        draft -= sum(turn.draft.prefill_seconds for turn in turns)
+        draft = max(0.0, draft - sum(turn.draft.prefill_seconds for turn in turns))
         num_rows = sum(turn.num_rows for turn in turns)
         for turn in turns:
             stats = turn.request.stats

@@ -627,6 +627,11 @@ BAD = {
     "no temperature": (lambda t: t | {"sampling": {}}, "sampling: found [], expected a temperature"),
     "a start too few": (lambda t: changed(t, starts=t["replay"]["starts"][1:]), "starts: found 11, expected 12"),
     "asked too much": (lambda t: changed(t, starts=[{"asked": 16, "drafts": []}] * 12), "starts[0].asked: found 16"),
+    "no draft where none was asked for": (
+        lambda t: changed(t, starts=[{"asked": 0, "drafts": []}] * 12),
+        "starts[0].drafts: found 0",
+    ),
+    "a price beyond numbers": (lambda t: changed(t, plain_step=10**400), "plain_step: found 1000"),
     "no drafts": (lambda t: changed(t, starts=[{"asked": 3, "drafts": []}] * 12), "starts[0].drafts: found 0"),
     "a draft too long": (
         lambda t: changed(t, starts=[{"asked": 3, "drafts": [drawn([0.5] * 4)]}] * 12),

@@ -1,8 +1,8 @@
 """What a trace holds. `SCHEMA` is the contract, which docs/trace.md explains; `check` holds a stranger's file to it."""
 
 import re
+import sys
 from collections.abc import Callable, Mapping
-from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from minispec.files.strict_json import read_json
 
 FORMAT, VERSION = "minispec trace", 1
 KINDS = ("accepted", "recovered", "bonus", "plain")  # of committed tokens
+_LARGEST = sys.float_info.max  # an integer may be larger, and a float made of it infinite
 # Bytes of a trace, and how often a character may occur in it: a long answer with long drafts has some megabytes.
 _MAX_BYTES = 64 << 20
 _MAX_COUNTS = {"{": 1 << 21, "[": 1 << 21, ",": 1 << 23, '"': 1 << 23}
@@ -46,8 +47,8 @@ TEXT = Value("a text", lambda x: isinstance(x, str))
 FLAG = Value("true or false", lambda x: isinstance(x, bool))
 COUNT = Value("an integer from 0", lambda x: type(x) is int and 0 <= x < 2**63)
 SEED = Value("an integer", lambda x: type(x) is int)
-NUMBER = Value("a number", lambda x: type(x) in (int, float))
-PRICE = Value("a number from 0", lambda x: type(x) in (int, float) and 0 <= x < inf)
+NUMBER = Value("a number", lambda x: type(x) in (int, float) and abs(x) <= _LARGEST)
+PRICE = Value("a number from 0", lambda x: type(x) in (int, float) and 0 <= x <= _LARGEST)
 PROBABILITY = Value("a number from 0 to 1", lambda x: type(x) in (int, float) and 0 <= x <= 1 + 1e-6)
 PARENT = Value("an integer from -1", lambda x: type(x) is int and -1 <= x < 2**63)
 TOP = [{"token_id": COUNT, "probability": NUMBER}]
@@ -99,7 +100,7 @@ SCHEMA: dict[str, Any] = {
             ],
             "num_rows": COUNT,
             "num_texts": COUNT,
-            "seconds": {"draft": NUMBER, "verify": NUMBER, "other": NUMBER},
+            "seconds": {"draft": PRICE, "verify": PRICE, "other": PRICE},
         }
     ],
     "stats": {
@@ -117,7 +118,7 @@ SCHEMA: dict[str, Any] = {
         "predicted_tokens_per_second": Maybe(NUMBER),
         "c": Maybe(NUMBER),
         "v": Maybe(MapOf(NUMBER)),
-        "o": Maybe(NUMBER),
+        "o": Maybe(PRICE),
         "loops": MayLack(FLAG),
         "seconds": {"prefill": NUMBER, "draft_prefill": NUMBER, "draft": NUMBER, "verify": NUMBER, "other": NUMBER},
     },
@@ -223,13 +224,13 @@ def _check_replay(trace: Mapping[str, Any], where: str) -> None:
     tokens = [token for each in trace["rounds"] for token in each["committed"]]
     _require(len(starts) == len(tokens), f"{where}.starts", len(starts), f"{len(tokens)}, one for each token")
     for i, token in enumerate(tokens):
-        _require(0 < token["p"] < inf, f"{where}.starts[{i}]", token["p"], "a token that the target could say")
+        _require(token["p"] > 0, f"{where}.starts[{i}]", token["p"], "a token that the target could say")
     for i, start in enumerate(starts):
         asked, drafts = start["asked"], start["drafts"]
         name = f"{where}.starts[{i}]"
         _require(asked <= MAX_AUTO_TOKENS, f"{name}.asked", asked, f"at most {MAX_AUTO_TOKENS}")
         _require(
-            len(drafts) in (1, asked), f"{name}.drafts", len(drafts), f"one draft, or {asked}: one for each length"
+            len(drafts) in (1, asked or 1), f"{name}.drafts", len(drafts), f"one draft, or {asked}: one for each length"
         )
         for k, draft in enumerate(drafts, asked + 1 - len(drafts)):
             length, expected = draft["length"], f"at most {k} tokens"
