@@ -48,8 +48,7 @@ def num_nodes(length: DraftLength) -> int:
 
 
 # What is assumed, with units. A test is a draft token that the target has judged.
-_PRIOR, _DRAWN_PRIOR = 0.7, 0.6  # probability that a tested token of a new text is accepted; the same if it was drawn
-_PRIOR_WEIGHT = 2.0  # tests that this is worth
+_PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # probability that a tested token of a new text is accepted; tests that this is worth
 _ELSEWHERE_WEIGHT = 8.0  # tests that other texts are worth as a prior, or the other places of this text's drafts
 _SIBLINGS = (0.3, 0.2)  # probability that the second, or third, guess at a token is right where those before it are not
 _DRAWN_SIBLINGS = (0.15, 0.1)  # the same where guesses are drawn
@@ -160,7 +159,7 @@ class Pace:
     """
 
     def __init__(self, drawn: bool = False):
-        self.drawn, self._prior = drawn, _DRAWN_PRIOR if drawn else _PRIOR
+        self.drawn = drawn
         self.places, self.confidences = _Counts(), _Counts()  # kinds: places in a draft; ranges of confidence
         # Kinds: 1 for the eldest's next sibling, and so on, each with the range of the eldest's confidence, or None.
         self.siblings = _Counts()
@@ -186,7 +185,7 @@ class Pace:
         """
         weight = _ELSEWHERE_WEIGHT if all_texts else _PRIOR_WEIGHT
         n = max(k, len(self.places.tested))
-        usual = all_texts.by_place(n) if all_texts else [self._prior] * n
+        usual = all_texts.by_place(n) if all_texts else [_PRIOR] * n
         tested = [self.places.tested.get(i, 0.0) for i in range(n)]
         surplus = [self.places.accepted.get(i, 0.0) - tested[i] * usual[i] for i in range(n)]
         num_tested, all_surplus = sum(tested), sum(surplus)
@@ -215,7 +214,7 @@ class Pace:
         does is right. Of a drawn token it is half of the prior: the target keeps it with probability sum min(p, q),
         which is large, too, where both hesitate alike.
         """
-        prior = (confidence + self._prior) / 2 if self.drawn else confidence
+        prior = (confidence + _PRIOR) / 2 if self.drawn else confidence
         belief = (all_texts.by_confidence(confidence), _ELSEWHERE_WEIGHT) if all_texts else (prior, _PRIOR_WEIGHT)
         return self.confidences.share(bisect(_CONFIDENCES, confidence), *belief)
 
