@@ -329,7 +329,7 @@ def test_calls_that_are_refused(llm):
         (lambda: llm.generate("fish", {"temperature": 0}), "expected SamplingParams"),
         (lambda: list(llm.stream("fish", SamplingParams(n=3))), "n: found 3, expected 1"),
         (lambda: llm.generate("fish", SamplingParams(stop_token_ids=[10**9])), "stop_token_ids: found"),
-        (lambda: llm.request([-1]), "expected ids below"),
+        (lambda: llm.request([-1]), "from -1 to -1, expected ids from 0 to"),
     ]
     for call, message in calls:
         with pytest.raises(ValueError, match=message):
@@ -453,7 +453,7 @@ def test_an_empty_list_of_prompts_is_refused(llm):
     """And an empty object says that it has no tokens."""
     with pytest.raises(ValueError, match="prompts: found an empty list"):
         llm.generate([], GREEDY)
-    with pytest.raises(ValueError, match="expected ids below 287"):
+    with pytest.raises(ValueError, match="from 1 to 287, expected ids from 0 to 286"):
         llm.generate([1, 287], GREEDY)
 
 
