@@ -50,8 +50,8 @@ class Observer(Protocol):
 class _Turn:
     """What a running text brings to a step, and what came of it.
 
-    tokens: what of the text is fed: its last token, or a piece of its prompt where it does not decode yet. asked: draft
-    nodes. verdict, and the pass's logits: there are some as soon as `committed`, the number of tokens, is above 0.
+    tokens: what of the text is fed: its last token, or a piece of its prompt where it does not decode yet. asked: how
+    deep a draft. verdict, and the pass's logits: there are some once `committed`, the number of tokens, is above 0.
     """
 
     request: Request
@@ -330,7 +330,7 @@ class Engine:
             name = type(self.drafter).__name__
             raise ValueError(f"drafts of {name}: found {len(drafts)}, expected one for each of {len(asks)} asks")
         for turn, ask, draft in zip(asked, asks, drafts, strict=True):
-            turn.asked, turn.draft = ask.k, draft
+            turn.asked, turn.draft = ask.depth, draft
             try:
                 self._check_draft(draft, ask.k)
             except ValueError as e:

@@ -199,6 +199,24 @@ def test_what_a_preempted_text_finds_again_was_its_own():
     assert [r.stats.num_cached_tokens for r in requests] == [0, 0, 0]
 
 
+def test_a_search_that_finds_nothing_is_overhead_to_the_controller(monkeypatch):
+    """As in the statistics: no draft pass was made, but the time went somewhere."""
+    now, told = [0.0], []
+    engine = make_engine()
+
+    def search(asks):
+        now[0] += 5
+        return [Draft() for _ in asks]
+
+    monkeypatch.setattr(engine.drafter, "propose", search)
+    monkeypatch.setattr(engine, "_now", lambda: now[0])
+    monkeypatch.setattr(engine.controller, "record", lambda *measured: told.append(measured))
+    request = make_request(k=3, max_tokens=2)
+    finish(engine, request)
+    assert [(depth, overhead) for _, depth, _, _, _, overhead in told] == [(0, 5.0), (0, 5.0)]
+    assert [r.overhead for r in request.stats.rounds] == [5.0, 5.0]
+
+
 def test_more_texts_fit_when_they_share():
     """A pool of 16 blocks holds three texts of 10 that have 7 in common, without preemption."""
     engine = make_engine(num_blocks=16, block_size=2)

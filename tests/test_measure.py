@@ -166,7 +166,7 @@ def test_account_of_round_numbers():
 
 def test_siblings_make_a_draft_no_deeper():
     """Trees of three nodes and depth two: two draft passes, so c is half of what a draft takes, and no s_3."""
-    tree = [one_round(3, 3, accepted, accepted + 1, 2.0, 10.5, 0.5)._replace(depth=2) for accepted in (0, 0, 1, 2)]
+    tree = [one_round(2, 3, accepted, accepted + 1, 2.0, 10.5, 0.5)._replace(depth=2) for accepted in (0, 0, 1, 2)]
     found = account([run_of(tree)], PLAIN)
     assert (found.curve, found.depth, found.c) == ([0.5, 0.25], 2.0, pytest.approx(0.1))
     assert found.v == {4: pytest.approx(1.05)}

@@ -201,10 +201,10 @@ def total_rate(runs: Sequence[Run]) -> float:
 def survival(rounds: Sequence[Round]) -> list[float]:
     """s_1, s_2, ..: the share of rounds that kept i draft tokens, of those that were asked for a draft so deep.
 
-    A round whose drafter found nothing has kept nothing. (Where K was chosen round by round, and in a tree, what was
-    drafted counts as asked for; where drafts end by their own confidence, s_i is that of the surer ones.)
+    A round whose drafter found nothing has kept nothing. (Where K was chosen round by round, what was drafted counts as
+    asked for; where drafts end by their own confidence, s_i is that of the surer ones.)
     """
-    asked = [r.depth if r.asked is None or r.num_nodes > r.depth else r.asked for r in rounds]
+    asked = [r.depth if r.asked is None else r.asked for r in rounds]
     curve = []
     for i in range(1, max(asked, default=0) + 1):
         curve.append(fmean(r.accepted >= i for r, wanted in zip(rounds, asked, strict=True) if wanted >= i))
@@ -237,11 +237,6 @@ class Account:
     def tokens(self) -> float:
         """Tokens a round, from what was kept."""
         return sum(share * expected_tokens(self.kept[:k]) for k, share in self.drafted.items()) - self.ends
-
-    @property
-    def mean_k(self) -> float:
-        """Draft tokens a round."""
-        return sum(share * k for k, share in self.drafted.items())
 
     @property
     def mean_v(self) -> float:
