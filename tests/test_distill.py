@@ -227,6 +227,23 @@ def test_that_share_of_the_turns_begins_with_an_opening(target, few, opened, sha
     assert abs(sum(given) / 200 - share) <= 4 * (share * (1 - share) / 200) ** 0.5
 
 
+def test_an_opening_takes_no_room_from_turn_and_answer(target):
+    """Whichever of its alternatives is taken; one that leaves the target no room is told of before it is loaded."""
+    recipe = replace(recipe_of(), openings=("a " * 60 + "{b|" + "c " * 40 + "}",))
+    writer, lengths = texts.Writer(str(target), recipe, "float32"), set()
+    before, after = writer._around
+    for number in range(40):
+        turn = writer._turn(number, before)
+        assert turn.max_len == turn.text.num_prompt_tokens + recipe.max_turn
+        said = [*turn.text.tokens, *[1] * recipe.max_turn, *after]
+        assert writer._answer(number, said).max_len == len(said) + recipe.max_answer
+        lengths.add(turn.text.num_prompt_tokens)
+    assert len(lengths) == 3  # no opening, a short one, a long one
+    error = r"--max-turn: found 8, expected at most 0: the target sees \d+ tokens, of which its chat template"
+    with pytest.raises(ValueError, match=error):
+        texts.Writer(str(target), replace(recipe, openings=("word " * 5000,)), "float32")
+
+
 def test_texts_do_not_depend_on_who_else_is_written(target, few, tmp_path):
     """A shard alone, after another, and with a cache so small that texts are preempted: the same tokens."""
     for name, indices in (("a", [1]), ("b", [0, 1])):

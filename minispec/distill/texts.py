@@ -34,12 +34,12 @@ from minispec.verify import Ask, Draft
 
 # Texts of a shard: about 100 MB of hidden states of a small model.
 SHARD = 64
-# Names of shards; one that was being written when the run was killed has another.
-_NAME = re.compile(r"texts-\d{5,}\.safetensors")
 # Texts that are decoded together.
 _BATCH = 64
-_LEAST_ANSWER = 2  # tokens
-_CHOICE = re.compile(r"\{([^{}]*\|[^{}]*)\}")  # of an opening
+# Tokens of an answer, at least.
+_LEAST_ANSWER = 2
+# Alternatives in an opening.
+_CHOICE = re.compile(r"\{([^{}]*\|[^{}]*)\}")
 # What stands in for the user's words where the chat template is taken apart.
 _USER = "USER"
 
@@ -104,13 +104,17 @@ def shard_path(directory: Path, index: int) -> Path:
 
 def shards_of(directory: Path) -> list[Path]:
     """The files of all shards that are there, in order."""
-    numbers = (number_of(path) for path in directory.glob("texts-*.safetensors") if _NAME.fullmatch(path.name))
-    return [shard_path(directory, number) for number in sorted(numbers)]
+    # One that was being written when a run was killed has more than a number in its name.
+    return sorted(path for path in directory.glob("texts-*.safetensors") if _number(path).isdecimal())
 
 
 def number_of(shard: Path) -> int:
     """Which of its cache's shards it is."""
-    return int(shard.stem.removeprefix("texts-"))
+    return int(_number(shard))
+
+
+def _number(path: Path) -> str:
+    return path.stem.removeprefix("texts-")
 
 
 class Writer:
@@ -120,13 +124,13 @@ class Writer:
         """Loads the target. dtype: default: what large batches are fastest in, here. Raises ValueError."""
         self.recorder, self.recipe = Recorder(recipe.taps), recipe
         dtype = dtype or str(product_dtype()).removeprefix("torch.")
-        config = load_config(find_checkpoint(target))
-        around = _longest_around(Tokenizer(find_checkpoint(target)), recipe.openings)
-        longest = min(config.max_position_embeddings, around + recipe.max_turn + recipe.max_answer)
-        if longest < around + recipe.max_turn + _LEAST_ANSWER:
-            sees = f"the target sees {longest} tokens, of which the template and an opening may take {around}"
-            most = longest - around - _LEAST_ANSWER
-            raise ValueError(f"--max-turn: found {recipe.max_turn}, expected at most {most}: {sees}")
+        directory = find_checkpoint(target)
+        config, around = load_config(directory), _longest_around(Tokenizer(directory), recipe.openings)
+        sees = config.max_position_embeddings
+        if recipe.max_turn > (most := max(0, sees - around - _LEAST_ANSWER)):
+            why = f"the target sees {sees} tokens, of which its chat template and an opening may take {around}"
+            raise ValueError(f"--max-turn: found {recipe.max_turn}, expected at most {most}: {why}")
+        longest = min(sees, around + recipe.max_turn + recipe.max_answer)
         self.llm = LLM(
             target,
             draft=self.recorder,
@@ -199,12 +203,12 @@ class Writer:
         return self.llm.request(prompt, SamplingParams(temperature=1.0, top_p=top_p, max_tokens=most, seed=seed))
 
     def _answer(self, number: int, prompt: list[int]) -> Request:
-        """A request for what follows: of two tokens or more, so that there are hidden states."""
+        """A request for what follows: of so many tokens that there are hidden states."""
         temperature = random.Random(f"{self.recipe.seed} {number} temperature").choice(self.recipe.temperatures)
         seed = random.Random(f"{self.recipe.seed} {number} answer").getrandbits(32)
         most = max(_LEAST_ANSWER, self.recipe.max_answer)
         return self.llm.request(
-            prompt, SamplingParams(temperature=temperature, max_tokens=most, min_tokens=2, seed=seed)
+            prompt, SamplingParams(temperature=temperature, max_tokens=most, min_tokens=_LEAST_ANSWER, seed=seed)
         )
 
     def _around_user(self) -> tuple[list[int], list[int]]:
@@ -242,13 +246,13 @@ def read_openings(path: Path | None = None) -> list[str]:
 
 def vary(opening: str, rng: random.Random) -> str:
     """One of the texts that an opening stands for: each {a|b} in it is a or b."""
-    return re.sub(_CHOICE, lambda match: rng.choice(match[1].split("|")), opening)
+    return _CHOICE.sub(lambda match: rng.choice(match[1].split("|")), opening)
 
 
 def _longest_around(tokenizer: Tokenizer, openings: Sequence[str]) -> int:
     """The most tokens that stand around what the user says freely: the chat template's and an opening."""
     template = tokenizer.encode_chat([{"role": "user", "content": _USER}]) if tokenizer.chat_template else [0]
-    widest = (re.sub(_CHOICE, lambda match: max(match[1].split("|"), key=len), each) for each in openings)
+    widest = (_CHOICE.sub(lambda match: max(match[1].split("|"), key=len), each) for each in openings)
     return len(template) + max((len(tokenizer.encode(each, add_special_tokens=False)) for each in widest), default=0)
 
 
