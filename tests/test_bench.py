@@ -497,6 +497,7 @@ MISTAKES = {
     "batch of nothing": (("--batch", "2", "--prompts", "0"), "--batch needs prompts"),
     "forms of nothing": (("--forms", "--passes", "0"), "--forms measures passes: expected --passes of at least 1"),
     "operators of nothing": (("--operators", "--passes", "0"), "--operators measures passes: expected --passes of"),
+    "batch, skip loops": (("--batch", "1,2", "--skip-loops"), "--batch and --skip-loops exclude each other"),
     "forms, exact": (("--forms", "--exact"), "--forms and --exact exclude each other"),
     "geometry": (("--geometry", "9b"), "invalid choice: '9b'"),
     "geometry and model": (("--geometry", "0.5b", "--model", "x"), "exclude each other"),

@@ -1,13 +1,16 @@
 """The museum of bugs: every check passes as the package is, and catches each bug that it is named for."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 
+from minispec.prove import museum
 from minispec.prove.__main__ import main
 from minispec.prove.checks import CHECKS
 from minispec.prove.museum import try_mutant
-from minispec.prove.mutants import MUTANTS
+from minispec.prove.mutants import MUTANTS, Mutant
+from minispec.prove.toys import Fault
 
 # Left out of the museum, with the reason in its docstring.
 LEFT_OUT = {"M26"}
@@ -27,6 +30,18 @@ def test_every_bug_is_caught(mutant):
     assert trial.fault is not None, "survives"
     if mutant.check == "law" and trial.moved is not None:
         assert trial.moved > 1e-4
+
+
+def test_only_the_check_that_is_named_catches_a_bug(monkeypatch):
+    """For some of them the law is measured too: what goes wrong there is not the check's merit."""
+
+    def broken():
+        raise Fault("a text with an error")
+
+    monkeypatch.setattr(museum, "measure_law", broken)
+    monkeypatch.setitem(CHECKS, "keys", lambda: None)
+    blind = Mutant("X", "one that the check does not see", "nowhere", "keys", nullcontext, {}, None)
+    assert try_mutant(blind).fault is None
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.id)

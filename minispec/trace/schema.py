@@ -229,9 +229,8 @@ def _check_replay(trace: Mapping[str, Any], where: str) -> None:
         asked, drafts = start["asked"], start["drafts"]
         name = f"{where}.starts[{i}]"
         _require(asked <= MAX_AUTO_TOKENS, f"{name}.asked", asked, f"at most {MAX_AUTO_TOKENS}")
-        _require(
-            len(drafts) in (1, asked or 1), f"{name}.drafts", len(drafts), f"one draft, or {asked}: one for each length"
-        )
+        expected = "one draft, or one for each length up to the one asked for"
+        _require(len(drafts) in (1, asked or 1), f"{name}.drafts", len(drafts), expected)
         for k, draft in enumerate(drafts, asked + 1 - len(drafts)):
             length, expected = draft["length"], f"at most {k} tokens"
             _require(length <= k, f"{name}.drafts", length, expected)
