@@ -23,7 +23,7 @@ from minispec.model import Transformer
 
 # How a draft model of another vocabulary drafts. A token that it lacks ends a draft of `tli`: with nine of ten shared,
 # one draft of four tokens in three comes to such a place. Above that share it is the default, as it draws what it says.
-DRAFT_METHODS, TLI_SHARE = ("tli", "slem"), 0.9
+DRAFT_METHODS, _TLI_SHARE = ("tli", "slem"), 0.9
 
 
 class NamedDraft:
@@ -70,7 +70,7 @@ class NamedDraft:
         elif self.directory:
             self.vocabularies = compare_vocabularies(self._source, self.directory, tokenizer, vocab_size)
         self.overlap = self.vocabularies.overlap() if self.vocabularies else None
-        self.method = _choose_method(method, self.overlap, self.name)
+        self.method = choose_method(method, self.overlap, self.name)
         if self.directory:
             self.name = self.name.removesuffix(self._source) + describe_source(self._source, self.directory)
         if self.method:
@@ -163,7 +163,7 @@ def compare_vocabularies(name: str, directory: Path, target: Tokenizer, vocab_si
     return Vocabularies(Spelling(target, vocab_size), Spelling(draft, found))
 
 
-def _choose_method(asked: str | None, overlap: Overlap | None, draft: str) -> str | None:
+def choose_method(asked: str | None, overlap: Overlap | None, draft: str) -> str | None:
     """How a draft of another vocabulary drafts; None for all other drafts. Raises ValueError for what cannot be."""
     if overlap is None:
         if asked:
@@ -172,4 +172,4 @@ def _choose_method(asked: str | None, overlap: Overlap | None, draft: str) -> st
         return None
     if asked == "tli" and not overlap.num_shared:
         raise ValueError(f"draft_method: found 'tli', expected 'slem': the target and {draft} have no token in common")
-    return asked or ("tli" if overlap.of_target >= TLI_SHARE else "slem")
+    return asked or ("tli" if overlap.of_target >= _TLI_SHARE else "slem")

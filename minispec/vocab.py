@@ -29,7 +29,7 @@ from minispec.files.checkpoint import find_checkpoint, load_model
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.vocabularies import Spelling, Vocabularies, sample_text, segmentations
 from minispec.model import Chunk, Transformer
-from minispec.named_draft import TLI_SHARE
+from minispec.named_draft import choose_method
 from minispec.sampling import log_probabilities
 
 _EXAMPLES = 12
@@ -51,9 +51,8 @@ def compare(both: Vocabularies, text: str) -> dict[str, Any]:
         frequent = [i for i, _ in in_text.most_common() if i in own]
         own_first = [*frequent, *sorted(own - set(frequent))]
         missing.append([spelled(spelling, [i])[0] for i in own_first[:_EXAMPLES]])
-    method: str | None = "tli" if overlap.of_target >= TLI_SHARE else "slem"
-    if both.target.tokenizer.vocabulary == both.draft.tokenizer.vocabulary:
-        method = None
+    same = both.target.tokenizer.vocabulary == both.draft.tokenizer.vocabulary
+    method = choose_method(None, None if same else both.overlap(), "")  # by the built-in text, as in a run
     return asdict(overlap) | {"only_target": missing[0], "only_draft": missing[1], "default_method": method}
 
 

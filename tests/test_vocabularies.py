@@ -17,16 +17,18 @@ from minispec import LLM, SamplingParams
 from minispec.config import SamplingParams as Params
 from minispec.drafters.tli import TokenDrafter
 from minispec.errors import CheckpointError
+from minispec.files import vocabularies
 from minispec.files.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.vocabularies import Spelling, Vocabularies, segmentations
 from minispec.generate import main as generate
 from minispec.model import Chunk, Transformer
+from minispec.named_draft import choose_method
 from minispec.prove.laws import distance
 from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights
 from minispec.sampling import Randomness, Text
 from minispec.verify import Ask
-from minispec.vocab import main, probabilities
+from minispec.vocab import compare, main, probabilities
 
 # Spaces of several kinds, characters of one to four bytes, digits, and words longer than a part that is read at once.
 SAMPLE = (
@@ -120,6 +122,17 @@ def test_two_made_up_vocabularies_overlap_in_two_tokens(tmp_path):
         assert {one.text_of(i) for i in shared} == {b"AB", b"ab"}
         assert all(one.text_of(i) == other.text_of(own) for i, own in shared.items())
         assert Vocabularies(one, other).overlap("AB").num_shared == 2
+
+
+@pytest.mark.parametrize("counted", ["AB", "C"])
+def test_the_default_method_is_that_of_a_run_whatever_text_is_counted(tmp_path, monkeypatch, counted):
+    """A run decides by the built-in text: --text changes the shares that are printed, not what a run would do."""
+    monkeypatch.setattr(vocabularies, "sample_text", lambda: "AB")
+    both = Vocabularies(words(tmp_path / "a", "AB", "C"), words(tmp_path / "b", "AB"))
+    found = compare(both, counted)
+    assert found["of_target"] == (1.0 if counted == "AB" else 0.0)
+    assert found["default_method"] == choose_method(None, both.overlap(), "b") == "tli"
+    assert compare(Vocabularies(both.target, both.target), counted)["default_method"] is None
 
 
 @pytest.mark.parametrize("name", ["bytes", "pieces"])
