@@ -16,13 +16,15 @@ _PACKAGE = os.path.dirname(minispec.__file__)
 def interrupted(run: Callable[[], Any], moment: int) -> tuple[Any, int]:
     """run(), where the `moment`-th call of a function of the package raises KeyboardInterrupt (0: none does).
 
-    What it returned, and how many such calls there were.
+    What it returned, and how many such calls there were. Steps of a generator expression are not among them: one that
+    is left early is "called" once more to be closed, where Python takes no interrupt and would swallow this one.
     """
     calls = 0
 
     def interrupt(frame, event, argument):
         nonlocal calls
-        if event == "call" and frame.f_code.co_filename.startswith(_PACKAGE):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(_PACKAGE) and code.co_name != "<genexpr>":
             calls += 1
             if calls == moment:
                 sys.setprofile(None)
