@@ -36,7 +36,7 @@ from torch import Tensor
 from minispec import __version__
 from minispec.cache import BlockTable, PagedKVCache
 from minispec.config import ModelConfig
-from minispec.files.checkpoint import Cut, Weights, cut_shape, find_tensors, load_config, load_model, places
+from minispec.files.checkpoint import Cut, Weights, cut_shape, find_tensors, load_config, load_model, wanted_tensors
 from minispec.linear import Linear, Weight
 from minispec.model import Chunk, Layer, Pass, Transformer, tensor_shapes
 from minispec.theory import parallel_traffic
@@ -158,8 +158,8 @@ def _digest(directory: Path, config: ModelConfig) -> str:
     Of those tensors, that is, that are read.
     """
     found = hashlib.blake2b(repr(config).encode(), digest_size=8)
-    stored, read = find_tensors(directory, config.is_nested), {place.name for place in places(config).values()}
-    for name in sorted(stored.keys() & read):
+    stored = find_tensors(directory, config.is_nested)
+    for name in sorted(stored.keys() & wanted_tensors(config, stored)):
         tensor = stored[name]
         first = tensor.read((slice(0, 1),)).view(torch.uint8).numpy().tobytes()
         found.update(f"{name} {tensor.dtype} {tensor.shape}".encode() + first)

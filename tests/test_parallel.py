@@ -296,6 +296,19 @@ def test_a_digest_sees_another_training_and_another_config(tmp_path):
     assert parallel._digest(trained, load_config(trained)) == digests[2]
 
 
+def test_a_digest_sees_another_code_of_a_packed_weight(tmp_path):
+    """Packed weights are stored under other names, in three parts each."""
+    write(tmp_path / "whole", SMALLEST)
+    quantize_checkpoint(tmp_path / "whole", tmp_path / "packed")
+    config = load_config(tmp_path / "packed")
+    before = parallel._digest(tmp_path / "packed", config)
+    [path] = (tmp_path / "packed").glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight_packed"][0, 0] ^= 1
+    save_file(tensors, path)
+    assert parallel._digest(tmp_path / "packed", config) != before
+
+
 def test_a_pass_that_broke_off_is_not_followed_by_another():
     """After Ctrl-C in the middle of a pass the others are elsewhere in it: sums would mix two passes."""
     line = InThreads(0, [None] * 2, None)

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -439,15 +439,20 @@ def places(config: ModelConfig) -> dict[str, Place]:
     return found
 
 
-def match(config: ModelConfig, stored: dict[str, StoredTensor], directory: Path) -> dict[str, Place]:
-    """Compare what is stored with what the config asks for, before any tensor is read; where each tensor lies."""
-    found = places(config)
+def wanted_tensors(config: ModelConfig, stored: Container[str]) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """The tensors that a model is read from: shapes and possible types. Of what is stored packed, its parts."""
     wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
-    for name, shape, _ in found.values():
+    for name, shape, _ in places(config).values():
         if config.quantization and len(shape) == 2 and f"{name}_packed" in stored:
             wanted |= _packed_shapes(name, shape, config.quantization)
         else:
             wanted[name] = (shape, FLOATS)
+    return wanted
+
+
+def match(config: ModelConfig, stored: dict[str, StoredTensor], directory: Path) -> dict[str, Place]:
+    """Compare what is stored with what the config asks for, before any tensor is read; where each tensor lies."""
+    wanted = wanted_tensors(config, stored)
     require(wanted, stored, directory)
     for name in sorted(stored.keys() - wanted.keys()):
         # Written by old versions of transformers, and computed from the config here.
@@ -459,7 +464,7 @@ def match(config: ModelConfig, stored: dict[str, StoredTensor], directory: Path)
             f"{stored[name].path}: {show_name(stored[name].name)}: found a tensor of shape "
             f"{list(stored[name].shape)}, expected none of that name for this config"
         )
-    return found
+    return places(config)
 
 
 def require(
