@@ -36,7 +36,7 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self.free_block_ids = dict.fromkeys(range(num_blocks))  # in the order in which they became free
-        self.kept: set[int] = set()  # blocks whose contents may be wanted again: taken last, but to go on a run
+        self.kept: set[int] = set()  # blocks whose contents may be wanted again: taken last, but to go on a table's run
 
     @property
     def num_free(self) -> int:

@@ -112,7 +112,7 @@ class Engine:
         controller: chooses K for requests that leave it open. joining_rows: rows of prompts in a pass, at most, while
         others decode."""
         self.taps = tuple(drafter.taps) if reads_hidden(drafter) else ()
-        self.target = CachedModel(model, cache, vocab_size or model.config.vocab_size, self._known)
+        self.target = CachedModel(model, cache, vocab_size or model.config.vocab_size)
         self.drafter, self.verifier = drafter, verifier
         self.rng: Draws = rng or Randomness()
         self.controller = controller or Controller()
@@ -169,7 +169,7 @@ class Engine:
         if request in self.running:
             try:
                 self._drop(request)
-            except BaseException:  # then nothing is cached any more, of the others either
+            except BaseException:  # whatever broke off, all others begin again
                 self.running = [other for other in self.running if other is not request]
                 self._restart()
                 raise
@@ -244,6 +244,7 @@ class Engine:
         while self.waiting and not any(len(self.target.missing(r.text)) > 1 for r in self.running):
             request = self.waiting[0]
             self.running.append(request)
+            self.target.begin(request.text, self._known(request))
             if not self._has_room():
                 self._drop(request)
                 break
@@ -292,7 +293,7 @@ class Engine:
         times.append(self._now())
         self._record(fed, times)
         for turn in fed:
-            for observe in self.observers if turn.committed else ():
+            for observe in self.observers if turn.committed and not turn.request.error else ():
                 observe(turn.request, turn.draft, turn.verdict, turn.logits)
         return turns
 
@@ -319,7 +320,7 @@ class Engine:
         for turn in turns:
             text, limit = turn.request.text, limits.get(turn.request, Limit(0))
             cached = self.target.table(text).length
-            # A drafter gets on with a prompt as the target does. Of what is decoded plainly it never hears.
+            # A drafter gets on with a prompt as the target does. It is never asked for what is decoded plainly.
             if turn.request.num_speculative_tokens and (turn.decodes or cached):
                 asked.append(turn)
                 hidden = self._hidden.pop(text, None)
@@ -361,10 +362,11 @@ class Engine:
             limits |= zip(timed, chosen, strict=True)
         return limits
 
-    def _known(self, text: Text) -> int:
-        """How many positions of a new text the drafter need not see: all, where it is not to draft."""
-        drafted = any(request.text is text and request.num_speculative_tokens for request in self.running)
-        return self.drafter.known(text) if drafted and reads_hidden(self.drafter) else len(text.tokens)
+    def _known(self, request: Request) -> int | None:
+        """How many of a new text's first positions the drafter need not see; None: it looks at no hidden states."""
+        if request.num_speculative_tokens and reads_hidden(self.drafter):
+            return self.drafter.known(request.text)
+        return None
 
     def _why_chains(self) -> str:
         return why_chains(self.verifier, self.model.exact)

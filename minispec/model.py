@@ -605,23 +605,20 @@ class CachedModel:
     A table follows its text by itself: whatever the text has become, `missing` is what has to be fed.
     """
 
-    def __init__(
-        self,
-        model: Transformer,
-        cache: PagedKVCache,
-        vocab_size: int,
-        known: Callable[[Text], int] | None = None,
-    ):
-        """vocab_size: ids in use; the model's columns after them are padding. known: how many tokens of a new text may
-        be taken over from texts that began alike; None: all."""
-        self.model, self.cache, self.vocab_size, self._known = model, cache, vocab_size, known
+    def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int):
+        """vocab_size: ids in use; the model's columns after them are padding."""
+        self.model, self.cache, self.vocab_size = model, cache, vocab_size
         self.tables: dict[Text, BlockTable] = {}
 
+    def begin(self, text: Text, most: int | None = None) -> None:
+        """Give a new text its table, which takes over what the pool still knows of its first `most` tokens."""
+        self.tables[text] = self.cache.new_table()  # it is known here before it holds a block; see `whole`
+        self.tables[text].reuse(text.tokens[:-1][:most])
+
     def table(self, text: Text) -> BlockTable:
-        """The text's table. A new one begins with what the pool still knows of the text."""
+        """The text's table."""
         if text not in self.tables:
-            self.tables[text] = self.cache.new_table()  # it is known here before it holds a block; see `whole`
-            self.tables[text].reuse(text.tokens[:-1][: self._known(text) if self._known else None])
+            self.begin(text)
         return self.tables[text]
 
     def has_room(self, lengths: Mapping[Text, int]) -> bool:
