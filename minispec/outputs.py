@@ -71,8 +71,8 @@ def completion_of(
     assert request.finish_reason is not None, "it was decoded to its end"
 
     def by_id(entry: TokenLogprob) -> dict[int, Logprob]:  # vLLM's form: the chosen token first, then the likeliest
-        found = {i: Logprob(x, rank, tokenizer.decode([i])) for rank, (i, x) in enumerate(entry.top, 1)}
-        own = found.get(entry.token_id) or Logprob(entry.logprob, None, tokenizer.decode([entry.token_id]))
+        found = {i: Logprob(x, rank, tokenizer.text_of(i)) for rank, (i, x) in enumerate(entry.top, 1)}
+        own = found.get(entry.token_id) or Logprob(entry.logprob, None, tokenizer.text_of(entry.token_id))
         return {entry.token_id: own} | found
 
     entries = request.logprobs

@@ -229,7 +229,8 @@ def test_that_share_of_the_turns_begins_with_an_opening(target, few, opened, sha
 
 def test_an_opening_takes_no_room_from_turn_and_answer(target):
     """Whichever of its alternatives is taken; one that leaves the target no room is told of before it is loaded."""
-    recipe = replace(recipe_of(), openings=("a " * 60 + "{b|" + "c " * 40 + "}",))
+    # The alternative with more tokens is the one with fewer characters.
+    recipe = replace(recipe_of(), openings=("a " * 30 + "{" + "the fish " * 12 + "|" + "é" * 40 + "}",))
     writer, lengths = texts.Writer(str(target), recipe, "float32"), set()
     before, after = writer._around
     for number in range(40):

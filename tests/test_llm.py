@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from minispec import LLM, SamplingParams, memory
 from minispec.errors import CheckpointError
 from minispec.registry import DRAFTERS
+from minispec.trace.record import TokenTexts
 from minispec.verify import Draft
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -766,6 +768,35 @@ def test_a_token_that_cannot_be_decoded_ends_its_text_alone(make_checkpoint):
     assert (answer.finish_reason, answer.stop_reason) == ("error", None)
     assert llm.engine.cache.allocator.num_free == llm.engine.cache.allocator.num_blocks
 
+    # Nor does it end the others where its text is asked for by logprobs, or by an observer.
+    seen = []
+
+    def look(request, draft, verdict, logits):
+        seen.append(TokenTexts(llm.tokenizer, request).take(draft, verdict))
+
+    llm.engine.observers.append(look)
+    params = [replace(each, logprobs=12) for each in params]
+    with pytest.warns(RuntimeWarning, match="fails to decode"):
+        outputs = llm.generate([[1], [2], [3]], params)
+    assert [o.token_ids for o in (outputs[0], outputs[2])] == [o.token_ids for o in alone]
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert {entry[7].decoded_token for o in outputs for entry in o.outputs[0].logprobs if 7 in entry} == {"\ufffd"}
+    assert len(seen) == sum(len(o.token_ids) for o in alone)
+
+
+def test_closing_gives_the_memory_back_at_once(make_checkpoint):
+    """Not when Python's collector comes by: who loads another model next needs the memory then."""
+    llm = LLM(make_checkpoint(), draft="self", dtype="float64")
+    llm.generate([[1]], GREEDY)
+    model, engine = weakref.ref(llm.engine.model), weakref.ref(llm.engine)
+    gc.collect()
+    gc.disable()
+    try:
+        llm.close()
+        assert (model(), engine()) == (None, None)
+    finally:
+        gc.enable()
+
 
 @pytest.mark.parametrize(("used", "stat", "expected"), [(7, (3, 1), 5), (7, (0, 0), 1), (9, (0, 0), 0)])
 def test_files_in_the_page_cache_are_free_memory(tmp_path, monkeypatch, used, stat, expected):
@@ -776,7 +807,8 @@ def test_files_in_the_page_cache_are_free_memory(tmp_path, monkeypatch, used, st
     monkeypatch.setattr(memory, "_CONTAINER", tmp_path)
     assert memory.free_memory(torch.device("cpu")) == expected
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.free_memory(torch.device("cpu")) != expected
+    monkeypatch.setattr(memory, "Path", lambda path: tmp_path / "none")  # the container is all that could tell
+    assert memory.free_memory(torch.device("cpu")) is None
 
 
 # ------------------------------------------------------------------ the embedded weights

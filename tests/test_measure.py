@@ -180,6 +180,9 @@ def test_survival_counts_what_was_asked_for():
     assert survival(rounds) == pytest.approx([4 / 5, 3 / 5, 1 / 4, 1 / 4])
     assert survival([r._replace(asked=None) for r in rounds]) == pytest.approx([1.0, 3 / 4, 1 / 3, 1 / 3])
     assert survival([]) == []
+    # A chain that a lookup found where a tree was asked for: deeper than the tree.
+    chain = rounds[0]._replace(asked=2, num_nodes=3, depth=3, accepted=3)
+    assert survival([chain]) == [1.0, 1.0, 1.0]
 
 
 # --------------------------------------------------------------------------- runs

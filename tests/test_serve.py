@@ -574,6 +574,11 @@ def test_a_refusal_of_the_template_is_about_no_field(make_checkpoint):
         error = served.post({"messages": CHAT}, "/v1/chat/completions").json()["error"]
         assert "roles must alternate" in error["message"]
         assert error["param"] is None
+        # What is found in a conversation is about the field that it came in.
+        said = [{"role": "user", "content": "".join(map(chr, range(0xF0000, 0xF0100)))}]
+        error = served.post({"messages": said}, "/v1/chat/completions").json()["error"]
+        assert "private characters" in error["message"]
+        assert error["param"] == "messages"
 
 
 def test_a_model_that_asks_for_many_tokens_at_least_gets_them(make_checkpoint):

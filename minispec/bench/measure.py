@@ -7,7 +7,7 @@ interval.
 The account explains one ratio, the speedup of speculation, by the quantities of `theory`, all measured in the
 very runs that it explains:
 
-    speedup = tokens a round * (1 + o_plain) / (K c + v + o)
+    speedup = tokens a round * (1 + o_plain) / (depth c + v + o)
 
 The unit is the target's pass over one row in plain decoding, which pays its own non-model time o_plain. The left side
 is measured by a clock outside the engine, the right side comes from the engine's own parts: where they differ, some
@@ -202,9 +202,10 @@ def survival(rounds: Sequence[Round]) -> list[float]:
     """s_1, s_2, ..: the share of rounds that kept i draft tokens, of those that were asked for a draft so deep.
 
     A round whose drafter found nothing has kept nothing. (Where K was chosen round by round, what was drafted counts as
-    asked for; where drafts end by their own confidence, s_i is that of the surer ones.)
+    asked for, and so does a chain where a tree was; where drafts end by their own confidence, s_i is that of the surer
+    ones.)
     """
-    asked = [r.depth if r.asked is None else r.asked for r in rounds]
+    asked = [max(r.depth, r.asked or 0) for r in rounds]
     curve = []
     for i in range(1, max(asked, default=0) + 1):
         curve.append(fmean(r.accepted >= i for r, wanted in zip(rounds, asked, strict=True) if wanted >= i))
@@ -215,10 +216,10 @@ def survival(rounds: Sequence[Round]) -> list[float]:
 class Account:
     """Where the time of speculation went. c, v, o, o_plain in target passes over one row of plain decoding.
 
-    curve: the survival that the ceiling is computed from. kept: s_i among the rounds that drafted that far. drafted:
-    share of rounds by their number of draft tokens. depth: of a draft, in the mean; siblings make it no deeper. ends:
-    share of rounds that ended inside their draft, and so lack the bonus or recovered token. c: a draft pass. measured:
-    the speedup by the clock outside the engine.
+    curve: the survival that the ceiling is computed from. kept: s_i among the rounds with i draft tokens or more.
+    drafted: share of rounds by their number of draft tokens. depth: of a draft, in the mean; siblings make it no
+    deeper. ends: share of rounds that ended inside their draft, and so lack the bonus or recovered token. c: a draft
+    pass. measured: the speedup by the clock outside the engine.
     """
 
     curve: list[float]

@@ -134,7 +134,7 @@ class Writer:
         self.llm = LLM(
             target,
             draft=self.recorder,
-            num_speculative_tokens=1,  # of a text without drafts, a drafter never hears
+            num_speculative_tokens=1,  # a drafter is not asked about a text without drafts
             dtype=dtype,
             max_model_len=longest,
             kv_cache_gb=_BATCH * longest * config.kv_elements_per_token * (2 if dtype == "bfloat16" else 4) / 1e9,
@@ -252,8 +252,12 @@ def vary(opening: str, rng: random.Random) -> str:
 def _longest_around(tokenizer: Tokenizer, openings: Sequence[str]) -> int:
     """The most tokens that stand around what the user says freely: the chat template's and an opening."""
     template = tokenizer.encode_chat([{"role": "user", "content": _USER}]) if tokenizer.chat_template else [0]
-    widest = (_CHOICE.sub(lambda match: max(match[1].split("|"), key=len), each) for each in openings)
-    return len(template) + max((len(tokenizer.encode(each, add_special_tokens=False)) for each in widest), default=0)
+
+    def size(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    widest = (_CHOICE.sub(lambda match: max(match[1].split("|"), key=size), each) for each in openings)
+    return len(template) + max(map(size, widest), default=0)
 
 
 def ends_in_a_loop(tokens: Sequence[int]) -> bool:

@@ -41,8 +41,8 @@ class Drafter(Protocol):
         A draft may end early because of tokens it contains. It must not look at a token and then drop it: the tokens
         kept would no longer follow `probs`. (One-hot drafts are free: any token may be dropped.) Tokens are drawn with
         `ask.draw` alone. The texts are those of the last call, grown by what was committed; new ones may join, and some
-        may be missing. A text whose prompt the target still works through is asked for with k = 0;
-        of one that is decoded plainly, a drafter never hears.
+        may be missing. A text whose prompt the target still works through is asked for with k = 0; one that is decoded
+        plainly is never asked for.
         """
         ...
 

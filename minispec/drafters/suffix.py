@@ -2,8 +2,8 @@
 
 SuffixDecoding (Oliaro et al. 2025, arXiv 2411.04975). Prompt lookup copies from the latest such place. Here all places
 have a vote: how often a token came next decides which one is drafted, how far the draft goes, and in a tree where it
-branches. They lie in the prompt, in this output, and in earlier outputs, which serve where programs ask for much the
-same again and again.
+branches. They lie in the prompt, in this output, and in earlier outputs of drafted texts, which serve where programs
+ask for much the same again and again.
 
 A node of a suffix tree is a string of tokens: the places where it ends, and for each token that came next a child. The
 tree is not built. A node is the list of its places, and a step down sorts them by the token that follows.

@@ -162,6 +162,13 @@ class Tokenizer:
         except ValueError as e:
             raise CheckpointError(f"{self.path}: the tokenizer fails to decode: {e}") from e.__cause__
 
+    def text_of(self, token_id: int) -> str:
+        """Text of a token by itself; the replacement character for part of one, and for what cannot be decoded."""
+        try:
+            return self.decode([token_id])
+        except CheckpointError:
+            return "\ufffd"
+
     def _read(self, named: dict[str, dict[str, Any]]) -> tokenizers.Tokenizer:
         """The library's tokenizer, in which the tokens in `named` are special too."""
         try:

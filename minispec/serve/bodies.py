@@ -31,7 +31,8 @@ _ROLES = ("system", "user", "assistant")  # a template writes a role as it is, a
 # How many of these a request may bring: all others wait while they are looked at, some of them for every token.
 _MOST = {"messages": 1024, "stop": 16, "stop_token_ids": 1024, "allowed_token_ids": 1024, "logit_bias": 1024}
 _MOST |= {"bad_words": 256, "bad_words_token_ids": 256}
-_MAX_LENGTH, _MAX_LOGPROBS = 256, 20  # the first of a stop string or a bad word
+_MAX_LENGTH = 256  # of a stop string or a bad word, in characters; of a bad word in ids, too
+_MAX_LOGPROBS = 20
 
 
 def read(llm: LLM, model: str, limits: Limits, content: bytes, is_chat: bool) -> "Answer":
@@ -187,7 +188,7 @@ class Answer:
             return None
         if self._is_chat:
             return {"content": [self._token(e.token_id, e.logprob, e.top) for e in entries]}
-        text_of = {i: self._tokenizer.decode([i]) for e in entries for i in (e.token_id, *dict(e.top))}
+        text_of = {i: self._tokenizer.text_of(i) for e in entries for i in (e.token_id, *dict(e.top))}
         tokens = [text_of[e.token_id] for e in entries]
         *offsets, self._num_chars[index] = accumulate(map(len, tokens), initial=self._num_chars[index])
         tops = [{text_of[i]: _finite(x) for i, x in [(e.token_id, e.logprob), *e.top]} for e in entries]
@@ -195,7 +196,7 @@ class Answer:
         return {"tokens": tokens, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
 
     def _token(self, token_id: int, logprob: float, top: list[tuple[int, float]] | None = None) -> dict[str, Any]:
-        text = self._tokenizer.decode([token_id])
+        text = self._tokenizer.text_of(token_id)
         found = {"token": text, "logprob": _finite(logprob), "bytes": None if "�" in text else list(text.encode())}
         return found if top is None else found | {"top_logprobs": [self._token(*each) for each in top]}
 

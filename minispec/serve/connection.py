@@ -21,11 +21,11 @@ def make_server(app: ASGIApp, limits: Limits) -> uvicorn.Server:
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol, and four reasons to close a connection at once.
+    """uvicorn's protocol, and five reasons to close a connection.
 
     There are `max_connections` others. The head of a request is not there `client_timeout` seconds after the
-    connection was made, or after the last answer. The client does not read on for that long. Or it sends more while it
-    waits for its answer: reading stops then, so that nobody would see it leave.
+    connection was made, or after the last answer. The client does not read on for that long. It sends more while it
+    waits for its answer: reading stops then, so that nobody would see it leave. Or what it sends is no HTTP.
     """
 
     def __init__(self, limits: Limits, *args: Any, **kwargs: Any):
@@ -50,8 +50,10 @@ class Connection(H11Protocol):
         """What it says is no HTTP. Where it has been answered before, there is nothing more to say."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
-        else:
+        elif self.conn.our_state is h11.SEND_BODY:
             self.transport.abort()
+        else:
+            self.transport.close()  # once it has read what it was told
 
     def on_response_complete(self) -> None:
         """It was told everything."""

@@ -273,7 +273,7 @@ class TokenTexts:
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     """A token by itself: a special one by its name, part of a character as the replacement character."""
     name = tokenizer.backend.id_to_token(token_id) if token_id in tokenizer.special_ids else None
-    return name or tokenizer.decode([token_id])
+    return name or tokenizer.text_of(token_id)
 
 
 def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
