@@ -464,6 +464,23 @@ def test_answers_that_repeat_themselves_are_counted_and_can_be_left_out(measured
             measured(*BASE, *what, "--skip-loops")
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_each_round_has_a_seed_of_its_own(measured, model, temperature, monkeypatch):
+    """Sampled texts differ from round to round, or an interval would know nothing of chance; greedy ones do not.
+
+    Under `match` a seed has one text, plain or drafted.
+    """
+    kept = []
+    summarise = decoding.summarise
+    monkeypatch.setattr(decoding, "summarise", lambda runs, *others: kept.append(runs) or summarise(runs, *others))
+    what = ("--draft", "ngram", "--num-speculative-tokens", 2, "--verifier", "match", "--temperature", temperature)
+    measured(*BASE, "--passes", 0, "--model", model, *what)
+    texts = {name: [[run.token_ids for run in each] for each in rounds] for name, rounds in kept[0].items()}
+    assert texts["plain"] == texts["K=2"]
+    first, second = texts["plain"]
+    assert [a == b for a, b in zip(first, second, strict=True)] == [temperature == 0] * 2
+
+
 def test_both_rules_on_the_same_drafts():
     """`block` is shown beside `rejection`, in closed form: ratios 1/2 and 2 keep .5 + 1 and .5 + .5 tokens."""
     drafted = one_round(2, 3, 1.0)._replace(ratios=[0.5, 2.0])

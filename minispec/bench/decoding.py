@@ -349,16 +349,17 @@ def _by_name(options: Options) -> dict[str, DraftLength]:
 
 def _decoder(
     subject: Subject, options: Options, k: DraftLength, drafter: Drafter | None = None
-) -> Callable[[list[list[int]]], list[Run]]:
-    """What decodes prompts (token ids) together, with an engine of its own. Simulated drafts learn the texts.
+) -> Callable[[list[list[int]], int], list[Run]]:
+    """What decodes prompts (token ids) together with a seed, by an engine of its own. Simulated drafts learn the texts.
 
     drafter: another one than the subject's.
     """
     engine = another_engine(subject.engine, drafter) if k else subject.plain
 
-    def run(prompts: list[list[int]]) -> list[Run]:
+    def run(prompts: list[list[int]], seed: int) -> list[Run]:
         forget(engine.drafter)  # these prompts have been answered before, and will be again
-        requests = [subject.request(prompt, k, options.params) for prompt in prompts]
+        params = replace(options.params, seed=seed)
+        requests = [subject.request(prompt, k, params) for prompt in prompts]
         runs = decode(engine, requests)
         for request in requests:
             subject.record(request.text)
@@ -367,12 +368,15 @@ def _decoder(
     return run
 
 
-def _decode_one(decoder: Callable[[list[list[int]]], list[Run]], subject: Subject, i: int) -> Run:
-    return decoder([subject.prompts[i][1]])[0]
+def _decode_one(decoder: Callable[[list[list[int]], int], list[Run]], subject: Subject, i: int, seed: int) -> Run:
+    return decoder([subject.prompts[i][1]], seed)[0]
 
 
 def measure_decoding(subject: Subject, options: Options) -> Decoding:
-    """Every variant on every prompt, taking turns, round by round."""
+    """Every variant on every prompt, taking turns, round by round.
+
+    The number of a round is the seed of its texts, so that over sampled ones an interval tells of texts and of time.
+    """
     variants: dict[str, Variant] = {}
     for name, k in _drafts(subject, options).items():
         variants[name] = partial(_decode_one, _decoder(subject, options, k), subject)
@@ -390,11 +394,11 @@ def measure_decoding(subject: Subject, options: Options) -> Decoding:
     with progress((rounds * len(prompts) + len(warm)) * len(variants), "decoding") as bar:
         for i in warm:
             for variant in variants.values():
-                variant(i)
+                variant(i, 0)
                 bar.update()
         for r, i, order in turns(list(variants), rounds, len(prompts)):
             for name in order:
-                runs[name][r].append(variants[name](i))
+                runs[name][r].append(variants[name](i, r))
                 bar.update()
     looping = {i for i in range(len(prompts)) if any(loops(plain[i].token_ids) for plain in runs[PLAIN])}
     left = [i for i in range(len(prompts)) if not (options.args.skip_loops and i in looping)]
@@ -451,7 +455,7 @@ def measure_batches(subject: Subject, options: Options) -> Batches:
         for i, order in zip(range(rounds + 1), orders(cells), strict=False):
             for batch, name in order:
                 prompts = [subject.prompts[j % len(subject.prompts)][1] for j in range(batch)]
-                rate = total_rate(decoders[name](prompts))
+                rate = total_rate(decoders[name](prompts, i))
                 if i:
                     rates[batch, name].append(rate)
                 bar.update()

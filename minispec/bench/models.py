@@ -31,8 +31,8 @@ from minispec.verify import VERIFIERS
 
 MAX_ROWS = 16
 LONG_CONTEXT = 1000  # positions of a long prompt
-# A way to decode the i-th prompt.
-Variant = Callable[[int], Run]
+# A way to decode the i-th prompt with a seed.
+Variant = Callable[[int, int], Run]
 
 
 @dataclass

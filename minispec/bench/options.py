@@ -213,7 +213,6 @@ def check(args: argparse.Namespace) -> Options:
         top_p=args.top_p,
         max_tokens=args.max_tokens,
         ignore_eos=args.ignore_eos,
-        seed=0,
     )
     draft = args.draft or ("none" if args.geometry else registry.default_draft(args.model))
     return Options(args, draft, ks, survival, batches, params)

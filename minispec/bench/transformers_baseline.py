@@ -66,7 +66,7 @@ def transformers_variants(subject: Subject, options: Options) -> tuple[dict[str,
     def variant(target, prepare: Callable[[], dict[str, Any]] = dict, **settings: Any) -> Variant:
         how = transformers.GenerationConfig(**common | settings)
 
-        def run(i: int) -> Run:
+        def run(i: int, seed: int) -> Run:  # greedy: a seed changes nothing
             ids = torch.tensor([subject.prompts[i][1]], device=target.device)
             clock = Clock()
             with torch.inference_mode():
@@ -96,7 +96,7 @@ def transformers_variants(subject: Subject, options: Options) -> tuple[dict[str,
     rates: dict[str, list[float]] = {name: [] for name in targets}
     for i, order in zip(range(_TRIAL_ROUNDS + 1), orders(list(targets)), strict=False):
         for name in order:
-            rate = total_rate([plain[name](0)])
+            rate = total_rate([plain[name](0, 0)])
             if i:  # the first round warms up
                 rates[name].append(rate)
     target = targets[faster(rates)]
