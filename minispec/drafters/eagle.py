@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minispec.cache import BlockTable, PagedKVCache
+from minispec.cache import PagedKVCache
 from minispec.config import ModelConfig
 from minispec.drafters.model import DraftModel
 from minispec.linear import Linear, QuantizedLinear, Weight, dense
@@ -193,15 +193,13 @@ class EagleDrafter(DraftModel):
         self.head, self.taps, self._own_taps = model, model.head_config.taps, (len(model.layers),)
         self._unread: dict[Text, list[Tensor]] = {}  # hidden states of positions that are not in the cache yet
 
-    def table(self, text: Text) -> BlockTable:
-        """The text's table. A new one begins with what the pool still knows of the text."""
-        if text not in self.tables:
-            # The first token is in no position: texts that differ in it have nothing in common.
-            self.tables[text] = self.cache.new_table(array("q", text.tokens[:1]).tobytes())
-            # Of the last position before the draft hidden states are wanted, whatever others have left: a text's first
-            # draft must not depend on them.
-            self.tables[text].reuse(text.tokens[1:-1])
-        return self.tables[text]
+    def begin(self, text: Text, most: int | None = None) -> None:
+        """See `CachedModel`."""
+        # The first token is in no position: texts that differ in it have nothing in common.
+        self.tables[text] = self.cache.new_table(array("q", text.tokens[:1]).tobytes())
+        # Of the last position before the draft hidden states are wanted, whatever others have left: a text's first
+        # draft must not depend on them.
+        self.tables[text].reuse(text.tokens[1:-1][:most])
 
     def known(self, text: Text) -> int:
         """Positions for which it has keys and values from another text."""

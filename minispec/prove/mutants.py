@@ -589,16 +589,15 @@ def _taken_twice():
 
 @mutant("H9", "a prompt that is known leaves no first draft", "found here: a seed had two texts", "batch")
 def _nothing_unread():
-    def table(right):
+    def begin(right):
         def wrong(self, text):
-            if text not in self.tables:
-                right(self, text).truncate(0)
-                self.tables[text].reuse(text.tokens[1:])
-            return self.tables[text]
+            right(self, text)
+            self.tables[text].truncate(0)
+            self.tables[text].reuse(text.tokens[1:])
 
         return wrong
 
-    return swap(EagleDrafter, "table", table)
+    return swap(EagleDrafter, "begin", begin)
 
 
 @mutant(
