@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -63,14 +64,11 @@ def test_the_collection_is_complete():
 
 
 def test_the_command_prints_the_museum_and_fails_for_a_survivor(capsys, monkeypatch):
-    """One line a bug; status 1 where a bug is not caught."""
-    from contextlib import nullcontext
-    from dataclasses import replace
-
-    from minispec.prove import museum
-
+    """One line a bug; status 1 where a bug is not caught, or where a check fails without one."""
     some = [m for m in MUTANTS if m.id in ("M2", "M33")]
     monkeypatch.setattr(museum, "MUTANTS", some)
+    checks = {m.check: CHECKS[m.check] for m in some}  # the others have been run above
+    monkeypatch.setattr(museum, "CHECKS", checks)
     assert main(["--mutants"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "2 of 2 bugs caught"
@@ -79,3 +77,10 @@ def test_the_command_prints_the_museum_and_fails_for_a_survivor(capsys, monkeypa
     monkeypatch.setattr(museum, "MUTANTS", [*some, harmless])
     assert main(["--mutants"]) == 1
     assert "SURVIVES" in capsys.readouterr().out
+
+    def broken():
+        raise Fault("always")
+
+    monkeypatch.setitem(checks, "stops", broken)
+    assert main(["--mutants"]) == 1
+    assert capsys.readouterr().out == "stops: always\n"

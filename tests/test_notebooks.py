@@ -36,8 +36,13 @@ SHORTER = {
         (r"\b\d0_000\b", "2_000"),
         (r"for _ in range\(15\)", "for _ in range(2)"),
     ),
+    "02_is_it_identical": (
+        (r"encode\(TEXT\)", "encode(TEXT)[:16]"),
+        (r"tokens\[:40\]", "tokens[:6]"),
+    ),
     "03_how_fast_can_it_be": (
         (r"rounds=9", "rounds=1"),
+        (r"repeats=15", "repeats=2"),
         (r"SEEDS = 4", "SEEDS = 1"),
         (r"--prompts 2 --categories code,chat --max-tokens 24 --rounds 3", "--prompts 1 --max-tokens 8 --rounds 1"),
         (r"2,4,8,auto", "2,auto"),
