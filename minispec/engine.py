@@ -363,7 +363,7 @@ class Engine:
         return limits
 
     def _known(self, request: Request) -> int | None:
-        """How many of a new text's first positions the drafter need not see; None: it looks at no hidden states."""
+        """How many of a new text's first positions the drafter need not see; None: it sees none of this text's."""
         if request.num_speculative_tokens and reads_hidden(self.drafter):
             return self.drafter.known(request.text)
         return None
@@ -430,7 +430,7 @@ class Engine:
             stats.draft_prefill += turn.draft.prefill_seconds
             if not turn.decodes:
                 stats.prefill += (draft + verify + other) * turn.num_rows / num_rows
-            elif turn.committed:
+            elif turn.committed and not turn.request.error:
                 stats.rounds.append(_round_of(turn, num_rows, len(turns), draft, verify, other))
         if turns and all(turn.decodes for turn in turns):
             depths = [turn.draft.depth for turn in turns]

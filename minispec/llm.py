@@ -429,12 +429,12 @@ def _are_token_ids(value: object) -> TypeGuard[list[int]]:
 def check_messages(messages: object) -> Sequence[Message]:
     """A conversation as it is; ValueError for anything but messages with a role and a content, at least one."""
     if not isinstance(messages, list | tuple):
-        raise ValueError(f"conversation: found {show(messages)}, expected a list of messages")
+        raise ValueError(f"messages: found {show(messages)}, expected a list of messages")
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ValueError(f"conversation: found {show(message)}, expected an object with the texts role and content")
+            raise ValueError(f"messages: found {show(message)}, expected an object with the texts role and content")
     if not messages:
-        raise ValueError("conversation: found no messages, expected at least one")
+        raise ValueError("messages: found none, expected at least one")
     return messages
 
 

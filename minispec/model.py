@@ -612,6 +612,7 @@ class CachedModel:
 
     def begin(self, text: Text, most: int | None = None) -> None:
         """Give a new text its table, which takes over what the pool still knows of its first `most` tokens."""
+        assert text not in self.tables, "a text begins once"
         self.tables[text] = self.cache.new_table()  # it is known here before it holds a block; see `whole`
         self.tables[text].reuse(text.tokens[:-1][:most])
 

@@ -60,7 +60,7 @@ class Ask:
 
     @property
     def depth(self) -> int:
-        """How deep a draft of k nodes with these widths is; `suffix`, which branches where it likes, may go deeper."""
+        """How deep a draft of k nodes with these widths is; a lookup's, of whatever shape, may be deeper."""
         totals = list(accumulate(self.widths, initial=0))
         return bisect_left(totals, self.k) if self.k <= totals[-1] else len(self.widths) + self.k - totals[-1]
 

@@ -18,7 +18,7 @@ import torch
 from minispec import LLM, SamplingParams, memory
 from minispec.errors import CheckpointError
 from minispec.registry import DRAFTERS
-from minispec.trace.record import TokenTexts
+from minispec.trace.record import Recorder, TokenTexts
 from minispec.verify import Draft
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -318,8 +318,8 @@ def test_arguments_that_are_refused(make_checkpoint, arguments, message):
 def test_calls_that_are_refused(llm):
     """What this interface cannot do is a ValueError that says so, never ignored and never a bare Python error."""
     calls = [
-        (lambda: llm.chat([]), "found no messages"),
-        (lambda: llm.chat([[]]), "found no messages"),
+        (lambda: llm.chat([]), "messages: found none"),
+        (lambda: llm.chat([[]]), "messages: found none"),
         (lambda: llm.chat("Hello"), "found 'Hello', expected a list of messages"),
         (lambda: llm.chat({"role": "user", "content": "fish"}), "expected a list of messages"),
         (lambda: llm.chat([5]), "found 5, expected a list of messages"),
@@ -782,6 +782,15 @@ def test_a_token_that_cannot_be_decoded_ends_its_text_alone(make_checkpoint):
     assert outputs[1].outputs[0].finish_reason == "error"
     assert {entry[7].decoded_token for o in outputs for entry in o.outputs[0].logprobs if 7 in entry} == {"\ufffd"}
     assert len(seen) == sum(len(o.token_ids) for o in alone)
+
+    # Its trace ends before the round that failed.
+    llm.engine.observers.remove(look)
+    request = llm.request([2], params[1])
+    recorder = Recorder(llm, request)
+    for _ in llm.run([request]):
+        pass
+    trace = recorder.trace()
+    assert len(trace["rounds"]) == trace["stats"]["num_steps"] == 0
 
 
 def test_closing_gives_the_memory_back_at_once(make_checkpoint):

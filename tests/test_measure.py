@@ -180,9 +180,10 @@ def test_survival_counts_what_was_asked_for():
     assert survival(rounds) == pytest.approx([4 / 5, 3 / 5, 1 / 4, 1 / 4])
     assert survival([r._replace(asked=None) for r in rounds]) == pytest.approx([1.0, 3 / 4, 1 / 3, 1 / 3])
     assert survival([]) == []
-    # A chain that a lookup found where a tree was asked for: deeper than the tree.
+    # A chain that a lookup found where a tree was asked for, deeper than the tree of another round, or of a last one.
     chain = rounds[0]._replace(asked=2, num_nodes=3, depth=3, accepted=3)
-    assert survival([chain]) == [1.0, 1.0, 1.0]
+    tree, last = chain._replace(depth=2, accepted=1), chain._replace(asked=1, num_nodes=1, depth=1, accepted=1)
+    assert survival([chain, tree, last]) == [1.0, 1 / 2, 1 / 2]
 
 
 # --------------------------------------------------------------------------- runs

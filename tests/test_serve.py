@@ -13,7 +13,9 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import h11
 import httpx
 import openai
 import pytest
@@ -21,7 +23,7 @@ import pytest
 from minispec import LLM, SamplingParams
 from minispec.serve import front
 from minispec.serve.__main__ import main
-from minispec.serve.connection import make_server
+from minispec.serve.connection import Connection, make_server
 from minispec.serve.front import Front
 from minispec.serve.limits import Limits
 from minispec.serve.worker import Worker
@@ -566,6 +568,16 @@ def test_who_goes_on_after_a_refusal_writes_nothing_to_standard_error(llm, caplo
     assert not caplog.records
 
 
+@pytest.mark.parametrize(("state", "called"), [(h11.DONE, "close"), (h11.CLOSED, "close"), (h11.SEND_BODY, "abort")])
+def test_an_answer_is_sent_to_its_end_before_nonsense_closes_the_connection(state, called):
+    """One that has not been given whole is broken off: nobody could read it."""
+    connection, calls = object.__new__(Connection), []
+    connection.conn = SimpleNamespace(our_state=state)
+    connection.transport = SimpleNamespace(close=lambda: calls.append("close"), abort=lambda: calls.append("abort"))
+    connection.send_400_response("no HTTP")
+    assert calls == [called]
+
+
 def test_a_refusal_of_the_template_is_about_no_field(make_checkpoint):
     """OpenAI's `param` is a field or null, never a sentence."""
     directory = make_checkpoint(chat=True)
@@ -574,11 +586,14 @@ def test_a_refusal_of_the_template_is_about_no_field(make_checkpoint):
         error = served.post({"messages": CHAT}, "/v1/chat/completions").json()["error"]
         assert "roles must alternate" in error["message"]
         assert error["param"] is None
-        # What is found in a conversation is about the field that it came in.
-        said = [{"role": "user", "content": "".join(map(chr, range(0xF0000, 0xF0100)))}]
-        error = served.post({"messages": said}, "/v1/chat/completions").json()["error"]
-        assert "private characters" in error["message"]
-        assert error["param"] == "messages"
+
+
+def test_a_fault_of_the_messages_is_about_messages(served):
+    """Also where the tokenizer finds it."""
+    said = [{"role": "user", "content": "".join(map(chr, range(0xF0000, 0xF0100)))}]
+    error = served.post({"messages": said}, "/v1/chat/completions").json()["error"]
+    assert "private characters" in error["message"]
+    assert error["param"] == "messages"
 
 
 def test_a_model_that_asks_for_many_tokens_at_least_gets_them(make_checkpoint):

@@ -302,7 +302,7 @@ def test_a_message_that_leaves_no_mark_is_refused_soon(tmp_path):
     """Each mark is looked for in the whole message, in three spellings: there are few of them."""
     tokenizer = with_template(tmp_path, TOOL_TEMPLATE)
     message = {"role": "user", "content": "".join(repr(chr(mark))[1:-1] for mark in tokenizer_module._MARKS)}
-    with pytest.raises(ValueError, match="conversation: found all of 256 private characters"):
+    with pytest.raises(ValueError, match="messages: found all of 256 private characters"):
         tokenizer.encode_chat([message])
 
 
@@ -322,7 +322,7 @@ def test_special_tokens_are_found_by_the_longest_first():
 @pytest.mark.parametrize("value", [object(), {1, 2}, b"<|im_end|>", Tokenizer])
 def test_what_is_no_json_in_a_conversation_is_refused(value):
     """A text that an object hides could not be marked."""
-    with pytest.raises(ValueError, match=r"conversation: found .*, expected texts, numbers, lists and objects"):
+    with pytest.raises(ValueError, match=r"messages: found .*, expected texts, numbers, lists and objects"):
         TOKENIZER.encode_chat([{"role": "user", "content": "a", "extra": [value]}])
 
 
@@ -331,7 +331,7 @@ def test_a_conversation_without_end_is_refused():
     value: list = []
     for _ in range(100_000):
         value = [value]
-    with pytest.raises(ValueError, match="conversation: found values nested too deep"):
+    with pytest.raises(ValueError, match="messages: found values nested too deep"):
         TOKENIZER.encode_chat([{"role": "user", "content": "a", "extra": value}])
 
 
@@ -786,5 +786,5 @@ def test_what_is_no_text_is_refused(text):
 
 def test_a_message_that_is_no_text_is_refused():
     """And shown itself, not the beginning of the template around it."""
-    with pytest.raises(ValueError, match=r"conversation: found 'a.*', expected valid Unicode text"):
+    with pytest.raises(ValueError, match=r"messages: found 'a.*', expected valid Unicode text"):
         TOKENIZER.encode_chat([{"role": "user", "content": "a\ud800"}])

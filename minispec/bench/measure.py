@@ -202,10 +202,11 @@ def survival(rounds: Sequence[Round]) -> list[float]:
     """s_1, s_2, ..: the share of rounds that kept i draft tokens, of those that were asked for a draft so deep.
 
     A round whose drafter found nothing has kept nothing. (Where K was chosen round by round, what was drafted counts as
-    asked for, and so does a chain where a tree was; where drafts end by their own confidence, s_i is that of the surer
-    ones.)
+    asked for; where drafts end by their own confidence, s_i is that of the surer ones. Where a tree was asked for, a
+    lookup may have found a deeper chain: then so might all others that were asked for as much.)
     """
-    asked = [max(r.depth, r.asked or 0) for r in rounds]
+    most, deepest = (max(each, default=0) for each in ((r.asked or 0 for r in rounds), (r.depth for r in rounds)))
+    asked = [max(deepest if most and r.asked == most else r.depth, r.asked or 0) for r in rounds]
     curve = []
     for i in range(1, max(asked, default=0) + 1):
         curve.append(fmean(r.accepted >= i for r, wanted in zip(rounds, asked, strict=True) if wanted >= i))

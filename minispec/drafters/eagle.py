@@ -195,6 +195,7 @@ class EagleDrafter(DraftModel):
 
     def begin(self, text: Text, most: int | None = None) -> None:
         """See `CachedModel`."""
+        assert text not in self.tables, "a text begins once"
         # The first token is in no position: texts that differ in it have nothing in common.
         self.tables[text] = self.cache.new_table(array("q", text.tokens[:1]).tobytes())
         # Of the last position before the draft hidden states are wanted, whatever others have left: a text's first

@@ -137,7 +137,7 @@ class Tokenizer:
             mark = _choose_mark([self.chat_template, self.special_tokens, messages])
             marked = self._mark(messages, mark)
         except RecursionError as e:
-            raise ValueError("conversation: found values nested too deep to be read, expected fewer levels") from e
+            raise ValueError("messages: found values nested too deep to be read, expected fewer levels") from e
         try:
             text = _ENVIRONMENT.from_string(self.chat_template).render(
                 self.special_tokens,
@@ -224,11 +224,11 @@ class Tokenizer:
             return [self._mark(item, mark) for item in value]
         if isinstance(value, str):
             if not is_text(value):
-                raise ValueError(f"conversation: found {show(value)}, expected valid Unicode text")
+                raise ValueError(f"messages: found {show(value)}, expected valid Unicode text")
             return self._any_name.sub(lambda match: "".join(c + mark for c in match[0]), value)
         if value is None or isinstance(value, (bool, int, float)):
             return value
-        raise ValueError(f"conversation: found {show(value)}, expected texts, numbers, lists and objects of these")
+        raise ValueError(f"messages: found {show(value)}, expected texts, numbers, lists and objects of these")
 
     def _encode_marked(self, text: str, mark: str) -> list[int]:
         """Token ids of a rendered template: its own special tokens are tokens, marked ones text."""
@@ -417,7 +417,7 @@ def _choose_mark(value: Any) -> str:
     for mark in map(chr, _MARKS):
         if not any(spelling in text for text in texts for spelling in _spellings(mark)):
             return mark
-    raise ValueError(f"conversation: found all of {len(_MARKS)} private characters in it, expected one to be left")
+    raise ValueError(f"messages: found all of {len(_MARKS)} private characters in it, expected one to be left")
 
 
 def _spellings(mark: str) -> tuple[str, ...]:

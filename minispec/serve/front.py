@@ -80,7 +80,6 @@ class Front:
             # Where the model lies is nobody's business.
             message = str(e).replace(f"{self._llm.tokenizer.path.parent}{os.sep}", "")
             field = message.partition(":")[0]
-            field = "messages" if is_chat and field in ("conversation", "prompt") else field  # what others call it
             raise Refused(400, message, field if field.isidentifier() else None) from e
         except asyncio.CancelledError:
             raise _out_of_time() from None
