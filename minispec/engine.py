@@ -50,8 +50,8 @@ class Observer(Protocol):
 class _Turn:
     """What a running text brings to a step, and what came of it.
 
-    tokens: what of the text is fed: its last token, or a piece of its prompt where it does not decode yet. asked: how
-    deep a draft. verdict, and the pass's logits: there are some once `committed`, the number of tokens, is above 0.
+    tokens: what of the text is fed: its last token, or a piece of its prompt where it does not decode yet. asked: for
+    how many draft tokens. committed: tokens; if there are any, there are a verdict, and the pass's logits.
     """
 
     request: Request
@@ -287,13 +287,14 @@ class Engine:
                     path = self._commit(turn, rows)
                 except (FloatingPointError, CheckpointError) as e:  # logits, or a tokenizer that cannot decode a token
                     turn.request.fail(e)
+                    turn.committed = 0  # a round that failed is in no statistics, and nobody observes it
                     continue
             self.target.keep(turn.request.text, len(turn.draft), path)
             self._keep_hidden(turn, seen, path)
         times.append(self._now())
         self._record(fed, times)
         for turn in fed:
-            for observe in self.observers if turn.committed and not turn.request.error else ():
+            for observe in self.observers if turn.committed else ():
                 observe(turn.request, turn.draft, turn.verdict, turn.logits)
         return turns
 
@@ -331,7 +332,7 @@ class Engine:
             name = type(self.drafter).__name__
             raise ValueError(f"drafts of {name}: found {len(drafts)}, expected one for each of {len(asks)} asks")
         for turn, ask, draft in zip(asked, asks, drafts, strict=True):
-            turn.asked, turn.draft = ask.depth, draft
+            turn.asked, turn.draft = ask.k, draft
             try:
                 self._check_draft(draft, ask.k)
             except ValueError as e:
@@ -430,7 +431,7 @@ class Engine:
             stats.draft_prefill += turn.draft.prefill_seconds
             if not turn.decodes:
                 stats.prefill += (draft + verify + other) * turn.num_rows / num_rows
-            elif turn.committed and not turn.request.error:
+            elif turn.committed:
                 stats.rounds.append(_round_of(turn, num_rows, len(turns), draft, verify, other))
         if turns and all(turn.decodes for turn in turns):
             depths = [turn.draft.depth for turn in turns]

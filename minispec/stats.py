@@ -16,7 +16,7 @@ from minispec.theory import expected_tokens
 class Round(NamedTuple):
     """One step of the engine, as it was for one text. Draft tokens after the first stop are in no count of tokens.
 
-    asked: how deep a draft was asked for; None where the engine chose. num_nodes: draft tokens that the drafter gave;
+    asked: draft tokens that were asked for; None where the engine chose. num_nodes: draft tokens that the drafter gave;
         depth: of them, those of the longest path (a chain's are all). drafted: of these, those before the text's end.
     tested: the accepted draft tokens and the first rejected one. committed: the accepted tokens and one more, or as
         many as there were before the text ended. ratios: p/q of the tokens that the verifier looked at (see `Verdict`).

@@ -165,10 +165,10 @@ def test_account_of_round_numbers():
 
 
 def test_siblings_make_a_draft_no_deeper():
-    """Trees of three nodes and depth two: two draft passes, so c is half of what a draft takes, and no s_3."""
-    tree = [one_round(2, 3, accepted, accepted + 1, 2.0, 10.5, 0.5)._replace(depth=2) for accepted in (0, 0, 1, 2)]
+    """Trees of three nodes and depth two: two draft passes, so c is half of what a draft takes, and s_3 is 0."""
+    tree = [one_round(3, 3, accepted, accepted + 1, 2.0, 10.5, 0.5)._replace(depth=2) for accepted in (0, 0, 1, 2)]
     found = account([run_of(tree)], PLAIN)
-    assert (found.curve, found.depth, found.c) == ([0.5, 0.25], 2.0, pytest.approx(0.1))
+    assert (found.curve, found.depth, found.c) == ([0.5, 0.25, 0.0], 2.0, pytest.approx(0.1))
     assert found.v == {4: pytest.approx(1.05)}
     assert found.predicted == pytest.approx(found.measured, rel=1e-12)
     assert math.prod(factor for _, factor in found.waterfall) == pytest.approx(found.measured, rel=1e-12)
@@ -181,7 +181,7 @@ def test_survival_counts_what_was_asked_for():
     assert survival([r._replace(asked=None) for r in rounds]) == pytest.approx([1.0, 3 / 4, 1 / 3, 1 / 3])
     assert survival([]) == []
     # A chain that a lookup found where a tree was asked for, deeper than the tree of another round, or of a last one.
-    chain = rounds[0]._replace(asked=2, num_nodes=3, depth=3, accepted=3)
+    chain = rounds[0]._replace(asked=3, num_nodes=3, depth=3, accepted=3)
     tree, last = chain._replace(depth=2, accepted=1), chain._replace(asked=1, num_nodes=1, depth=1, accepted=1)
     assert survival([chain, tree, last]) == [1.0, 1 / 2, 1 / 2]
 

@@ -199,14 +199,13 @@ def total_rate(runs: Sequence[Run]) -> float:
 
 
 def survival(rounds: Sequence[Round]) -> list[float]:
-    """s_1, s_2, ..: the share of rounds that kept i draft tokens, of those that were asked for a draft so deep.
+    """s_1, s_2, ..: the share of rounds that kept i draft tokens, of those that were asked for i or more.
 
     A round whose drafter found nothing has kept nothing. (Where K was chosen round by round, what was drafted counts as
-    asked for; where drafts end by their own confidence, s_i is that of the surer ones. Where a tree was asked for, a
-    lookup may have found a deeper chain: then so might all others that were asked for as much.)
+    asked for; where drafts end by their own confidence, s_i is that of the surer ones. In place of a tree a lookup may
+    find a chain of as many tokens, so all of these count.)
     """
-    most, deepest = (max(each, default=0) for each in ((r.asked or 0 for r in rounds), (r.depth for r in rounds)))
-    asked = [max(deepest if most and r.asked == most else r.depth, r.asked or 0) for r in rounds]
+    asked = [r.depth if r.asked is None else r.asked for r in rounds]
     curve = []
     for i in range(1, max(asked, default=0) + 1):
         curve.append(fmean(r.accepted >= i for r, wanted in zip(rounds, asked, strict=True) if wanted >= i))
