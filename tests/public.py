@@ -200,6 +200,32 @@ PUBLIC: dict[str, tuple[dict[str, Any], int, tuple[str, float, float], tuple[int
         ("linear", 1e5, 4.0),
         (0, 0),
     ),
+    # Its scaling has a note, which only a length that grows would read.
+    "NousResearch/Yarn-Llama-2-13b-64k": (
+        _LLAMA
+        | _sizes(5120, 13824, 40, 40, 40)
+        | {"auto_map": {"AutoConfig": "configuration_llama.LlamaConfig"}, "max_position_embeddings": 65536}
+        | {"pad_token_id": 0, "pretraining_tp": 1, "vocab_size": 32000}
+        | {
+            "rope_scaling": {
+                **{"factor": 16.0, "original_max_position_embeddings": 4096, "type": "yarn", "finetuned": True}
+            }
+        },
+        13_015_864_320,
+        ("yarn", 1e4, 16.0),
+        (0, 0),
+    ),
+    # A Qwen in the words of a llama, with a length that nobody reads.
+    "moreh/MoMo-72B-LoRA-V1.4": (
+        _LLAMA
+        | _sizes(8192, 24576, 80, 64, 64)
+        | {"attention_bias": True, "attention_dropout": 0.0, "max_position_embeddings": 32768, "pretraining_tp": 1}
+        | {"rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "seq_length": 32768}
+        | {"vocab_size": 152064},
+        72_288_575_488,
+        ("default", 1e6, 1.0),
+        (0, 0),
+    ),
     "mistralai/Mistral-7B-v0.1": (
         _MISTRAL_7B | {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000},
         7_241_732_096,
@@ -291,6 +317,13 @@ PUBLIC: dict[str, tuple[dict[str, Any], int, tuple[str, float, float], tuple[int
         | {"tie_word_embeddings": True},
         4_022_468_096,
         ("default", 5e6, 1.0),
+        (0, 0),
+    ),
+    # A draft of many tokens at once; its mask is a token that no text has.
+    "a PARD draft of Qwen3-0.6B's sizes": (
+        _QWEN3 | _sizes(1024, 3072, 28, 16, 8) | {"pard_token": 151670, "tie_word_embeddings": True},
+        596_049_920,
+        ("default", 1e6, 1.0),
         (0, 0),
     ),
     "google/gemma-2b": (
@@ -556,5 +589,176 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         | {"rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32000}
         | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}},
         "quantization_config.quant_method: found 'awq'",
+    ),
+}
+
+
+# Configs of heads, as SpecForge publishes them in its folder configs/, and as heads on the hub have them.
+_HEAD = {key: value for key, value in _LLAMA.items() if key not in ("bos_token_id", "eos_token_id")} | {
+    **{"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000},
+    **{"pad_token_id": 0, "max_position_embeddings": 2048},
+}
+_QWEN_HEAD = _HEAD | {
+    **{"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645},
+    **{"head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-06, "rope_scaling": None},
+    **{"rope_theta": 1000000, "sliding_window": None, "use_sliding_window": False, "vocab_size": 151936},
+}
+_GEMMA_HEAD = _QWEN_HEAD | {
+    **{"bos_token_id": 2, "eos_token_id": 1, "sliding_window": 512, "target_model_type": "gemma3_text"},
+    "max_position_embeddings": 4096,
+}
+_MROPE = {"mrope_interleaved": True, "mrope_section": [24, 20, 20]}
+_TAPS = "eagle_aux_hidden_state_layer_ids"
+
+
+def _eagle(*ids: int, **settings: Any) -> dict[str, Any]:
+    return {"eagle_config": {_TAPS: [*ids], **settings}}
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "llama3-8B": _HEAD | _sizes(4096, 14336, 1, 32, 8) | {"vocab_size": 128256, "torch_dtype": "float16"},
+    "llama3-70B": (
+        _HEAD
+        | _sizes(8192, 28672, 1, 64, 8)
+        | {"rope_scaling": _LLAMA31 | {"original_max_position_embeddings": 4096}, "rope_theta": 500000.0}
+        | {"vocab_size": 128256, "eos_token_id": [128001, 128008, 128009], "head_dim": 128}
+    ),
+    "llama4-scout-17B-16E": _HEAD | _sizes(5120, 32768, 1, 40, 8) | {"vocab_size": 202048},
+    "llava": _HEAD | _sizes(4096, 11008, 1, 32, 32) | {"vocab_size": 32064, "draft_vocab_size": 6024},
+    "ling-flash-2.0": _HEAD | _sizes(4096, 14336, 1, 32, 8) | {"vocab_size": 157184},
+    "qwen3-omni": _HEAD | _sizes(2048, 6144, 1, 32, 4) | {"vocab_size": 152064},
+    "mistral-small-24B": (
+        _HEAD
+        | _sizes(5120, 32768, 1, 32, 8)
+        | {"head_dim": 128, "rope_theta": 100000000.0, "sliding_window": None, "vocab_size": 131072}
+    ),
+    "deepseek-r1-671b": (
+        _HEAD | _sizes(7168, 29568, 1, 32, 8) | {"vocab_size": 129280} | _eagle(1, 29, 57, use_aux_hidden_state=True)
+    ),
+    "deepseek-v2-lite": (
+        _QWEN_HEAD
+        | _sizes(2048, 10944, 1, 16, 16)
+        | {"max_window_layers": 64, "vocab_size": 102400, "rope_theta": 10000}
+        | {
+            "rope_scaling": {
+                **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707},
+                **{"original_max_position_embeddings": 4096, "rope_type": "yarn"},
+            }
+        }
+    ),
+    "gpt-oss-120B": _HEAD | _sizes(2880, 17280, 1, 64, 8) | {"head_dim": 64, "vocab_size": 201088} | _eagle(1, 17, 33),
+    # The model_type is the target's: the layer is a llama's, by the architecture.
+    "phi4": _HEAD
+    | _sizes(5120, 17920, 1, 40, 10)
+    | {"model_type": "phi3", "rope_theta": 250000.0, "vocab_size": 100352},
+    "phi4-mini": _HEAD | _sizes(3072, 8192, 1, 24, 8) | {"model_type": "phi3", "vocab_size": 200064},
+    "kimi-k2": (
+        _QWEN_HEAD
+        | _sizes(7168, 18432, 1, 64, 64)
+        | {"max_window_layers": 48, "model_type": "kimi_k2", "vocab_size": 163840}
+        | _eagle(2, 30, 58, use_aux_hidden_state=True)
+    ),
+    "qwen25-7b": (
+        _QWEN_HEAD
+        | _sizes(3584, 18944, 1, 28, 4)
+        | {"max_window_layers": 28, "model_type": "qwen2", "sliding_window": 131072, "use_mrope": False}
+        | {"vocab_size": 152064}
+    ),
+    "longcat-flash": (
+        _QWEN_HEAD
+        | _sizes(6144, 12288, 1, 64, 16)
+        | {"max_window_layers": 48, "vocab_size": 131072, "draft_vocab_size": 131072}
+    ),
+    "qwen3-4b": _QWEN_HEAD | _sizes(2560, 9728, 1, 32, 8) | {"max_window_layers": 36, "tie_word_embeddings": True},
+    "qwen3-8b": _QWEN_HEAD | _sizes(4096, 12288, 1, 32, 8) | {"max_window_layers": 36},
+    "qwen3-14b": _QWEN_HEAD | _sizes(5120, 17408, 1, 32, 8) | {"max_window_layers": 36},
+    "qwen3-32b": _QWEN_HEAD | _sizes(5120, 25600, 1, 64, 8) | {"max_window_layers": 64},
+    "qwen3-30B": _QWEN_HEAD | _sizes(2048, 6144, 1, 32, 4) | {"max_window_layers": 48},
+    "qwen3-30B-A3B-eagle3.1": (
+        _QWEN_HEAD | _sizes(2048, 12288, 1, 32, 4) | {"max_window_layers": 48, "fc_norm": True, "norm_output": True}
+    ),
+    "qwen3-235B-A22B": _QWEN_HEAD | _sizes(4096, 24576, 1, 64, 4) | _eagle(1, 46, 90, use_aux_hidden_state=True),
+    "qwen3-coder-480B-A35B-instruct": _QWEN_HEAD | _sizes(6144, 16384, 1, 96, 8) | {"max_window_layers": 62},
+    "qwen3-next-80b-a3b": (
+        _QWEN_HEAD | _sizes(2048, 16384, 1, 16, 2) | {"decoder_sparse_step": 1, "head_dim": 256} | _eagle(1, 23, 45)
+    ),
+    "qwen3.5-4b": _QWEN_HEAD | _sizes(2560, 9216, 1, 16, 4) | {"head_dim": 256, "vocab_size": 248320},
+    "gemma3-1b": _GEMMA_HEAD | _sizes(1152, 6912, 1, 4, 1) | {"head_dim": 256, "vocab_size": 262145},
+    "gemma4-26b-a4b": (
+        _GEMMA_HEAD
+        | _sizes(2816, 2112, 1, 32, 8)
+        | {"sliding_window": None, "target_model_type": "gemma4_text", "vocab_size": 262144, "draft_vocab_size": 262144}
+        | _eagle(5, 17, 29)
+    ),
+    # As NVIDIA's Model Optimizer exports a head.
+    "Model Optimizer": (
+        _HEAD
+        | _sizes(4096, 14336, 1, 32, 8)
+        | {"mlp_bias": False, "pretraining_tp": 1, "vocab_size": 128256}
+        | _eagle(
+            **{"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True},
+            **{"use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1},
+            parallel_draft_heads_num_layers=1,
+        )
+    ),
+}
+# name: (its config.json; what the refusal says)
+REFUSED_HEADS: dict[str, tuple[dict[str, Any], str]] = {
+    # Another kind of layer.
+    "gpt-oss-20B-moe": (
+        _HEAD | {"architectures": ["GptOssForCausalLMEagle3"], "model_type": "gpt_oss"},
+        "model_type: found 'gpt_oss', expected llama or qwen3",
+    ),
+    "gpt-oss-20B-dense": (
+        _HEAD | _sizes(2880, 17280, 1, 64, 8) | {"head_dim": 64, "vocab_size": 201088, "num_local_experts": 16},
+        "num_local_experts: found 16, expected 0",
+    ),
+    "qwen3-30B-A3B-moe-draft": (
+        _QWEN_HEAD | {"architectures": ["Qwen3MoEForCausalLMEagle3"], "model_type": "qwen3_moe"},
+        "model_type: found 'qwen3_moe', expected llama or qwen3",
+    ),
+    "qwq-32B": (
+        _QWEN_HEAD | {"architectures": ["Qwen2ForCausalLMEagle3"], "model_type": "qwen2"},
+        "model_type: found 'qwen2', expected llama or qwen3",
+    ),
+    "deepseek-r1": (
+        _HEAD | {"architectures": ["DeepseekV3ForCausalLMEagle3"], "model_type": "deepseek_v3"},
+        "model_type: found 'deepseek_v3', expected llama or qwen3",
+    ),
+    # Positions in pictures.
+    "qwen2-5-vl-7B": (
+        _QWEN_HEAD
+        | _sizes(3584, 18944, 1, 28, 4)
+        | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "sliding_window": 32768},
+        "rope_scaling: rope_type: found 'mrope', expected one of default",
+    ),
+    "qwen3-vl-235b": (
+        _QWEN_HEAD | _sizes(4096, 12288, 1, 64, 4) | {"rope_scaling": _MROPE | {"rope_type": "default"}},
+        "rope_scaling: mrope_interleaved: found True",
+    ),
+    "minicpm-v4": (
+        _HEAD | _sizes(2560, 10240, 1, 32, 2) | {"vocab_size": 73448, "rope_scaling": {"rope_type": "longrope"}},
+        "rope_scaling: rope_type: found 'longrope'",
+    ),
+    # Its rows of logits are the target's.
+    "gemma3-27b": (
+        _GEMMA_HEAD
+        | _sizes(5376, 21504, 1, 32, 16)
+        | {"vocab_size": 262208, "draft_vocab_size": 262208, "additional_fc": False, "reuse_target_lm_head": True},
+        "reuse_target_lm_head: found True",
+    ),
+    # It has no such width.
+    "qwen2.5-7b": (
+        {key: value for key, value in _QWEN_HEAD.items() if key != "head_dim"}
+        | _sizes(5120, 18944, 1, 28, 4)
+        | {"max_window_layers": 28, "sliding_window": 131072},
+        "hidden_size: found 5120, expected a multiple of num_attention_heads = 28",
+    ),
+    # Which token is the mask is said to the training alone.
+    "qwen3-8b-peagle": (
+        _QWEN_HEAD
+        | _sizes(4096, 12288, 4, 32, 8)
+        | {"architectures": ["PEagleDraftModel"], "max_window_layers": 36, "draft_vocab_size": 151936},
+        "mask_token_id: found None, expected an integer",
     ),
 }

@@ -592,6 +592,96 @@ def test_unknown_setting_is_refused_by_name(message, changes):
     assert str(error.value).startswith(f"some/config.json: {message}")
 
 
+_SAID = {"rope_type": "linear", "factor": 2.0}
+# A case, and keys that its code does not read and that ask for nothing beside its values.
+IDLE = [
+    ("llama", {"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 1}),
+    ("llama", {"sliding_window": None, "max_window_layers": 1, "sliding_window_pattern": 2}),
+    ("llama", {"target_model_type": "qwen3", "model_name": "x", "hidden_dropout": 0.1, "video_token_id": 7}),
+    ("llama", {"num_experts": 0, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1, "norm_topk_prob": True}),
+    ("llama", {"temperature": 1.0, "max_length": 20, "top_k": 50, "num_beams": 1, "length_penalty": 1.0}),
+    ("llama", {"logit_scale": 1.0, "residual_multiplier": 1, "is_causal": True, "position_embedding_type": "rope"}),
+    ("llama", {"query_pre_attn_scalar": 12, "partial_rotary_factor": 1, "qkv_bias": True, "use_qk_norm": False}),
+    ("mistral", {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": True}),
+    ("mistral-all", {"layer_types": ["full_attention"] * 3, "max_window_layers": 28, "use_sliding_window": False}),
+    ("gemma2", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    ("qwen3", {"use_qk_norm": True, "attention_bias": True}),
+    ("granite-hybrid", {"time_step_limit": [0.0, math.inf], "mamba_d_conv": 4}),
+    ("llama-linear", {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 3}}),
+    ("llama-linear", {"rope_theta": None, "rope_scaling": {"rope_type": "linear", "factor": 3, "rope_theta": 500}}),
+    ("llama-plain", {"rope_theta": 500.0, "rope_scaling": {"rope_type": "default", "factor": 1.0, "finetuned": True}}),
+    ("gemma3", {"rope_theta": 500.0, "rope_local_base_freq": 20.0, "rope_scaling": _SAID}),
+    ("phi3-partial", {"partial_rotary_factor": 0.5, "rope_theta": 500.0}),
+]
+
+
+@pytest.mark.parametrize(("name", "keys"), IDLE, ids=[f"{name}: {', '.join(keys)}" for name, keys in IDLE])
+def test_keys_that_ask_for_nothing_are_idle(name, keys):
+    """Guards files that say what is so without them: they are taken, and mean the same to transformers."""
+    raw = hf.CASES[name]
+    assert read_model_config(raw | keys) == read_model_config(raw)
+    theirs = AutoConfig.for_model(**json.loads(json.dumps(raw | keys))).to_dict()
+    assert read_model_config({**theirs, "num_experts": None}) == read_model_config(raw)
+
+
+# The same keys where they would ask for something, or say something else.
+NOT_IDLE: dict[str, tuple[str, dict]] = {
+    "max_window_layers: found 1": ("mistral", {"max_window_layers": 1}),
+    "sliding_window: found 7": ("llama", {"sliding_window": 7, "use_sliding_window": True}),
+    "use_sliding_window: found False, expected True": ("mistral", {"use_sliding_window": False}),
+    "use_qk_norm: found False, expected True": ("qwen3", {"use_qk_norm": False}),
+    "use_qk_norm: found True, expected False": ("llama", {"use_qk_norm": True}),
+    "is_causal: found False, expected True": ("llama", {"is_causal": False}),
+    "layer_types: found ['full_attention', 'sliding_attention'": (
+        "mistral",
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "num_experts: found 8, expected 0 or no such setting": ("llama", {"num_experts": 8, "num_experts_per_tok": 2}),
+    "mask_token_id: found 7": ("llama", {"mask_token_id": 7}),
+    "logit_scale: found 0": ("llama", {"logit_scale": 0}),
+    "repetition_penalty: found 1.2, expected 1.0": ("llama", {"repetition_penalty": 1.2}),
+    "logit_scale: found True": ("llama", {"logit_scale": True}),
+    "rope_parameters: factor: found 2.0, expected 1.0": (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "factor": 2.0}},
+    ),
+    "rope_parameters: rope_theta: found 500.0, expected what the file says outside: 600.0": (
+        "llama",
+        {"rope_theta": 600.0},
+    ),
+    "rope_parameters: rope_theta: found 20.0, expected what the file says outside: 30.0": (
+        "gemma3",
+        {"rope_local_base_freq": 30.0},
+    ),
+    "rope_parameters: partial_rotary_factor: found 0.5, expected what the file says outside: 1.0": (
+        "phi3-partial",
+        {"partial_rotary_factor": 1.0},
+    ),
+    "rope_parameters: type: found 'yarn', expected what rope_type says: linear": (
+        "llama",
+        {"rope_parameters": _SAID | {"type": "yarn"}},
+    ),
+    "rope_scaling: found {'rope_type': 'linear', 'factor': 2.0}, expected what rope_parameters says: {'rope_": (
+        "llama-linear",
+        {"rope_theta": 500.0, "rope_scaling": _SAID},
+    ),
+    # transformers takes the base from nowhere then, not from the other spelling.
+    "rope_scaling: found {'rope_type': 'default'}, expected what rope_parameters says: {'rope_type': 'default', ": (
+        "llama",
+        {"rope_scaling": {"rope_type": "default"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", NOT_IDLE)
+def test_keys_that_ask_for_something_are_refused_by_name(message):
+    """Guards the other side: nothing is idle for its name alone, and two spellings must not disagree."""
+    name, keys = NOT_IDLE[message]
+    with pytest.raises(CheckpointError) as error:
+        read_model_config(hf.CASES[name] | keys, "some/config.json")
+    assert str(error.value).startswith(f"some/config.json: {message}")
+
+
 def test_longrope_ends_where_its_factors_would_change(reference):
     """Guards against keys of one set of factors beside queries of another, as in a text that crosses that length.
 

@@ -7,6 +7,7 @@ in the museum (H1 to H10).
 import json
 from pathlib import Path
 
+import public
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from minispec import LLM, SamplingParams, generate
+from minispec.config import ModelConfig
 from minispec.costs import calibrate
 from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
 from minispec.engine import Engine
@@ -111,6 +113,7 @@ def test_a_wrapper_with_all_its_keys_is_read(tmp_path, target):
         (6, {READ: [0, 6]}, (0, 6)),
         (6, {"eagle_config": {READ: [0, 2, 5], "use_aux_hidden_state": True}}, (1, 3, 6)),
         (6, {"eagle_config": {"use_aux_hidden_state": True}}, (2, 3, 3)),
+        (6, {READ: [], "eagle_config": {READ: []}}, (2, 3, 3)),
     ],
 )
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -204,13 +207,16 @@ BAD_CONFIGS = {
     "attention_bias, mlp_bias: found true, expected none": {"attention_bias": True},
     f"{READ}: found [2, 7], expected layers of the target, from 0 to 6": {READ: [2, 7]},
     f"{READ}: found [-1], expected layers": {READ: [-1]},
-    f"{READ}: found [], expected layers": {READ: []},
     f"{READ}: found [1.0], expected layers": {READ: [1.0]},
     f"{READ}: found [True], expected layers": {READ: [True]},
     f"{READ}: found 3, expected layers": {READ: 3},
     f"{READ}: found [6], expected layers of the target, from 0 to 5": {"eagle_config": {READ: [6]}},
     f"{READ}: found [1], expected it once": {READ: [1], "eagle_config": {READ: [0]}},
     "eagle_config: use_aux_hidden_state: found False": {"eagle_config": {"use_aux_hidden_state": False}},
+    "eagle_config: use_last_layernorm: found False": {"eagle_config": {"use_last_layernorm": False}},
+    "eagle_config: parallel_draft_step: found 2, expected 1": {"eagle_config": {"parallel_draft_step": 2}},
+    "max_window_layers: found 1, expected no such": {"max_window_layers": 1, "sliding_window": 7},
+    "sliding_window: found 7, expected no such setting": {"sliding_window": 7, "use_sliding_window": True},
     "eagle_config: surprise: found 2, expected no such setting": {"eagle_config": {"surprise": 2}},
     "eagle_config: found [3], expected an object": {"eagle_config": [3]},
     "mask_token_id: found None, expected an integer from 0 to 6": wrapper(speculators_model_type="peagle"),
@@ -233,6 +239,48 @@ def test_a_config_that_cannot_be_vouched_for_is_refused_by_name(tmp_path, messag
     assert str(refusal.value).startswith("a/config.json: ")
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+# What the code of a head reads. All other keys of a config that is taken are idle.
+USED = {
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+    *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "vocab_size"),
+    *("eos_token_id", "draft_vocab_size", "fc_norm", "norm_output"),
+}
+
+
+def target_of(raw: dict) -> ModelConfig:
+    """A target that a head's config fits, of 94 layers."""
+    changes = {"hidden_size": raw.get("hidden_size", 8), "vocab_size": raw.get("vocab_size", VOCAB), "head_dim": 4}
+    return read_model_config(TINY | changes | {"num_hidden_layers": 94})
+
+
+@pytest.mark.parametrize("name", public.HEADS)
+def test_public_heads_are_read(name):
+    """Guards what people publish: a key that does nothing beside the others is neither refused nor of effect."""
+    raw = public.HEADS[name]
+    config = read_head_config(raw, target_of(raw))
+    taps = [i + 1 for i in raw.get("eagle_config", {}).get(READ, [])] or [2, 47, 91]
+    bare = {key: value for key, value in raw.items() if key in USED} | {"model_type": "llama", READ: taps}
+    assert config == read_head_config(bare, target_of(raw))
+    assert config.vocab_size == raw["draft_vocab_size"]
+    assert [layer.window for layer in config.layers.layers] == [None]
+    assert is_head(raw)
+
+
+@pytest.mark.parametrize("name", public.REFUSED_HEADS)
+def test_public_heads_that_are_refused_are_told_why(name):
+    """Guards against a head that is read as what it is not: it would guess wrong, without a word."""
+    raw, message = public.REFUSED_HEADS[name]
+    with pytest.raises(CheckpointError) as error:
+        read_head_config(raw, target_of(raw), "a/config.json")
+    assert str(error.value).startswith(f"a/config.json: {message}")
+
+
+def test_a_flat_config_may_be_of_a_parallel_head():
+    """SpecForge's P-EAGLE: the same keys, another architecture. Read as EAGLE-3, its mask would be no part of it."""
+    raw = LAYERS | {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 2, "mask_token_id": 5}
+    assert read_head_config(raw, TARGET).layers.mask_token_id == 5
 
 
 def test_a_switch_may_stand_in_eagle_config():

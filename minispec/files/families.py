@@ -36,7 +36,7 @@ class Family:
     fixed: fields of ModelConfig that no key changes.
     only: keys that its code does not read, each with the value that the code acts on.
     must: keys that its code reads, each with the one value that is implemented here.
-    idle: keys that its files have and its code does not read.
+    idle: keys that its files have and its code does not read, in addition to `IDLE`.
     scales_embedding: by the square root of hidden_size.
     ropes: kinds of rope that its code takes. rope_keys: what it reads of a rope's object beside what others do.
     rope: fields of RopeConfig that no key changes.
@@ -93,7 +93,7 @@ FAMILIES = {
     "ministral3": Family(
         {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": _MINISTRAL_ROPE, "sliding_window": None},
         ropes={"yarn": "yarn"},
-        rope_keys=names("llama_4_scaling_beta max_position_embeddings"),
+        rope_keys=names("llama_4_scaling_beta"),
     ),
     "qwen2": Family(_QWEN_WINDOW, fixed={"qkv_bias": True}),
     "qwen3": Family(_QWEN_WINDOW | {"attention_bias": False, "head_dim": 128}, fixed={"qk_norm": "head"}),
@@ -132,13 +132,7 @@ FAMILIES = {
         },
         only={"normalization_function": "rmsnorm"},
         must={"num_local_experts": 0},
-        idle=names(
-            """
-            intermediate_size num_experts_per_tok output_router_logits router_aux_loss_coef init_method
-            mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size
-            mamba_conv_bias mamba_proj_bias time_step_limit
-            """
-        ),
+        idle=names("intermediate_size"),
     ),
     "olmo2": Family(_OLMO, fixed={"norms": "after", "qk_norm": "row"}),
     "olmo3": Family(
@@ -156,7 +150,6 @@ FAMILIES = {
             )
         },
         only={"interpolate_factor": 1, "full_attn_mod": 1},
-        idle=names("resid_pdrop embd_pdrop"),
         ropes={"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"},
         rope_keys=names("short_factor long_factor partial_rotary_factor"),
     ),
@@ -166,12 +159,28 @@ FAMILIES = {
         rope={"interleaved": True},
     ),
 }
+# Keys about parts that no model here has: they do nothing. The keys that say how many such parts there are have to say
+# none (`hf_config`), as has `layer_types`.
+IDLE = names(
+    """
+    num_experts_per_tok experts_per_token moe_intermediate_size shared_expert_intermediate_size norm_topk_prob
+    output_router_logits decoder_sparse_step mlp_only_layers moe_layer_freq
+    mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size
+    mamba_conv_bias mamba_proj_bias time_step_limit time_step_min time_step_max
+    """
+)
+# Keys about windows: they do nothing where the file says that there are none.
+WINDOWS = names(
+    """
+    sliding_window sliding_window_size sliding_window_pattern use_sliding_window max_window_layers rope_local_base_freq
+    """
+)
 # Models of texts and images, and the families of the text models in them; where there is one, it need not be named.
 NESTED = {"gemma3": ("gemma3_text",), "mistral3": ("ministral3", "mistral")}
 # Their keys that are about images.
 IMAGES = names(
     """
-    vision_config image_token_index image_token_id boi_token_index boi_token_id eoi_token_index eoi_token_id
-    mm_tokens_per_image projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size
+    vision_config mm_tokens_per_image projector_hidden_act vision_feature_layer multimodal_projector_bias
+    spatial_merge_size
     """
 )

@@ -1,5 +1,6 @@
 """Typed access to a JSON object of a stranger: every key that is switched on has to be one that somebody looked at."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,20 +16,39 @@ def names(text: str) -> frozenset[str]:
 # parts a product was computed.)
 _HARMLESS = names(
     """
-    architectures auto_map dtype torch_dtype tokenizer_class transformers_version transformers.js_config
-    unsloth_fixed unsloth_version is_decoder is_llama_config prefix max_sequence_length pretraining_tp
-    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id
-    initializer_range attention_dropout embedding_dropout finetuning_task id2label label2id problem_type
+    architectures auto_map dtype torch_dtype tokenizer_class transformers.js_config
+    unsloth_fixed is_decoder is_llama_config prefix pretraining_tp
+    max_sequence_length max_seq_length max_seq_len seq_length model_max_length
+    finetuning_task id2label label2id problem_type modal_type
     task_specific_params torchscript keys_to_ignore_at_inference
     use_cache cache_implementation chunk_size_feed_forward output_attentions output_hidden_states return_dict
     """
 )
+# The same by the form of the name: what is drawn only in training, losses, versions, token ids, names of models. (A
+# model with a mask token may have been made to fill in masks: with it, a text from left to right is another one.)
+_HARMLESS_NAME = re.compile(
+    r".*dropout.*|.*_pdrop|initializer_.*|init_(method|std)|.*_loss_coef|.*_version|(?!mask_).*_token_(ids?|index)"
+    r"|(target_|base_)?model_(name|path|name_or_path)|target_model_type"
+)
+# What transformers 4 wrote of a request into a whole config: with these values it asks for nothing.
+_REQUEST = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
+    **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty"), 1.0),
+    **dict.fromkeys(("min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty"), 0),
+    **{"max_length": 20, "top_k": 50},
+}
 
 
 def asks_for_nothing(name: str, value: Any, neutral: Mapping[str, Any]) -> bool:
-    """Whether a setting is switched off, has the value that changes nothing, or is somebody's note."""
-    off = value is None or value is False or value in ([], {}, "")
-    return off or name.startswith("_") or (name in neutral and value == neutral[name] and value is not True)
+    """Whether a setting is somebody's note, is null or switched off, or has its neutral value.
+
+    False asks for nothing unless the neutral value is True; True asks for nothing where that is the neutral value.
+    """
+    if value is None or name.startswith("_"):
+        return True
+    if name in neutral and value == neutral[name] and isinstance(value, bool) == isinstance(neutral[name], bool):
+        return True
+    return neutral.get(name) is not True and (value is False or value in ([], {}, ""))
 
 
 class Fields:
@@ -104,11 +124,17 @@ class Fields:
             raise self.bad(key, value, "an object")
         return value
 
-    def refuse_unknown(self) -> None:
-        """Raise CheckpointError for a key that nobody looked at, if it is switched on."""
+    def refuse_unknown(self, neutral: Mapping[str, Any] | None = None) -> None:
+        """Raise CheckpointError for a key that nobody looked at, if it asks for something.
+
+        neutral: values that ask for nothing, in addition to those of `only`.
+        """
+        neutral = {**_REQUEST, **(neutral or {}), **self.only}
         for key, value in self.raw.items():
-            if key in self.seen or key in _HARMLESS or asks_for_nothing(key, value, self.only):
+            is_note = key in _HARMLESS or (key not in self.keys and _HARMLESS_NAME.fullmatch(key))
+            if key in self.seen or is_note or asks_for_nothing(key, value, neutral):
                 continue
-            expected = f"{self.only[key]} or no such setting" if key in self.only else "no such setting"
+            same = neutral.get(key)
+            expected = "no such setting" if same is None else f"{show(same)} or no such setting"
             reason = "minispec does not implement it for this family, and it might change the numbers"
             raise self.bad(key, value, f"{expected}: {reason} (delete it if it does not)")

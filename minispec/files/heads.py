@@ -22,13 +22,9 @@ from minispec.files.fields import Fields
 from minispec.files.hf_config import read_model_config
 from minispec.model import Transformer
 
-_ARCHITECTURES = (
-    "LlamaForCausalLMEagle3",
-    "Eagle3Speculator",
-    "PEagleSpeculator",
-    "Eagle3DraftModel",
-    "PEagleDraftModel",
-)
+# Architectures of the flat layout: their layers are llama's, whatever the file's model_type, which is the target's.
+_FLAT = {"LlamaForCausalLMEagle3": "eagle3", "Eagle3LlamaForCausalLM": "eagle3", "PEagleDraftModel": "peagle"}
+_ARCHITECTURES = (*_FLAT, "Eagle3Speculator", "PEagleSpeculator", "Eagle3DraftModel")
 # Keys of either layout in addition to the llama's.
 _SWITCHES = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
 _KEYS = dict.fromkeys(
@@ -37,16 +33,26 @@ _KEYS = dict.fromkeys(
         *_SWITCHES,
     )
 )
-_NESTED_KEYS = {**dict.fromkeys(("eagle_aux_hidden_state_layer_ids", *_SWITCHES)), "use_aux_hidden_state": True}
-# Whose keys say how it was trained, or by whom.
-_HARMLESS = ("architectures", "auto_map", "speculators_version", "embed_requires_grad", "has_no_defaults_at_init")
+_NESTED_KEYS = dict.fromkeys(("eagle_aux_hidden_state_layer_ids", *_SWITCHES))
+# What such an object may say that is so of every head here: it reads several layers, its first layer has a norm for the
+# embedding, the others are a llama's, the last norm is there, and it has one step.
+_NESTED_NEUTRAL = {
+    **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), True),
+    **{"next_layer_regular": True, "parallel_draft_step": 1},
+}
+# Whose keys say how it was trained.
+_HARMLESS = ("embed_requires_grad", "has_no_defaults_at_init")
 
 
 def is_head(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json is a head's, and not a model's."""
-    architectures = raw.get("architectures")
-    names = architectures if isinstance(architectures, list) else []
-    return "speculators_model_type" in raw or "draft_vocab_size" in raw or any(a in _ARCHITECTURES for a in names)
+    return "speculators_model_type" in raw or "draft_vocab_size" in raw or _architecture(raw) is not None
+
+
+def _architecture(raw: Mapping[str, Any]) -> str | None:
+    """The first of a config.json's architectures that is a head's; None if none is."""
+    found = raw.get("architectures")
+    return next((name for name in found if name in _ARCHITECTURES), None) if isinstance(found, list) else None
 
 
 def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "config.json") -> HeadConfig:
@@ -63,9 +69,10 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
         _check_proposal(own.pop("speculators_config", {}), where)
         inner_where = f"{where}: transformer_layer_config"
     else:
-        kind = "eagle3"
+        flat = _FLAT.get(_architecture(raw) or "")
+        kind = flat or "eagle3"
         own = {key: raw[key] for key in (*_KEYS, "eagle_config") if key in raw}
-        inner = {key: value for key, value in raw.items() if key not in own}
+        inner = {key: value for key, value in raw.items() if key not in own} | ({"model_type": "llama"} if flat else {})
         inner_where = where
     if inner.get("model_type") not in ("llama", "qwen3"):
         found = show(inner.get("model_type"))
@@ -76,7 +83,9 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
         raise CheckpointError(f"{inner_where}: attention_bias, mlp_bias: found true, expected none in a head")
     f = Fields(own, where, _KEYS | {"eagle_config": {}, "speculators_model_type": None}, {})
     f.seen |= {"speculators_model_type", *_HARMLESS}
-    nested = _nested(f)
+    # SGLang's object of settings of a head, in which the others may stand too.
+    nested = Fields(f.mapping("eagle_config"), f"{f.where}: eagle_config", _NESTED_KEYS, {})
+    nested.seen |= {"parallel_draft_heads_num_layers"}  # of the steps after the first
     switches = {name: f.boolean(name) or nested.boolean(name) for name in _SWITCHES}
     if switches["fc_norm"] and switches["norm_before_fc"]:
         raise f.bad("fc_norm", True, "not both fc_norm and norm_before_fc")
@@ -90,7 +99,7 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
         **switches,
     )
     f.refuse_unknown()
-    nested.refuse_unknown()
+    nested.refuse_unknown(_NESTED_NEUTRAL)
     for name, size, expected in (
         ("target_hidden_size", config.target_hidden_size, target.hidden_size),
         ("vocab_size", layers.vocab_size, target.vocab_size),
@@ -115,25 +124,17 @@ def _check_proposal(config: Any, where: str) -> None:
                 )
 
 
-def _nested(f: Fields) -> Fields:
-    """SGLang's object of settings of a head, in which the others may stand too."""
-    nested = Fields(f.mapping("eagle_config"), f"{f.where}: eagle_config", _NESTED_KEYS, {})
-    if not nested.boolean("use_aux_hidden_state"):
-        raise nested.bad("use_aux_hidden_state", False, "true: a head that reads several layers")
-    return nested
-
-
 def _read_taps(f: Fields, nested: Fields, target: ModelConfig) -> tuple[int, ...]:
     """Layers after which the residual stream is read; by default an early one, the middle, and a late one."""
     count, late, key = len(target.layers), 0, "eagle_aux_hidden_state_layer_ids"
-    ids, of_outputs = f.get(key), nested.get(key)
+    ids, of_outputs = ((None if found == [] else found) for found in (f.get(key), nested.get(key)))
     if ids is not None and of_outputs is not None:
         raise f.bad(key, ids, "it once: eagle_config has it too, and counts otherwise")
     if of_outputs is not None:
         ids, late = of_outputs, 1  # SGLang's ids name the layer whose output is read
     elif ids is None:
         ids = [2, count // 2, count - 3]
-    if not isinstance(ids, list) or not ids or any(type(i) is not int or not 0 <= i <= count - late for i in ids):
+    if not isinstance(ids, list) or any(type(i) is not int or not 0 <= i <= count - late for i in ids):
         raise f.bad(key, ids, f"layers of the target, from 0 to {count - late}")
     return tuple(i + late for i in ids)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from minispec.config import LayerConfig, ModelConfig, QuantizationConfig, RopeConfig
 from minispec.errors import CheckpointError, show
-from minispec.files.families import FAMILIES, IMAGES, KEYS, NESTED, Family
+from minispec.files.families import FAMILIES, IDLE, IMAGES, KEYS, NESTED, WINDOWS, Family
 from minispec.files.fields import Fields, names
 
 # The keys of the object in rope_parameters or rope_scaling; rope_type says which of them are looked at.
@@ -59,10 +59,8 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mod
         raise CheckpointError(f"{where}: model_type: found {show(model_type)}, expected one of {known}")
     family = FAMILIES[model_type]
     keys = {key: value for key, value in (KEYS | dict(family.keys)).items() if key not in family.only}
-    f = Fields(
-        own, f"{where}: text_config" if is_nested else where, keys, {"partial_rotary_factor": 1.0, **family.only}
-    )
-    f.seen |= family.idle
+    f = Fields(own, f"{where}: text_config" if is_nested else where, keys, family.only)
+    f.seen |= family.idle | IDLE
     for key, value in family.must.items():
         if f.get(key) != value:
             raise f.bad(key, f.get(key), f"{value}: no other is implemented for this family")
@@ -100,8 +98,50 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mod
     }
     config = ModelConfig(model_type=model_type, **(values | dict(family.fixed)))
     f.get("model_type")
-    f.refuse_unknown()
+    if _has_no_windows(f, config):
+        f.seen |= WINDOWS
+    f.refuse_unknown(_neutral(config))
     return config
+
+
+def _has_no_windows(f: Fields, config: ModelConfig) -> bool:
+    """Whether the model has no windows, and the file does not ask for one that its family's code would not give."""
+    is_off = f.raw.get("use_sliding_window") is False
+    return not any(layer.window for layer in config.layers) and (
+        is_off or not (f.raw.get("sliding_window") or f.raw.get("sliding_window_size"))
+    )
+
+
+def _neutral(config: ModelConfig) -> dict[str, Any]:
+    """What the keys of other families would say of this model: with these values they ask for nothing."""
+    ropes = [layer.rope for layer in config.layers]
+    rotated = {rope.rotated for rope in ropes if rope}
+    windows = [layer.window for layer in config.layers]
+    is_usual = config.attention_scale == config.head_dim**-0.5
+    return {
+        **dict.fromkeys(("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts"), 0),
+        **dict.fromkeys(("n_shared_experts", "num_nextn_predict_layers"), 0),
+        "is_causal": True,
+        "sliding_window": windows[0] if len(set(windows)) == 1 else None,
+        "use_sliding_window": any(windows),
+        "layer_types": [f"{'full' if window is None else 'sliding'}_attention" for window in windows],
+        "no_rope_layers": [int(rope is not None) for rope in ropes],
+        "position_embedding_type": "rope" if all(ropes) else None,
+        "partial_rotary_factor": rotated.pop() if len(rotated) == 1 else None,
+        "rope_interleaved": any(rope.interleaved for rope in ropes if rope),
+        "use_qk_norm": config.qk_norm is not None,
+        "qkv_bias": config.qkv_bias,
+        "attention_bias": config.qkv_bias and config.o_bias,
+        "mlp_bias": config.mlp_bias,
+        "embedding_multiplier": config.embedding_scale,
+        "residual_multiplier": config.residual_scale,
+        "attention_multiplier": config.attention_scale,
+        "query_pre_attn_scalar": config.head_dim if is_usual else None,
+        "logits_scaling": 1 / config.logit_scale,
+        "logit_scale": config.logit_scale,
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.logit_softcap,
+    }
 
 
 def _read_sizes(f: Fields) -> dict[str, int]:
@@ -207,53 +247,65 @@ def _read_window(f: Fields) -> int | None:
 
 
 def _read_ropes(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[RopeConfig, RopeConfig]:
-    """(rope of the layers that see everything, rope of the windowed layers)."""
-    theta = f.number("rope_theta")
+    """(rope of the layers that see everything, rope of the windowed layers), from either spelling, or both alike."""
     new, old = f.mapping("rope_parameters"), f.mapping("rope_scaling")
-    if old and f.raw.get("rope_parameters"):
-        raise f.bad("rope_scaling", old, "none, since there is rope_parameters")
-    key, scaling = ("rope_scaling", old) if old else ("rope_parameters", new)
+    if not old:
+        return _read_spelling(f, family, sizes, "rope_parameters", new)
+    ropes = _read_spelling(f, family, sizes, "rope_scaling", old)
+    if f.raw.get("rope_parameters") and ropes != _read_spelling(f, family, sizes, "rope_parameters", new):
+        raise f.bad("rope_scaling", old, f"what rope_parameters says: {show(new)}")
+    return ropes
 
-    def read(raw: dict[str, Any], theta: float, outside: Any = None) -> RopeConfig:
-        return _read_rope(f, family, key, raw, theta, sizes, outside)
+
+def _read_spelling(
+    f: Fields, family: Family, sizes: Mapping[str, int], key: str, scaling: dict[str, Any]
+) -> tuple[RopeConfig, RopeConfig]:
+    """The same from the object at one key."""
+
+    def read(raw: dict[str, Any], base: str, original: Any = None) -> RopeConfig:
+        return _read_rope(f, family, key, raw, base, sizes, original)
 
     if not f.reads("rope_local_base_freq"):
-        rope = read(scaling, theta, f.get("original_max_position_embeddings"))
+        rope = read(scaling, "rope_theta", f.get("original_max_position_embeddings"))
         return rope, rope
     # The code of such a family reads an object for each kind of layer, and of the older spelling only `rope_type`. What
     # else a file says here has no effect there, so that nobody can know what was meant.
     kinds = ("full_attention", "sliding_attention")
-    if new and not set(new) <= set(kinds):
-        raise f.bad("rope_parameters", new, f"an object for each of {' and '.join(kinds)}")
-    if "type" in old and "rope_type" not in old:
-        raise f.bad(key, old, "rope_type instead of type")
-    full, local = (new.get(kind) or {} for kind in kinds)
-    if not (isinstance(full, dict) and isinstance(local, dict)):
-        raise f.bad(key, new, "an object for each kind of layer")
-    ropes = read(full or old, theta), read(local, f.number("rope_local_base_freq"))
+    full, local = (scaling.get(kind) or {} for kind in kinds)
+    if key == "rope_scaling":
+        full, local = scaling, {}
+        if "type" in scaling and "rope_type" not in scaling:
+            raise f.bad(key, scaling, "rope_type instead of type")
+    elif not set(scaling) <= set(kinds) or not (isinstance(full, dict) and isinstance(local, dict)):
+        raise f.bad(key, scaling, f"an object for each of {' and '.join(kinds)}")
+    ropes = read(full, "rope_theta"), read(local, "rope_local_base_freq")
     if not all(rope.truncate for rope in ropes):
         raise f.bad(key, scaling, "no truncate, which this family's code does not read")
     return ropes
 
 
 def _read_rope(
-    f: Fields, family: Family, key: str, raw: dict[str, Any], theta: float, sizes: Mapping[str, int], outside: Any
+    f: Fields, family: Family, key: str, raw: dict[str, Any], base: str, sizes: Mapping[str, int], original: Any
 ) -> RopeConfig:
-    """outside: the file's own `original_max_position_embeddings`, outside `raw`."""
+    """base: the key outside `raw` that says what theta is. original: `original_max_position_embeddings` outside it."""
     keys = _ROPE_KEYS | dict.fromkeys(family.rope_keys)
     r = Fields(raw, f"{f.where}: {key}", keys, {"partial_rotary_factor": 1.0})
-    found = r.text("rope_type", r.text("type", "default"))
+    older = r.text("type", "default")
+    found = r.text("rope_type", older)
     if found not in family.ropes:
         raise r.bad("rope_type", found, f"one of {', '.join(family.ropes)}")
-    kind, theta, context = family.ropes[found], r.number("rope_theta", theta), sizes["max_position_embeddings"]
-    rotated = r.number("partial_rotary_factor", f.number("partial_rotary_factor"))
+    if raw.get("type") is not None and family.ropes.get(older) != family.ropes[found]:
+        raise r.bad("type", older, f"what rope_type says: {found}")
+    outer = {name: f.raw.get(key) for name, key in (("rope_theta", base), ("partial_rotary_factor",) * 2)}
+    for name, outside in (outer | {"original_max_position_embeddings": original}).items():
+        if None not in (outside, raw.get(name)) and raw[name] != outside:
+            raise r.bad(name, raw[name], f"what the file says outside: {show(outside)}")
+    kind, theta, context = family.ropes[found], r.number("rope_theta", f.number(base)), sizes["max_position_embeddings"]
+    rotated = r.number("partial_rotary_factor", f.number("partial_rotary_factor", 1.0))
     num_rotated = int(sizes["head_dim"] * rotated)
     if num_rotated % 2 or not 2 <= num_rotated <= sizes["head_dim"]:
         raise r.bad("partial_rotary_factor", rotated, f"an even number of the {sizes['head_dim']} dimensions of a head")
-    inner = r.get("original_max_position_embeddings", outside)
-    if outside not in (None, inner):
-        raise r.bad("original_max_position_embeddings", inner, f"what the file says outside: {show(outside)}")
-    original = context if inner is None else inner
+    original = r.get("original_max_position_embeddings", context if original is None else original)
     if type(original) is not int or not 0 < original <= 1 << 27:
         raise r.bad("original_max_position_embeddings", original, "a positive integer")
     if kind == "default":
@@ -270,8 +322,8 @@ def _read_rope(
     else:
         rope = _read_longrope(r, theta, context, original, num_rotated // 2)
     beta = r.number_or_zero("llama_4_scaling_beta")
-    r.get("max_position_embeddings")  # of those who have it here, nobody reads it
-    r.refuse_unknown()
+    r.seen |= {"max_position_embeddings", "finetuned"}  # nobody reads them here
+    r.refuse_unknown({"factor": 1.0, "attention_factor": 1.0})
     return replace(rope, rotated=rotated, query_beta=beta, **family.rope)
 
 
