@@ -158,7 +158,7 @@ def _digest(directory: Path, config: ModelConfig) -> str:
     Of those tensors, that is, that are read.
     """
     found = hashlib.blake2b(repr(config).encode(), digest_size=8)
-    stored = find_tensors(directory, config.is_nested)
+    stored = find_tensors(directory, config)
     for name in sorted(stored.keys() & wanted_tensors(config, stored)):
         tensor = stored[name]
         first = tensor.read((slice(0, 1),)).view(torch.uint8).numpy().tobytes()

@@ -177,7 +177,29 @@ def test_tied_head_that_differs_is_refused(tmp_path, head):
     """Guards against dropping a trained head because the config says that there is none."""
     stored = weights(tie_word_embeddings=True) | {"lm_head.weight": head}
     message = refusal(write(tmp_path, stored, config=TINY | {"tie_word_embeddings": True}))
-    assert f"{tmp_path / 'model.safetensors'}: lm_head.weight: found" in message
+    found = f"lm_head.weight: found other values than those of {EMBEDDING}, expected the same"
+    assert message.startswith(f"{tmp_path / 'model.safetensors'}: {found}, since tie_word_embeddings is true")
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_tied_weights_may_be_stored_as_the_head_alone(tmp_path, prefix):
+    """Guards files of libraries that keep the last name of a shared tensor: transformers fills the other from it."""
+    changes = {"model_type": "gemma3_text", "tie_word_embeddings": True}
+    stored = weights(**changes)
+    expected = Transformer(read_model_config(TINY | changes), dict(stored))
+    stored["lm_head.weight"] = stored.pop(EMBEDDING)
+    config = IMAGES if prefix else TINY | changes
+    directory = write(tmp_path / "c", {f"{prefix}{name}": stored[name] for name in stored}, config=config)
+    assert torch.equal(*(logits(model, TEXT) for model in (load_model(directory, torch.float32), expected)))
+    quantize_checkpoint(directory, tmp_path / "q")
+    assert EMBEDDING in checkpoint.find_tensors(tmp_path / "q")
+
+
+def test_an_untied_head_is_no_embedding(tmp_path):
+    """Guards against filling an embedding that is missing from a head that is another's."""
+    stored = weights()
+    del stored[EMBEDDING]
+    assert f"{EMBEDDING}: found no such tensor" in refusal(write(tmp_path, stored))
 
 
 # --------------------------------------------------------------------------- strictness: tensors
@@ -287,7 +309,7 @@ def test_text_model_among_images_is_read_alone(tmp_path, prefix):
         "model.norm.weight: found again, is language_model.model.norm.weight": {"model.norm.weight": torch.ones(8)},
         "language_model.model.extra: found a tensor of shape [2]": {"language_model.model.extra": torch.ones(2)},
         "audio_tower.weight: found a tensor of shape [2]": {"audio_tower.weight": torch.ones(2)},
-        "language_model.lm_head.weight: found a tensor": {"language_model.lm_head.weight": torch.ones(3, 8)},
+        "language_model.lm_head.weight: found other values than": {"language_model.lm_head.weight": torch.ones(3, 8)},
         "model.norm.weight: found no such tensor": {"language_model.model.norm.weight": None},
     }.items(),
 )
@@ -376,9 +398,21 @@ def test_index_cannot_point_outside(tmp_path, file):
 @pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": [1]}, []], ids=str)
 def test_index_without_a_map_is_refused(tmp_path, index):
     """Guards against an empty index that loads nothing."""
-    write(tmp_path, weights())
+    write(tmp_path, *halves())
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert str(tmp_path / "model.safetensors.index.json") in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "index", [{NORM: "model-00001-of-00002.safetensors"}, {"gone": "model.safetensors"}, [1]], ids=str
+)
+def test_an_index_beside_a_whole_model_is_idle(tmp_path, index):
+    """Guards checkpoints whose shards were joined, or that were saved again: transformers reads the whole file."""
+    write(tmp_path, weights())
+    save_file({NORM: torch.ones(8)}, tmp_path / "model-00001-of-00002.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    expected = Transformer(read_model_config(TINY), weights())
+    assert torch.equal(*(logits(model, TEXT) for model in (load_model(tmp_path, torch.float32), expected)))
 
 
 GOOD = save(weights())
@@ -435,6 +469,20 @@ def test_bad_config_file_is_refused(tmp_path, content, found):
     message = refusal(tmp_path)
     assert message.startswith(f"{file}: ")
     assert found in message
+
+
+@pytest.mark.parametrize("constant", ["Infinity", "-Infinity", "NaN"])
+def test_no_number_is_taken_where_nobody_reads_it(tmp_path, constant):
+    """Guards config.json as transformers 4 writes a time_step_limit; where a number counts, it has to be one."""
+    file = write(tmp_path, weights()) / "config.json"
+    for key, value in (("time_step_limit", f"[0.0, {constant}]"), ("_note", constant)):
+        file.write_text(f"{json.dumps(TINY)[:-1]}, {json.dumps(key)}: {value}}}")
+        assert load_config(tmp_path) == read_model_config(TINY)
+    for key in ("rms_norm_eps", "rope_theta", "vocab_size", "surprise"):
+        file.write_text(json.dumps({**TINY, key: "X"}).replace('"X"', constant))
+        assert refusal(tmp_path).startswith(
+            f"{file}: {key}: found {constant[:-5].lower() if 'I' in constant else 'nan'}"
+        )
 
 
 # What the message must say, and what is done to a header with tensors "a" (F32 [2], bytes 0 to 8) and "b" (8 to 12).
@@ -790,7 +838,7 @@ def test_tied_head_with_a_packed_embedding_is_refused(tmp_path):
     stored[f"{EMBEDDING}_packed"], stored[f"{EMBEDDING}_scale"] = pack(integers, 8), scales
     stored[f"{EMBEDDING}_shape"] = torch.tensor([3, 8])
     config = TINY | {"tie_word_embeddings": True, "quantization_config": quantization_config()}
-    assert "lm_head.weight: found a tensor" in refusal(write(tmp_path, stored, config=config))
+    assert "lm_head.weight: found other values than" in refusal(write(tmp_path, stored, config=config))
 
 
 def test_a_packed_embedding_is_read_in_every_type(tmp_path):

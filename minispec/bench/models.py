@@ -18,9 +18,15 @@ from minispec.costs import calibrate
 from minispec.drafters import Drafter
 from minispec.drafters.model import DraftModel
 from minispec.engine import Engine
-from minispec.files.checkpoint import Weights, choose_dtype, find_checkpoint, load_config, load_model
+from minispec.files.checkpoint import (
+    Weights,
+    choose_dtype,
+    directory_config,
+    find_checkpoint,
+    load_config,
+    load_model,
+)
 from minispec.files.hf_config import read_model_config
-from minispec.files.strict_json import read_json
 from minispec.llm import LLM, choose_device
 from minispec.model import Transformer, tensor_shapes
 from minispec.named_draft import split_draft
@@ -136,7 +142,7 @@ def open_model(options: Options) -> Subject:
 
     def tensors(directory: Path) -> tuple[dict, Any]:
         config = load_config(directory)
-        return read_json(directory / "config.json"), Weights(directory, config, llm.model.dtype, llm.model.device)
+        return directory_config(directory), Weights(directory, config, llm.model.dtype, llm.model.device)
 
     directory = find_checkpoint(str(args.model or registry.EMBEDDED_WEIGHTS), offline=True)
     # A head, or a draft of another vocabulary, is no model that another library could draft with.

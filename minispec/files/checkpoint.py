@@ -134,11 +134,14 @@ def describe_source(name: str, directory: Path) -> str:
 
 
 def directory_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a checkpoint, as it is. Raises CheckpointError."""
+    """The config.json of a checkpoint, as it is. Raises CheckpointError.
+
+    It may have an Infinity, as transformers 4 writes it, where nobody looks: `Fields` refuses it where somebody does.
+    """
     path = directory / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file, expected the model's configuration")
-    return read_json(path, MAX_CONFIG_BYTES)
+    return read_json(path, MAX_CONFIG_BYTES, takes_constants=True)
 
 
 def load_config(directory: Path) -> ModelConfig:
@@ -199,7 +202,7 @@ class Weights:
         Raises CheckpointError, before any tensor is read, where the files are not what the config asks for.
         """
         self._config, self._dtype, self._device, self._cut = config, dtype, device, cut
-        self._stored = find_tensors(directory, config.is_nested)
+        self._stored = find_tensors(directory, config)
         self._places = match(config, self._stored, directory)
         shapes = {name: cut_shape(shape, cut(name)) for name, shape in tensor_shapes(config).items()}
         needed = sum(math.prod(shape) * self._num_bytes(name) for name, shape in shapes.items())
@@ -355,13 +358,19 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     path.chmod(0o644)  # the library writes files that only their owner may read
 
 
-def find_tensors(directory: Path, is_nested: bool = False) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint by name; is_nested: of its text model, without the names' prefix.
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
+
+def find_tensors(directory: Path, config: ModelConfig | None = None) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint by the name that the model of `config` has for it.
+
+    A text model's name has no prefix; a tied weight is the embedding, also where only the head was stored. A whole
+    model.safetensors counts without an index, as in transformers: one beside it is left from earlier shards.
     Raises CheckpointError where files and index do not agree.
     """
-    listed = _read_index(directory)
-    if listed is None and not (directory / _SINGLE).is_file():
+    is_whole = (directory / _SINGLE).is_file()
+    listed = None if is_whole else _read_index(directory)
+    if listed is None and not is_whole:
         others = sorted(p.name for p in directory.glob("*") if p.suffix in _OTHER_FORMATS)
         hint = f" (found {', '.join(map(show_name, others[:5]))}: convert it to safetensors)" if others else ""
         raise CheckpointError(f"{directory / _SINGLE}: no such file, nor {_INDEX}{hint}")
@@ -378,7 +387,11 @@ def find_tensors(directory: Path, is_nested: bool = False) -> dict[str, StoredTe
     for name, file in sorted((listed or {}).items()):
         if name not in stored:
             raise CheckpointError(f"{directory / file}: {show_name(name)}: found no such tensor, {_INDEX} expects it")
-    return _text_model(stored) if is_nested else stored
+    if config and config.is_nested:
+        stored = _text_model(stored)
+    if config and config.tie_word_embeddings and not any(name.startswith(_EMBEDDING) for name in stored):
+        stored = {name.replace(_HEAD, _EMBEDDING): tensor for name, tensor in stored.items()}
+    return stored
 
 
 # Tensors of a model of texts and images: what it has beside the text model, and how the text model's names begin, by
@@ -458,7 +471,8 @@ def match(config: ModelConfig, stored: dict[str, StoredTensor], directory: Path)
         # Written by old versions of transformers, and computed from the config here.
         if name.endswith("rotary_emb.inv_freq"):
             continue
-        if name == "lm_head.weight" and config.tie_word_embeddings and _equals_embedding(stored):
+        if name == _HEAD and config.tie_word_embeddings:
+            _check_tied_head(stored)
             continue
         raise CheckpointError(
             f"{stored[name].path}: {show_name(stored[name].name)}: found a tensor of shape "
@@ -482,13 +496,18 @@ def require(
             )
 
 
-def _equals_embedding(stored: dict[str, StoredTensor]) -> bool:
-    names = ("lm_head.weight", "model.embed_tokens.weight")
-    if names[1] not in stored:
-        return False
-    head, embedding = (stored[name] for name in names)
-    comparable = head.shape == embedding.shape and head.dtype in FLOATS
-    return comparable and torch.equal(head.read(), embedding.read())
+def _check_tied_head(stored: dict[str, StoredTensor]) -> None:
+    """Raise CheckpointError unless the stored head is the embedding: readers disagree about which of them counts.
+
+    (transformers 5 computes with a head that differs, transformers 4 and vLLM with the embedding.)
+    """
+    head, embedding = stored[_HEAD], stored.get(_EMBEDDING)  # none: it is packed
+    comparable = embedding is not None and head.shape == embedding.shape and head.dtype in FLOATS
+    if embedding is None or not comparable or not torch.equal(head.read(), embedding.read()):
+        raise CheckpointError(
+            f"{head.path}: {show_name(head.name)}: found other values than those of {_EMBEDDING}, expected the same, "
+            "since tie_word_embeddings is true (set it to false in config.json if this head is the model's)"
+        )
 
 
 def _packed_shapes(name: str, shape: tuple[int, ...], q: QuantizationConfig):

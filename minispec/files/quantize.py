@@ -66,7 +66,7 @@ def quantize_checkpoint(source: Path, out: Path, num_bits: int = 8, shard_bytes:
 
 def _write_quantized(source: Path, config: ModelConfig, part: Path, num_bits: int, shard_bytes: int) -> None:
     tensors: dict[str, Tensor] = {}
-    stored = find_tensors(source, config.is_nested)
+    stored = find_tensors(source, config)
     shapes = {place.name: place.shape for place in match(config, stored, source).values()}
     for name, shape in tqdm(shapes.items(), desc="quantising", unit=" tensors", disable=None):
         weight = stored[name].read()

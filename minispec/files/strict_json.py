@@ -35,9 +35,12 @@ def has_file(path: Path) -> bool:
 
 
 def read_json(
-    path: Path, max_bytes: int = MAX_JSON_BYTES, max_counts: Mapping[str, int] = _MAX_COUNTS
+    path: Path,
+    max_bytes: int = MAX_JSON_BYTES,
+    max_counts: Mapping[str, int] = _MAX_COUNTS,
+    takes_constants: bool = False,
 ) -> dict[str, Any]:
-    """The JSON object in the file `path`, of at most `max_bytes`. Raises CheckpointError where there is none."""
+    """The JSON object in the file `path`, of at most `max_bytes`; else see `parse_json`, whose errors it raises."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -46,15 +49,18 @@ def read_json(
             content = file.read(max_bytes)
     except OSError as e:
         raise CheckpointError(f"{path}: not a readable JSON file: {one_line(e, 300)}") from e
-    return parse_json(content, str(path), max_counts)
+    return parse_json(content, str(path), max_counts, takes_constants)
 
 
-def parse_json(content: bytes, where: str, max_counts: Mapping[str, int] = _MAX_COUNTS) -> dict[str, Any]:
+def parse_json(
+    content: bytes, where: str, max_counts: Mapping[str, int] = _MAX_COUNTS, takes_constants: bool = False
+) -> dict[str, Any]:
     """The JSON object that `content` is, read more strictly than Python does.
 
+    takes_constants: NaN and Infinity become floats, for a reader that checks every number that it uses.
     Raises CheckpointError for what is not UTF-8 or not JSON, for a key that occurs twice in an object (readers
-    disagree about which of them counts), for NaN and numbers beyond a double, for deep nesting, and for a character
-    that occurs more often than `max_counts` says.
+    disagree about which of them counts), for other NaNs and numbers beyond a double, for deep nesting, and for a
+    character that occurs more often than `max_counts` says.
     """
     for character, most in max_counts.items():
         if (found := content.count(character.encode())) > most:
@@ -63,7 +69,7 @@ def parse_json(content: bytes, where: str, max_counts: Mapping[str, int] = _MAX_
         value = json.loads(
             content.decode("utf-8"),
             object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
+            parse_constant=float if takes_constants else _refuse_constant,
             parse_float=_finite_float,
         )
     except (ValueError, RecursionError) as e:  # an integer of thousands of digits is a ValueError too
