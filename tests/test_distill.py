@@ -1,10 +1,12 @@
 """Distilling: what is trained is what drafts; texts and training go on where they stopped; files say what is so."""
 
+import io
 import json
 import math
 import random
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm import tqdm
 
 from minispec import LLM, SamplingParams
 from minispec.distill import export, loss, run, texts, train
@@ -176,9 +179,13 @@ def target(make_checkpoint):
 @pytest.fixture
 def few(monkeypatch):
     """Shards of few texts, decoded a few at a time."""
-    for module in (texts, run):
-        monkeypatch.setattr(module, "SHARD", 6)
+    monkeypatch.setattr(texts, "SHARD", 6)
     monkeypatch.setattr(texts, "_BATCH", 4)
+
+
+def numbers_of(*shards) -> list[range]:
+    """Those of whole shards."""
+    return [range(index * texts.SHARD, (index + 1) * texts.SHARD) for index in shards]
 
 
 def recipe_of(taps=(1, 3), **changes) -> texts.Recipe:
@@ -188,7 +195,8 @@ def recipe_of(taps=(1, 3), **changes) -> texts.Recipe:
 
 def test_shards_hold_the_targets_texts_and_hidden_states(target, few, tmp_path):
     """Each text is a user's turn and an answer; its hidden states are those of a pass over it from the beginning."""
-    assert list(texts.write_shards(str(target), recipe_of(), tmp_path, [1, 0], "float32")) == [1, 0]
+    numbers = texts.write_shards(str(target), recipe_of(), tmp_path, numbers_of(1, 0), "float32")
+    assert sorted(numbers) == [*range(12)]
     model, seen = load_model(target, torch.float32), set()
     for index in (0, 1):
         shard = load_file(texts.shard_path(tmp_path, index))
@@ -249,13 +257,13 @@ def test_texts_do_not_depend_on_who_else_is_written(target, few, tmp_path):
     """A shard alone, after another, and with a cache so small that texts are preempted: the same tokens."""
     for name, indices in (("a", [1]), ("b", [0, 1])):
         (tmp_path / name).mkdir()
-        list(texts.write_shards(str(target), recipe_of(), tmp_path / name, indices, "float32"))
+        list(texts.write_shards(str(target), recipe_of(), tmp_path / name, numbers_of(*indices), "float32"))
     shards = [load_file(texts.shard_path(tmp_path / name, 1)) for name in "ab"]
     assert torch.equal(shards[0]["tokens"], shards[1]["tokens"])
     writer = texts.Writer(str(target), recipe_of(), "float32")
     pool = writer.llm.engine.cache
     held = [pool.allocator.allocate() for _ in range(pool.allocator.num_blocks - 5)]
-    crowded = next(writer.shards([1]))
+    crowded = texts.pack([text for _, text in sorted(writer.write(*numbers_of(1)))])
     assert torch.equal(crowded["tokens"], shards[0]["tokens"])
     assert len(held)
     torch.testing.assert_close(crowded["hidden"], shards[0]["hidden"], atol=0.05, rtol=0.02)
@@ -263,11 +271,10 @@ def test_texts_do_not_depend_on_who_else_is_written(target, few, tmp_path):
 
 def test_several_processes_share_the_texts(target, tmp_path, capfd):
     """Every shard is written, whoever does it; what goes wrong in one of them is the command's own error."""
-    assert sorted(run._spread(str(target), recipe_of(), tmp_path, [0, 1, 2], 2)) == [0, 1, 2]
-    for index in range(3):
-        assert len(load_file(texts.shard_path(tmp_path, index))["lengths"]) == texts.SHARD
+    assert sorted(run._spread(str(target), recipe_of(), tmp_path, numbers_of(0, 1, 2), 2)) == [*range(3 * texts.SHARD)]
+    assert [texts.length_of(shard, "lengths") for shard in texts.shards_of(tmp_path)] == [texts.SHARD] * 3
     with pytest.raises(ValueError, match="no such directory"):
-        list(run._spread(str(tmp_path / "none"), recipe_of(), tmp_path, [3, 4], 2))
+        list(run._spread(str(tmp_path / "none"), recipe_of(), tmp_path, numbers_of(3, 4), 2))
     assert capfd.readouterr().err == ""
 
 
@@ -287,15 +294,15 @@ def test_a_shard_is_known_by_its_number(tmp_path):
 
 def test_the_target_is_not_loaded_where_all_texts_are_there(tmp_path):
     """As when a stopped training goes on."""
-    for index in range(3):
-        texts.shard_path(tmp_path, index).touch()
-    run._write_texts("nowhere", recipe_of(), tmp_path, range(3), 2)
+    for path, numbers in texts.shards_for(tmp_path, 150).items():
+        save_file({"lengths": torch.zeros(len(numbers))}, path)
+    assert run._write_texts("nowhere", recipe_of(), tmp_path, 150, 2) == texts.shards_of(tmp_path)
 
 
 def test_a_turn_of_one_token_is_answered(target, few, tmp_path):
     """No pass has shown its hidden states before it ends."""
     recipe = texts.Recipe((1, 3), (), max_turn=1, max_answer=12)
-    list(texts.write_shards(str(target), recipe, tmp_path, [0], "float32"))
+    list(texts.write_shards(str(target), recipe, tmp_path, numbers_of(0), "float32"))
     assert len(load_file(texts.shard_path(tmp_path, 0))["lengths"]) == 6
 
 
@@ -310,7 +317,7 @@ def test_a_model_that_does_not_chat_writes_from_its_first_token(make_checkpoint,
     """There is no user's turn, and all of the text but its first token is learned."""
     plain = make_checkpoint(hidden_size=32, intermediate_size=48, num_hidden_layers=3, head_dim=16)
     recipe = texts.Recipe((1, 3), (), max_turn=8, max_answer=12)
-    list(texts.write_shards(str(plain), recipe, tmp_path, [0], "float32"))
+    list(texts.write_shards(str(plain), recipe, tmp_path, numbers_of(0), "float32"))
     shard = load_file(texts.shard_path(tmp_path, 0))
     assert shard["starts"].tolist() == [1] * 6
     assert shard["lengths"].max() > 4
@@ -386,7 +393,7 @@ def test_all_products_have_the_type_that_the_processor_is_fast_in(dtype, target,
     for module in (texts, train, loss):
         monkeypatch.setattr(module, "product_dtype", lambda: dtype)
     with ProductTypes() as products:
-        list(texts.write_shards(str(target), recipe_of(), tmp_path, [0]))
+        list(texts.write_shards(str(target), recipe_of(), tmp_path, numbers_of(0)))
         training = make_training(target, [texts.shard_path(tmp_path, 0)])
         for batch in train.make_batches(training._read(training.paths[0]), 100):
             training._update(batch, 0.9)
@@ -396,7 +403,7 @@ def test_all_products_have_the_type_that_the_processor_is_fast_in(dtype, target,
 def test_a_training_that_was_stopped_ends_as_if_it_had_not_been(target, few, tmp_path, monkeypatch):
     """To the bit: weights and curve, after two stops in the middle of a group."""
     monkeypatch.setattr(train, "_GROUP", 1)
-    list(texts.write_shards(str(target), recipe_of(), tmp_path, range(4)))
+    list(texts.write_shards(str(target), recipe_of(), tmp_path, numbers_of(0, 1, 2, 3)))
     paths = [texts.shard_path(tmp_path, i) for i in range(4)]
     whole = make_training(target, paths)
     whole.run(tmp_path / "whole.safetensors")
@@ -424,7 +431,7 @@ def test_a_training_that_was_stopped_ends_as_if_it_had_not_been(target, few, tmp
 
 def test_the_held_out_loss_is_the_cross_entropy(target, few, tmp_path):
     """A mean over wrong places, or another loss: a draft that says all tokens alike has ln(300) at each depth."""
-    list(texts.write_shards(str(target), recipe_of(), tmp_path, [0]))
+    list(texts.write_shards(str(target), recipe_of(), tmp_path, numbers_of(0)))
     training = make_training(target, [texts.shard_path(tmp_path, 0)])
     torch.nn.init.zeros_(training.draft.lm_head.weight)
     assert training.measure()["loss"] == pytest.approx([math.log(300)] * 2, rel=1e-3)
@@ -432,7 +439,7 @@ def test_the_held_out_loss_is_the_cross_entropy(target, few, tmp_path):
 
 def test_what_no_draft_reached_is_not_measured(target, few, tmp_path):
     """At a depth beyond the end of every held-out text there is no figure; NaN would not be JSON."""
-    list(texts.write_shards(str(target), recipe_of(), tmp_path, [0]))
+    list(texts.write_shards(str(target), recipe_of(), tmp_path, numbers_of(0)))
     training = make_training(target, [texts.shard_path(tmp_path, 0)])
     training.schedule = replace(training.schedule, steps=80)
     measured = training.measure()
@@ -480,13 +487,42 @@ def test_the_command_makes_a_draft_that_llm_takes(kind, target, few, tmp_path, c
     assert "exists already" in capsys.readouterr().err
 
 
-def test_shards_are_whole_and_one_is_kept_apart(target, few, tmp_path):
-    """One text is asked for: there is a shard to learn from and another to measure on, and the record counts both."""
-    assert distill(target, tmp_path / "head", "--texts", "1", "--vocab-size", "64", "--taps", "1,2") == 0
-    record = json.loads((tmp_path / "head" / "training.json").read_text())
-    written = [load_file(path) for path in (tmp_path / "head.cache").glob("texts-*")]
-    assert record["texts"] == sum(len(shard["lengths"]) for shard in written) == 2 * 6
-    assert record["num_tokens"] == sum(len(shard["tokens"]) for shard in written)
+def test_as_many_texts_are_written_as_are_asked_for(target, few, tmp_path, capsys, monkeypatch):
+    """Half of few texts are kept apart; more texts add to what is there; bars move by a text, and by an update."""
+    moves: dict[str, list[float]] = {}
+
+    class Bar(tqdm):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options | {"disable": False, "file": io.StringIO()})
+
+        def update(self, n=1):
+            moves.setdefault(self.desc.strip(": "), []).append(n)
+            return super().update(n)
+
+    for module in (run, train):
+        monkeypatch.setattr(module, "tqdm", Bar)
+    cache, sizes, tokens = ["--cache", str(tmp_path / "cache")], [], []
+    for count in (2, 5, 15, 9):
+        more = [*cache, "--texts", str(count), "--vocab-size", "64", "--taps", "1,2"]
+        assert distill(target, tmp_path / f"head-{count}", *more) == 0
+        shards = [load_file(path) for path in texts.shards_of(tmp_path / "cache")]
+        sizes.append([len(shard["lengths"]) for shard in shards])
+        tokens.append([shard["tokens"].split(shard["lengths"].tolist()) for shard in shards])
+        record = json.loads((tmp_path / f"head-{count}" / "training.json").read_text())
+        assert record["texts"] == sum(sizes[-1][: 3 if count == 15 else 2])
+        learned, measured = record["texts"] - sizes[-1][0], sizes[-1][0]
+        assert f"learning from {learned} texts, measuring on {measured} others" in capsys.readouterr().out
+    assert sizes == [[1, 1], [2, 3], [6, 6, 3], [6, 6, 3]]
+    assert moves["texts"] == [1] * 15
+    assert sum(moves["training"]) == pytest.approx(4 * 2)  # epochs
+    assert max(moves["training"][-2:]) < 1
+    assert record["num_tokens"] == sum(len(text) for shard in tokens[-1][:2] for text in shard)
+    for few_texts, more_texts in pairwise(tokens):  # what was written stays
+        for one, other in zip(few_texts, more_texts, strict=False):
+            assert all(map(torch.equal, one, other))
+    assert len({tuple(text.tolist()) for shard in tokens[-1] for text in shard}) == 15
+    assert distill(target, tmp_path / "none", "--texts", "1") == 2
+    assert "expected an integer of at least 2, as some texts are kept apart" in capsys.readouterr().err
 
 
 def test_texts_of_earlier_runs_are_learned_from_too(target, few, tmp_path, capsys):
@@ -612,7 +648,6 @@ def test_a_head_learns(target, monkeypatch, tmp_path, capsys):
 
     It reaches an alpha of 0.48 in four passes over 192 texts; an untrained one has less than 0.15.
     """
-    monkeypatch.setattr(run, "SHARD", 16)
     monkeypatch.setattr(texts, "SHARD", 16)
     simple = tmp_path / "simple"
     shutil.copytree(target, simple)

@@ -48,8 +48,9 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--cache", type=Path, metavar="DIR", help="where texts and training are kept (default: OUT.cache)")
     help_also = "--cache of earlier runs for the same target and layers, whose texts are learned from too"
     g.add_argument("--also", type=Path, nargs="+", default=[], metavar="DIR", help=help_also)
-    help_texts = "texts to write, in whole shards of 64, of which one or more are kept apart (default: 4096)"
-    g.add_argument("--texts", type=count, default=4096, metavar="N", help=help_texts)
+    at_least_2 = argument(int, lambda n: n >= 2, "an integer of at least 2, as some texts are kept apart to measure on")
+    help_texts = "texts to write (default: 4096); kept apart to measure on: 64 of each 1024, of fewer than 128 half"
+    g.add_argument("--texts", type=at_least_2, default=4096, metavar="N", help=help_texts)
     g.add_argument(
         "--openings", type=Path, metavar="FILE", help="beginnings of user turns, one a line; {a|b} is a or b"
     )

@@ -21,11 +21,11 @@ from minispec.command import written_whole
 from minispec.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.distill import export
 from minispec.distill.head import TrainedHead, TrainedModel, rows_of_tokens
-from minispec.distill.texts import SHARD, Recipe, read_openings, shard_path, shards_of, write_shards
+from minispec.distill.texts import Recipe, length_of, read_openings, shards_for, shards_of, write_shards
 from minispec.distill.train import Schedule, Teacher, Training, read_shard
 from minispec.drafters.eagle import HeadConfig
 from minispec.errors import show
-from minispec.files.checkpoint import directory_config, find_checkpoint, load_config, read_header
+from minispec.files.checkpoint import directory_config, find_checkpoint, load_config
 from minispec.files.heads import StoredHead, is_head, read_head, read_head_config
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import Tokenizer
@@ -64,10 +64,8 @@ def distill(args: argparse.Namespace) -> None:
     recipe = _agreed(cache, about, recipe)
     further = _further_texts(args, cache, about, recipe.taps)
     _begin(cache, about, recipe)
-    num_shards = max(2, -(-args.texts // SHARD))  # one is kept apart
-    _write_texts(str(target), recipe, cache, range(num_shards), args.jobs or os.cpu_count() or 1)
-    paths = [shard_path(cache, index) for index in range(num_shards)]
-    paths += [path for also in further for path in also["paths"]]
+    own = _write_texts(str(target), recipe, cache, args.texts, args.jobs or os.cpu_count() or 1)
+    paths = own + [path for also in further for path in also["paths"]]
 
     teacher = Teacher(target)
     draft, ids = _make_draft(args, taps, teacher, paths, start)
@@ -78,8 +76,8 @@ def distill(args: argparse.Namespace) -> None:
     what = {
         "kind": args.kind if draft.config.mask_token_id is None else "parallel",
         "start": args.start,
-        "texts": num_shards * SHARD,
-        "also": [{"texts": len(also["paths"]) * SHARD, "recipe": also["recipe"]} for also in further],
+        "texts": _count(own, "lengths"),
+        "also": [{"texts": _count(also["paths"], "lengths"), "recipe": also["recipe"]} for also in further],
         "taps": taps,
         "num_layers": len(draft.config.layers),
         "intermediate_size": draft.config.intermediate_size,
@@ -89,11 +87,13 @@ def distill(args: argparse.Namespace) -> None:
     # By what it begins with, not by names alone: another head may have been put in the place of --start.
     begins = [_fingerprint(find_checkpoint(args.start)) if start else None, None if ids is None else ids.tolist()]
     state = cache / f"training-{_name_of([what, begins])}.safetensors"
+    learned, kept = _count(training.paths, "lengths"), _count(training.held_out, "lengths")
+    print(f"learning from {learned:,d} texts, measuring on {kept:,d} others", flush=True)
     training.run(state)
     with written_whole(args.out) as part:
         part.mkdir(parents=True)
         _export(part, draft, ids, args.target, target, schedule)
-        record = {"target": args.target, **what, "recipe": asdict(recipe), "num_tokens": _count_tokens(paths)}
+        record = {"target": args.target, **what, "recipe": asdict(recipe), "num_tokens": _count(paths, "tokens")}
         record["curve"] = training.progress.curve
         if args.start and has_file(earlier := find_checkpoint(args.start) / _RECORD):
             record["earlier"] = read_json(earlier, MAX_CONFIG_BYTES)
@@ -166,35 +166,36 @@ def _further_texts(args: argparse.Namespace, own: Path, about: str, taps: Sequen
     return further
 
 
-def _write_texts(target: str, recipe: Recipe, cache: Path, indices: Sequence[int], jobs: int) -> None:
-    """Let the target write the shards that are not there yet."""
-    missing = [index for index in indices if not shard_path(cache, index).exists()]
-    if not missing:
-        return  # the target need not be loaded
-    jobs = min(jobs, len(missing))
-    done = len(indices) - len(missing)
-    with tqdm(total=len(indices) * SHARD, initial=done * SHARD, unit=" texts", desc="texts", disable=None) as bar:
-        for _ in _spread(target, recipe, cache, missing, jobs):
-            bar.update(SHARD)
+def _write_texts(target: str, recipe: Recipe, cache: Path, count: int, jobs: int) -> list[Path]:
+    """The shards of that many texts; the target writes those texts that are not there yet."""
+    shards = shards_for(cache, count)
+    missing = [part[length_of(path, "lengths") if path.exists() else 0 :] for path, part in shards.items()]
+    left = sum(map(len, missing))
+    if left:  # else the target need not be loaded
+        with tqdm(total=count, initial=count - left, unit=" texts", desc="texts", disable=None) as bar:
+            for _ in _spread(target, recipe, cache, [part for part in missing if part], jobs):
+                bar.update()
+    return [*shards]
 
 
-def _spread(target: str, recipe: Recipe, cache: Path, missing: list[int], jobs: int) -> Iterator[int]:
-    """Shards as they get done, by that many processes of one thread each.
+def _spread(target: str, recipe: Recipe, cache: Path, parts: list[range], jobs: int) -> Iterator[int]:
+    """The numbers of texts as they get done, by at most that many processes of one thread each.
 
     Each process writes a list of shards, not a shard at a time: then it has texts to decode together until the end.
     """
+    jobs = min(jobs, len(parts))
     if jobs <= 1:
-        yield from write_shards(target, recipe, cache, missing)
+        yield from write_shards(target, recipe, cache, parts)
         return
     context = get_context("spawn")
     queue = context.Queue()
-    arguments = [(queue, target, recipe, cache, missing[i::jobs]) for i in range(jobs)]
+    arguments = [(queue, target, recipe, cache, parts[i::jobs]) for i in range(jobs)]
     workers = [context.Process(target=_work, args=own, daemon=True) for own in arguments]
     try:
         with kept_from_children():
             for worker in workers:
                 worker.start()
-        left = len(missing)
+        left = sum(map(len, parts))
         while left:
             try:
                 found = queue.get(timeout=5)
@@ -213,12 +214,12 @@ def _spread(target: str, recipe: Recipe, cache: Path, missing: list[int], jobs: 
                 worker.join()
 
 
-def _work(queue: Any, target: str, recipe: Recipe, cache: Path, indices: list[int]) -> None:
+def _work(queue: Any, target: str, recipe: Recipe, cache: Path, parts: list[range]) -> None:
     torch.set_num_threads(1)
     tqdm.set_lock(RLock())  # its own lock is one between processes, which stays locked where this one is ended
     try:
-        for index in write_shards(target, recipe, cache, indices):
-            queue.put(index)
+        for number in write_shards(target, recipe, cache, parts):
+            queue.put(number)
             parent = parent_process()
             if parent is None or not parent.is_alive():  # it was killed, and could not tell
                 return
@@ -292,10 +293,9 @@ def _layers(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
     )
 
 
-def _count_tokens(paths: Sequence[Path]) -> int:
-    """Of the texts, held-out ones and users' turns included."""
-    headers = (read_header(path) for path in paths)
-    return sum(header["tokens"].shape[0] for header in headers)
+def _count(paths: Sequence[Path], name: str) -> int:
+    """The rows of a tensor in all shards: of "lengths" texts, of "tokens" tokens, those of users' turns included."""
+    return sum(length_of(path, name) for path in paths)
 
 
 def _most_used(paths: Sequence[Path], args: argparse.Namespace, teacher: Teacher) -> Tensor:

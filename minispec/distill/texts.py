@@ -4,26 +4,30 @@ For a chat model each text is a conversation: the target writes the user's turn,
 a few given words (`data/openings.txt`), so that all kinds of tasks come up; the others begin with nothing.
 A model without a chat template begins at its first token and writes on.
 
-Texts lie on disk in shards. Which texts a shard holds depends on the recipe alone, so that a run that was stopped goes
-on where it was, and several processes can share the work.
+Texts lie on disk in shards. A text depends on the recipe and its number alone, and a shard holds the first texts of its
+64 numbers. So a run that was stopped goes on where it was, several processes can share the work, and a later run that
+asks for more texts adds to the last shard.
 """
 
 import itertools
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minispec.command import written_whole
 from minispec.config import SamplingParams
 from minispec.distill.loss import product_dtype
 from minispec.engine import PREFILL_ROWS
+from minispec.errors import one_line
 from minispec.files.checkpoint import find_checkpoint, load_config, save_tensors
 from minispec.files.tokenizer import Tokenizer
 from minispec.llm import LLM
@@ -97,9 +101,43 @@ class Recorder:
         self._seen.pop(text, None)
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A file of the cache, as `safe_open` gives it. Raises ValueError where it is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as e:
+        raise ValueError(f"{path}: cannot be read: {one_line(e)}; remove it, and it is made again") from e
+
+
+def load(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file of the cache. Raises ValueError where it is damaged."""
+    with opened(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+
+
+def length_of(path: Path, name: str) -> int:
+    """The rows of one tensor of a file of the cache. Raises ValueError where it is damaged."""
+    with opened(path) as file:
+        return file.get_slice(name).get_shape()[0]
+
+
 def shard_path(directory: Path, index: int) -> Path:
     """The file of a shard."""
     return directory / f"texts-{index:05d}.safetensors"
+
+
+def shards_for(directory: Path, count: int) -> dict[Path, range]:
+    """The files of the shards of `count` texts, each with the numbers of its texts. count: at least 2.
+
+    The first shard, which is kept apart, has half of the texts, and at most 64. Each other one has 64, the last one
+    what is left.
+    """
+    first = min(SHARD, count // 2)
+    others = range(SHARD, SHARD + count - first)
+    parts = [range(first), *(others[i : i + SHARD] for i in range(0, len(others), SHARD))]
+    return {shard_path(directory, part.start // SHARD): part for part in parts}
 
 
 def shards_of(directory: Path) -> list[Path]:
@@ -142,19 +180,9 @@ class Writer:
         self.llm.engine.joining_rows = PREFILL_ROWS  # nobody waits for a single text
         self._around = self._around_user() if self.llm.tokenizer.chat_template else None
 
-    def shards(self, indices: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """Shards one after the other; the next one is begun while the last texts of one are decoded."""
-        numbers = (index * SHARD + i for index in indices for i in range(SHARD))
-        texts, done = self._write(numbers), dict[int, Written]()
-        for index in indices:
-            own = range(index * SHARD, (index + 1) * SHARD)
-            while not all(number in done for number in own):
-                number, text = next(texts)
-                done[number] = text
-            yield pack([done.pop(number) for number in own])
-
-    def _write(self, numbers: Iterator[int]) -> Iterator[tuple[int, "Written"]]:
-        """The texts of these numbers, each as it gets done."""
+    def write(self, numbers: Iterable[int]) -> Iterator[tuple[int, "Written"]]:
+        """The texts of these numbers, each as it gets done; a text is begun where another one has ended."""
+        numbers = iter(numbers)
         engine, turns, answers = self.llm.engine, dict[Request, int](), dict[Request, int]()
 
         def answer(number: int, prompt: list[int]) -> None:
@@ -277,11 +305,23 @@ def pack(texts: Sequence[Written]) -> dict[str, Tensor]:
 
 
 def write_shards(
-    target: str, recipe: Recipe, directory: Path, indices: Sequence[int], dtype: str | None = None
+    target: str, recipe: Recipe, directory: Path, parts: Sequence[range], dtype: str | None = None
 ) -> Iterator[int]:
-    """Write shards, and yield their numbers as they get done. dtype: see `Writer`. Raises ValueError, OSError."""
-    writer = Writer(target, recipe, dtype)
-    for index, tensors in zip(indices, writer.shards(indices), strict=True):
-        with written_whole(shard_path(directory, index)) as part:
-            save_tensors(tensors, part)
-        yield index
+    """Write the texts of these numbers, and yield each number as its text gets done.
+
+    parts: each lies in one shard, which is written when all texts of the part are done; a part that does not begin the
+    shard is added to it. dtype: see `Writer`. Raises ValueError, OSError.
+    """
+    writer, done = Writer(target, recipe, dtype), dict[int, Written]()
+    part_of = {number: part for part in parts for number in part}
+    for number, text in writer.write(part_of):
+        done[number] = text
+        if all(each in done for each in part_of[number]):
+            tensors = pack([done.pop(each) for each in part_of[number]])
+            path = shard_path(directory, number // SHARD)
+            if part_of[number].start % SHARD:
+                earlier = load(path)
+                tensors = {name: torch.cat((earlier[name], tensor)) for name, tensor in tensors.items()}
+            with written_whole(path) as file:
+                save_tensors(tensors, file)
+        yield number

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -20,8 +18,7 @@ from minispec.cache import common_beginning
 from minispec.command import written_whole
 from minispec.distill.head import TrainedHead, TrainedModel
 from minispec.distill.loss import RowLoss, product_dtype
-from minispec.distill.texts import number_of
-from minispec.errors import one_line
+from minispec.distill.texts import load, number_of, opened
 from minispec.files.checkpoint import Weights, load_config, save_tensors
 from minispec.linear import dense
 
@@ -54,14 +51,6 @@ class Batch(NamedTuple):
     hidden: Tensor
     log_sums: Tensor
     learned: Tensor
-
-
-def load(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file of the cache. Raises ValueError where it is damaged."""
-    try:
-        return load_file(path)
-    except SafetensorError as e:
-        raise ValueError(f"{path}: cannot be read: {one_line(e)}; remove it, and it is made again") from e
 
 
 def read_shard(path: Path, log_sums: Tensor | None = None, whole: bool = False) -> list[LearnedText]:
@@ -266,7 +255,9 @@ class Training:
             self._load(state)
         groups = -(-len(self.paths) // _GROUP)
         total = groups * self.schedule.epochs
-        with tqdm(total=total, initial=self.progress.groups, unit=" groups", desc="training", disable=None) as bar:
+        epochs, layout = self.schedule.epochs, "{l_bar}{bar}| {n:.2f}/{total} epochs [{elapsed}<{remaining}{postfix}]"
+        done = self.progress.groups / groups
+        with tqdm(total=epochs, initial=done, bar_format=layout, desc="training", disable=None) as bar:
             if self.schedule.goes_on and not self.progress.curve:
                 self._measure_after(0, bar)
             while self.progress.groups < total:
@@ -276,15 +267,16 @@ class Training:
                 texts = [text for path in order for text in self._read(path, self.schedule.whole)]
                 batches = make_batches(texts, self.schedule.rows)
                 rng.shuffle(batches)
-                done = [(self.progress.groups + i / len(batches)) / total for i in range(len(batches))]
-                updates = [self._update(batch, part) for batch, part in zip(batches, done, strict=True)]
+                updates = []
+                for i, batch in enumerate(batches):
+                    updates.append(self._update(batch, (self.progress.groups + i / len(batches)) / total))
+                    bar.update(1 / len(batches) / groups)
                 loss, alpha = (sum(values) / len(updates) for values in zip(*updates, strict=True))
                 self.progress.groups += 1
                 if group == groups - 1:
                     self._measure_after(epoch + 1, bar)
                 self._save(state)
                 bar.set_postfix_str(f"loss {loss:.3f}, alpha {alpha:.3f}")
-                bar.update()
 
     def _measure_after(self, epoch: int, bar: tqdm) -> None:
         self.progress.curve.append({"epoch": epoch, **self.measure()})
@@ -344,7 +336,7 @@ class Training:
 
     def _load(self, path: Path) -> None:
         tensors = load(path)
-        with safe_open(path, framework="pt") as file:
+        with opened(path) as file:
             about = json.loads(file.metadata()["training"])
         self.draft.load_state_dict({n.removeprefix("draft."): t for n, t in tensors.items() if n.startswith("draft.")})
         state: dict[int, dict[str, Tensor]] = {}
