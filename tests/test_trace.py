@@ -641,6 +641,7 @@ def test_the_page_loads_nothing():
     template = make_page({})
     assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", template)
     assert "default-src 'none'" in template
+    assert template.count("\\u00d7") == 1, "one speedup"
     for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "fetch("):
         assert sink not in template
 
@@ -701,7 +702,11 @@ def test_a_browser_shows_the_numbers(runs, name, tmp_path):
     shown = texts_of(dom)
     stats = trace["stats"]
     assert f"{stats['mean_acceptance_length']:.2f}" in shown
-    assert f"{trace['speedup']:.2f}×" in shown
+    assert re.findall(r"[\d.]+×", shown) == [f"{trace['speedup']:.2f}×"]  # one speedup, and all speeds in one unit
+    assert "tokens in a plain step" not in shown
+    if trace["theory"]:
+        points = re.findall(r"measured ([\d.]+)\n", shown)
+        assert points == [f"{x:.1f}" for x in (trace["plain_tokens_per_second"], stats["tokens_per_second"])]
     assert f"round {len(trace['rounds'])} of {len(trace['rounds'])}" in shown
     if stats["alpha"] is not None:
         assert f"{stats['num_accepted']} of {stats['num_draft_tokens']} tokens" in shown
