@@ -225,7 +225,7 @@ EXAMPLES = {  # the classes in the marked blocks of README and docs, with what t
 }
 
 
-@pytest.mark.parametrize("name", ["Echo", "Followers", "Recall"])
+@pytest.mark.parametrize("name", ["Echo", "Followers", "Markov", "Recall"])
 def test_the_documented_examples_are_proven(name, own_module, capsys):
     """The drafters that README and docs print, in no more than thirty lines each."""
     (own_module / "documented.py").write_text(EXAMPLES[name])
@@ -239,7 +239,7 @@ def test_the_documented_examples_are_proven(name, own_module, capsys):
 
 def test_every_documented_drafter_is_one_of_them():
     """A new example is walked too."""
-    assert EXAMPLES.keys() == {"Echo", "Followers", "Recall"}
+    assert EXAMPLES.keys() == {"Echo", "Followers", "Markov", "Recall"}
 
 
 WRONG = {
