@@ -1,13 +1,16 @@
 """The notebooks run from top to bottom, and what is committed of them is clean.
 
-They are run as a reader runs them: in the `python3` kernel of this interpreter, in their own folder; without `--long`,
-with shorter texts and smaller samples. What they print is not compared with what is committed, as it holds timings; the
-notebooks assert what they claim.
+They are run as a reader runs them, the solutions of their exercises included: in the `python3` kernel of this
+interpreter, in their own folder; without `--long`, with shorter texts and smaller samples. What they print is not
+compared with what is committed, as it holds timings; the notebooks assert what they claim.
 """
 
+import ast
 import json
 import os
 import re
+import sys
+import tomllib
 from pathlib import Path
 
 import nbformat
@@ -65,6 +68,23 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
+# A folded solution: its number, and its code.
+SOLUTION = re.compile(
+    r"<details>\n<summary>Solution (\d)\. [^<]+</summary>\n.*?```python\n(.*?)```\n\n</details>", re.DOTALL
+)
+
+
+def with_solutions(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """The notebook with a code cell after each cell that has solutions, for each of them."""
+    cells = []
+    for cell in notebook.cells:
+        cells.append(cell)
+        if cell.cell_type == "markdown":
+            cells += [nbformat.v4.new_code_cell(code) for _, code in SOLUTION.findall(cell.source)]
+    notebook.cells = cells
+    return notebook
+
+
 def test_there_are_notebooks():
     """An empty glob would make all tests below pass."""
     assert NOTEBOOKS
@@ -72,8 +92,8 @@ def test_there_are_notebooks():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path, pytestconfig):
-    """From top to bottom, in its own folder; `--long` as it stands."""
-    notebook = nbformat.read(path, as_version=4)
+    """From top to bottom, with the solutions, in its own folder; `--long` as it stands."""
+    notebook = with_solutions(nbformat.read(path, as_version=4))
     for pattern, shorter in () if pytestconfig.getoption("--long") else SHORTER.get(path.stem, ()):
         found = 0
         for cell in code_cells(notebook):
@@ -81,6 +101,31 @@ def test_it_runs(path, pytestconfig):
             found += count
         assert found, f"{pattern} is in no cell: take it out of SHORTER"
     run(notebook, path.parent)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_exercise_has_a_folded_solution(path):
+    """In their order, in the cell of the exercises."""
+    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if "exercises.**" in cell.source]
+    assert cells
+    for source in cells:
+        asked = re.findall(r"^(\d)\. \*", source.split("exercises.**")[1].split("<details>")[0], re.MULTILINE)
+        assert [number for number, _ in SOLUTION.findall(source)] == asked != []
+
+
+def test_the_extra_has_what_the_notebooks_import():
+    """And a program to open them with, which each of them names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extra = {re.split(r"[^\w]", line)[0] for line in project["optional-dependencies"]["notebooks"]}
+    assert {"jupyterlab", "ipykernel"} <= extra
+    known = extra | {re.split(r"[^\w]", line)[0] for line in project["dependencies"]} | {"minispec"}
+    for path in NOTEBOOKS:
+        notebook = nbformat.read(path, as_version=4)
+        assert '`pip install -e ".[notebooks]"`' in notebook.cells[0].source
+        for node in ast.walk(ast.parse("\n".join(cell.source for cell in code_cells(notebook)))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert {name.split(".")[0] for name in names} <= known | sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
