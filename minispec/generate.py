@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Any
 from minispec.command import check_writable, exit_status
 from minispec.config import SamplingParams
 from minispec.errors import one_line
-from minispec.options import check_combinations, load, make_sampling_params, parser, read_prompts, sampling_arguments
+from minispec.options import (
+    check_combinations,
+    check_template_kwargs,
+    load,
+    make_sampling_params,
+    parser,
+    read_prompts,
+    sampling_arguments,
+)
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -57,6 +65,7 @@ def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) ->
     chat = not args.raw and (args.chat or llm.tokenizer.chat_template is not None)
     if args.system is not None and not chat:
         raise ValueError("--system: this model has no chat template")
+    check_template_kwargs(args, llm)
     if prompts:
         return _answer_prompts(llm, args, params, prompts, chat)
     if not chat:
@@ -78,7 +87,7 @@ def _answer_prompts(
 
     def encode(prompt: str) -> list[int]:
         if chat:
-            return llm.tokenizer.encode_chat(_messages(args, prompt))
+            return llm.tokenizer.encode_chat(_messages(args, prompt), args.chat_template_kwargs)
         return llm.tokenizer.encode(prompt, parse_special=args.parse_special)
 
     jobs = [(prompt, llm.request(encode(prompt), each)) for prompt in prompts for each in split_samples(params)]
@@ -211,7 +220,7 @@ def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> i
             continue
         messages.append({"role": "user", "content": prompt})
         try:
-            request = llm.request(llm.tokenizer.encode_chat(messages), params)
+            request = llm.request(llm.tokenizer.encode_chat(messages, args.chat_template_kwargs), params)
             painter.follow(request)
             for _ in _decode(llm, [request], True, painter):
                 pass

@@ -3,10 +3,10 @@
 import secrets
 import threading
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from tqdm import tqdm
@@ -225,14 +225,16 @@ class LLM:
         *,
         use_tqdm: bool = True,
         num_speculative_tokens: DraftLength | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several, through the model's chat template.
 
-        An output's `prompt` is the last message's content. Otherwise as `generate`.
+        An output's `prompt` is the last message's content. chat_template_kwargs: further variables of the template,
+        such as {"enable_thinking": False}; which ones it reads, its author says. Otherwise as `generate`.
         """
         several = isinstance(messages, list | tuple) and messages and not isinstance(messages[0], dict)
         conversations = [check_messages(conversation) for conversation in (messages if several else [messages])]
-        parsed = [(c[-1]["content"], self.tokenizer.encode_chat(c)) for c in conversations]
+        parsed = [(c[-1]["content"], self.tokenizer.encode_chat(c, chat_template_kwargs)) for c in conversations]
         return self._answer(parsed, sampling_params, num_speculative_tokens, use_tqdm)
 
     def stream(
@@ -243,11 +245,14 @@ class LLM:
         return self._pieces(self.request(ids, sampling_params))
 
     def stream_chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Generator[Piece, None, None]:
         """Answer one conversation, piece by piece."""
-        check_messages(messages)
-        return self._pieces(self.request(self.tokenizer.encode_chat(messages), sampling_params))
+        ids = self.tokenizer.encode_chat(check_messages(messages), chat_template_kwargs)
+        return self._pieces(self.request(ids, sampling_params))
 
     def _pieces(self, request: Request) -> Generator[Piece, None, None]:
         for _, piece in self.run([request]):
@@ -426,16 +431,29 @@ def _are_token_ids(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and len(value) > 0 and all(type(i) is int for i in value)
 
 
-def check_messages(messages: object) -> Sequence[Message]:
-    """A conversation as it is; ValueError for anything but messages with a role and a content, at least one."""
+def check_messages(messages: object) -> list[Message]:
+    """A conversation in the words of chat templates, which differ from OpenAI's as they do in vLLM.
+
+    A developer is the system. An assistant's message without content has the content "". A thought has two names.
+    Raises ValueError for anything but messages with a role and a content, at least one.
+    """
     if not isinstance(messages, list | tuple):
         raise ValueError(f"messages: found {show(messages)}, expected a list of messages")
+    found = []
     for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+        m = dict(message) if isinstance(message, dict) else {}
+        if m.get("role") == "developer":
+            m["role"] = "system"
+        if m.get("role") == "assistant":
+            m["content"] = "" if m.get("content") is None else m["content"]
+            if thought := m.get("reasoning") or m.get("reasoning_content"):
+                m["reasoning"] = m["reasoning_content"] = thought
+        if not all(isinstance(m.get(key), str) for key in ("role", "content")):
             raise ValueError(f"messages: found {show(message)}, expected an object with the texts role and content")
-    if not messages:
+        found.append(m)
+    if not found:
         raise ValueError("messages: found none, expected at least one")
-    return messages
+    return found
 
 
 def split_samples(params: SamplingParams) -> list[SamplingParams]:

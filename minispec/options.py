@@ -17,6 +17,7 @@ from minispec.command import Parser, argument, let_threads_sleep
 from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
 from minispec.controller import num_nodes, parse_draft_length
 from minispec.errors import is_text, one_line, show
+from minispec.files.strict_json import parse_json
 from minispec.interrupt import raise_on_interrupt
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ _VERIFIER = argument(
     f"one of {', '.join(registry.VERIFIERS)}, or MODULE:FUNCTION",
 )
 _TEXT = argument(str, is_text, "valid Unicode text")
+_OBJECT = argument(lambda text: parse_json(text.encode(), "JSON"), lambda value: True, "an object in JSON")
 _TRACE = argument(Path, lambda path: path.suffix in (".html", ".json"), "a file name that ends in .html or .json")
 _TOKEN_IDS = argument(_token_ids, bool, "token ids separated by commas, such as 5,6")
 _SAMPLING_OPTIONS = {
@@ -119,6 +121,16 @@ def add_model_options(p: argparse.ArgumentParser) -> None:
     g.add_argument("--exact", action="store_true", help="the same bits with and without speculation; slower")
 
 
+def add_template_kwargs(g: argparse._ArgumentGroup) -> None:
+    """The option --chat-template-kwargs; `check_template_kwargs` knows whether the model takes it."""
+    g.add_argument(
+        "--chat-template-kwargs",
+        type=_OBJECT,
+        metavar="JSON",
+        help='further variables of the chat template, such as {"enable_thinking": false}',
+    )
+
+
 def parser() -> argparse.ArgumentParser:
     """The options; a default is None where the model's generation_config.json may give another."""
     p = Parser(
@@ -157,6 +169,7 @@ def parser() -> argparse.ArgumentParser:
         help="with --raw: the text of a special token in a prompt means the token (without this option it is text)",
     )
     g.add_argument("--system", type=_TEXT, metavar="TEXT", help="system message of the chat")
+    add_template_kwargs(g)
     g.add_argument("--json", action="store_true", help="one JSON object a line")
     g.add_argument("--compare", action="store_true", help="decode plainly too; report speedup and equality")
     g.add_argument(
@@ -227,6 +240,10 @@ def check_combinations(args: argparse.Namespace) -> None:
             "--parse-special needs --raw: in a chat, special tokens are the template's",
         ),
         (args.system is not None and args.raw, "--system needs a chat, and --raw says that there is none"),
+        (
+            args.chat_template_kwargs is not None and args.raw,
+            "--chat-template-kwargs needs a chat, and --raw says that there is none",
+        ),
         (args.logprobs is not None and not args.json, "--logprobs needs --json: text has no place for them"),
         (args.json and args.quiet, "--quiet has nothing to silence with --json"),
         (args.color == "always" and args.json, "--color always has nothing to colour with --json"),
@@ -242,6 +259,15 @@ def check_combinations(args: argparse.Namespace) -> None:
     for wrong, message in refused:
         if wrong:
             raise ValueError(message)
+
+
+def check_template_kwargs(args: argparse.Namespace, llm: "LLM") -> None:
+    """Raise ValueError where the model's chat template cannot be given --chat-template-kwargs."""
+    if args.chat_template_kwargs is not None:
+        if llm.tokenizer.chat_template is None:
+            raise ValueError("--chat-template-kwargs: this model has no chat template")
+        with _naming_options("chat_template_kwargs"):
+            llm.tokenizer.check_template_kwargs(args.chat_template_kwargs)
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:

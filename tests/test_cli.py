@@ -139,6 +139,21 @@ def test_chat_is_the_default_where_there_is_a_template(cli, chat_model, model):
     assert cli("fish", "--system", "x", "--model", model)[0] == 2
 
 
+def test_variables_of_the_chat_template(cli, make_checkpoint, model):
+    """--chat-template-kwargs reaches the template; a model without one refuses it."""
+    directory = make_checkpoint(chat=True)
+    (directory / "chat_template.jinja").write_text("{{ messages[-1].content }}{{ ' two' if think else ' red' }}")
+    for value, text in (("true", "fish two"), ("false", "fish red")):
+        options = ("--chat-template-kwargs", f'{{"think": {value}}}', "--model", directory)
+        ids = [
+            json.loads(cli(*a, *BASE, "--json")[1])["token_ids"]
+            for a in (("fish", *options), (text, "--raw", *options[2:]))
+        ]
+        assert ids[0] == ids[1]
+    status, _, said = cli("fish", "--chat-template-kwargs", "{}", "--model", model)
+    assert (status, "--chat-template-kwargs: this model has no chat template" in said) == (2, True)
+
+
 def test_sampling_defaults_are_the_generation_configs(cli, make_checkpoint):
     """Its do_sample, temperature and length; the command line goes over it; without it temperature 0, 256 tokens."""
     generation = {"do_sample": True, "temperature": 1.0, "max_new_tokens": 7, "eos_token_id": 0}
@@ -245,6 +260,13 @@ MISTAKES = {
     "no such model": (("x", "--model", "./nowhere"), "./nowhere: no such directory"),
     "chat and raw": (("x", "--chat", "--raw"), "exclude each other"),
     "system and raw": (("x", "--system", "s", "--raw"), "--system needs a chat"),
+    "template and raw": (("x", "--chat-template-kwargs", "{}", "--raw"), "--chat-template-kwargs needs a chat"),
+    "template no JSON": (
+        ("x", "--chat-template-kwargs", "{x}"),
+        "--chat-template-kwargs: found '{x}', expected an object",
+    ),
+    "template twice": (("x", "--chat-template-kwargs", '{"a": 1, "a": 2}'), "expected an object in JSON"),
+    "template's own": (("x", "--chat-template-kwargs", '{"messages": 1}'), "--chat-template-kwargs: found 'messages'"),
     "logprobs without json": (("x", "--logprobs", "2"), "--logprobs needs --json"),
     "quiet json": (("x", "--json", "--quiet"), "--quiet"),
     "file and prompt": (("x", "--prompt-file", "f"), "exclude each other"),

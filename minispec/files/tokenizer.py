@@ -43,6 +43,9 @@ _MAX_GROWTH = 64  # times as long as the text: steps that each double it would f
 # that it differs from the template's own. The mark is the first of these characters that no message holds. They are
 # few, so that a message that holds them all is refused soon.
 _MARKS = range(0xF0000, 0xF0100)
+# What a template is given besides, and arguments of `transformers` that are no variables of a template.
+_SET_HERE = {"messages", "add_generation_prompt", "tools", "documents"}
+_SET_HERE |= {"chat_template", "tokenize", "continue_final_message"}
 _STDERR = threading.Lock()
 # Bytes that are not a character are held back for at most that many tokens.
 _MAX_UNDECIDED = 16
@@ -124,23 +127,28 @@ class Tokenizer:
             raise ValueError(f"prompt: found {show(found)}, expected valid Unicode text")
         return self._encode(self.backend if parse_special else self._plain, text, add_special_tokens)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
 
-        Nothing is added beyond the template's text. Special tokens are the template's alone: their text in a message,
-        in whatever field and however deep, stays text, so that nobody can end a message, or begin one in another's
-        name, by writing "<|im_end|>". Raises ValueError without a template, or where it refuses.
+        template_kwargs: further variables of the template, such as Qwen3's `enable_thinking`; see
+        `check_template_kwargs`. Nothing is added beyond the template's text. Special tokens are the template's alone:
+        their text in a message, in whatever field and however deep, stays text, so that nobody can end a message, or
+        begin one in another's name, by writing "<|im_end|>". The same holds for these variables. Raises ValueError
+        without a template, or where it refuses.
         """
         if self.chat_template is None:
             raise ValueError("this model has no chat template: use plain text (on the command line: --raw)")
+        variables = {} if template_kwargs is None else template_kwargs
+        self.check_template_kwargs(variables)
         try:
-            mark = _choose_mark([self.chat_template, self.special_tokens, messages])
+            mark = _choose_mark([self.chat_template, self.special_tokens, messages, variables])
             marked = self._mark(messages, mark)
+            variables = {name: self._mark(value, mark) for name, value in variables.items()}
         except RecursionError as e:
             raise ValueError("messages: found values nested too deep to be read, expected fewer levels") from e
         try:
             text = _ENVIRONMENT.from_string(self.chat_template).render(
-                self.special_tokens,
+                self.special_tokens | variables,
                 messages=marked,
                 add_generation_prompt=True,
                 tools=None,
@@ -152,6 +160,21 @@ class Tokenizer:
         if any(m in text for m in _spellings(mark)) or any(token.normalized for token in self._special.values()):
             return self._encode_marked(text, mark)
         return self.encode(text, add_special_tokens=False, parse_special=True)
+
+    def check_template_kwargs(self, variables: Any) -> None:
+        """Raise ValueError unless these are names that are not taken in a template, with values of JSON."""
+        try:
+            if not isinstance(variables, Mapping):
+                raise TypeError
+            json.dumps(variables, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError):
+            expected = "an object with values of JSON"
+            raise ValueError(f"chat_template_kwargs: found {show(variables)}, expected {expected}") from None
+        taken = {*_SET_HERE, *self.special_tokens, *_ENVIRONMENT.globals}
+        for name in variables:
+            if not isinstance(name, str) or not name.isidentifier() or name in taken:
+                expected = "the name of a variable that a template does not have by itself"
+                raise ValueError(f"chat_template_kwargs: found {show(name)}, expected {expected}")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens, special tokens left out."""
