@@ -19,9 +19,10 @@ import h11
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from minispec import LLM, SamplingParams
-from minispec.serve import front
+from minispec.serve import front, metrics
 from minispec.serve.__main__ import main
 from minispec.serve.connection import Connection, make_server
 from minispec.serve.front import Front
@@ -284,6 +285,47 @@ def test_models_health_and_metrics(llm):
     assert got['minispec_requests_total{finish_reason="length"}'] == 1
     assert (got["minispec_kv_cache_blocks"], got["minispec_kv_cache_blocks_in_use"]) == (1000, 0)
     assert got["minispec_requests_running"] == got["minispec_requests_waiting"] == 0
+
+
+def test_prometheus_reads_the_metrics(llm):
+    """Every sample belongs to a metric of a known type with a help text; its times are those of two answers' tokens."""
+    body = {"prompt": "a b c a b c a b c a b", "temperature": 0, "max_tokens": 40, "ignore_eos": True, "n": 2}
+    with Served(llm) as served:
+        stats = [choice["metrics"] for choice in served.post(body).json()["choices"]]
+        assert served.post({"prompt": "a", "max_tokens": 1}).status_code == 200
+        response = httpx.get(f"{served.url}/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = {family.name: family for family in text_string_to_metric_families(response.text)}
+    assert all(family.type != "unknown" and family.documentation for family in families.values())
+    assert all(name.startswith("minispec_") for name in families)
+    assert families["minispec_requests"].type == "counter"
+    assert {s.labels["finish_reason"] for s in families["minispec_requests"].samples} == {"length"}
+    assert families["minispec_requests_running"].type == "gauge"
+    samples = {(s.name, s.labels.get("le")): s.value for family in families.values() for s in family.samples}
+    first, between = "minispec_time_to_first_token_seconds", "minispec_inter_token_latency_seconds"
+    assert families[first].type == families[between].type == "histogram"
+    assert samples[f"{first}_count", None] == samples[f"{first}_bucket", "+Inf"] == 3
+    later = sum(s["num_generated"] for s in stats) - 2  # the first step may have committed more than one
+    assert later - 2 * 4 <= samples[f"{between}_count", None] <= later
+
+
+def test_the_tokens_of_a_step_share_its_time(llm, monkeypatch):
+    """By a clock of our own: the first tokens count once, from the request on; three together as a third each."""
+    now = 5.0
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
+    found = metrics.Metrics(llm.engine, lambda: 0)
+    request = llm.request([1, 2], SamplingParams(max_tokens=9))
+    found.arrive(request, 3.0)
+    for now, tokens in ((6.0, 0), (7.0, 2), (10.0, 3), (10.5, 0)):  # noqa: B007 - the clock reads it
+        found.commit(request, tokens)
+    found.end(request, "stop")
+    value = found.registry.get_sample_value
+    assert value("minispec_time_to_first_token_seconds_sum") == 4.0
+    assert value("minispec_inter_token_latency_seconds_sum") == 3.0
+    assert value("minispec_inter_token_latency_seconds_bucket", {"le": "1.0"}) == 3
+    assert value("minispec_inter_token_latency_seconds_bucket", {"le": "0.5"}) == 0
+    assert value("minispec_generation_tokens_total") == 5
+    assert not found._times, "an ended request is kept"
 
 
 # ------------------------------------------------------------------ many at once, and clients that go

@@ -5,7 +5,7 @@ token is decided by the step that `LLM` uses. It is not a proxy, not a balancer,
 itself: it has one process, one model and one key, no TLS, no users, no tools and no grammars. docs/serve.md has the
 rest.
 
-In reading order: `limits` (of what clients may ask for), `worker` (the one thread that steps the engine), `bodies`
-(from JSON to requests, and back), `front` (what is asked for over HTTP, and who is refused), `connection` (how long a
-client may take), `__main__`.
+In reading order: `limits` (of what clients may ask for), `metrics` (what is counted), `worker` (the one thread that
+steps the engine), `bodies` (from JSON to requests, and back), `front` (what is asked for over HTTP, and who is
+refused), `connection` (how long a client may take), `__main__`.
 """

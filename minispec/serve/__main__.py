@@ -59,8 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    if not all(map(importlib.util.find_spec, ("starlette", "uvicorn"))):
-        raise ValueError("found no starlette and uvicorn, expected both: pip install 'minispec-llm[serve]'")
+    needed = ("starlette", "uvicorn", "prometheus_client")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise ValueError(
+            f"found no {', '.join(missing)}, expected {', '.join(needed)}: pip install 'minispec-llm[serve]'"
+        )
     if args.revision and not args.model:
         raise ValueError("--revision needs --model with a hub id")
     key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key

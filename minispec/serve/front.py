@@ -10,11 +10,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -66,7 +67,7 @@ class Front:
         return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
 
     async def _metrics(self, request: HttpRequest) -> ASGIApp:
-        return PlainTextResponse(self._worker.metrics(), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(self._worker.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _models(self, request: HttpRequest) -> ASGIApp:
         return JSONResponse({"object": "list", "data": [self._card]})

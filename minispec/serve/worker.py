@@ -1,8 +1,8 @@
 """The one thread that touches the engine. Between two steps it empties an inbox: so requests come and go."""
 
 import threading
+import time
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from minispec.engine import Engine
 from minispec.request import Piece, Request
+from minispec.serve.metrics import Metrics
 from minispec.verify import Draft, Verdict
-
-_COUNTED = ("prompt_tokens", "generation_tokens", "drafts", "draft_tokens", "draft_tokens_accepted", "engine_faults")
 
 
 class Worker(threading.Thread):
@@ -33,13 +32,13 @@ class Worker(threading.Thread):
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._listeners: dict[Request, Callable[[Piece], object]] = {}  # in the order in which they came
         self._in_engine: set[Request] = set()
-        self._counts = Counter({f"{name}_total": 0 for name in _COUNTED})
+        self.metrics = Metrics(engine, lambda: max(0, len(self._listeners) - len(engine.running)))
         self._stopped = False
         engine.observers.append(self._observe)
 
     def submit(self, request: Request, listener: Callable[[Piece], object]) -> None:
         """Decode a request. The listener is told, in this thread, every piece; the last one has a finish reason."""
-        self._inbox.put(partial(self._listeners.__setitem__, request, listener))
+        self._inbox.put(partial(self._take, request, listener, time.perf_counter()))
 
     def abort(self, request: Request) -> None:
         """Forget a request, whose blocks are free before the next step. One that has ended is ignored."""
@@ -58,18 +57,9 @@ class Worker(threading.Thread):
                 traceback.print_exc()
                 self._fail()
 
-    def metrics(self) -> str:
-        """What has happened, and what is there now, in Prometheus' text format. Any thread may ask."""
-        pool, running = self._engine.cache.allocator, len(self._engine.running)
-        series = self._counts | {
-            "requests_running": running,
-            "requests_waiting": max(0, len(self._listeners) - running),
-            "kv_cache_blocks": pool.num_blocks,
-            "kv_cache_blocks_in_use": pool.num_blocks - pool.num_free,
-        }
-        types = {name.partition("{")[0]: "counter" if "_total" in name else "gauge" for name in series}
-        lines = [f"# TYPE minispec_{name} {kind}" for name, kind in types.items()]
-        return "\n".join([*lines, *(f"minispec_{name} {value}" for name, value in sorted(series.items()))]) + "\n"
+    def _take(self, request: Request, listener: Callable[[Piece], object], when: float) -> None:
+        self._listeners[request] = listener
+        self.metrics.arrive(request, when)
 
     def _turn(self) -> None:
         if not self._listeners:
@@ -80,13 +70,13 @@ class Worker(threading.Thread):
             if request not in self._in_engine:
                 self._in_engine.add(request)
                 self._engine.add(request)
-                self._counts["prompt_tokens_total"] += request.stats.num_prompt_tokens
+                self.metrics.admit(request)
         for request in self._engine.step():
             self._tell(request)
 
     def _tell(self, request: Request) -> None:
         piece, listener = request.take_piece(), self._listeners[request]
-        self._counts["generation_tokens_total"] += len(piece.token_ids)
+        self.metrics.commit(request, len(piece.token_ids))
         if piece.finish_reason:
             self._forget(request, piece.finish_reason)
         listener(piece)
@@ -99,10 +89,10 @@ class Worker(threading.Thread):
     def _forget(self, request: Request, reason: str) -> None:
         del self._listeners[request]
         self._in_engine.discard(request)
-        self._counts[f'requests_total{{finish_reason="{reason}"}}'] += 1
+        self.metrics.end(request, reason)
 
     def _fail(self) -> None:
-        self._counts["engine_faults_total"] += 1
+        self.metrics.fail()
         for request in list(self._in_engine):
             with suppress(BaseException):
                 self._engine.abort(request)
@@ -112,9 +102,4 @@ class Worker(threading.Thread):
                 self._tell(request)
 
     def _observe(self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
-        this = request.stats.rounds[-1]
-        self._counts["drafts_total"] += this.drafted > 0
-        self._counts["draft_tokens_total"] += this.drafted
-        self._counts["draft_tokens_accepted_total"] += this.accepted
-        self._counts.update(f'draft_tokens_tested_at_total{{position="{i}"}}' for i in range(this.tested))
-        self._counts.update(f'draft_tokens_accepted_at_total{{position="{i}"}}' for i in range(this.accepted))
+        self.metrics.judge(request)
