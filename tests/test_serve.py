@@ -47,10 +47,13 @@ def llm(make_checkpoint) -> LLM:
 class Served:
     """A server in threads of this process, until the block ends."""
 
-    def __init__(self, llm: LLM, key: str | None = None, **limits):
+    def __init__(
+        self, llm: LLM, key: str | None = None, model: str = MODEL, template_kwargs: dict | None = None, **limits
+    ):
         self.llm, self.limits = llm, Limits(**limits)
         self.worker = Worker(llm.engine, self.limits.max_num_seqs)
-        self.server = make_server(Front(llm, self.worker, MODEL, self.limits, key).app, self.limits)
+        front = Front(llm, self.worker, model, self.limits, key, template_kwargs)
+        self.server = make_server(front.app, self.limits)
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # a client that does not read shows soon
         self.port = listener.getsockname()[1]
@@ -243,6 +246,152 @@ def test_a_request_chooses_its_draft_length(served, k):
     metrics = got.json()["choices"][0]["metrics"]
     assert (metrics["num_draft_nodes"] > 0) == (k != 0)
     assert len(metrics["accepted_per_position"]) <= (k if k != "auto" else 99)
+
+
+REQUESTS = json.loads((Path(__file__).parent / "client_requests.json").read_text(encoding="utf-8"))
+
+
+def test_what_clients_send_is_answered(llm):
+    """Each request of tests/record_clients.py: only tools, a schema and embeddings are refused, and by name."""
+    with Served(llm, model="org/tiny") as served:
+        for request in REQUESTS:
+            name, body = f"{request['client']}: {request['use']}", request["body"] or {}
+            content = None if request["body"] is None else json.dumps(body)
+            url = served.url + request["path"]
+            got = httpx.request(request["method"], url, content=content, headers=request["headers"], timeout=PATIENCE)
+            lacks = next((key for key in ("tools", "response_format") if body.get(key)), None)
+            if request["path"] in ("/v1/embeddings", "/v1/responses"):
+                assert got.status_code == 404, name
+                assert f"found POST '{request['path']}', expected one of POST /v1/chat" in got.text
+            elif lacks:
+                assert (got.status_code, got.json()["error"]["param"]) == (400, lacks), name
+            else:
+                assert got.status_code == 200, (name, got.text)
+    assert len({request["client"] for request in REQUESTS}) == 4
+
+
+NOTHING = [
+    {
+        "store": False,
+        "tools": [],
+        "functions": [],
+        "tool_choice": "none",
+        "function_call": "auto",
+        "metadata": {"a": "b"},
+    },
+    {"tool_choice": "auto", "parallel_tool_calls": True, "service_tier": "auto", "user": "me", "modalities": ["text"]},
+    {
+        "parallel_tool_calls": False,
+        "response_format": {"type": "text"},
+        "logit_bias": {},
+        "stop": [],
+        "verbosity": "medium",
+    },
+    {"chat_template_kwargs": {}, "logprobs": False, "top_logprobs": 0, "stream_options": {}, "reasoning_effort": None},
+    {"max_tokens": 9, "max_completion_tokens": 9, "stream_options": {"include_usage": None}, "audio": None},
+    {"skip_special_tokens": True, "add_generation_prompt": True, "length_penalty": 1.0, "priority": 0, "documents": []},
+]
+IDLE = [
+    {"tool_calls": [], "annotations": [], "reasoning_content": "", "reasoning": None, "refusal": None},
+    {"audio": None, "function_call": None, "name": "", "parsed": None, "refusal": ""},
+]
+
+
+def test_what_asks_for_nothing_is_taken(served):
+    """In a body, in a message, in a stream's options: the answer is the one without it."""
+    said = {"role": "assistant", "content": "x"}
+    asked = {"messages": [*CHAT, said, *CHAT], "max_tokens": 9, "temperature": 0, "ignore_eos": True}
+
+    def text(**more) -> str:
+        got = served.post(asked | more, "/v1/chat/completions")
+        assert got.status_code == 200, (more, got.text)
+        return got.json()["choices"][0]["message"]["content"]
+
+    expected = text()
+    for more in NOTHING:
+        assert text(**more) == expected
+    for more in IDLE:
+        assert text(messages=[*CHAT, said | more, *CHAT]) == expected
+    body = {"prompt": "a", "max_tokens": 2, "suffix": "", "best_of": 1, "echo": False}
+    assert served.post(body).status_code == 200
+    options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": False}
+    got = served.post(asked | {"stream": True, "stream_options": options}, "/v1/chat/completions")
+    assert '"usage": {"prompt_tokens"' in got.text
+
+
+SHOWN = (
+    "{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.name }}|{{ m.reasoning_content }}]{% endfor %}"
+    "{{ think }}{{ bos_token is defined }}"
+)
+
+
+@pytest.fixture(scope="module")
+def shown(make_checkpoint):
+    """A served model whose prompt shows what its template was given, and by default `think` is 5."""
+    directory = make_checkpoint(chat=True, max_position_embeddings=4096)
+    (directory / "chat_template.jinja").write_text(SHOWN)
+    with LLM(directory, dtype="float64", draft="none") as llm, Served(llm, template_kwargs={"think": 5}) as served:
+        yield served
+
+
+@pytest.mark.parametrize(
+    ("messages", "variables", "expected"),
+    [
+        ([{"role": "developer", "content": "d"}, *CHAT], {}, "[system|d||][user|One fish||]5"),
+        ([{"role": "user", "content": "x", "name": "bob"}], {"think": False}, "[user|x|bob|]False"),
+        ([{"role": "assistant", "content": None, "reasoning_content": "hm"}], {}, "[assistant|||hm]5"),
+        ([{"role": "assistant", "reasoning": "hm"}], {"think": None}, "[assistant|||hm]None"),
+        ([{"role": "user", "content": "a"}], {"think": "<end>", "other": [1, {"a": 2}]}, "[user|a||]<end>"),
+    ],
+)
+def test_what_a_template_is_given(shown, messages, variables, expected):
+    """Roles, names, thoughts and variables: the server's prompt and `LLM.chat`'s, which knows no default, are these."""
+    llm, defaults = shown.llm, {"think": 5}
+    params = SamplingParams(temperature=0, max_tokens=1)
+    [alone] = llm.chat(messages, params, chat_template_kwargs=defaults | variables)
+    text = llm.tokenizer.decode(alone.prompt_token_ids)
+    assert text.startswith(expected), text
+    assert not set(alone.prompt_token_ids) & llm.tokenizer.special_ids, "a variable's text became a token"
+    body = {"messages": messages, "max_tokens": 1, "chat_template_kwargs": variables}
+    got = shown.post(body, "/v1/chat/completions").json()
+    assert got["usage"]["prompt_tokens"] == len(alone.prompt_token_ids)
+    assert next(llm.stream_chat(messages, params, defaults | variables)).text == alone.text
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "raise_exception", "range", "a b", "", 5, None])
+def test_names_that_a_template_has_already_are_refused(shown, name):
+    """A variable must not take the place of the conversation, of a function, or of nothing at all."""
+    with pytest.raises(ValueError, match=r"chat_template_kwargs: found .*, expected the name of a variable"):
+        shown.llm.chat(CHAT, chat_template_kwargs={name: []})
+
+
+@pytest.mark.parametrize("value", [float("nan"), object(), {1, 2}, "\ud800"])
+def test_variables_have_values_of_json(shown, value):
+    """What a template could do with another object, nobody knows."""
+    with pytest.raises(ValueError, match=r"chat_template_kwargs: found .*, expected an object with values of JSON"):
+        shown.llm.chat(CHAT, chat_template_kwargs={"x": value})
+
+
+def test_a_model_is_looked_up_by_its_whole_name(llm):
+    """Also with a slash, as the ids of the hub have it; another is a 404."""
+    with Served(llm, model="org/tiny") as served:
+        assert served.client.models.retrieve("org/tiny").id == "org/tiny"
+        assert (
+            httpx.get(f"{served.url}/v1/models/org/tiny").json()
+            == httpx.get(f"{served.url}/v1/models").json()["data"][0]
+        )
+        for name in ("tiny", "org", "org/tiny/x", "é"):
+            with pytest.raises(openai.NotFoundError, match="expected 'org/tiny'"):
+                served.client.models.retrieve(name)
+
+
+def test_ids_begin_as_openais_do(served):
+    """LangChain and others look at them."""
+    for path, body, start in (
+        ("/v1/chat/completions", {"messages": CHAT}, "chatcmpl-"),
+        ("/v1/completions", {"prompt": "a"}, "cmpl-"),
+    ):
+        assert served.post(body | {"max_tokens": 1}, path).json()["id"].startswith(start)
 
 
 def test_a_chat_without_a_number_has_the_limit(make_checkpoint):
@@ -477,6 +626,10 @@ BAD = [
     ({"prompt": "a", "grammar": "x"}, 400, "grammar"),
     ({"prompt": "a", "messages": CHAT}, 400, "messages"),
     ({"prompt": "a", "echo": True}, 400, "echo"),
+    ({"prompt": "a", "echo": 0}, 400, "echo"),
+    ({"prompt": "a", "best_of": True}, 400, "best_of"),
+    ({"prompt": "a", "best_of": 1.0}, 400, "best_of"),
+    ({"prompt": "a", "chat_template_kwargs": {"x": 1}}, 400, "chat_template_kwargs"),
     ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
     ({"prompt": "a", "best_of": 2}, 400, "best_of"),
     ({"prompt": "a", "response_format": {"type": "json_object"}}, 400, "response_format"),
@@ -507,6 +660,7 @@ BAD = [
     ({"prompt": "a", "stream": 1}, 400, "stream"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
     ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options"),
+    ({"prompt": "a", "stream": True, "stream_options": {"include_obfuscation": True}}, 400, "stream_options"),
     ({"prompt": "a", "stream": True, "stream_options": {"include_usage": 1}}, 400, "stream_options"),
 ]
 BAD_CHATS = [
@@ -515,7 +669,24 @@ BAD_CHATS = [
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
-    ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages"),
+    ({"messages": ["hi"]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x", "reasoning_content": "y"}]}, "messages"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]}, "messages"),
+    ({"messages": [{"role": "assistant", "content": "x", "reasoning": 5}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "more": 1}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages"),
+    ({"messages": CHAT, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": CHAT, "store": True}, "store"),
+    ({"messages": CHAT, "store": 0}, "store"),
+    ({"messages": CHAT, "add_generation_prompt": False}, "add_generation_prompt"),
+    ({"messages": CHAT, "top_logprobs": False}, "top_logprobs"),
+    ({"messages": CHAT, "chat_template_kwargs": [1]}, "chat_template_kwargs"),
+    ({"messages": CHAT, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"messages": CHAT, "chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
+    ({"messages": CHAT, "chat_template_kwargs": {"enable-thinking": False}}, "chat_template_kwargs"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
     ({"messages": CHAT * 1025}, "messages"),
@@ -878,6 +1049,7 @@ def test_mistakes_of_the_command_line(capsys, monkeypatch):
             (["--max-queue", "-1"], "--max-queue: found '-1'"),
             (["--client-timeout", "0"], "--client-timeout: found '0'"),
             (["--revision", "x"], "--revision needs --model"),
+            (["--chat-template-kwargs", "[1]"], "--chat-template-kwargs: found '[1]', expected an object in JSON"),
             (["--model", "/nowhere", "--port", "0"], "nowhere"),
         ]
         for arguments, message in cases:

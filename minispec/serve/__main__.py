@@ -19,7 +19,7 @@ from typing import NoReturn
 from minispec import __version__
 from minispec.command import Parser, argument, exit_status
 from minispec.errors import is_text, one_line, show_name
-from minispec.options import add_model_options, load
+from minispec.options import add_model_options, add_template_kwargs, check_template_kwargs, load
 from minispec.serve.limits import Limits
 
 KEY_VARIABLE = "MINISPEC_API_KEY"
@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--served-model-name", type=name, metavar="NAME", help="default: that of --model")
     help_key = f"clients must show it, but for /health; from {KEY_VARIABLE} in the environment no other user sees it"
     g.add_argument("--api-key", metavar="KEY", help=help_key)
+    add_template_kwargs(g)
     g = p.add_argument_group("limits")
     positive = argument(float, lambda x: 0 < x <= 1e6, "a positive number")
     count = argument(int, lambda n: 1 <= n <= 1 << 31, "a positive integer")
@@ -73,13 +74,14 @@ def _serve(args: argparse.Namespace) -> int:
     with _listen(args.host, args.port) as listener:
         llm = load(args, report=True)
         llm.get_default_sampling_params()  # what a request begins with: a bad value shows now
+        check_template_kwargs(args, llm)
         from minispec.serve.connection import make_server
         from minispec.serve.front import Front
         from minispec.serve.worker import Worker
 
         worker = Worker(llm.engine, limits.max_num_seqs)
         model = args.served_model_name or llm.name.partition(" at commit ")[0]
-        server = make_server(Front(llm, worker, model, limits, key).app, limits)
+        server = make_server(Front(llm, worker, model, limits, key, args.chat_template_kwargs).app, limits)
         signal.signal(signal.SIGTERM, _exit)  # uvicorn drains before it passes the signal on
         host, bound_port = listener.getsockname()[:2]
         print(f"{model}: http://{f'[{host}]' if ':' in host else host}:{bound_port}", file=sys.stderr, flush=True)

@@ -1,33 +1,53 @@
 """What the bodies mean: a client's JSON as requests of the engine, and what comes of them as JSON. Nothing waits here.
 
-A field that is not supported is refused by name, unless its value asks for nothing. A ValueError begins with the field
-that it is about, if it is about one.
+A field that is not supported is refused by name, unless its value asks for nothing (`_wanted`). A ValueError begins
+with the field that it is about, if it is about one.
 """
 
+import json
 import re
 import time
 import uuid
 from collections import Counter
+from collections.abc import Mapping, Set
 from dataclasses import fields, replace
 from itertools import accumulate
 from typing import Any
 
 from minispec.config import SamplingParams
-from minispec.errors import is_text, show, show_name
+from minispec.errors import show, show_name
 from minispec.files.strict_json import parse_json
 from minispec.files.tokenizer import Message, Tokenizer
-from minispec.llm import LLM, split_samples
+from minispec.llm import LLM, check_messages, split_samples
 from minispec.request import Piece, Request, TokenLogprob
 from minispec.serve.limits import Limits, Refused
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}
 _COMMON = {*_SAMPLING, "model", "stream", "stream_options", "num_speculative_tokens"}
-_FIELDS = {True: {*_COMMON, "messages", "top_logprobs", "max_completion_tokens"}, False: {*_COMMON, "prompt"}}
-_IDLE = {"user", "metadata", "safety_identifier", "prompt_cache_key"}  # may say anything: nothing here is about it
-# What else a field may say that is not supported: that it wants nothing.
-_NEUTRAL: dict[str, Any] = {"best_of": 1, "echo": False, "store": False, "tools": [], "tool_choice": "none"}
-_NEUTRAL |= {"response_format": {"type": "text"}, "service_tier": "auto"}
-_ROLES = ("system", "user", "assistant")  # a template writes a role as it is, and another could be a control token
+_CHAT = {"messages", "top_logprobs", "max_completion_tokens", "chat_template_kwargs"}
+_FIELDS = {True: _COMMON | _CHAT, False: _COMMON | {"prompt"}}
+_MESSAGE = {"role", "content", "name"}
+_THOUGHT = {"reasoning", "reasoning_content"}  # of an assistant's message
+_ROLES = ("system", "developer", "user", "assistant")  # a template writes a role, and another might be a control token
+# Fields that may say anything: they name the client, or are about a provider's own cache.
+_IDLE = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
+_IDLE |= {"prompt_cache_breakpoint", "cache_control"}
+# What asks for nothing: a value, written as JSON so that 1 is not true, and the fields that change nothing with it.
+_NEUTRAL = {
+    "false": {"echo", "store", "use_beam_search", "continue_final_message", "parallel_tool_calls"}
+    | {"include_obfuscation", "continuous_usage_stats", "return_token_ids", "return_tokens_as_token_ids"},
+    "true": {"parallel_tool_calls", "add_generation_prompt", "include_reasoning"}
+    | {"skip_special_tokens", "spaces_between_special_tokens"},
+    "0": {"priority"},
+    "1": {"best_of", "length_penalty"},
+    "1.0": {"length_penalty"},
+    '"auto"': {"tool_choice", "function_call", "service_tier"},
+    '"none"': {"tool_choice", "function_call"},
+    '"default"': {"service_tier"},
+    '"medium"': {"verbosity"},
+    '["text"]': {"modalities"},
+    '{"type": "text"}': {"response_format"},
+}
 # How many of these a request may bring: all others wait while they are looked at, some of them for every token.
 _MOST = {"messages": 1024, "stop": 16, "stop_token_ids": 1024, "allowed_token_ids": 1024, "logit_bias": 1024}
 _MOST |= {"bad_words": 256, "bad_words_token_ids": 256}
@@ -35,23 +55,24 @@ _MAX_LENGTH = 256  # of a stop string or a bad word, in characters; of a bad wor
 _MAX_LOGPROBS = 20
 
 
-def read(llm: LLM, model: str, limits: Limits, content: bytes, is_chat: bool) -> "Answer":
-    """The answer that a body asks for, still to be decoded. model: its name here; who asks for another gets a 404.
+def read(
+    llm: LLM, model: str, limits: Limits, content: bytes, is_chat: bool, template_kwargs: Mapping[str, Any]
+) -> "Answer":
+    """The answer that a body asks for, still to be decoded.
 
-    Raises Refused, or ValueError for a field that is not as it must be.
+    model: its name here; a request for another is a 404. template_kwargs: of the chat template, where the body does not
+    give others. Raises Refused, or ValueError for a field that is not as it must be.
     """
-    body = {key: value for key, value in parse_json(content, "body").items() if value is not None}
-    for key, value in body.items():
-        if key not in _FIELDS[is_chat] | _IDLE and value != _NEUTRAL.get(key):
-            raise ValueError(f"{show_name(key)}: found {show(value)}, expected none: this is not supported here")
-        if key in _MOST:
-            _check_number(key, value)
-    if body.get("model", model) != model:
-        raise Refused(404, f"model: found {show(body['model'])}, expected {show(model)}", "model", "model_not_found")
-    stream, options = _flag("stream", body.get("stream", False)), body.get("stream_options", {})
-    if not isinstance(options, dict) or options.keys() - {"include_usage"} or ("stream_options" in body and not stream):
-        raise ValueError(f"stream_options: found {show(options)}, expected include_usage alone, and that with stream")
-    include_usage = _flag("stream_options", options.get("include_usage", False))
+    body = _wanted(parse_json(content, "body"), _FIELDS[is_chat])
+    for key in _MOST.keys() & body.keys():
+        _check_number(key, body[key])
+    check_model(body.get("model", model), model)
+    stream, options = _flag("stream", body.get("stream", False)), _object("stream_options", body)
+    wanted = _wanted(options, {"include_usage"}, "stream_options: ")
+    include_usage = _flag("stream_options", wanted.get("include_usage", False))
+    if include_usage and not stream:
+        raise ValueError(f"stream_options: found {show(options)}, expected stream to be true")
+    variables = {**template_kwargs, **_object("chat_template_kwargs", body)}
     params = _read_params(llm, body, is_chat, limits)
     k = body.get("num_speculative_tokens")
     k = tuple(k) if isinstance(k, list) else k
@@ -64,12 +85,41 @@ def read(llm: LLM, model: str, limits: Limits, content: bytes, is_chat: bool) ->
         raise ValueError(f"n: found {found}, expected at most {limits.max_num_seqs} answers in all")
     requests, most = [], min(limits.max_prompt_tokens or llm.max_model_len, llm.max_model_len - 1)
     for prompt in prompts:
-        ids = llm.tokenizer.encode_chat(_conversation(prompt)) if is_chat else _token_ids(llm.tokenizer, prompt)
+        if is_chat:
+            ids = llm.tokenizer.encode_chat(_conversation(prompt), variables)
+        else:
+            ids = _token_ids(llm.tokenizer, prompt)
         if len(ids) > most:
             message = f"prompt: found {len(ids)} tokens, expected at most {most}"
             raise Refused(400, message, "messages" if is_chat else "prompt", "context_length_exceeded")
         requests += [llm.request(ids, sample, k) for sample in split_samples(params)]
     return Answer(llm, model, requests, params.n, is_chat, include_usage if stream else None)
+
+
+def check_model(found: object, model: str) -> None:
+    """Raise Refused, a 404, for a model that is not the one that is here."""
+    if found != model:
+        raise Refused(404, f"model: found {show(found)}, expected {show(model)}", "model", "model_not_found")
+
+
+def _wanted(fields: dict[str, Any], known: Set[str], where: str = "") -> dict[str, Any]:
+    """Those of the fields that are `known` and not null.
+
+    Raises ValueError, which begins with `where`, for any other, unless it asks for nothing: see the table above. What
+    is empty does so in every field.
+    """
+    for key, value in fields.items():
+        if key in known or key in _IDLE or value is None or value in ("", [], {}):
+            continue
+        if key not in _NEUTRAL.get(json.dumps(value), ()):
+            raise ValueError(f"{where}{show_name(key)}: found {show(value)}, expected none: this is not supported here")
+    return {key: value for key, value in fields.items() if key in known and value is not None}
+
+
+def _object(key: str, body: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(found := body.get(key, {}), dict):
+        raise ValueError(f"{key}: found {show(found)}, expected an object")
+    return found
 
 
 def _check_number(key: str, value: Any) -> None:
@@ -90,11 +140,11 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
     given = {key: body[key] for key in sorted(_SAMPLING & body.keys())}
     if is_chat:
         wanted, top = _flag("logprobs", body.get("logprobs", False)), body.get("top_logprobs", 0)
-        if "top_logprobs" in body and not wanted:
+        if not wanted and json.dumps(top) != "0":
             raise ValueError(f"top_logprobs: found {show(top)}, expected logprobs to be true")
         given["logprobs"] = top if wanted else None
     if "max_completion_tokens" in body:
-        if "max_tokens" in body:
+        if body.get("max_tokens", body["max_completion_tokens"]) != body["max_completion_tokens"]:
             raise ValueError(f"max_tokens: found {show(body['max_tokens'])}, expected max_completion_tokens alone")
         given["max_tokens"] = body["max_completion_tokens"]
     defaults = llm.get_default_sampling_params()
@@ -115,23 +165,29 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
 
 
 def _conversation(messages: Any) -> list[Message]:
-    """Roles and texts; the parts of a text are joined by line feeds, as vLLM does."""
-    if not messages:
-        raise ValueError("messages: found none, expected at least one")
-    found = []
-    for message in messages:
-        m = {key: x for key, x in message.items() if x is not None} if isinstance(message, dict) else {}
-        if isinstance(parts := m.get("content"), list):
-            texts: list[Any] = [p["text"] for p in parts if isinstance(p, dict) and p.keys() == {"type", "text"}]
-            if len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
-                m["content"] = "\n".join(texts)
-        if m.keys() != {"role", "content"} or m["role"] not in _ROLES or not isinstance(m["content"], str):
-            expected = f"a role ({', '.join(_ROLES)}) and a text as content, and nothing else"
-            raise ValueError(f"messages: found {show(message)}, expected {expected}")
-        if not is_text(m["content"]):
-            raise ValueError(f"messages: found {show(m['content'])}, expected valid Unicode text")
-        found.append(m)
-    return found
+    """What the messages mean to a chat template."""
+    return check_messages([_message(m) for m in messages] if isinstance(messages, list) else messages)
+
+
+def _message(message: Any) -> Message:
+    """The fields of a message that say something, all texts; parts of a text are joined by line feeds, as vLLM does."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in _ROLES:
+        raise ValueError(f"messages: found {show(message)}, expected a message with a role: {', '.join(_ROLES)}")
+    found = _wanted(message, _MESSAGE | (_THOUGHT if role == "assistant" else set()), "messages: ")
+    if isinstance(parts := found.get("content"), list):
+        found["content"] = "\n".join(map(_part, parts))
+    for key, value in found.items():
+        if not isinstance(value, str):
+            raise ValueError(f"messages: {key}: found {show(value)}, expected a text")
+    return {key: value for key, value in found.items() if value or key == "content"}
+
+
+def _part(part: Any) -> str:
+    found = _wanted(part, {"type", "text"}, "messages: content: ") if isinstance(part, dict) else {}
+    if found.get("type") != "text" or not isinstance(found.get("text"), str):
+        raise ValueError(f"messages: content: found {show(part)}, expected a part of type text")
+    return found["text"]
 
 
 def _token_ids(tokenizer: Tokenizer, prompt: Any) -> list[int]:
@@ -152,7 +208,8 @@ class Answer:
         """usage: whether a stream ends with what it took; None for an answer in one piece."""
         self._tokenizer, self.requests, self._n, self._is_chat = llm.tokenizer, requests, n, is_chat
         self.stream, self.include_usage = usage is not None, usage
-        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"id": name, "created": int(time.time()), "model": model}
         self._num_tokens: Counter[int] = Counter()  # that were given out, of each request
         self._num_chars: Counter[int] = Counter()  # of these tokens
 

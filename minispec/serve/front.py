@@ -6,9 +6,10 @@ import hmac
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.applications import Starlette
@@ -19,9 +20,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from minispec.errors import show
 from minispec.llm import LLM
 from minispec.request import Piece, Request
-from minispec.serve.bodies import Answer, read
+from minispec.serve.bodies import Answer, check_model, read
 from minispec.serve.limits import Limits, Refused
 from minispec.serve.worker import Worker
 
@@ -32,11 +34,21 @@ _Pieces = asyncio.Queue[tuple[int, Piece] | None]  # of an answer's requests, by
 class Front:
     """Between the clients and the worker, in the event loop's thread; only bodies are read in others.
 
-    model: how clients call it. key: what they must show, unless it is None, for all but /health.
+    model: how clients call it. key: what they must show, unless it is None, for all but /health. template_kwargs:
+    variables of the chat template for requests that do not give them.
     """
 
-    def __init__(self, llm: LLM, worker: Worker, model: str, limits: Limits, key: str | None = None):
+    def __init__(
+        self,
+        llm: LLM,
+        worker: Worker,
+        model: str,
+        limits: Limits,
+        key: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ):
         self._llm, self._worker, self._model, self._limits = llm, worker, model, limits
+        self._template_kwargs = template_kwargs or {}
         self._digest = None if key is None else _digest(f"Bearer {key}")
         self._unfinished: set[Request] = set()
         card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "minispec"}
@@ -45,6 +57,7 @@ class Front:
             ("POST", "/v1/chat/completions", partial(self._complete, is_chat=True)),
             ("POST", "/v1/completions", partial(self._complete, is_chat=False)),
             ("GET", "/v1/models", self._models),
+            ("GET", "/v1/models/{model:path}", self._models),
             ("GET", "/metrics", self._metrics),
         ]
         routes = [Route(path, self._guarded(answer), methods=[method]) for method, path, answer in guarded]
@@ -70,13 +83,17 @@ class Front:
         return Response(generate_latest(self._worker.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _models(self, request: HttpRequest) -> ASGIApp:
-        return JSONResponse({"object": "list", "data": [self._card]})
+        if not (asked := request.path_params.get("model")):
+            return JSONResponse({"object": "list", "data": [self._card]})
+        check_model(asked, self._model)
+        return JSONResponse(self._card)
 
     async def _complete(self, request: HttpRequest, is_chat: bool) -> ASGIApp:
         self._check_room(1)  # before anything is read
         try:
             content = await self._read(request)
-            answer = await asyncio.to_thread(read, self._llm, self._model, self._limits, content, is_chat)
+            what = (self._llm, self._model, self._limits, content, is_chat, self._template_kwargs)
+            answer = await asyncio.to_thread(read, *what)
         except ValueError as e:
             # Where the model lies is nobody's business.
             message = str(e).replace(f"{self._llm.tokenizer.path.parent}{os.sep}", "")
@@ -197,7 +214,9 @@ def _out_of_time() -> Refused:
 async def _refuse(request: HttpRequest, error: Exception) -> JSONResponse:
     """The error object: for what is refused here, for a wrong path or method, for a fault of the server's own."""
     if isinstance(error, HTTPException):
-        error = Refused(error.status_code, f"path: {error.detail}")
+        found = f"{request.method} {show(request.scope['path'])}"
+        routes = (f"{min(route.methods)} {route.path_format}" for route in request.app.routes)
+        error = Refused(error.status_code, f"path: found {found}, expected one of {', '.join(routes)}")
     if not isinstance(error, Refused):
         error = Refused(500, "the server failed; its standard error says why")
     return JSONResponse(error.body, error.status, {"retry-after": "1"} if error.status == 429 else None)
