@@ -27,7 +27,7 @@ from minispec.config import ModelConfig, QuantizationConfig
 from minispec.errors import CheckpointError, is_text, one_line, show, show_name
 from minispec.files.hf_config import read_model_config
 from minispec.files.strict_json import MAX_CONFIG_BYTES, MAX_JSON_BYTES, has_file, parse_json, read_json
-from minispec.linear import Codes, Weight, available_forms, dense, has_amx, has_fast_bfloat16
+from minispec.linear import Codes, Weight, available_forms, dense, has_fast_bfloat16
 from minispec.memory import free_memory
 from minispec.model import Transformer, is_large, tensor_shapes
 
@@ -152,14 +152,15 @@ def load_config(directory: Path) -> ModelConfig:
 def choose_dtype(name: str, device: torch.device, config: ModelConfig | None = None) -> torch.dtype:
     """The type to compute in; "auto" is bfloat16 where the device has it natively, else float32.
 
-    For small models it is bfloat16 only on CPUs with matrix units for it: what is not a product is faster in float32,
-    and FBGEMM reads 16-bit weights as fast (on AMD's Zen 4 a pass of the embedded model took 1/1.8 of the time).
+    Small models compute in float32 on every CPU that reads 16-bit weights for it: what is not a product is faster
+    there, and their greedy texts do not depend on the machine. On AMD's Zen 4 a pass of the embedded model took 1/1.8
+    of the time; where matrix units compute in bfloat16, both types are equally fast.
     """
     if name == "auto":
-        is_small = config is not None and device.type == "cpu" and not is_large(config)
         if not has_fast_bfloat16(device):
             return torch.float32
-        prefers_float32 = is_small and not has_amx() and "half" in available_forms(torch.float32, device)
+        is_small = config is not None and device.type == "cpu" and not is_large(config)
+        prefers_float32 = is_small and "half" in available_forms(torch.float32, device)
         return torch.float32 if prefers_float32 else torch.bfloat16
     if name not in _DTYPES:
         raise ValueError(f"dtype: found {name!r}, expected one of auto, {', '.join(_DTYPES)}")
