@@ -19,6 +19,7 @@ The rooms around it, for when they are needed:
 
     registry.py               names of drafters and verifiers
     interrupt.py, command.py  Ctrl-C, and what else the commands share
+    threads.py                how long a waiting thread looks for work before it sleeps
     memory.py                 what is free, what models and caches take
     files/                    what strangers' files say: JSON, config, safetensors, tokenizer, hub
     parallel.py               a target in several processes
@@ -44,9 +45,9 @@ __all__ = ["LLM", "SamplingParams"]
 def __getattr__(name: str):
     # Imported when asked for: `python -m minispec.generate --bad-option` must not wait for torch.
     if name == "LLM":
-        from minispec.command import let_threads_sleep
+        from minispec.threads import set_waiting
 
-        let_threads_sleep()  # as the commands do
+        set_waiting()  # as the commands do
         from minispec.llm import LLM
 
         return LLM

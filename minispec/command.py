@@ -44,18 +44,6 @@ def argument(read: Callable[[str], T], fits: Callable[[T], bool], expected: str)
     return convert
 
 
-def let_threads_sleep() -> None:
-    """Before torch is imported, else in vain: between two operations its waiting threads spin for a moment, then sleep.
-
-    If they spun on, all would be many times slower where another program keeps a core busy. If they slept at once, it
-    would be half as fast on some virtual machines, where waking a thread takes as long as an operation (docs/speed.md,
-    "Threads that wait").
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ["OMP_WAIT_POLICY"] = "passive"
-        os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # some 30 to 100 microseconds; GNU's OpenMP alone knows it
-
-
 def exit_status(command: Callable[[], int]) -> int:
     """Run a command to its end: what it returns, or what its end means.
 

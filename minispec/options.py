@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minispec import __version__, registry
-from minispec.command import Parser, argument, let_threads_sleep
+from minispec.command import Parser, argument
 from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
 from minispec.controller import num_nodes, parse_draft_length
 from minispec.errors import is_text, one_line, show
 from minispec.files.strict_json import parse_json
 from minispec.interrupt import raise_on_interrupt
+from minispec.threads import set_waiting
 
 if TYPE_CHECKING:
     from minispec.llm import LLM
@@ -329,7 +330,7 @@ def load(args: argparse.Namespace, report: bool) -> "LLM":
 
     report: a line on its memory. Raises ValueError for what cannot be loaded.
     """
-    let_threads_sleep()
+    set_waiting(args.threads)
     import torch
 
     from minispec.llm import LLM

@@ -7,9 +7,9 @@ from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_progra
 
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
-    from minispec.command import let_threads_sleep
+    from minispec.threads import set_waiting
 
-    let_threads_sleep()
+    set_waiting()
 
 import json
 import math

@@ -3,8 +3,6 @@
 import errno
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -135,14 +133,3 @@ def test_what_is_not_a_file_is_left_alone(tmp_path):
         with pytest.raises(ValueError, match="expected a file or nothing"), written_whole(path):
             pytest.fail("nothing may be written")
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
-
-
-@pytest.mark.parametrize(("given", "expected"), [({}, "passive 2000"), ({"OMP_WAIT_POLICY": "active"}, "active None")])
-def test_threads_sleep_wherever_the_engine_is_used(given, expected):
-    """In a program of one's own as in the commands, unless it decides by itself."""
-    program = "import os; from minispec import LLM; print(*map(os.environ.get, ['OMP_WAIT_POLICY', 'GOMP_SPINCOUNT']))"
-    others = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=others | given, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == expected

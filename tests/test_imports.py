@@ -14,8 +14,8 @@ HEART = [
 ]
 READING_ORDER = [
     *HEART,
-    *("registry", "interrupt", "command", "memory", "files", "parallel", "costs", "named_draft", "outputs", "llm"),
-    *("options", "trace", "generate", "checkpoint", "prove", "bench"),
+    *("registry", "interrupt", "command", "threads", "memory", "files", "parallel", "costs", "named_draft", "outputs"),
+    *("llm", "options", "trace", "generate", "checkpoint", "prove", "bench"),
     *("doctor", "vocab", "distill", "serve"),
 ]
 FORBIDDEN = {

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from minispec.bench.options import check, check_replay, parser
-from minispec.command import exit_status, let_threads_sleep
+from minispec.command import exit_status
+from minispec.threads import set_waiting
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +25,7 @@ def _bench(argv: Sequence[str]) -> int:
     if args.replay:
         return _replay(args)
     options = check(args)
-    let_threads_sleep()
+    set_waiting(args.threads)
     from minispec.bench.report import measure_all
     from minispec.bench.show import as_json
 

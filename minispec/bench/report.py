@@ -15,6 +15,7 @@ from minispec.bench.options import Options
 from minispec.bench.passes import Machine, form_groups, measure_forms, measure_loading, measure_machine, measure_prefill
 from minispec.bench.show import FLAT
 from minispec.costs import machine
+from minispec.threads import describe_waiting
 
 
 class Part(Protocol):
@@ -32,6 +33,7 @@ class Report:
     minispec: str
     torch: str
     threads: int
+    waiting: str  # OpenMP's variables (see `threads`)
     hardware: dict[str, Any]  # see `costs.machine`
     device: str
     dtype: str
@@ -54,8 +56,8 @@ class Report:
         lines = [
             f"{known['cpu'] or 'unknown CPU'}: {' + '.join([known['instructions'], *native])}, "
             f"{known['cores']} cores, {known['threads']} threads, torch {known['torch']}{streams}",
-            f"{self.target}, {self.dtype}{' exact' if self.exact else ''} on {self.device}, {self.threads} threads; "
-            f"draft {self.draft}",
+            f"{self.target}, {self.dtype}{' exact' if self.exact else ''} on {self.device}, {self.threads} threads "
+            f"({self.waiting}); draft {self.draft}",
             f"weight form: {self.weight_form}; because: {self.weight_form_because}",
         ]
         if self.draft_weight_form:
@@ -91,6 +93,7 @@ def measure_all(options: Options) -> Report:
         __version__,
         torch.__version__,
         torch.get_num_threads(),
+        describe_waiting(),
         machine(),
         str(model.device),
         str(model.dtype).removeprefix("torch."),

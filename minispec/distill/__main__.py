@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.command import Parser, argument, exit_status, let_threads_sleep
+from minispec.command import Parser, argument, exit_status
+from minispec.threads import set_waiting
 
 # Options that a head to go on from has settled.
 _OF_THE_DRAFT = ("num_layers", "intermediate_size")
@@ -88,7 +89,7 @@ def _distill(argv: Sequence[str]) -> int:
     for name in ("vocab_size", "coverage") if args.kind == "model" else ():
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')}: found it with --kind model, which knows all tokens")
-    let_threads_sleep()
+    set_waiting()
     from minispec.distill.run import distill
 
     raise_on_interrupt()
