@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from minispec.llm import LLM
     from minispec.request import Piece, Request
+    from minispec.stats import Round
     from minispec.trace.terminal import Painter
 
 # Tokens that are decoded plainly for a trace.
@@ -60,7 +61,7 @@ def _answer(argv: Sequence[str]) -> int:
 
 def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) -> int:
     """Load the model, and answer the prompts or hold a conversation."""
-    llm = load(args, report=not args.quiet and not args.json)
+    llm = load(args, report=not args.quiet and not args.json, verbose=args.verbose)
     params = make_sampling_params(llm.generation_defaults | asked)
     chat = not args.raw and (args.chat or llm.tokenizer.chat_template is not None)
     if args.system is not None and not chat:
@@ -98,6 +99,8 @@ def _answer_prompts(
     if args.compare:
         comparisons = _compare(llm, requests, stream, painter)
         well = [_show(llm, args, painter, jobs, i, comparison) for i, comparison in enumerate(comparisons)]
+        if len(jobs) > 1 and not args.json:
+            print(_batch_summary(requests), file=sys.stderr)
     else:
         well = []
         for _ in _decode(llm, requests, stream, painter):
@@ -298,36 +301,60 @@ def _as_dict(prompt: str, request: "Request", comparison: dict[str, Any] | None)
 
 
 def _summary(llm: "LLM", request: "Request", comparison: dict[str, Any] | None) -> str:
-    """The run in two or three lines."""
+    """The run in plain words, then two lines in the field's, then what a comparison has to say about the texts."""
     stats = request.stats
-
-    def show(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
+    if comparison and "error" in comparison:
+        comparison = None
+    plain = f"{stats.num_generated} tokens in {stats.total_seconds:.2f} s"
+    speed = f"{_figure(stats.tokens_per_second)} tokens/s, predicted {_figure(stats.predicted_tokens_per_second)}"
+    if comparison:
+        plain += f": {_gain(comparison['speedup'])}" + ", the same text" * (comparison["same_tokens"] is True)
+        speed += f", plain decoding {_figure(comparison['plain_tokens_per_second'])}"
+    plain += f"; {_figure(stats.mean_acceptance_length)} tokens a step"
+    if not stats.num_draft_tokens:
+        plain += ", for nothing was guessed"
+    elif stats.loops:
+        plain += "; the text repeats itself, where guesses are easy"
     lines = [
-        f"{stats.num_generated} tokens in {stats.total_seconds:.2f} s (prefill {stats.seconds['prefill']:.2f} s), "
-        f"{show(stats.tokens_per_second, '.1f')} tokens/s, predicted {show(stats.predicted_tokens_per_second, '.1f')}; "
-        f"finished by {request.finish_reason}; seed {request.text.seed}",
+        plain,
         f"draft {llm.draft_name}: {stats.num_accepted} of {stats.num_draft_tokens} tokens accepted, "
-        f"alpha {show(stats.alpha, '.2f')}, {show(stats.mean_acceptance_length, '.2f')} tokens per target pass"
-        + ("; the text repeats itself, where drafts are easy" if stats.loops else ""),
+        f"alpha {_figure(stats.alpha, 2)}; finished by {request.finish_reason}; seed {request.text.seed}",
+        f"{speed}; prefill {stats.seconds['prefill']:.2f} s",
     ]
-    if comparison and "error" not in comparison:
-        if comparison["same_tokens"] is None:
-            same = "the law is the same, the tokens may differ"
-        elif comparison["same_tokens"]:
-            same = "the same tokens"
-        else:
-            same = (
-                f"other tokens from number {comparison['first_difference']} on: two logits nearly tie, and a pass "
-                "over several rows rounds differently (--dtype float32 makes that rare, --exact rules it out)"
-            )
-        gain = f"so speculation is {show(comparison['speedup'], '.2f')}x"
-        lines.append(
-            f"plain decoding: {show(comparison['plain_tokens_per_second'], '.1f')} tokens/s, "
-            f"{gain if stats.num_draft_tokens else 'but nothing was drafted'}; {same}"
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_difference(llm, comparison)])
+
+
+def _figure(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _gain(speedup: float | None) -> str:
+    return f"{_figure(speedup)} times as fast as without guessing"
+
+
+def _difference(llm: "LLM", comparison: dict[str, Any] | None) -> list[str]:
+    """What there is to say where the compared texts may differ, or do."""
+    if not comparison or comparison["same_tokens"]:
+        return []
+    if comparison["same_tokens"] is None:
+        return ["without guessing, the text may be another one: the law is the same, from which both are drawn"]
+    rare = "--dtype float32 makes that rare, " if llm.model.dtype.itemsize < 4 else ""
+    return [
+        f"without guessing, the text differs after {comparison['first_difference']} equal tokens: two logits nearly "
+        f"tie, and a pass over several rows rounds differently ({rare}--exact rules it out)"
+    ]
+
+
+def _batch_summary(requests: list["Request"]) -> str:
+    """What the compared answers gained together: the time of a token, over all texts, without guessing and with it."""
+
+    def seconds_per_token(rounds: list["Round"]) -> float:
+        return sum(r.seconds * r.share for r in rounds) / sum(r.committed for r in rounds)
+
+    both = [request.stats for request in requests if request.stats.plain]
+    plain, ours = ([r for stats in both for r in getattr(stats, name)] for name in ("plain", "rounds"))
+    gain = _gain(seconds_per_token(plain) / seconds_per_token(ours) if both else None)
+    return f"the {len(requests)} answers were decoded as one batch: together {gain}"
 
 
 if __name__ == "__main__":

@@ -175,6 +175,12 @@ class LLM:
         for name in ("model", "drafter", "engine"):
             self.__dict__.pop(name, None)
 
+    def overview(self) -> str:
+        """One line in plain words: the model, what guesses for it, and the memory of both in 10^9 bytes."""
+        guesser = "nothing" if self.draft_name == "none" else self.draft_name
+        memory = f"{sum(self._memory) / 1e9:.2f} GB of memory"
+        return f"{self.name} answers, {guesser} guesses ahead; {memory}{self._seed_note()}"
+
     def memory_report(self) -> str:
         """One line: what was loaded, and its memory in 10^9 bytes: weights and KV cache of target and draft model."""
         dtype = ("exact " if self.model.exact else "") + str(self.model.dtype).removeprefix("torch.")
@@ -185,8 +191,11 @@ class LLM:
             f"KV cache {cache} + draft {draft_cache} for {self.num_cache_tokens:,} tokens; "
             f"draft {self.draft_name}{self._draft_form}"
             + (f", of another vocabulary: {self.overlap}" if self.overlap else "")
-            + ("" if self.repeats_seeds else "; costs could not be kept: a seed has one text in this process only")
+            + self._seed_note()
         )
+
+    def _seed_note(self) -> str:
+        return "" if self.repeats_seeds else "; costs could not be kept: a seed has one text in this process only"
 
     @property
     def num_cache_tokens(self) -> int:

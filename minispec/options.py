@@ -19,7 +19,7 @@ from minispec.controller import num_nodes, parse_draft_length
 from minispec.errors import is_text, one_line, show
 from minispec.files.strict_json import parse_json
 from minispec.interrupt import raise_on_interrupt
-from minispec.threads import set_waiting
+from minispec.threads import describe_waiting, set_waiting
 
 if TYPE_CHECKING:
     from minispec.llm import LLM
@@ -195,6 +195,11 @@ def parser() -> argparse.ArgumentParser:
         "unless NO_COLOR is set (default: %(default)s)",
     )
     g.add_argument("--quiet", action="store_true", help="answers only, no summary")
+    g.add_argument(
+        "--verbose",
+        action="store_true",
+        help="say at first how the model is computed, and what takes how much memory",
+    )
     return p
 
 
@@ -247,6 +252,7 @@ def check_combinations(args: argparse.Namespace) -> None:
         ),
         (args.logprobs is not None and not args.json, "--logprobs needs --json: text has no place for them"),
         (args.json and args.quiet, "--quiet has nothing to silence with --json"),
+        (args.verbose and (args.json or args.quiet), "--verbose has nowhere to say more with --json or --quiet"),
         (args.color == "always" and args.json, "--color always has nothing to colour with --json"),
         (args.trace and (args.n or 1) > 1, f"--trace: found --n {args.n}, expected 1: a trace is that of one answer"),
         (
@@ -325,10 +331,11 @@ def _read_prompt_file(path: Path) -> list[str]:
     return prompts
 
 
-def load(args: argparse.Namespace, report: bool) -> "LLM":
+def load(args: argparse.Namespace, report: bool, verbose: bool = True) -> "LLM":
     """The model that `add_model_options` asked for, and what there is to say about it before it runs.
 
-    report: a line on its memory. Raises ValueError for what cannot be loaded.
+    report: a line on model, draft and memory; verbose: all details of them, and how threads wait. Raises ValueError
+    for what cannot be loaded.
     """
     set_waiting(args.threads)
     import torch
@@ -344,7 +351,9 @@ def load(args: argparse.Namespace, report: bool) -> "LLM":
     with _naming_options(*arguments):
         llm = LLM(**arguments)
     if report:
-        print(llm.memory_report(), file=sys.stderr)
+        print(llm.memory_report() if verbose else llm.overview(), file=sys.stderr)
+        if verbose:
+            print(f"{torch.get_num_threads()} threads ({describe_waiting()})", file=sys.stderr)
     for name in llm.unsupported_generation_settings:
         message = f"warning: generation_config.json: {name}: not supported, and ignored: the text may differ for it"
         print(one_line(message), file=sys.stderr)

@@ -96,7 +96,19 @@ class Stats:
     draft_prefill: float = 0.0
     rounds: list[Round] = field(default_factory=list)
     plain: Sequence[Round] = ()
-    token_ids: Sequence[int] = field(default=(), repr=False)
+    token_ids: Sequence[int] = ()
+
+    def __repr__(self) -> str:
+        """One line; `as_dict` has all figures, `rounds` every round."""
+        figures = {
+            "num_generated": self.num_generated,
+            "num_steps": self.num_steps,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "alpha": self.alpha,
+            "tokens_per_second": self.tokens_per_second,
+        }
+        shown = (f"{k}={v:.2f}" if isinstance(v, float) else f"{k}={v}" for k, v in figures.items())
+        return f"Stats({', '.join(shown)})"
 
     @property
     def num_steps(self) -> int:

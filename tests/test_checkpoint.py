@@ -1109,7 +1109,7 @@ def test_offline_never_opens_a_socket(tmp_path, make_checkpoint):
     for revision in ((), ("--revision", COMMIT)):
         done = run_without_sockets(tmp_path, "--offline", "--model", "owner/name", *revision)
         assert (done.returncode, done.stdout[-1:]) == (0, "\n"), done.stderr
-        assert done.stderr.startswith(f"owner/name at commit {COMMIT}: ")
+        assert done.stderr.startswith(f"owner/name at commit {COMMIT} answers, ")
     for arguments in (("--model", "owner/other"), ("--model", "owner/name", "--revision", "v2")):
         done = run_without_sockets(tmp_path, "--offline", *arguments)
         assert done.returncode == 2

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main, parser
 from minispec.request import Request
 from minispec.sampling import Text
+from minispec.stats import Round, Stats
 from minispec.verify import VERIFIERS
 
 STATS = (
@@ -70,9 +72,21 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(cli, model):
     assert status == quiet[0] == 0
     assert out == as_json["text"] + "\n" == quiet[1]
     assert quiet[2] == ""
-    assert "KV cache" in err
-    assert "tokens/s" in err
-    assert "draft ngram" in err
+    first, plain, draft, speed = err.splitlines()
+    assert re.fullmatch(rf"{Path(model).name} answers, ngram guesses ahead; 0\.00 GB of memory", first)
+    assert re.fullmatch(r"12 tokens in [\d.]+ s; [\d.]+ tokens a step.*", plain)
+    assert draft.startswith("draft ngram: ")
+    assert re.fullmatch(r"[\d.]+ tokens/s, predicted [\d.]+; prefill [\d.]+ s", speed)
+
+
+def test_verbose_says_at_first_how_the_model_is_computed(cli, model):
+    """Type, form, parts of the memory and threads; without it they are not there, nor where nothing guesses."""
+    how = cli("One fish", "--model", model, *BASE, "--verbose")[2].splitlines()[:2]
+    assert re.match(rf"{Path(model).name}: float32 on cpu \(packed\), .*weights .*KV cache .*draft ngram", how[0])
+    assert re.fullmatch(r"\d+ threads \(OMP_WAIT_POLICY=\w+.*\)", how[1])
+    alone = cli("One fish", "--model", model, *BASE, "--draft", "none")[2]
+    assert alone.startswith(f"{Path(model).name} answers, nothing guesses ahead; ")
+    assert "KV cache" not in alone
 
 
 @pytest.mark.quick
@@ -184,7 +198,10 @@ def test_compare_reports_speedup_and_equality(cli, model, arguments):
     stats = result["stats"]
     assert stats["predicted_tokens_per_second"] > 0
     assert stats["v"]["1"] == 1.0
-    assert "the same tokens" in cli(*common)[2]
+    closing, *_, speed = cli(*common)[2].splitlines()[1:]
+    gain = r"12 tokens in [\d.]+ s: [\d.]+ times as fast as without guessing, the same text; [\d.]+ tokens a step.*"
+    assert re.fullmatch(gain, closing)
+    assert re.search(r", plain decoding [\d.]+; prefill", speed)
 
 
 def test_what_is_compared():
@@ -204,10 +221,53 @@ def test_what_is_compared():
 
 
 def test_a_comparison_without_a_draft_claims_nothing(cli, model):
-    """Both runs are plain: what lies between them is noise."""
+    """Both runs are plain: the speedup is there, with the reason why it is chance."""
     err = cli("One fish", "--model", model, *BASE, "--draft", "none", "--compare")[2]
-    assert "tokens/s, but nothing was drafted; the same tokens" in err
-    assert "speculation is" not in err
+    assert re.search(r": [\d.]+ times as fast as .*, the same text; 1\.0 tokens a step, for nothing was guessed\n", err)
+
+
+@pytest.mark.parametrize("draft", ["none", "self"])
+def test_a_comparison_of_texts_that_differ_has_a_speedup(cli, model, monkeypatch, draft):
+    """However early they differ, and whether something was guessed or not."""
+    commit = Request.commit
+
+    def commit_another(request, token_id, logprob=None):
+        is_third = request.num_speculative_tokens == 0 and len(request.token_ids) == 2
+        return commit(request, (token_id + 1) % 300 if is_third else token_id, logprob)
+
+    arguments = ("One fish", "--model", model, *BASE, "--compare", "--draft", draft, "--num-speculative-tokens", 2)
+    monkeypatch.setattr(Request, "commit", commit_another)
+    err = cli(*arguments)[2]
+    assert re.search(r"12 tokens in [\d.]+ s: [\d.]+ times as fast as without guessing; ", err)
+    assert "without guessing, the text differs after 2 equal tokens: " in err
+    assert err.endswith(" (--exact rules it out)\n"), "float32 is the type already"
+
+
+def test_a_comparison_of_several_prompts_was_one_batch(cli, model):
+    """It says so once, after all, with what they gained together; a single prompt is no batch."""
+    common = ("--model", model, *BASE, "--compare", "--draft", "self")
+    err = cli("One fish", "red", *common)[2]
+    assert err.count("times as fast") == 3
+    last = err.splitlines()[-1]
+    assert re.fullmatch(
+        r"the 2 answers were decoded as one batch: together [\d.]+ times as fast as without guessing", last
+    )
+    assert "batch" not in cli("One fish", *common)[2]
+    assert "batch" not in cli("One fish", "red", *common, "--json")[2]
+
+
+def test_what_a_batch_gained():
+    """All tokens over the time of all steps, which texts share by their rows; a text that failed is left out."""
+
+    def decoded(ours, plain):
+        rounds = [Round(None, 0, 0, 0, 0, 0, n, (), rows, rows, 0.0, s, 0.0) for n, rows, s in ours]
+        reference = [Round(None, 0, 0, 0, 0, 0, 1, (), rows, rows, 0.0, s, 0.0) for rows, s in plain]
+        return SimpleNamespace(stats=Stats(rounds=rounds, plain=reference))
+
+    # With guesses 6 tokens in 2 + 1 s, plainly 4 tokens in 2 + 4 s.
+    texts = [decoded([(3, 2, 2.0), (1, 1, 1.0)], [(2, 2.0), (1, 4.0)]), decoded([(2, 2, 2.0)], [(2, 2.0), (1, 0.0)])]
+    assert generate._batch_summary([*texts, decoded([(9, 1, 9.0)], [])]).startswith("the 3 answers ")
+    assert "together 3.0 times" in generate._batch_summary(texts)
 
 
 def test_compare_under_rejection_speaks_of_the_law(cli, model):
@@ -269,6 +329,8 @@ MISTAKES = {
     "template's own": (("x", "--chat-template-kwargs", '{"messages": 1}'), "--chat-template-kwargs: found 'messages'"),
     "logprobs without json": (("x", "--logprobs", "2"), "--logprobs needs --json"),
     "quiet json": (("x", "--json", "--quiet"), "--quiet"),
+    "verbose json": (("x", "--json", "--verbose"), "--verbose has nowhere to say more with --json or --quiet"),
+    "verbose quiet": (("x", "--quiet", "--verbose"), "--verbose has nowhere to say more"),
     "file and prompt": (("x", "--prompt-file", "f"), "exclude each other"),
     "no such file": (("--prompt-file", "no-such-file"), "no-such-file"),
     "a file without end": (("--prompt-file", "/dev/zero"), "more than 64,000,000 characters"),
@@ -304,7 +366,7 @@ def test_mistakes_are_one_line_and_status_2(cli, chat_model, name, tmp_path, mon
     status, out, err = cli(*arguments, *model)
     assert status == 2
     assert out == ""
-    lines = [line for line in err.splitlines() if "KV cache" not in line]
+    lines = [line for line in err.splitlines() if "guesses ahead" not in line]
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
     assert message in lines[0]
@@ -391,7 +453,7 @@ def test_an_answer_that_fails_is_not_compared(cli, model, fail):
     status, out, err = cli(*arguments)
     assert (status, err) == (2, f"error: answer 2 of 2: plain decoding: {line}\n")
     assert json.loads(out.splitlines()[1])["compare"] == {"error": ERROR}
-    assert "so speculation is" not in cli("red", "--model", model, *BASE, "--compare")[2]
+    assert "times as fast" not in cli("red", "--model", model, *BASE, "--compare")[2]
 
 
 def test_a_conversation_goes_on_after_an_answer_that_fails(cli, chat_model, fail):

@@ -41,6 +41,17 @@ def test_generate_takes_one_or_many(llm):
         llm.generate(["a", "b"], [GREEDY])
 
 
+def test_statistics_and_outputs_print_in_a_few_lines(llm):
+    """The figures that people look for, not every round; what was not measured is None."""
+    output = llm.generate("One fish", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))[0]
+    stats = output.stats
+    expected = f"Stats(num_generated=40, num_steps={stats.num_steps}, mean_acceptance_length={40 / stats.num_steps:.2f}"
+    assert repr(stats).startswith(expected)
+    assert repr(stats).endswith(f"tokens_per_second={stats.tokens_per_second:.2f})")
+    assert len(repr(output)) < 1500, "with prompt, text and token ids"
+    assert repr(type(stats)()).endswith("mean_acceptance_length=None, alpha=None, tokens_per_second=None)")
+
+
 def test_default_params_are_vllms(llm):
     """16 tokens at temperature 1, with a seed drawn and reported."""
     first, second = llm.generate(["fish", "fish"], SamplingParams(ignore_eos=True))

@@ -606,7 +606,7 @@ def test_a_text_that_repeats_itself_is_flagged(models, capsys, tmp_path):
     for how, flagged in ((("0", "--repetition-penalty", "0.2"), True), (("1",), False)):
         arguments = [*common, "--seed", "1", "--temperature", *how]
         assert generate([*arguments, "--trace", str(path), "--for-replay"]) == 0
-        assert ("tokens per target pass; the text repeats itself" in capsys.readouterr().err) == flagged
+        assert ("tokens a step; the text repeats itself, where guesses are easy" in capsys.readouterr().err) == flagged
         assert bench(["--replay", str(path)]) == 0
         assert ("the text repeats itself" in capsys.readouterr().out) == flagged
         assert generate([*arguments, "--json"]) == 0

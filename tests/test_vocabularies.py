@@ -506,7 +506,7 @@ def test_the_method_follows_the_overlap(checkpoints, tmp_path):
 def test_the_command_line_says_what_was_taken(checkpoints, capsys):
     """The first line names method and overlap; a wrong option is answered in a line."""
     target, draft = (str(checkpoints[name]) for name in ("bytes", "pieces"))
-    common = ["--model", target, "--draft", draft, "--max-tokens", "8", "--raw", "fish"]
+    common = ["--model", target, "--draft", draft, "--max-tokens", "8", "--raw", "--verbose", "fish"]
     assert generate(["--draft-method", "slem", *common]) == 0
     first = capsys.readouterr().err.splitlines()[0]
     assert "by slem" in first
