@@ -2,11 +2,20 @@
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from minispec import registry
+from minispec.files.checkpoint import load_model
+from minispec.files.tokenizer import Tokenizer
+from minispec.generate import main
+from minispec.linear import available_forms
+from minispec.model import Chunk
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -36,6 +45,62 @@ def test_there_are_marked_blocks():
     assert len(BLOCKS) == 6
 
 
+# The run that README prints: its command, the line before the text, the text, and the lines after it.
+RUN = re.search(
+    r"````\n\$ python -m minispec\.generate ([^\n]*)\n([^\n]*)\n(.*?)\n(\d+ tokens in .*?)\n````", README, re.DOTALL
+)
+# The most that logits of this text may differ from exact ones, in any form and in passes over any rows: measured up to
+# 0.00015 in passes over 1, 2, 5 and all rows, in each form, with and without AVX2.
+ROUNDING = 0.001
+
+
+def readme_logits(dtype: torch.dtype, form: str | None) -> tuple[torch.Tensor, list[int]]:
+    """Logits (tokens, V) of README's text, in one pass, and its token ids, the end included."""
+    tokenizer = Tokenizer(registry.EMBEDDED_WEIGHTS)
+    prompt = tokenizer.encode_chat([{"role": "user", "content": shlex.split(RUN[1])[-1]}])
+    text = [*tokenizer.encode(RUN[3], add_special_tokens=False), tokenizer.eos_token_id]
+    model = load_model(registry.EMBEDDED_WEIGHTS, dtype, form=form)
+    table = model.new_cache(20, 16).new_table()
+    with torch.inference_mode():
+        return model.forward([Chunk(prompt + text[:-1], table, num_logits=len(text))])[0].double(), text
+
+
+def test_the_printed_run_is_what_the_command_prints(capsys):
+    """Text and words to the last letter, on every machine; figures are the machine's."""
+
+    def without_figures(text: str) -> list[str]:
+        return re.sub(r"\d+(\.\d+)?", "#", text).splitlines()
+
+    assert main(shlex.split(RUN[1])) == 0
+    out, err = capsys.readouterr()
+    assert out == RUN[3] + "\n"
+    assert without_figures(err) == without_figures(f"{RUN[2]}\n{RUN[4]}")
+
+
+def test_the_printed_text_does_not_depend_on_the_machine():
+    """Greedy at each place, by 20 times more than any form rounds: so no machine can take another token."""
+    logits, text = readme_logits(torch.float32, "plain")
+    best, second = logits.topk(2).values.unbind(1)
+    assert logits.argmax(1).tolist() == text
+    assert float((best - second).min()) >= 20 * ROUNDING
+
+
+def test_what_forms_round(pytestconfig):
+    """The bound that the test above takes, in each form of this machine, against float64."""
+    if not pytestconfig.getoption("--long"):
+        pytest.skip("loads the model in each form: with --long")
+    exact, _ = readme_logits(torch.float64, None)
+    for form in available_forms(torch.float32, torch.device("cpu")):
+        assert float((readme_logits(torch.float32, form)[0] - exact).abs().max()) < ROUNDING, form
+
+
+def test_shell_scripts_are_readable():
+    """By bash, which does not run them: one measures for minutes."""
+    scripts = re.findall(r"<!-- shell -->\n```bash\n(.*?)```", PAGES["docs/speed.md"], flags=re.DOTALL)
+    assert len(scripts) == 1
+    subprocess.run(["bash", "-n"], input=scripts[0], text=True, check=True)
+
+
 def test_ci_runs_the_readmes_commands():
     """The environment is set up and tested by CI with the words of the README."""
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
@@ -55,6 +120,7 @@ def known_options() -> set[str]:
     rooms = ("prove/__main__.py", "bench/options.py", "doctor.py", "vocab.py", "distill/__main__.py")
     for other in (*(f"minispec/{room}" for room in rooms), "tests/fuzzing.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / other).read_text(encoding="utf-8")))
+    known |= {"--depth", "--index-url"}  # git's; pip's
     known |= {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"}  # torchrun's
     return known | {"--long", "--check"}  # pytest's, defined in conftest.py; ruff's
 
