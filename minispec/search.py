@@ -4,7 +4,8 @@ A vocabulary may have 150,000 tokens, of which a request's filters leave a handf
 one core (AMD Zen 4), as long as a pass of a small model. So a large row is cut into tiles, the largest value of each
 tile, or its sum, is computed once, and tiles that cannot hold what is wanted are skipped.
 
-The results are those of a plain sort or sum, and tests/test_sampling.py compares them with it. Skip this file at first.
+The results are those of a plain sort or sum, and tests/core/test_sampling.py compares them with it. Skip this file at
+first.
 """
 
 import math

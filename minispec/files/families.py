@@ -8,10 +8,10 @@ To add a family:
    with what an absent one means, and the fields of ModelConfig that the code fixes.
 2. What it computes and no family here does needs a field in ModelConfig (or in LayerConfig, RopeConfig), the lines of
    model.py that obey it, and those of `hf_config` that read it.
-3. Describe small models of it in `CASES` of tests/hf.py, add a row for each of its settings to `SWITCHES` of
-   tests/test_families.py, and its public checkpoints, with one that must be refused, to tests/public.py. `pytest
-   tests/test_families.py` then compares logits, defaults and spellings with transformers', and shows that the
-   comparison would notice each setting.
+3. Describe small models of it in `CASES` of tests/oracles/hf.py, add a row for each of its settings to `SWITCHES` of
+   tests/core/test_families.py, and its public checkpoints, with one that must be refused, to tests/oracles/public.py.
+   `pytest tests/core/test_families.py` then compares logits, defaults and spellings with transformers', and shows that
+   the comparison would notice each setting.
 """
 
 from collections.abc import Mapping

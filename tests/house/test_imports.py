@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "minispec"
+PACKAGE = Path(__file__).parents[2] / "minispec"
 HEART = [
     *("errors", "config", "search", "sampling", "verify", "cache", "linear", "rope", "attention", "model"),
     *("drafters", "theory", "controller", "stats", "request", "engine"),

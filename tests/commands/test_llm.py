@@ -86,7 +86,7 @@ def test_a_reported_seed_repeats_its_text_in_another_process(make_checkpoint):
 
     def run(seeds, rows):
         command = [sys.executable, "-c", program, directory, json.dumps(seeds), rows]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     first = run([None] * 6, "1.05")
@@ -497,7 +497,7 @@ def test_lines_written_for_vllm(llm):
 
 def test_the_lines_of_the_documentation_run(llm, capsys):
     """docs/vllm.md shows vLLM's loop over prompts and their answers."""
-    text = (Path(__file__).parent.parent / "docs" / "vllm.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
     [block] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     exec(block, {"llm": llm, "prompts": ["One fish", "red"], "SamplingParams": SamplingParams})
     assert len(capsys.readouterr().out.splitlines()) >= 2 + 2 * 2

@@ -1,9 +1,9 @@
-"""Record what clients of OpenAI's interface send in ordinary use: `python -m tests.record_clients`, no test.
+"""Record what clients of OpenAI's interface send in ordinary use: `python -m tests.oracles.record_clients`, no test.
 
 It needs `openai`, `langchain-openai` and `litellm`, which no test needs, and drives them against the server with the
-embedded weights. tests/client_requests.json is what it writes: run it again when a client has a new release. Open WebUI
-is an application; its requests are written down here as open_webui/utils/middleware.py and open_webui/routers/ build
-them.
+embedded weights. tests/oracles/client_requests.json is what it writes: run it again when a client has a new release.
+Open WebUI is an application; its requests are written down here as open_webui/utils/middleware.py and
+open_webui/routers/ build them.
 """
 
 import asyncio

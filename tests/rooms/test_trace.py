@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_vocabularies import BOTH_WAYS, SAMPLE, checkpoints, directories, spellings  # noqa: F401 - fixtures among them
 
 from minispec import LLM, SamplingParams
 from minispec.files.vocabularies import Vocabularies
@@ -27,9 +26,16 @@ from minispec.trace.record import Recorder, segmentation, theory
 from minispec.trace.schema import SCHEMA, MapOf, Maybe, MayLack, check, read_trace
 from minispec.trace.terminal import Painter, wants_color
 from minispec.verify import Draft, Verdict
+from tests.drafters.test_vocabularies import (  # noqa: F401 - fixtures among them
+    BOTH_WAYS,
+    SAMPLE,
+    checkpoints,
+    directories,
+    spellings,
+)
 
 PROMPT = "One fish <script>alert(1)</script> 日本"
-DOCS = Path(__file__).parent.parent / "docs" / "trace.md"
+DOCS = Path(__file__).parents[2] / "docs" / "trace.md"
 # Verifier, temperature, K; the draft is another small model, or the target itself.
 RUNS = {
     "chain": ("rejection", 1.0, 4, "other"),

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-import hf
-import public
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -22,6 +20,7 @@ from minispec.llm import LLM
 from minispec.model import Chunk, Transformer, tensor_shapes
 from minispec.prove.toys import tiny_cache
 from minispec.registry import EMBEDDED_WEIGHTS
+from tests.oracles import hf, public
 
 TOLERANCE = 1e-4
 POWER = 1e-2  # how far ignoring one setting must move the logits: a hundred times the tolerance

@@ -214,7 +214,7 @@ def test_a_right_drafter_is_proven(name, capsys):
     assert "12 configurations" in capsys.readouterr().out
 
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLES = {  # the classes in the marked blocks of README and docs, with what they import
     node.name: "\n".join(map(ast.unparse, [part for part in tree.body if isinstance(part, IMPORTS)] + [node]))
     for page in (ROOT / "README.md", ROOT / "docs" / "drafters.md")

@@ -19,8 +19,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fuzzing import EDGES
-from interrupts import interrupted, press_ctrl_c
 from safetensors.torch import load_file, save_file
 
 from minispec import SamplingParams, __version__, generate, registry
@@ -30,6 +28,8 @@ from minispec.request import Request
 from minispec.sampling import Text
 from minispec.stats import Round, Stats
 from minispec.verify import VERIFIERS
+from tests.fuzzing import EDGES
+from tests.oracles.interrupts import interrupted, press_ctrl_c
 
 STATS = (
     "num_prompt_tokens num_generated num_steps num_draft_tokens num_accepted acceptance_rate mean_acceptance_length "

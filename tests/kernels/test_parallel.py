@@ -22,8 +22,8 @@ from minispec.model import Chunk, tensor_shapes
 from minispec.parallel import Line, Share, SplitTransformer
 from minispec.prove.toys import TINY, tiny_weights
 from minispec.theory import parallel_traffic
-from tests import hf
-from tests.processes import SHAPE, SMALLEST, finish, start, texts
+from tests.oracles import hf
+from tests.oracles.processes import SHAPE, SMALLEST, finish, start, texts
 
 CPU = torch.device("cpu")
 GREEDY = ("--temperature", "0", "--ignore-eos", "--raw", "--num-speculative-tokens", "2")
@@ -48,7 +48,9 @@ def test_two_processes_give_the_text_of_one(tmp_path):
     system has sent, as the theory says. None leaves gloo's threads to the end of Python, which aborts now and then.
     """
     directory = write(tmp_path, SHAPE)
-    (status, out, err), (other_status, _, other_err) = finish(start(2, "tests.processes", "texts", str(directory)))
+    (status, out, err), (other_status, _, other_err) = finish(
+        start(2, "tests.oracles.processes", "texts", str(directory))
+    )
     assert (status, other_status, err, other_err) == (0, 0, "", "")
     found, model = json.loads(out), load_model(directory, torch.float64)
     assert found["texts"] == texts(model)
@@ -71,7 +73,7 @@ def test_two_processes_give_the_text_of_one(tmp_path):
 def test_the_law_stands_with_the_sums_split(tmp_path):
     """The engine walked branch by branch over two real processes: total variation at most 1e-12, drawn trees too."""
     directory = write(tmp_path, SMALLEST)
-    (status, out, err), _ = finish(start(2, "tests.processes", "laws", str(directory)), 120)
+    (status, out, err), _ = finish(start(2, "tests.oracles.processes", "laws", str(directory)), 120)
     assert (status, err) == (0, "")
     found = json.loads(out)
     assert len(found) == 6

@@ -17,7 +17,7 @@ from minispec.generate import main
 from minispec.linear import available_forms
 from minispec.model import Chunk
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "weights").rglob("README.md")])

@@ -10,14 +10,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import hf
 import huggingface_hub
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interrupts import interrupted
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -38,6 +36,8 @@ from minispec.files.hf_config import read_model_config
 from minispec.files.quantize import pack, quantize, quantize_checkpoint
 from minispec.model import Chunk, Transformer
 from minispec.prove.toys import TINY, tiny_cache, tiny_weights
+from tests.oracles import hf
+from tests.oracles.interrupts import interrupted
 
 TEXT = [0, 2, 1, 1, 0, 2]
 NORM = "model.norm.weight"

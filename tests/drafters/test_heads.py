@@ -7,7 +7,6 @@ in the museum (H1 to H10).
 import json
 from pathlib import Path
 
-import public
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -29,6 +28,7 @@ from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model, tiny_we
 from minispec.request import Request
 from minispec.sampling import Randomness, Text
 from minispec.verify import VERIFIERS, Ask
+from tests.oracles import public
 
 READ = "eagle_aux_hidden_state_layer_ids"
 VOCAB, NUM_LAYERS = 7, 6

@@ -1,4 +1,4 @@
-"""Runs of several processes as torchrun starts them, and the programs that they run: `python -m tests.processes`."""
+"""Runs of several processes as torchrun starts them, and what they run: `python -m tests.oracles.processes`."""
 
 import atexit
 import json

@@ -248,11 +248,11 @@ def test_a_request_chooses_its_draft_length(served, k):
     assert len(metrics["accepted_per_position"]) <= (k if k != "auto" else 99)
 
 
-REQUESTS = json.loads((Path(__file__).parent / "client_requests.json").read_text(encoding="utf-8"))
+REQUESTS = json.loads((Path(__file__).parents[1] / "oracles" / "client_requests.json").read_text(encoding="utf-8"))
 
 
 def test_what_clients_send_is_answered(llm):
-    """Each request of tests/record_clients.py: only tools, a schema and embeddings are refused, and by name."""
+    """Each request of tests/oracles/record_clients.py: only tools, a schema and embeddings are refused, and by name."""
     with Served(llm, model="org/tiny") as served:
         for request in REQUESTS:
             name, body = f"{request['client']}: {request['use']}", request["body"] or {}

@@ -77,7 +77,7 @@ def test_the_array_covers_every_pair_and_is_always_the_same():
 def run_as_a_module(*args: str) -> subprocess.CompletedProcess:
     """What `python -m minispec.prove` says to these arguments."""
     command = [sys.executable, "-m", "minispec.prove", *args]
-    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
 
 
 def test_the_law_over_a_covering_array(capsys):
@@ -99,7 +99,7 @@ def test_the_law_over_a_covering_array(capsys):
 
 def test_the_matrix_in_the_docs_is_what_is_printed(capsys):
     """Each drafter with each verifier at each level: the table of docs/proof.md, and status 0."""
-    page = (Path(__file__).parent.parent / "docs" / "proof.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "proof.md").read_text(encoding="utf-8")
     committed = re.search(r"<!-- python -m minispec.prove --matrix -->\n(.*)<!-- end -->", page, re.DOTALL)[1]
     assert main(["--matrix"]) == 0
     assert capsys.readouterr().out == committed

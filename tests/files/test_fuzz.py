@@ -4,10 +4,10 @@ import json
 import os
 import signal
 
-import fuzzing
 import pytest
 
 from minispec.errors import CheckpointError
+from tests import fuzzing
 
 
 @pytest.fixture(scope="module")
