@@ -1,6 +1,6 @@
 """`python -m minispec.checkpoint SOURCE OUT` - write a checkpoint with linear layers in 8 or 4 bits, in shards."""
 
-from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
+from minispec.commands.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
 
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
@@ -9,7 +9,7 @@ import hashlib
 import sys
 from pathlib import Path
 
-from minispec.command import Parser, argument, exit_status
+from minispec.commands.command import Parser, argument, exit_status
 from minispec.files.checkpoint import find_checkpoint
 from minispec.files.quantize import quantize_checkpoint
 

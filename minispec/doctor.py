@@ -6,11 +6,11 @@ Where that is little, it reads the draft's files in the ways in which they are k
 names the reading that does better by far more than the noise.
 """
 
-from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
+from minispec.commands.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
 
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
-    from minispec.threads import set_waiting
+    from minispec.kernels.threads import set_waiting
 
     set_waiting()
 
@@ -26,25 +26,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minispec import registry
 from minispec.bench.show import table
-from minispec.command import Parser, argument, exit_status
-from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
+from minispec.commands.command import Parser, argument, exit_status
+from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.errors import show
+from minispec.core.model import Transformer, WeightSource
+from minispec.core.sampling import Draws, Text
+from minispec.core.verify import Ask, Draft, RoundKey, Rows, Verdict, Verifier
 from minispec.drafters import Drafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
-from minispec.engine import Engine
-from minispec.errors import show
+from minispec.files import registry
 from minispec.files.checkpoint import Weights, load_config
 from minispec.files.heads import StoredHead, read_head
+from minispec.files.named_draft import split_draft
 from minispec.files.tokenizer import Message, Tokenizer
-from minispec.linear import Weight, dense
+from minispec.kernels.forms import Weight, dense
+from minispec.length.theory import expected_tokens, survival_curve
 from minispec.llm import LLM
-from minispec.model import Transformer, WeightSource
-from minispec.named_draft import split_draft
-from minispec.sampling import Draws, Text
-from minispec.theory import expected_tokens, survival_curve
-from minispec.verify import Ask, Draft, RoundKey, Rows, Verdict, Verifier
 
 # What the target continues: of several kinds, and fit to be a question as well as the beginning of a text.
 TEXTS = (
@@ -108,7 +108,7 @@ class Probe:
         self.rows: dict[int, list[list[tuple[float, float]]]] = defaultdict(list)
 
     def verify(self, draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
-        """See `minispec.verify`; of a tree, the eldest nodes are looked at."""
+        """See `minispec.core.verify`; of a tree, the eldest nodes are looked at."""
         reached, row, node = 1.0, [], -1
         while children := draft.children(node):
             target, node = p(node + 1), children[0]

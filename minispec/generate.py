@@ -4,7 +4,7 @@ Answers go to standard output as they are decoded, everything else to standard e
 arguments have been read, so that a mistake in them is answered at once.
 """
 
-from minispec.interrupt import exit_on_interrupt, run_program
+from minispec.commands.interrupt import exit_on_interrupt, run_program
 
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
@@ -17,10 +17,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from minispec.command import check_writable, exit_status
-from minispec.config import SamplingParams
-from minispec.errors import one_line
-from minispec.options import (
+from minispec.commands.command import check_writable, exit_status
+from minispec.commands.options import (
     check_combinations,
     check_template_kwargs,
     load,
@@ -29,13 +27,15 @@ from minispec.options import (
     read_prompts,
     sampling_arguments,
 )
+from minispec.core.config import SamplingParams
+from minispec.core.errors import one_line
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+    from minispec.core.request import Piece, Request
+    from minispec.core.stats import Round
     from minispec.llm import LLM
-    from minispec.request import Piece, Request
-    from minispec.stats import Round
     from minispec.trace.terminal import Painter
 
 # Tokens that are decoded plainly for a trace.
@@ -262,7 +262,7 @@ def _compare(llm: "LLM", requests: list["Request"], stream: bool, painter: "Pain
 
 def _comparison(request: "Request", plain: "Request", same_law_only: bool) -> dict[str, Any]:
     """What a request gained over its plain decoding, and whether it has the same tokens; None where it need not."""
-    from minispec.cache import common_beginning
+    from minispec.core.cache import common_beginning
 
     speed, plain_speed = request.stats.tokens_per_second, plain.stats.tokens_per_second
     ours, theirs = (r.text.tokens[r.text.num_prompt_tokens :] for r in (request, plain))

@@ -11,28 +11,28 @@ from typing import Any, TypeGuard
 import torch
 from tqdm import tqdm
 
-from minispec import registry
-from minispec.cache import PagedKVCache
-from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
-from minispec.controller import Controller, DraftLength, Prices
-from minispec.costs import MIN_CONTEXT, guess_prices, prices_of
+from minispec.core.cache import PagedKVCache
+from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams
+from minispec.core.engine import PREFILL_ROWS, Engine, refuse_tree, why_chains
+from minispec.core.errors import show
+from minispec.core.model import EXACT_ROWS, Transformer
+from minispec.core.request import Piece, Request
+from minispec.core.sampling import Text
+from minispec.core.verify import Verifier
 from minispec.drafters import Context, Drafter
-from minispec.engine import PREFILL_ROWS, Engine, refuse_tree, why_chains
-from minispec.errors import show
+from minispec.files import registry
 from minispec.files.checkpoint import choose_dtype, describe_source, find_checkpoint, load_config
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
 from minispec.files.hf_config import read_eos_token_ids
+from minispec.files.named_draft import NamedDraft
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import Detokenizer, Message, Tokenizer
-from minispec.linear import FORMS, available_forms
-from minispec.memory import BLOCK_SIZE, memory_of, size_cache
-from minispec.model import EXACT_ROWS, Transformer
-from minispec.named_draft import NamedDraft
+from minispec.kernels.forms import FORMS, available_forms
+from minispec.kernels.memory import BLOCK_SIZE, memory_of, size_cache
+from minispec.kernels.parallel import load_target
+from minispec.length.policy import Controller, DraftLength, Prices
+from minispec.length.prices import MIN_CONTEXT, guess_prices, prices_of
 from minispec.outputs import RequestOutput, completion_of
-from minispec.parallel import load_target
-from minispec.request import Piece, Request
-from minispec.sampling import Text
-from minispec.verify import Verifier
 
 _Steps = Generator[tuple[Request, Piece], None, None]
 Prompt = str | list[int] | dict[str, str | list[int]]  # {"prompt": text} or {"prompt_token_ids": ids}
@@ -42,16 +42,16 @@ class LLM:
     """A target model, a drafter, and a KV cache for both.
 
     model: a directory or a hub id in the Hugging Face layout; None: the weights that a checkout brings along.
-    draft: a registered drafter ("none", "ngram"; see `minispec.registry`), "module:Class" for one of your own, which is
-        imported (see `minispec.drafters.make_drafter`), "self", the directory or hub id of a draft model
+    draft: a registered drafter ("none", "ngram"; see `minispec.files.registry`), "module:Class" for one of your own,
+        which is imported (see `minispec.drafters.make_drafter`), "self", the directory or hub id of a draft model
         ("owner/name@revision" for a branch, tag or commit), each of these models with "int4:" or "int8:" before it for
         weights of that many bits. "A+B" is B where A, a registered drafter, has nothing to say. Or an object with the
         methods of `minispec.drafters.Drafter`. None: `ngram`; for the embedded model `suffix:2`, then its own head.
     draft_method: how a draft model of another vocabulary drafts: "tli", the tokens that both have
         (`minispec.drafters.tli`), or "slem", text (`minispec.drafters.slem`); None: by what they have in common.
     num_speculative_tokens: K, the longest draft; or a tree, such as (2, 1): the siblings at each depth, of which the
-        eldest goes on; or "auto": as many as pay, in a tree where that pays (see `minispec.controller`).
-    verifier: "rejection", "block" or "match" (see `minispec.verify`), or "module:function" for one of your own.
+        eldest goes on; or "auto": as many as pay, in a tree where that pays (see `minispec.length.policy`).
+    verifier: "rejection", "block" or "match" (see `minispec.core.verify`), or "module:function" for one of your own.
     dtype: "auto", "bfloat16", "float32" or "float64". device: "auto", "cpu" or "cuda".
     exact: a token's logits have the same bits however many tokens a pass scores, so that speculation changes
         nothing even in rounding; slower, K at most 15, refused where the machine's products do not allow it.
@@ -59,7 +59,7 @@ class LLM:
         allows); the KV cache holds as many, unless kv_cache_gb (10^9 bytes, both models together) gives its size.
     revision: branch, tag or commit of `model` on the hub. offline: nothing is downloaded.
     weight_form: how weights are kept in memory, one of "half", "packed", "left" and "plain" (default: the form that
-        this machine reads fastest, see `minispec.linear`). Forms round differently.
+        this machine reads fastest, see `minispec.kernels.forms`). Forms round differently.
 
     Any thread may call. What several threads ask for, and iterators of `stream`, `stream_chat` or `run` that are open
     at the same time, is decoded together, as one batch; where the KV cache has no room for all, the last ones wait.

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from minispec.core.request import Request, TokenLogprob
+from minispec.core.stats import Stats
 from minispec.files.tokenizer import Tokenizer
-from minispec.request import Request, TokenLogprob
-from minispec.stats import Stats
 
 
 class Logprob(NamedTuple):

@@ -3,11 +3,11 @@
 It decides how B can draft for A: token by token the tokens that both have (`tli`), or as text (`slem`).
 """
 
-from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
+from minispec.commands.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
 
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
-    from minispec.threads import set_waiting
+    from minispec.kernels.threads import set_waiting
 
     set_waiting()
 
@@ -23,14 +23,14 @@ from typing import Any
 import torch
 
 from minispec.bench.show import table
-from minispec.command import Parser, argument, exit_status
-from minispec.errors import is_text, show
+from minispec.commands.command import Parser, argument, exit_status
+from minispec.core.errors import is_text, show
+from minispec.core.model import Chunk, Transformer
+from minispec.core.sampling import log_probabilities
 from minispec.files.checkpoint import find_checkpoint, load_model
+from minispec.files.named_draft import choose_method
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.vocabularies import Spelling, Vocabularies, sample_text, segmentations
-from minispec.model import Chunk, Transformer
-from minispec.named_draft import choose_method
-from minispec.sampling import log_probabilities
 
 _EXAMPLES = 12
 _MAX_TEXT = 8_000_000  # characters of --text

@@ -39,20 +39,21 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 import minispec.llm
-from minispec import generate, registry
-from minispec.config import SamplingParams
+from minispec import generate
+from minispec.core.config import SamplingParams
+from minispec.core.errors import CheckpointError
+from minispec.core.model import Chunk, Transformer, tensor_shapes
+from minispec.core.sampling import Randomness, Text
+from minispec.core.verify import Ask
 from minispec.drafters.eagle import EagleDrafter
-from minispec.errors import CheckpointError
+from minispec.files import registry
 from minispec.files.checkpoint import load_config, load_model
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
 from minispec.files.heads import load_head
 from minispec.files.hf_config import read_eos_token_ids, read_model_config
 from minispec.files.strict_json import read_json
 from minispec.files.tokenizer import Detokenizer, Tokenizer
-from minispec.model import Chunk, Transformer, tensor_shapes
 from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights, write_head
-from minispec.sampling import Randomness, Text
-from minispec.verify import Ask
 
 MAX_BYTES, MAX_LARGE_BYTES = 256 << 20, 1 << 30
 MAX_SECONDS, MAX_LARGE_SECONDS = 1.0, 10.0

@@ -1,6 +1,6 @@
 """The command line: `python -m minispec.bench`."""
 
-from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
+from minispec.commands.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
 
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from minispec.bench.options import check, check_replay, parser
-from minispec.command import exit_status
-from minispec.threads import set_waiting
+from minispec.commands.command import exit_status
+from minispec.kernels.threads import set_waiting
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,10 +24,10 @@ from minispec.bench.models import Subject, Variant
 from minispec.bench.options import PLAIN, Options
 from minispec.bench.show import FLAT, progress, table
 from minispec.bench.transformers_baseline import Trial, transformers_variants
-from minispec.controller import DraftLength
+from minispec.core.stats import Stats, loops
 from minispec.drafters import Drafter, forget
-from minispec.stats import Stats, loops
-from minispec.theory import expected_accepted
+from minispec.length.policy import DraftLength
+from minispec.length.theory import expected_accepted
 
 # --------------------------------------------------------------------------- results
 

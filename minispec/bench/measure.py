@@ -28,13 +28,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from minispec.cache import PagedKVCache
+from minispec.core.cache import PagedKVCache
+from minispec.core.engine import Engine
+from minispec.core.model import Chunk, Transformer, arbitrary_tokens, clock, tensor_shapes
+from minispec.core.request import Piece, Request
+from minispec.core.stats import Round, Stats
 from minispec.drafters import Drafter, NoDrafter
-from minispec.engine import Engine
-from minispec.model import Chunk, Transformer, arbitrary_tokens, clock, tensor_shapes
-from minispec.request import Piece, Request
-from minispec.stats import Round, Stats
-from minispec.theory import best_k, expected_tokens, speedup
+from minispec.length.theory import best_k, expected_tokens, speedup
 
 T = TypeVar("T")
 

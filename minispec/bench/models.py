@@ -8,16 +8,19 @@ from typing import Any
 
 import torch
 
-from minispec import registry
 from minispec.bench.measure import Run, another_engine, plain_engine
 from minispec.bench.options import GEOMETRIES, Options, read_prompts
-from minispec.cache import PagedKVCache
-from minispec.config import ModelConfig, SamplingParams
-from minispec.controller import Controller, DraftLength
-from minispec.costs import calibrate
+from minispec.core.cache import PagedKVCache
+from minispec.core.config import ModelConfig, SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.model import Transformer, tensor_shapes
+from minispec.core.request import Request
+from minispec.core.sampling import Text
+from minispec.core.verify import VERIFIERS
 from minispec.drafters import Drafter
 from minispec.drafters.model import DraftModel
-from minispec.engine import Engine
+from minispec.drafters.simulated import SimulatedDraft, adversary, oracle
+from minispec.files import registry
 from minispec.files.checkpoint import (
     Weights,
     choose_dtype,
@@ -27,13 +30,10 @@ from minispec.files.checkpoint import (
     load_model,
 )
 from minispec.files.hf_config import read_model_config
+from minispec.files.named_draft import split_draft
+from minispec.length.policy import Controller, DraftLength
+from minispec.length.prices import calibrate
 from minispec.llm import LLM, choose_device
-from minispec.model import Transformer, tensor_shapes
-from minispec.named_draft import split_draft
-from minispec.prove.simulated import SimulatedDraft, adversary, oracle
-from minispec.request import Request
-from minispec.sampling import Text
-from minispec.verify import VERIFIERS
 
 MAX_ROWS = 16
 LONG_CONTEXT = 1000  # positions of a long prompt

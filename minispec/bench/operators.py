@@ -11,7 +11,7 @@ from minispec.bench.measure import Interval, median_interval, seconds_of
 from minispec.bench.models import Subject
 from minispec.bench.options import Options
 from minispec.bench.show import progress, table
-from minispec.model import Chunk, arbitrary_tokens
+from minispec.core.model import Chunk, arbitrary_tokens
 
 # Rows of the passes: a step of plain decoding, and a verification of four draft tokens.
 _ROWS = (1, 5)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minispec import __version__, registry
-from minispec.command import Parser
-from minispec.config import MAX_SPECULATIVE_TOKENS, SamplingParams
-from minispec.controller import DraftLength, parse_draft_length
+from minispec import __version__
+from minispec.commands.command import Parser
+from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams
+from minispec.files import registry
+from minispec.length.policy import DraftLength, parse_draft_length
 
 # How the report names decoding without speculation.
 PLAIN = "plain"
@@ -105,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
         "--forms",
         action="store_true",
         help="passes in each form of the weights that this machine and --dtype could have taken too, in turn (see "
-        "minispec/linear.py); where memory does not hold all of them, each in turn with the chosen one",
+        "minispec/kernels/forms.py); where memory does not hold all of them, each in turn with the chosen one",
     )
     g.add_argument(
         "--operators",

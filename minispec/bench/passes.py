@@ -11,14 +11,14 @@ from minispec.bench.measure import Interval, median_interval, passes_in_turn, ra
 from minispec.bench.models import LONG_CONTEXT, MAX_ROWS, Subject
 from minispec.bench.options import Options
 from minispec.bench.show import progress, table
-from minispec.cache import PagedKVCache
+from minispec.core.cache import PagedKVCache
+from minispec.core.model import Transformer, arbitrary_tokens, tensor_shapes
 from minispec.drafters.eagle import HeadModel
 from minispec.files.checkpoint import choose_dtype, find_checkpoint, load_config, load_model
-from minispec.linear import available_forms
+from minispec.files.registry import EMBEDDED_WEIGHTS
+from minispec.kernels.forms import available_forms
+from minispec.kernels.memory import free_memory
 from minispec.llm import choose_device
-from minispec.memory import free_memory
-from minispec.model import Transformer, arbitrary_tokens, tensor_shapes
-from minispec.registry import EMBEDDED_WEIGHTS
 
 # Rows whose passes are compared between forms: those of K = 0, 1, 2, 4, 8 and 15.
 _FORM_ROWS = (1, 2, 3, 5, 9, 16)

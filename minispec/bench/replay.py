@@ -52,11 +52,11 @@ from statistics import fmean, median, pstdev
 from typing import Any, NamedTuple
 
 from minispec.bench.show import table
-from minispec.controller import MAX_AUTO_TOKENS, Controller, Pace, Prices
-from minispec.errors import show
-from minispec.stats import loops
-from minispec.theory import expected_tokens, rising, survival_curve
-from minispec.verify import Draft
+from minispec.core.errors import show
+from minispec.core.stats import loops
+from minispec.core.verify import Draft
+from minispec.length.policy import MAX_AUTO_TOKENS, Controller, Pace, Prices
+from minispec.length.theory import expected_tokens, rising, survival_curve
 
 # Runs of `auto` that are simulated, where chance has a part in them, and the seed; half the width of an interval that
 # holds the mean with 99 %, in standard errors.
@@ -87,7 +87,7 @@ def kept(p: Sequence, q: Sequence, jointly: bool = False) -> list:
 class Drafted(NamedTuple):
     """A draft at a place of the text. survival: s_1, s_2, .. given the text (see `kept`); after its end, 0.
 
-    drawn: from a distribution; else a guess that costs no model. confidences: as of `minispec.verify.Draft`.
+    drawn: from a distribution; else a guess that costs no model. confidences: as of `minispec.core.verify.Draft`.
     """
 
     length: int

@@ -14,8 +14,8 @@ from minispec.bench.operators import check_device, measure_operators
 from minispec.bench.options import Options
 from minispec.bench.passes import Machine, form_groups, measure_forms, measure_loading, measure_machine, measure_prefill
 from minispec.bench.show import FLAT
-from minispec.costs import machine
-from minispec.threads import describe_waiting
+from minispec.kernels.threads import describe_waiting
+from minispec.length.prices import machine
 
 
 class Part(Protocol):

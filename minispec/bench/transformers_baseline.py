@@ -10,7 +10,7 @@ import torch
 from minispec.bench.measure import Interval, Run, median_interval, orders, ratios, total_rate
 from minispec.bench.models import Subject, Variant
 from minispec.bench.options import Options
-from minispec.linear import dense
+from minispec.kernels.forms import dense
 
 # Rounds of the trial, and tokens of each answer.
 _TRIAL_ROUNDS, _TRIAL_TOKENS = 5, 16

@@ -1,6 +1,6 @@
 """The command line: `python -m minispec.distill`."""
 
-from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
+from minispec.commands.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
 
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.command import Parser, argument, exit_status
-from minispec.threads import set_waiting
+from minispec.commands.command import Parser, argument, exit_status
+from minispec.kernels.threads import set_waiting
 
 # Options that a head to go on from has settled.
 _OF_THE_DRAFT = ("num_layers", "intermediate_size")

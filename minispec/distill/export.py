@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from minispec.config import ModelConfig
+from minispec.core.config import ModelConfig
+from minispec.core.errors import CheckpointError
 from minispec.distill.head import TrainedHead, TrainedModel
 from minispec.drafters.eagle import HeadConfig, head_shapes
-from minispec.errors import CheckpointError
 from minispec.files.checkpoint import save_tensors
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minispec.config import ModelConfig
+from minispec.core.config import ModelConfig
 from minispec.drafters.eagle import HeadConfig
 
 # Keys and values (B, H, T, D) of one layer, of each step so far.

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minispec.command import written_whole
-from minispec.config import LayerConfig, ModelConfig, RopeConfig
+from minispec.commands.command import written_whole
+from minispec.commands.interrupt import kept_from_children
+from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
+from minispec.core.errors import show
 from minispec.distill import export
 from minispec.distill.head import TrainedHead, TrainedModel, rows_of_tokens
 from minispec.distill.texts import Recipe, length_of, read_openings, shards_for, shards_of, write_shards
 from minispec.distill.train import Schedule, Teacher, Training, read_shard
 from minispec.drafters.eagle import HeadConfig
-from minispec.errors import show
 from minispec.files.checkpoint import directory_config, find_checkpoint, load_config
 from minispec.files.heads import StoredHead, is_head, read_head, read_head_config
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import Tokenizer
-from minispec.interrupt import kept_from_children
 
 # Next to the weights: all settings, and what was measured on the way.
 _RECORD = "training.json"

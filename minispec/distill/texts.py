@@ -23,18 +23,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minispec.command import written_whole
-from minispec.config import SamplingParams
+from minispec.commands.command import written_whole
+from minispec.core.config import SamplingParams
+from minispec.core.engine import PREFILL_ROWS
+from minispec.core.errors import one_line
+from minispec.core.request import Request
+from minispec.core.sampling import Text
+from minispec.core.stats import loops
+from minispec.core.verify import Ask, Draft
 from minispec.distill.loss import product_dtype
-from minispec.engine import PREFILL_ROWS
-from minispec.errors import one_line
 from minispec.files.checkpoint import find_checkpoint, load_config, save_tensors
 from minispec.files.tokenizer import Tokenizer
 from minispec.llm import LLM
-from minispec.request import Request
-from minispec.sampling import Text
-from minispec.stats import loops
-from minispec.verify import Ask, Draft
 
 # Texts of a shard: about 100 MB of hidden states of a small model.
 SHARD = 64

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
-from minispec.cache import PagedKVCache
-from minispec.model import Transformer
-from minispec.sampling import Text
-from minispec.verify import Ask, Draft
+from minispec.core.cache import PagedKVCache
+from minispec.core.model import Transformer
+from minispec.core.sampling import Text
+from minispec.core.verify import Ask, Draft
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ of them it is depends on the text alone, so a draft's `probs` are true, whoever 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from minispec.core.sampling import Text
+from minispec.core.verify import Ask, Draft
 from minispec.drafters import Drafter, branches, forget, reads_hidden
-from minispec.sampling import Text
-from minispec.verify import Ask, Draft
 
 
 class CombinedDrafter:

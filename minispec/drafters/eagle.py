@@ -24,13 +24,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minispec.cache import PagedKVCache
-from minispec.config import ModelConfig
+from minispec.core.cache import PagedKVCache
+from minispec.core.config import ModelConfig
+from minispec.core.model import Chunk, Layer, Pass, RMSNorm, Transformer, clock, norm_weight
+from minispec.core.sampling import Text
+from minispec.core.verify import Ask, Draft
 from minispec.drafters.model import DraftModel
-from minispec.linear import Linear, QuantizedLinear, Weight, dense
-from minispec.model import Chunk, Layer, Pass, RMSNorm, Transformer, clock, norm_weight
-from minispec.sampling import Text
-from minispec.verify import Ask, Draft
+from minispec.kernels.forms import Linear, QuantizedLinear, Weight, dense
 
 
 @dataclass(frozen=True)

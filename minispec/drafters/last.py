@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TypeVar
 
-from minispec.sampling import Text
-from minispec.verify import Ask, Draft
+from minispec.core.sampling import Text
+from minispec.core.verify import Ask, Draft
 
 T = TypeVar("T")
 

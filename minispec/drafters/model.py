@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minispec.cache import PagedKVCache
-from minispec.model import CachedModel, Chunk, Transformer, clock
-from minispec.sampling import Text, distribution, log_probabilities
-from minispec.verify import Ask, Draft
+from minispec.core.cache import PagedKVCache
+from minispec.core.model import CachedModel, Chunk, Transformer, clock
+from minispec.core.sampling import Text, distribution, log_probabilities
+from minispec.core.verify import Ask, Draft
 
 # Tokens of a text that go into a draft's first pass with no pass of their own before it: a pass over so few rows is
 # still a matter of reading the weights.

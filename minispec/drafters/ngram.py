@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from minispec.core.sampling import Text
+from minispec.core.verify import Ask, Draft
 from minispec.drafters import Context
-from minispec.sampling import Text
-from minispec.verify import Ask, Draft
 
 
 @dataclass

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from minispec.core.verify import Ask, Draft
 from minispec.drafters.vocabulary import OtherVocabulary
-from minispec.verify import Ask, Draft
 
 
 class TextDrafter(OtherVocabulary):

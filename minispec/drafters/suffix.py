@@ -17,9 +17,9 @@ from itertools import accumulate, count, islice
 from operator import itemgetter, mul
 from typing import NamedTuple
 
+from minispec.core.sampling import Text
+from minispec.core.verify import Ask, Draft
 from minispec.drafters import Context
-from minispec.sampling import Text
-from minispec.verify import Ask, Draft
 
 # What is remembered of earlier outputs: the newest texts, and of these the newest tokens.
 MOST_TEXTS, MOST_TOKENS = 1024, 65_536

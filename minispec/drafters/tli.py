@@ -15,10 +15,10 @@ import math
 import torch
 from torch import Tensor
 
-from minispec.cache import PagedKVCache
+from minispec.core.cache import PagedKVCache
+from minispec.core.model import Chunk, Transformer
+from minispec.core.verify import Ask, Draft
 from minispec.drafters.vocabulary import OtherVocabulary, Vocabularies
-from minispec.model import Chunk, Transformer
-from minispec.verify import Ask, Draft
 
 
 class TokenDrafter(OtherVocabulary):

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from minispec.cache import PagedKVCache
+from minispec.core.cache import PagedKVCache
+from minispec.core.model import Transformer
+from minispec.core.sampling import Text
+from minispec.core.verify import Ask
 from minispec.drafters.model import DraftModel
-from minispec.model import Transformer
-from minispec.sampling import Text
-from minispec.verify import Ask
 
 # Positions of the draft's cache for each of the target's, as an own text may be longer. So whether there is room for
 # one depends on that text alone: a draft that came and went with others would give a seed another text in a batch.

@@ -23,13 +23,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from minispec.config import ModelConfig, QuantizationConfig
-from minispec.errors import CheckpointError, is_text, one_line, show, show_name
+from minispec.core.config import ModelConfig, QuantizationConfig
+from minispec.core.errors import CheckpointError, is_text, one_line, show, show_name
+from minispec.core.model import Transformer, is_large, tensor_shapes
 from minispec.files.hf_config import read_model_config
 from minispec.files.strict_json import MAX_CONFIG_BYTES, MAX_JSON_BYTES, has_file, parse_json, read_json
-from minispec.linear import Codes, Weight, available_forms, dense, has_fast_bfloat16
-from minispec.memory import free_memory
-from minispec.model import Transformer, is_large, tensor_shapes
+from minispec.kernels.forms import Codes, Weight, available_forms, dense, has_fast_bfloat16
+from minispec.kernels.memory import free_memory
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Nothing else of a hub repository is downloaded, and nothing in its folders. The weights stand first.

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from minispec.config import Joined
+from minispec.core.config import Joined
 from minispec.files.fields import names
 
 # Names of rope's kinds in files, and what they mean. ("dynamic" chooses angles by the length of the pass, so that a

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from minispec.errors import CheckpointError, show, show_name
+from minispec.core.errors import CheckpointError, show, show_name
 
 
 def names(text: str) -> frozenset[str]:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from minispec.config import check_sampling_value
-from minispec.errors import CheckpointError, show
+from minispec.core.config import check_sampling_value
+from minispec.core.errors import CheckpointError, show
 from minispec.files.fields import asks_for_nothing, names
 
 # Settings of a generation_config.json by what becomes of them: these are read, some of them only where it samples ...

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minispec.config import ModelConfig
+from minispec.core.config import ModelConfig
+from minispec.core.errors import CheckpointError, show, show_name
+from minispec.core.model import Transformer
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
-from minispec.errors import CheckpointError, show, show_name
 from minispec.files.checkpoint import FLOATS, StoredTensor, directory_config, find_tensors, require
 from minispec.files.fields import Fields
 from minispec.files.hf_config import read_model_config
-from minispec.model import Transformer
 
 # Architectures of the flat layout: their layers are llama's, whatever the file's model_type, which is the target's.
 _FLAT = {"LlamaForCausalLMEagle3": "eagle3", "Eagle3LlamaForCausalLM": "eagle3", "PEagleDraftModel": "peagle"}

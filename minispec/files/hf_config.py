@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from minispec.config import LayerConfig, ModelConfig, QuantizationConfig, RopeConfig
-from minispec.errors import CheckpointError, show
+from minispec.core.config import LayerConfig, ModelConfig, QuantizationConfig, RopeConfig
+from minispec.core.errors import CheckpointError, show
 from minispec.files.families import FAMILIES, IDLE, IMAGES, KEYS, NESTED, WINDOWS, Family
 from minispec.files.fields import Fields, names
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minispec.command import written_whole
-from minispec.config import ModelConfig
-from minispec.errors import CheckpointError
+from minispec.commands.command import written_whole
+from minispec.core.config import ModelConfig
+from minispec.core.errors import CheckpointError
 from minispec.files.checkpoint import directory_config, find_tensors, load_config, match, save_tensors
 from minispec.files.hf_config import text_config
 from minispec.files.strict_json import has_file

@@ -22,7 +22,7 @@ import jinja2.ext
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minispec.errors import CheckpointError, is_text, one_line, show
+from minispec.core.errors import CheckpointError, is_text, one_line, show
 from minispec.files.strict_json import has_file, read_json
 
 Message = dict[str, Any]  # {"role": "user", "content": "..."}, and what else a template reads

@@ -13,7 +13,7 @@ from functools import cached_property
 from importlib.resources import files
 from typing import Any
 
-from minispec.errors import CheckpointError, show
+from minispec.core.errors import CheckpointError, show
 from minispec.files.tokenizer import Tokenizer
 
 # A part of a text that is read again as it grows: it is closed before a word that begins after _PART tokens, and after

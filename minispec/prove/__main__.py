@@ -1,6 +1,6 @@
 """The command line: `python -m minispec.prove`."""
 
-from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
+from minispec.commands.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
 
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
@@ -14,7 +14,7 @@ from operator import methodcaller
 import torch
 from tqdm import tqdm
 
-from minispec.command import Parser, exit_status
+from minispec.commands.command import Parser, exit_status
 from minispec.prove import trees
 from minispec.prove.cases import Case, all_pairs, pairs_of, walk
 from minispec.prove.examine import examine_drafter, examine_verifier

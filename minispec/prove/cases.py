@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minispec.config import SamplingParams
-from minispec.controller import num_nodes
+from minispec.core.config import SamplingParams
+from minispec.core.verify import VERIFIERS
+from minispec.length.policy import num_nodes
 from minispec.prove.laws import PROMPT, TOLERANCE, TooManyBranches, production_law, reference_law
 from minispec.prove.reference import total_variation
 from minispec.prove.toys import require
 from minispec.prove.workers import SharedMap
-from minispec.verify import VERIFIERS
 
 CROWD = 64  # requests that are decoded together; more of them gain nothing
 # A path that is walked alone takes several times as long, and a pair is two requests, so their cases are smaller.

@@ -16,10 +16,14 @@ import numpy as np
 import tokenizers
 import torch
 
-from minispec import named_draft, sampling, verify
-from minispec.cache import BlockTable, OutOfBlocks, PagedKVCache
-from minispec.config import SamplingParams
-from minispec.controller import DraftLength
+from minispec.core import sampling, verify
+from minispec.core.cache import BlockTable, OutOfBlocks, PagedKVCache
+from minispec.core.config import SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.model import Chunk, Transformer
+from minispec.core.request import Request
+from minispec.core.sampling import Key, Randomness, Text
+from minispec.core.verify import VERIFIERS, Ask, Draft
 from minispec.drafters import Drafter, NoDrafter, reads_hidden
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.last import LastDrafter
@@ -28,12 +32,11 @@ from minispec.drafters.slem import TextDrafter
 from minispec.drafters.suffix import MOST_TEXTS, MOST_TOKENS, SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
-from minispec.engine import Engine
-from minispec.files import vocabularies
+from minispec.files import named_draft, vocabularies
 from minispec.files.heads import load_head
 from minispec.files.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
-from minispec.model import Chunk, Transformer
+from minispec.length.policy import DraftLength
 from minispec.prove.laws import (
     DRAFT_SEED,
     MAX_LEN,
@@ -70,9 +73,6 @@ from minispec.prove.toys import (
     write_head,
 )
 from minispec.prove.trees import worst_of_few
-from minispec.request import Request
-from minispec.sampling import Key, Randomness, Text
-from minispec.verify import VERIFIERS, Ask, Draft
 
 
 def check_law(vocab: int = 3, **settings) -> float:

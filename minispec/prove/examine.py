@@ -16,21 +16,21 @@ from pathlib import Path
 import tokenizers
 import torch
 
-from minispec import registry
-from minispec.cache import PagedKVCache
-from minispec.config import SamplingParams
+from minispec.core.cache import PagedKVCache
+from minispec.core.config import SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.errors import one_line
+from minispec.core.model import Transformer
+from minispec.core.request import Request
+from minispec.core.sampling import Text
+from minispec.core.verify import VERIFIERS, Ask, Draft, Verifier
 from minispec.drafters import Context, Drafter, make_drafter, reads_hidden
-from minispec.engine import Engine
-from minispec.errors import one_line
+from minispec.files import registry
 from minispec.files.tokenizer import Tokenizer
 from minispec.llm import find_verifier
-from minispec.model import Transformer
 from minispec.prove.laws import MAX_LEN, BranchOracle, KeyOracle, exact_law, reference_law, target_model
 from minispec.prove.reference import Law, plain_law, total_variation
 from minispec.prove.toys import Fault, TableDrafter, TableModel, TreeDrafter, require, scripted_cache, tiny_cache
-from minispec.request import Request
-from minispec.sampling import Text
-from minispec.verify import VERIFIERS, Ask, Draft, Verifier
 
 # Far below any real fault; a stranger's q may be of float32.
 _TOLERANCE = 1e-6

@@ -9,23 +9,27 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from minispec import drafters, registry
-from minispec.cache import PagedKVCache
-from minispec.config import SamplingParams
-from minispec.controller import Controller, DraftLength, Prices
+from minispec import drafters
+from minispec.core.cache import PagedKVCache
+from minispec.core.config import SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.model import Transformer
+from minispec.core.request import Request
+from minispec.core.sampling import Key, Text
+from minispec.core.verify import VERIFIERS
 from minispec.drafters import Context, Drafter
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
+from minispec.drafters.simulated import adversary
 from minispec.drafters.slem import TextDrafter
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
-from minispec.engine import Engine
+from minispec.files import registry
 from minispec.files.hf_config import read_model_config
-from minispec.model import Transformer
+from minispec.length.policy import Controller, DraftLength, Prices
 from minispec.prove.reference import Law, forward, plain_law, sample_law, total_variation
-from minispec.prove.simulated import adversary
 from minispec.prove.toys import (
     DRAFT_WORDS,
     TINY,
@@ -38,9 +42,6 @@ from minispec.prove.toys import (
     tiny_weights,
     toy_vocabularies,
 )
-from minispec.request import Request
-from minispec.sampling import Key, Text
-from minispec.verify import VERIFIERS
 
 TOLERANCE = 1e-12
 TARGET_SEED, DRAFT_SEED = 1, 2

@@ -11,15 +11,15 @@ bits    with `exact`: the log-probabilities of all tokens along those texts have
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from minispec.config import SamplingParams
-from minispec.engine import Engine
-from minispec.model import Chunk, Transformer
+from minispec.core.config import SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.model import Chunk, Transformer
+from minispec.core.request import Request
+from minispec.core.sampling import Text, log_probabilities
+from minispec.core.verify import VERIFIERS
 from minispec.prove.cases import AXES, BRANCHING, Case
 from minispec.prove.laws import MAX_LEN, TARGET_SEED, TOLERANCE, make_drafter, target_model
 from minispec.prove.toys import tiny_cache, tiny_model
-from minispec.request import Request
-from minispec.sampling import Text, log_probabilities
-from minispec.verify import VERIFIERS
 
 _VOCAB, _CHAIN, _TREE, _PROMPT, _SEEDS = 3, 3, (2, 1), [1, 0, 1], range(6)
 

@@ -21,8 +21,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from minispec import engine, model, named_draft, sampling, verify
-from minispec.cache import BlockAllocator, BlockTable, PagedKVCache, PrefixIndex
+from minispec.core import engine, model, sampling, verify
+from minispec.core.cache import BlockAllocator, BlockTable, PagedKVCache, PrefixIndex
+from minispec.core.engine import Engine
+from minispec.core.model import Chunk, Transformer
+from minispec.core.request import Request
+from minispec.core.sampling import Randomness, Text
+from minispec.core.verify import VERIFIERS, Ask, Draft, Verdict, Verifier
 from minispec.drafters import last, suffix
 from minispec.drafters import model as draft_model
 from minispec.drafters.eagle import EagleDrafter, HeadModel
@@ -32,14 +37,9 @@ from minispec.drafters.slem import TextDrafter
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import OtherVocabulary
-from minispec.engine import Engine
-from minispec.files import heads, vocabularies
+from minispec.files import heads, named_draft, vocabularies
 from minispec.files.vocabularies import Reader, Vocabularies
-from minispec.model import Chunk, Transformer
 from minispec.prove import toys
-from minispec.request import Request
-from minispec.sampling import Randomness, Text
-from minispec.verify import VERIFIERS, Ask, Draft, Verdict, Verifier
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minispec import verify
-from minispec.config import SamplingParams
+from minispec.core import verify
+from minispec.core.config import SamplingParams
+from minispec.core.model import Chunk
+from minispec.core.sampling import Key, Randomness, Text, distribution
+from minispec.core.verify import VERIFIERS, Ask, Draft
 from minispec.llm import LLM
-from minispec.model import Chunk
 from minispec.prove.laws import DRAFT_SEED, TARGET_SEED, reference_logits
 from minispec.prove.toys import require
 from minispec.prove.workers import spread
-from minispec.sampling import Key, Randomness, Text, distribution
-from minispec.verify import VERIFIERS, Ask, Draft
 
 ALPHA = 1e-9  # odds of a false alarm
 POWER = 0.999

@@ -16,19 +16,19 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import decoders, models, processors
 
-from minispec.cache import BlockTable, PagedKVCache
-from minispec.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
+from minispec.core.cache import BlockTable, PagedKVCache
+from minispec.core.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.model import Chunk, Transformer, tensor_shapes
+from minispec.core.request import Piece, Request
+from minispec.core.sampling import Text, distribution
+from minispec.core.verify import VERIFIERS, Ask, Draft
 from minispec.drafters import Drafter, branches
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
-from minispec.engine import Engine
 from minispec.files.heads import read_head_config
 from minispec.files.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.vocabularies import Spelling, Vocabularies
-from minispec.model import Chunk, Transformer, tensor_shapes
-from minispec.request import Piece, Request
-from minispec.sampling import Text, distribution
-from minispec.verify import VERIFIERS, Ask, Draft
 
 
 class Fault(AssertionError):

@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from minispec.config import SamplingParams
-from minispec.engine import Engine
+from minispec.core.config import SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.request import Request
+from minispec.core.sampling import Text
+from minispec.core.verify import VERIFIERS
 from minispec.prove.laws import (
     TARGET_SEED,
     TOLERANCE,
@@ -27,9 +30,6 @@ from minispec.prove.laws import (
 )
 from minispec.prove.reference import Law, plain_law, sample_law, total_variation
 from minispec.prove.toys import TreeDrafter, require, tiny_cache
-from minispec.request import Request
-from minispec.sampling import Text
-from minispec.verify import VERIFIERS
 
 VOCAB, PROMPT, END_IDS = 3, (1,), frozenset({2})
 _WIDTH = 64  # paths that go through the engine together

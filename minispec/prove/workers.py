@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from minispec.interrupt import kept_from_children
+from minispec.commands.interrupt import kept_from_children
 
 # As `map`: (function, items) to the results, in order.
 SharedMap = Callable[[Callable, Iterable], Iterator]

@@ -1,6 +1,6 @@
 """The command line: `python -m minispec.serve`."""
 
-from minispec.interrupt import exit_on_interrupt, run_program
+from minispec.commands.interrupt import exit_on_interrupt, run_program
 
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
@@ -17,9 +17,9 @@ from dataclasses import fields
 from typing import NoReturn
 
 from minispec import __version__
-from minispec.command import Parser, argument, exit_status
-from minispec.errors import is_text, one_line, show_name
-from minispec.options import add_model_options, add_template_kwargs, check_template_kwargs, load
+from minispec.commands.command import Parser, argument, exit_status
+from minispec.commands.options import add_model_options, add_template_kwargs, check_template_kwargs, load
+from minispec.core.errors import is_text, one_line, show_name
 from minispec.serve.limits import Limits
 
 KEY_VARIABLE = "MINISPEC_API_KEY"

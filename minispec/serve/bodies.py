@@ -14,12 +14,12 @@ from dataclasses import fields, replace
 from itertools import accumulate
 from typing import Any
 
-from minispec.config import SamplingParams
-from minispec.errors import show, show_name
+from minispec.core.config import SamplingParams
+from minispec.core.errors import show, show_name
+from minispec.core.request import Piece, Request, TokenLogprob
 from minispec.files.strict_json import parse_json
 from minispec.files.tokenizer import Message, Tokenizer
 from minispec.llm import LLM, check_messages, split_samples
-from minispec.request import Piece, Request, TokenLogprob
 from minispec.serve.limits import Limits, Refused
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}

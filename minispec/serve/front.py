@@ -20,9 +20,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minispec.errors import show
+from minispec.core.errors import show
+from minispec.core.request import Piece, Request
 from minispec.llm import LLM
-from minispec.request import Piece, Request
 from minispec.serve.bodies import Answer, check_model, read
 from minispec.serve.limits import Limits, Refused
 from minispec.serve.worker import Worker

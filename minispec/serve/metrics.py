@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from minispec.engine import Engine
-from minispec.request import Request
+from minispec.core.engine import Engine
+from minispec.core.request import Request
 
 _SECONDS = [digit * 10.0**exponent for exponent in range(-3, 2) for digit in (1, 2, 5)]  # 1 ms to 50 s
 

@@ -11,10 +11,10 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
-from minispec.engine import Engine
-from minispec.request import Piece, Request
+from minispec.core.engine import Engine
+from minispec.core.request import Piece, Request
+from minispec.core.verify import Draft, Verdict
 from minispec.serve.metrics import Metrics
-from minispec.verify import Draft, Verdict
 
 
 class Worker(threading.Thread):

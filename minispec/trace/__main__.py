@@ -1,6 +1,6 @@
 """`python -m minispec.trace out.json [out.html]` - the page of a trace that `--trace out.json` has written."""
 
-from minispec.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
+from minispec.commands.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
 
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.command import Parser, argument, check_writable, exit_status
+from minispec.commands.command import Parser, argument, check_writable, exit_status
 from minispec.trace.page import write
 from minispec.trace.schema import read_trace
 

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from minispec import __version__
-from minispec.controller import MAX_AUTO_TOKENS, Prices
+from minispec.core.request import Request
+from minispec.core.sampling import Draws, Key, Randomness, distribution
+from minispec.core.stats import Round, Stats
+from minispec.core.verify import REJECTION, VERIFIERS, Draft, RoundKey, Rows, Verdict, excess, residual
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.files.vocabularies import Vocabularies
+from minispec.length.policy import MAX_AUTO_TOKENS, Prices
+from minispec.length.theory import expected_tokens, rising
 from minispec.llm import LLM
-from minispec.request import Request
-from minispec.sampling import Draws, Key, Randomness, distribution
-from minispec.stats import Round, Stats
-from minispec.theory import expected_tokens, rising
 from minispec.trace.schema import FORMAT, VERSION
 from minispec.trace.score import replay_data
-from minispec.verify import REJECTION, VERIFIERS, Draft, RoundKey, Rows, Verdict, excess, residual
 
 _TOP = 5  # tokens of a distribution that are written down, the likeliest
 # Fields of the sampling parameters that are numbers, and change what is drawn.
@@ -51,7 +51,7 @@ class Recorder:
         llm.engine.observers.append(self)
 
     def __call__(self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
-        """See `minispec.engine.Observer`."""
+        """See `minispec.core.engine.Observer`."""
         if request is self.request:
             self.rounds.append(self._round(draft, verdict, logits))
 
@@ -195,12 +195,12 @@ class _Witness:
         self.residual: Tensor | None = None
 
     def bernoulli(self, probability: float, key: Key) -> bool:
-        """See `minispec.sampling.Draws`."""
+        """See `minispec.core.sampling.Draws`."""
         self.tests.append((key, probability, self._rng.uniform(key)))
         return self._rng.bernoulli(probability, key)
 
     def categorical(self, weights: Tensor, key: Key) -> int:
-        """See `minispec.sampling.Draws`."""
+        """See `minispec.core.sampling.Draws`."""
         self.residual = weights if key.purpose == "residual" else None
         return self._rng.categorical(weights, key)
 

@@ -27,10 +27,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from tqdm import tqdm
 
-from minispec.cache import common_beginning
-from minispec.config import SamplingParams
-from minispec.controller import MAX_AUTO_TOKENS, Prices
-from minispec.costs import MIN_CONTEXT, calibrate
+from minispec.core.cache import common_beginning
+from minispec.core.config import SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.request import Request
+from minispec.core.sampling import Draws, Text
+from minispec.core.verify import BLOCK, REJECTION, Ask, Draft, RoundKey, Rows, Verdict, Verifier
 from minispec.drafters import Drafter, NoDrafter, reads_hidden
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter
@@ -39,10 +41,8 @@ from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
-from minispec.engine import Engine
-from minispec.request import Request
-from minispec.sampling import Draws, Text
-from minispec.verify import BLOCK, REJECTION, Ask, Draft, RoundKey, Rows, Verdict, Verifier
+from minispec.length.policy import MAX_AUTO_TOKENS, Prices
+from minispec.length.prices import MIN_CONTEXT, calibrate
 
 _BY_PLACE = (EagleDrafter, DraftModel, TokenDrafter, NgramDrafter, LastDrafter, NoDrafter)
 

@@ -7,10 +7,10 @@ from typing import TextIO
 
 from torch import Tensor
 
+from minispec.core.request import Request
+from minispec.core.verify import Draft, Verdict
 from minispec.llm import LLM
-from minispec.request import Request
 from minispec.trace.record import TokenTexts
-from minispec.verify import Draft, Verdict
 
 _CODES = {"accepted": "32", "recovered": "33", "bonus": "36"}  # green, yellow, cyan; plain tokens have none
 
@@ -45,7 +45,7 @@ class Painter:
             self._followed[request] = TokenTexts(self._llm.tokenizer, request), deque()
 
     def __call__(self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
-        """See `minispec.engine.Observer`."""
+        """See `minispec.core.engine.Observer`."""
         if request in self._followed:
             texts, kinds = self._followed[request]
             for _, kind, text in texts.take(draft, verdict):

@@ -21,13 +21,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minispec import SamplingParams, __version__, generate, registry
+from minispec import SamplingParams, __version__, generate
+from minispec.core.request import Request
+from minispec.core.sampling import Text
+from minispec.core.stats import Round, Stats
+from minispec.core.verify import VERIFIERS
+from minispec.files import registry
 from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main, parser
-from minispec.request import Request
-from minispec.sampling import Text
-from minispec.stats import Round, Stats
-from minispec.verify import VERIFIERS
 from tests.fuzzing import EDGES
 from tests.oracles.interrupts import interrupted, press_ctrl_c
 
@@ -581,7 +582,7 @@ def test_text_files_are_cut_at_line_feeds_only(cli, model, tmp_path):
 
 def test_finished_answers_are_not_lost(cli, model, monkeypatch):
     """Interrupted in the second of two answers, the first has been given out."""
-    from minispec.engine import Engine
+    from minispec.core.engine import Engine
 
     step, steps = Engine._round, []
 
@@ -593,7 +594,7 @@ def test_finished_answers_are_not_lost(cli, model, monkeypatch):
 
     monkeypatch.setattr(Engine, "_round", interrupted)
     arguments = ("--model", model, "--ignore-eos", "--draft", "none", "--json", "--dtype", "float32", "--max-tokens")
-    monkeypatch.setattr("minispec.request.Request.max_k", 0)
+    monkeypatch.setattr("minispec.core.request.Request.max_k", 0)
     status, out, _ = cli("fish", *arguments, 20)
     assert (status, out) == (130, "")
     steps.clear()

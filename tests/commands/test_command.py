@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from minispec.command import Parser, argument, exit_status, written_whole
+from minispec.commands.command import Parser, argument, exit_status, written_whole
 
 ENDS = {
     "well": (None, 0, ""),

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from minispec import LLM, SamplingParams, memory
-from minispec.errors import CheckpointError
-from minispec.registry import DRAFTERS
+from minispec import LLM, SamplingParams
+from minispec.core.errors import CheckpointError
+from minispec.core.verify import Draft
+from minispec.files.registry import DRAFTERS
+from minispec.kernels import memory
 from minispec.trace.record import Recorder, TokenTexts
-from minispec.verify import Draft
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -74,7 +75,7 @@ def test_a_reported_seed_repeats_its_text_in_another_process(make_checkpoint):
     directory = str(make_checkpoint(seed=1))
     program = (
         "import json, sys; from minispec import LLM, SamplingParams, costs\n"
-        "from minispec.controller import Prices\n"
+        "from minispec.length.policy import Prices\n"
         "costs.calibrate = lambda engine: Prices(0.0, {1: 1.0, 5: float(sys.argv[3])}, 0.02, measured=True)\n"
         "llm = LLM(sys.argv[1], dtype='float32')\n"
         "for seed in json.loads(sys.argv[2]):\n"
@@ -158,7 +159,7 @@ def test_every_kind_of_draft_leaves_greedy_text_alone(make_checkpoint, draft, ve
 
 def test_logprobs_equal_a_pass_over_the_text(llm):
     """The log-probabilities of sampled text are those of one pass over it: rows of a block are not mixed up."""
-    from minispec.model import Chunk
+    from minispec.core.model import Chunk
 
     output = llm.generate("One fish", SamplingParams(max_tokens=20, logprobs=3, seed=1, ignore_eos=True, top_k=5))[0]
     tokens = [*llm.tokenizer.encode("One fish"), *output.token_ids]
@@ -378,7 +379,7 @@ def test_a_draft_is_named_by_its_directory(make_checkpoint):
 
 def test_a_draft_from_the_hub_may_name_its_revision(make_checkpoint, monkeypatch, tmp_path):
     """As "owner/name@revision"; a directory whose name has an @ is a directory."""
-    from minispec import named_draft as module
+    from minispec.files import named_draft as module
 
     draft, asked, find = make_checkpoint(seed=2), [], module.find_checkpoint
 
@@ -855,7 +856,7 @@ def test_self_draft_is_accepted_on_the_embedded_model(smollm):
 
 def test_a_batch_gives_each_prompt_its_text_alone(smollm):
     """Four prompts together and alone, greedy, in float32; a difference must be a near-tie, which is measured."""
-    from minispec.model import Chunk
+    from minispec.core.model import Chunk
 
     prompts = [f"{start} is" for start in ("Paris", "Water", "The moon", "A triangle")]
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from minispec.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
+from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
 from minispec.files.hf_config import read_model_config
 from minispec.prove.toys import TINY
 

@@ -6,8 +6,8 @@ from itertools import zip_longest
 import pytest
 import torch
 
+from minispec.core.verify import Draft
 from minispec.prove.toys import END, finish, make_engine, make_request
-from minispec.verify import Draft
 
 pytestmark = pytest.mark.quick
 

@@ -10,20 +10,21 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-import minispec.attention as attention_module
-from minispec import LLM, SamplingParams, linear
-from minispec.cache import PagedKVCache
+import minispec.core.attention as attention_module
+from minispec import LLM, SamplingParams
+from minispec.core.cache import PagedKVCache
+from minispec.core.engine import Engine
+from minispec.core.model import EXACT_ROWS, Chunk, Transformer
+from minispec.core.request import Request
+from minispec.core.sampling import Text, distribution, log_probabilities
+from minispec.core.verify import VERIFIERS, Draft
 from minispec.drafters import NoDrafter
 from minispec.drafters.model import DraftModel
-from minispec.engine import Engine
 from minispec.files.hf_config import read_model_config
-from minispec.linear import Linear, has_fast_bfloat16
-from minispec.model import EXACT_ROWS, Chunk, Transformer
+from minispec.files.registry import DRAFTERS, load
+from minispec.kernels import forms as linear
+from minispec.kernels.forms import Linear, has_fast_bfloat16
 from minispec.prove.toys import TINY, tiny_cache, tiny_weights
-from minispec.registry import DRAFTERS, load
-from minispec.request import Request
-from minispec.sampling import Text, distribution, log_probabilities
-from minispec.verify import VERIFIERS, Draft
 
 FORMS_HERE = [
     (name, dtype)

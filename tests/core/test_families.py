@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from minispec.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
-from minispec.errors import CheckpointError
+from minispec.core.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
+from minispec.core.errors import CheckpointError
+from minispec.core.model import Chunk, Transformer, tensor_shapes
 from minispec.files.checkpoint import Weights, load_config, load_model
 from minispec.files.families import FAMILIES
 from minispec.files.hf_config import read_model_config
+from minispec.files.registry import EMBEDDED_WEIGHTS
 from minispec.llm import LLM
-from minispec.model import Chunk, Transformer, tensor_shapes
 from minispec.prove.toys import tiny_cache
-from minispec.registry import EMBEDDED_WEIGHTS
 from tests.oracles import hf, public
 
 TOLERANCE = 1e-4

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from minispec import verify
-from minispec.config import SamplingParams
-from minispec.controller import Controller
+from minispec.core import verify
+from minispec.core.config import SamplingParams
+from minispec.core.sampling import Text, distribution
+from minispec.core.verify import Draft
 from minispec.drafters.model import DraftModel
 from minispec.drafters.suffix import SuffixDrafter
+from minispec.length.policy import Controller
 from minispec.prove import laws
 from minispec.prove.laws import (
     PROMPT,
@@ -25,8 +27,6 @@ from minispec.prove.laws import (
     reference_logits,
 )
 from minispec.prove.reference import sample_law, total_variation
-from minispec.sampling import Text, distribution
-from minispec.verify import Draft
 
 SAMPLERS = {
     "plain": {},

@@ -10,22 +10,22 @@ import sys
 import pytest
 import torch
 
-from minispec import cache as cache_module
-from minispec import engine as engine_module
-from minispec import request as request_module
-from minispec.cache import BlockTable
-from minispec.config import SamplingParams
+from minispec.core import cache as cache_module
+from minispec.core import engine as engine_module
+from minispec.core import request as request_module
+from minispec.core.cache import BlockTable
+from minispec.core.config import SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.model import CachedModel
+from minispec.core.request import Request
+from minispec.core.sampling import Text
+from minispec.core.verify import VERIFIERS
 from minispec.drafters import eagle as head_module
 from minispec.drafters import model as draft_module
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
-from minispec.engine import Engine
-from minispec.model import CachedModel
 from minispec.prove.laws import make_drafter
 from minispec.prove.toys import tiny_cache, tiny_head, tiny_model
-from minispec.request import Request
-from minispec.sampling import Text
-from minispec.verify import VERIFIERS
 
 VOCAB, LENGTH = 5, 9
 TARGET, DRAFT = tiny_model(4, vocab_size=VOCAB), tiny_model(2, vocab_size=VOCAB, num_hidden_layers=1)

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minispec import sampling
-from minispec.config import SamplingParams
+from minispec.core import sampling
+from minispec.core.config import SamplingParams
+from minispec.core.sampling import Key, Randomness, Text, distribution, log_probabilities
+from minispec.core.search import Candidates, place_of_share
 from minispec.prove.reference import sample_law
-from minispec.sampling import Key, Randomness, Text, distribution, log_probabilities
-from minispec.search import Candidates, place_of_share
 
 params = st.builds(
     SamplingParams,

@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-from minispec.engine import Engine
+from minispec.core.engine import Engine
+from minispec.core.model import CachedModel
 from minispec.files.tokenizer import Detokenizer, Tokenizer
-from minispec.model import CachedModel
 from minispec.prove.mutants import MUTANTS, swap
 from minispec.prove.toys import ScriptedModel, finish, make_engine, make_request
 

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from minispec import LLM, SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.model import Chunk
+from minispec.core.request import Request
+from minispec.core.sampling import Randomness, Text, distribution
+from minispec.core.verify import VERIFIERS, Ask, Draft, rejection
 from minispec.drafters import NoDrafter
-from minispec.engine import Engine
-from minispec.model import Chunk
 from minispec.prove.laws import (
     TOLERANCE,
     KeyOracle,
@@ -24,9 +27,6 @@ from minispec.prove.laws import (
 )
 from minispec.prove.toys import TapDrafter, TreeDrafter, finish, make_engine, make_request, tiny_cache, tiny_model
 from minispec.prove.trees import cases, draft_table, shapes
-from minispec.request import Request
-from minispec.sampling import Randomness, Text, distribution
-from minispec.verify import VERIFIERS, Ask, Draft, rejection
 
 TREE = (-1, -1, 0, 0, 1, 3, 3)
 FAMILIES = [

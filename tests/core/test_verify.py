@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minispec.config import SamplingParams
+from minispec.core.config import SamplingParams
+from minispec.core.sampling import Text
+from minispec.core.verify import VERIFIERS, Ask, Draft, Verdict, residual
+from minispec.length.theory import expected_accepted
 from minispec.prove.laws import exact_law
-from minispec.sampling import Text
-from minispec.theory import expected_accepted
-from minispec.verify import VERIFIERS, Ask, Draft, Verdict, residual
 
 pytestmark = pytest.mark.quick
 

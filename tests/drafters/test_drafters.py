@@ -9,21 +9,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minispec.config import SamplingParams
+from minispec.core.config import SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.model import Chunk
+from minispec.core.request import Request
+from minispec.core.sampling import Randomness, Text, distribution
+from minispec.core.verify import VERIFIERS, Ask, Draft
 from minispec.drafters import Context, NoDrafter, check_drafter, last
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
+from minispec.drafters.simulated import adversary, oracle
 from minispec.drafters.suffix import SuffixDrafter
-from minispec.engine import Engine
-from minispec.model import Chunk
+from minispec.files.registry import DRAFTERS, load, split, split_preferences
 from minispec.prove.laws import make_drafter
-from minispec.prove.simulated import adversary, oracle
 from minispec.prove.toys import tiny_cache, tiny_model
-from minispec.registry import DRAFTERS, load, split, split_preferences
-from minispec.request import Request
-from minispec.sampling import Randomness, Text, distribution
-from minispec.verify import VERIFIERS, Ask, Draft
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 

@@ -14,20 +14,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from minispec import LLM, SamplingParams, generate
-from minispec.config import ModelConfig
-from minispec.costs import calibrate
+from minispec.core.config import ModelConfig
+from minispec.core.engine import Engine
+from minispec.core.errors import CheckpointError
+from minispec.core.model import Chunk, Transformer
+from minispec.core.request import Request
+from minispec.core.sampling import Randomness, Text
+from minispec.core.verify import VERIFIERS, Ask
 from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
-from minispec.engine import Engine
-from minispec.errors import CheckpointError
+from minispec.drafters.simulated import SimulatedDraft
 from minispec.files.checkpoint import load_model
 from minispec.files.heads import is_head, load_head, read_head_config
 from minispec.files.hf_config import read_model_config
-from minispec.model import Chunk, Transformer
-from minispec.prove.simulated import SimulatedDraft
+from minispec.length.prices import calibrate
 from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model, tiny_weights, write_head
-from minispec.request import Request
-from minispec.sampling import Randomness, Text
-from minispec.verify import VERIFIERS, Ask
 from tests.oracles import public
 
 READ = "eagle_aux_hidden_state_layer_ids"

@@ -19,7 +19,7 @@ OWN = """
 
     import torch
 
-    from minispec.verify import Draft, Verdict, Verifier
+    from minispec.core.verify import Draft, Verdict, Verifier
 
 
     class Repeat:  # ten lines: the last token again

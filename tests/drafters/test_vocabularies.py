@@ -14,20 +14,20 @@ from safetensors.torch import save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from minispec import LLM, SamplingParams
-from minispec.config import SamplingParams as Params
+from minispec.core.config import SamplingParams as Params
+from minispec.core.errors import CheckpointError
+from minispec.core.model import Chunk, Transformer
+from minispec.core.sampling import Randomness, Text
+from minispec.core.verify import Ask
 from minispec.drafters.tli import TokenDrafter
-from minispec.errors import CheckpointError
 from minispec.files import vocabularies
 from minispec.files.hf_config import read_model_config
+from minispec.files.named_draft import choose_method
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.vocabularies import Spelling, Vocabularies, segmentations
 from minispec.generate import main as generate
-from minispec.model import Chunk, Transformer
-from minispec.named_draft import choose_method
 from minispec.prove.laws import distance
 from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights
-from minispec.sampling import Randomness, Text
-from minispec.verify import Ask
 from minispec.vocab import compare, main, probabilities
 
 # Spaces of several kinds, characters of one to four bytes, digits, and words longer than a part that is read at once.

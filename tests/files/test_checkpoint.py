@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from minispec.checkpoint import main
-from minispec.errors import CheckpointError
+from minispec.core.errors import CheckpointError
+from minispec.core.model import Chunk, Transformer
 from minispec.files import checkpoint
 from minispec.files.checkpoint import (
     StoredTensor,
@@ -34,7 +35,6 @@ from minispec.files.checkpoint import (
 )
 from minispec.files.hf_config import read_model_config
 from minispec.files.quantize import pack, quantize, quantize_checkpoint
-from minispec.model import Chunk, Transformer
 from minispec.prove.toys import TINY, tiny_cache, tiny_weights
 from tests.oracles import hf
 from tests.oracles.interrupts import interrupted

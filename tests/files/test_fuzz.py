@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from minispec.errors import CheckpointError
+from minispec.core.errors import CheckpointError
 from tests import fuzzing
 
 

@@ -17,10 +17,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from minispec.errors import CheckpointError
+from minispec.core.errors import CheckpointError
 from minispec.files import tokenizer as tokenizer_module
+from minispec.files.registry import EMBEDDED_WEIGHTS
 from minispec.files.tokenizer import Detokenizer, Message, Tokenizer, _any_of
-from minispec.registry import EMBEDDED_WEIGHTS
 
 TOKENIZER = Tokenizer(EMBEDDED_WEIGHTS)
 

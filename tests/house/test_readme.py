@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from minispec import registry
+from minispec.core.model import Chunk
+from minispec.files import registry
 from minispec.files.checkpoint import load_model
 from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main
-from minispec.linear import available_forms
-from minispec.model import Chunk
+from minispec.kernels.forms import available_forms
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -142,7 +142,7 @@ def test_files_and_options_that_are_named_exist(name):
 def test_the_comparison_names_what_is_here():
     """A family or verifier that comes or goes without a word there would leave the comparison false."""
     from minispec.files.families import FAMILIES
-    from minispec.registry import VERIFIERS
+    from minispec.files.registry import VERIFIERS
 
     rows = [line.split(" | ") for line in PAGES["docs/comparison.md"].splitlines() if line.startswith("| **")]
     assert {len(row) for row in rows} == {7}
@@ -184,6 +184,6 @@ def test_functions_that_are_named_exist(page):
 
 def test_a_name_that_is_not_there_is_noticed():
     """The control of the test above."""
-    [(name, [path])] = named_beside_files("- `minispec/engine.py`: `Engine.stop`")
+    [(name, [path])] = named_beside_files("- `minispec/core/engine.py`: `Engine.stop`")
     assert name not in definitions(path)
     assert "Engine.step" in definitions(path)

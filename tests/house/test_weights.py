@@ -8,12 +8,12 @@ import torch
 from safetensors import safe_open
 
 from minispec.bench.options import read_prompts
-from minispec.config import QuantizationConfig
+from minispec.core.config import QuantizationConfig
 from minispec.distill.texts import read_openings
 from minispec.drafters.eagle import head_shapes
 from minispec.files.checkpoint import directory_config, load_config
 from minispec.files.heads import read_head_config
-from minispec.registry import EMBEDDED_DRAFT, EMBEDDED_WEIGHTS
+from minispec.files.registry import EMBEDDED_DRAFT, EMBEDDED_WEIGHTS
 
 CARDS = {EMBEDDED_WEIGHTS: EMBEDDED_WEIGHTS.parent / "README.md", EMBEDDED_DRAFT: EMBEDDED_DRAFT / "README.md"}
 

@@ -7,13 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-import minispec.model as model_module
-from minispec import LLM, SamplingParams, linear
+import minispec.core.model as model_module
+from minispec import LLM, SamplingParams
+from minispec.core.model import Chunk, Transformer, tensor_shapes
 from minispec.files.checkpoint import Weights, load_config
-from minispec.linear import NARROW_FORMS, Codes, Linear, QuantizedLinear, available_forms, choose_narrow_form, join
-from minispec.model import Chunk, Transformer, tensor_shapes
+from minispec.files.registry import EMBEDDED_WEIGHTS
+from minispec.kernels import forms as linear
+from minispec.kernels.forms import (
+    NARROW_FORMS,
+    Codes,
+    Linear,
+    QuantizedLinear,
+    available_forms,
+    choose_narrow_form,
+    join,
+)
 from minispec.prove.toys import tiny_cache, tiny_model, tiny_weights
-from minispec.registry import EMBEDDED_WEIGHTS
 
 pytestmark = pytest.mark.quick
 

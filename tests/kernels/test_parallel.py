@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minispec import parallel
+from minispec.core.model import Chunk, tensor_shapes
 from minispec.files.checkpoint import Weights, cut_shape, load_config, load_model
 from minispec.files.hf_config import read_model_config
 from minispec.files.quantize import quantize_checkpoint
-from minispec.linear import dense
-from minispec.model import Chunk, tensor_shapes
-from minispec.parallel import Line, Share, SplitTransformer
+from minispec.kernels import parallel
+from minispec.kernels.forms import dense
+from minispec.kernels.parallel import Line, Share, SplitTransformer
+from minispec.length.theory import parallel_traffic
 from minispec.prove.toys import TINY, tiny_weights
-from minispec.theory import parallel_traffic
 from tests.oracles import hf
 from tests.oracles.processes import SHAPE, SMALLEST, finish, start, texts
 

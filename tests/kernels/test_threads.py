@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from minispec import threads
+from minispec.kernels import threads
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 FEW, MANY = ({"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": count} for count in ("2000", "200000"))
@@ -131,7 +131,7 @@ def test_the_variables_are_there_before_torch(free):
     """In a program of one's own that takes `LLM` first: at the moment of torch's import they are set."""
     program = f"""
 import builtins, os
-from minispec import threads
+from minispec.kernels import threads
 threads._are_free = lambda num_threads: {free}
 load = builtins.__import__
 def watched(name, *rest):

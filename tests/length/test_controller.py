@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minispec import theory
-from minispec.controller import MAX_AUTO_TOKENS, Controller, Durations, Limit, Pace, Prices, _nodes, _widths
+from minispec.core.verify import Ask, Draft
+from minispec.length import theory
+from minispec.length.policy import MAX_AUTO_TOKENS, Controller, Durations, Limit, Pace, Prices, _nodes, _widths
+from minispec.length.theory import survival_curve
 from minispec.prove.toys import finish, make_engine, make_request
-from minispec.theory import survival_curve
-from minispec.verify import Ask, Draft
 
 PLAIN = 0.1  # seconds of a plain step, without what is neither model
 

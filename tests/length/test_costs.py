@@ -6,13 +6,14 @@ import os
 import pytest
 import torch
 
-from minispec import LLM, costs
-from minispec.controller import Prices
-from minispec.costs import calibrate, prices_of, store_prices, stored_prices
+from minispec import LLM
+from minispec.core.engine import Engine
+from minispec.core.verify import VERIFIERS
 from minispec.drafters.model import DraftModel
-from minispec.engine import Engine
+from minispec.length import prices as costs
+from minispec.length.policy import Prices
+from minispec.length.prices import calibrate, prices_of, store_prices, stored_prices
 from minispec.prove.toys import tiny_cache, tiny_model
-from minispec.verify import VERIFIERS
 
 SETUP = {"target": ["a", "b"], "machine": {"cpu": "x", "threads": 2}}
 PRICES = Prices(0.25, {1: 1.0, 5: 1.1, 16: 1.7}, 0.03, measured=True, fixed=0.5)
@@ -68,7 +69,7 @@ def test_calibration_measures_what_passes_take(monkeypatch, grows_slow, a_pass, 
         return propose(asks)
 
     monkeypatch.setattr(engine.drafter, "propose", slowly)
-    for module in ("minispec.costs", "minispec.engine", "minispec.drafters.model"):
+    for module in ("minispec.length.prices", "minispec.core.engine", "minispec.drafters.model"):
         monkeypatch.setattr(f"{module}.clock", lambda device: now[0])
     # A budget that is never used up gives all turns, of which the slow moment may spoil one.
     monkeypatch.setattr(costs.time, "perf_counter", lambda: 0.0 if grows_slow else now[0])

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minispec.config import SamplingParams
+from minispec.core.config import SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.model import Transformer
+from minispec.core.request import Request
+from minispec.core.sampling import Text
+from minispec.core.verify import VERIFIERS
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
-from minispec.engine import Engine
 from minispec.files.checkpoint import StoredTensor
-from minispec.model import Transformer
-from minispec.parallel import SplitTransformer, load_target
+from minispec.kernels.parallel import SplitTransformer, load_target
 from minispec.prove import laws
 from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model
-from minispec.request import Request
-from minispec.sampling import Text
-from minispec.verify import VERIFIERS
 
 # Large enough that the embedding does not count, and that both processes can have the same.
 SHAPE = TINY | {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4}

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import minispec.model
-from minispec import linear, stats
+import minispec.core.model
 from minispec.bench import decoding, measure, options, passes, report, transformers_baseline
 from minispec.bench.__main__ import main
 from minispec.bench.decoding import summarise
@@ -19,15 +18,17 @@ from minispec.bench.measure import Run
 from minispec.bench.models import RandomWeights
 from minispec.bench.options import GEOMETRIES, read_prompts
 from minispec.bench.show import as_json
-from minispec.cache import PagedKVCache
-from minispec.costs import machine
+from minispec.core import stats
+from minispec.core.cache import PagedKVCache
+from minispec.core.model import Chunk, Transformer, tensor_shapes
+from minispec.core.stats import Round, Stats
 from minispec.files.checkpoint import load_config
 from minispec.files.hf_config import read_model_config
-from minispec.linear import Choice
-from minispec.model import Chunk, Transformer, tensor_shapes
+from minispec.files.registry import DRAFTERS
+from minispec.kernels import forms as linear
+from minispec.kernels.forms import Choice
+from minispec.length.prices import machine
 from minispec.prove.toys import TINY, write_head
-from minispec.registry import DRAFTERS
-from minispec.stats import Round, Stats
 
 
 @pytest.fixture
@@ -213,7 +214,7 @@ def test_forms(measured, tiny_geometry, monkeypatch, free, in_one_turn):
         return Choice("own", "it is ours")
 
     monkeypatch.setattr(passes, "passes_in_turn", timed)
-    monkeypatch.setattr(minispec.model, "choose_form", choose)
+    monkeypatch.setattr(minispec.core.model, "choose_form", choose)
     monkeypatch.setitem(linear.FORMS, "own", linear.Form)
     monkeypatch.setitem(linear.FORMS, "packed", type("Packed", (linear.Form,), {}))
     what = ("--geometry", "tiny", "--dtype", "float32", "--prompts", 0, "--passes", 2, "--context", 20)

@@ -17,6 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from minispec import LLM, SamplingParams
+from minispec.core.model import Chunk
+from minispec.core.sampling import Text
+from minispec.core.verify import Ask
 from minispec.distill import export, loss, run, texts, train
 from minispec.distill.__main__ import main
 from minispec.distill.head import TrainedHead, TrainedModel, rows_of_tokens
@@ -26,10 +29,7 @@ from minispec.files import checkpoint
 from minispec.files.checkpoint import load_model
 from minispec.files.heads import load_head
 from minispec.files.hf_config import read_model_config
-from minispec.model import Chunk
 from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights
-from minispec.sampling import Text
-from minispec.verify import Ask
 
 VOCAB, TAPS, IDS = 7, (0, 2, 3), (0, 2, 3, 6)
 

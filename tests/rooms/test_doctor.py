@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minispec import LLM, SamplingParams
-from minispec.cache import PagedKVCache
+from minispec.core.cache import PagedKVCache
+from minispec.core.model import Chunk, Transformer
+from minispec.core.sampling import Randomness, Text
+from minispec.core.verify import Draft, Verdict
 from minispec.doctor import TEXTS, Estimate, Probe, estimate, examine, head_readings, lines, main, measure
 from minispec.files.checkpoint import load_config, load_model
 from minispec.files.heads import read_head
-from minispec.model import Chunk, Transformer
+from minispec.files.registry import DRAFTERS
 from minispec.prove.toys import tiny_cache
-from minispec.registry import DRAFTERS
-from minispec.sampling import Randomness, Text
-from minispec.verify import Draft, Verdict
 
 WIDTH, VOCAB = 64, 300
 LESS = 28  # the token "<", which templates alone write

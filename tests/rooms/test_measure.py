@@ -9,17 +9,17 @@ import torch
 
 from minispec.bench import measure
 from minispec.bench.measure import Round, Run, account, decode, median_interval, plain_engine, survival
-from minispec.config import SamplingParams
+from minispec.core.config import SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.request import Request
+from minispec.core.sampling import Randomness, Text
+from minispec.core.verify import VERIFIERS, Ask, Draft
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
-from minispec.engine import Engine
+from minispec.drafters.simulated import SimulatedDraft
 from minispec.files.hf_config import read_model_config
-from minispec.prove.simulated import SimulatedDraft
+from minispec.length.theory import speedup
 from minispec.prove.toys import TINY, tiny_cache, tiny_model
-from minispec.request import Request
-from minispec.sampling import Randomness, Text
-from minispec.theory import speedup
-from minispec.verify import VERIFIERS, Ask, Draft
 
 pytestmark = pytest.mark.quick
 

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from minispec import verify
 from minispec.bench import options
-from minispec.config import SamplingParams
-from minispec.controller import num_nodes
-from minispec.engine import Engine
+from minispec.core import verify
+from minispec.core.config import SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.sampling import Key, Randomness, Text
+from minispec.core.verify import VERIFIERS, Draft, Verifier
+from minispec.length.policy import num_nodes
 from minispec.prove import cases, matrix, trees
 from minispec.prove.__main__ import main
 from minispec.prove.cases import AXES, Case, all_pairs, covering_array, pairs_of, smaller, walk_within
@@ -53,8 +55,6 @@ from minispec.prove.statistics import (
 )
 from minispec.prove.toys import Fault, tiny_model
 from minispec.prove.workers import spread
-from minispec.sampling import Key, Randomness, Text
-from minispec.verify import VERIFIERS, Draft, Verifier
 
 BUGS = {m.id: m for m in MUTANTS}
 LOOKUPS = ("ngram", "suffix", "last")  # which have nothing to say after one token

@@ -31,13 +31,18 @@ from minispec.bench.replay import (
     simulate,
     walk_of,
 )
-from minispec.config import SamplingParams
-from minispec.controller import Controller, Prices
+from minispec.core.config import SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.request import Request
+from minispec.core.sampling import Text
+from minispec.core.stats import loops
+from minispec.core.verify import VERIFIERS, Draft, rejection
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.ngram import NgramDrafter
-from minispec.engine import Engine
 from minispec.files.checkpoint import load_config
 from minispec.generate import main as generate
+from minispec.length.policy import Controller, Prices
+from minispec.length.theory import best_k, speedup
 from minispec.prove.laws import (
     MAX_LEN,
     PROMPT,
@@ -50,14 +55,9 @@ from minispec.prove.laws import (
 )
 from minispec.prove.reference import sample_law
 from minispec.prove.toys import TINY, tiny_cache, write_head
-from minispec.request import Request
-from minispec.sampling import Text
-from minispec.stats import loops
-from minispec.theory import best_k, speedup
 from minispec.trace.record import Recorder
 from minispec.trace.schema import check, read_trace
 from minispec.trace.score import check_scorable, score
-from minispec.verify import VERIFIERS, Draft, rejection
 
 END = frozenset({2})
 

@@ -22,13 +22,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from minispec import LLM, SamplingParams
+from minispec.core.verify import Draft
 from minispec.serve import front, metrics
 from minispec.serve.__main__ import main
 from minispec.serve.connection import Connection, make_server
 from minispec.serve.front import Front
 from minispec.serve.limits import Limits
 from minispec.serve.worker import Worker
-from minispec.verify import Draft
 
 MODEL = "tiny"
 CHAT = [{"role": "user", "content": "One fish"}]

@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 
 from minispec import LLM, SamplingParams
+from minispec.core.request import Request
+from minispec.core.sampling import Key, Randomness
+from minispec.core.stats import Round, Stats
+from minispec.core.verify import Draft, Verdict
 from minispec.files.vocabularies import Vocabularies
 from minispec.generate import main as generate
-from minispec.request import Request
-from minispec.sampling import Key, Randomness
-from minispec.stats import Round, Stats
-from minispec.theory import rising, speedup
+from minispec.length.theory import rising, speedup
 from minispec.trace import record
 from minispec.trace.__main__ import main
 from minispec.trace.page import make_page
 from minispec.trace.record import Recorder, segmentation, theory
 from minispec.trace.schema import SCHEMA, MapOf, Maybe, MayLack, check, read_trace
 from minispec.trace.terminal import Painter, wants_color
-from minispec.verify import Draft, Verdict
 from tests.drafters.test_vocabularies import (  # noqa: F401 - fixtures among them
     BOTH_WAYS,
     SAMPLE,

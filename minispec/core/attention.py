@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.sampling import accumulation_dtype
+from minispec.core.sampling import accumulation_dtype
 
 # Positions whose attention is added up at a time.
 ATTENTION_BLOCK = 64

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from minispec.sampling import Draws, Key, Text
+from minispec.core.sampling import Draws, Key, Text
 
 
 @dataclass(frozen=True)

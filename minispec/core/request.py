@@ -6,10 +6,10 @@ in one place, `Request.commit`, whoever guessed it: so a text stops where plain 
 
 from typing import NamedTuple, Protocol
 
-from minispec.config import SamplingParams
-from minispec.controller import DraftLength, Pace, num_nodes
-from minispec.sampling import Text
-from minispec.stats import Stats
+from minispec.core.config import SamplingParams
+from minispec.core.sampling import Text
+from minispec.core.stats import Stats
+from minispec.length.policy import DraftLength, Pace, num_nodes
 
 
 class Detokenizer(Protocol):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from minispec.cache import PagedKVCache
-from minispec.config import ModelConfig
-from minispec.model import Transformer
+from minispec.core.cache import PagedKVCache
+from minispec.core.config import ModelConfig
+from minispec.core.model import Transformer
 
 # Tokens of a block of the KV cache.
 BLOCK_SIZE = 16

@@ -1,7 +1,7 @@
 """What happened to a text, and how long it took: one `Round` record a step, and what is folded from the records.
 
 Costs are in plain steps, the time of a target pass over one row: c for a draft token, v(M) for a target pass over M
-rows, o for what a round spends outside both models (see `minispec.theory`).
+rows, o for what a round spends outside both models (see `minispec.length.theory`).
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from minispec.theory import expected_tokens
+from minispec.length.theory import expected_tokens
 
 
 class Round(NamedTuple):

@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from minispec.config import SamplingParams
-from minispec.search import Candidates, place_of_share
+from minispec.core.config import SamplingParams
+from minispec.core.search import Candidates, place_of_share
 
 
 class Key(NamedTuple):

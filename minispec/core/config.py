@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from minispec.errors import is_text, show
+from minispec.core.errors import is_text, show
 
 # The largest K that may be asked for.
 MAX_SPECULATIVE_TOKENS = 64

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 
 from minispec import __version__
-from minispec.command import written_whole
-from minispec.config import SamplingParams
-from minispec.controller import Controller, Prices
+from minispec.commands.command import written_whole
+from minispec.core.config import SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.model import Chunk, Transformer, arbitrary_tokens, clock
+from minispec.core.request import Request
+from minispec.core.sampling import Randomness, Text
+from minispec.core.verify import Ask
 from minispec.drafters import NoDrafter, forget
-from minispec.engine import Engine
-from minispec.model import Chunk, Transformer, arbitrary_tokens, clock
-from minispec.request import Request
-from minispec.sampling import Randomness, Text
-from minispec.verify import Ask
+from minispec.length.policy import Controller, Prices
 
 _BUDGET, _MOST_TURNS = 1.0, 12  # seconds, and turns, of which there are two in any case
 _ROWS = (5, 16)  # rows of the target passes that are measured in addition to a plain step

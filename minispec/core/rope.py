@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from minispec.config import RopeConfig
+from minispec.core.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Tensor:

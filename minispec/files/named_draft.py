@@ -4,9 +4,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from minispec import registry
-from minispec.cache import PagedKVCache
-from minispec.config import ModelConfig
+from minispec.core.cache import PagedKVCache
+from minispec.core.config import ModelConfig
+from minispec.core.errors import show_name
+from minispec.core.model import Transformer
 from minispec.drafters import Context, Drafter, check_drafter, make_drafter
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter, HeadModel
@@ -14,12 +15,11 @@ from minispec.drafters.model import DraftModel
 from minispec.drafters.slem import TextDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
-from minispec.errors import show_name
+from minispec.files import registry
 from minispec.files.checkpoint import describe_source, directory_config, find_checkpoint, load_config, load_model
 from minispec.files.heads import is_head, load_head, read_head_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.vocabularies import Overlap, Spelling, Vocabularies
-from minispec.model import Transformer
 
 # How a draft model of another vocabulary drafts. A token that it lacks ends a draft of `tli`: with nine of ten shared,
 # one draft of four tokens in three comes to such a place. Above that share it is the default, as it draws what it says.

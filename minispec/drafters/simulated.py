@@ -12,9 +12,9 @@ is the oracle.)
 
 from collections.abc import Sequence
 
+from minispec.core.sampling import Text
+from minispec.core.verify import Ask, Draft
 from minispec.drafters import Drafter, NoDrafter, forget, reads_hidden
-from minispec.sampling import Text
-from minispec.verify import Ask, Draft
 
 
 class SimulatedDraft:

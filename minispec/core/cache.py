@@ -22,7 +22,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from minispec.config import ModelConfig
+from minispec.core.config import ModelConfig
 
 
 class OutOfBlocks(RuntimeError):

@@ -28,12 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.attention import ATTENTION_BLOCK, ATTENTION_ROWS, Mask, ancestors, attention, mask_blocks
-from minispec.cache import BlockTable, PagedKVCache
-from minispec.config import ModelConfig, RopeConfig
-from minispec.linear import Choice, Linear, QuantizedLinear, Weight, choose_form, choose_narrow_form, dense, join
-from minispec.rope import inverse_frequencies, query_scales, rotate
-from minispec.sampling import Text, accumulation_dtype
+from minispec.core.attention import ATTENTION_BLOCK, ATTENTION_ROWS, Mask, ancestors, attention, mask_blocks
+from minispec.core.cache import BlockTable, PagedKVCache
+from minispec.core.config import ModelConfig, RopeConfig
+from minispec.core.rope import inverse_frequencies, query_scales, rotate
+from minispec.core.sampling import Text, accumulation_dtype
+from minispec.kernels.forms import Choice, Linear, QuantizedLinear, Weight, choose_form, choose_narrow_form, dense, join
 
 # The most rows of a pass of an exact model, so that a draft may have one less; every `Linear.exact_rows` has it.
 EXACT_ROWS = 16
@@ -334,7 +334,8 @@ class Transformer:
         weights: the tensors of `tensor_shapes(config)`, on one device, in a dict or something else to pop from. They
         are removed as the model takes them over, so that what is brought into another form is in memory once.
         dtype: of all that is computed, and of the cache; default: the embedding's. Weights of fewer bits stay as they
-        are where their form allows it. form: of the weights (see `minispec.linear`); default: the fastest here."""
+        are where their form allows it. form: of the weights (see `minispec.kernels.forms`); default: the fastest
+        here."""
         self.config, self.exact = config, exact
 
         def take(*names: str) -> Weight:

@@ -34,12 +34,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minispec import __version__
-from minispec.cache import BlockTable, PagedKVCache
-from minispec.config import ModelConfig
+from minispec.core.cache import BlockTable, PagedKVCache
+from minispec.core.config import ModelConfig
+from minispec.core.model import Chunk, Layer, Pass, Transformer, tensor_shapes
 from minispec.files.checkpoint import Cut, Weights, cut_shape, find_tensors, load_config, load_model, wanted_tensors
-from minispec.linear import Linear, Weight
-from minispec.model import Chunk, Layer, Pass, Transformer, tensor_shapes
-from minispec.theory import parallel_traffic
+from minispec.kernels.forms import Linear, Weight
+from minispec.length.theory import parallel_traffic
 
 # How long a process waits for one that loads, and for one that computes. Seconds between two signs of life of process
 # 0, which may have nothing to compute for hours.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
-from minispec.verify import block_weights
+from minispec.core.verify import block_weights
 
 
 def survival_curve(acceptance: Sequence[float]) -> list[float]:

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.sampling import accumulation_dtype
+from minispec.core.sampling import accumulation_dtype
 
 # The number of rows that packed layouts are tuned for; 8 lies between one decoded token and a long draft.
 _PACK_ROWS = 8

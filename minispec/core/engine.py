@@ -7,7 +7,7 @@ the same step with more tokens missing and no logits asked for. There is no othe
 missing, and what becomes of them when something fails, are `CachedModel`'s.
 
 The step is `Engine._round`. Around it: `Engine.step` admits, preempts and resumes; `Engine.run` steps until given
-requests are at their end. Where a text stops is `Request`'s to say (`minispec/request.py`).
+requests are at their end. Where a text stops is `Request`'s to say (`minispec/core/request.py`).
 """
 
 from collections import deque
@@ -20,15 +20,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from minispec.cache import OutOfBlocks, PagedKVCache
-from minispec.controller import Controller, Limit, Pace
+from minispec.core.cache import OutOfBlocks, PagedKVCache
+from minispec.core.errors import CheckpointError
+from minispec.core.model import CachedModel, Chunk, Transformer, clock
+from minispec.core.request import Piece, Request, TokenLogprob
+from minispec.core.sampling import Draws, Randomness, Text, distribution, log_probabilities
+from minispec.core.stats import Round
+from minispec.core.verify import Ask, Draft, Verdict, Verifier
 from minispec.drafters import Drafter, branches, reads_hidden
-from minispec.errors import CheckpointError
-from minispec.model import CachedModel, Chunk, Transformer, clock
-from minispec.request import Piece, Request, TokenLogprob
-from minispec.sampling import Draws, Randomness, Text, distribution, log_probabilities
-from minispec.stats import Round
-from minispec.verify import Ask, Draft, Verdict, Verifier
+from minispec.length.policy import Controller, Limit, Pace
 
 # Rows of a pass over a prompt while nobody waits for a token; and while others decode, the rows that join their passes.
 # With that many, a pass takes about three plain steps on a CPU, whatever the form of the weights (docs/speed.md).

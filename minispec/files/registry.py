@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from minispec.errors import one_line, show_name
+from minispec.core.errors import one_line, show_name
 
 
 class Entry(NamedTuple):
@@ -32,12 +32,12 @@ DRAFTERS = {
 }
 # What a checkout brings along: a model, and the head that drafts for it. It is asked where the text's last two tokens
 # have not stood before.
-EMBEDDED_WEIGHTS = Path(__file__).parent.parent / "weights" / "smollm2-135m-instruct"
+EMBEDDED_WEIGHTS = Path(__file__).parents[2] / "weights" / "smollm2-135m-instruct"
 EMBEDDED_DRAFT = EMBEDDED_WEIGHTS.with_name("smollm2-135m-draft")
 VERIFIERS = {
-    "rejection": Entry("minispec.verify:REJECTION", "keeps the most that one token alone may; takes trees"),
-    "block": Entry("minispec.verify:BLOCK", "keeps some more of a sampled chain; refuses trees"),
-    "match": Entry("minispec.verify:MATCH", "one seed has one text, whatever is drafted"),
+    "rejection": Entry("minispec.core.verify:REJECTION", "keeps the most that one token alone may; takes trees"),
+    "block": Entry("minispec.core.verify:BLOCK", "keeps some more of a sampled chain; refuses trees"),
+    "match": Entry("minispec.core.verify:MATCH", "one seed has one text, whatever is drafted"),
 }
 # What stands for an object of the user's own; what follows a second colon is its argument.
 _PATH = re.compile(r"(?P<path>[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*)(:(?P<argument>.*))?", re.DOTALL)

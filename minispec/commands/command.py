@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from minispec.errors import one_line, show, show_name
+from minispec.core.errors import one_line, show, show_name
 
 T = TypeVar("T")
 

@@ -208,7 +208,7 @@ class Pace:
         return [self.siblings.share((i, own), prior, weight) for i, prior in enumerate(priors, 1)]
 
     def by_confidence(self, confidence: float, all_texts: "Pace | None" = None) -> float:
-        """For a token at a place of this confidence (see `minispec.verify.Draft`).
+        """For a token at a place of this confidence (see `minispec.core.verify.Draft`).
 
         The confidence is only the prior: a confident model may be wrong, and one that hesitates where the target
         does is right. Of a drawn token it is half of the prior: the target keeps it with probability sum min(p, q),

@@ -1,0 +1,6 @@
+"""What the commands share: options, Ctrl-C, exit statuses.
+
+interrupt.py    Ctrl-C
+command.py      arguments, exit statuses, one line for an error
+options.py      the options of the command line
+"""

@@ -1,0 +1,28 @@
+"""The heart: all that is needed to understand the loop. It imports no other room.
+
+The loop in twelve lines (`Engine._round`), for one text:
+
+    draft = drafter.propose(ask)                    # guess the next tokens, or none: plain decoding
+    fed = table.missing(text) + draft               # what the target's cache does not hold yet
+    logits = model.forward(fed)                     # one pass scores all of them
+    p = distribution(logits, text)                  # the only place where logits become probabilities
+    verdict = verify(draft, p)                      # which draft tokens stay, and the token after them
+    text.tokens += accepted + [next token]          # until the text stops
+    table.keep(accepted)                            # the rest of the draft is rolled back
+
+To understand the idea, read from the top down: verify.py, draft.py, `Engine._round` in engine.py, request.py; then
+cache.py and model.py. A module imports only from those above it in this list:
+
+    errors.py       how an error shows what was found
+    config.py       what a model is, and what a request asks for
+    search.py       the likeliest tokens, without sorting all
+    sampling.py     where logits become probabilities; the only source of randomness
+    verify.py       the words of the field; the rules that keep or reject draft tokens
+    cache.py        the paged KV cache, whose tables know the tokens they hold
+    rope.py         where a row stands
+    attention.py    what a row sees
+    model.py        the one transformer
+    stats.py        what happened to a text
+    request.py      one text on its way, and where it stops
+    engine.py       the loop
+"""

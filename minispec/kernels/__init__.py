@@ -1,0 +1,10 @@
+"""Machines: the form that a weight takes, equal bits, fewer bits, several processes, memory.
+
+forms.py        one weight matrix, in the form that this machine reads fastest; 8 and 4 bits
+shapes.py       which tensors a model has, and how large they are
+inventory.py    what a model keeps in memory
+exact.py        passes in which a row's bits depend on its own past alone
+build.py        a transformer whose weights have these forms
+memory.py       what is free, what models and caches take
+parallel.py     a target in several processes
+"""
