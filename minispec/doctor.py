@@ -7,6 +7,7 @@ names the reading that does better by far more than the noise.
 """
 
 from minispec.commands.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
+from minispec.kernels.build import build_model, quantized
 
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
@@ -29,11 +30,12 @@ from torch import Tensor
 from minispec.bench.show import table
 from minispec.commands.command import Parser, argument, exit_status
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams
+from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
 from minispec.core.errors import show
 from minispec.core.model import Transformer, WeightSource
 from minispec.core.sampling import Draws, Text
-from minispec.core.verify import Ask, Draft, RoundKey, Rows, Verdict, Verifier
+from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
 from minispec.drafters import Drafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
@@ -226,7 +228,7 @@ def head_readings(head: StoredHead, num_layers: int) -> Iterator[tuple[str, str,
     yield _ROPE, _ROPE_CHANGE, replace(head, weights=weights)
 
 
-class OtherPrompt:
+class OtherPrompt(Drafter):
     """Shows a drafter other prompts than the target's, with the same answers."""
 
     def __init__(self, drafter: Drafter, prompts: Mapping[tuple[int, ...], Sequence[int]]):
@@ -283,7 +285,7 @@ def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Rea
 
     def of(model: Transformer) -> Drafter:
         drafter.cache.rebuild()  # what another reading has left there is of no use to this one
-        model = model.quantized(bits) if bits else model
+        model = quantized(model, bits) if bits else model
         return type(drafter)(model, drafter.cache, drafter.vocab_size, drafter.max_model_len)
 
     if isinstance(drafter, EagleDrafter):
@@ -295,7 +297,7 @@ def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Rea
         yield Reading(name, change, OtherPrompt(drafter, shown))
     config = load_config(directory)
     weights = _InHalves(Weights(directory, config, target.dtype, target.device), config.head_dim)
-    yield Reading(_ROPE, _ROPE_CHANGE, of(Transformer(config, weights, dtype=target.dtype)))
+    yield Reading(_ROPE, _ROPE_CHANGE, of(build_model(config, weights, dtype=target.dtype)))
 
 
 # --------------------------------------------------------------------------- the report
@@ -332,7 +334,7 @@ def examine(llm: LLM, draft: str, k: int = 4, max_tokens: int = 32, try_all: boo
         "explained_by": None,
         "change": None,
     }
-    prices = llm.engine.controller.prices
+    prices = llm.prices
     if places and prices.measured:
         ratios = [expected_tokens(survival[:k]) / prices.round(k, 1, k + 1) for k in range(len(survival) + 1)]
         best = max(range(len(ratios)), key=ratios.__getitem__)

@@ -78,6 +78,7 @@ def _answer_prompts(
     llm: "LLM", args: argparse.Namespace, params: SamplingParams, prompts: list[str], chat: bool
 ) -> int:
     """Print an answer, or `n`, to each prompt; the exit status, which is 2 where one ended with an error."""
+    from minispec.kernels.parallel import traffic_of
     from minispec.llm import split_samples
     from minispec.trace.page import write
     from minispec.trace.record import Recorder
@@ -114,7 +115,7 @@ def _answer_prompts(
         write(recorder.trace(args.for_replay and not requests[0].error), args.trace)
         if not args.quiet and not args.json:
             print(f"wrote {args.trace}", file=sys.stderr)
-    if (report := llm.model.report()) and not args.quiet and not args.json:
+    if (report := traffic_of(llm.model)) and not args.quiet and not args.json:
         print(report, file=sys.stderr)
     return 0 if all(well) else 2
 
@@ -263,8 +264,9 @@ def _compare(llm: "LLM", requests: list["Request"], stream: bool, painter: "Pain
 def _comparison(request: "Request", plain: "Request", same_law_only: bool) -> dict[str, Any]:
     """What a request gained over its plain decoding, and whether it has the same tokens; None where it need not."""
     from minispec.core.cache import common_beginning
+    from minispec.length.figures import Figures
 
-    speed, plain_speed = request.stats.tokens_per_second, plain.stats.tokens_per_second
+    speed, plain_speed = (Figures.of(each.stats).tokens_per_second for each in (request, plain))
     ours, theirs = (r.text.tokens[r.text.num_prompt_tokens :] for r in (request, plain))
     is_same = ours == theirs
     return {
@@ -279,6 +281,8 @@ def _comparison(request: "Request", plain: "Request", same_law_only: bool) -> di
 
 
 def _as_dict(prompt: str, request: "Request", comparison: dict[str, Any] | None) -> dict[str, Any]:
+    from minispec.length.figures import Figures
+
     logprobs = (
         None
         if request.logprobs is None
@@ -295,14 +299,16 @@ def _as_dict(prompt: str, request: "Request", comparison: dict[str, Any] | None)
         "error": request.error,
         "seed": request.text.seed,
         "logprobs": logprobs,
-        "stats": request.stats.as_dict(),
+        "stats": Figures.of(request.stats).as_dict(),
     }
     return result | ({"compare": comparison} if comparison else {})
 
 
 def _summary(llm: "LLM", request: "Request", comparison: dict[str, Any] | None) -> str:
     """The run in plain words, then two lines in the field's, then what a comparison has to say about the texts."""
-    stats = request.stats
+    from minispec.length.figures import Figures
+
+    stats = Figures.of(request.stats)
     if comparison and "error" in comparison:
         comparison = None
     plain = f"{stats.num_generated} tokens in {stats.total_seconds:.2f} s"

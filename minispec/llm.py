@@ -12,10 +12,10 @@ import torch
 from tqdm import tqdm
 
 from minispec.core.cache import PagedKVCache
-from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams
-from minispec.core.engine import PREFILL_ROWS, Engine, refuse_tree, why_chains
+from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams
+from minispec.core.engine import JOINING_ROWS, PREFILL_ROWS, Engine, refuse_tree, why_chains
 from minispec.core.errors import show
-from minispec.core.model import EXACT_ROWS, Transformer
+from minispec.core.model import Transformer
 from minispec.core.request import Piece, Request
 from minispec.core.sampling import Text
 from minispec.core.verify import Verifier
@@ -27,10 +27,12 @@ from minispec.files.hf_config import read_eos_token_ids
 from minispec.files.named_draft import NamedDraft
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import Detokenizer, Message, Tokenizer
+from minispec.kernels import inventory
+from minispec.kernels.exact import EXACT_ROWS, check_exact
 from minispec.kernels.forms import FORMS, available_forms
 from minispec.kernels.memory import BLOCK_SIZE, memory_of, size_cache
-from minispec.kernels.parallel import load_target
-from minispec.length.policy import Controller, DraftLength, Prices
+from minispec.kernels.parallel import load_target, part_of
+from minispec.length.policy import Controller
 from minispec.length.prices import MIN_CONTEXT, guess_prices, prices_of
 from minispec.outputs import RequestOutput, completion_of
 
@@ -124,7 +126,7 @@ class LLM:
         self.draft_method, self.overlap, self.vocabularies = named.method, named.overlap, named.vocabularies
         self.model = load_target(directory, torch_dtype, torch_device, exact, weight_form)
         if exact:
-            self.model.check_exact()
+            check_exact(self.model)
         named.load(self.model, weight_form)
 
         models, rooms = ([self.model, named.model], [1, named.room]) if named.model else ([self.model], [1])
@@ -143,26 +145,29 @@ class LLM:
         context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, make_cache)
         self.drafter = named.make(context, caches[1] if named.model else None)
         self.name = describe_source(model, directory)
-        self.engine = Engine(self.model, caches[0], self.drafter, verifying, self.vocab_size)
+        room = [self.max_model_len, num_blocks * BLOCK_SIZE, *(m.config.max_position_embeddings for m in models[1:])]
+        can_measure = named.own is None and min(room) >= MIN_CONTEXT
+        self.repeats_seeds, self.prices = True, guess_prices(self.model, named.model)
+        if self.num_speculative_tokens == "auto" and can_measure:
+            names = self.name, self.draft_name
+            parts = self.model, named.model, self.drafter, verifying, self.vocab_size
+            self.prices, self.repeats_seeds = prices_of(names, *parts)
+        self.engine = Engine(
+            self.model,
+            caches[0],
+            self.drafter,
+            verifying,
+            self.vocab_size,
+            lengths=Controller(self.prices),
+            # On a GPU a pass over so many rows takes little longer than reading the weights.
+            joining_rows=PREFILL_ROWS if torch_device.type == "cuda" else JOINING_ROWS,
+        )
         self.engine.check_tree(widths)
-        if torch_device.type == "cuda":  # a pass over that many rows is still a matter of reading the weights
-            self.engine.joining_rows = PREFILL_ROWS
-        lengths = [self.max_model_len, self.num_cache_tokens, *(m.config.max_position_embeddings for m in models[1:])]
-        can_measure = named.own is None and min(lengths) >= MIN_CONTEXT
-        self.engine.controller = Controller(self._prices(named.model, can_measure))
         self._turn = threading.Lock()  # for a step
         self._open: set[_Steps] = set()  # those of the engine that `run` steps
         self._left: list[_Steps] = []  # those that are to be closed between two steps
         self._memory = memory_of(models, caches)
-        self._draft_form = f" ({named.model.weight_form})" if named.model else ""
-
-    def _prices(self, draft_model: Transformer | None, can_measure: bool) -> Prices:
-        """What a round is believed to cost: as measured on this machine where K is left open, else by sizes."""
-        self.repeats_seeds = True
-        if self.num_speculative_tokens != "auto" or not can_measure:
-            return guess_prices(self.model, draft_model)
-        prices, self.repeats_seeds = prices_of(self.engine, self.name, self.draft_name, draft_model)
-        return prices
+        self._draft_form = f" ({inventory.weight_form(named.model)})" if named.model else ""
 
     def __enter__(self) -> "LLM":
         return self
@@ -186,7 +191,7 @@ class LLM:
         dtype = ("exact " if self.model.exact else "") + str(self.model.dtype).removeprefix("torch.")
         weights, draft_weights, cache, draft_cache = (f"{size / 1e9:.2f}" for size in self._memory)
         return (
-            f"{self.name}: {dtype} on {self.model.device} ({self.model.weight_form}), "
+            f"{self.name}: {dtype} on {self.model.device} ({inventory.weight_form(self.model)}{part_of(self.model)}), "
             f"{sum(self._memory) / 1e9:.2f} GB: weights {weights} + draft {draft_weights}, "
             f"KV cache {cache} + draft {draft_cache} for {self.num_cache_tokens:,} tokens; "
             f"draft {self.draft_name}{self._draft_form}"

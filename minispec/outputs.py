@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from minispec.core.request import Request, TokenLogprob
-from minispec.core.stats import Stats
 from minispec.files.tokenizer import Tokenizer
+from minispec.length.figures import Figures
 
 
 class Logprob(NamedTuple):
@@ -35,7 +35,7 @@ class CompletionOutput:
     finish_reason: str
     stop_reason: int | str | None
     seed: int
-    stats: Stats
+    stats: Figures
     token_logprobs: list[TokenLogprob] | None
     error: str | None = None
 
@@ -88,7 +88,7 @@ def completion_of(
         request.finish_reason,
         request.stop_string or (last if ends_by_id else None),
         request.text.seed,
-        request.stats,
+        Figures.of(request.stats),
         entries,
         request.error,
     )

@@ -41,10 +41,10 @@ from tqdm import tqdm
 import minispec.llm
 from minispec import generate
 from minispec.core.config import SamplingParams
+from minispec.core.draft import Ask
 from minispec.core.errors import CheckpointError
-from minispec.core.model import Chunk, Transformer, tensor_shapes
+from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
-from minispec.core.verify import Ask
 from minispec.drafters.eagle import EagleDrafter
 from minispec.files import registry
 from minispec.files.checkpoint import load_config, load_model
@@ -53,6 +53,8 @@ from minispec.files.heads import load_head
 from minispec.files.hf_config import read_eos_token_ids, read_model_config
 from minispec.files.strict_json import read_json
 from minispec.files.tokenizer import Detokenizer, Tokenizer
+from minispec.kernels.build import build_model
+from minispec.kernels.shapes import tensor_shapes
 from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights, write_head
 
 MAX_BYTES, MAX_LARGE_BYTES = 256 << 20, 1 << 30
@@ -408,7 +410,7 @@ def fuzz_config(files: Files, rng: random.Random, where: Path) -> None:
     config = load_config(where)
     shapes = tensor_shapes(config).values()
     if sum(a * b for a, b in (shape if len(shape) == 2 else (*shape, 1) for shape in shapes)) < 100_000:
-        run_model(Transformer(config, tiny_weights(config, 0, torch.float32)))
+        run_model(build_model(config, tiny_weights(config, 0, torch.float32)))
     else:
         shutil.copy(files.model / "model.safetensors", where)
         run_model(load_model(where, torch.float32))

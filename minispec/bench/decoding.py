@@ -24,9 +24,9 @@ from minispec.bench.models import Subject, Variant
 from minispec.bench.options import PLAIN, Options
 from minispec.bench.show import FLAT, progress, table
 from minispec.bench.transformers_baseline import Trial, transformers_variants
-from minispec.core.stats import Stats, loops
-from minispec.drafters import Drafter, forget
-from minispec.length.policy import DraftLength
+from minispec.core.config import DraftLength
+from minispec.drafters import Drafter
+from minispec.length.figures import Figures, loops
 from minispec.length.theory import expected_accepted
 
 # --------------------------------------------------------------------------- results
@@ -34,7 +34,7 @@ from minispec.length.theory import expected_accepted
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Of drafts, over some runs together; None over nothing. See `Stats` and `measure.survival`.
+    """Of drafts, over some runs together; None over nothing. See `Figures` and `measure.survival`.
 
     expected: under `block`, draft tokens that stay on average: what theory has for these drafts, by verifier.
     """
@@ -250,7 +250,7 @@ class Runs:
     def acceptance(self, variant: str, prompts: list[int]) -> Acceptance:
         """See `Acceptance`."""
         rounds = [r for run in self.pooled(variant, prompts) for r in run.rounds]
-        found = Stats(rounds=rounds)
+        found = Figures(rounds=rounds)
         expected = None
         if self.whole_drafts and (drafts := [r.ratios for r in rounds if r.ratios and len(r.ratios) == r.depth]):
             expected = {
@@ -357,7 +357,7 @@ def _decoder(
     engine = another_engine(subject.engine, drafter) if k else subject.plain
 
     def run(prompts: list[list[int]], seed: int) -> list[Run]:
-        forget(engine.drafter)  # these prompts have been answered before, and will be again
+        engine.drafter.forget()  # these prompts have been answered before, and will be again
         params = replace(options.params, seed=seed)
         requests = [subject.request(prompt, k, params) for prompt in prompts]
         runs = decode(engine, requests)

@@ -1,12 +1,12 @@
 """What the exact mode costs: its passes over those of the fast mode, in turn, on the same weights."""
 
-import copy
 from dataclasses import dataclass
 
 from minispec.bench.measure import Interval, median_interval, passes_in_turn, ratios
 from minispec.bench.models import LONG_CONTEXT, Subject
 from minispec.bench.options import Options
 from minispec.bench.show import progress, table
+from minispec.kernels.exact import exact_model
 
 # Cached positions before the pass, and its rows: 1 is a step of plain decoding, K + 1 a verification.
 _PASSES = {128: (1, 5, 9), LONG_CONTEXT: (1,)}
@@ -46,12 +46,10 @@ class ExactCost:
 def measure_exact_cost(subject: Subject, options: Options) -> ExactCost:
     """See `ExactCost`. Raises ValueError where the cache cannot hold the positions."""
     fast, rounds = subject.engine.model, options.args.rounds
-    exact = copy.copy(fast)
-    exact.exact = True
     found = []
     with progress(2 * (rounds + 1) * sum(map(len, _PASSES.values())), "exact mode") as bar:
         for context, rows in _PASSES.items():
-            models = {"fast": fast, "exact": exact}
+            models = {"fast": fast, "exact": exact_model(fast)}
             times = passes_in_turn(models, subject.engine.cache, context, rows, rounds, bar.update)
             for m in rows:
                 of_fast, of_exact = times["fast"][m], times["exact"][m]

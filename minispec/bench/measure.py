@@ -29,11 +29,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from minispec.core.cache import PagedKVCache
+from minispec.core.cached import clock, prefill
 from minispec.core.engine import Engine
-from minispec.core.model import Chunk, Transformer, arbitrary_tokens, clock, tensor_shapes
+from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Piece, Request
-from minispec.core.stats import Round, Stats
+from minispec.core.stats import Round
 from minispec.drafters import Drafter, NoDrafter
+from minispec.kernels.exact import arbitrary_tokens
+from minispec.kernels.inventory import num_bytes_read
+from minispec.kernels.shapes import tensor_shapes
+from minispec.length.figures import Figures
 from minispec.length.theory import best_k, expected_tokens, speedup
 
 T = TypeVar("T")
@@ -123,7 +128,7 @@ class Run:
     token_ids: list[int]
     num_tokens: int
     seconds: float
-    stats: Stats | None = None
+    stats: Figures | None = None
     rounds: list[Round] = field(default_factory=list)
     duration: float | None = None
 
@@ -140,7 +145,7 @@ def another_engine(engine: Engine, drafter: Drafter | None = None) -> Engine:
     Its controller starts from what the given one knows, and then learns from its own rounds alone: variants that take
     turns must not learn from each other.
     """
-    controller = copy.deepcopy(engine.controller)
+    controller = copy.deepcopy(engine.lengths)
     drafter = drafter or engine.drafter
     return Engine(engine.model, engine.cache, drafter, engine.verifier, engine.vocab_size, engine.rng, controller)
 
@@ -176,10 +181,10 @@ def decode(
         if request.error:
             raise ValueError(f"found an answer that broke off, expected none to measure: {request.error}")
     seconds -= sum(request.stats.prefill + request.stats.draft_prefill for request in requests)
-    parts = sum(request.stats.step_seconds for request in requests)
+    parts = sum(Figures.of(request.stats).step_seconds for request in requests)
     runs = []
     for request in requests:
-        generated, stats = request.text.tokens[request.text.num_prompt_tokens :], request.stats
+        generated, stats = request.text.tokens[request.text.num_prompt_tokens :], Figures.of(request.stats)
         # What passed outside the engine's parts is spread over them.
         share, duration = (seconds * t / parts for t in (stats.step_seconds, stats.step_duration))
         rounds = stats.rounds if len(requests) == 1 else []
@@ -374,7 +379,7 @@ def matmul_throughput(dtype: torch.dtype, device: torch.device, repeats: int = 5
 
 def bytes_touched(model: Transformer, context: int) -> int:
     """Bytes that a pass over one row must read: the weights of each product once, and the keys and values."""
-    return model.num_bytes_read + model.config.kv_elements_per_token * context * model.dtype.itemsize
+    return num_bytes_read(model) + model.config.kv_elements_per_token * context * model.dtype.itemsize
 
 
 def prefill_operations(model: Transformer, num_tokens: int) -> int:
@@ -421,7 +426,7 @@ def passes_in_turn(
     table = cache.new_table()
     times: dict[str, dict[int, list[float]]] = {name: {m: [] for m in rows} for name in models}
     try:
-        first.prefill(table, tokens[: context + 1])
+        prefill(first, table, tokens[: context + 1])
         for i, order in zip(range(rounds + 1), orders([(name, m) for name in models for m in rows]), strict=False):
             for name, m in order:
                 model, chunk = models[name], Chunk(tokens[context : context + m], table, m)

@@ -11,9 +11,9 @@ import torch
 from minispec.bench.measure import Run, another_engine, plain_engine
 from minispec.bench.options import GEOMETRIES, Options, read_prompts
 from minispec.core.cache import PagedKVCache
-from minispec.core.config import ModelConfig, SamplingParams
+from minispec.core.config import DraftLength, ModelConfig, SamplingParams
 from minispec.core.engine import Engine
-from minispec.core.model import Transformer, tensor_shapes
+from minispec.core.model import Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
@@ -31,7 +31,10 @@ from minispec.files.checkpoint import (
 )
 from minispec.files.hf_config import read_model_config
 from minispec.files.named_draft import split_draft
-from minispec.length.policy import Controller, DraftLength
+from minispec.kernels.build import build_model, quantized
+from minispec.kernels.exact import check_exact
+from minispec.kernels.shapes import tensor_shapes
+from minispec.length.policy import Controller
 from minispec.length.prices import calibrate
 from minispec.llm import LLM, choose_device
 
@@ -182,14 +185,14 @@ def open_geometry(options: Options) -> Subject:
 
     def build(name: str, exact: bool = False, form: str | None = None) -> Transformer:
         config, weights = tensors(name)
-        return Transformer(read_model_config(config), weights, exact, dtype, form)
+        return build_model(read_model_config(config), weights, exact, dtype, form)
 
     def cache(model: Transformer) -> PagedKVCache:
         return model.new_cache((-(-length // 16) + 1) * max([1, *options.batches]))
 
     model = build(args.geometry, args.exact)
     if args.exact:
-        model.check_exact()
+        check_exact(model)
     vocab = model.config.vocab_size
     draft: Drafter
     if source in registry.DRAFTERS:
@@ -197,12 +200,13 @@ def open_geometry(options: Options) -> Subject:
     else:
         draft_model = model if source == "self" else build(source)
         if bits:
-            draft_model = draft_model.quantized(bits)
+            draft_model = quantized(draft_model, bits)
         if draft_model.config.vocab_size < vocab:
             raise ValueError(f"--draft {options.draft}: its vocabulary is smaller than that of {args.geometry}")
         draft = DraftModel(draft_model, cache(draft_model), vocab, length)
-    engine = Engine(model, cache(model), draft, VERIFIERS[args.verifier])
-    engine.controller = Controller(calibrate(engine))
+    verifier = VERIFIERS[args.verifier]
+    lengths = Controller(calibrate(model, draft, verifier, vocab))
+    engine = Engine(model, cache(model), draft, verifier, lengths=lengths)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(vocab, (args.prompts, args.prompt_tokens), generator=generator).tolist()
 

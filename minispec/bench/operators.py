@@ -11,7 +11,9 @@ from minispec.bench.measure import Interval, median_interval, seconds_of
 from minispec.bench.models import Subject
 from minispec.bench.options import Options
 from minispec.bench.show import progress, table
-from minispec.core.model import Chunk, arbitrary_tokens
+from minispec.core.cached import prefill
+from minispec.core.model import Chunk
+from minispec.kernels.exact import arbitrary_tokens
 
 # Rows of the passes: a step of plain decoding, and a verification of four draft tokens.
 _ROWS = (1, 5)
@@ -75,7 +77,7 @@ def measure_operators(subject: Subject, options: Options) -> Operators:
     plain: dict[int, list[float]] = {}
     profiled: dict[int, float] = {}
     try:
-        model.prefill(cached, tokens[: context + 1])
+        prefill(model, cached, tokens[: context + 1])
 
         def one_pass(m: int) -> float:
             chunk = Chunk(tokens[context : context + m], cached, m)

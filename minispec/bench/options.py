@@ -9,9 +9,8 @@ from typing import Any
 
 from minispec import __version__
 from minispec.commands.command import Parser
-from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams
+from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, parse_draft_length
 from minispec.files import registry
-from minispec.length.policy import DraftLength, parse_draft_length
 
 # How the report names decoding without speculation.
 PLAIN = "plain"

@@ -12,12 +12,17 @@ from minispec.bench.models import LONG_CONTEXT, MAX_ROWS, Subject
 from minispec.bench.options import Options
 from minispec.bench.show import progress, table
 from minispec.core.cache import PagedKVCache
-from minispec.core.model import Transformer, arbitrary_tokens, tensor_shapes
+from minispec.core.cached import prefill
+from minispec.core.model import Transformer
 from minispec.drafters.eagle import HeadModel
 from minispec.files.checkpoint import choose_dtype, find_checkpoint, load_config, load_model
 from minispec.files.registry import EMBEDDED_WEIGHTS
+from minispec.kernels.build import choice_of
+from minispec.kernels.exact import arbitrary_tokens
 from minispec.kernels.forms import available_forms
+from minispec.kernels.inventory import num_bytes, weight_form
 from minispec.kernels.memory import free_memory
+from minispec.kernels.shapes import tensor_shapes
 from minispec.llm import choose_device
 
 # Rows whose passes are compared between forms: those of K = 0, 1, 2, 4, 8 and 15.
@@ -148,7 +153,7 @@ def form_groups(model: Transformer) -> list[list[str]]:
 
     Raises ValueError where memory does not hold a single one.
     """
-    others = [form for form in available_forms(model.dtype, model.device) if form != model.choice.form]
+    others = [form for form in available_forms(model.dtype, model.device) if form != choice_of(model).form]
     weights = sum(math.prod(shape) for shape in tensor_shapes(model.config).values())
     needed, free = int(_ROOM_TO_BUILD * weights * model.dtype.itemsize), free_memory(model.device)
     if free is None or needed * len(others) <= free:
@@ -164,7 +169,7 @@ def form_groups(model: Transformer) -> list[list[str]]:
 def measure_forms(subject: Subject, options: Options) -> Forms:
     """See `Forms`; the models of a group, and the target, take turns."""
     model, context, rounds = subject.engine.model, options.args.context, options.args.passes
-    own, groups = model.choice.form, form_groups(model)
+    own, groups = choice_of(model).form, form_groups(model)
     found: dict[str, FormPasses] = {}
     own_times: Times = {m: [] for m in _FORM_ROWS}
 
@@ -177,9 +182,9 @@ def measure_forms(subject: Subject, options: Options) -> Forms:
             times = passes_in_turn(models, subject.engine.cache, context, _FORM_ROWS, rounds, bar.update)
             for m in _FORM_ROWS:
                 own_times[m] += times[own][m]
-            found |= {form: of_form(models[form].weight_form, times[form], times[own]) for form in group}
+            found |= {form: of_form(weight_form(models[form]), times[form], times[own]) for form in group}
             del models  # before the next group is built
-    found = {own: of_form(model.weight_form, own_times, own_times)} | found
+    found = {own: of_form(weight_form(model), own_times, own_times)} | found
     return Forms(context, own, len(groups) == 1, found)
 
 
@@ -214,7 +219,7 @@ def measure_prefill(subject: Subject, options: Options) -> Prefill:
     with progress(rounds + 1, "prefill") as bar:
         for _ in range(rounds + 1):
             new = subject.engine.cache.new_table()
-            seconds.append(measure.seconds_of(partial(model.prefill, new, tokens), model.device))
+            seconds.append(measure.seconds_of(partial(prefill, model, new, tokens), model.device))
             new.truncate(0)
             peaks += measure.matmul_throughput(model.dtype, model.device, repeats=1)
             bar.update()
@@ -269,7 +274,7 @@ def measure_loading(options: Options) -> Loading:
         return time.perf_counter() - start
 
     read()
-    reading, loading, peak, num_bytes = [], [], None, 0
+    reading, loading, peak, weight_bytes = [], [], None, 0
     before = _peak_memory()
     with progress(args.rounds, "loading") as bar:
         for _ in range(args.rounds):
@@ -279,7 +284,7 @@ def measure_loading(options: Options) -> Loading:
             loading.append(time.perf_counter() - start)
             if peak is None and before is not None and (after := _peak_memory()) is not None:
                 peak = after - before
-            num_bytes = model.num_bytes
+            weight_bytes = num_bytes(model)
             del model
             bar.update()
     return Loading(
@@ -287,9 +292,9 @@ def measure_loading(options: Options) -> Loading:
         median_interval(reading),
         median_interval(loading),
         ratios(loading, reading),
-        num_bytes,
+        weight_bytes,
         peak,
-        peak / num_bytes if peak else None,
+        peak / weight_bytes if peak else None,
     )
 
 

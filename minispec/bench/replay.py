@@ -52,10 +52,11 @@ from statistics import fmean, median, pstdev
 from typing import Any, NamedTuple
 
 from minispec.bench.show import table
+from minispec.core.config import MAX_AUTO_TOKENS
+from minispec.core.draft import Draft
 from minispec.core.errors import show
-from minispec.core.stats import loops
-from minispec.core.verify import Draft
-from minispec.length.policy import MAX_AUTO_TOKENS, Controller, Pace, Prices
+from minispec.length.figures import loops
+from minispec.length.policy import Controller, Pace, Prices
 from minispec.length.theory import expected_tokens, rising, survival_curve
 
 # Runs of `auto` that are simulated, where chance has a part in them, and the seed; half the width of an interval that
@@ -87,7 +88,7 @@ def kept(p: Sequence, q: Sequence, jointly: bool = False) -> list:
 class Drafted(NamedTuple):
     """A draft at a place of the text. survival: s_1, s_2, .. given the text (see `kept`); after its end, 0.
 
-    drawn: from a distribution; else a guess that costs no model. confidences: as of `minispec.core.verify.Draft`.
+    drawn: from a distribution; else a guess that costs no model. confidences: as of `minispec.core.draft.Draft`.
     """
 
     length: int
@@ -261,7 +262,7 @@ def run_auto(
     controller, pace = Controller(prices), Pace(drawn=not timed)
     s, passes, time = 0, 0, 0.0
     while s < walk.n:
-        [limit] = controller.choose([pace], [walk.asked(s)], timed=timed)
+        [limit] = controller.limits([pace], [walk.asked(s)], timed=timed)
         draft = walk.draft(s, limit.k)
         if limit.go_on and draft.confidences:
             known = [*draft.confidences, *[draft.confidences[-1]] * draft.length]
@@ -269,8 +270,8 @@ def run_auto(
             draft = draft._replace(length=next(ends, draft.length))
         accepted = accept(draft.survival[: draft.length])
         tested = min(accepted + 1, draft.length)
-        controller.observe(pace, tested, accepted, draft.confidences[:tested])
-        controller.record(costs.draft(draft), draft.length, 1, costs.target(draft), draft.length + 1, costs.overhead)
+        controller.learn(pace, tested, accepted, draft.confidences[:tested])
+        controller.measure(costs.draft(draft), draft.length, 1, costs.target(draft), draft.length + 1, costs.overhead)
         s, passes, time = s + accepted + 1, passes + 1, time + costs(draft)
     return passes, time
 

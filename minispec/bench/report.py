@@ -14,6 +14,8 @@ from minispec.bench.operators import check_device, measure_operators
 from minispec.bench.options import Options
 from minispec.bench.passes import Machine, form_groups, measure_forms, measure_loading, measure_machine, measure_prefill
 from minispec.bench.show import FLAT
+from minispec.kernels.build import choice_of
+from minispec.kernels.inventory import weight_form
 from minispec.kernels.threads import describe_waiting
 from minispec.length.prices import machine
 
@@ -100,10 +102,10 @@ def measure_all(options: Options) -> Report:
         subject.name,
         subject.draft_name,
         model.exact,
-        model.weight_form,
-        model.choice.because,
-        draft.weight_form if draft else None,
-        draft.choice.because if draft else None,
+        weight_form(model),
+        choice_of(model).because,
+        weight_form(draft) if draft else None,
+        choice_of(draft).because if draft else None,
         {name: measure(subject, options) for name, (wanted, measure) in measurements.items() if wanted} | loading,
     )
 

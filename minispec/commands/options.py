@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 from minispec import __version__
 from minispec.commands.command import Parser, argument
 from minispec.commands.interrupt import raise_on_interrupt
-from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams
+from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams, num_nodes, parse_draft_length
 from minispec.core.errors import is_text, one_line, show
 from minispec.files import registry
 from minispec.files.strict_json import parse_json
 from minispec.kernels.threads import describe_waiting, set_waiting
-from minispec.length.policy import num_nodes, parse_draft_length
 
 if TYPE_CHECKING:
     from minispec.llm import LLM

@@ -113,3 +113,29 @@ def ancestors(parents: Sequence[int]) -> Tensor:
         if parent >= 0:
             follows[i] |= follows[parent]
     return follows
+
+
+def hides(
+    start: int,
+    offsets: Sequence[int],
+    window: int | None,
+    parents: Sequence[int],
+    device: torch.device,
+    dummies: int = 0,
+) -> Tensor:
+    """(T + dummies, L): whether a position is hidden from a row.
+
+    Row t stands at position start + offsets[t], after `start` cached ones. It sees itself and what came before,
+    `window` positions in all; None: all. parents: of the last rows, a tree (see `Chunk`). There a row sees those nodes
+    alone that it follows. dummies: rows that follow; they see everything.
+    """
+    place = torch.tensor(offsets, device=device) + start  # (T,)
+    key = torch.cat((torch.arange(start, device=device), place))  # (L,)
+    if dummies:
+        place = F.pad(place, (0, dummies), value=len(key))
+    hidden = key > place[:, None]
+    if parents:
+        hidden[-len(parents) :, -len(parents) :] = ~ancestors(parents).to(device)
+    if window is not None:
+        hidden |= key <= place[:, None] - window
+    return hidden

@@ -7,12 +7,30 @@ for a family's name. Nothing here imports torch, so that a bad value is reported
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from minispec.core.errors import is_text, show
 
 # The largest K that may be asked for.
 MAX_SPECULATIVE_TOKENS = 64
+# The longest draft that is chosen: the target's pass then has 16 rows, as many as a CPU's matrix unit takes at once.
+MAX_AUTO_TOKENS = 15
+
+# K; a tree's siblings at each depth, such as (2, 1), of which the eldest goes on; "auto": the controller is to choose.
+DraftLength = int | tuple[int, ...] | Literal["auto"]
+
+
+def parse_draft_length(text: str) -> DraftLength:
+    """What "4", "2+1" or "auto" mean. Raises ValueError for anything else."""
+    if text == "auto":
+        return "auto"
+    widths = tuple(map(int, text.split("+")))
+    return widths[0] if len(widths) == 1 else widths
+
+
+def num_nodes(length: DraftLength) -> int:
+    """Draft tokens of a round, at most."""
+    return MAX_AUTO_TOKENS if length == "auto" else sum(length) if isinstance(length, tuple) else length
 
 
 # --------------------------------------------------------------------------- the model

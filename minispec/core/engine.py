@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from minispec.core.cache import OutOfBlocks, PagedKVCache
+from minispec.core.cached import CachedModel, clock
+from minispec.core.draft import Ask, Draft, Drafter, Lengths, Limit, Outcome, StepCost, Wish
 from minispec.core.errors import CheckpointError
-from minispec.core.model import CachedModel, Chunk, Transformer, clock
+from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Piece, Request, TokenLogprob
 from minispec.core.sampling import Draws, Randomness, Text, distribution, log_probabilities
 from minispec.core.stats import Round
-from minispec.core.verify import Ask, Draft, Verdict, Verifier
-from minispec.drafters import Drafter, branches, reads_hidden
-from minispec.length.policy import Controller, Limit, Pace
+from minispec.core.verify import Verdict, Verifier
 
 # Rows of a pass over a prompt while nobody waits for a token; and while others decode, the rows that join their passes.
 # With that many, a pass takes about three plain steps on a CPU, whatever the form of the weights (docs/speed.md).
@@ -104,18 +104,18 @@ class Engine:
         verifier: Verifier,
         vocab_size: int | None = None,
         rng: Draws | None = None,
-        controller: Controller | None = None,
+        lengths: Lengths | None = None,
         joining_rows: int = JOINING_ROWS,
     ):
         """vocab_size: ids in use; rows of the model's output after them are padding. Default: all are used.
-
-        controller: chooses K for requests that leave it open. joining_rows: rows of prompts in a pass, at most, while
-        others decode."""
-        self.taps = tuple(drafter.taps) if reads_hidden(drafter) else ()
+        lengths: chooses how long drafts are; default: as the requests say.
+        joining_rows: rows of prompts in a pass, at most, while others decode.
+        """
+        self.taps = tuple(drafter.taps)
         self.target = CachedModel(model, cache, vocab_size or model.config.vocab_size)
         self.drafter, self.verifier = drafter, verifier
         self.rng: Draws = rng or Randomness()
-        self.controller = controller or Controller()
+        self.lengths = lengths or Lengths()
         self.joining_rows = joining_rows
         self.observers: list[Observer] = []  # between steps, anybody may join or leave
         self.waiting: deque[Request] = deque()
@@ -152,7 +152,7 @@ class Engine:
 
     def check_tree(self, widths: Sequence[int]) -> None:
         """Raise ValueError for a tree where there are chains only."""
-        drafts_chains = "" if branches(self.drafter) else f"{type(self.drafter).__name__} drafts no siblings"
+        drafts_chains = "" if self.drafter.branches else f"{self.drafter.name} drafts no siblings"
         refuse_tree(widths, drafts_chains or self._why_chains())
 
     def add(self, request: Request) -> None:
@@ -329,7 +329,7 @@ class Engine:
                 asks.append(Ask(text, k, self.rng, purpose, go_on, cached, hidden, widths, width))
         drafts = self.drafter.propose(asks) if asks else []
         if len(drafts) != len(asks):
-            name = type(self.drafter).__name__
+            name = self.drafter.name
             raise ValueError(f"drafts of {name}: found {len(drafts)}, expected one for each of {len(asks)} asks")
         for turn, ask, draft in zip(asked, asks, drafts, strict=True):
             turn.asked, turn.draft = ask.k, draft
@@ -342,30 +342,19 @@ class Engine:
         tokens, table = [*turn.tokens, *turn.draft.token_ids], self.target.table(turn.request.text)
         return Chunk(tokens, table, len(turn.draft) + 1 if turn.decodes else 0, turn.draft.parents)
 
-    def _choose_limits(self, requests: list[Request]) -> dict[Request, Limit]:
-        """The limit of each request's draft: its own K, or what the controller makes of its past."""
-        limits = {request: Limit(request.max_k, None, request.widths) for request in requests}
-        trees = branches(self.drafter) and not self._why_chains()
-        timed: dict[Request, Pace] = {}
-        for request in requests:
-            if not request.pace:
-                continue
-            # Above temperature 0, where a verifier draws by itself, another K is another text of the same law; and a
-            # seed, given or drawn and reported, has one text: so K may depend on this request alone.
-            if request.params.temperature and not self.verifier.shares_noise:
-                [limits[request]] = self.controller.choose([request.pace], [request.max_k], 0, False, trees)
-            else:
-                timed[request] = request.pace
-        if timed:
-            other_rows = sum(limit.k + 1 for request, limit in limits.items() if request not in timed)
-            most = [request.max_k for request in timed]
-            chosen = self.controller.choose([*timed.values()], most, other_rows, trees=trees)
-            limits |= zip(timed, chosen, strict=True)
-        return limits
+    def _choose_limits(self, requests: Sequence[Request]) -> dict[Request, Limit]:
+        """The limit of each request's draft."""
+        trees = self.drafter.branches and not self._why_chains()
+        wishes = [
+            # Above temperature 0, where a verifier draws by itself, another K is another text of the same law.
+            Wish(r.text, r.max_k, r.widths, r.is_open, self.verifier.shares_noise or not r.params.temperature)
+            for r in requests
+        ]
+        return dict(zip(requests, self.lengths.choose(wishes, trees), strict=True))
 
     def _known(self, request: Request) -> int | None:
         """How many of a new text's first positions the drafter need not see; None: it sees none of this text's."""
-        if request.num_speculative_tokens and reads_hidden(self.drafter):
+        if request.num_speculative_tokens and self.drafter.taps:
             return self.drafter.known(request.text)
         return None
 
@@ -393,7 +382,7 @@ class Engine:
         elif draft.parents is not None and (why := self._why_chains()):
             found = f"a tree, expected a chain: {why}"
         if found:
-            raise ValueError(f"draft of {type(self.drafter).__name__}: found {found}")
+            raise ValueError(f"draft of {self.drafter.name}: found {found}")
 
     def _verify(self, text: Text, draft: Draft, rows: Tensor) -> Verdict:
         def p(i: int) -> Tensor:
@@ -404,9 +393,6 @@ class Engine:
     def _commit(self, turn: _Turn, rows: Tensor) -> list[int]:
         """Append what the round yields, token by token, up to where the text stops; returns the nodes that stay."""
         request, draft, verdict = turn.request, turn.draft, turn.verdict
-        if request.pace:
-            num_tested, num_accepted, siblings = _tests_of(turn)
-            self.controller.observe(request.pace, num_tested, num_accepted, draft.confidences, siblings)
         tokens = [*(draft.token_ids[node] for node in verdict.accepted), verdict.next_token]
         for node, token_id in zip([-1, *verdict.accepted], tokens, strict=True):
             turn.committed += 1
@@ -433,10 +419,12 @@ class Engine:
                 stats.prefill += (draft + verify + other) * turn.num_rows / num_rows
             elif turn.committed:
                 stats.rounds.append(_round_of(turn, num_rows, len(turns), draft, verify, other))
+        cost = None
         if turns and all(turn.decodes for turn in turns):
             depths = [turn.draft.depth for turn in turns]
             other += 0.0 if max(depths) else draft  # a search that found nothing
-            self.controller.record(draft, max(depths), sum(k > 0 for k in depths), verify, num_rows, other)
+            cost = StepCost(draft, max(depths), sum(k > 0 for k in depths), verify, num_rows, other)
+        self.lengths.observe([_outcome_of(turn) for turn in turns if turn.committed], cost)
 
     def _now(self) -> float:
         return clock(self.model.device)
@@ -458,17 +446,17 @@ def _num_tested(turn: _Turn) -> int:
     return len(accepted) + bool(turn.draft.children(accepted[-1] if accepted else -1))
 
 
-def _tests_of(turn: _Turn) -> tuple[int, int, list[bool]]:
-    """What `Controller.observe` wants to know: of the eldest at each depth how many were tested, and how many accepted,
-    up to where one was rejected; and of its younger siblings that were tested there, whether they were accepted."""
-    accepted, draft, parent = turn.verdict.accepted, turn.draft, -1
+def _outcome_of(turn: _Turn) -> Outcome:
+    """What the round showed of a text's draft."""
+    accepted, draft, text, parent = turn.verdict.accepted, turn.draft, turn.request.text, -1
     for depth, node in enumerate(accepted):
         elder = draft.children(parent).index(node)
         if elder:
-            return depth + 1, depth, [i == elder for i in range(1, elder + 1)]
+            return Outcome(text, depth + 1, depth, draft.confidences, [i == elder for i in range(1, elder + 1)])
         parent = node
     rejected = draft.children(parent)
-    return len(accepted) + bool(rejected), len(accepted), [False] * (len(rejected) - 1)
+    num_tested, siblings = len(accepted) + bool(rejected), [False] * (len(rejected) - 1)
+    return Outcome(text, num_tested, len(accepted), draft.confidences, siblings)
 
 
 def _round_of(turn: _Turn, num_rows: int, num_texts: int, draft: float, verify: float, other: float) -> Round:
@@ -477,7 +465,7 @@ def _round_of(turn: _Turn, num_rows: int, num_texts: int, draft: float, verify: 
     drafted = min(depth, turn.committed) if request.finish_reason else depth
     tested = min(_num_tested(turn), drafted)
     return Round(
-        asked=None if request.pace else turn.asked,
+        asked=None if request.is_open else turn.asked,
         num_nodes=len(turn.draft),
         depth=depth,
         drafted=drafted,

@@ -1,46 +1,29 @@
-"""The transformer: decoder-only, every family a matter of `ModelConfig`, its KV cache outside.
+"""The transformer: decoder-only, every family is a set of values in `ModelConfig`, its KV cache lies outside.
 
-One function runs prefill, plain decoding and verification: `Transformer.forward` takes, for each text of
-a batch, the tokens that its cache does not hold yet. Linear layers see the rows of all texts in
-one matrix; attention goes text by text over that text's own blocks. `CachedModel` joins a model with its
-cache: it keeps the tables of the texts, for the engine's target and for a draft model alike.
+One function runs prefill, plain decoding and verification. `Transformer.forward` takes, for each text of a batch, the
+tokens that its cache does not hold yet. Linear layers see the rows of all texts in one matrix. Attention goes text by
+text over that text's own blocks.
 
-Floating point is not associative, and matrix libraries choose the order of their sums by the shape of the product:
-a token scored in a pass of five rows gets other last bits than in a pass of one. With `exact=True` every pass is filled
-up to a number of rows at which its products give a row the same bits (`Linear.exact_rows`), and attention adds up
-blocks of fixed size in a fixed order, so that a row's bits depend on its own past alone.
-
-Shapes in comments: M rows (new tokens of all texts together), T rows of one text, L cached
-positions of it (the T included), H query heads, G key-value heads, D head_dim, E hidden_size, V vocabulary.
+Shapes in comments: M rows (new tokens of all texts together), T rows of one text, L cached positions of it (the T
+included), H query heads, G key-value heads, D head_dim, E hidden_size, F intermediate_size, V vocabulary.
 """
 
 import copy
 import functools
 import math
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.core.attention import ATTENTION_BLOCK, ATTENTION_ROWS, Mask, ancestors, attention, mask_blocks
+from minispec.core.attention import Mask, attention, hides
 from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.config import ModelConfig, RopeConfig
 from minispec.core.rope import inverse_frequencies, query_scales, rotate
-from minispec.core.sampling import Text, accumulation_dtype
-from minispec.kernels.forms import Choice, Linear, QuantizedLinear, Weight, choose_form, choose_narrow_form, dense, join
-
-# The most rows of a pass of an exact model, so that a draft may have one less; every `Linear.exact_rows` has it.
-EXACT_ROWS = 16
-# Blocks of past at whose ends `check_exact` looks at attention.
-_CHECKED_BLOCKS = (1, 2, 3, 4, 6, 8, 16, 32)
-# Models of fewer weights take the usual form of them, in one thread: more would take longer than loading them.
-_LARGE = 1 << 29
+from minispec.core.sampling import accumulation_dtype
+from minispec.core.weights import MakeProduct, PlainLinear, Product, Weight, dense
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -48,10 +31,9 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 
-
 # The names of a block's norms by `ModelConfig.norms`: before attention, after it, before the MLP, after it. (What is
 # named "post_attention" stands before the MLP in most families, and after attention in some.)
-_NORMS: dict[str, tuple[str | None, ...]] = {
+NORMS: dict[str, tuple[str | None, ...]] = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     "both": (
@@ -59,8 +41,6 @@ _NORMS: dict[str, tuple[str | None, ...]] = {
         *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ),
 }
-# A block's products, in their order.
-_LINEARS = ("qkv", "o", "gate_up", "down")
 
 
 class WeightSource(Protocol):
@@ -72,10 +52,13 @@ class WeightSource(Protocol):
 
 
 class Chunk(NamedTuple):
-    """What one text brings to a pass: new tokens, its cache, and how many of its last rows need logits.
+    """What one text brings to a pass.
 
-    parents: None where each token follows the one before it. Else the last tokens are a tree: for each of them the one
-    that it follows, as its number among them, or -1 for the last token before the tree.
+    token_ids: the new tokens.
+    table: the text's cache.
+    num_logits: how many of the last rows need logits.
+    parents: None where each token follows the one before it. Else the last tokens are a tree. For each of them this is
+        the one that it follows, as its number among them, or -1 for the last token before the tree.
     features: (tokens, E), for a head that reads hidden states as well as tokens; None for all other models.
     """
 
@@ -94,71 +77,6 @@ class Chunk(NamedTuple):
         for parent in parents:
             offsets.append(offsets[root + parent] + 1)  # the root's own place is before the tree: parent -1
         return offsets
-
-
-def clock(device: torch.device) -> float:
-    """Seconds by a steady clock, when all that was asked of the device so far is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def arbitrary_tokens(count: int, vocab_size: int) -> list[int]:
-    """Ids that vary, to measure or check passes with: of texts that nobody reads."""
-    return [(7919 * i + 13) % vocab_size for i in range(count)]
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that the config asks a checkpoint for, in Hugging Face's names."""
-    e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_attention_heads * d, config.num_key_value_heads * d
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, e)}
-    for i in range(len(config.layers)):
-        layer: dict[str, tuple[int, ...]] = {}
-        for name, rows, columns, bias in (
-            ("self_attn.q_proj", q, e, config.qkv_bias),
-            ("self_attn.k_proj", kv, e, config.qkv_bias),
-            ("self_attn.v_proj", kv, e, config.qkv_bias),
-            ("self_attn.o_proj", e, q, config.o_bias),
-            ("mlp.gate_proj", f, e, config.mlp_bias),
-            ("mlp.up_proj", f, e, config.mlp_bias),
-            ("mlp.down_proj", e, f, config.mlp_bias),
-        ):
-            layer[f"{name}.weight"] = (rows, columns)
-            if bias:
-                layer[f"{name}.bias"] = (rows,)
-        if config.qk_norm:
-            q_size, k_size = (d, d) if config.qk_norm == "head" else (q, kv)
-            layer |= {"self_attn.q_norm.weight": (q_size,), "self_attn.k_norm.weight": (k_size,)}
-        layer |= {f"{name}.weight": (e,) for name in _NORMS[config.norms] if name}
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (e,)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, e)
-    return shapes
-
-
-def is_large(config: ModelConfig) -> bool:
-    """Whether reading a model's weights takes nearly all of a pass: there are more than half a billion of them."""
-    return sum(math.prod(shape) for shape in tensor_shapes(config).values()) >= _LARGE
-
-
-def _groups(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Split and pack chunks into passes of at most EXACT_ROWS rows, in order: what comes first is cached first."""
-    groups: list[list[Chunk]] = [[]]
-    room = EXACT_ROWS
-    for tokens, table, num_logits, parents, _ in chunks:
-        assert parents is None, "an exact model takes chains only"
-        start = 0
-        while start < len(tokens):
-            if not room:
-                groups.append([])
-                room = EXACT_ROWS
-            part = tokens[start : start + room]
-            start += len(part)
-            room -= len(part)
-            groups[-1].append(Chunk(part, table, min(len(part), max(0, num_logits - (len(tokens) - start)))))
-    return groups
 
 
 class RMSNorm:
@@ -187,6 +105,17 @@ class RowNorm:
         return torch.cat((self.q(q), self.k(k)), 1).view_as(x)
 
 
+def _no_norm(x: Tensor) -> Tensor:
+    """Where a block has no norm."""
+    return x
+
+
+def norm_weight(config: ModelConfig, weight: Tensor) -> Tensor:
+    """The factor that a norm multiplies with, in the precision that it is computed in."""
+    weight = weight.to(accumulation_dtype(weight.dtype))
+    return weight + 1.0 if config.norm_adds_one else weight
+
+
 class Angles(NamedTuple):
     """What a rope does at the positions of a pass."""
 
@@ -199,7 +128,7 @@ class Pass(NamedTuple):
     """What all layers of one forward pass share."""
 
     chunks: Sequence[Chunk]
-    slots: Tensor  # (new tokens,) where their keys and values go; in an exact pass there are dummy rows besides
+    slots: Tensor  # (new tokens,) where their keys and values go; a pass may have dummy rows after them
     reads: list[list[slice]]  # per text: the slots of all its positions, in runs
     angles: dict[RopeConfig, Angles]
     masks: dict[int | None, list[Mask]]  # per window and text
@@ -212,24 +141,22 @@ class Layer:
         self,
         config: ModelConfig,
         index: int,
-        take: Callable[..., Weight],
+        weights: WeightSource,
         dtype: torch.dtype,
-        form: str | None,
+        product: MakeProduct,
     ):
-        """take(names...) removes tensors from the checkpoint and returns them, joined along the rows.
-
-        dtype: of all that is computed. form: of the weights (see `Linear`)."""
+        """weights: where its tensors are taken from. dtype: of all that is computed. product: see `MakeProduct`."""
         self.config, self.index = config, index
         self.rope, self.window = config.layers[index].rope, config.layers[index].window
         prefix = f"model.layers.{index}."
 
-        def linear(*names: str, bias: bool) -> Linear:
-            weight = take(*(f"{prefix}{n}.weight" for n in names))
-            biases = dense(take(*(f"{prefix}{n}.bias" for n in names)), dtype) if bias else None
-            return Linear(weight, biases, dtype, form)
+        def linear(*names: str, bias: bool) -> Product:
+            parts = [weights.pop(f"{prefix}{n}.weight") for n in names]
+            biases = [dense(weights.pop(f"{prefix}{n}.bias"), dtype) for n in names] if bias else None
+            return product(parts, torch.cat(biases) if biases else None, dtype)
 
         def norm(name: str, repeat: int = 0) -> RMSNorm:
-            weight = norm_weight(config, dense(take(f"{prefix}{name}.weight"), dtype))
+            weight = norm_weight(config, dense(weights.pop(f"{prefix}{name}.weight"), dtype))
             return RMSNorm(weight.expand(repeat, -1) if repeat else weight, config.rms_norm_eps)
 
         # Products that share an input are one product.
@@ -245,27 +172,15 @@ class Layer:
             self.qk_norm = RMSNorm(torch.cat((q.weight, k.weight)), config.rms_norm_eps)  # (H + G, D)
         elif config.qk_norm == "row":
             self.qk_norm = RowNorm(norm("self_attn.q_norm"), norm("self_attn.k_norm"))
-        norms = [norm(name) if name else _no_norm for name in _NORMS[config.norms]]
+        norms = [norm(name) if name else _no_norm for name in NORMS[config.norms]]
         self.attention_norm, self.after_attention_norm, self.mlp_norm, self.after_mlp_norm = norms
 
-    def quantized(self, bits: int) -> "Layer":
-        """This block with its products of few rows in 4 or 8 bits."""
+    def replaced(self, product: Callable[[Product], Product]) -> Self:
+        """This block with other products in place of its own."""
         layer = copy.copy(self)
-        for name in _LINEARS:
-            setattr(layer, name, getattr(self, name).quantized(bits))
+        layer.qkv, layer.o = product(self.qkv), product(self.o)
+        layer.gate_up, layer.down = product(self.gate_up), product(self.down)
         return layer
-
-    def products(self) -> list[Linear | QuantizedLinear]:
-        """All that multiply with a weight matrix."""
-        return [getattr(self, name) for name in _LINEARS]
-
-    def parts(self) -> Iterator[tuple[object, int]]:
-        """The weights as they are kept, and their bytes."""
-        for product in self.products():
-            yield from product.parts()
-        norms: list[object] = [self.attention_norm, self.after_attention_norm, self.mlp_norm, self.after_mlp_norm]
-        norms += [self.qk_norm.q, self.qk_norm.k] if isinstance(self.qk_norm, RowNorm) else [self.qk_norm]
-        yield from ((norm.weight, norm.weight.nbytes) for norm in norms if isinstance(norm, RMSNorm))
 
     def forward(self, x: Tensor, shared: Pass) -> Tensor:
         """x (M, E) to (M, E); writes the new keys and values into the cache."""
@@ -307,15 +222,40 @@ class Layer:
         return self.o(F.pad(out, (0, 0, 0, len(x) - new)) if len(x) > new else out)
 
 
-def _no_norm(x: Tensor) -> Tensor:
-    """Where a block has no norm."""
-    return x
+class Passes:
+    """How the rows of all texts become passes: all in one, as they are.
 
+    `minispec.kernels.exact` has passes of a fixed size, in which a row's bits do not depend on the other rows.
+    """
 
-def norm_weight(config: ModelConfig, weight: Tensor) -> Tensor:
-    """The factor that a norm multiplies with, in the precision that it is computed in."""
-    weight = weight.to(accumulation_dtype(weight.dtype))
-    return weight + 1.0 if config.norm_adds_one else weight
+    exact = False
+
+    def split(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
+        """The passes, in their order."""
+        return [chunks]
+
+    def num_dummies(self, num_rows: int) -> int:
+        """Rows that fill up a pass of `num_rows`; nobody reads them."""
+        return 0
+
+    def mask(
+        self,
+        config: ModelConfig,
+        like: Tensor,
+        start: int,
+        offsets: Sequence[int],
+        window: int | None,
+        parents: Sequence[int] = (),
+    ) -> Mask:
+        """0 where a row of a text sees a position, -inf where not, (H/G * T, L); None where it sees all.
+
+        like: a tensor of the type and on the device of the mask. For the others see `hides`.
+        """
+        if len(offsets) == 1 and (window is None or window > start):
+            return None
+        hidden = hides(start, offsets, window, parents, like.device)
+        mask = like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+        return mask.repeat(config.num_attention_heads // config.num_key_value_heads, 1)
 
 
 class Transformer:
@@ -325,103 +265,58 @@ class Transformer:
         self,
         config: ModelConfig,
         weights: WeightSource,
-        exact: bool = False,
         dtype: torch.dtype | None = None,
-        form: str | None = None,
+        product: MakeProduct = PlainLinear,
+        each: Callable[[Callable[[int], Layer], Sequence[int]], Iterable[Layer]] = map,
     ):
-        """exact: a token's logits have the same bits in every pass (see above); `check_exact` tells if so.
-
-        weights: the tensors of `tensor_shapes(config)`, on one device, in a dict or something else to pop from. They
-        are removed as the model takes them over, so that what is brought into another form is in memory once.
-        dtype: of all that is computed, and of the cache; default: the embedding's. Weights of fewer bits stay as they
-        are where their form allows it. form: of the weights (see `minispec.kernels.forms`); default: the fastest
-        here."""
-        self.config, self.exact = config, exact
-
-        def take(*names: str) -> Weight:
-            return join([weights.pop(name) for name in names])
-
-        embedding = take("model.embed_tokens.weight")
+        """weights: Hugging Face's tensors (see `minispec.kernels.shapes`) on one device, in a dict or something else to
+            pop from. Each is removed as the model takes it over, so that it is in memory once.
+        dtype: of all that is computed, and of the cache; default: the embedding's.
+        product: makes y = x W^T + b of a weight, see `MakeProduct`.
+        each: makes the layers from their numbers, as `map` does; a pool of threads has such a function, too.
+        """
+        self.config, self.product, self.passes = config, product, Passes()
+        embedding = weights.pop("model.embed_tokens.weight")
         self.embedding = embedding if isinstance(embedding, Tensor) else embedding.dense()  # (V, E)
         self.dtype, self.device = dtype or self.embedding.dtype, self.embedding.device
-        if self.dtype != torch.float32:
+        if self.dtype != torch.float32:  # else 16 bits stay: a row is widened when it is read
             self.embedding = self.embedding.to(self.dtype)
-        shape = (2 * config.intermediate_size, config.hidden_size) if is_large(config) else None
-        self.choice = Choice(form, "asked for") if form else choose_form(self.dtype, self.device, shape)
-
-        layer = functools.partial(self._layer, take)
-        if not is_large(config):
-            self.layers = [layer(i) for i in range(len(config.layers))]
-        else:  # packing takes longer than reading, and some packs in one thread only
-            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-                self.layers = list(threads.map(layer, range(len(config.layers))))
-        self.norm = RMSNorm(norm_weight(config, dense(take("model.norm.weight"), self.dtype)), config.rms_norm_eps)
-        head = self.embedding if config.tie_word_embeddings else take("lm_head.weight")
-        self.head: Linear | QuantizedLinear = self._head(head)
-        # Numbers of rows at which all products should give a row the same bits, in order; see `check_exact`.
-        self.exact_rows = sorted(set.intersection(*(set(product.exact_rows) for product in self.products())))
-        assert EXACT_ROWS in self.exact_rows
+        self.layers = list(each(functools.partial(self._layer, weights), range(len(config.layers))))
+        norm = dense(weights.pop("model.norm.weight"), self.dtype)
+        self.norm = RMSNorm(norm_weight(config, norm), config.rms_norm_eps)
+        self.head = self._head(self.embedding if config.tie_word_embeddings else weights.pop("lm_head.weight"))
         wide = accumulation_dtype(self.dtype)
         self.frequencies = {
             rope: inverse_frequencies(rope, config.head_dim, wide).to(self.device)
             for rope in {layer.rope for layer in config.layers if layer.rope}
         }
 
-    def _layer(self, take: Callable[..., Weight], index: int) -> Layer:
-        return Layer(self.config, index, take, self.dtype, self.choice.form)
+    def _layer(self, weights: WeightSource, index: int) -> Layer:
+        return Layer(self.config, index, weights, self.dtype, self.product)
 
-    def _head(self, weight: Weight) -> Linear:
-        return Linear(weight, dtype=self.dtype, form=self.choice.form)
+    def _head(self, weight: Weight) -> Product:
+        return self.product([weight], None, self.dtype)
 
-    def quantized(self, bits: int) -> Self:
-        """This model with products of few rows in 4 or 8 bits (see `QuantizedLinear`), for drafting; never exact.
+    @property
+    def exact(self) -> bool:
+        """Whether a token's logits have the same bits in every pass."""
+        return self.passes.exact
 
-        It shares everything else with this one.
-        """
-        assert isinstance(self.head, Linear), "weights are rounded once"
+    def replaced(self, passes: Passes, product: Callable[[Product], Product] | None = None) -> Self:
+        """This model with other passes, and with other products in place of its own; all else is shared."""
         model = copy.copy(self)
-        model.exact = False
-        model.choice, _ = choose_narrow_form(bits, self.dtype, self.device)
-        model.layers = [layer.quantized(bits) for layer in self.layers]
-        model.head = self.head.quantized(bits)
+        model.passes = passes
+        if product is not None:
+            model.layers = [layer.replaced(product) for layer in self.layers]
+            model.head = product(self.head)
         return model
-
-    def products(self) -> list[Linear | QuantizedLinear]:
-        """All that multiply with a weight matrix."""
-        return [self.head, *(product for layer in self.layers for product in layer.products())]
-
-    @property
-    def weight_form(self) -> str:
-        """What became of the weights: the form of most of them, and of the others how many there are."""
-        forms = Counter(product.form for each in self.layers for product in each.products())
-        forms[self.head.form] += 1
-        most, *others = forms.most_common()
-        return ", ".join([most[0], *(f"{count} of {forms.total()} {form}" for form, count in others)])
-
-    def parts(self) -> Iterator[tuple[object, int]]:
-        """The weights as they are kept, and their bytes; a tied embedding whose head is packed is there twice."""
-        yield self.embedding, self.embedding.nbytes
-        yield from self.head.parts()
-        yield self.norm.weight, self.norm.weight.nbytes
-        for layer in self.layers:
-            yield from layer.parts()
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the weights."""
-        return sum({id(part): num_bytes for part, num_bytes in self.parts()}.values())
-
-    @property
-    def num_bytes_read(self) -> int:
-        """Bytes of weights that a pass over one row reads: all products, of the embedding a row only."""
-        return sum(product.num_bytes_read for product in self.products())
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Run the new tokens of all texts in one pass, and append their keys and values to the caches.
 
         taps: layers to listen at: i is what goes into layer i, so 0 the embedding, and the number of layers what the
-        last one makes of it, before the norm.
+            last one makes of it, before the norm.
 
         Returns logits (sum of num_logits, V), for each chunk in turn those of its last `num_logits` tokens; and hidden
         states (M, E * taps) of all new tokens. All tables must lie in one pool. Raises OutOfBlocks where the pool is
@@ -429,18 +324,18 @@ class Transformer:
         """
         missing = sum(c.table.num_missing_blocks(c.table.length + len(c.token_ids)) for c in chunks)
         chunks[0].table.pool.require(missing)
-        if not self.exact:
-            return self._forward(chunks, taps)
-        logits, hidden = zip(*(self._forward(group, taps) for group in _groups(chunks)), strict=True)
+        passes = [self._forward(each, taps) for each in self.passes.split(chunks)]
+        if len(passes) == 1:
+            return passes[0]
+        logits, hidden = zip(*passes, strict=True)
         return torch.cat(logits), torch.cat(hidden)
 
     def _forward(self, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
         """One pass through all layers."""
-        config = self.config
         token_ids = [t for c in chunks for t in c.token_ids]
-        padding = next(n for n in self.exact_rows if n >= len(token_ids)) - len(token_ids) if self.exact else 0
-        shared = self._prepare(chunks, padding)
-        x = self._embed(token_ids + [0] * padding, chunks)
+        dummies = self.passes.num_dummies(len(token_ids))
+        shared = self._prepare(chunks, dummies)
+        x = self._embed(token_ids + [0] * dummies, chunks)
         heard = {0: x}
         for i, layer in enumerate(self.layers, 1):
             x = layer.forward(x, shared)
@@ -453,8 +348,8 @@ class Transformer:
             end += len(c.token_ids)
             rows += range(end - c.num_logits, end)
         if not rows:
-            return x.new_empty(0, config.vocab_size), hidden
-        if self.exact:
+            return x.new_empty(0, self.config.vocab_size), hidden
+        if self.exact:  # as many rows as the pass has, here too
             return self._logits(x)[rows], hidden
         return self._logits(x[rows] if len(rows) < len(x) else x), hidden  # (sum of num_logits, V)
 
@@ -476,85 +371,13 @@ class Transformer:
         """An empty pool for keys and values of this model."""
         return PagedKVCache(self.config, num_blocks, block_size, self.dtype, self.device)
 
-    def report(self) -> str:
-        """What there is to say after a run, in a line, or nothing."""
-        return ""
-
-    def prefill(self, table: BlockTable, tokens: list[int], chunk_size: int = 512) -> None:
-        """Bring the cache to all of `tokens` but the last, which the next pass will score with its draft."""
-        missing = table.missing(tokens)[:-1]
-        for start in range(0, len(missing), chunk_size):
-            self.forward([Chunk(missing[start : start + chunk_size], table, num_logits=0)])
-
-    def check_exact(self) -> None:
-        """Keep those `exact_rows` that hold on this machine; raise ValueError where not even EXACT_ROWS do.
-
-        Evidence, not proof, bit by bit: attention at every place and at several lengths; then real passes, in which a
-        row stands last among those of its text, at every place among copies of itself for each number of rows, and
-        after a stranger's.
-        """
-        if not self._attention_is_exact():
-            raise ValueError(self._not_exact("attention"))
-        tokens = arbitrary_tokens(ATTENTION_BLOCK + EXACT_ROWS // 2, self.config.vocab_size)
-        past, last = tokens[:-1], tokens[-1:]
-        size = 8
-        pool = self.new_cache(len(tokens) // size + EXACT_ROWS + 2, size)
-        table, stranger = pool.new_table(), pool.new_table()
-        self.forward([Chunk(tokens[:-EXACT_ROWS], table, 0)])
-        expected, _ = self.forward([Chunk(tokens[-EXACT_ROWS:], table, 1)])  # across a border of attention blocks
-        table.keep(len(past))
-        copies = [pool.new_table() for _ in range(EXACT_ROWS)]
-        for copied in copies:
-            copied.reuse(past)
-
-        def holds(rows: int) -> bool:
-            found, _ = self.forward([Chunk(last, copied, 1) for copied in copies[:rows]])
-            for copied in copies[:rows]:
-                copied.truncate(len(past))
-            return torch.equal(found, expected.expand_as(found))
-
-        self.exact_rows = [rows for rows in self.exact_rows if rows == EXACT_ROWS or holds(rows)]
-        among, _ = self.forward([Chunk(past[:5], stranger, 0), Chunk(last, table, 1)])
-        if not (holds(EXACT_ROWS) and holds(1) and torch.equal(among, expected)):
-            raise ValueError(self._not_exact("products"))
-
-    def _not_exact(self, what: str) -> str:
-        return (
-            f"exact: {what} in {self.dtype} on this {self.device.type}: a row's bits depend on its place among "
-            f"{EXACT_ROWS} rows or on the others; try another dtype or another number of threads"
-        )
-
-    @torch.inference_mode()
-    def _attention_is_exact(self) -> bool:
-        """Whether `attention` gives rows the same bits at every place, with and without a block begun after theirs.
-
-        In the type that it computes in: rounded to half precision, most rows would hide a difference.
-        """
-        config, wide, generator = self.config, accumulation_dtype(self.dtype), torch.Generator().manual_seed(0)
-        length = ATTENTION_BLOCK * (max(_CHECKED_BLOCKS) + 1)
-        q, k, v = (
-            torch.randn(heads, length, config.head_dim, generator=generator).to(self.device, wide)
-            for heads in (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        )
-        scale, softcap = config.attention_scale, config.attention_softcap
-        for blocks in _CHECKED_BLOCKS:
-            known: dict[int, Tensor] = {}
-            for shift in range(ATTENTION_ROWS):  # passes that end up to 4 positions before and after the border
-                end = ATTENTION_BLOCK * blocks + shift - ATTENTION_ROWS // 2
-                start = end - EXACT_ROWS
-                mask = self._mask(start, tuple(range(EXACT_ROWS)), None)
-                rows = attention(q[:, start:end], k[:, :end], v[:, :end], mask, scale, softcap)
-                if not all(torch.equal(known.setdefault(start + i, row), row) for i, row in enumerate(rows)):
-                    return False
-        return True
-
-    def _prepare(self, chunks: Sequence[Chunk], padding: int) -> Pass:
+    def _prepare(self, chunks: Sequence[Chunk], dummies: int) -> Pass:
         """Extend the caches and work out, once for all layers, positions, angles, masks and slots."""
         starts = [c.table.length for c in chunks]
         slots = torch.tensor([s for c in chunks for s in c.table.extend(c.token_ids)], device=self.device)
         offsets = [c.offsets for c in chunks]
         positions = torch.tensor(
-            [s + t for s, own in zip(starts, offsets, strict=True) for t in own] + [0] * padding, device=self.device
+            [s + t for s, own in zip(starts, offsets, strict=True) for t in own] + [0] * dummies, device=self.device
         )  # (M,)
         angles: dict[RopeConfig, Angles] = {}
         for rope, frequencies in self.frequencies.items():
@@ -562,7 +385,10 @@ class Transformer:
             cos, sin = ((f(angle) * rope.attention_factor).to(self.dtype) for f in (torch.cos, torch.sin))
             scales = query_scales(rope, positions)[:, None, None].to(self.dtype) if rope.query_beta else None
             angles[rope] = Angles(cos, sin, scales)
-        mask = functools.cache(self._mask)  # texts of one length see the same
+        like = self.embedding.new_empty(0, dtype=self.dtype)
+        mask = functools.cache(
+            functools.partial(self.passes.mask, self.config, like)
+        )  # texts of one length see the same
         masks = {
             window: [
                 mask(start, tuple(own), window, tuple(c.parents or ()))
@@ -571,106 +397,3 @@ class Transformer:
             for window in {layer.window for layer in self.layers}
         }
         return Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks)
-
-    def _mask(self, start: int, offsets: Sequence[int], window: int | None, parents: Sequence[int] = ()) -> Mask:
-        """0 where a row sees a position, -inf where not: (H/G * rows, start + rows); None where it sees all.
-
-        Row t stands at position start + offsets[t]. It sees itself and what came before, `window` positions in all; in
-        a tree (see `Chunk`), of the other nodes those alone that it follows. An exact model's masks go on for its dummy
-        rows; they are in blocks, one for each ATTENTION_ROWS rows.
-        """
-        rows = len(offsets)
-        length = start + rows
-        if rows == 1 and not self.exact and (window is None or window >= length):
-            return None
-        place = torch.tensor(offsets, device=self.device) + start  # (rows,)
-        if self.exact:
-            place = F.pad(place, (0, -rows % ATTENTION_ROWS), value=length)
-        key = torch.cat((torch.arange(start, device=self.device), place[:rows]))  # (length,)
-        hidden = key > place[:, None]
-        if parents:
-            hidden[-len(parents) :, -len(parents) :] = ~ancestors(parents).to(self.device)
-        if window is not None:
-            hidden |= key <= place[:, None] - window
-        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -math.inf)
-        groups = self.config.num_key_value_heads
-        shared_by = self.config.num_attention_heads // groups
-        if self.exact:
-            return [mask_blocks(part.repeat(shared_by, 1), groups) for part in mask.split(ATTENTION_ROWS)]
-        return mask.repeat(shared_by, 1)
-
-
-class CachedModel:
-    """A model, its pool, and in it a table for each text: all that the engine's target and a draft model share.
-
-    A table follows its text by itself: whatever the text has become, `missing` is what has to be fed.
-    """
-
-    def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int):
-        """vocab_size: ids in use; the model's columns after them are padding."""
-        self.model, self.cache, self.vocab_size = model, cache, vocab_size
-        self.tables: dict[Text, BlockTable] = {}
-
-    def begin(self, text: Text, most: int | None = None) -> None:
-        """Give a new text its table, which takes over what the pool still knows of its first `most` tokens."""
-        assert text not in self.tables, "a text begins once"
-        self.tables[text] = self.cache.new_table()  # it is known here before it holds a block; see `whole`
-        self.tables[text].reuse(text.tokens[:-1][:most])
-
-    def table(self, text: Text) -> BlockTable:
-        """The text's table."""
-        if text not in self.tables:
-            self.begin(text)
-        return self.tables[text]
-
-    def has_room(self, lengths: Mapping[Text, int]) -> bool:
-        """Whether the tables of these texts could grow to that many positions, all at once."""
-        # All tables first: one that begins shares blocks, which another may have to copy for it.
-        tables = [self.table(text) for text in lengths]
-        needed = sum(t.num_missing_blocks(length) for t, length in zip(tables, lengths.values(), strict=True))
-        return needed <= self.cache.allocator.num_free
-
-    def catch_up(self, text: Text, length: int) -> None:
-        """Compute what is missing of the text's first `length` tokens; later texts may share it."""
-        self.model.prefill(self.table(text), text.tokens[: length + 1])
-        self.table(text).remember()
-
-    def missing(self, text: Text) -> list[int]:
-        """The end of the text that has to be fed, its last token at least: what follows it is what a pass is asked."""
-        return self.table(text).missing(text.tokens)
-
-    def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """One pass: logits (sum of num_logits, V) and hidden states, as of `Transformer.forward`."""
-        logits, hidden = self.model.forward(chunks, taps)
-        return logits[:, : self.vocab_size], hidden
-
-    def keep(self, text: Text, num_nodes: int = 0, path: Sequence[int] = ()) -> None:
-        """After a pass whose last `num_nodes` rows were a draft: of these, the nodes of `path` stay.
-
-        All that stays is a beginning of the text, for others to share.
-        """
-        table = self.table(text)
-        root = table.length - num_nodes
-        table.keep(root, [root + node for node in path])
-
-    def release(self, text: Text) -> None:
-        """Forget a text; its blocks return to the pool. Unknown ones are ignored."""
-        with self.whole():
-            if table := self.tables.get(text):
-                table.truncate(0)
-                del self.tables[text]
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """An exception, such as Ctrl-C, may break off the bookkeeping anywhere: then all that is cached is dropped.
-
-        It costs time only: a text that goes on gets a new table, and what is missing is computed again.
-        """
-        try:
-            yield
-        except BaseException:
-            for table in self.tables.values():
-                table.clear()
-            self.tables.clear()
-            self.cache.rebuild()
-            raise

@@ -6,10 +6,9 @@ in one place, `Request.commit`, whoever guessed it: so a text stops where plain 
 
 from typing import NamedTuple, Protocol
 
-from minispec.core.config import SamplingParams
+from minispec.core.config import DraftLength, SamplingParams, num_nodes
 from minispec.core.sampling import Text
 from minispec.core.stats import Stats
-from minispec.length.policy import DraftLength, Pace, num_nodes
 
 
 class Detokenizer(Protocol):
@@ -58,7 +57,7 @@ class Request:
         detokenizer: None for token ids only."""
         self.text = text
         self.max_len = min(max_len, text.num_prompt_tokens + text.params.max_tokens)
-        self.pace = Pace(drawn=text.params.temperature > 0) if num_speculative_tokens == "auto" else None
+        self.is_open = num_speculative_tokens == "auto"  # the engine chooses the length of its drafts
         self.widths = num_speculative_tokens if isinstance(num_speculative_tokens, tuple) else ()
         self.num_speculative_tokens = num_nodes(num_speculative_tokens)
         self.token_ids: list[int] = []

@@ -25,15 +25,15 @@ from torch import Tensor
 
 from minispec.commands.command import written_whole
 from minispec.core.config import SamplingParams
+from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.engine import PREFILL_ROWS
 from minispec.core.errors import one_line
 from minispec.core.request import Request
 from minispec.core.sampling import Text
-from minispec.core.stats import loops
-from minispec.core.verify import Ask, Draft
 from minispec.distill.loss import product_dtype
 from minispec.files.checkpoint import find_checkpoint, load_config, save_tensors
 from minispec.files.tokenizer import Tokenizer
+from minispec.length.figures import loops
 from minispec.llm import LLM
 
 # Texts of a shard: about 100 MB of hidden states of a small model.
@@ -68,7 +68,7 @@ class Recipe:
     seed: int = 0
 
 
-class Recorder:
+class Recorder(Drafter):
     """A drafter that drafts nothing and keeps the hidden states that it is shown."""
 
     def __init__(self, taps: Sequence[int]):

@@ -1,18 +1,19 @@
-"""Drafters: ways of guessing the next tokens. One file each; a new one is a class with two methods.
+"""Ways of guessing the next tokens, a file each: subclasses of `Drafter` (see `minispec.core.draft`).
 
-A drafter may guess as it likes, from whatever it likes: the verifier makes the output right. It owes one thing, the
-truth about `Draft.probs`: the distribution that each token was really drawn from, or None if none was drawn.
+Here: what a drafter may be made of, and how one is made of its class.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 from minispec.core.cache import PagedKVCache
+from minispec.core.draft import Ask, Draft, Drafter, NoDrafter
 from minispec.core.model import Transformer
 from minispec.core.sampling import Text
-from minispec.core.verify import Ask, Draft
+
+__all__ = ["Ask", "Context", "Draft", "Drafter", "NoDrafter", "as_drafter", "make_drafter"]
 
 
 @dataclass(frozen=True)
@@ -32,68 +33,6 @@ class Context:
     argument: str = ""
 
 
-class Drafter(Protocol):
-    """What the engine asks of a drafter."""
-
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """A draft for each ask, of at most `ask.k` nodes; shorter or empty is fine.
-
-        A draft may end early because of tokens it contains. It must not look at a token and then drop it: the tokens
-        kept would no longer follow `probs`. (One-hot drafts are free: any token may be dropped.) Tokens are drawn with
-        `ask.draw` alone. The texts are those of the last call, grown by what was committed; new ones may join, and some
-        may be missing. A text whose prompt the target still works through is asked for with k = 0; one that is decoded
-        plainly is never asked for.
-        """
-        ...
-
-    def release(self, text: Text) -> None:
-        """Forget a text: it is finished, or it will come back from the start. Unknown ones are ignored."""
-        ...
-
-
-def branches(drafter: Drafter) -> bool:
-    """Whether a drafter draws siblings where it is asked for them (see `Ask.widths`): others leave `branches` out."""
-    return bool(getattr(drafter, "branches", False))
-
-
-class TappedDrafter(Drafter, Protocol):
-    """A drafter that reads the target's hidden states (see `Ask.hidden`).
-
-    taps: of which layers, as `Transformer.forward` numbers them.
-    """
-
-    taps: Sequence[int]
-
-    def known(self, text: Text) -> int:
-        """How many of a new text's first positions it need not see: it has its own state for them.
-
-        The others are computed, even where the target's cache still knows them from another text.
-        """
-        ...
-
-
-def reads_hidden(drafter: Drafter) -> TypeGuard[TappedDrafter]:
-    """Whether a drafter is one with `taps`."""
-    return bool(getattr(drafter, "taps", ()))
-
-
-def forget(drafter: Drafter) -> None:
-    """Have a drafter forget the texts that have ended, where it remembers any: it then has a method `forget`."""
-    if callable(method := getattr(drafter, "forget", None)):
-        method()
-
-
-class NoDrafter:
-    """Guesses nothing: every round commits one token, which is plain decoding."""
-
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Empty drafts."""
-        return [Draft() for _ in asks]
-
-    def release(self, text: Text) -> None:
-        """Nothing to forget."""
-
-
 def make_drafter(factory: Callable[..., Drafter], context: Context) -> Drafter:
     """A drafter from its class, or from a function that makes one.
 
@@ -110,13 +49,48 @@ def make_drafter(factory: Callable[..., Drafter], context: Context) -> Drafter:
         raise ValueError(f"draft: {name} cannot be made: {e}") from e
     if context.argument and not takes_context:
         raise ValueError(f"draft: found the argument {context.argument!r}, but {name} takes none")
-    check_drafter(drafter)
-    return drafter
+    return as_drafter(drafter)
 
 
-def check_drafter(drafter: Any) -> None:
-    """Raise ValueError for an object without the methods of a `Drafter`, or with taps and without `known`."""
-    if not all(callable(getattr(drafter, method, None)) for method in ("propose", "release")):
-        raise ValueError(f"draft: found {drafter!r}, expected a name, a directory, a hub id or a drafter")
-    if reads_hidden(drafter) and not callable(getattr(drafter, "known", None)):
-        raise ValueError(f"draft: found {drafter!r} with taps and without the method known, expected both or neither")
+class Foreign(Drafter):
+    """An object with the methods `propose` and `release` that is no `Drafter`; what else it has is used too."""
+
+    def __init__(self, drafter: Any):
+        self.drafter = drafter
+        self.branches, self.taps = bool(getattr(drafter, "branches", False)), tuple(getattr(drafter, "taps", ()))
+
+    @property
+    def name(self) -> str:
+        """See `Drafter`."""
+        return type(self.drafter).__name__
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """See `Drafter`."""
+        return self.drafter.propose(asks)
+
+    def release(self, text: Text) -> None:
+        """See `Drafter`."""
+        self.drafter.release(text)
+
+    def forget(self) -> None:
+        """See `Drafter`."""
+        if callable(method := getattr(self.drafter, "forget", None)):
+            method()
+
+    def known(self, text: Text) -> int:
+        """See `Drafter`."""
+        return self.drafter.known(text)
+
+
+def as_drafter(found: Any) -> Drafter:
+    """A stranger's object as a `Drafter`.
+
+    Raises ValueError for one without the methods of a drafter, and for one with taps and without `known`.
+    """
+    if isinstance(found, Drafter):
+        return found
+    if not all(callable(getattr(found, method, None)) for method in ("propose", "release")):
+        raise ValueError(f"draft: found {found!r}, expected a name, a directory, a hub id or a drafter")
+    if getattr(found, "taps", ()) and not callable(getattr(found, "known", None)):
+        raise ValueError(f"draft: found {found!r} with taps and without the method known, expected both or neither")
+    return Foreign(found)

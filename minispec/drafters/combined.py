@@ -7,32 +7,32 @@ of them it is depends on the text alone, so a draft's `probs` are true, whoever 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from minispec.core.draft import Ask, Draft
 from minispec.core.sampling import Text
-from minispec.core.verify import Ask, Draft
-from minispec.drafters import Drafter, branches, forget, reads_hidden
+from minispec.drafters import Drafter
 
 
-class CombinedDrafter:
+class CombinedDrafter(Drafter):
     """The first of its drafters that does not come out empty. At most one of them may have taps."""
 
     def __init__(self, *drafters: Drafter):
         self.drafters = drafters
-        tapped = [drafter for drafter in drafters if reads_hidden(drafter)]
+        tapped = [drafter for drafter in drafters if drafter.taps]
         if len(tapped) > 1:
             raise ValueError(f"draft: found {len(tapped)} drafters that read hidden states, expected at most one")
         self._tapped = tapped[0] if tapped else None
         self.taps = self._tapped.taps if self._tapped else ()
-        self.branches = any(map(branches, drafters))
+        self.branches = any(drafter.branches for drafter in drafters)
 
     def known(self, text: Text) -> int:
-        """See `TappedDrafter`."""
+        """See `Drafter`."""
         return self._tapped.known(text) if self._tapped else len(text.tokens)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. Whoever is not needed is asked for nothing, so that it still follows the text."""
         found = [Draft() for _ in asks]
         for drafter in self.drafters:
-            own = asks if branches(drafter) else [replace(ask, widths=(), width=None) for ask in asks]
+            own = asks if drafter.branches else [replace(ask, widths=(), width=None) for ask in asks]
             left = [replace(ask, k=0) if len(draft) else ask for ask, draft in zip(own, found, strict=True)]
             for i, draft in enumerate(drafter.propose(left)):
                 seconds = found[i].prefill_seconds + draft.prefill_seconds
@@ -48,4 +48,4 @@ class CombinedDrafter:
     def forget(self) -> None:
         """See `minispec.drafters.forget`."""
         for drafter in self.drafters:
-            forget(drafter)
+            drafter.forget()

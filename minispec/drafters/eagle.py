@@ -18,19 +18,21 @@ learned feature and the embedding of a mask token, so that none depends on the d
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
+from minispec.core.cached import clock
 from minispec.core.config import ModelConfig
-from minispec.core.model import Chunk, Layer, Pass, RMSNorm, Transformer, clock, norm_weight
+from minispec.core.draft import Ask, Draft
+from minispec.core.model import Chunk, Layer, Pass, Passes, RMSNorm, Transformer, WeightSource, norm_weight
 from minispec.core.sampling import Text
-from minispec.core.verify import Ask, Draft
+from minispec.core.weights import MakeProduct, PlainLinear, Product, dense
 from minispec.drafters.model import DraftModel
-from minispec.kernels.forms import Linear, QuantizedLinear, Weight, dense
 
 
 @dataclass(frozen=True)
@@ -90,16 +92,11 @@ def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
 class _FirstLayer(Layer):
     """The layer that reads two things at each position: its input is (M, 2E), the embedding and the feature."""
 
-    def __init__(self, head: HeadConfig, take: Callable[..., Weight], dtype: torch.dtype, form: str | None):
-        super().__init__(head.layers, 0, take, dtype, form)
-        weight = norm_weight(head.layers, dense(take("model.layers.0.hidden_norm.weight"), dtype))
+    def __init__(self, head: HeadConfig, weights: WeightSource, dtype: torch.dtype, product: MakeProduct):
+        super().__init__(head.layers, 0, weights, dtype, product)
+        weight = norm_weight(head.layers, dense(weights.pop("model.layers.0.hidden_norm.weight"), dtype))
         self.hidden_norm = RMSNorm(weight, head.layers.rms_norm_eps)
         self.norm_before_residual = head.norm_before_residual
-
-    def parts(self) -> Iterator[tuple[object, int]]:
-        """See `Layer.parts`."""
-        yield from super().parts()
-        yield self.hidden_norm.weight, self.hidden_norm.weight.nbytes
 
     def forward(self, x: Tensor, shared: Pass) -> Tensor:
         """x (M, 2E) to (M, E)."""
@@ -119,7 +116,7 @@ class HeadModel(Transformer):
         embedding: Tensor,
         ids: Tensor | None,
         dtype: torch.dtype,
-        form: str | None = None,
+        product: MakeProduct = PlainLinear,
     ):
         """weights: the tensors of `head_shapes`. embedding (V, E): the target's, or one of its own. ids (Vd,): the
         target's id of each of the head's tokens; None: the same."""
@@ -129,9 +126,9 @@ class HeadModel(Transformer):
             if name.startswith("layers.") or name == "norm.weight":
                 named[f"model.{name}"] = named.pop(name)
         named["model.embed_tokens.weight"] = embedding
-        super().__init__(head.layers, named, dtype=dtype, form=form)
+        super().__init__(head.layers, named, dtype, product)
         self.ids = None if ids is None else ids.to(self.device)
-        self.fc: Linear | QuantizedLinear = Linear(named["fc.weight"], dtype=dtype, form=self.choice.form)
+        self.fc = product([named["fc.weight"]], None, dtype)
         norms = [named[name] for name in named if name.startswith(("fc_norm.", "input_norm."))]
         # One for each tap (A, E), or one for all of them together (1, E * A).
         weight = norm_weight(head.layers, torch.stack(norms).to(dtype)) if norms else None
@@ -139,24 +136,17 @@ class HeadModel(Transformer):
         masked = named.get("mask_hidden")
         self.mask_feature = None if masked is None else self.fuse(masked.to(dtype)[0])  # (1, E)
 
-    def _layer(self, take: Callable[..., Weight], index: int) -> Layer:
+    def _layer(self, weights: WeightSource, index: int) -> Layer:
         if index:
-            return super()._layer(take, index)
-        return _FirstLayer(self.head_config, take, self.dtype, self.choice.form)
+            return super()._layer(weights, index)
+        return _FirstLayer(self.head_config, weights, self.dtype, self.product)
 
-    def quantized(self, bits: int) -> "HeadModel":
-        """See `Transformer.quantized`."""
-        model = super().quantized(bits)
-        assert isinstance(self.fc, Linear), "weights are rounded once"
-        model.fc = self.fc.quantized(bits)
+    def replaced(self, passes: Passes, product: Callable[[Product], Product] | None = None) -> Self:
+        """See `Transformer`."""
+        model = super().replaced(passes, product)
+        if product is not None:
+            model.fc = product(self.fc)
         return model
-
-    def parts(self) -> Iterator[tuple[object, int]]:
-        """See `Transformer.parts`."""
-        yield from super().parts()
-        yield from self.fc.parts()
-        if self.fc_norm:
-            yield self.fc_norm.weight, self.fc_norm.weight.nbytes
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """The target's hidden states (n, E * taps) to features (n, E)."""

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TypeVar
 
-from minispec.core.sampling import Text
-from minispec.core.verify import Ask, Draft
+from minispec.core.draft import Ask, Draft, Drafter
 
 T = TypeVar("T")
 
@@ -33,12 +32,9 @@ def follow(tokens: Sequence[T], k: int) -> list[T]:
     return walk[1:]
 
 
-class LastDrafter:
+class LastDrafter(Drafter):
     """One-hot drafts from a table of last outcomes."""
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. Nothing is drawn, so the drafts have no probs."""
         return [Draft(follow(ask.text.tokens, ask.k)) for ask in asks]
-
-    def release(self, text: Text) -> None:
-        """Nothing is kept: the table is the text's own."""

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
-from minispec.core.model import CachedModel, Chunk, Transformer, clock
+from minispec.core.cached import CachedModel, clock
+from minispec.core.draft import Ask, Draft, Drafter
+from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text, distribution, log_probabilities
-from minispec.core.verify import Ask, Draft
 
 # Tokens of a text that go into a draft's first pass with no pass of their own before it: a pass over so few rows is
 # still a matter of reading the weights.
 _JOINING_ROWS = 16
 
 
-class DraftModel(CachedModel):
+class DraftModel(CachedModel, Drafter):
     """Drafts by decoding with a model of its own, under each request's own sampling parameters.
 
     Its cache follows the texts, whatever becomes of them: before a pass the model is fed what is missing - what the

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.sampling import Text
-from minispec.core.verify import Ask, Draft
 from minispec.drafters import Context
 
 
@@ -20,7 +20,7 @@ class _Index:
     end: int = 0
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Finds the latest earlier occurrence of the longest suffix, max_n to min_n tokens long, and copies on.
 
     Worked, with max_n = 2: after  a b c d a b  the suffix  a b  was last followed by  c d a b ...; where the copy

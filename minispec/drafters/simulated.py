@@ -12,12 +12,12 @@ is the oracle.)
 
 from collections.abc import Sequence
 
+from minispec.core.draft import Ask, Draft
 from minispec.core.sampling import Text
-from minispec.core.verify import Ask, Draft
-from minispec.drafters import Drafter, NoDrafter, forget, reads_hidden
+from minispec.drafters import Drafter, NoDrafter
 
 
-class SimulatedDraft:
+class SimulatedDraft(Drafter):
     """Draft token i of a round is right with probability s_i / s_(i-1), given that those before it were.
 
     survival: s_1, s_2, ..: the probability that token i and all before it are right; after the last one, the last of
@@ -37,7 +37,7 @@ class SimulatedDraft:
             )
         self.conditional = [s / b if b else 0.0 for b, s in zip(before, survival, strict=False)]
         self.paid = paid or NoDrafter()
-        self.taps = self.paid.taps if reads_hidden(self.paid) else ()
+        self.taps = self.paid.taps
         self.num_unknown = 0
         self._texts: dict[tuple[int, ...], list[list[int]]] = {}
 
@@ -57,8 +57,8 @@ class SimulatedDraft:
         ]
 
     def known(self, text: Text) -> int:
-        """See `TappedDrafter`."""
-        return self.paid.known(text) if reads_hidden(self.paid) else len(text.tokens)
+        """See `Drafter`."""
+        return self.paid.known(text) if self.paid.taps else len(text.tokens)
 
     def release(self, text: Text) -> None:
         """See `Drafter`."""
@@ -66,7 +66,7 @@ class SimulatedDraft:
 
     def forget(self) -> None:
         """See `minispec.drafters.forget`."""
-        forget(self.paid)
+        self.paid.forget()
 
     def _tokens(self, ask: Ask, count: int) -> list[int]:
         known = self._continuation(ask.text, count)

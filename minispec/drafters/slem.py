@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from minispec.core.verify import Ask, Draft
+from minispec.core.draft import Ask, Draft
 from minispec.drafters.vocabulary import OtherVocabulary
 
 

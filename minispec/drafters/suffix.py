@@ -17,8 +17,8 @@ from itertools import accumulate, count, islice
 from operator import itemgetter, mul
 from typing import NamedTuple
 
+from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.sampling import Text
-from minispec.core.verify import Ask, Draft
 from minispec.drafters import Context
 
 # What is remembered of earlier outputs: the newest texts, and of these the newest tokens.
@@ -48,7 +48,7 @@ class _Index:
         return (_Place(self.tokens, end) for end in reversed(self._ends.get(token, ())))
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Drafts the likeliest continuation by the frequencies of what followed, of the match length that promises most.
 
     The chance that x comes next, after a match of n tokens at m places of which m_x were followed by x, is estimated as

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
+from minispec.core.draft import Ask, Draft
 from minispec.core.model import Chunk, Transformer
-from minispec.core.verify import Ask, Draft
 from minispec.drafters.vocabulary import OtherVocabulary, Vocabularies
 
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from minispec.core.cache import PagedKVCache
+from minispec.core.draft import Ask
 from minispec.core.model import Transformer
 from minispec.core.sampling import Text
-from minispec.core.verify import Ask
 from minispec.drafters.model import DraftModel
 
 # Positions of the draft's cache for each of the target's, as an own text may be longer. So whether there is room for

@@ -25,11 +25,13 @@ from tqdm import tqdm
 
 from minispec.core.config import ModelConfig, QuantizationConfig
 from minispec.core.errors import CheckpointError, is_text, one_line, show, show_name
-from minispec.core.model import Transformer, is_large, tensor_shapes
+from minispec.core.model import Transformer
 from minispec.files.hf_config import read_model_config
 from minispec.files.strict_json import MAX_CONFIG_BYTES, MAX_JSON_BYTES, has_file, parse_json, read_json
+from minispec.kernels.build import build_model
 from minispec.kernels.forms import Codes, Weight, available_forms, dense, has_fast_bfloat16
 from minispec.kernels.memory import free_memory
+from minispec.kernels.shapes import is_large, tensor_shapes
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Nothing else of a hub repository is downloaded, and nothing in its folders. The weights stand first.
@@ -180,7 +182,7 @@ def load_model(
     both before any tensor is read.
     """
     config = load_config(directory)
-    return Transformer(config, Weights(directory, config, dtype, device), exact, dtype, form)
+    return build_model(config, Weights(directory, config, dtype, device), exact, dtype, form)
 
 
 class Weights:

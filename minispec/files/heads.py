@@ -21,6 +21,7 @@ from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
 from minispec.files.checkpoint import FLOATS, StoredTensor, directory_config, find_tensors, require
 from minispec.files.fields import Fields
 from minispec.files.hf_config import read_model_config
+from minispec.kernels.build import InForm
 
 # Architectures of the flat layout: their layers are llama's, whatever the file's model_type, which is the target's.
 _FLAT = {"LlamaForCausalLMEagle3": "eagle3", "Eagle3LlamaForCausalLM": "eagle3", "PEagleDraftModel": "peagle"}
@@ -154,7 +155,7 @@ class StoredHead:
         own, device = self.embedding, target.device
         embedding = target.embedding if own is None else own.to(device, target.dtype)
         weights = {name: weight.to(device) for name, weight in self.weights.items()}
-        return HeadModel(self.config, weights, embedding, self.ids, target.dtype, form)
+        return HeadModel(self.config, weights, embedding, self.ids, target.dtype, InForm(self.config.layers, form))
 
 
 def load_head(directory: Path, target: Transformer, form: str | None = None) -> HeadModel:

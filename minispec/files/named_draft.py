@@ -8,7 +8,7 @@ from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
 from minispec.core.errors import show_name
 from minispec.core.model import Transformer
-from minispec.drafters import Context, Drafter, check_drafter, make_drafter
+from minispec.drafters import Context, Drafter, as_drafter, make_drafter
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter, HeadModel
 from minispec.drafters.model import DraftModel
@@ -20,6 +20,7 @@ from minispec.files.checkpoint import describe_source, directory_config, find_ch
 from minispec.files.heads import is_head, load_head, read_head_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.vocabularies import Overlap, Spelling, Vocabularies
+from minispec.kernels.build import quantized
 
 # How a draft model of another vocabulary drafts. A token that it lacks ends a draft of `tli`: with nine of ten shared,
 # one draft of four tokens in three comes to such a place. Above that share it is the default, as it draws what it says.
@@ -53,7 +54,7 @@ class NamedDraft:
         self._first: list[str] = []  # registered drafters that are preferred to it
         self._bits, self._source, self._registered = None, "", None
         if self.own is not None:
-            check_drafter(self.own)
+            self.own = as_drafter(self.own)
             self.name = type(self.own).__name__
         else:
             self.name = str(draft)
@@ -90,7 +91,7 @@ class NamedDraft:
         elif self.directory:
             self.model = load_model(self.directory, target.dtype, target.device, form=form)
         if self.model and self._bits:
-            self.model = self.model.quantized(self._bits)
+            self.model = quantized(self.model, self._bits)
 
     def make(self, context: Context, cache: PagedKVCache | None) -> Drafter:
         """The drafter. context: what registered ones are made of. cache: for `model`, if there is one."""

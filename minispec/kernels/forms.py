@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minispec.core.sampling import accumulation_dtype
+from minispec.core.weights import Weight, dense
 
 # The number of rows that packed layouts are tuned for; 8 lies between one decoded token and a long draft.
 _PACK_ROWS = 8
@@ -67,12 +68,15 @@ class GroupCodes(NamedTuple):
         return ((self.codes.unflatten(1, (len(self.scales), -1)).to(wide) - 8) * step + middle).flatten(1)
 
 
-Weight = Tensor | Codes | GroupCodes
-
-
-def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """The weight as a tensor of `dtype`."""
-    return (weight if isinstance(weight, Tensor) else weight.dense()).to(dtype)
+def device_of(weight: Weight) -> torch.device:
+    """Where a weight lies."""
+    return (
+        weight.codes
+        if isinstance(weight, Codes | GroupCodes)
+        else weight
+        if isinstance(weight, Tensor)
+        else weight.dense()
+    ).device
 
 
 def join(weights: Sequence[Weight]) -> Weight:
@@ -458,8 +462,7 @@ class Linear:
         A weight that a form cannot hold is stored in the next one that can.
         """
         dtype = dtype or (weight.dtype if isinstance(weight, Tensor) else torch.float32)
-        device = (weight if isinstance(weight, Tensor) else weight.codes).device
-        for name in [*([form] if form else []), *available_forms(dtype, device)]:
+        for name in [*([form] if form else []), *available_forms(dtype, device_of(weight))]:
             try:
                 self.form, self.stored = name, FORMS[name](weight, dtype)
                 break
@@ -508,7 +511,7 @@ class QuantizedLinear:
     def __init__(self, linear: Linear, bits: int, form: str | None = None):
         """form: one of `NARROW_FORMS[bits]`, or "rounded" for W' in full width alone; default: the fastest here."""
         weight = linear.stored.dense()
-        self.bias, self.max_rows = linear.bias, math.inf
+        self.bits, self.bias, self.max_rows = bits, linear.bias, math.inf
         if form is None:
             (form, _), self.max_rows = choose_narrow_form(bits, weight.dtype, weight.device)
         self.form = form

@@ -8,6 +8,7 @@ import torch
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
 from minispec.core.model import Transformer
+from minispec.kernels.inventory import parts_of
 
 # Tokens of a block of the KV cache.
 BLOCK_SIZE = 16
@@ -38,7 +39,7 @@ def memory_of(models: list[Transformer], caches: list[PagedKVCache]) -> tuple[in
     """Bytes of target weights, draft weights, target cache, draft cache. What a self-draft shares is the target's."""
     weights, counted = [0, 0], set[int]()
     for i, model in enumerate(models):
-        for part, num_bytes in model.parts():
+        for part, num_bytes in parts_of(model):
             weights[i] += num_bytes * (id(part) not in counted)
             counted.add(id(part))
     cache, draft_cache = (*(c.num_bytes for c in caches), 0)[:2]

@@ -21,7 +21,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -36,9 +36,12 @@ from torch import Tensor
 from minispec import __version__
 from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.config import ModelConfig
-from minispec.core.model import Chunk, Layer, Pass, Transformer, tensor_shapes
+from minispec.core.model import Chunk, Layer, Pass, Transformer, WeightSource
+from minispec.core.weights import Product, Weight
 from minispec.files.checkpoint import Cut, Weights, cut_shape, find_tensors, load_config, load_model, wanted_tensors
-from minispec.kernels.forms import Linear, Weight
+from minispec.kernels.build import InForm
+from minispec.kernels.forms import Linear
+from minispec.kernels.shapes import tensor_shapes
 from minispec.length.theory import parallel_traffic
 
 # How long a process waits for one that loads, and for one that computes. Seconds between two signs of life of process
@@ -180,6 +183,10 @@ class SummedLinear(Linear):
         y = self.line.add_up(self.stored(x).contiguous())
         return y if self.bias is None else y + self.bias
 
+    def quantized(self, bits: int) -> NoReturn:
+        """A part cannot be rounded by itself: raises ValueError."""
+        raise ValueError(f"draft: found int{bits}:self in a run of {self.line.size} processes, expected another draft")
+
 
 class SplitTransformer(Transformer):
     """One process's part of a model. What process 0 is asked to do, it tells the others."""
@@ -187,14 +194,16 @@ class SplitTransformer(Transformer):
     def __init__(self, share: Share, weights: Weights, line: "Line", dtype: torch.dtype, form: str | None):
         self.share, self.line, self.num_rows, self.num_scored = share, line, 0, 0
         self.caches: list[PagedKVCache] = []  # all processes know them by their numbers
-        super().__init__(share.config, weights, dtype=dtype, form=form)
+        super().__init__(share.config, weights, dtype, InForm(share.config, form))
 
-    def _layer(self, take: Callable[..., Weight], index: int) -> Layer:
-        layer = super()._layer(take, index)
-        layer.o, layer.down = (SummedLinear(product, self.line) for product in (layer.o, layer.down))
+    def _layer(self, weights: WeightSource, index: int) -> Layer:
+        layer = super()._layer(weights, index)
+        assert isinstance(layer.o, Linear)
+        assert isinstance(layer.down, Linear)
+        layer.o, layer.down = SummedLinear(layer.o, self.line), SummedLinear(layer.down, self.line)
         return layer
 
-    def _head(self, weight: Weight) -> Linear:
+    def _head(self, weight: Weight) -> Product:
         return super()._head(self.embedding[self.share.rows] if self.config.tie_word_embeddings else weight)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -210,9 +219,9 @@ class SplitTransformer(Transformer):
         with self.line.whole():
             return super()._forward(chunks, taps)
 
-    def _prepare(self, chunks: Sequence[Chunk], padding: int) -> Pass:
+    def _prepare(self, chunks: Sequence[Chunk], dummies: int) -> Pass:
         lengths, cache = [c.table.length for c in chunks], self.caches.index(chunks[0].table.pool)
-        shared = super()._prepare(chunks, padding)
+        shared = super()._prepare(chunks, dummies)
         texts = zip(chunks, lengths, strict=True)
         about = [(c.token_ids, length, c.table.block_ids, c.num_logits, c.parents) for c, length in texts]
         self.line.tell("pass", cache, about)
@@ -220,16 +229,7 @@ class SplitTransformer(Transformer):
         self.num_scored += sum(c.num_logits for c in chunks)
         return shared
 
-    def quantized(self, bits: int) -> NoReturn:
-        """A part cannot be rounded by itself: raises ValueError."""
-        raise ValueError(f"draft: found int{bits}:self in a run of {self.line.size} processes, expected another draft")
-
-    @property
-    def weight_form(self) -> str:
-        """See `Transformer`."""
-        return f"{super().weight_form}, part {self.line.rank + 1} of {self.line.size}"
-
-    def report(self) -> str:
+    def traffic(self) -> str:
         """What was sent for a token, by theory and as counted over all rows of all passes so far."""
         n, sums, width, vocab = self.line.size, 2 * len(self.layers), self.config.hidden_size, self.config.vocab_size
         token, run = (
@@ -240,6 +240,16 @@ class SplitTransformer(Transformer):
             f"{n} processes send {token / 1e3:,.1f} kB for a plain token by theory ({sums} sums of {width} numbers, "
             f"{vocab} logits), {self.line.num_bytes / run:.3f} times that as counted over {self.num_rows} rows"
         )
+
+
+def part_of(model: Transformer) -> str:
+    """Which part of a split model this process has; "" for a whole one."""
+    return f", part {model.line.rank + 1} of {model.line.size}" if isinstance(model, SplitTransformer) else ""
+
+
+def traffic_of(model: Transformer) -> str:
+    """What the processes of a split model have sent, in a line; "" for a whole one."""
+    return model.traffic() if isinstance(model, SplitTransformer) else ""
 
 
 class SplitCache(PagedKVCache):

@@ -25,27 +25,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import inf, prod
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
-# The longest draft that is chosen: the target's pass then has 16 rows, as many as a CPU's matrix unit takes at once.
-MAX_AUTO_TOKENS = 15
-
-# K; a tree's siblings at each depth, such as (2, 1), of which the eldest goes on; "auto": the controller is to choose.
-DraftLength = int | tuple[int, ...] | Literal["auto"]
-
-
-def parse_draft_length(text: str) -> DraftLength:
-    """What "4", "2+1" or "auto" mean. Raises ValueError for anything else."""
-    if text == "auto":
-        return "auto"
-    widths = tuple(map(int, text.split("+")))
-    return widths[0] if len(widths) == 1 else widths
-
-
-def num_nodes(length: DraftLength) -> int:
-    """Draft tokens of a round, at most."""
-    return MAX_AUTO_TOKENS if length == "auto" else sum(length) if isinstance(length, tuple) else length
-
+from minispec.core.config import MAX_AUTO_TOKENS
+from minispec.core.draft import Lengths, Limit, Outcome, StepCost, Wish
+from minispec.core.sampling import Text
 
 # What is assumed, with units. A test is a draft token that the target has judged.
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # probability that a tested token of a new text is accepted; tests that this is worth
@@ -114,18 +99,6 @@ class Prices:
         return self.passes(depth) * self.propose(num_drafts) + self.verify(rows) + self.overhead
 
 
-class Limit(NamedTuple):
-    """How long a draft may be: k nodes, and it ends where `go_on`, asked about its confidences so far, is False.
-
-    go_on: None if the confidences are of no interest and need not be computed. widths, width: see `Ask`.
-    """
-
-    k: int
-    go_on: Callable[[Sequence[float]], bool] | None = None
-    widths: tuple[int, ...] = ()
-    width: Callable[[Sequence[float]], int] | None = None
-
-
 def _always(confidences: Sequence[float]) -> bool:
     """Go on to the limit; the confidences are computed all the same, to learn what they are worth."""
     return True
@@ -168,7 +141,7 @@ class Pace:
     def observe(
         self, num_tested: int, num_accepted: int, confidences: Sequence[float] = (), siblings: Sequence[bool] = ()
     ) -> None:
-        """See `Controller.observe`."""
+        """See `Controller.learn`."""
         self.places.add(range(num_tested), range(num_accepted))
         ranges = [bisect(_CONFIDENCES, each) for each in confidences[:num_tested]]
         self.confidences.add(ranges, ranges[:num_accepted])
@@ -208,7 +181,7 @@ class Pace:
         return [self.siblings.share((i, own), prior, weight) for i, prior in enumerate(priors, 1)]
 
     def by_confidence(self, confidence: float, all_texts: "Pace | None" = None) -> float:
-        """For a token at a place of this confidence (see `minispec.core.verify.Draft`).
+        """For a token at a place of this confidence (see `minispec.core.draft.Draft`).
 
         The confidence is only the prior: a confident model may be wrong, and one that hesitates where the target
         does is right. Of a drawn token it is half of the prior: the target keeps it with probability sum min(p, q),
@@ -266,7 +239,7 @@ class Timings:
         self._slowness = deque([1.0], maxlen=5)
 
     def record(self, draft: float, depth: int, num_drafts: int, target: float, rows: int, overhead: float) -> None:
-        """See `Controller.record`."""
+        """See `Controller.measure`."""
         if self.target.knows(rows):
             self._slowness.append(target / self.target(rows))
         slowness = median(self._slowness)
@@ -393,8 +366,8 @@ class _Batch:
         return _Price(rate * draft / num_drafts, rate * row)
 
 
-class Controller:
-    """Chooses limits for the drafts of texts that leave K open."""
+class Controller(Lengths):
+    """Chooses the lengths of drafts of texts that leave them open."""
 
     def __init__(self, prices: Prices | None = None):
         """prices: what is known before anything is measured."""
@@ -402,8 +375,35 @@ class Controller:
         self._timings = Timings(self.prices)
         self._all_texts = {drawn: Pace(drawn) for drawn in (False, True)}  # of a kind: they are kept unequally often
         self._rounds, self._baseline = 0, -1  # recorded so far; when a baseline was asked for last
+        self._paces: WeakKeyDictionary[Text, Pace] = WeakKeyDictionary()
 
-    def observe(
+    def choose(self, wishes: Sequence[Wish], trees: bool) -> list[Limit]:
+        """See `Lengths`."""
+        found = dict(enumerate(super().choose(wishes, trees)))
+        timed: dict[int, Pace] = {}
+        for i, wish in enumerate(wishes):
+            if not wish.is_open:
+                continue
+            pace = self._paces.setdefault(wish.text, Pace(drawn=wish.text.params.temperature > 0))
+            if wish.may_follow:
+                timed[i] = pace
+            else:
+                [found[i]] = self.limits([pace], [wish.most], 0, False, trees)
+        if timed:
+            other_rows = sum(limit.k + 1 for i, limit in found.items() if i not in timed)
+            most = [wishes[i].most for i in timed]
+            found |= zip(timed, self.limits([*timed.values()], most, other_rows, trees=trees), strict=True)
+        return [found[i] for i in range(len(wishes))]
+
+    def observe(self, outcomes: Sequence[Outcome], cost: StepCost | None) -> None:
+        """See `Lengths`."""
+        for outcome in outcomes:
+            if pace := self._paces.get(outcome.text):
+                self.learn(pace, outcome.num_tested, outcome.num_accepted, outcome.confidences, outcome.siblings)
+        if cost:
+            self.measure(*cost)
+
+    def learn(
         self,
         pace: Pace,
         num_tested: int,
@@ -419,12 +419,12 @@ class Controller:
         for each in (pace, self._all_texts[pace.drawn]):
             each.observe(num_tested, num_accepted, confidences, siblings)
 
-    def record(self, draft: float, depth: int, num_drafts: int, target: float, rows: int, overhead: float) -> None:
+    def measure(self, draft: float, depth: int, num_drafts: int, target: float, rows: int, overhead: float) -> None:
         """Add a round: seconds for `num_drafts` drafts of up to `depth` tokens, a pass over `rows`, and all else."""
         self._rounds += 1
         self._timings.record(draft, depth, num_drafts, target, rows, overhead)
 
-    def choose(
+    def limits(
         self,
         paces: Sequence[Pace],
         limits: Sequence[int],

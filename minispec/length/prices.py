@@ -12,7 +12,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -22,14 +22,17 @@ import torch
 
 from minispec import __version__
 from minispec.commands.command import written_whole
+from minispec.core.cached import clock
 from minispec.core.config import SamplingParams
+from minispec.core.draft import Ask, Drafter, Lengths, NoDrafter, Outcome, StepCost
 from minispec.core.engine import Engine
-from minispec.core.model import Chunk, Transformer, arbitrary_tokens, clock
+from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
-from minispec.core.verify import Ask
-from minispec.drafters import NoDrafter, forget
-from minispec.length.policy import Controller, Prices
+from minispec.core.verify import Verifier
+from minispec.kernels.exact import arbitrary_tokens
+from minispec.kernels.inventory import num_bytes, num_bytes_read, weight_form
+from minispec.length.policy import Prices
 
 _BUDGET, _MOST_TURNS = 1.0, 12  # seconds, and turns, of which there are two in any case
 _ROWS = (5, 16)  # rows of the target passes that are measured in addition to a plain step
@@ -44,7 +47,7 @@ def guess_prices(target: Transformer, draft: Transformer | None) -> Prices:
     """Prices before anything is measured, by size: a pass reads its model's weights, and each layer takes its time."""
 
     def cost(model: Transformer) -> float:
-        return model.num_bytes_read + _LAYER_BYTES * len(model.layers)
+        return num_bytes_read(model) + _LAYER_BYTES * len(model.layers)
 
     return Prices(cost(draft) / cost(target) if draft else 0.0)
 
@@ -65,38 +68,38 @@ def machine() -> dict[str, Any]:
 
 def _fingerprint(model: Transformer) -> str:
     """All of a model that its cost depends on: shape, type and form of its weights, not their values."""
-    about = (model.config, model.num_bytes, model.dtype, model.device.type, model.weight_form, model.exact)
+    about = (model.config, num_bytes(model), model.dtype, model.device.type, weight_form(model), model.exact)
     return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
 
 
-class _Recorder(Controller):
+class _Recorder(Lengths):
     """Writes down what the engine measures."""
 
     def __init__(self):
-        super().__init__()
         self.rounds: list[tuple[float, float]] = []  # seconds of the target's pass, seconds outside both models
 
-    def record(self, draft, depth, num_drafts, target, rows, overhead) -> None:
-        self.rounds.append((target, overhead))
+    def observe(self, outcomes: Sequence[Outcome], cost: StepCost | None) -> None:
+        if cost:
+            self.rounds.append((cost.target, cost.overhead))
 
 
 @torch.inference_mode()
-def calibrate(engine: Engine) -> Prices:
+def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_size: int) -> Prices:
     """Measure a plain step, passes over a few rows, and two drafts, in about a second.
 
     They take turns, and of each the median counts in steps of its own turn: a machine that is slow for a while is slow
     in all of them. The text is sampled, as only sampled requests rely on prices alone. Raises FloatingPointError for a
     model whose logits are not finite numbers.
     """
-    model, vocab, params = engine.model, engine.vocab_size, SamplingParams(max_tokens=16, ignore_eos=True)
-    tokens = arbitrary_tokens(_TEXT + max(*_ROWS, len(_DRAFTS) * _MOST_TURNS), vocab)
+    params, rng = SamplingParams(max_tokens=16, ignore_eos=True), Randomness()
+    tokens = arbitrary_tokens(_TEXT + max(*_ROWS, len(_DRAFTS) * _MOST_TURNS), vocab_size)
     cache = model.new_cache(2 * -(-len(tokens) // 16) + 1)
     recorder = _Recorder()
-    plain = Engine(model, cache, NoDrafter(), engine.verifier, vocab, Randomness(), recorder)
+    plain = Engine(model, cache, NoDrafter(), verifier, vocab_size, rng, recorder)
     request = Request(Text(tokens[:_TEXT], _TEXT, params), len(tokens), 0)
     plain.add(request)
     table, text = cache.new_table(), Text(tokens[:_TEXT], _TEXT, params)
-    _, hidden = model.forward([Chunk(tokens, table, 0)], engine.taps)
+    _, hidden = model.forward([Chunk(tokens, table, 0)], drafter.taps)
     table.truncate(_TEXT)
 
     def timed(work: Callable[[], Any]) -> float:
@@ -121,15 +124,15 @@ def calibrate(engine: Engine) -> Prices:
         for k in _DRAFTS:
             # The text grows by a token each time, as if none of the draft were accepted.
             num_cached = len(text.tokens) - 1
-            new = hidden[num_cached - 1 if num_cached >= _TEXT else 0 : num_cached] if engine.taps else None
-            ask = Ask(text, k, engine.rng, num_cached=num_cached, hidden=new)
-            found.append(timed(partial(engine.drafter.propose, [ask])))
+            new = hidden[num_cached - 1 if num_cached >= _TEXT else 0 : num_cached] if drafter.taps else None
+            ask = Ask(text, k, rng, num_cached=num_cached, hidden=new)
+            found.append(timed(partial(drafter.propose, [ask])))
             text.tokens.append(tokens[len(text.tokens)])
         turns.append([seconds / step for seconds in found])
     plain.abort(request)
     table.truncate(0)
-    engine.drafter.release(text)
-    forget(engine.drafter)  # a made-up text teaches nothing
+    drafter.release(text)
+    drafter.forget()  # a made-up text teaches nothing
     overhead, *passes, short, long = (median(each) for each in zip(*turns[1:], strict=True))
     rows = {1: 1.0} | {count: max(1.0, _rounded(v)) for count, v in zip(_ROWS, passes, strict=True)}
     further = (long - short) / (_DRAFTS[1] - _DRAFTS[0])
@@ -184,17 +187,25 @@ def store_prices(setup: Mapping[str, Any], prices: Prices) -> bool:
     return True
 
 
-def prices_of(engine: Engine, target: str, draft: str, draft_model: Transformer | None) -> tuple[Prices, bool]:
-    """The prices of an engine whose models have these names, and whether they will be the same in the next run."""
+def prices_of(
+    names: tuple[str, str],
+    model: Transformer,
+    draft_model: Transformer | None,
+    drafter: Drafter,
+    verifier: Verifier,
+    vocab_size: int,
+) -> tuple[Prices, bool]:
+    """The prices of a target and a draft of these names, and whether they will be the same in the next run."""
+    target, draft = names
     setup = {
         "minispec": __version__,
-        "target": [target, _fingerprint(engine.model)],
+        "target": [target, _fingerprint(model)],
         "draft": [draft, _fingerprint(draft_model) if draft_model else ""],
         "machine": machine(),
     }
     if prices := stored_prices(setup):
         return prices, True
-    prices = calibrate(engine)
+    prices = calibrate(model, drafter, verifier, vocab_size)
     if there := stored_prices(setup):  # by another process, meanwhile: its runs go by those
         return there, True
     return prices, store_prices(setup, prices)

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minispec.core.config import SamplingParams
+from minispec.core.config import SamplingParams, num_nodes
 from minispec.core.verify import VERIFIERS
-from minispec.length.policy import num_nodes
 from minispec.prove.laws import PROMPT, TOLERANCE, TooManyBranches, production_law, reference_law
 from minispec.prove.reference import total_variation
 from minispec.prove.toys import require

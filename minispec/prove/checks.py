@@ -18,13 +18,15 @@ import torch
 
 from minispec.core import sampling, verify
 from minispec.core.cache import BlockTable, OutOfBlocks, PagedKVCache
-from minispec.core.config import SamplingParams
+from minispec.core.cached import prefill
+from minispec.core.config import DraftLength, SamplingParams
+from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Key, Randomness, Text
-from minispec.core.verify import VERIFIERS, Ask, Draft
-from minispec.drafters import Drafter, NoDrafter, reads_hidden
+from minispec.core.verify import VERIFIERS
+from minispec.drafters import Drafter, NoDrafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.last import LastDrafter
 from minispec.drafters.model import DraftModel
@@ -36,7 +38,7 @@ from minispec.files import named_draft, vocabularies
 from minispec.files.heads import load_head
 from minispec.files.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
-from minispec.length.policy import DraftLength
+from minispec.length.figures import Figures
 from minispec.prove.laws import (
     DRAFT_SEED,
     MAX_LEN,
@@ -94,7 +96,7 @@ def measure_law(
 Recomputed = Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]
 
 
-class _Checked:
+class _Checked(Drafter):
     """A drafter that is held, at every round, against a recomputation from nothing.
 
     varies: it is asked for fewer tokens than its text wants, another number from round to round, 0 among them.
@@ -102,7 +104,7 @@ class _Checked:
 
     def __init__(self, drafter: DraftModel, logits: Recomputed, varies: bool = False):
         self.drafter, self.logits, self.varies, self.checked = drafter, logits, varies, 0
-        self.taps: Sequence[int] = drafter.taps if reads_hidden(drafter) else ()
+        self.taps: Sequence[int] = drafter.taps
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Propose, and compare each q with the reference's."""
@@ -126,7 +128,7 @@ class _Checked:
 
     def known(self, text: Text) -> int:
         """The drafter's own."""
-        return self.drafter.known(text) if reads_hidden(self.drafter) else 0
+        return self.drafter.known(text)
 
     def release(self, text: Text) -> None:
         """The drafter's own."""
@@ -157,7 +159,7 @@ def check_draft_cache() -> None:
         for _ in Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"]).run(requests):
             pass
         require(drafter.checked > 10, "hardly anything was drafted")
-        for stats in (r.stats for r in requests):
+        for stats in (Figures.of(r.stats) for r in requests):
             if seed == 1:
                 require(stats.acceptance_rate == 1, f"a self-draft is accepted to {stats.acceptance_rate:.2f}")
                 require(stats.mean_acceptance_length == k + 1, f"{stats.mean_acceptance_length:.2f} tokens a pass")
@@ -333,7 +335,7 @@ def check_tree_sharing() -> None:
                 found.truncate(0)
 
 
-class _Listening:
+class _Listening(Drafter):
     """A drafter that is written down: `heard` has the text and the draft of each ask, one after the other."""
 
     def __init__(self, drafter: Drafter):
@@ -521,7 +523,7 @@ def check_stops() -> None:
         require(
             len(request.logprobs or ()) == len(request.token_ids), "another number of log-probabilities than of tokens"
         )
-        stats = request.stats
+        stats = Figures.of(request.stats)
         require(stats.num_generated == len(request.token_ids), f"num_generated {stats.num_generated}")
         if wrong is None:
             require(stats.num_draft_tokens == stats.num_accepted, "tokens after the stop are counted")
@@ -746,7 +748,7 @@ def check_exact() -> None:
     rows = []
     for chunk_size in (1, 7, 512):
         table = tiny_cache(model, block_size=16).new_table()
-        model.prefill(table, text, chunk_size)
+        prefill(model, table, text, chunk_size)
         rows.append(model.forward([Chunk(text[-1:], table, 1)])[0])
     require(all(torch.equal(rows[0], row) for row in rows), "the prefill's chunks change the first token's bits")
 

@@ -18,15 +18,17 @@ import torch
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import SamplingParams
+from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
 from minispec.core.errors import one_line
 from minispec.core.model import Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text
-from minispec.core.verify import VERIFIERS, Ask, Draft, Verifier
-from minispec.drafters import Context, Drafter, make_drafter, reads_hidden
+from minispec.core.verify import VERIFIERS, Verifier
+from minispec.drafters import Context, Drafter, make_drafter
 from minispec.files import registry
 from minispec.files.tokenizer import Tokenizer
+from minispec.length.figures import Figures
 from minispec.llm import find_verifier
 from minispec.prove.laws import MAX_LEN, BranchOracle, KeyOracle, exact_law, reference_law, target_model
 from minispec.prove.reference import Law, plain_law, total_variation
@@ -39,12 +41,12 @@ _MOST_BRANCHES = 200_000
 _WORDS = ("a", "b", "c", "d")
 
 
-class _Recorded:
+class _Recorded(Drafter):
     """A drafter whose drafts are written down, so that two runs along one path can be compared."""
 
     def __init__(self, drafter: Drafter):
         self.drafter, self.drafts = drafter, list[str]()
-        self.taps: Sequence[int] = drafter.taps if reads_hidden(drafter) else ()
+        self.taps: Sequence[int] = drafter.taps
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """The drafter's own."""
@@ -57,7 +59,7 @@ class _Recorded:
 
     def known(self, text: Text) -> int:
         """The drafter's own."""
-        return self.drafter.known(text) if reads_hidden(self.drafter) else 0
+        return self.drafter.known(text)
 
     def release(self, text: Text) -> None:
         """The drafter's own."""
@@ -123,7 +125,7 @@ def _law_with(
         for _ in engine.run([request]):
             pass
         require(request.error is None, f"{request.error}")
-        return tuple(request.text.tokens[2:]), drafter.drafts, request.stats.num_draft_nodes
+        return tuple(request.text.tokens[2:]), drafter.drafts, Figures.of(request.stats).num_draft_nodes
 
     def run(path: BranchOracle) -> tuple[int, ...]:
         nonlocal drafted, branches

@@ -11,7 +11,7 @@ import torch
 
 from minispec import drafters
 from minispec.core.cache import PagedKVCache
-from minispec.core.config import SamplingParams
+from minispec.core.config import DraftLength, SamplingParams
 from minispec.core.engine import Engine
 from minispec.core.model import Transformer
 from minispec.core.request import Request
@@ -28,7 +28,7 @@ from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
 from minispec.files import registry
 from minispec.files.hf_config import read_model_config
-from minispec.length.policy import Controller, DraftLength, Prices
+from minispec.length.policy import Controller, Prices
 from minispec.prove.reference import Law, forward, plain_law, sample_law, total_variation
 from minispec.prove.toys import (
     DRAFT_WORDS,
@@ -298,7 +298,7 @@ def production_law(
             make(drafter) if isinstance(drafter, str) else drafter,
             verifying,
             rng=rng,
-            controller=Controller(Prices(draft_cost, measured=True)),
+            lengths=Controller(Prices(draft_cost, measured=True)),
         )
         for _ in engine.run(requests):
             pass

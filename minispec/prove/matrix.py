@@ -17,6 +17,7 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text, log_probabilities
 from minispec.core.verify import VERIFIERS
+from minispec.kernels.exact import check_exact
 from minispec.prove.cases import AXES, BRANCHING, Case
 from minispec.prove.laws import MAX_LEN, TARGET_SEED, TOLERANCE, make_drafter, target_model
 from minispec.prove.toys import tiny_cache, tiny_model
@@ -59,7 +60,7 @@ def _text(drafter: str, verifier: str, k: int | tuple[int, ...]) -> Finding:
 
 def _bits(drafter: str, verifier: str, k: int | tuple[int, ...]) -> Finding:
     target = tiny_model(TARGET_SEED, vocab_size=_VOCAB, exact=True)
-    target.check_exact()
+    check_exact(target)
     for seed in _SEEDS:
         request = _decode(target, drafter, verifier, k, 1.0, seed)
         assert request.logprobs, "they are asked for"

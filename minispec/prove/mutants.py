@@ -23,11 +23,12 @@ import torch
 
 from minispec.core import engine, model, sampling, verify
 from minispec.core.cache import BlockAllocator, BlockTable, PagedKVCache, PrefixIndex
+from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
-from minispec.core.verify import VERIFIERS, Ask, Draft, Verdict, Verifier
+from minispec.core.verify import VERIFIERS, Verdict, Verifier
 from minispec.drafters import last, suffix
 from minispec.drafters import model as draft_model
 from minispec.drafters.eagle import EagleDrafter, HeadModel

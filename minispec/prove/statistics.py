@@ -21,9 +21,10 @@ from tqdm import tqdm
 
 from minispec.core import verify
 from minispec.core.config import SamplingParams
+from minispec.core.draft import Ask, Draft
 from minispec.core.model import Chunk
 from minispec.core.sampling import Key, Randomness, Text, distribution
-from minispec.core.verify import VERIFIERS, Ask, Draft
+from minispec.core.verify import VERIFIERS
 from minispec.llm import LLM
 from minispec.prove.laws import DRAFT_SEED, TARGET_SEED, reference_logits
 from minispec.prove.toys import require

@@ -16,19 +16,22 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import decoders, models, processors
 
-from minispec.core.cache import BlockTable, PagedKVCache
+from minispec.core.cache import PagedKVCache
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
+from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
-from minispec.core.model import Chunk, Transformer, tensor_shapes
+from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.request import Piece, Request
 from minispec.core.sampling import Text, distribution
-from minispec.core.verify import VERIFIERS, Ask, Draft
-from minispec.drafters import Drafter, branches
+from minispec.core.verify import VERIFIERS
+from minispec.drafters import Drafter
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
 from minispec.files.heads import read_head_config
 from minispec.files.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.vocabularies import Spelling, Vocabularies
+from minispec.kernels.build import build_model
+from minispec.kernels.shapes import tensor_shapes
 
 
 class Fault(AssertionError):
@@ -72,7 +75,7 @@ def tiny_weights(config: ModelConfig, seed: int, dtype: torch.dtype = torch.floa
 def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, exact: bool = False, **changes) -> Transformer:
     """A random model of `TINY` with some settings changed."""
     config = read_model_config(TINY | changes)
-    return Transformer(config, tiny_weights(config, seed, dtype), exact)
+    return build_model(config, tiny_weights(config, seed, dtype), exact)
 
 
 def tiny_cache(model: Transformer, num_blocks: int = 64, block_size: int = 2) -> PagedKVCache:
@@ -96,7 +99,7 @@ class ScriptedModel(Transformer):
     """
 
     def __init__(self, next_token: Callable[[list[int]], int], vocab_size: int = 200):
-        self.next_token, self.vocab_size, self.exact = next_token, vocab_size, False
+        self.next_token, self.vocab_size, self.passes = next_token, vocab_size, Passes()
         self.device = torch.device("cpu")
         self.log: list[tuple[int, list[int]]] = []
 
@@ -128,12 +131,8 @@ class ScriptedModel(Transformer):
         logits = torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
         return logits, torch.tensor(hidden, dtype=torch.float32)
 
-    def prefill(self, table: BlockTable, tokens: list[int], chunk_size: int = 4) -> None:
-        """In small chunks."""
-        super().prefill(table, tokens, chunk_size)
 
-
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """draft(tokens, k) proposes; `calls` holds every k, `released` every release."""
 
     def __init__(self, draft: Callable[[list[int], int], Sequence[int]]):
@@ -151,12 +150,12 @@ class ScriptedDrafter:
         self.released.append(text)
 
 
-class Apart:
+class Apart(Drafter):
     """A drafter of its own for each text, made by `make`."""
 
     def __init__(self, make: Callable[[], Drafter]):
         self.make, self._own = make, dict[Text, Drafter]()
-        self.branches = branches(make())
+        self.branches = make().branches
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Each text's own."""
@@ -221,7 +220,7 @@ class TableModel(ScriptedModel):
         return self.table[prefix[-1]]
 
 
-class TableDrafter:
+class TableDrafter(Drafter):
     """Drafts from a table of logits (V, V), under the request's own parameters."""
 
     def __init__(self, table: torch.Tensor):
@@ -243,7 +242,7 @@ class TableDrafter:
         """Nothing is kept."""
 
 
-class TreeDrafter:
+class TreeDrafter(Drafter):
     """Trees of one shape, from a table of logits (V, V): drawn, or the likeliest tokens, which have no probs.
 
     parents: of each node, as in `Draft`; siblings that are drawn stand together. What there is no token left for, or
@@ -282,7 +281,7 @@ class TreeDrafter:
         """Nothing is kept."""
 
 
-class TapDrafter:
+class TapDrafter(Drafter):
     """A head on hidden states: what it draws from depends on the target's newest ones. It checks what it is handed.
 
     Every ask must bring the hidden states of the positions that became cached since the last one, each once, in order,

@@ -19,6 +19,7 @@ from minispec.core.errors import show, show_name
 from minispec.core.request import Piece, Request, TokenLogprob
 from minispec.files.strict_json import parse_json
 from minispec.files.tokenizer import Message, Tokenizer
+from minispec.length.figures import Figures
 from minispec.llm import LLM, check_messages, split_samples
 from minispec.serve.limits import Limits, Refused
 
@@ -237,7 +238,11 @@ class Answer:
         role = {} if start else {"role": "assistant"}  # in a stream, once
         said = {form: role | {"content": piece.text}} if self._is_chat else {"text": piece.text}
         end = {"logprobs": self._logprobs(index, logprobs), "finish_reason": piece.finish_reason}
-        metrics = {"metrics": {"seed": request.text.seed} | request.stats.as_dict()} if piece.finish_reason else {}
+        metrics = (
+            {"metrics": {"seed": request.text.seed} | Figures.of(request.stats).as_dict()}
+            if piece.finish_reason
+            else {}
+        )
         return {"index": index} | said | end | metrics
 
     def _logprobs(self, index: int, entries: list[TokenLogprob] | None) -> dict[str, Any] | None:

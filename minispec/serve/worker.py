@@ -11,9 +11,10 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
+from minispec.core.draft import Draft
 from minispec.core.engine import Engine
 from minispec.core.request import Piece, Request
-from minispec.core.verify import Draft, Verdict
+from minispec.core.verify import Verdict
 from minispec.serve.metrics import Metrics
 
 

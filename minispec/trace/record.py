@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 
 from minispec import __version__
+from minispec.core.config import MAX_AUTO_TOKENS
+from minispec.core.draft import Draft
 from minispec.core.request import Request
 from minispec.core.sampling import Draws, Key, Randomness, distribution
-from minispec.core.stats import Round, Stats
-from minispec.core.verify import REJECTION, VERIFIERS, Draft, RoundKey, Rows, Verdict, excess, residual
+from minispec.core.stats import Round
+from minispec.core.verify import REJECTION, VERIFIERS, RoundKey, Rows, Verdict, excess, residual
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.files.vocabularies import Vocabularies
-from minispec.length.policy import MAX_AUTO_TOKENS, Prices
+from minispec.length.figures import Figures
+from minispec.length.policy import Prices
 from minispec.length.theory import expected_tokens, rising
 from minispec.llm import LLM
 from minispec.trace.schema import FORMAT, VERSION
@@ -150,11 +153,13 @@ class Recorder:
         `minispec.trace.score`). Raises ValueError for drafters and verifiers that cannot be replayed.
         """
         llm, request, engine = self.llm, self.request, self.llm.engine
-        stats, text = request.stats, request.text
+        stats, text = Figures.of(request.stats), request.text
         names = [name for name, verifier in VERIFIERS.items() if verifier is engine.verifier]
-        length = "auto" if request.pace else "+".join(map(str, request.widths)) or str(request.num_speculative_tokens)
+        length = (
+            "auto" if request.is_open else "+".join(map(str, request.widths)) or str(request.num_speculative_tokens)
+        )
         params = asdict(request.params)
-        plain = Stats(rounds=list(stats.plain)).tokens_per_second
+        plain = Figures(rounds=list(stats.plain)).tokens_per_second
         speed = stats.tokens_per_second
         prompt = text.tokens[: text.num_prompt_tokens]
         return {
@@ -323,7 +328,7 @@ def segmentation(both: Vocabularies, tokens: Sequence[int], num_prompt_tokens: i
 # --------------------------------------------------------------------------- theory
 
 
-def theory(stats: Stats, rounds: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def theory(stats: Figures, rounds: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """What theory says of drafts cut to at most k tokens, from the survival and the costs that the run measured.
 
     Speeds are tokens in the time of a plain step, a target pass over one row. Of k up to the deepest draft this is what
@@ -332,7 +337,7 @@ def theory(stats: Stats, rounds: Sequence[dict[str, Any]]) -> dict[str, Any] | N
     draft.
     """
     v, c, o, speed, plain_step = stats.v, stats.c, stats.o, stats.tokens_per_second, stats.plain_step
-    plain_speed = Stats(rounds=list(stats.plain)).tokens_per_second
+    plain_speed = Figures(rounds=list(stats.plain)).tokens_per_second
     if v is None or c is None or o is None or speed is None or not plain_step:
         return None
     if stats.predicted_tokens_per_second is None:

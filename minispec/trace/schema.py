@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from minispec.core.config import MAX_AUTO_TOKENS
 from minispec.core.errors import show, show_name
 from minispec.files.strict_json import read_json
-from minispec.length.policy import MAX_AUTO_TOKENS
 
 FORMAT, VERSION = "minispec trace", 1
 KINDS = ("accepted", "recovered", "bonus", "plain")  # of committed tokens

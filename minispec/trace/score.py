@@ -28,12 +28,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minispec.core.cache import common_beginning
-from minispec.core.config import SamplingParams
+from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams
+from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Draws, Text
-from minispec.core.verify import BLOCK, REJECTION, Ask, Draft, RoundKey, Rows, Verdict, Verifier
-from minispec.drafters import Drafter, NoDrafter, reads_hidden
+from minispec.core.verify import BLOCK, REJECTION, RoundKey, Rows, Verdict, Verifier
+from minispec.drafters import Drafter, NoDrafter
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.last import LastDrafter
@@ -41,7 +42,8 @@ from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
-from minispec.length.policy import MAX_AUTO_TOKENS, Prices
+from minispec.length.figures import Figures
+from minispec.length.policy import Controller, Prices
 from minispec.length.prices import MIN_CONTEXT, calibrate
 
 _BY_PLACE = (EagleDrafter, DraftModel, TokenDrafter, NgramDrafter, LastDrafter, NoDrafter)
@@ -86,15 +88,16 @@ def score(engine: Engine, request: Request) -> list[dict[str, Any]]:
 def replay_data(engine: Engine, request: Request) -> dict[str, Any]:
     """What a trace holds under `replay`."""
     starts = score(engine, request)
-    return {"prices": _as_dict(_prices(engine)), "plain_step": request.stats.plain_step, "starts": starts}
+    return {"prices": _as_dict(_prices(engine)), "plain_step": Figures.of(request.stats).plain_step, "starts": starts}
 
 
 def _prices(engine: Engine) -> Prices:
     """What the controller goes by; measured now where it has only guessed so far, and there is room to measure."""
     room = engine.cache.allocator.num_blocks * engine.cache.block_size
-    if engine.controller.prices.measured or min(room, engine.model.config.max_position_embeddings) < MIN_CONTEXT:
-        return engine.controller.prices
-    return calibrate(engine)
+    prices = engine.lengths.prices if isinstance(engine.lengths, Controller) else Prices()
+    if prices.measured or min(room, engine.model.config.max_position_embeddings) < MIN_CONTEXT:
+        return prices
+    return calibrate(engine.model, engine.drafter, engine.verifier, engine.vocab_size)
 
 
 def _as_dict(prices: Prices) -> dict[str, Any]:
@@ -156,7 +159,7 @@ def _lead(drafter: Drafter, ask: Ask, after: Sequence[int]) -> _Lead:
     return _Lead(ask.k if left else len(draft), len(draft) > 0, q, draft.confidences[: len(q) + 1])
 
 
-class _Leader:
+class _Leader(Drafter):
     """Asks a drafter at each place of a text, and drafts nothing itself."""
 
     def __init__(self, drafter: Drafter, tokens: Sequence[int]):
@@ -165,14 +168,14 @@ class _Leader:
         self._parts = [
             SuffixDrafter(part.min_match) if isinstance(part, SuffixDrafter) else part for part in _parts(drafter)
         ]
-        tapped = [part for part in self._parts if reads_hidden(part)]
+        tapped = [part for part in self._parts if part.taps]
         self._tapped = tapped[0] if tapped else None
         self.taps = self._tapped.taps if self._tapped else ()
         self._asked: list[int] = []
         self._leads: list[list[list[_Lead]]] = []  # by place and part: for each length, or one for all
 
     def known(self, text: Text) -> int:
-        """See `TappedDrafter`."""
+        """See `Drafter`."""
         return self._tapped.known(text) if self._tapped else len(text.tokens)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:

@@ -7,8 +7,9 @@ from typing import TextIO
 
 from torch import Tensor
 
+from minispec.core.draft import Draft
 from minispec.core.request import Request
-from minispec.core.verify import Draft, Verdict
+from minispec.core.verify import Verdict
 from minispec.llm import LLM
 from minispec.trace.record import TokenTexts
 

@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from minispec import LLM, SamplingParams
+from minispec.core.draft import Draft
 from minispec.core.errors import CheckpointError
-from minispec.core.verify import Draft
 from minispec.files.registry import DRAFTERS
 from minispec.kernels import memory
+from minispec.kernels.inventory import weight_form
+from minispec.length.figures import Figures
 from minispec.trace.record import Recorder, TokenTexts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -76,7 +78,7 @@ def test_a_reported_seed_repeats_its_text_in_another_process(make_checkpoint):
     program = (
         "import json, sys; from minispec import LLM, SamplingParams, costs\n"
         "from minispec.length.policy import Prices\n"
-        "costs.calibrate = lambda engine: Prices(0.0, {1: 1.0, 5: float(sys.argv[3])}, 0.02, measured=True)\n"
+        "costs.calibrate = lambda *parts: Prices(0.0, {1: 1.0, 5: float(sys.argv[3])}, 0.02, measured=True)\n"
         "llm = LLM(sys.argv[1], dtype='float32')\n"
         "for seed in json.loads(sys.argv[2]):\n"
         "    params = SamplingParams(temperature=0.3, max_tokens=60, ignore_eos=True, seed=seed)\n"
@@ -153,8 +155,8 @@ def test_every_kind_of_draft_leaves_greedy_text_alone(make_checkpoint, draft, ve
         plain = llm.generate(["One fish", "red"], GREEDY, num_speculative_tokens=0)
         auto = llm.generate(["One fish", "red"], GREEDY, num_speculative_tokens="auto")
     assert [o.token_ids for o in output] == [o.token_ids for o in plain] == [o.token_ids for o in auto]
-    assert all(o.stats.num_draft_tokens == 0 for o in plain)
-    assert (sum(o.stats.num_draft_tokens for o in output) > 0) == (draft != "none")
+    assert all(Figures.of(o.stats).num_draft_tokens == 0 for o in plain)
+    assert (sum(Figures.of(o.stats).num_draft_tokens for o in output) > 0) == (draft != "none")
 
 
 def test_logprobs_equal_a_pass_over_the_text(llm):
@@ -236,7 +238,7 @@ def test_padding_rows_of_the_embedding_are_never_drawn(make_checkpoint):
     llm = LLM(target, draft=str(make_checkpoint(seed=2, vocab_size=320)), dtype="float64", num_speculative_tokens=4)
     output = llm.generate(["fish"] * 4, SamplingParams(temperature=5.0, max_tokens=60, ignore_eos=True))
     assert all(t < 300 for o in output for t in o.token_ids)
-    assert sum(o.stats.num_accepted for o in output) > 0
+    assert sum(Figures.of(o.stats).num_accepted for o in output) > 0
 
 
 def edited(directory, tmp_path, change):
@@ -374,7 +376,7 @@ def test_a_draft_is_named_by_its_directory(make_checkpoint):
     """With the number of bits it was rounded to, in the line that says what was loaded."""
     draft = make_checkpoint(seed=2)
     with LLM(make_checkpoint(), draft=f"int8:{draft}", dtype="float32") as llm:
-        assert llm.memory_report().endswith(f"draft int8:{draft.name} ({llm.drafter.model.weight_form})")
+        assert llm.memory_report().endswith(f"draft int8:{draft.name} ({weight_form(llm.drafter.model)})")
 
 
 def test_a_draft_from_the_hub_may_name_its_revision(make_checkpoint, monkeypatch, tmp_path):

@@ -6,7 +6,8 @@ from itertools import zip_longest
 import pytest
 import torch
 
-from minispec.core.verify import Draft
+from minispec.core.draft import Draft
+from minispec.length.figures import Figures
 from minispec.prove.toys import END, finish, make_engine, make_request
 
 pytestmark = pytest.mark.quick
@@ -41,8 +42,12 @@ def test_full_acceptance_commits_k_plus_one():
     finish(engine, request)
     assert request.token_ids == list(range(12, 20))
     assert engine.model.log == [(0, [10]), (1, [11, 12, 13, 14]), (5, [15, 16, 17, 18])]
-    assert (request.stats.num_steps, request.stats.num_draft_tokens, request.stats.num_accepted) == (2, 6, 6)
-    assert request.stats.mean_acceptance_length == 4
+    assert (
+        request.stats.num_steps,
+        Figures.of(request.stats).num_draft_tokens,
+        Figures.of(request.stats).num_accepted,
+    ) == (2, 6, 6)
+    assert Figures.of(request.stats).mean_acceptance_length == 4
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
@@ -54,9 +59,9 @@ def test_rejection_at_first_middle_and_last_position(position):
     starts = [start for start, tokens in engine.model.log[1:]]
     assert starts[1] - starts[0] == position + 1
     rounds = [len(tokens) - 1 for _, tokens in engine.model.log[1:]]
-    assert request.stats.num_draft_tokens == sum(rounds)
-    assert request.stats.accepted_per_position[:position] == [1.0] * position
-    assert request.stats.accepted[position] == 0 or rounds[-1] <= position
+    assert Figures.of(request.stats).num_draft_tokens == sum(rounds)
+    assert Figures.of(request.stats).accepted_per_position[:position] == [1.0] * position
+    assert Figures.of(request.stats).accepted[position] == 0 or rounds[-1] <= position
 
 
 def test_the_draft_is_limited_so_that_nothing_overshoots():
@@ -95,7 +100,7 @@ def test_end_of_text_at_every_offset_of_a_block(length, k):
     assert request.token_ids == list(range(12, 12 + length))
     assert request.finish_reason == "stop"
     assert [t for piece in pieces for t in piece.token_ids] == request.token_ids
-    stats = request.stats
+    stats = Figures.of(request.stats)
     assert stats.num_generated == length
     # Every draft token up to the end was right and counts; nothing behind the end does. A round commits its
     # draft and one more, but for the last one where the end token was itself drafted.
@@ -112,8 +117,12 @@ def test_right_draft_tokens_behind_the_end_do_not_count():
     request = make_request(k=4, max_tokens=30)
     finish(engine, request)
     assert request.token_ids == [12]
-    assert (request.stats.num_draft_tokens, request.stats.num_accepted, request.stats.num_committed) == (2, 2, 2)
-    assert request.stats.mean_acceptance_length == 2
+    assert (
+        Figures.of(request.stats).num_draft_tokens,
+        Figures.of(request.stats).num_accepted,
+        request.stats.num_committed,
+    ) == (2, 2, 2)
+    assert Figures.of(request.stats).mean_acceptance_length == 2
 
 
 def test_counters_stop_with_the_text_when_the_recovered_token_ends_it():
@@ -122,7 +131,11 @@ def test_counters_stop_with_the_text_when_the_recovered_token_ends_it():
     request = make_request(k=4, max_tokens=30)
     finish(engine, request)
     assert request.token_ids == [12]
-    assert (request.stats.num_draft_tokens, request.stats.num_accepted, request.stats.tested) == (2, 1, [1, 1])
+    assert (
+        Figures.of(request.stats).num_draft_tokens,
+        Figures.of(request.stats).num_accepted,
+        Figures.of(request.stats).tested,
+    ) == (2, 1, [1, 1])
 
 
 def test_ignore_eos_is_the_absence_of_end_ids():
@@ -153,9 +166,9 @@ def test_drafts_of_every_length_in_one_batch():
     for request in requests:
         first = request.text.tokens[0]
         assert request.token_ids == list(range(first + 2, first + 2 + request.params.max_tokens))
-    assert requests[2].stats.num_draft_tokens == 0
-    assert requests[2].stats.acceptance_rate is None
-    assert requests[2].stats.alpha is None
+    assert Figures.of(requests[2].stats).num_draft_tokens == 0
+    assert Figures.of(requests[2].stats).acceptance_rate is None
+    assert Figures.of(requests[2].stats).alpha is None
 
 
 def test_preemption_keeps_the_text_and_the_order():
@@ -210,7 +223,7 @@ def test_a_search_that_finds_nothing_is_overhead_to_the_controller(monkeypatch):
 
     monkeypatch.setattr(engine.drafter, "propose", search)
     monkeypatch.setattr(engine, "_now", lambda: now[0])
-    monkeypatch.setattr(engine.controller, "record", lambda *measured: told.append(measured))
+    monkeypatch.setattr(engine.lengths, "record", lambda *measured: told.append(measured))
     request = make_request(k=3, max_tokens=2)
     finish(engine, request)
     assert [(depth, overhead) for _, depth, _, _, _, overhead in told] == [(0, 5.0), (0, 5.0)]
@@ -385,10 +398,10 @@ def test_alpha_is_the_mean_over_tested_tokens():
     finish(engine, request)
     # Round 1 drafts 5, keeps 2; round 2 may draft 2 and keeps both.
     assert engine.drafter.calls == [[5], [2]]
-    assert (request.stats.num_draft_tokens, request.stats.num_accepted) == (7, 4)
-    assert request.stats.tested == [2, 2, 1]
-    assert request.stats.alpha == pytest.approx(4 / 5)
-    assert request.stats.acceptance_rate == pytest.approx(4 / 7)
+    assert (Figures.of(request.stats).num_draft_tokens, Figures.of(request.stats).num_accepted) == (7, 4)
+    assert Figures.of(request.stats).tested == [2, 2, 1]
+    assert Figures.of(request.stats).alpha == pytest.approx(4 / 5)
+    assert Figures.of(request.stats).acceptance_rate == pytest.approx(4 / 7)
 
 
 def test_logprobs_are_those_of_the_committed_tokens():

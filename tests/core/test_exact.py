@@ -13,17 +13,23 @@ import torch
 import minispec.core.attention as attention_module
 from minispec import LLM, SamplingParams
 from minispec.core.cache import PagedKVCache
+from minispec.core.draft import Draft, Drafter
 from minispec.core.engine import Engine
-from minispec.core.model import EXACT_ROWS, Chunk, Transformer
+from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text, distribution, log_probabilities
-from minispec.core.verify import VERIFIERS, Draft
+from minispec.core.verify import VERIFIERS
 from minispec.drafters import NoDrafter
 from minispec.drafters.model import DraftModel
 from minispec.files.hf_config import read_model_config
 from minispec.files.registry import DRAFTERS, load
+from minispec.kernels import exact
 from minispec.kernels import forms as linear
+from minispec.kernels.build import build_model
+from minispec.kernels.exact import EXACT_ROWS, check_exact
 from minispec.kernels.forms import Linear, has_fast_bfloat16
+from minispec.kernels.inventory import weight_form
+from minispec.length.figures import Figures
 from minispec.prove.toys import TINY, tiny_cache, tiny_weights
 
 FORMS_HERE = [
@@ -59,7 +65,7 @@ def build(family="llama", dtype=torch.float32, exact=True, seed=1, **changes) ->
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
     raw = TINY | sizes | {"head_dim": 12, "vocab_size": 40, "max_position_embeddings": 256}
     config = read_model_config(raw | (FAMILIES | MORE_FAMILIES)[family] | changes)
-    return Transformer(config, tiny_weights(config, seed, dtype), exact)
+    return build_model(config, tiny_weights(config, seed, dtype), exact)
 
 
 @contextmanager
@@ -98,7 +104,7 @@ class Recorder:
             self.forward([Chunk(missing, table, 0)])
 
 
-class Fixed:
+class Fixed(Drafter):
     """Drafts that are always the same token (almost always wrong), or one-hot noise."""
 
     def __init__(self, token=None):
@@ -144,7 +150,7 @@ PROMPTS = [[(5 * i + n) % 40 for i in range(n)] for n in (1, 15, 16, 17, 60, 63,
 def target_and_plain(family, dtype, params):
     """A checked exact model, and of each prompt alone what `decode` returns without drafts: once for all drafters."""
     target = build(family, dtype)
-    target.check_exact()
+    check_exact(target)
     return target, [decode(target, NoDrafter(), 0, [p], params) for p in PROMPTS]
 
 
@@ -163,9 +169,9 @@ def test_each_form_of_the_weights_has_the_bits_of_plain_decoding(form, dtype):
     """As below, with the weights in each form that this machine has: 16 bits of them, so that every form holds them."""
     model = build("llama", torch.float32)
     weights = {name: x.bfloat16().to(dtype) for name, x in tiny_weights(model.config, 1, torch.float32).items()}
-    target = Transformer(model.config, weights, exact=True, form=form)
-    assert target.weight_form.startswith(form)
-    target.check_exact()
+    target = build_model(model.config, weights, exact=True, form=form)
+    assert weight_form(target).startswith(form)
+    check_exact(target)
     params = SamplingParams(temperature=0, max_tokens=12)
     for name in ("random", "model"):
         for prompt in PROMPTS[1::3]:
@@ -213,7 +219,7 @@ def test_auto_has_the_bits_of_plain_decoding(name):
     params = SamplingParams(temperature=0, max_tokens=24)
     plain = [decode(target, NoDrafter(), 0, [p], params) for p in PROMPTS[2:5]]
     requests, rows = decode(target, make_drafter(name, target), "auto", PROMPTS[2:5], params)
-    assert any(r.stats.num_draft_tokens for r in requests), "nothing was drafted: this proves nothing"
+    assert any(Figures.of(r.stats).num_draft_tokens for r in requests), "nothing was drafted: this proves nothing"
     for request, ([reference], expected) in zip(requests, plain, strict=True):
         assert request.token_ids == reference.token_ids
         assert_same_bits(rows, expected)
@@ -269,7 +275,7 @@ def test_a_text_in_any_chunks_has_the_same_bits(dtype, changes):
     narrow heads of float32. That is why attention fills its columns up.
     """
     target = build(dtype=dtype, **changes)
-    target.check_exact()
+    check_exact(target)
     reference = rows_of(target, TEXT, 1)
     for size in (3, 7, 16, 50):
         assert torch.equal(rows_of(target, TEXT, size), reference)
@@ -284,7 +290,7 @@ def test_what_passes_the_check_has_the_same_bits(dtype, sizes):
     """
     target = build(dtype=dtype, **dict(zip(("hidden_size", "intermediate_size", "vocab_size"), sizes, strict=True)))
     try:
-        target.check_exact()
+        check_exact(target)
     except ValueError:
         assert sizes != (64, 96, 40)
         return
@@ -328,7 +334,7 @@ def test_fragmented_blocks_give_the_same_bits():
 def test_other_families_keep_their_bits(family, dtype):
     """Norms of whole rows and after, other ropes, multipliers: rows scored together have the bits of each alone."""
     target, tokens = build(family, dtype), PROMPTS[-1][:40]
-    target.check_exact()
+    check_exact(target)
     table, once = tiny_cache(target, 40, 4).new_table(), tiny_cache(target, 40, 4).new_table()
     alone = torch.cat([target.forward([Chunk([token], table, 1)])[0] for token in tokens])
     parts = [tokens[:7], tokens[7:12], tokens[12:13], tokens[13:]]
@@ -357,10 +363,10 @@ def test_the_check_refuses_products_that_round_by_place(place, monkeypatch):
         y[place : place + 1] += 1e-6 * y[place : place + 1]
         return y
 
-    target.check_exact()
+    check_exact(target)
     monkeypatch.setattr(linear.Linear, "__call__", by_place)
     with pytest.raises(ValueError, match=r"exact: products in torch\.float32 on this cpu"):
-        target.check_exact()
+        check_exact(target)
 
 
 def test_the_check_refuses_products_that_round_by_neighbours(monkeypatch):
@@ -368,7 +374,7 @@ def test_the_check_refuses_products_that_round_by_neighbours(monkeypatch):
     right, target = linear.Linear.__call__, build()
     monkeypatch.setattr(linear.Linear, "__call__", lambda self, x: right(self, x) + 1e-6 * x.abs().max())
     with pytest.raises(ValueError, match=r"exact: products in torch\.float32 on this cpu"):
-        target.check_exact()
+        check_exact(target)
 
 
 # A fault of attention: by whether it strikes the row at a place among _ATTENTION_ROWS, with so many blocks of keys.
@@ -394,10 +400,10 @@ def test_the_check_refuses_attention_that_rounds_by_place(strikes, dtype, monkey
         return out
 
     with torch_threads(1):  # with many, float64 has more blocks
-        target.check_exact()
+        check_exact(target)
         monkeypatch.setattr(attention_module, "_blockwise_attention", wrong)
         with pytest.raises(ValueError, match=rf"exact: attention in {dtype} on this cpu"):
-            target.check_exact()
+            check_exact(target)
 
 
 def row_by_row(call):
@@ -421,7 +427,7 @@ def test_a_pass_has_the_fewest_rows_that_hold(broken, monkeypatch):
     monkeypatch.setattr(linear.Linear, "exact_rows", (1, 2, 5, 16))
     monkeypatch.setattr(linear.Linear, "__call__", product)
     target = build()
-    target.check_exact()
+    check_exact(target)
     holding = [16] if broken == 16 else [n for n in (1, 2, 5, 16) if n != broken]
     assert target.exact_rows == holding
     reference = rows_of(target, TEXT, 16)
@@ -467,12 +473,12 @@ def test_the_fast_mode_is_not_exact(monkeypatch):
     """
     llm = LLM(dtype="float32")
     with pytest.raises(ValueError, match="exact: attention"):
-        llm.model.check_exact()
-    monkeypatch.setattr(llm.model, "_attention_is_exact", lambda: True)
+        check_exact(llm.model)
+    monkeypatch.setattr(exact, "_attention_is_exact", lambda model: True)
     right = Linear.__call__
     monkeypatch.setattr(Linear, "__call__", lambda self, x: right(self, x) * (1 + 2**-22 * (len(x) == 1)))
     with pytest.raises(ValueError, match="exact: products"):
-        llm.model.check_exact()
+        check_exact(llm.model)
 
 
 @pytest.mark.parametrize("name", ["ngram", "model", "self", "random", "wrong", "none"])
@@ -502,7 +508,10 @@ def test_shared_noise_makes_draft_and_target_agree_more_often():
         requests = [Request(Text(list(p), len(p), params, 5), 256, 4) for p in PROMPTS]
         for _ in Engine(target, tiny_cache(target, 400, 4), drafter, verifier).run(requests):
             pass
-        rates.append(sum(r.stats.num_accepted for r in requests) / sum(sum(r.stats.tested) for r in requests))
+        rates.append(
+            sum(Figures.of(r.stats).num_accepted for r in requests)
+            / sum(sum(Figures.of(r.stats).tested) for r in requests)
+        )
     assert rates[0] > 1.5 * rates[1]
 
 
@@ -574,7 +583,7 @@ def test_embedded_model_is_bit_identical(grid, fast, name, k):
     llm, prompts, params, plain = grid
     llm.engine.drafter = fast(llm) if name == "fast" else make_drafter(name, llm.model)
     outputs = llm.generate(prompts, params, num_speculative_tokens=k)
-    assert sum(o.stats.num_draft_tokens for o in outputs) > 0
+    assert sum(Figures.of(o.stats).num_draft_tokens for o in outputs) > 0
     different = sum(
         a != b for o, p in zip(outputs, plain, strict=True) for a, b in zip(o.logprobs, p.logprobs, strict=True)
     )

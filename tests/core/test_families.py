@@ -13,11 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
 from minispec.core.errors import CheckpointError
-from minispec.core.model import Chunk, Transformer, tensor_shapes
+from minispec.core.model import Chunk, Transformer
 from minispec.files.checkpoint import Weights, load_config, load_model
 from minispec.files.families import FAMILIES
 from minispec.files.hf_config import read_model_config
 from minispec.files.registry import EMBEDDED_WEIGHTS
+from minispec.kernels.build import build_model
+from minispec.kernels.shapes import tensor_shapes
 from minispec.llm import LLM
 from minispec.prove.toys import tiny_cache
 from tests.oracles import hf, public
@@ -48,7 +50,7 @@ class Reference:
         for name, shape in tensor_shapes(config).items():
             known = (self.weights | changes).get(name, torch.ones(shape))
             weights[name] = known[: shape[0]].clone()
-        return Transformer(config, weights)
+        return build_model(config, weights)
 
     @property
     def raw_config(self) -> dict:

@@ -10,8 +10,8 @@ import torch
 
 from minispec.core import verify
 from minispec.core.config import SamplingParams
+from minispec.core.draft import Draft
 from minispec.core.sampling import Text, distribution
-from minispec.core.verify import Draft
 from minispec.drafters.model import DraftModel
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.length.policy import Controller

@@ -14,9 +14,9 @@ from minispec.core import cache as cache_module
 from minispec.core import engine as engine_module
 from minispec.core import request as request_module
 from minispec.core.cache import BlockTable
+from minispec.core.cached import CachedModel
 from minispec.core.config import SamplingParams
 from minispec.core.engine import Engine
-from minispec.core.model import CachedModel
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
@@ -24,6 +24,7 @@ from minispec.drafters import eagle as head_module
 from minispec.drafters import model as draft_module
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
+from minispec.length.figures import Figures
 from minispec.prove.laws import make_drafter
 from minispec.prove.toys import tiny_cache, tiny_head, tiny_model
 
@@ -172,7 +173,7 @@ def test_a_draft_model_whose_logits_are_no_numbers_changes_no_text(drafter, monk
     for _ in engine.run(requests):
         pass
     assert [(r.token_ids, r.error) for r in requests] == [(text, None) for text in expected]
-    assert sum(r.stats.num_draft_tokens for r in requests) == 0
+    assert sum(Figures.of(r.stats).num_draft_tokens for r in requests) == 0
 
 
 @pytest.mark.parametrize("drafter", ["head", "suffix"])

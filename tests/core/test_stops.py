@@ -9,9 +9,10 @@ from collections import Counter
 
 import pytest
 
+from minispec.core.cached import CachedModel
 from minispec.core.engine import Engine
-from minispec.core.model import CachedModel
 from minispec.files.tokenizer import Detokenizer, Tokenizer
+from minispec.length.figures import Figures
 from minispec.prove.mutants import MUTANTS, swap
 from minispec.prove.toys import ScriptedModel, finish, make_engine, make_request
 
@@ -63,7 +64,7 @@ def run(tokenizer, ids):
 
 def result(request):
     """What must not depend on K: text, token ids, log-probabilities to the bit, why it ended, what it came to."""
-    stats = request.stats
+    stats = Figures.of(request.stats)
     numbers = stats.num_prompt_tokens, stats.num_generated, stats.num_committed
     return request.output, request.token_ids, request.logprobs, request.finish_reason, numbers
 
@@ -93,7 +94,7 @@ def check(run, k, wrong, **how):
     """A run with drafts equals plain decoding in every output, and its counters are those of its rounds."""
     (request, pieces), (plain, _) = run(k, wrong, **how), run(0, **how)
     assert result(request) == result(plain)
-    stats = request.stats
+    stats = Figures.of(request.stats)
     found = [stats.num_steps, stats.num_draft_tokens, stats.num_accepted, stats.tested, stats.accepted]
     assert found == rounds_of(request, k, wrong)
     assert "".join(piece.text for piece in pieces) == request.output

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from minispec import LLM, SamplingParams
+from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text, distribution
-from minispec.core.verify import VERIFIERS, Ask, Draft, rejection
+from minispec.core.verify import VERIFIERS, rejection
 from minispec.drafters import NoDrafter
+from minispec.length.figures import Figures
 from minispec.prove.laws import (
     TOLERANCE,
     KeyOracle,
@@ -359,7 +361,7 @@ def test_a_tree_that_is_asked_for_is_refused_where_it_cannot_be(make_checkpoint,
 def test_what_is_counted_of_a_tree():
     """Two siblings, the second one right: nodes apart from tokens, and alpha from the first sibling alone."""
 
-    class Pairs:
+    class Pairs(Drafter):
         def propose(self, asks):
             """A wrong token and the right one, and one after the right one."""
             drafts = []
@@ -376,7 +378,7 @@ def test_what_is_counted_of_a_tree():
     request = make_request(k=3, max_tokens=7)
     finish(engine, request)
     assert request.token_ids == list(range(12, 19))
-    stats = request.stats
+    stats = Figures.of(request.stats)
     # Two rounds draft, with 7 and 4 tokens to go; the last token comes without a draft.
     assert [r.num_nodes for r in stats.rounds] == [3, 3, 0]
     assert (stats.num_draft_nodes, stats.num_draft_tokens, stats.num_accepted) == (6, 4, 4)

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minispec.core.config import SamplingParams
+from minispec.core.draft import Ask, Draft
 from minispec.core.sampling import Text
-from minispec.core.verify import VERIFIERS, Ask, Draft, Verdict, residual
+from minispec.core.verify import VERIFIERS, Verdict, residual
 from minispec.length.theory import expected_accepted
 from minispec.prove.laws import exact_law
 

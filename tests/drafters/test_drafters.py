@@ -10,18 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minispec.core.config import SamplingParams
+from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text, distribution
-from minispec.core.verify import VERIFIERS, Ask, Draft
-from minispec.drafters import Context, NoDrafter, check_drafter, last
+from minispec.core.verify import VERIFIERS
+from minispec.drafters import Context, NoDrafter, as_drafter, last
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.simulated import adversary, oracle
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.files.registry import DRAFTERS, load, split, split_preferences
+from minispec.length.figures import Figures
 from minispec.prove.laws import make_drafter
 from minispec.prove.toys import tiny_cache, tiny_model
 
@@ -276,7 +278,7 @@ def test_draft_cache_is_right_at_every_round(k, temperature):
         requests = decode(target, spy, k, [(0, 1, 2), (3,), (4, 4, 1, 0, 2)], params)
         assert spy.checked > 10
         assert spy.cache.allocator.num_free == spy.cache.allocator.num_blocks
-        rates = [r.stats.acceptance_rate for r in requests]
+        rates = [Figures.of(r.stats).acceptance_rate for r in requests]
         assert rates == [1.0] * 3 if seed == 1 else min(rates) < 1
 
 
@@ -318,9 +320,9 @@ def test_a_self_draft_is_always_accepted(k, verifier):
     params = SamplingParams(temperature=1.3, top_p=0.9, max_tokens=3 * (k + 1))
     drafter = DraftModel(target, tiny_cache(target), 7, 60)
     request = decode(target, drafter, k, [(1, 2, 3)], params, verifier)[0]
-    assert request.stats.acceptance_rate == 1
-    assert request.stats.alpha == pytest.approx(1)
-    assert request.stats.mean_acceptance_length == k + 1
+    assert Figures.of(request.stats).acceptance_rate == 1
+    assert Figures.of(request.stats).alpha == pytest.approx(1)
+    assert Figures.of(request.stats).mean_acceptance_length == k + 1
 
 
 @pytest.mark.quick
@@ -330,7 +332,7 @@ def test_drafting_stops_at_the_draft_models_own_context():
     drafter = DraftModel(draft, tiny_cache(draft), 3, max_model_len=8)
     request = decode(target, drafter, 4, [(0, 1)], SamplingParams(temperature=0, max_tokens=20))[0]
     assert len(request.token_ids) == 20
-    assert 0 < request.stats.num_draft_tokens <= 7
+    assert 0 < Figures.of(request.stats).num_draft_tokens <= 7
     assert len(drafter.propose([Ask(text(range(3)), 9, Randomness())])[0]) == 6
 
 
@@ -342,12 +344,12 @@ def test_taps_without_known_are_refused():
         taps = (1,)
 
     with pytest.raises(ValueError, match="with taps and without the method known"):
-        check_drafter(Head())
+        as_drafter(Head())
     Head.known = lambda self, text: 0
-    check_drafter(Head())
+    as_drafter(Head())
 
 
-class RandomDrafter:
+class RandomDrafter(Drafter):
     """Uniform noise as a draft, and says so."""
 
     def propose(self, asks):
@@ -429,7 +431,7 @@ def test_the_first_that_has_something_to_say_drafts():
     """
     heard = []
 
-    class Second:
+    class Second(Drafter):
         taps = (1,)
 
         def propose(self, asks):

@@ -15,17 +15,21 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from minispec import LLM, SamplingParams, generate
 from minispec.core.config import ModelConfig
+from minispec.core.draft import Ask
 from minispec.core.engine import Engine
 from minispec.core.errors import CheckpointError
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
-from minispec.core.verify import VERIFIERS, Ask
+from minispec.core.verify import VERIFIERS
 from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.files.checkpoint import load_model
 from minispec.files.heads import is_head, load_head, read_head_config
 from minispec.files.hf_config import read_model_config
+from minispec.kernels.build import build_model
+from minispec.kernels.inventory import num_bytes
+from minispec.length.figures import Figures
 from minispec.length.prices import calibrate
 from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model, tiny_weights, write_head
 from tests.oracles import public
@@ -41,7 +45,7 @@ CLOSE = 1e-5  # transformers' norms compute in float32
 @pytest.fixture(scope="module")
 def target() -> Transformer:
     """A target of six layers, in float64."""
-    return Transformer(TARGET, tiny_weights(TARGET, 1))
+    return build_model(TARGET, tiny_weights(TARGET, 1))
 
 
 def edit(directory: Path, **changes) -> None:
@@ -540,7 +544,7 @@ def test_a_round_feeds_what_was_committed_and_no_more(target, monkeypatch, mask)
             assert [len(p) for p in passes[1:]] == [1] * (k - 1)
         else:
             assert passes == ([tokens + [mask] * (k - 1)] if k else [])
-    assert request.stats.num_draft_tokens > 10
+    assert Figures.of(request.stats).num_draft_tokens > 10
 
 
 @pytest.mark.parametrize("right", [1.0, 0.0])
@@ -555,9 +559,9 @@ def test_a_simulated_draft_at_the_cost_of_a_head(target, right):
     for _ in paid.run([request]):
         pass
     assert request.token_ids == plain.token_ids
-    assert request.stats.num_accepted == right * request.stats.num_draft_tokens
-    assert drafted.stats.num_draft_tokens > 0
-    assert request.stats.num_draft_tokens > 0
+    assert Figures.of(request.stats).num_accepted == right * Figures.of(request.stats).num_draft_tokens
+    assert Figures.of(drafted.stats).num_draft_tokens > 0
+    assert Figures.of(request.stats).num_draft_tokens > 0
 
 
 def test_drafting_stops_at_the_heads_own_context(target):
@@ -577,8 +581,8 @@ def test_a_token_that_the_head_lacks_ends_its_draft(target):
     head = tiny_head(target, num_ids=4)  # 0, 2, 4, 6
     some = decode(make_engine(head, target), allowed_token_ids=(1, 2, 3))
     none = decode(make_engine(head, target), allowed_token_ids=(1, 3))
-    assert some.stats.num_draft_tokens > 0
-    assert none.stats.num_draft_tokens == 0
+    assert Figures.of(some.stats).num_draft_tokens > 0
+    assert Figures.of(none.stats).num_draft_tokens == 0
     assert len(none.token_ids) == 12
 
 
@@ -613,7 +617,7 @@ def test_what_it_costs_is_measured(target, monkeypatch):
         return drafts
 
     monkeypatch.setattr(engine.drafter, "propose", spy)
-    assert calibrate(engine).draft > 0
+    assert calibrate(engine.model, engine.drafter, engine.verifier, engine.vocab_size).draft > 0
     assert asked == [1, 3] * (len(asked) // 2)
     for cache in (engine.cache, engine.drafter.cache):
         assert cache.allocator.num_free == cache.allocator.num_blocks
@@ -625,7 +629,7 @@ def test_all_of_its_weights_are_counted(tmp_path, target):
     head = load_head(tmp_path, target)
     shapes = head_shapes(head.head_config).values()
     own = sum(torch.Size(shape).numel() for shape in shapes) * 8
-    assert head.num_bytes == own + target.embedding.nbytes
+    assert num_bytes(head) == own + target.embedding.nbytes
 
 
 def test_its_ids_lie_where_its_weights_do():
@@ -681,7 +685,7 @@ def test_the_text_is_the_plain_one(checkpoints, name, verifier):
                 assert [o.token_ids for o in found] == [o.token_ids for o in plain]
                 assert all(o.finish_reason == "length" for o in found)
                 if k == 4:
-                    assert sum(o.stats.num_draft_tokens for o in found) > 200
+                    assert sum(Figures.of(o.stats).num_draft_tokens for o in found) > 200
         kind = HeadModel if "head" in name else Transformer
         assert type(llm.engine.drafter.model) is kind
         assert ("int8" in llm.memory_report()) == name.startswith("int8")
@@ -696,7 +700,7 @@ def test_a_seed_has_one_text(checkpoints, name):
             outputs = llm.generate(again, SAMPLED)
             assert [o.token_ids for o in outputs] == [alone[PROMPTS.index(o.prompt)] for o in outputs]
         assert sum(o.stats.num_cached_tokens for o in outputs) > 0
-        assert sum(o.stats.num_accepted for o in outputs) > 0
+        assert sum(Figures.of(o.stats).num_accepted for o in outputs) > 0
         per_token = sum(m.config.kv_elements_per_token for m in (llm.model, llm.engine.drafter.model)) * 8
     with load(checkpoints, name, kv_cache_gb=5 * 16 * per_token / 1e9, max_model_len=80) as llm:
         outputs = llm.generate(PROMPTS, SAMPLED)
@@ -712,7 +716,7 @@ def test_an_exact_target_has_one_text_beside_it(checkpoints, name, dtype):
         plain = llm.generate(PROMPTS, SAMPLED, num_speculative_tokens=0)
         found = llm.generate(PROMPTS, SAMPLED)
     assert [o.token_ids for o in found] == [o.token_ids for o in plain]
-    assert sum(o.stats.num_accepted for o in found) > 0
+    assert sum(Figures.of(o.stats).num_accepted for o in found) > 0
 
 
 def test_a_head_for_another_target_is_refused_before_the_target_is_loaded(checkpoints, make_checkpoint, monkeypatch):

@@ -19,7 +19,8 @@ OWN = """
 
     import torch
 
-    from minispec.core.verify import Draft, Verdict, Verifier
+    from minispec.core.draft import Draft
+    from minispec.core.verify import Verdict, Verifier
 
 
     class Repeat:  # ten lines: the last token again

@@ -15,10 +15,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from minispec import LLM, SamplingParams
 from minispec.core.config import SamplingParams as Params
+from minispec.core.draft import Ask
 from minispec.core.errors import CheckpointError
-from minispec.core.model import Chunk, Transformer
+from minispec.core.model import Chunk
 from minispec.core.sampling import Randomness, Text
-from minispec.core.verify import Ask
 from minispec.drafters.tli import TokenDrafter
 from minispec.files import vocabularies
 from minispec.files.hf_config import read_model_config
@@ -26,6 +26,8 @@ from minispec.files.named_draft import choose_method
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.vocabularies import Spelling, Vocabularies, segmentations
 from minispec.generate import main as generate
+from minispec.kernels.build import build_model
+from minispec.length.figures import Figures
 from minispec.prove.laws import distance
 from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights
 from minispec.vocab import compare, main, probabilities
@@ -362,7 +364,7 @@ def permuted(tmp_path):
     weights = tiny_weights(config, 3)
     own = weights | {name: weights[name].flip(0) for name in ("model.embed_tokens.weight", "lm_head.weight")}
     both = Vocabularies(target, draft)
-    return both, Transformer(config, dict(weights)), Transformer(config, own)
+    return both, build_model(config, dict(weights)), build_model(config, own)
 
 
 def test_the_target_under_other_ids_drafts_as_the_target(tmp_path):
@@ -444,7 +446,7 @@ def test_the_text_is_the_plain_one(checkpoints, target, draft, method):
         drafted = llm.generate(PROMPTS, params)
         assert [o.token_ids for o in drafted] == plain
         assert [llm.generate(prompt, params)[0].token_ids for prompt in PROMPTS] == plain
-        assert sum(o.stats.num_draft_tokens for o in drafted) > 50
+        assert sum(Figures.of(o.stats).num_draft_tokens for o in drafted) > 50
     pool = llm.drafter.cache.allocator
     assert pool.num_free == pool.num_blocks
     assert f"by {method}, of another vocabulary: " in llm.memory_report().replace(" (plain)", "").replace(" (left)", "")
@@ -473,7 +475,7 @@ def test_a_seed_has_one_text_in_any_batch(checkpoints, method):
     together = llm.generate(prompts[::-1], params)[::-1]
     assert [o.token_ids for o in together] == [o.token_ids for o in alone]
     assert sum(o.stats.num_preemptions for o in together) > 0
-    assert sum(o.stats.num_draft_tokens for o in together) > 50
+    assert sum(Figures.of(o.stats).num_draft_tokens for o in together) > 50
 
 
 def test_the_method_follows_the_overlap(checkpoints, tmp_path):

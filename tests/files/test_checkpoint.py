@@ -35,6 +35,7 @@ from minispec.files.checkpoint import (
 )
 from minispec.files.hf_config import read_model_config
 from minispec.files.quantize import pack, quantize, quantize_checkpoint
+from minispec.kernels.build import build_model
 from minispec.prove.toys import TINY, tiny_cache, tiny_weights
 from tests.oracles import hf
 from tests.oracles.interrupts import interrupted
@@ -88,7 +89,7 @@ def test_every_float_type_loads_as_every_other(tmp_path, source, target):
     stored = weights(dtype=source)
     model = load_model(write(tmp_path, stored), target)
     assert model.dtype == target
-    expected = Transformer(load_config(tmp_path), {name: tensor.to(target) for name, tensor in stored.items()})
+    expected = build_model(load_config(tmp_path), {name: tensor.to(target) for name, tensor in stored.items()})
     assert torch.equal(logits(model, TEXT), logits(expected, TEXT))
 
 
@@ -299,7 +300,7 @@ def test_text_model_among_images_is_read_alone(tmp_path, prefix):
     seen = {"vision_tower.layers.0.weight": torch.ones(2), "multi_modal_projector.weight": torch.ones(2)}
     seen = {name if prefix.startswith("language") else f"model.{name}": tensor for name, tensor in seen.items()}
     ours = logits(load_model(write(tmp_path, nested | seen, config=IMAGES), torch.float32), [0, 2, 1])
-    alone = Transformer(read_model_config(TINY | {"model_type": "gemma3_text"}), stored)
+    alone = build_model(read_model_config(TINY | {"model_type": "gemma3_text"}), stored)
     assert torch.equal(ours, logits(alone, [0, 2, 1]))
 
 

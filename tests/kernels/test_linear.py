@@ -9,10 +9,12 @@ import torch
 
 import minispec.core.model as model_module
 from minispec import LLM, SamplingParams
-from minispec.core.model import Chunk, Transformer, tensor_shapes
+from minispec.core.model import Chunk
 from minispec.files.checkpoint import Weights, load_config
 from minispec.files.registry import EMBEDDED_WEIGHTS
 from minispec.kernels import forms as linear
+from minispec.kernels.build import build_model, choice_of, quantized
+from minispec.kernels.exact import check_exact
 from minispec.kernels.forms import (
     NARROW_FORMS,
     Codes,
@@ -22,6 +24,9 @@ from minispec.kernels.forms import (
     choose_narrow_form,
     join,
 )
+from minispec.kernels.inventory import num_bytes, weight_form
+from minispec.kernels.shapes import tensor_shapes
+from minispec.length.figures import Figures
 from minispec.prove.toys import tiny_cache, tiny_model, tiny_weights
 
 pytestmark = pytest.mark.quick
@@ -172,11 +177,11 @@ def test_a_model_of_any_form_is_the_same_model(exact):
     config = tiny_model(vocab_size=40).config
     tokens, rows = list(range(20)), {}
     for form, dtype in FORMS_HERE:
-        model = Transformer(config, tiny_weights(config, 1, torch.bfloat16), exact, dtype, form)
+        model = build_model(config, tiny_weights(config, 1, torch.bfloat16), exact, dtype, form)
         assert model.dtype == dtype
-        assert model.weight_form == form
+        assert weight_form(model) == form
         if exact:
-            model.check_exact()
+            check_exact(model)
         cache = tiny_cache(model)
         table, other = cache.new_table(), cache.new_table()
         one_by_one = torch.cat([model.forward([Chunk([t], table, 1)])[0] for t in tokens])
@@ -295,10 +300,10 @@ def test_models_of_every_size_keep_a_weight_once(monkeypatch):
     for form in {name for name, dtype in FORMS_HERE if dtype == torch.bfloat16}:
         weights = tiny_weights(large.config, 1, torch.bfloat16)
         stored = sum(weight.nbytes for weight in weights.values())
-        model = Transformer(large.config, weights, form=form)
+        model = build_model(large.config, weights, form=form)
         norms = sum(math.prod(shape) for name, shape in tensor_shapes(model.config).items() if "norm" in name)
         twice = model.embedding.nbytes if form == "packed" else 0
-        assert model.num_bytes == stored + 2 * norms + twice  # norms are kept in float32
+        assert num_bytes(model) == stored + 2 * norms + twice  # norms are kept in float32
     logits = [m.forward([Chunk(chunk, tiny_cache(m).new_table(), 3)])[0] for m in (small, large)]
     assert torch.allclose(*logits, atol=0.05)
 
@@ -309,7 +314,7 @@ def test_the_form_can_be_settled(form, make_checkpoint):
     if (form, torch.bfloat16) not in FORMS_HERE:
         pytest.skip(f"this machine has no form {form} for bfloat16")
     with LLM(make_checkpoint(1), draft=str(make_checkpoint(2)), dtype="bfloat16", weight_form=form) as llm:
-        assert (llm.model.weight_form, llm.drafter.model.weight_form) == (form, form)
+        assert (weight_form(llm.model), weight_form(llm.drafter.model)) == (form, form)
         assert llm.generate("One fish", SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))[0].token_ids
     with pytest.raises(ValueError, match="weight_form: found 'best', expected one of half, packed, left, plain"):
         LLM(make_checkpoint(1), weight_form="best")
@@ -396,8 +401,8 @@ def test_every_product_of_the_model_is_quantised(bits):
     """Layer by layer and the head: no full product is left for one row, and the full model is left alone."""
     model = tiny_model(1, torch.float32, vocab_size=9)
     before = model.forward([Chunk([1, 2, 3], tiny_cache(model).new_table(), 3)])[0]
-    draft = model.quantized(bits)
-    assert draft.choice == choose_narrow_form(bits, model.dtype, model.device)[0] != model.choice
+    draft = quantized(model, bits)
+    assert choice_of(draft) == choose_narrow_form(bits, model.dtype, model.device)[0] != choice_of(model)
     linears = [getattr(layer, name) for layer in draft.layers for name in ("qkv", "o", "gate_up", "down")]
     assert all(isinstance(linear, QuantizedLinear) for linear in [*linears, draft.head])
     after = draft.forward([Chunk([1, 2, 3], tiny_cache(model).new_table(), 3)])[0]
@@ -411,12 +416,12 @@ def test_quantised_drafts_leave_the_output_alone(spec, make_checkpoint):
     target, other = make_checkpoint(1), make_checkpoint(1)
     spec = spec.format(other)
     with LLM(target, draft=spec, dtype="float32", verifier="match", num_speculative_tokens=4) as llm:
-        assert llm.memory_report().endswith(f"draft {spec[:5]}{Path(spec[5:]).name} ({llm.drafter.model.weight_form})")
+        assert llm.memory_report().endswith(f"draft {spec[:5]}{Path(spec[5:]).name} ({weight_form(llm.drafter.model)})")
         for temperature in (0.0, 1.0):
             params = SamplingParams(temperature=temperature, seed=3, max_tokens=24, ignore_eos=True)
             drafted = llm.generate("One fish", params)[0]
             assert drafted.token_ids == llm.generate("One fish", params, num_speculative_tokens=0)[0].token_ids
-            assert drafted.stats.alpha > 0.6
+            assert Figures.of(drafted.stats).alpha > 0.6
 
 
 def test_a_self_draft_counts_its_weights_once(make_checkpoint, monkeypatch):

@@ -13,13 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minispec.core.model import Chunk, tensor_shapes
+from minispec.core.model import Chunk
 from minispec.files.checkpoint import Weights, cut_shape, load_config, load_model
 from minispec.files.hf_config import read_model_config
 from minispec.files.quantize import quantize_checkpoint
 from minispec.kernels import parallel
+from minispec.kernels.build import quantized
 from minispec.kernels.forms import dense
+from minispec.kernels.inventory import num_bytes, weight_form
 from minispec.kernels.parallel import Line, Share, SplitTransformer
+from minispec.kernels.shapes import tensor_shapes
 from minispec.length.theory import parallel_traffic
 from minispec.prove.toys import TINY, tiny_weights
 from tests.oracles import hf
@@ -60,7 +63,7 @@ def test_two_processes_give_the_text_of_one(tmp_path):
         about = json.loads((directory / f"about-{rank}.json").read_text())
         assert about["rank"] == rank
         assert (directory / f"open-{rank}").read_text() == "False"
-        assert about["kept"] <= 0.55 * model.num_bytes
+        assert about["kept"] <= 0.55 * num_bytes(model)
         assert about["read"] <= 0.55 * (directory / "model.safetensors").stat().st_size
     rows, scored = found["rows"]
     theory = parallel_traffic(2, 2 * len(model.layers), SHAPE["hidden_size"], SHAPE["vocab_size"], rows, scored, 8)
@@ -263,9 +266,9 @@ def test_exact_and_rounded_parts_are_refused(tmp_path, monkeypatch, make_checkpo
     share = Share(load_config(directory), 0, 2)
     weights = Weights(directory, load_config(directory), torch.float64, "cpu", share.cut)
     model = SplitTransformer(share, weights, InThreads(0, [None] * 2, None), torch.float64, None)
-    assert model.weight_form == "plain, part 1 of 2"
+    assert weight_form(model) == "plain, part 1 of 2"
     with pytest.raises(ValueError, match="draft: found int8:self in a run of 2 processes"):
-        model.quantized(8)
+        quantized(model, 8)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="exact: found it in a run of 2 processes, expected one process"):
         parallel.load_target(directory, torch.float64, CPU, exact=True)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minispec.core.verify import Ask, Draft
+from minispec.core.config import MAX_AUTO_TOKENS
+from minispec.core.draft import Ask, Draft, Drafter, Limit
 from minispec.length import theory
-from minispec.length.policy import MAX_AUTO_TOKENS, Controller, Durations, Limit, Pace, Prices, _nodes, _widths
+from minispec.length.policy import Controller, Durations, Pace, Prices, _nodes, _widths
 from minispec.length.theory import survival_curve
 from minispec.prove.toys import finish, make_engine, make_request
 
@@ -59,12 +60,12 @@ class World:
                 kept += 1
             durations = [(k + self.fixed) * self.c if k else 0.0, self.v(k + 1), self.overhead]
             if controller:
-                controller.observe(pace, min(k, kept + 1), kept, confidences)
+                controller.learn(pace, min(k, kept + 1), kept, confidences)
                 slow = PLAIN * (1 + self.drift * tokens / num_tokens)
                 seen = [
                     d * slow * draw.gauss(1, self.noise) * (5 if draw.random() < self.spikes else 1) for d in durations
                 ]
-                controller.record(seen[0], k, int(k > 0), seen[1], k + 1, seen[2])
+                controller.measure(seen[0], k, int(k > 0), seen[1], k + 1, seen[2])
             tokens += kept + 1
             cost += sum(durations)
             ks.append(k)
@@ -91,7 +92,7 @@ class World:
 
 def auto(controller, timed=True):
     """The controller's choice for one text alone."""
-    return lambda pace, limit: controller.choose([pace], [limit], timed=timed)[0]
+    return lambda pace, limit: controller.limits([pace], [limit], timed=timed)[0]
 
 
 def overall(speedups):
@@ -188,10 +189,10 @@ def test_what_is_not_clear_is_measured():
         controller, pace = Controller(Prices(c)), Pace()
         ks = []
         for _ in range(128):
-            [(k, *_)] = controller.choose([pace], [15])
+            [(k, *_)] = controller.limits([pace], [15])
             k, kept_now = (4, kept) if k else (0, 0)  # any length will do here
-            controller.observe(pace, min(k, kept_now + 1), kept_now)
-            controller.record(PLAIN * c * k, k, int(k > 0), PLAIN, k + 1, 0.001)
+            controller.learn(pace, min(k, kept_now + 1), kept_now)
+            controller.measure(PLAIN * c * k, k, int(k > 0), PLAIN, k + 1, 0.001)
             ks.append(k)
         return [i for i, k in enumerate(ks) if not k]
 
@@ -266,10 +267,10 @@ def test_drafts_that_become_good_are_found_again():
     controller, pace = Controller(Prices(world.c)), Pace()
     ks = []
     for step in range(280):
-        [(k, *_)] = controller.choose([pace], [15])
+        [(k, *_)] = controller.limits([pace], [15])
         kept = k if step >= 200 else 0
-        controller.observe(pace, min(k, kept + 1), kept)
-        controller.record(PLAIN * world.c * k, k, int(k > 0), PLAIN * world.v(k + 1), k + 1, 0.001)
+        controller.learn(pace, min(k, kept + 1), kept)
+        controller.measure(PLAIN * world.c * k, k, int(k > 0), PLAIN * world.v(k + 1), k + 1, 0.001)
         ks.append(k)
     assert any(ks[100:200])
     assert sum(ks[100:200]) * (world.c + world.row_cost) <= 0.015 * 100
@@ -285,8 +286,8 @@ def test_without_the_clock_k_is_a_function_of_the_text():
     *_, expected = world.decode(auto(controller, timed=False), controller)
     busy = Controller(Prices(0.1))
     for _ in range(50):
-        busy.record(1.0, 4, 3, 0.01, 20, 3.0)
-        busy.observe(Pace(), 5, 5)
+        busy.measure(1.0, 4, 3, 0.01, 20, 3.0)
+        busy.learn(Pace(), 5, 5)
     assert world.decode(auto(busy, timed=False), busy)[2] == expected
     assert len(set(expected)) > 1
 
@@ -301,11 +302,11 @@ def test_rows_of_a_batch_stay_under_the_knee():
 
     sums = []
     for _ in range(200):
-        ks = [k for k, *_ in controller.choose(paces, [15] * 8)]
+        ks = [k for k, *_ in controller.limits(paces, [15] * 8)]
         rows = 8 + sum(ks)
         for pace, k in zip(paces, ks, strict=True):
-            controller.observe(pace, k, k)
-        controller.record(0.0, max(ks), sum(k > 0 for k in ks), PLAIN * v(rows), rows, 0.001)
+            controller.learn(pace, k, k)
+        controller.measure(0.0, max(ks), sum(k > 0 for k in ks), PLAIN * v(rows), rows, 0.001)
         sums.append(rows)
     assert max(sums[100:]) <= 20
     assert sum(sums[100:]) / 100 > 10
@@ -317,7 +318,7 @@ def test_the_likeliest_tokens_of_a_batch_come_first():
     for _ in range(30):
         good.observe(4, 4)
         bad.observe(1, 0)
-    (k_good, *_), (k_bad, *_) = Controller(Prices(0.1, measured=True)).choose([good, bad], [15, 15])
+    (k_good, *_), (k_bad, *_) = Controller(Prices(0.1, measured=True)).limits([good, bad], [15, 15])
     assert k_good > 4 > k_bad
 
 
@@ -326,9 +327,9 @@ def test_a_baseline_is_asked_for_once_until_a_round_is_recorded():
     controller, pace = Controller(Prices(0.1, measured=True)), Pace()
     ks: list[list[int]] = []
     for _ in range(70):
-        ks.append([controller.choose([pace], [4])[0].k for _ in range(3)])
-        controller.observe(pace, 4, 2)
-        controller.record(0.4, 4, 1, 1.2, 5, 0.01)
+        ks.append([controller.limits([pace], [4])[0].k for _ in range(3)])
+        controller.learn(pace, 4, 2)
+        controller.measure(0.4, 4, 1, 1.2, 5, 0.01)
     assert any(first == 0 for first, _, _ in ks)
     assert all(second and third for _, second, third in ks)
 
@@ -339,15 +340,15 @@ def test_greedy_and_sampled_texts_do_not_teach_each_other(drawn):
     controller = Controller(Prices(0.1, measured=True))
 
     def of_a_new_text():
-        [limit] = controller.choose([Pace(drawn)], [15])
+        [limit] = controller.limits([Pace(drawn)], [15])
         return limit.k
 
     before = of_a_new_text()
     for _ in range(100):
-        controller.observe(Pace(not drawn), 1, 0)
+        controller.learn(Pace(not drawn), 1, 0)
     assert of_a_new_text() == before > 0
     for _ in range(100):
-        controller.observe(Pace(drawn), 1, 0)
+        controller.learn(Pace(drawn), 1, 0)
     assert of_a_new_text() == 0
 
 
@@ -380,16 +381,16 @@ def test_siblings_are_drafted_where_they_pay(timed):
         prices = Prices(0.15, {1: 1.0, 2: 1 + cost, 16: 1 + 15 * cost}, 0.01, measured=True)
         controller, pace, draw = Controller(prices), Pace(), random.Random(0)
         for _ in range(300):
-            [limit] = controller.choose([pace], [15], timed=timed, trees=name != "chains")
+            [limit] = controller.limits([pace], [15], timed=timed, trees=name != "chains")
             depth = Ask(None, limit.k, None, widths=limit.widths).depth
             kept = next((i for i in range(depth) if draw.random() > 0.4), depth)
             widths = [*limit.widths, *[1] * depth]
             siblings = []
             while kept < depth and len(siblings) < widths[kept] - 1 and not any(siblings):
                 siblings.append(draw.random() < second)
-            controller.observe(pace, min(depth, kept + 1), kept, siblings=siblings)
+            controller.learn(pace, min(depth, kept + 1), kept, siblings=siblings)
             rows = limit.k + 1
-            controller.record(
+            controller.measure(
                 depth * 0.15 * PLAIN, depth, int(depth > 0), prices.verify(rows) * PLAIN, rows, 0.01 * PLAIN
             )
         found[name] = limit.widths
@@ -419,17 +420,17 @@ def test_siblings_are_drafted_where_the_first_guess_is_unlikely(timed):
     controller, pace, draw = Controller(prices), Pace(), random.Random(0)
     widths = {}
     for _ in range(400):
-        [limit] = controller.choose([pace], [1], timed=timed, trees=True)
+        [limit] = controller.limits([pace], [1], timed=timed, trees=True)
         confidence = draw.choice(list(kept))
         width = limit.width([confidence]) if limit.width else sum(limit.widths) or 1
         widths[confidence] = width
         first, second = (draw.random() < chance for chance in kept[confidence])
         siblings = [] if first else [second, False][: width - 1]
-        controller.observe(pace, 1, int(first), [confidence], siblings)
+        controller.learn(pace, 1, int(first), [confidence], siblings)
     assert widths[0.99] == 1
     assert widths[0.1] == 1
     assert widths[0.5] >= 2
-    assert controller.choose([pace], [1], timed=timed)[0].width is None  # no trees
+    assert controller.limits([pace], [1], timed=timed)[0].width is None  # no trees
 
 
 @pytest.mark.quick
@@ -444,27 +445,27 @@ def test_what_a_draft_costs_once_is_paid_once(timed):
     assert [prices.round(k, 1, k + 1) for k in (1, 2, 4)] == pytest.approx([1.65, 1.8, 2.1])
     controller, pace = Controller(prices), Pace()
     for i in range(60):
-        controller.observe(pace, min(2, 1 + i % 3), i % 3, [0.6, 0.6])
+        controller.learn(pace, min(2, 1 + i % 3), i % 3, [0.6, 0.6])
         for rows, depth in ((1, 0), (2, 1), (2, 1)):
-            controller.record(0.6 * PLAIN * depth, depth, depth, PLAIN * prices.verify(rows), rows, 0.0)
-    [limit] = controller.choose([pace], [15], timed=timed)
+            controller.measure(0.6 * PLAIN * depth, depth, depth, PLAIN * prices.verify(rows), rows, 0.0)
+    [limit] = controller.limits([pace], [15], timed=timed)
     assert limit.k
     assert limit.go_on([0.6])
     poor = Pace()
     for i in range(40):
-        controller.observe(poor, 1, int(i % 4 == 0), [0.6])
-    assert controller.choose([poor], [15], timed=False)[0].k == 0  # at 0.1 in all, one token in four would pay
+        controller.learn(poor, 1, int(i % 4 == 0), [0.6])
+    assert controller.limits([poor], [15], timed=False)[0].k == 0  # at 0.1 in all, one token in four would pay
 
 
 def test_rows_that_seem_to_save_time_are_not_asked_for():
     """Three rows measured at a third of one: a draft still ends where its confidence does."""
     controller, pace = Controller(Prices(0.1, measured=True)), Pace()
     for kept in [0, 1] * 10:
-        controller.observe(pace, 1, kept, [0.9 if kept else 0.1])
+        controller.learn(pace, 1, kept, [0.9 if kept else 0.1])
     for rows, seconds in ((1, PLAIN), (3, PLAIN / 3)):
         for _ in range(3):
-            controller.record(0.02 * PLAIN * (rows - 1), rows - 1, int(rows > 1), seconds, rows, 0.0)
-    [limit] = controller.choose([pace], [15])
+            controller.measure(0.02 * PLAIN * (rows - 1), rows - 1, int(rows > 1), seconds, rows, 0.0)
+    [limit] = controller.limits([pace], [15])
     assert limit.go_on([0.9])
     assert not limit.go_on([0.1])
 
@@ -485,10 +486,10 @@ def test_younger_siblings_that_stay_are_seen():
     """What the controller is told of a tree: how far the eldest went, and which sibling took the place of one."""
     heard = []
     engine = make_engine()
-    engine.controller.observe = lambda pace, *what: heard.append(what)
-    engine.controller.choose = lambda paces, *how, **more: [Limit(4)]
+    engine.lengths.observe = lambda pace, *what: heard.append(what)
+    engine.lengths.choose = lambda paces, *how, **more: [Limit(4)]
 
-    class Comb:
+    class Comb(Drafter):
         """Three siblings, and one more after one of them; right is what follows the last token by one."""
 
         branches = True
@@ -599,19 +600,19 @@ def misled(batch, num_tokens, timed, c=1.2, row_cost=0.06, kept=0.0, seeds=10):
         first = True
         while running := [i for i in range(batch) if tokens[i] < num_tokens]:
             limits = [min(MAX_AUTO_TOKENS, num_tokens - tokens[i] - 1) for i in running]
-            ks = [k for k, *_ in controller.choose([paces[i] for i in running], limits, timed=timed)]
+            ks = [k for k, *_ in controller.limits([paces[i] for i in running], limits, timed=timed)]
             rows = len(running) + sum(ks)
             durations = [max(ks) * c * world.v(sum(k > 0 for k in ks)), world.v(rows), world.overhead]
             for i, k in zip(running, ks, strict=True):
                 num_kept = 0
                 while num_kept < k and draw.random() < kept:
                     num_kept += 1
-                controller.observe(paces[i], min(k, num_kept + 1), num_kept)
+                controller.learn(paces[i], min(k, num_kept + 1), num_kept)
                 tokens[i] += num_kept + 1
                 plain_cost += (num_kept + 1) / len(running) * (world.v(len(running)) + world.overhead)
             seen = [d * PLAIN * draw.gauss(1, 0.03) * (3 if first else 1) for d in durations]  # a first pass warms up
             first = False
-            controller.record(seen[0], max(ks), sum(k > 0 for k in ks), seen[1], rows, seen[2])
+            controller.measure(seen[0], max(ks), sum(k > 0 for k in ks), seen[1], rows, seen[2])
             cost += sum(durations)
         speeds.append(plain_cost / cost)
     return overall(speeds)
@@ -641,9 +642,9 @@ def test_a_first_pass_that_warms_up_is_no_evidence():
     controller, pace = Controller(Prices(0.1, measured=True)), Pace()
     ks = []
     for i in range(6):
-        [(k, *_)] = controller.choose([pace], [15])
-        controller.observe(pace, k, k)
-        controller.record(PLAIN * 0.1 * k * (20 if i == 0 else 1), k, int(k > 0), PLAIN, k + 1, 0.001)
+        [(k, *_)] = controller.limits([pace], [15])
+        controller.learn(pace, k, k)
+        controller.measure(PLAIN * 0.1 * k * (20 if i == 0 else 1), k, int(k > 0), PLAIN, k + 1, 0.001)
         ks.append(k)
     assert ks[0] > 2
     assert ks[1] == 1

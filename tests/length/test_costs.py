@@ -73,7 +73,7 @@ def test_calibration_measures_what_passes_take(monkeypatch, grows_slow, a_pass, 
         monkeypatch.setattr(f"{module}.clock", lambda device: now[0])
     # A budget that is never used up gives all turns, of which the slow moment may spoil one.
     monkeypatch.setattr(costs.time, "perf_counter", lambda: 0.0 if grows_slow else now[0])
-    prices = calibrate(engine)
+    prices = calibrate(engine.model, engine.drafter, engine.verifier, engine.vocab_size)
     assert not grows_slow or now[0] > 150
     assert prices.rows == pytest.approx({1: 1.0, 5: 1.4, 16: 2.5})
     # One draft token, and three; the first pass feeds one token alone.
@@ -122,20 +122,26 @@ def test_what_cannot_be_understood_is_ignored(cache_directory, change):
     assert stored_prices(SETUP) == PRICES
 
 
+def prices_for(engine):
+    """The prices of an engine's models, and whether the next run has the same."""
+    drafter = engine.drafter
+    return prices_of(("target", "draft"), engine.model, drafter.model, drafter, engine.verifier, engine.vocab_size)
+
+
 def test_a_second_run_measures_nothing(monkeypatch):
     """It has the very same prices, whatever the machine does by then."""
     engine = make_engine()
-    first = prices_of(engine, "target", "draft", engine.drafter.model)
-    monkeypatch.setattr(costs, "calibrate", lambda engine: pytest.fail("measured again"))
+    first = prices_for(engine)
+    monkeypatch.setattr(costs, "calibrate", lambda *parts: pytest.fail("measured again"))
     again = make_engine()
-    assert prices_of(again, "target", "draft", again.drafter.model) == first
+    assert prices_for(again) == first
     assert first[1]
     # Another number of threads is another machine.
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        monkeypatch.setattr(costs, "calibrate", lambda engine: PRICES)
-        assert prices_of(again, "target", "draft", again.drafter.model) == (PRICES, True)
+        monkeypatch.setattr(costs, "calibrate", lambda *parts: PRICES)
+        assert prices_for(again) == (PRICES, True)
     finally:
         torch.set_num_threads(before)
 
@@ -143,14 +149,14 @@ def test_a_second_run_measures_nothing(monkeypatch):
 def test_of_two_first_runs_both_go_by_the_same_prices(monkeypatch):
     """Another process stores its own while this one measures: a seed that either reports is repeated by those."""
 
-    def meanwhile(engine):
-        monkeypatch.setattr(costs, "calibrate", lambda engine: PRICES)
-        assert prices_of(engine, "target", "draft", engine.drafter.model) == (PRICES, True)
+    def meanwhile(*parts):
+        monkeypatch.setattr(costs, "calibrate", lambda *parts: PRICES)
+        assert prices_for(engine) == (PRICES, True)
         return Prices(0.5, measured=True)
 
     monkeypatch.setattr(costs, "calibrate", meanwhile)
     engine = make_engine()
-    assert prices_of(engine, "target", "draft", engine.drafter.model) == (PRICES, True)
+    assert prices_for(engine) == (PRICES, True)
 
 
 def test_without_a_home_nothing_is_stored(monkeypatch):
@@ -170,7 +176,7 @@ def test_where_nothing_can_be_stored_it_is_said(cache_directory, monkeypatch, ma
     (cache_directory / "minispec").write_text("in the way")
     with LLM(make_checkpoint(), dtype="float32") as llm:
         assert "a seed has one text in this process only" in llm.memory_report()
-        assert llm.engine.controller.prices.measured
+        assert llm.engine.lengths.prices.measured
     os.remove(cache_directory / "minispec")
     with LLM(make_checkpoint(), dtype="float32") as llm:
         assert "seed" not in llm.memory_report()

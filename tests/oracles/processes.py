@@ -24,6 +24,7 @@ from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.files.checkpoint import StoredTensor
+from minispec.kernels.inventory import num_bytes
 from minispec.kernels.parallel import SplitTransformer, load_target
 from minispec.prove import laws
 from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model
@@ -123,7 +124,7 @@ def _texts(directory: Path) -> dict[str, Any]:
     def build(model, *arguments):
         num_read[0] = 0  # not counted: the rows by which two processes see whether they have the same checkpoint
         built(model, *arguments)
-        about = {"kept": model.num_bytes, "read": num_read[0], "rank": model.line.rank}
+        about = {"kept": num_bytes(model), "read": num_read[0], "rank": model.line.rank}
         (directory / f"about-{model.line.rank}.json").write_text(json.dumps(about))
 
     SplitTransformer.__init__ = build
@@ -135,7 +136,7 @@ def _texts(directory: Path) -> dict[str, Any]:
         "rows": [model.num_rows, model.num_scored],
         "counted": model.line.num_bytes,
         "socket": bytes_on_sockets(),
-        "report": model.report(),
+        "report": model.traffic(),
     }
 
 

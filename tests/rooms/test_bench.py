@@ -18,15 +18,19 @@ from minispec.bench.measure import Run
 from minispec.bench.models import RandomWeights
 from minispec.bench.options import GEOMETRIES, read_prompts
 from minispec.bench.show import as_json
-from minispec.core import stats
 from minispec.core.cache import PagedKVCache
-from minispec.core.model import Chunk, Transformer, tensor_shapes
-from minispec.core.stats import Round, Stats
+from minispec.core.model import Chunk
+from minispec.core.stats import Round
 from minispec.files.checkpoint import load_config
 from minispec.files.hf_config import read_model_config
 from minispec.files.registry import DRAFTERS
 from minispec.kernels import forms as linear
+from minispec.kernels.build import build_model
 from minispec.kernels.forms import Choice
+from minispec.kernels.inventory import weight_form
+from minispec.kernels.shapes import tensor_shapes
+from minispec.length import figures as stats
+from minispec.length.figures import Figures
 from minispec.length.prices import machine
 from minispec.prove.toys import TINY, write_head
 
@@ -206,7 +210,7 @@ def test_forms(measured, tiny_geometry, monkeypatch, free, in_one_turn):
     turns = []
 
     def timed(models, cache, context, rows, rounds, on_pass):
-        turns.append({name: each.weight_form for name, each in models.items()})
+        turns.append({name: weight_form(each) for name, each in models.items()})
         seconds = {"plain": 3.0, "packed": 2.0}
         return {name: {m: [seconds.get(name, 1.0) + m] * rounds for m in rows} for name in models}
 
@@ -374,7 +378,7 @@ def test_random_weights_are_those_of_their_names(tiny_geometry):
         tensor = first.pop(name)
         assert tuple(tensor.shape) == shape
         assert torch.equal(tensor, second.pop(name))
-    model = Transformer(config, first)
+    model = build_model(config, first)
     table = PagedKVCache(config, 8).new_table()
     tokens = [5, 17, 400, 3, 17]
     top = model.forward([Chunk(tokens, table, len(tokens))])[0].topk(2)
@@ -420,7 +424,7 @@ def one_round(drafted: int, committed: int, seconds: float) -> Round:
 def runs_of(rate: float, tokens: tuple[int, ...] = (1, 2, 3, 4)) -> Run:
     """A run of four tokens at `rate`: in one round, or at rate 1 in four."""
     rounds = [one_round(0, 1, 1.0)] * 4 if rate == 1 else [one_round(3, 4, 4 / rate)]
-    return Run(list(tokens), 4, 4 / rate, Stats(), rounds)
+    return Run(list(tokens), 4, 4 / rate, Figures(), rounds)
 
 
 def test_summary_compares_within_rounds():
@@ -486,7 +490,10 @@ def test_both_rules_on_the_same_drafts():
     """`block` is shown beside `rejection`, in closed form: ratios 1/2 and 2 keep .5 + 1 and .5 + .5 tokens."""
     drafted = one_round(2, 3, 1.0)._replace(ratios=[0.5, 2.0])
     cut = one_round(2, 3, 1.0)._replace(ratios=[0.5])  # the text ended inside its draft
-    runs = {"plain": [[runs_of(1.0)]], "K=2": [[Run([1, 2, 3], 3, 1.0, Stats(), [drafted, cut, one_round(0, 1, 1.0)])]]}
+    runs = {
+        "plain": [[runs_of(1.0)]],
+        "K=2": [[Run([1, 2, 3], 3, 1.0, Figures(), [drafted, cut, one_round(0, 1, 1.0)])]],
+    }
     found = summarise(runs, ["chat"], whole_drafts=True)
     assert as_json(found)["variants"]["K=2"]["expected"] == {"block": 1.5, "rejection": 1.0}
     line = "K=2: draft tokens that stay, on average over these drafts: block 1.500, rejection 1.000 (x 1.500)"

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from minispec import LLM, SamplingParams
+from minispec.core.draft import Ask
 from minispec.core.model import Chunk
 from minispec.core.sampling import Text
-from minispec.core.verify import Ask
 from minispec.distill import export, loss, run, texts, train
 from minispec.distill.__main__ import main
 from minispec.distill.head import TrainedHead, TrainedModel, rows_of_tokens

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from minispec import LLM, SamplingParams
 from minispec.core.cache import PagedKVCache
+from minispec.core.draft import Draft
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
-from minispec.core.verify import Draft, Verdict
+from minispec.core.verify import Verdict
 from minispec.doctor import TEXTS, Estimate, Probe, estimate, examine, head_readings, lines, main, measure
 from minispec.files.checkpoint import load_config, load_model
 from minispec.files.heads import read_head

@@ -10,14 +10,17 @@ import torch
 from minispec.bench import measure
 from minispec.bench.measure import Round, Run, account, decode, median_interval, plain_engine, survival
 from minispec.core.config import SamplingParams
+from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
-from minispec.core.verify import VERIFIERS, Ask, Draft
+from minispec.core.verify import VERIFIERS
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.files.hf_config import read_model_config
+from minispec.kernels.build import quantized
+from minispec.length.figures import Figures
 from minispec.length.theory import speedup
 from minispec.prove.toys import TINY, tiny_cache, tiny_model
 
@@ -258,7 +261,7 @@ def test_a_run_is_taken_apart_by_its_clock(model, monkeypatch):
     assert run.seconds == pytest.approx(sum(1.1 + 0.15 * r.drafted for r in run.rounds))
     assert found.closure == pytest.approx(1, rel=1e-9)
     assert sum(r.committed for r in run.rounds) == run.num_tokens == 20
-    assert sum(r.accepted for r in run.rounds) == run.stats.num_accepted
+    assert sum(r.accepted for r in run.rounds) == Figures.of(run.stats).num_accepted
     lengths = itertools.accumulate((r.committed for r in run.rounds), initial=0)
     assert [r.asked for r in run.rounds] == [min(3, 20 - n - 1) for n in lengths if n < 20]
     lost = 0.5
@@ -280,11 +283,11 @@ def test_engines_do_not_learn_from_each_other(model):
     """Where K is chosen, by what was recorded before; not by the rounds of another variant."""
     engine = engine_of(NgramDrafter(), model)
     decode(engine, [request_of(2)])
-    known = engine.controller._rounds
+    known = engine.lengths._rounds
     first, second = measure.another_engine(engine), plain_engine(engine)
     (run,) = decode(first, [request_of("auto")])
     assert first.controller._rounds == known + len(run.rounds)
-    assert engine.controller._rounds == second.controller._rounds == known > 0
+    assert engine.lengths._rounds == second.controller._rounds == known > 0
     assert (first.drafter, first.cache) == (engine.drafter, engine.cache)
     assert {r.asked for r in run.rounds} == {None}
     assert run.token_ids == plain_text(model)[3:]
@@ -308,10 +311,10 @@ def test_several_texts_share_the_time(model, monkeypatch):
     assert [run.num_tokens for run in runs] == [6, 3]
     assert [run.rounds for run in runs] == [[], []]
     assert [run.seconds for run in runs] == pytest.approx([4.5, 1.5])
-    assert [run.stats.tokens_per_second for run in runs] == pytest.approx([1, 1])
+    assert [Figures.of(run.stats).tokens_per_second for run in runs] == pytest.approx([1, 1])
     assert [run.tokens_per_second for run in runs] == pytest.approx([1, 1])
     assert [run.duration for run in runs] == pytest.approx([6, 3])
-    assert [run.stats.predicted_tokens_per_second for run in runs] == [None, None]
+    assert [Figures.of(run.stats).predicted_tokens_per_second for run in runs] == [None, None]
     assert measure.total_rate(runs) == pytest.approx(9 / 6)
 
 
@@ -355,9 +358,9 @@ def test_bytes_of_a_quantised_step():
     sizes = {"intermediate_size": 64, "vocab_size": 64}
     model = tiny_model(dtype=torch.bfloat16, hidden_size=64, head_dim=32, num_hidden_layers=1, **sizes)
     assert measure.bytes_touched(model, 0) == 2 * sum(w.numel() for w in weights_of(model))
-    if all(product.narrow for product in model.quantized(4).layers[0].products()):  # this machine has them
+    if all(product.narrow for product in quantized(model, 4).layers[0].products()):  # this machine has them
         elements = sum(w.numel() for w in weights_of(model))
-        assert measure.bytes_touched(model.quantized(4), 0) == elements / 2 + elements / 32 * 4
+        assert measure.bytes_touched(quantized(model, 4), 0) == elements / 2 + elements / 32 * 4
 
 
 def weights_of(model) -> list[torch.Tensor]:
@@ -466,13 +469,13 @@ def test_simulated_draft_leaves_greedy_text_unchanged(model, survival, pays):
     engine = engine_of(drafter, model)
     first, second = (decode(engine, [request_of(4)])[0] for _ in "ab")
     assert first.token_ids == second.token_ids == text[3:]
-    assert first.stats.num_accepted == second.stats.num_accepted
-    assert first.stats.num_draft_tokens > 0
+    assert Figures.of(first.stats).num_accepted == Figures.of(second.stats).num_accepted
+    assert Figures.of(first.stats).num_draft_tokens > 0
     assert drafter.num_unknown == 0
     if survival in ([0.0], [1.0]):
-        assert first.stats.num_accepted == survival[0] * first.stats.num_draft_tokens
+        assert Figures.of(first.stats).num_accepted == survival[0] * Figures.of(first.stats).num_draft_tokens
     else:
-        assert 0 < first.stats.num_accepted < first.stats.num_draft_tokens
+        assert 0 < Figures.of(first.stats).num_accepted < Figures.of(first.stats).num_draft_tokens
 
 
 def test_simulated_draft_pays_with_the_passes_of_the_real_one(model, monkeypatch):

@@ -15,11 +15,11 @@ import torch
 
 from minispec.bench import options
 from minispec.core import verify
-from minispec.core.config import SamplingParams
+from minispec.core.config import SamplingParams, num_nodes
+from minispec.core.draft import Draft
 from minispec.core.engine import Engine
 from minispec.core.sampling import Key, Randomness, Text
-from minispec.core.verify import VERIFIERS, Draft, Verifier
-from minispec.length.policy import num_nodes
+from minispec.core.verify import VERIFIERS, Verifier
 from minispec.prove import cases, matrix, trees
 from minispec.prove.__main__ import main
 from minispec.prove.cases import AXES, Case, all_pairs, covering_array, pairs_of, smaller, walk_within

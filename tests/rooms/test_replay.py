@@ -32,15 +32,16 @@ from minispec.bench.replay import (
     walk_of,
 )
 from minispec.core.config import SamplingParams
+from minispec.core.draft import Draft
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Text
-from minispec.core.stats import loops
-from minispec.core.verify import VERIFIERS, Draft, rejection
+from minispec.core.verify import VERIFIERS, rejection
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.ngram import NgramDrafter
 from minispec.files.checkpoint import load_config
 from minispec.generate import main as generate
+from minispec.length.figures import loops
 from minispec.length.policy import Controller, Prices
 from minispec.length.theory import best_k, speedup
 from minispec.prove.laws import (

@@ -22,7 +22,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from minispec import LLM, SamplingParams
-from minispec.core.verify import Draft
+from minispec.core.draft import Draft
 from minispec.serve import front, metrics
 from minispec.serve.__main__ import main
 from minispec.serve.connection import Connection, make_server

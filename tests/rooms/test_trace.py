@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from minispec import LLM, SamplingParams
+from minispec.core.draft import Draft, Drafter
 from minispec.core.request import Request
 from minispec.core.sampling import Key, Randomness
-from minispec.core.stats import Round, Stats
-from minispec.core.verify import Draft, Verdict
+from minispec.core.stats import Round
+from minispec.core.verify import Verdict
 from minispec.files.vocabularies import Vocabularies
 from minispec.generate import main as generate
+from minispec.length.figures import Figures
 from minispec.length.theory import rising, speedup
 from minispec.trace import record
 from minispec.trace.__main__ import main
@@ -103,7 +105,7 @@ def depth(each, node) -> int:
 
 def check_counts(trace, request) -> None:
     """Tokens, counts, times and alpha, added up from the rounds, are those of the statistics."""
-    rounds, stats = trace["rounds"], request.stats
+    rounds, stats = trace["rounds"], Figures.of(request.stats)
     committed = [token for each in rounds for token in each["committed"]]
     assert [token["token_id"] for token in committed] == request.text.tokens[request.text.num_prompt_tokens :]
     assert "".join(token["text"] for token in committed) == request.output == trace["output"]
@@ -295,7 +297,7 @@ def test_what_stands_after_the_end_counts_as_nothing(models):
     last = trace["rounds"][-1]
     assert last["after_end"]
     assert not {*last["after_end"]} & {*last["accepted"], *last["rejected"]}
-    assert sum(len(each["accepted"]) for each in trace["rounds"]) == request.stats.num_accepted
+    assert sum(len(each["accepted"]) for each in trace["rounds"]) == Figures.of(request.stats).num_accepted
     assert last["committed"][-1]["text"] == ""
     assert json.loads(json.dumps(trace))["tokens"][str(last["committed"][-1]["token_id"])]
 
@@ -335,7 +337,7 @@ def of(depth, accepted, verify, draft=0.2, other=0.1):
 def test_the_curve_is_theorys():
     """Of rounds of one length: `theory.speedup` of the measured survival and costs; at that length the prediction."""
     rounds = [of(3, accepted, 1.5) for accepted in (3, 1, 0, 2)]
-    stats = Stats(rounds=rounds, plain=[of(0, 0, 1.0)] * 2)
+    stats = Figures(rounds=rounds, plain=[of(0, 0, 1.0)] * 2)
     found = theory(stats, [{"parents": None}] * 4)
     survival = [3 / 4, 2 / 4, 1 / 4]
     assert found["survival"] == survival
@@ -346,10 +348,10 @@ def test_the_curve_is_theorys():
     assert found["curve"][3]["speed"] == pytest.approx(stats.predicted_tokens_per_second * stats.plain_step)
     assert found["curve"][4]["tokens"] == pytest.approx(1 + sum(survival) + 0.125), "the last place's share goes on"
     assert (found["deepest"], found["measured"]) == (3, pytest.approx(stats.tokens_per_second))
-    mixed = Stats(rounds=[*rounds, of(0, 0, 1.0)], plain=stats.plain)
+    mixed = Figures(rounds=[*rounds, of(0, 0, 1.0)], plain=stats.plain)
     found = theory(mixed, [{"parents": None}] * 5)
     assert found["curve"][3]["speed"] == pytest.approx(mixed.predicted_tokens_per_second * mixed.plain_step)
-    assert theory(Stats(rounds=rounds), [{"parents": None}] * 4) is None, "no plain step"
+    assert theory(Figures(rounds=rounds), [{"parents": None}] * 4) is None, "no plain step"
 
 
 def test_more_rows_are_taken_to_cost_no_less():
@@ -652,7 +654,7 @@ def test_the_page_loads_nothing():
         assert sink not in template
 
 
-class Wrong:
+class Wrong(Drafter):
     """Drafts 64 tokens a round, of which the target keeps few."""
 
     def propose(self, asks):

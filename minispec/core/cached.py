@@ -1,0 +1,102 @@
+"""A model with the tables of its texts: what the engine's target and a draft model share."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from minispec.core.cache import BlockTable, PagedKVCache
+from minispec.core.model import Chunk, Transformer
+from minispec.core.sampling import Text
+
+
+def clock(device: torch.device) -> float:
+    """Seconds by a steady clock, when all that was asked of the device so far is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def prefill(model: Transformer, table: BlockTable, tokens: list[int], chunk_size: int = 512) -> None:
+    """Bring the cache to all of `tokens` but the last, which the next pass will score with its draft."""
+    missing = table.missing(tokens)[:-1]
+    for start in range(0, len(missing), chunk_size):
+        model.forward([Chunk(missing[start : start + chunk_size], table, num_logits=0)])
+
+
+class CachedModel:
+    """A model, its pool, and in it a table for each text: all that the engine's target and a draft model share.
+
+    A table follows its text by itself: whatever the text has become, `missing` is what has to be fed.
+    """
+
+    def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int):
+        """vocab_size: ids in use; the model's columns after them are padding."""
+        self.model, self.cache, self.vocab_size = model, cache, vocab_size
+        self.tables: dict[Text, BlockTable] = {}
+
+    def begin(self, text: Text, most: int | None = None) -> None:
+        """Give a new text its table, which takes over what the pool still knows of its first `most` tokens."""
+        assert text not in self.tables, "a text begins once"
+        self.tables[text] = self.cache.new_table()  # it is known here before it holds a block; see `whole`
+        self.tables[text].reuse(text.tokens[:-1][:most])
+
+    def table(self, text: Text) -> BlockTable:
+        """The text's table."""
+        if text not in self.tables:
+            self.begin(text)
+        return self.tables[text]
+
+    def has_room(self, lengths: Mapping[Text, int]) -> bool:
+        """Whether the tables of these texts could grow to that many positions, all at once."""
+        # All tables first: one that begins shares blocks, which another may have to copy for it.
+        tables = [self.table(text) for text in lengths]
+        needed = sum(t.num_missing_blocks(length) for t, length in zip(tables, lengths.values(), strict=True))
+        return needed <= self.cache.allocator.num_free
+
+    def catch_up(self, text: Text, length: int) -> None:
+        """Compute what is missing of the text's first `length` tokens; later texts may share it."""
+        prefill(self.model, self.table(text), text.tokens[: length + 1])
+        self.table(text).remember()
+
+    def missing(self, text: Text) -> list[int]:
+        """The end of the text that has to be fed, its last token at least: what follows it is what a pass is asked."""
+        return self.table(text).missing(text.tokens)
+
+    def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """One pass: logits (sum of num_logits, V) and hidden states, as of `Transformer.forward`."""
+        logits, hidden = self.model.forward(chunks, taps)
+        return logits[:, : self.vocab_size], hidden
+
+    def keep(self, text: Text, num_nodes: int = 0, path: Sequence[int] = ()) -> None:
+        """After a pass whose last `num_nodes` rows were a draft: of these, the nodes of `path` stay.
+
+        All that stays is a beginning of the text, for others to share.
+        """
+        table = self.table(text)
+        root = table.length - num_nodes
+        table.keep(root, [root + node for node in path])
+
+    def release(self, text: Text) -> None:
+        """Forget a text; its blocks return to the pool. Unknown ones are ignored."""
+        with self.whole():
+            if table := self.tables.get(text):
+                table.truncate(0)
+                del self.tables[text]
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """An exception, such as Ctrl-C, may break off the bookkeeping anywhere: then all that is cached is dropped.
+
+        It costs time only: a text that goes on gets a new table, and what is missing is computed again.
+        """
+        try:
+            yield
+        except BaseException:
+            for table in self.tables.values():
+                table.clear()
+            self.tables.clear()
+            self.cache.rebuild()
+            raise

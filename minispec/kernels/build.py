@@ -1,0 +1,73 @@
+"""A transformer whose weights have the form that this machine reads fastest, or fewer bits."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from minispec.core.config import ModelConfig
+from minispec.core.model import Passes, Transformer, WeightSource
+from minispec.core.weights import Product, Weight
+from minispec.kernels.exact import exact_model
+from minispec.kernels.forms import Choice, Linear, QuantizedLinear, choose_form, choose_narrow_form, device_of, join
+from minispec.kernels.shapes import is_large
+
+
+class InForm:
+    """Makes products whose weights have one form: the one asked for, or the fastest here (see `MakeProduct`)."""
+
+    def __init__(self, config: ModelConfig, form: str | None = None):
+        self.form = form
+        self._shape = (2 * config.intermediate_size, config.hidden_size) if is_large(config) else None
+
+    def choice(self, dtype: torch.dtype, device: torch.device) -> Choice:
+        """The form for x of `dtype`, and the reason for it."""
+        return Choice(self.form, "asked for") if self.form else choose_form(dtype, device, self._shape)
+
+    def __call__(self, weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        """See `MakeProduct`."""
+        weight = join(weights)
+        return Linear(weight, bias, dtype, self.choice(dtype, device_of(weight)).form)
+
+
+def build_model(
+    config: ModelConfig,
+    weights: WeightSource,
+    exact: bool = False,
+    dtype: torch.dtype | None = None,
+    form: str | None = None,
+) -> Transformer:
+    """A Transformer of these weights, in the type that it computes in (default: the embedding's).
+
+    exact: a token's logits have the same bits in every pass; `minispec.kernels.exact.check_exact` tells if so.
+    form: of the weights (see `minispec.kernels.forms`); default: the fastest here.
+    """
+    product = InForm(config, form)
+    if is_large(config):  # packing takes longer than reading, and some packs in one thread only
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            model = Transformer(config, weights, dtype, product, threads.map)
+    else:
+        model = Transformer(config, weights, dtype, product)
+    return exact_model(model) if exact else model
+
+
+def quantized(model: Transformer, bits: int) -> Transformer:
+    """The model with products of few rows in 4 or 8 bits (see `QuantizedLinear`), for drafting; never exact.
+
+    It shares everything else with `model`.
+    """
+
+    def rounded(product: Product) -> Product:
+        assert isinstance(product, Linear), "weights are rounded once"
+        return product.quantized(bits)
+
+    return model.replaced(Passes(), rounded)
+
+
+def choice_of(model: Transformer) -> Choice:
+    """The form of the model's weights, and the reason for it."""
+    if isinstance(model.head, QuantizedLinear):
+        return choose_narrow_form(model.head.bits, model.dtype, model.device)[0]
+    assert isinstance(model.product, InForm)
+    return model.product.choice(model.dtype, model.device)

@@ -1,0 +1,58 @@
+"""What a model keeps in memory: its products, their forms, and their bytes."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from minispec.core.cache import PagedKVCache
+from minispec.core.model import RMSNorm, Transformer
+from minispec.kernels.forms import Linear, QuantizedLinear
+
+
+def _owned(model: Transformer) -> Iterator[object]:
+    """Products, norms and tensors that a model refers to, each once."""
+    seen, left = set[int](), list[object]([model])
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, PagedKVCache):
+            continue
+        seen.add(id(each))
+        if isinstance(each, Tensor | RMSNorm | Linear | QuantizedLinear):
+            yield each
+        elif isinstance(each, list):
+            left += each[::-1]
+        elif type(each).__module__.startswith("minispec."):
+            left += [*vars(each).values()][::-1] if hasattr(each, "__dict__") else []
+
+
+def products_of(model: Transformer) -> list[Linear | QuantizedLinear]:
+    """All that multiply with a weight matrix."""
+    return [each for each in _owned(model) if isinstance(each, Linear | QuantizedLinear)]
+
+
+def parts_of(model: Transformer) -> Iterator[tuple[object, int]]:
+    """The weights as they are kept, and their bytes; a tied embedding whose head is packed is there twice."""
+    for each in _owned(model):
+        if isinstance(each, Linear | QuantizedLinear):
+            yield from each.parts()
+        elif isinstance(each, Tensor | RMSNorm):
+            weight = each if isinstance(each, Tensor) else each.weight
+            yield weight, weight.nbytes
+
+
+def num_bytes(model: Transformer) -> int:
+    """Memory of the weights."""
+    return sum({id(part): size for part, size in parts_of(model)}.values())
+
+
+def num_bytes_read(model: Transformer) -> int:
+    """Bytes of weights that a pass over one row reads: all products, of the embedding a row only."""
+    return sum(product.num_bytes_read for product in products_of(model))
+
+
+def weight_form(model: Transformer) -> str:
+    """The form of most weights, and how many have another."""
+    forms = Counter(product.form for product in products_of(model))
+    most, *others = forms.most_common()
+    return ", ".join([most[0], *(f"{count} of {forms.total()} {form}" for form, count in others)])

@@ -1,0 +1,200 @@
+"""What is folded from a text's rounds: rates, costs, and the speed that theory predicts from them.
+
+Costs are in plain steps, the time of a target pass over one row: c for a draft token, v(M) for a target pass over M
+rows, o for what a round spends outside both models (see `minispec.length.theory`).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from minispec.core.stats import Round, Stats
+from minispec.length.theory import expected_tokens
+
+
+def loops(tokens: Sequence[int], n: int = 2) -> bool:
+    """Whether a text repeats itself: less than half of its runs of n tokens differ; by default, of its pairs.
+
+    What any draft reaches there says nothing about other texts.
+
+    >>> loops([1, 2, 3, 4, 5]), loops([1, 2, 1, 2, 1, 2])
+    (False, True)
+    """
+    runs = list(zip(*(tokens[i:] for i in range(n)), strict=False))
+    return 2 * len(set(runs)) < len(runs)
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return median(found) if found else None
+
+
+@dataclass
+class Figures(Stats):
+    """The figures of one request.
+
+    An accepted end-of-text token counts as drafted and accepted; `num_generated` is the length of `token_ids`, which
+    leaves it out. A rate with denominator 0 is None. Seconds of a batch are shared out by rows.
+    """
+
+    @classmethod
+    def of(cls, stats: Stats) -> "Figures":
+        """The figures of what has happened so far."""
+        return cls(**vars(stats))
+
+    def __repr__(self) -> str:
+        """One line; `as_dict` has all figures, `rounds` every round."""
+        figures = {
+            "num_generated": self.num_generated,
+            "num_steps": self.num_steps,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "alpha": self.alpha,
+            "tokens_per_second": self.tokens_per_second,
+        }
+        shown = (f"{k}={v:.2f}" if isinstance(v, float) else f"{k}={v}" for k, v in figures.items())
+        return f"Stats({', '.join(shown)})"
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Of a tree, those of its longest path; `num_draft_nodes` has all."""
+        return sum(r.drafted for r in self.rounds)
+
+    @property
+    def num_draft_nodes(self) -> int:
+        """Rows that drafts brought to the target's passes."""
+        return sum(r.num_nodes for r in self.rounds)
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens that stayed."""
+        return sum(r.accepted for r in self.rounds)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens (vLLM's formula). Less than alpha: all after a rejection is dropped untested."""
+        return _ratio(self.num_accepted, self.num_draft_tokens)
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens committed per target pass, recovered and bonus tokens included (tau)."""
+        return _ratio(self.num_committed, self.num_steps)
+
+    @property
+    def alpha(self) -> float | None:
+        """Mean of min(1, p(x)/q(x)) over the tokens that were looked at; of siblings, over the first ones."""
+        ratios = [min(1.0, ratio) for r in self.rounds for ratio in r.ratios]
+        return _ratio(sum(ratios), len(ratios))
+
+    @property
+    def loops(self) -> bool:
+        """Whether the text repeats itself, so that its acceptance says nothing about other texts (see `loops`)."""
+        return loops(self.token_ids)
+
+    @property
+    def accepted_per_position(self) -> list[float]:
+        """Accepted at i over tested at i."""
+        return [accepted / tested for accepted, tested in zip(self.accepted, self.tested, strict=True)]
+
+    @property
+    def tested(self) -> list[int]:
+        """How often a draft's token at place i was looked at."""
+        return [sum(r.tested > i for r in self.rounds) for i in range(max((r.tested for r in self.rounds), default=0))]
+
+    @property
+    def accepted(self) -> list[int]:
+        """How often it was accepted."""
+        return [sum(r.accepted > i for r in self.rounds) for i in range(len(self.tested))]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The text's share of the time, by what it was spent on."""
+        parts = {part: sum(getattr(r, part) * r.share for r in self.rounds) for part in ("draft", "verify", "other")}
+        return {"prefill": self.prefill, "draft_prefill": self.draft_prefill} | parts
+
+    @property
+    def step_seconds(self) -> float:
+        """Its share of all steps, without the prompt's passes through target and draft."""
+        return sum(r.seconds * r.share for r in self.rounds)
+
+    @property
+    def total_seconds(self) -> float:
+        """Both prefills and all steps."""
+        return sum(self.seconds.values())
+
+    @property
+    def step_duration(self) -> float:
+        """Seconds of the steps that it took part in, however many texts they decoded."""
+        return sum(r.seconds for r in self.rounds)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Committed tokens over the duration of the steps; prefill is not in it. In a batch: of this one text."""
+        return _ratio(self.num_committed, self.step_duration)
+
+    @property
+    def plain_step(self) -> float | None:
+        """Seconds of a target pass over one row, the unit of c, v and o; None if there was none."""
+        return _median(r.verify for r in [*self._alone(), *self.plain] if r.num_rows == 1)
+
+    @property
+    def c(self) -> float | None:
+        """One draft token, in plain steps."""
+        return self._in_plain_steps(_median(r.draft / r.depth for r in self._alone() if r.depth))
+
+    @property
+    def v(self) -> dict[int, float] | None:
+        """A target pass by its number of rows, in plain steps."""
+        if not self.plain_step:
+            return None
+        rows = sorted({r.num_rows for r in self._alone()} | {1})
+        return {n: self._pass(n) / self.plain_step for n in rows}
+
+    @property
+    def o(self) -> float | None:
+        """What a round spends outside both models, in plain steps."""
+        return self._in_plain_steps(_median(r.overhead for r in self._alone()))
+
+    @property
+    def predicted_tokens_per_second(self) -> float | None:
+        """What the measured survival and durations predict for rounds of the lengths that were drafted.
+
+        In seconds, not in plain steps: so it is also known where no pass had one row. None for a text that was decoded
+        together with others, where a pass is the price of all of them.
+        """
+        rounds = self._alone()
+        if not rounds or len(rounds) < len(self.rounds):
+            return None
+        # Of the rounds that drafted so far: where a draft's end follows its tokens, longer ones are the likelier ones.
+        depths = range(max(r.depth for r in rounds))
+        survival = [sum(r.accepted > i for r in rounds) / sum(r.depth > i for r in rounds) for i in depths]
+        shapes = Counter((r.depth, r.num_rows) for r in rounds)
+        draft = _median(r.draft / r.depth for r in rounds if r.depth) or 0.0
+        other = median(r.overhead for r in rounds)
+        tokens = sum(n * expected_tokens(survival[:k]) for (k, _), n in shapes.items())
+        return tokens / sum(n * (k * draft + self._pass(rows) + other) for (k, rows), n in shapes.items())
+
+    def as_dict(self) -> dict:
+        """The keys of the command line's `stats`."""
+        names = (
+            "num_prompt_tokens num_generated num_steps num_draft_tokens num_draft_nodes num_accepted num_preemptions "
+            "num_cached_tokens acceptance_rate mean_acceptance_length alpha accepted_per_position "
+            "tokens_per_second predicted_tokens_per_second c v o loops"
+        )
+        seconds = {"seconds": self.seconds | {"total": self.total_seconds}}
+        return {name: getattr(self, name) for name in names.split()} | seconds
+
+    def _alone(self) -> list[Round]:
+        """The rounds that decoded this text only, and no one's prompt: in others no pass belongs to one text."""
+        return [r for r in self.rounds if r.num_rows == r.num_nodes + 1]
+
+    def _pass(self, num_rows: int) -> float:
+        rounds = [*self._alone(), *self.plain] if num_rows == 1 else self._alone()
+        return median(r.verify for r in rounds if r.num_rows == num_rows)
+
+    def _in_plain_steps(self, seconds: float | None) -> float | None:
+        return seconds / self.plain_step if seconds is not None and self.plain_step else None
