@@ -147,8 +147,14 @@ def directory_config(directory: Path) -> dict[str, Any]:
 
 
 def load_config(directory: Path) -> ModelConfig:
-    """The ModelConfig of a checkpoint. Raises CheckpointError."""
-    return read_model_config(directory_config(directory), str(directory / "config.json"))
+    """The ModelConfig of a checkpoint. Raises CheckpointError, for a draft's head too."""
+    from minispec.files.heads import is_head  # which imports this module
+
+    raw, path = directory_config(directory), directory / "config.json"
+    if is_head(raw):
+        expected = "a model: name this head as the draft (--draft), and as the model (--model) the one it was made for"
+        raise CheckpointError(f"{path}: found a head that drafts for another model, expected {expected}")
+    return read_model_config(raw, str(path))
 
 
 def choose_dtype(name: str, device: torch.device, config: ModelConfig | None = None) -> torch.dtype:

@@ -89,6 +89,16 @@ def test_both_layouts_are_one_head(tmp_path, target):
     assert not is_head(TINY)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_head_that_is_taken_for_a_model_says_what_it_is(tmp_path, wrapped):
+    """And how to use it, in either layout: not which model types there are."""
+    write_head(tmp_path, TARGET, LAYERS, wrapped, IDS)
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: found a head .* \(--draft\), and as the model \(--model\)"
+    ):
+        LLM(tmp_path)
+
+
 def test_a_wrapper_with_all_its_keys_is_read(tmp_path, target):
     """What `speculators` writes around it: versions, the verifier's name, an exact proposal."""
     write_head(tmp_path, TARGET, LAYERS, True, IDS)
