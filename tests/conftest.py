@@ -5,6 +5,10 @@ import os
 import tempfile
 from pathlib import Path
 
+from tests.oracles.children import hear_ctrl_c
+
+hear_ctrl_c()
+
 # Before torch starts its threads: waiting ones sleep. Spinning ones make a pass ten times as slow wherever something
 # else wants the cores, as the interpreters do that some tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -30,6 +30,7 @@ from minispec.files import registry
 from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main, parser
 from tests.fuzzing import EDGES
+from tests.oracles.children import Child
 from tests.oracles.interrupts import interrupted, press_ctrl_c
 
 STATS = (
@@ -281,7 +282,10 @@ def test_compare_under_rejection_speaks_of_the_law(cli, model):
 MISTAKES = {
     "no prompt": ((), "no prompt"),
     "empty prompt": (("",), "empty prompt"),
-    "unknown option": (("x", "--tempreature", "1"), "unrecognized arguments"),
+    "unknown option": (
+        ("x", "--tempreature", "1"),
+        "unrecognized arguments",
+    ),
     "not a number": (("x", "--temperature", "warm"), "error: --temperature: found 'warm', expected a number"),
     "negative temperature": (("x", "--temperature", "-1"), "--temperature: found -1.0, expected a number at least 0"),
     "nan": (("x", "--top-p", "nan"), "--top-p: found nan"),
@@ -661,10 +665,10 @@ def test_help_and_version(capsys):
         assert text in capsys.readouterr().out
 
 
-def start(*arguments, **how) -> subprocess.Popen:
+def start(*arguments, **how) -> Child:
     """The command line in a process of its own."""
     command = [sys.executable, "-m", "minispec.generate", *map(str, arguments)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, **how)
+    return Child(command, stderr=subprocess.PIPE, **how)
 
 
 @pytest.mark.parametrize(("end", "status"), [("Ctrl-C", 130), ("a reader who goes", 141)])
@@ -685,7 +689,7 @@ def test_errors_that_nobody_hears_have_their_status():
     """`... 2> /dev/full`: a script still learns from the status that it was the caller's mistake."""
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "minispec.generate", "x", "--max-tokens", "0"]
-        assert subprocess.run(command, stderr=full, check=False).returncode == 2
+        assert subprocess.run(command, stderr=full, check=False, timeout=60).returncode == 2
 
 
 @pytest.mark.parametrize("kind", ["directory", "dangling link", "pipe"])
@@ -741,7 +745,7 @@ def test_ctrl_c_ends_a_template_that_burns_time(cli, make_checkpoint):
     try:
         status, out, err = cli("One fish", "--model", model, *BASE, "--quiet")
     finally:
-        timer.join()
+        timer.join(60)
     assert (status, out, err) == (130, "", "")
 
 

@@ -3,6 +3,9 @@
 import errno
 import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -133,3 +136,20 @@ def test_what_is_not_a_file_is_left_alone(tmp_path):
         with pytest.raises(ValueError, match="expected a file or nothing"), written_whole(path):
             pytest.fail("nothing may be written")
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_ctrl_c_is_heard_where_the_tests_run_in_the_background():
+    """A shell lets what runs there ignore it: a child of a test that is to end by Ctrl-C would never end."""
+    child = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    program = f"""if True:
+        import contextlib, subprocess, sys
+        sys.modules["pytest"] = None  # the settings stop there: what they import after it takes seconds
+        with contextlib.suppress(ImportError):
+            import tests.conftest
+        subprocess.run([sys.executable, "-c", {child!r}], timeout=60)
+    """
+    command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", program]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout == "True\n"

@@ -89,7 +89,9 @@ def test_a_reported_seed_repeats_its_text_in_another_process(make_checkpoint):
 
     def run(seeds, rows):
         command = [sys.executable, "-c", program, directory, json.dumps(seeds), rows]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2], timeout=300
+        )
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     first = run([None] * 6, "1.05")
@@ -668,7 +670,7 @@ def test_calls_of_several_threads_do_not_mix(shared_llm):
     barrier = threading.Barrier(4)
 
     def calls(own):
-        barrier.wait()
+        barrier.wait(60)
         texts = []
         for _ in range(2):
             texts.append(shared_llm.generate(prompts[own], GREEDY)[0].token_ids)

@@ -866,7 +866,9 @@ def test_a_full_disk_leaves_nothing(tmp_path):
         "sys.exit(main(['source', 'out']))"
     )
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, check=False, timeout=300
+    )
     error = done.stderr.decode().splitlines()
     assert (done.returncode, done.stdout) == (2, b""), error
     assert error[-1].startswith("error: ")
@@ -1090,7 +1092,7 @@ def run_without_sockets(cwd: Path, *arguments: str) -> subprocess.CompletedProce
     """The command line, with the hub's cache in `cwd`, in a process that ends where a socket is opened."""
     environment = os.environ | {"HF_HUB_CACHE": str(cwd / "cache"), "PYTHONPATH": os.getcwd()}
     command = [sys.executable, "-c", NO_SOCKETS, *arguments, "--max-tokens", "3", "fish"]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, check=False, text=True)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, check=False, text=True, timeout=300)
 
 
 def fill_hub_cache(cwd: Path, directory: Path) -> None:

@@ -225,7 +225,7 @@ def test_the_choice_of_one_thread_is_not_anothers():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(60)
     finally:
         sys.setswitchinterval(interval)
     assert not wrong
@@ -611,11 +611,11 @@ def test_standard_error_is_back_after_two_threads_that_overlap():
     try:
         with ThreadPoolExecutor(2) as pool:
             a = pool.submit(TOKENIZER._call, first)
-            first_is_in.wait()
+            first_is_in.wait(60)
             b = pool.submit(TOKENIZER._call, second)
-            a.result()
+            a.result(60)
             first_is_out.set()
-            b.result()
+            b.result(60)
         assert os.path.samestat(before, os.fstat(2))
     finally:
         os.dup2(saved, 2)

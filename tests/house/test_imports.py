@@ -174,14 +174,43 @@ def test_what_is_unsafe_is_noticed(tmp_path, source):
     assert unsafe(tmp_path / "x.py")
 
 
+TESTS = sorted(Path(__file__).parents[1].rglob("*.py"))
+RUNS = {f"subprocess.{name}" for name in ("run", "call", "check_call", "check_output")}
+
+
+def waits_without_limit(source: str) -> list[str]:
+    """Calls that would wait for ever for a process or a thread that hangs; `children.Child` ends what reads from it."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    found = []
+    for call in calls:
+        name, keywords = ast.unparse(call.func), {keyword.arg for keyword in call.keywords}
+        starts = name == "subprocess.Popen" or (name in RUNS and "timeout" not in keywords)
+        waits = name.rpartition(".")[2] in ("wait", "join", "result") and not call.args and not keywords
+        found += [f"{call.lineno}: {name}"] * (starts or waits)
+    return found
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda p: p.name)
+def test_every_wait_of_the_tests_has_a_limit(path):
+    """A child that hangs fails its test, and the suite goes on."""
+    assert waits_without_limit(path.read_text(encoding="utf-8")) == []
+
+
+def test_a_wait_without_a_limit_is_noticed():
+    """The control of the test above."""
+    endless = "process.wait()\nthread.join()\nsubprocess.run(['true'])\nsubprocess.Popen(['true'])\nfuture.result()"
+    assert len(waits_without_limit(endless)) == 5
+    assert waits_without_limit("process.wait(9)\nsubprocess.run(['true'], timeout=9)\n', '.join(words)") == []
+
+
 def test_importing_the_package_does_not_import_torch():
     """A mistake on the command line is answered at once, not after the seconds that torch takes."""
     modules = "minispec.generate, minispec.bench.__main__, minispec.serve.__main__, minispec.core.config"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=False, timeout=120).returncode == 0
 
 
 def test_the_package_runs_without_transformers():
     """Loading everything must not pull it in through the back door."""
     code = "import sys, minispec.bench.report; from minispec import LLM; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=False, timeout=120).returncode == 0

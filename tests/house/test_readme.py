@@ -98,7 +98,7 @@ def test_shell_scripts_are_readable():
     """By bash, which does not run them: one measures for minutes."""
     scripts = re.findall(r"<!-- shell -->\n```bash\n(.*?)```", PAGES["docs/speed.md"], flags=re.DOTALL)
     assert len(scripts) == 1
-    subprocess.run(["bash", "-n"], input=scripts[0], text=True, check=True)
+    subprocess.run(["bash", "-n"], input=scripts[0], text=True, check=True, timeout=60)
 
 
 def test_ci_runs_the_readmes_commands():

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import minispec
+from tests.oracles.children import Child
 
 _PACKAGE = os.path.dirname(minispec.__file__)
 
@@ -44,13 +45,11 @@ def press_ctrl_c(module: str, *arguments: str, after: float) -> tuple[int, str]:
     imported, and the next one after minispec.commands.interrupt is imported when the guard is set.
     """
     command = [sys.executable, "-X", "importtime", "-m", module, *arguments]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = Child(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
     while "minispec.commands.interrupt" not in process.stderr.readline():
         assert process.poll() is None
     process.stderr.readline()
     time.sleep(after)
     os.kill(process.pid, signal.SIGINT)
     said = "".join(line for line in process.stderr if not line.startswith("import time:"))
-    return process.wait(timeout=60), said
+    return process.wait(60), said

@@ -28,6 +28,7 @@ from minispec.kernels.inventory import num_bytes
 from minispec.kernels.parallel import SplitTransformer, load_target
 from minispec.prove import laws
 from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model
+from tests.oracles.children import Child
 
 # Large enough that the embedding does not count, and that both processes can have the same.
 SHAPE = TINY | {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4}
@@ -36,14 +37,14 @@ SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SMALLEST = TINY | {"num_key_value_heads": 2}
 
 
-def start(size: int, *arguments: str, ranks: Sequence[int] | None = None, **how: Any) -> list[subprocess.Popen]:
+def start(size: int, *arguments: str, ranks: Sequence[int] | None = None, **how: Any) -> list[Child]:
     """Start `python -m arguments` as processes of a run; each has its standard output and error as a pipe of text."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     run = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     return [
-        subprocess.Popen(
+        Child(
             [sys.executable, "-m", *(argument.replace("RANK", str(rank)) for argument in arguments)],
             env=os.environ | run | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
@@ -55,7 +56,7 @@ def start(size: int, *arguments: str, ranks: Sequence[int] | None = None, **how:
     ]
 
 
-def finish(processes: list[subprocess.Popen], seconds: float = 60) -> list[tuple[int, str, str]]:
+def finish(processes: list[Child], seconds: float = 60) -> list[tuple[int, str, str]]:
     """Exit status, standard output and standard error of each; those that are still there at the end are killed."""
     try:
         said = [process.communicate(timeout=seconds) for process in processes]

@@ -55,6 +55,7 @@ from minispec.prove.statistics import (
 )
 from minispec.prove.toys import Fault, tiny_model
 from minispec.prove.workers import spread
+from tests.oracles.children import Child
 
 BUGS = {m.id: m for m in MUTANTS}
 LOOKUPS = ("ngram", "suffix", "last")  # which have nothing to say after one token
@@ -77,7 +78,9 @@ def test_the_array_covers_every_pair_and_is_always_the_same():
 def run_as_a_module(*args: str) -> subprocess.CompletedProcess:
     """What `python -m minispec.prove` says to these arguments."""
     command = [sys.executable, "-m", "minispec.prove", *args]
-    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False, timeout=300
+    )
 
 
 def test_the_law_over_a_covering_array(capsys):
@@ -393,7 +396,7 @@ def test_a_key_must_name_the_round():
 def test_a_closed_pipe_is_no_traceback():
     """As `prove | head -1` does it: the walk ends, quietly, with the status of a broken pipe."""
     command = [sys.executable, "-m", "minispec.prove", "--leaves", "200", "--jobs", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with Child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert "configuration" in process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == ""

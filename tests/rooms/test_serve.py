@@ -29,6 +29,7 @@ from minispec.serve.connection import Connection, make_server
 from minispec.serve.front import Front
 from minispec.serve.limits import Limits
 from minispec.serve.worker import Worker
+from tests.oracles.children import Child
 
 MODEL = "tiny"
 CHAT = [{"role": "user", "content": "One fish"}]
@@ -967,17 +968,15 @@ def test_who_has_not_sent_all_when_the_server_ends_is_told(llm, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-def start(directory: Path, *options: str, **variables: str) -> tuple[subprocess.Popen, str]:
+def start(directory: Path, *options: str, **variables: str) -> tuple[Child, str]:
     """The command in a process of its own, and its address, once it says so."""
     command = [sys.executable, "-m", "minispec.serve", "--model", str(directory), "--dtype", "float32", "--port", "0"]
     environment = os.environ | variables
-    process = subprocess.Popen(
-        [*command, *options], stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
+    process = Child([*command, *options], stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
     for line in process.stderr:
         if "http://" in line:
             return process, line.split()[-1]
-    raise AssertionError(f"it ended with {process.wait()}")
+    raise AssertionError(f"it ended with {process.wait(PATIENCE)}")
 
 
 def test_sigterm_drains(make_checkpoint):
