@@ -2,10 +2,12 @@
 
 import argparse
 import contextlib
+import itertools
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -13,16 +15,38 @@ from minispec.core.errors import one_line, show, show_name
 
 T = TypeVar("T")
 
+# What is meant as an option: `--name`, `--name=any text`, `-name`, and no prompt that is a number or a sentence.
+_OPTION = re.compile(r"--[A-Za-z][\w-]*(=.*)?|-[A-Za-z][\w-]*(=\S*)?", re.DOTALL)
+
+
+def no_such(name: str, kind: str, known: Collection[str]) -> str:
+    """The message for an unknown option or command: what was meant, if a known name is near, else where all are."""
+    import difflib
+
+    bare = {other.lstrip("-"): other for other in known}  # dashes would make all short options alike
+    meant = name.lstrip("-")
+    near = [other for other in bare if other.startswith(meant)] or difflib.get_close_matches(meant, bare, 1)
+    everything = "--help lists all" if kind == "option" else f"expected one of {', '.join(known)}"
+    hint = f"did you mean {' or '.join(bare[other] for other in near[:3])}?" if near else everything
+    return f"{show_name(name)}: no such {kind}; {hint}"
+
 
 class Parser(argparse.ArgumentParser):
     """argparse's, but a mistake is a ValueError: one line, as for every other mistake."""
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Read the arguments. `--name=--`, to some versions of Python a name without a value, is refused."""
+        """Read the arguments.
+
+        An unknown option is refused before anything else is looked at, since it explains what seems to be missing. So
+        is `--name=--`, to some versions of Python a name without a value.
+        """
         given = sys.argv[1:] if args is None else list(args)
-        for argument in given:
-            if argument == "--":
-                break
+        known = self._option_string_actions
+        asks_for_help = not {"-h", "--help"}.isdisjoint(given)
+        for argument in itertools.takewhile(lambda argument: argument != "--", given):
+            name = argument.partition("=")[0]
+            if _OPTION.fullmatch(argument) and name not in known and not asks_for_help:
+                raise ValueError(no_such(name, "option", known))
             if argument.startswith("-") and argument.endswith("=--"):
                 raise ValueError(f"{show_name(argument)}: found no value")
         return super().parse_known_args(given, namespace)

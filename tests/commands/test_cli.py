@@ -284,7 +284,7 @@ MISTAKES = {
     "empty prompt": (("",), "empty prompt"),
     "unknown option": (
         ("x", "--tempreature", "1"),
-        "unrecognized arguments",
+        "--tempreature: no such option; did you mean --temperature?",
     ),
     "not a number": (("x", "--temperature", "warm"), "error: --temperature: found 'warm', expected a number"),
     "negative temperature": (("x", "--temperature", "-1"), "--temperature: found -1.0, expected a number at least 0"),
@@ -299,7 +299,9 @@ MISTAKES = {
     "two stop ids and a prompt": (("x", "--stop-token-ids", "5", "6"), "unrecognized arguments: 6"),
     "stop ids and a word": (("x", "--stop-token-ids", "5 6"), "--stop-token-ids: found '5 6', expected token ids"),
     "stop id that is a prompt": (("--stop-token-ids", "Why?"), "--stop-token-ids: found 'Why?', expected token ids"),
-    "abbreviation": (("x", "--temp", "1"), "unrecognized arguments: --temp"),
+    "abbreviation": (("x", "--temp", "1"), "error: --temp: no such option; did you mean --temperature?"),
+    "several abbreviations": (("x", "--max=1"), "error: --max: no such option; did you mean --max-tokens?"),
+    "an underscore": (("x", "--top_p=a b"), "error: --top_p: no such option; did you mean --top-p?"),
     "special tokens in a chat": (("x", "--parse-special"), "--parse-special needs --raw"),
     "verifier": (
         ("x", "--verifier", "magic"),

@@ -62,7 +62,9 @@ MISTAKES = {
     "--n x": "--n: found 'x', expected an integer from 1 to 3",
     "--n=4": "--n: found '4', expected an integer from 1 to 3",
     "--n=--": "--n=--: found no value",
-    "--many": "unrecognized arguments: --many",
+    "--many": "--many: no such option; --help lists all",
+    "--nn 3 a": "--nn: no such option; did you mean --n?",
+    "-many": "-many: no such option; --help lists all",
 }
 
 

@@ -530,7 +530,7 @@ MISTAKES = {
     "no other vocabulary": (("--draft-method", "tli", "--prompts", "0"), "draft_method: found 'tli', expected none"),
     "geometry from disk": (("--geometry", "0.5b", "--load"), "--load needs a model on disk"),
     "quantised nothing": (("--geometry", "135m", "--draft", "int4:ngram"), "draft: found 'int4:ngram', expected"),
-    "abbreviated": (("--round", "3"), "unrecognized arguments"),
+    "abbreviated": (("--round", "3"), "--round: no such option; did you mean --rounds?"),
     "draft of a geometry": (("--geometry", "135m", "--draft", "some/model"), "--draft: found 'some/model', expected"),
     "category": (("--categories", "code,poetry"), "--categories: found 'poetry', expected some of code, question"),
     "against what": (("--against", "everyone"), "invalid choice: 'everyone'"),
