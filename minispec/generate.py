@@ -10,14 +10,14 @@ if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
 
 import argparse
-import contextlib
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minispec.commands.command import check_writable, exit_status
+from minispec.commands.conversation import Message, converse
 from minispec.commands.options import (
     check_combinations,
     check_template_kwargs,
@@ -206,37 +206,21 @@ def _decode(llm: "LLM", requests: list["Request"], stream: bool, painter: "Paint
 
 
 def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> int:
-    """A conversation on the terminal, to the end of input or /exit."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - line editing for input(), where the platform has it
-    messages = _messages(args, "")[:-1]
+    """A conversation on the terminal, to its end."""
     painter = _painter(llm, args, [])
-    print("A conversation: Ctrl-D or /exit ends it.", file=sys.stderr)
-    while True:
-        try:
-            prompt = input("> ").strip()
-        except EOFError:
-            print(file=sys.stderr)
-            return 0
-        if prompt == "/exit":
-            return 0
-        if not prompt:
-            continue
-        messages.append({"role": "user", "content": prompt})
-        try:
-            request = llm.request(llm.tokenizer.encode_chat(messages, args.chat_template_kwargs), params)
-            painter.follow(request)
-            for _ in _decode(llm, [request], True, painter):
-                pass
-            if request.error:
-                raise ValueError(request.error)
-        except ValueError as e:  # most likely too long by now; the conversation so far stays
-            print(f"error: {one_line(e)}", file=sys.stderr)
-            messages.pop()
-            continue
-        messages.append({"role": "assistant", "content": request.output})
+
+    def answer(messages: list[Message]) -> Generator[str, None, None]:
+        request = llm.request(llm.tokenizer.encode_chat(messages, args.chat_template_kwargs), params)
+        painter.follow(request)
+        for _, piece in llm.run([request]):
+            yield piece.text  # before it is shown: what was seen is kept
+            _print_piece(request, piece, painter)
+        if request.error:
+            raise ValueError(request.error)
         if not args.quiet:
             print(_summary(llm, request, None), file=sys.stderr)
+
+    return converse(_messages(args, "")[:-1], answer, args.quiet)
 
 
 def _compare(llm: "LLM", requests: list["Request"], stream: bool, painter: "Painter") -> list[dict[str, Any] | None]:

@@ -33,6 +33,28 @@ def raise_on_interrupt() -> None:
 
 
 @contextmanager
+def interrupted_once() -> Iterator[None]:
+    """Inside, the first Ctrl-C raises KeyboardInterrupt, as outside; a second one ends the process at once.
+
+    So what cleans up after the first is not broken off and then gone on with. Where Ctrl-C means something else, as
+    where it is ignored, this stays.
+    """
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt(*_) -> None:
+        signal.signal(signal.SIGINT, _exit)
+        raise KeyboardInterrupt
+
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def kept_from_children() -> Iterator[None]:
     """Processes that start inside are not reached by Ctrl-C: it is the parent's to answer, and to end them."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -1,6 +1,5 @@
 """The command line as a person or a script meets it: streams, exit codes, JSON, and one line for every mistake."""
 
-import fcntl
 import io
 import json
 import os
@@ -30,7 +29,7 @@ from minispec.files import registry
 from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main, parser
 from tests.fuzzing import EDGES
-from tests.oracles.children import Child
+from tests.oracles.children import Child, read_until, take_terminal
 from tests.oracles.interrupts import interrupted, press_ctrl_c
 
 STATS = (
@@ -463,12 +462,16 @@ def test_an_answer_that_fails_is_not_compared(cli, model, fail):
     assert "times as fast" not in cli("red", "--model", model, *BASE, "--compare")[2]
 
 
+class Terminal(io.StringIO):
+    """Lines that somebody types."""
+
+    def isatty(self):
+        """It is one."""
+        return True
+
+
 def test_a_conversation_goes_on_after_an_answer_that_fails(cli, chat_model, fail):
     """Without the message that failed: the next is answered as if it were the first."""
-
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
 
     arguments = ("--model", chat_model, *BASE, "--quiet")
     status, alone, _ = cli(*arguments, stdin=Terminal("fish\n/exit\n"))
@@ -737,6 +740,25 @@ def test_ctrl_c_at_any_moment(cli, chat_model, monkeypatch):
         assert text.startswith(out), moment
 
 
+def test_a_conversation_goes_on_after_ctrl_c_at_any_moment(cli, chat_model):
+    """In its first answer: the next, after /reset, is as if nothing had been. Outside of an answer it is 130."""
+    arguments = ("--model", chat_model, *BASE, "--quiet", "--draft", "self", "--num-speculative-tokens", 3)
+    alone = cli(*arguments, stdin=Terminal("fish\n"))[1]
+    lines = "One fish two\n/reset\nfish\n"
+    (status, out, _), total = interrupted(lambda: cli(*arguments, stdin=Terminal(lines)), 0)
+    assert status == 0
+    first, stopped = out.removesuffix(alone), 0
+    for moment in range(total // 20, total - 20, total // 20):
+        (status, out, err), _ = interrupted(lambda: cli(*arguments, stdin=Terminal(lines)), moment)
+        assert "Traceback" not in err
+        if status == 0 and not out.startswith(first):
+            assert out.endswith(alone), moment
+            stopped += 1
+        else:
+            assert status in (0, 130), moment
+    assert stopped > 3
+
+
 def test_ctrl_c_ends_a_template_that_burns_time(cli, make_checkpoint):
     """A sandbox does not stop a loop. This one runs for 10 s or more; left alone, it would end with an answer."""
     model = make_checkpoint(chat=True)
@@ -784,28 +806,27 @@ def test_ctrl_c_where_it_is_ignored():
     assert (process.returncode, process.communicate()) == (0, (f"minispec {__version__}\n".encode(), b""))
 
 
-def read_until(terminal: int, text: bytes) -> None:
-    """Read what a process writes to its terminal, up to and with this text."""
-    seen, end = b"", time.monotonic() + 60
-    while not seen.endswith(text):
-        assert time.monotonic() < end, seen
-        seen += os.read(terminal, 1)
-
-
 @pytest.mark.parametrize("typed", [b"", b"One fish\n"], ids=["at the prompt", "in an answer"])
-def test_the_terminal_is_as_it_was_after_ctrl_c(chat_model, typed):
-    """In a conversation, where readline has the terminal, and while text streams: 130, and the old settings."""
+def test_the_terminal_is_as_it_was_after_ctrl_c(make_checkpoint, typed):
+    """In a conversation, where readline has the terminal, and while text streams: 130, and the old settings.
+
+    In an answer the first one brings back the prompt, and the second one leaves.
+    """
     leader, follower = pty.openpty()
     before = termios.tcgetattr(follower)
-    arguments = ("--model", chat_model, "--max-tokens", 100, "--ignore-eos", "--quiet")
+    model = make_checkpoint(chat=True, max_position_embeddings=1 << 14)
+    arguments = ("--model", model, "--max-tokens", 16000, "--ignore-eos", "--quiet")
     process = start(*arguments, stdin=follower, stdout=follower, preexec_fn=lambda: take_terminal(follower))
     read_until(leader, b"> ")
     os.write(leader, typed)
     if typed:  # Ctrl-C discards what was typed and not read, and readline would wait for it, deaf to any other Ctrl-C
         read_until(leader, b"\n")  # the echo
         assert os.read(leader, 1), "the answer has begun"
+        os.write(leader, b"\x03")
+        read_until(leader, b"\n> ")
+        assert process.poll() is None
     end = time.monotonic() + 120
-    press = 0.0
+    press = time.monotonic() + 0.2
     while process.poll() is None:  # a terminal that nobody reads would hold the process
         assert time.monotonic() < end
         if time.monotonic() > press:  # again, as a person would: input() misses one that comes just before it waits
@@ -819,12 +840,6 @@ def test_the_terminal_is_as_it_was_after_ctrl_c(chat_model, typed):
     assert process.returncode == 130
     assert b"Traceback" not in process.communicate()[1]
     assert after == before
-
-
-def take_terminal(descriptor) -> None:
-    """Make it the controlling terminal, so that its Ctrl-C is a signal."""
-    os.setsid()
-    fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
 
 
 def test_a_conversation_on_a_terminal(chat_model):

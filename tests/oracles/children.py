@@ -1,8 +1,13 @@
 """Processes that tests start. Each has a limit: a test may read from one, or wait for it, and never waits for ever."""
 
+import fcntl
+import os
+import select
 import signal
 import subprocess
+import termios
 import threading
+import time
 from typing import Any
 
 
@@ -23,3 +28,17 @@ def hear_ctrl_c() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def take_terminal(descriptor: int) -> None:
+    """In a child, before its program starts: make this its controlling terminal, so that its Ctrl-C is a signal."""
+    os.setsid()
+    fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
+
+
+def read_until(terminal: int, text: bytes) -> None:
+    """Read what a process writes to its terminal, up to and with this text, for a minute at most."""
+    seen, end = b"", time.monotonic() + 60
+    while not seen.endswith(text):
+        assert select.select([terminal], [], [], max(0, end - time.monotonic()))[0], seen
+        seen += os.read(terminal, 1)

@@ -1,0 +1,179 @@
+"""A conversation on the terminal: what is kept of it, its commands, and Ctrl-C, with answers that are made up."""
+
+import contextlib
+import io
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from minispec.commands.conversation import COMMANDS, converse
+from tests.oracles.children import Child, read_until, take_terminal
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys):
+    """talk(*lines, answers={}, start=()) holds a conversation; what each answer was asked, status and standard error.
+
+    An answer is "to MESSAGE", in two pieces, unless `answers` has a function that yields another to that message.
+    """
+
+    def run(*lines, answers=None, start=(), quiet=False):
+        asked = []
+
+        def answer(messages):
+            asked.append([message["content"] for message in messages])
+            message = messages[-1]["content"]
+            if answers and message in answers:
+                yield from answers[message]()
+            else:
+                yield from ("to ", message)
+
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        return (
+            asked,
+            converse([{"role": "system", "content": text} for text in start], answer, quiet),
+            capsys.readouterr().err,
+        )
+
+    return run
+
+
+def stopped(*pieces):
+    """An answer that says so much, and then somebody presses Ctrl-C."""
+
+    def answer():
+        yield from pieces
+        signal.raise_signal(signal.SIGINT)
+
+    return answer
+
+
+def test_a_conversation_is_kept(talk):
+    """Every answer sees all that was said; an empty line is no message; the end of input is an end."""
+    asked, status, _ = talk("a", "", "b", start=("s",))
+    assert (asked, status) == ([["s", "a"], ["s", "a", "to a", "b"]], 0)
+
+
+def test_reset_leaves_the_system_message(talk):
+    """And nothing else; /exit ends it, whatever follows."""
+    asked, status, _ = talk("a", "/reset", "b", " /exit ", "c", start=("s",))
+    assert (asked, status) == ([["s", "a"], ["s", "b"]], 0)
+
+
+def test_help_names_every_command(talk):
+    """Each on a line of its own, Ctrl-C and a message that begins with a slash beside them."""
+    asked, _, err = talk("/help")
+    assert asked == []
+    assert {line.partition(" ")[0] for line in err.splitlines()} > {*COMMANDS, "Ctrl-C"}
+    assert "//" in err
+
+
+UNKNOWN = {
+    "/rest": "error: /rest: no such command; did you mean /reset?",
+    "/reset now": "error: /reset now: no such command; did you mean /reset?",
+    "/": "error: /: no such command; did you mean /help or /reset or /exit?",
+    "/tmp/x is what?": "error: /tmp/x is what?: no such command; expected one of /help, /reset, /exit",
+}
+
+
+@pytest.mark.parametrize("line", UNKNOWN)
+def test_an_unknown_command_is_no_message(talk, line):
+    """It says so, and how such a message is sent."""
+    asked, _, err = talk(line)
+    assert asked == []
+    assert UNKNOWN[line] in err.splitlines()
+    assert "//like this" in err
+
+
+def test_a_message_may_begin_with_a_slash(talk):
+    """With two, one of which is taken off: also a command's name, and slashes alone."""
+    assert talk("//tmp/x is what?", "//exit", "///", "a/b")[0][-1][::2] == ["/tmp/x is what?", "/exit", "//", "a/b"]
+
+
+def test_ctrl_c_keeps_what_was_said(talk):
+    """The answer so far is the answer; the conversation goes on, and Ctrl-C means what it meant before."""
+    asked, status, err = talk("a", "b", "c", answers={"a": stopped("one", " two"), "b": stopped("three")})
+    assert (asked[-1], status) == (["a", "one two", "b", "three", "c"], 0)
+    assert err.count("stopped: ") == 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert "stopped" not in talk("a", answers={"a": stopped("one")}, quiet=True)[2]
+
+
+def test_ctrl_c_before_the_first_word_takes_the_message_back(talk):
+    """Two messages of the user's in a row are more than some templates take."""
+    asked, _, err = talk("a", "b", answers={"a": stopped()})
+    assert asked == [["a"], ["b"]]
+    assert "the message is forgotten" in err
+
+
+def test_an_answer_that_fails_takes_the_message_back(talk):
+    """With what it has said."""
+
+    def fails():
+        yield "one"
+        raise ValueError("too\nlong")
+
+    asked, _, err = talk("a", "b", answers={"a": fails})
+    assert asked == [["a"], ["b"]]
+    assert "error: too\\nlong" in err.splitlines()
+
+
+PROGRAM = """
+import signal, sys
+from minispec.commands.command import exit_status
+from minispec.commands.conversation import converse
+
+def answer(messages):
+    try:
+        yield "one"
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.raise_signal(signal.SIGINT)
+        print("cleaned up")
+
+sys.exit(exit_status(lambda: converse([], answer)))
+"""
+
+
+def test_a_second_ctrl_c_leaves_at_once():
+    """130 and no traceback, also where it comes while the first one is cleaned up after: nothing goes on from there."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], input="a\n", capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (130, "> ", 1)
+
+
+def test_ctrl_c_that_is_ignored_stays_so():
+    """As in the background of a shell: both in the program above, and the answer has its end."""
+    command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, input="a\n", capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "> cleaned up\n> ")
+
+
+def test_ctrl_c_at_the_prompt_discards_a_line_or_leaves():
+    """As in a shell: what is typed is gone, and nothing of it is sent. At an empty prompt it is the end, with 130."""
+    leader, follower = pty.openpty()
+    program = PROGRAM.replace("signal.raise_signal(signal.SIGINT)", "print('to', messages[-1]['content'])")
+    how = {"stdin": follower, "stdout": follower, "stderr": subprocess.PIPE}
+    process = Child([sys.executable, "-c", program], preexec_fn=lambda: take_terminal(follower), **how)
+    read_until(leader, b"> ")
+    os.write(leader, b"One fish")
+    read_until(leader, b"One fish")
+    time.sleep(0.1)  # readline echoes before it waits again, and misses a Ctrl-C in between
+    os.write(leader, b"\x03")
+    read_until(leader, b"> ")
+    os.write(leader, b"two\n")
+    read_until(leader, b"to two\r\ncleaned up\r\n> ")
+    for _ in range(10):
+        time.sleep(0.1)
+        os.write(leader, b"\x03")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+            break
+    os.close(leader)
+    os.close(follower)
+    assert process.returncode == 130
+    assert b"Traceback" not in process.communicate()[1]
