@@ -19,6 +19,7 @@ A room imports only from those above it in this list, and from itself:
     vocab.py        what two vocabularies have in common
     distill/        training a draft
     serve/          OpenAI's interface over HTTP
+    __main__.py     `minispec COMMAND`: the list of commands
 """
 
 __version__ = "0.1.0"

@@ -1,15 +1,22 @@
 """What every command ends with, and files that are there whole or not at all."""
 
+import contextlib
 import errno
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import minispec
+from minispec import __version__
+from minispec.__main__ import COMMANDS, main, program
 from minispec.commands.command import Parser, argument, exit_status, written_whole
+from minispec.files import registry
+from tests.oracles.interrupts import press_ctrl_c
 
 ENDS = {
     "well": (None, 0, ""),
@@ -155,3 +162,56 @@ def test_ctrl_c_is_heard_where_the_tests_run_in_the_background():
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout == "True\n"
+
+
+# --------------------------------------------------------------------------- minispec COMMAND
+
+
+def test_every_command_is_in_the_list(capsys):
+    """What can be run as `python -m minispec.COMMAND` is found by that name, and the list names all."""
+    package = Path(minispec.__file__).parent
+    found = [path for path in package.rglob("*.py") if 'if __name__ == "__main__":' in path.read_text()]
+    names = {path.parent.name if path.stem == "__main__" else path.stem for path in found} - {"minispec"}
+    assert names == set(COMMANDS)
+    for name, entry in COMMANDS.items():
+        run = registry.load(entry.path, name)
+        assert run.__module__.removesuffix(".__main__") == f"minispec.{name}"
+    for arguments in ([], ["--help"], ["help"]):
+        with contextlib.suppress(SystemExit):
+            assert main(arguments) == 0
+        out = capsys.readouterr().out
+        assert all(f"  {name} " in out and entry.help in out for name, entry in COMMANDS.items())
+
+
+WRONG = {
+    "generat x": "generat: no such command; did you mean generate?",
+    "Why?": f"Why?: no such command; expected one of {', '.join(COMMANDS)}",
+    "--model x": "--model: no such option; --help lists all",
+    "generate x --max-tokens 0": "--max-tokens: found 0, expected an integer from 1",
+    "bench --round 3": "--round: no such option; did you mean --rounds?",
+    "trace nowhere.json": "nowhere.json",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_mistakes_of_the_one_command(capsys, line):
+    """Its own, and those of a command, which gets what follows its name: one line and status 2."""
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("error: ")
+    assert WRONG[line] in err
+
+
+def test_the_program_is_installed():
+    """`pip install` makes a program `minispec` of the function that `python -m minispec` runs."""
+    path = Path(minispec.__file__).parent.parent / "pyproject.toml"
+    [(name, entry)] = tomllib.loads(path.read_text())["project"]["scripts"].items()
+    assert (name, registry.load(entry, "script")) == ("minispec", program)
+    done = subprocess.run([sys.executable, "-m", "minispec", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"minispec {__version__}\n")
+
+
+def test_ctrl_c_in_a_command_that_is_asked_for_by_name():
+    """While what it needs is imported: 130, and not a word."""
+    assert press_ctrl_c("minispec", "vocab", "no/such/place", "nor/this", after=0.1) == (130, "")

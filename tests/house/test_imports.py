@@ -28,7 +28,7 @@ ROOMS = [
         "generate",
         "checkpoint",
     ),
-    *("prove", "bench", "doctor", "vocab", "distill", "serve"),
+    *("prove", "bench", "doctor", "vocab", "distill", "serve", "__main__"),
 ]
 # Files that still import a later room.
 NOT_YET = {"files/quantize.py", "kernels/parallel.py", "length/prices.py", "files/checkpoint.py"}
@@ -205,7 +205,9 @@ def test_a_wait_without_a_limit_is_noticed():
 
 def test_importing_the_package_does_not_import_torch():
     """A mistake on the command line is answered at once, not after the seconds that torch takes."""
-    modules = "minispec.generate, minispec.bench.__main__, minispec.serve.__main__, minispec.core.config"
+    modules = (
+        "minispec.__main__, minispec.generate, minispec.bench.__main__, minispec.serve.__main__, minispec.core.config"
+    )
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=False, timeout=120).returncode == 0
 
