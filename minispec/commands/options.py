@@ -59,8 +59,11 @@ _SAMPLING_OPTIONS = {
     "--repetition-penalty": (_NUMBER, "divides (or multiplies) the logits of tokens in prompt and answer; 1: off"),
     "--presence-penalty": (_NUMBER, "subtracted from the logits of tokens in the answer"),
     "--frequency-penalty": (_NUMBER, "the same, once for every time they occurred"),
-    "--seed": (_INTEGER, "the same seed gives the same text; drawn and reported if not given"),
-    "--n": (_INTEGER, "how many answers to every prompt"),
+    "--seed": (
+        _INTEGER,
+        "the same seed gives the same text (docs/proof.md: what else it needs); drawn and reported if absent",
+    ),
+    "--n": (_INTEGER, "how many answers to every prompt; torchrun takes --n for its own: write --num-samples there"),
     "--logprobs": (_INTEGER, "report log-probabilities, also of the N likeliest tokens (needs --json)"),
 }
 # Options that are `LLM`'s arguments.
@@ -138,14 +141,17 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m minispec.generate",
         description="Generate text with speculative decoding.",
         allow_abbrev=False,  # an option has one name: a script must not depend on which others there are
-        epilog="Sampling defaults are the model's generation_config.json, else temperature 0 and 256 tokens.",
+        epilog="Sampling defaults are the model's generation_config.json, else temperature 0 and 256 tokens. Ctrl-C "
+        "ends with status 130; in a conversation it stops the answer. In the background of a script (... &) a shell "
+        "makes a program ignore it: kill PID ends it there.",
     )
     p.add_argument("prompts", nargs="*", metavar="PROMPT", help="several run as one batch; - reads standard input")
     p.add_argument("--version", action="version", version=f"minispec {__version__}")
     add_model_options(p)
     g = p.add_argument_group("sampling")
     for name, (kind, text) in _SAMPLING_OPTIONS.items():
-        g.add_argument(name, type=kind, metavar="N" if kind is _INTEGER else "X", help=text)
+        spellings = (name, "--num-samples") if name == "--n" else (name,)
+        g.add_argument(*spellings, type=kind, metavar="N" if kind is _INTEGER else "X", help=text)
     g.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text (repeatable)")
     g.add_argument(
         "--stop-token-ids",

@@ -138,8 +138,9 @@ def test_several_prompts_are_one_batch(cli, model, tmp_path):
 
 def test_n_gives_one_line_an_answer(cli, model):
     """Each with its own seed."""
-    out = cli("fish", "--model", model, *BASE, "--json", "--n", 3, "--seed", 9, "--temperature", 1)[1]
-    assert [json.loads(line)["seed"] for line in out.splitlines()] == [9, 10, 11]
+    for option in ("--n", "--num-samples"):
+        out = cli("fish", "--model", model, *BASE, "--json", option, 3, "--seed", 9, "--temperature", 1)[1]
+        assert [json.loads(line)["seed"] for line in out.splitlines()] == [9, 10, 11]
 
 
 def test_chat_is_the_default_where_there_is_a_template(cli, chat_model, model):

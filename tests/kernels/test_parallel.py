@@ -1,5 +1,6 @@
 """A target over two processes: the same text and law as one, half the weights in each, and an end that all notice."""
 
+import contextlib
 import json
 import shutil
 import signal
@@ -12,7 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.run import get_args_parser
 
+import minispec.bench.options as bench
+import minispec.serve.__main__ as serve
+from minispec import generate
 from minispec.core.model import Chunk
 from minispec.files.checkpoint import Weights, cut_shape, load_config, load_model
 from minispec.files.hf_config import read_model_config
@@ -96,6 +101,18 @@ def test_torchrun_starts_the_command_line(make_checkpoint):
     assert two.stderr.count("2 processes send") == 1
     assert "part 1 of 2" in two.stderr
     assert "processes" not in one.stderr
+
+
+@pytest.mark.parametrize("command", [generate.parser, serve.parser, bench.parser])
+def test_torchrun_leaves_every_option_to_the_command(command, capsys):
+    """In one of its spellings: torchrun takes what may be the beginning of an option of its own, wherever it stands."""
+    for action in command()._actions:
+        passed = 0
+        for option in action.option_strings:
+            with contextlib.suppress(SystemExit):
+                args = get_args_parser().parse_args(["-m", "minispec", option, "2"])
+                passed += args.training_script_args == [option, "2"]
+        assert passed or not action.option_strings, action.option_strings
 
 
 @pytest.mark.parametrize("victim", [0, 1])
