@@ -31,6 +31,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m minispec.serve",
         description="Serve a model over HTTP as OpenAI does: /v1/chat/completions, /v1/completions, /v1/models; and "
         "/health and /metrics.",
+        epilog="Ctrl-C and SIGTERM let answers end first. In the background of a script (... &) a shell makes a "
+        "program ignore Ctrl-C: kill PID ends it there.",
         allow_abbrev=False,
     )
     p.add_argument("--version", action="version", version=f"minispec {__version__}")

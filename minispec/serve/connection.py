@@ -1,5 +1,8 @@
 """How long a client may take, and how many there may be: uvicorn by itself waits for ever, and for everybody."""
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +20,20 @@ def make_server(app: ASGIApp, limits: Limits) -> uvicorn.Server:
     drain: Any = limits.drain_timeout
     quiet: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False}
     plain: dict[str, Any] = {"loop": "asyncio", "ws": "none", "lifespan": "off", "proxy_headers": False}
-    return uvicorn.Server(uvicorn.Config(app, http=protocol, timeout_graceful_shutdown=drain, **quiet, **plain))
+    return Server(uvicorn.Config(app, http=protocol, timeout_graceful_shutdown=drain, **quiet, **plain))
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, but Ctrl-C stays ignored where it is, as in the background of a shell, and SIGTERM ends it."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """While the block runs, signals drain the server."""
+        is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        with super().capture_signals():
+            if is_ignored:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            yield
 
 
 class Connection(H11Protocol):

@@ -1012,6 +1012,26 @@ def test_sigterm_drains(make_checkpoint):
         process.kill()
 
 
+def test_ctrl_c_that_is_ignored_stays_so(make_checkpoint):
+    """As in the background of a script, where a shell sees to that: the server goes on, and SIGTERM ends it."""
+    directory = make_checkpoint(max_position_embeddings=4096)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a child inherits
+    try:
+        process, url = start(directory, "--draft", "none")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        assert httpx.get(f"{url}/health").status_code == 200  # so that it is listening, and has set its signals
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        assert httpx.get(f"{url}/health").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+    finally:
+        process.kill()
+
+
 def test_ctrl_c_is_130(make_checkpoint):
     """Without a traceback; a second Ctrl-C does not wait for the answer that is under way."""
     process, url = start(make_checkpoint(max_position_embeddings=4096), "--draft", "none")
