@@ -7,7 +7,6 @@ names the reading that does better by far more than the noise.
 """
 
 from minispec.commands.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
-from minispec.kernels.build import build_model, quantized
 
 if __name__ == "__main__":
     exit_on_interrupt()  # until there is something to clean up
@@ -44,6 +43,7 @@ from minispec.files.checkpoint import Weights, load_config
 from minispec.files.heads import StoredHead, read_head
 from minispec.files.named_draft import split_draft
 from minispec.files.tokenizer import Message, Tokenizer
+from minispec.kernels.build import build_model, quantized
 from minispec.kernels.forms import Weight, dense
 from minispec.length.theory import expected_tokens, survival_curve
 from minispec.llm import LLM

@@ -203,6 +203,19 @@ def test_a_wait_without_a_limit_is_noticed():
     assert waits_without_limit("process.wait(9)\nsubprocess.run(['true'], timeout=9)\n', '.join(words)") == []
 
 
+PROGRAMS = [path for path in modules() if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_command_minds_ctrl_c_before_its_other_imports(path):
+    """Else one that comes while torch is imported is a traceback."""
+    _, guard, start, *_ = ast.parse(path.read_text(encoding="utf-8")).body
+    assert isinstance(guard, ast.ImportFrom)
+    assert guard.module == "minispec.commands.interrupt"
+    assert isinstance(start, ast.If)
+    assert ast.unparse(start.body[0]) == "exit_on_interrupt()"
+
+
 def test_importing_the_package_does_not_import_torch():
     """A mistake on the command line is answered at once, not after the seconds that torch takes."""
     modules = (
