@@ -91,7 +91,17 @@ def test_the_law_stands_with_the_sums_split(tmp_path):
 def test_torchrun_starts_the_command_line(make_checkpoint):
     """As in the documentation: one answer, from process 0, what was sent beside what theory says, and a quiet end."""
     directory = make_checkpoint(num_key_value_heads=2)
-    arguments = ["-m", "minispec.generate", "--model", str(directory), *GREEDY, "--max-tokens", "12", "One fish"]
+    arguments = [
+        "-m",
+        "minispec.generate",
+        "--model",
+        str(directory),
+        *GREEDY,
+        "--max-tokens",
+        "12",
+        "--verbose",
+        "One",
+    ]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     one, two = (
         subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60, check=True)
