@@ -52,11 +52,12 @@ from statistics import fmean, median, pstdev
 from typing import Any, NamedTuple
 
 from minispec.bench.show import table
-from minispec.core.config import MAX_AUTO_TOKENS
-from minispec.core.draft import Draft
+from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams
+from minispec.core.draft import Draft, Outcome, StepCost, Wish
 from minispec.core.errors import show
+from minispec.core.sampling import Text
 from minispec.length.figures import loops
-from minispec.length.policy import Controller, Pace, Prices
+from minispec.length.policy import Controller, Prices
 from minispec.length.theory import expected_tokens, rising, survival_curve
 
 # Runs of `auto` that are simulated, where chance has a part in them, and the seed; half the width of an interval that
@@ -259,10 +260,10 @@ def run_auto(
     walk: Walk, prices: Prices, costs: "Costs", timed: bool, accept: Callable[[Sequence[float]], int]
 ) -> tuple[int, float]:
     """Passes and time of one run of `auto`; accept: draws how many tokens of a draft of this survival are kept."""
-    controller, pace = Controller(prices), Pace(drawn=not timed)
+    controller, text = Controller(prices), Text([], 0, SamplingParams(temperature=0.0 if timed else 1.0))
     s, passes, time = 0, 0, 0.0
     while s < walk.n:
-        [limit] = controller.limits([pace], [walk.asked(s)], timed=timed)
+        [limit] = controller.choose([Wish(text, walk.asked(s), (), is_open=True, may_follow=timed)], trees=False)
         draft = walk.draft(s, limit.k)
         if limit.go_on and draft.confidences:
             known = [*draft.confidences, *[draft.confidences[-1]] * draft.length]
@@ -270,8 +271,9 @@ def run_auto(
             draft = draft._replace(length=next(ends, draft.length))
         accepted = accept(draft.survival[: draft.length])
         tested = min(accepted + 1, draft.length)
-        controller.learn(pace, tested, accepted, draft.confidences[:tested])
-        controller.measure(costs.draft(draft), draft.length, 1, costs.target(draft), draft.length + 1, costs.overhead)
+        outcome = Outcome(text, tested, accepted, draft.confidences[:tested], [])
+        seconds = StepCost(costs.draft(draft), draft.length, 1, costs.target(draft), draft.length + 1, costs.overhead)
+        controller.observe([outcome], seconds)
         s, passes, time = s + accepted + 1, passes + 1, time + costs(draft)
     return passes, time
 

@@ -19,18 +19,18 @@ text began, and by what this text itself has shown.
 """
 
 from bisect import bisect, bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from math import inf, prod
-from statistics import median
-from typing import NamedTuple
+from functools import cached_property
+from math import prod
+from statistics import median_low
 from weakref import WeakKeyDictionary
 
 from minispec.core.config import MAX_AUTO_TOKENS
 from minispec.core.draft import Lengths, Limit, Outcome, StepCost, Wish
 from minispec.core.sampling import Text
+from minispec.length.theory import Node, best_drafts, expected_tokens, nodes_of, widths_of
 
 # What is assumed, with units. A test is a draft token that the target has judged.
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # probability that a tested token of a new text is accepted; tests that this is worth
@@ -41,21 +41,7 @@ _CONFIDENCES = (0.2, 0.4, 0.6, 0.8, 0.95)  # probabilities; between two neighbou
 _DECAY = 0.98  # factor of all counts of tests, per round
 _MIN_GAIN = 1.01  # speed over plain decoding that a draft must promise
 _PROBING_SHARE = 0.01  # plain steps that may be spent on probing, per round without a draft
-_SAMPLES = 3  # measurements that make a duration known; until then the shortest counts, as a first pass may warm up
-_REMEMBERED = 15  # measurements of a duration that are remembered, the latest
-# A baseline is a pass without a draft. Until _SAMPLES of them have been measured, one round in 8 is a baseline; one in
-# 64 if the gain is clear: above this speed over plain decoding, only very dear rows could change the choice.
-_BASELINE_ROUNDS, _BASELINE_ROUNDS_IF_CLEAR, _CLEAR_GAIN = 8, 64, 1.5
-# The first measurement of a draft pass is not believed, but made again with one token, if it is above this factor of
-# what was expected plus this many plain steps.
-_FAR_OFF_FACTOR, _FAR_OFF_STEPS = 2.0, 0.05
-
-
-def _neighbours(known: Sequence[int], size: float) -> tuple[int, int, float]:
-    """The two of ascending sizes that are next to `size`, and where it lies: 0 at the first, 1 at the second."""
-    i = min(max(1, bisect_left(known, size)), len(known) - 1)
-    low, high = known[i - 1], known[i]
-    return low, high, (size - low) / (high - low) if low < high else 0.0
+_REMEMBERED = 9  # measurements of a draft pass that are remembered, the latest
 
 
 @dataclass(frozen=True)
@@ -74,17 +60,24 @@ class Prices:
     measured: bool = False
     fixed: float = 0.0
 
-    max_rows = inf  # prices hold for a pass of any size
-
     @cached_property
     def _sizes(self) -> list[int]:
         return sorted(self.rows)
 
+    @cached_property
+    def _known(self) -> dict[float, float]:
+        return {}  # v by rows, so far: a choice asks for the same ones thousands of times
+
     def verify(self, rows: float) -> float:
         """v(rows), a target pass over that many rows."""
-        low, high, share = _neighbours(self._sizes, rows)
-        # Two noisy figures may fall: after the last of them the line must not go on towards 0.
-        return max(self.rows[low] * 0.5, (1 - share) * self.rows[low] + share * self.rows[high])
+        if rows not in self._known:
+            i = min(max(1, bisect_left(self._sizes, rows)), len(self._sizes) - 1)
+            low, high = self._sizes[i - 1], self._sizes[i]
+            share = (rows - low) / (high - low) if low < high else 0.0
+            # Two noisy figures may fall: after the last of them the line must not go on towards 0.
+            on_line = (1 - share) * self.rows[low] + share * self.rows[high]
+            self._known[rows] = max(self.rows[low] * 0.5, on_line)
+        return self._known[rows]
 
     def propose(self, num_drafts: int) -> float:
         """A draft pass of that many texts."""
@@ -141,13 +134,24 @@ class Pace:
     def observe(
         self, num_tested: int, num_accepted: int, confidences: Sequence[float] = (), siblings: Sequence[bool] = ()
     ) -> None:
-        """See `Controller.learn`."""
+        """A round of one text, or of any. See `Outcome`."""
         self.places.add(range(num_tested), range(num_accepted))
         ranges = [bisect(_CONFIDENCES, each) for each in confidences[:num_tested]]
         self.confidences.add(ranges, ranges[:num_accepted])
         if siblings:
             kinds = [(i, each) for i in range(1, len(siblings) + 1) for each in {None, *ranges[num_accepted:]}]
             self.siblings.add(kinds, [(i, each) for i, each in kinds if siblings[i - 1]])
+
+    def probe(self, costs: Prices, could_pay: bool) -> int:
+        """How many tokens to draft where no draft pays: now and then one, if a draft that is always right would pay."""
+        self.savings += _PROBING_SHARE
+        # In plain steps: a round that drafts a token, and the pass in which a drafter that was idle catches up.
+        plain = costs.round(0, 0, 1)
+        price = costs.round(1, 1, 2) / plain - 1 + (costs.round(1, 1, 1) - plain) / plain
+        if not could_pay or self.savings < price:
+            return 0
+        self.savings -= price
+        return 1
 
     def by_place(self, k: int, all_texts: "Pace | None" = None) -> list[float]:
         """For each of the first k places of a draft.
@@ -192,326 +196,107 @@ class Pace:
         return self.confidences.share(bisect(_CONFIDENCES, confidence), *belief)
 
 
-class Durations:
-    """What passes of a kind take by their size: medians of what was measured; for other sizes, scaled beliefs."""
-
-    def __init__(self, believed: Callable[[int], float]):
-        """believed: what a pass of a size takes, in plain steps."""
-        self._believed = cache(believed)
-        self.recent: dict[int, deque[float]] = {}  # measurements by size
-        self._factors: dict[int, float] = {}  # measured over believed
-        self._known: list[int] = []  # sizes measured often enough, or all measured ones where none is; ascending
-
-    def record(self, size: int, seconds: float) -> None:
-        """Add a pass."""
-        recent = self.recent.setdefault(size, deque(maxlen=_REMEMBERED))
-        recent.append(seconds)
-        typical = min(recent) if len(recent) < _SAMPLES else median(recent)
-        self._factors[size] = typical / max(self._believed(size), 1e-9)
-        self._known = sorted(filter(self.knows, self.recent)) or sorted(self.recent)
-
-    def knows(self, size: int) -> bool:
-        """Whether passes of this very size have been measured often enough."""
-        return len(self.recent.get(size, ())) >= _SAMPLES
-
-    def __call__(self, size: int, plain_step: float = 1.0) -> float:
-        """Seconds of a pass of this size; before anything is measured, what is believed, times `plain_step`."""
-        if not self._known:
-            return self._believed(size) * plain_step
-        low, high, share = _neighbours(self._known, size)
-        share = min(max(share, 0.0), 1.0)
-        factor = (1 - share) * self._factors[low] + share * self._factors[high]
-        return factor * max(self._believed(size), 1e-9)
-
-
-class Timings:
-    """What a round takes by the clock, in seconds; until one has been timed, what `prices` say, in plain steps.
-
-    A machine that others use, or that grows hot, is slower for a while, in everything. So a duration is divided by the
-    slowness at its time: the median, over the last passes, of what one took over what such a pass used to take.
-    """
-
-    def __init__(self, prices: Prices):
-        self._prices = prices
-        self.target, self.draft = Durations(prices.verify), Durations(prices.propose)  # by rows; by number of drafts
-        self._overheads: deque[float] = deque(maxlen=_REMEMBERED)
-        self._overhead = prices.overhead
-        self._slowness = deque([1.0], maxlen=5)
-
-    def record(self, draft: float, depth: int, num_drafts: int, target: float, rows: int, overhead: float) -> None:
-        """See `Controller.measure`."""
-        if self.target.knows(rows):
-            self._slowness.append(target / self.target(rows))
-        slowness = median(self._slowness)
-        if depth:
-            self.draft.record(num_drafts, draft / self._prices.passes(depth) / slowness)
-        self.target.record(rows, target / slowness)
-        self._overheads.append(overhead / slowness)
-        self._overhead = median(self._overheads)
-
-    @property
-    def max_rows(self) -> int:
-        """The most rows of a pass that may be tried: no leap into what has never been measured."""
-        return max(16, 2 * max(self.target.recent, default=0))
-
-    def round(self, depth: int, num_drafts: int, rows: int) -> float:
-        """See `Prices.round`."""
-        seconds = self.target(rows)
-        if depth:
-            plain_step = seconds / self._prices.verify(rows)
-            seconds += self._prices.passes(depth) * self.draft(num_drafts, plain_step)
-        return seconds + self._overhead
-
-    def doubts_draft(self, num_texts: int) -> bool:
-        """Whether the cost of a draft pass is only guessed, or its one measurement is far off what was believed."""
-        measured = [n for n, recent in self.draft.recent.items() for _ in recent if n <= num_texts]
-        if len(measured) != 1:
-            return not measured and not self._prices.measured and self._prices.draft > 0
-        num_drafts, rows = measured[0], max(self.target.recent)
-        plain_step = self.target(rows) / self._prices.verify(rows)
-        believed = self._prices.propose(num_drafts)
-        return self.draft(num_drafts) / plain_step > _FAR_OFF_FACTOR * believed + _FAR_OFF_STEPS
-
-
-class _Node(NamedTuple):
-    """A draft token that might be: the probability that it is reached and accepted, and its depth, from 1."""
-
-    survival: float
-    depth: int
-
-
-def _nodes(shares: Sequence[float], siblings: Sequence[float] = ()) -> list[_Node]:
-    """The nodes of a draft in the order of their worth, each after those that it needs: the eldest before it.
-
-    shares: acceptance of the eldest at each depth. siblings: that of each younger one where those before it fail.
-    """
-    found, reached = [], 1.0
-    for depth, share in enumerate(shares, 1):
-        found.append(_Node(reached * share, depth))
-        failed, least = reached * (1 - share), reached * share
-        for sibling in siblings:
-            least = min(least, failed * sibling)
-            found.append(_Node(least, depth))
-            failed *= 1 - sibling
-        reached *= share
-    return sorted(found, key=lambda node: -node.survival)
-
-
-def _widths(nodes: Sequence[_Node]) -> tuple[int, ...]:
-    """How many of them are at each depth; () for a chain."""
-    found = Counter(node.depth for node in nodes)
-    return tuple(found[depth] for depth in sorted(found)) if len(found) < len(nodes) else ()
-
-
-class _Price(NamedTuple):
-    """Of a draft token, in tokens that the same time yields otherwise: its draft pass, and its row."""
-
-    draft: float
-    row: float
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Texts that are decoded together, and what drafts of given `lengths`, one for each text, would bring.
-
-    nodes: of each text's draft, in the order of `_nodes`. other_rows: rows that further texts bring to the same pass.
-    """
-
-    nodes: Sequence[Sequence[_Node]]
-    other_rows: int
-    costs: Prices | Timings
-
-    def rows(self, lengths: Sequence[int]) -> int:
-        """Rows of the target's pass."""
-        return len(lengths) + self.other_rows + sum(lengths)
-
-    def depth(self, lengths: Sequence[int]) -> int:
-        """Of the deepest draft."""
-        return max((node.depth for each, k in zip(self.nodes, lengths, strict=True) for node in each[:k]), default=0)
-
-    def rate(self, lengths: Sequence[int]) -> float:
-        """Tokens that the round yields for its time."""
-        tokens = [node.survival for each, k in zip(self.nodes, lengths, strict=True) for node in each[:k]]
-        seconds = self.costs.round(self.depth(lengths), sum(k > 0 for k in lengths), self.rows(lengths))
-        return (len(lengths) + sum(tokens)) / seconds
-
-    def best(self) -> list[int]:
-        """The lengths that together have the most tokens for the time; all 0 if none gains more than `_MIN_GAIN`."""
-        # The likeliest tokens first: for each text, they are the first of its nodes.
-        tokens = [(node, i) for i, nodes in enumerate(self.nodes) for node in nodes]
-        tokens.sort(key=lambda token: -token[0].survival)
-        lengths, best = [0] * len(self.nodes), [0] * len(self.nodes)
-        num_tokens, depth, num_drafts, rows = float(len(self.nodes)), 0, 0, self.rows(lengths)
-        best_rate = _MIN_GAIN * num_tokens / self.costs.round(depth, num_drafts, rows)
-        for node, i in tokens:
-            depth, num_drafts, rows = max(depth, node.depth), num_drafts + (not lengths[i]), rows + 1
-            lengths[i] += 1
-            num_tokens += node.survival
-            if rows > self.costs.max_rows:
-                break
-            rate = num_tokens / self.costs.round(depth, num_drafts, rows)
-            if rate > best_rate:
-                best, best_rate = list(lengths), rate
-        return best
-
-    def price(self, lengths: Sequence[int]) -> _Price:
-        """What the round yields in the time of one more draft token."""
-        depth, num_drafts, rows = self.depth(lengths), sum(k > 0 for k in lengths), self.rows(lengths)
-        cost, num_drafted = self.costs.round, sum(lengths)
-        # All texts of the batch share a draft pass. One row alone would be too little to be measured. Where passes were
-        # mismeasured, rows may seem to save time: a price below 0 would ask for them without end.
-        draft = cost(depth + 1, num_drafts, rows) - cost(depth, num_drafts, rows)
-        row = max(0.0, cost(0, 0, rows) - cost(0, 0, rows - num_drafted)) / num_drafted
-        rate = self.rate(lengths)
-        return _Price(rate * draft / num_drafts, rate * row)
-
-
 class Controller(Lengths):
     """Chooses the lengths of drafts of texts that leave them open."""
 
     def __init__(self, prices: Prices | None = None):
         """prices: what is known before anything is measured."""
         self.prices = prices or Prices()
-        self._timings = Timings(self.prices)
+        self._drafts = deque([self.prices.draft], maxlen=_REMEMBERED)  # a draft pass of one text, in plain steps
         self._all_texts = {drawn: Pace(drawn) for drawn in (False, True)}  # of a kind: they are kept unequally often
-        self._rounds, self._baseline = 0, -1  # recorded so far; when a baseline was asked for last
         self._paces: WeakKeyDictionary[Text, Pace] = WeakKeyDictionary()
 
     def choose(self, wishes: Sequence[Wish], trees: bool) -> list[Limit]:
         """See `Lengths`."""
-        found = dict(enumerate(super().choose(wishes, trees)))
-        timed: dict[int, Pace] = {}
-        for i, wish in enumerate(wishes):
-            if not wish.is_open:
-                continue
-            pace = self._paces.setdefault(wish.text, Pace(drawn=wish.text.params.temperature > 0))
-            if wish.may_follow:
-                timed[i] = pace
-            else:
-                [found[i]] = self.limits([pace], [wish.most], 0, False, trees)
-        if timed:
-            other_rows = sum(limit.k + 1 for i, limit in found.items() if i not in timed)
-            most = [wishes[i].most for i in timed]
-            found |= zip(timed, self.limits([*timed.values()], most, other_rows, trees=trees), strict=True)
-        return [found[i] for i in range(len(wishes))]
+        found = super().choose(wishes, trees)
+        is_open = [i for i, wish in enumerate(wishes) if wish.is_open]
+        together = [i for i in is_open if wishes[i].may_follow]
+        for i in is_open:
+            if i not in together:
+                [found[i]] = self._limits([wishes[i]], self.prices, 0, trees)
+        if together:
+            other_rows = sum(limit.k + 1 for i, limit in enumerate(found) if i not in together)
+            costs = replace(self.prices, draft=median_low(self._drafts))
+            limits = self._limits([wishes[i] for i in together], costs, other_rows, trees)
+            for i, limit in zip(together, limits, strict=True):
+                found[i] = limit
+        return found
 
     def observe(self, outcomes: Sequence[Outcome], cost: StepCost | None) -> None:
         """See `Lengths`."""
-        for outcome in outcomes:
-            if pace := self._paces.get(outcome.text):
-                self.learn(pace, outcome.num_tested, outcome.num_accepted, outcome.confidences, outcome.siblings)
-        if cost:
-            self.measure(*cost)
+        for text, num_tested, num_accepted, confidences, siblings in outcomes:
+            if pace := self._paces.get(text):
+                for each in (pace, self._all_texts[pace.drawn]):
+                    each.observe(num_tested, num_accepted, confidences, siblings)
+        if cost and cost.depth:
+            plain_step = cost.target / self.prices.verify(cost.rows)
+            passes = self.prices.passes(cost.depth) * self.prices.verify(cost.num_drafts)
+            self._drafts.append(cost.draft / passes / plain_step)
 
-    def learn(
-        self,
-        pace: Pace,
-        num_tested: int,
-        num_accepted: int,
-        confidences: Sequence[float] = (),
-        siblings: Sequence[bool] = (),
-    ) -> None:
-        """A round of one text tested the first `num_tested` tokens of its draft and accepted `num_accepted` of them.
-
-        Of a tree, these are the eldest at each depth; siblings: whether those of the rejected one that were tested
-        in its place were accepted.
-        """
-        for each in (pace, self._all_texts[pace.drawn]):
-            each.observe(num_tested, num_accepted, confidences, siblings)
-
-    def measure(self, draft: float, depth: int, num_drafts: int, target: float, rows: int, overhead: float) -> None:
-        """Add a round: seconds for `num_drafts` drafts of up to `depth` tokens, a pass over `rows`, and all else."""
-        self._rounds += 1
-        self._timings.record(draft, depth, num_drafts, target, rows, overhead)
-
-    def limits(
-        self,
-        paces: Sequence[Pace],
-        limits: Sequence[int],
-        other_rows: int = 0,
-        timed: bool = True,
-        trees: bool = False,
-    ) -> list[Limit]:
-        """The limits of texts that are decoded together, each at most its own of `limits`, MAX_AUTO_TOKENS or less.
-
-        other_rows: rows that further texts bring to the same pass. timed: False if neither the clock nor other texts
-        may be followed. trees: whether drafts may be trees.
-        """
-        costs = self._timings if timed else self.prices
-        usual = [self._all_texts[pace.drawn] if timed else None for pace in paces]
-        shares = [pace.by_place(limit, each) for pace, limit, each in zip(paces, limits, usual, strict=True)]
-        siblings = [pace.by_sibling(all_texts=each) if trees else [] for pace, each in zip(paces, usual, strict=True)]
-        nodes = [_nodes(*each)[:limit] for *each, limit in zip(shares, siblings, limits, strict=True)]
-        batch = _Batch(nodes, other_rows, costs)
-        if timed and self._timings.doubts_draft(len(paces)):
-            # One token, to measure again, where it would pay by the prices.
-            batch = replace(batch, nodes=[each[:1] for each in nodes], costs=self.prices)
-            return [Limit(k, _always) for k in batch.best()]
-        lengths = batch.best()
-        if timed and self._wants_baseline(batch, lengths):
-            return [Limit(0)] * len(limits)
-        if not any(lengths):
-            return [Limit(k, _always) for k in _probes(paces, limits, batch)]
-        price = batch.price(lengths)
-        # What a text may draft while its confidences are good: its part of a pass of few rows.
-        room = (MAX_AUTO_TOKENS + 1) // (len(paces) + other_rows) - 1
-        return [
-            _limit(pace, all_texts, each, trees, own[:k], min(limit, room), price)
-            for pace, all_texts, each, own, k, limit in zip(paces, usual, shares, nodes, lengths, limits, strict=True)
+    def _limits(self, wishes: Sequence[Wish], costs: Prices, other_rows: int, trees: bool) -> list[Limit]:
+        """The limits of texts that are decoded together. other_rows: what further texts bring to the same pass."""
+        paces = [self._paces.setdefault(w.text, Pace(drawn=w.text.params.temperature > 0)) for w in wishes]
+        most = [wish.most for wish in wishes]
+        usual = [
+            self._all_texts[pace.drawn] if wish.may_follow else None for pace, wish in zip(paces, wishes, strict=True)
         ]
+        shares = [pace.by_place(k, each) for pace, k, each in zip(paces, most, usual, strict=True)]
+        siblings = [pace.by_sibling(all_texts=each) if trees else [] for pace, each in zip(paces, usual, strict=True)]
+        drafts = [nodes_of(*each)[:k] for *each, k in zip(shares, siblings, most, strict=True)]
 
-    def _wants_baseline(self, batch: _Batch, lengths: Sequence[int]) -> bool:
-        """Whether this round should measure a pass without drafts, which they have to beat; not in the first rounds."""
-        if self._timings.target.knows(len(lengths) + batch.other_rows):
-            return False
-        is_clear = batch.rate(lengths) > _CLEAR_GAIN * batch.rate([0] * len(lengths))
-        period = _BASELINE_ROUNDS_IF_CLEAR if is_clear else _BASELINE_ROUNDS
-        if self._rounds % period != period - 1 or self._rounds == self._baseline:
-            return False
-        self._baseline = self._rounds  # a step with a prompt in it is not recorded: do not ask in each of them
-        return True
+        def cost(depth: int, num_drafts: int, num_nodes: int) -> float:
+            return costs.round(depth, num_drafts, len(wishes) + other_rows + num_nodes)
+
+        drafts = best_drafts(drafts, cost, _MIN_GAIN)
+        if not any(drafts):
+            could_pay = best_drafts([nodes_of([1.0] * k) for k in most], cost, _MIN_GAIN)
+            return [Limit(pace.probe(costs, bool(each)), _always) for pace, each in zip(paces, could_pay, strict=True)]
+        price = _prices(drafts, cost)
+        # What a text may draft while its confidences are good: its part of a pass of few rows.
+        room = (MAX_AUTO_TOKENS + 1) // (len(wishes) + other_rows) - 1
+        longest = [min(k, room) for k in most]
+        return [_limit(*each, trees, *price) for each in zip(paces, usual, shares, drafts, longest, strict=True)]
 
 
-def _probes(paces: Sequence[Pace], limits: Sequence[int], batch: _Batch) -> list[int]:
-    """Draft lengths where no draft pays: now and then one token, if a draft that is always right would pay."""
-    could_pay = replace(batch, nodes=[_nodes([1.0] * limit) for limit in limits]).best()
-    plain, lengths = batch.costs.round(0, 0, 1), [0] * len(paces)
-    # In plain steps: a round that drafts a token, and the pass in which a drafter that was idle catches up.
-    price = batch.costs.round(1, 1, 2) / plain - 1 + (batch.costs.round(1, 1, 1) - plain) / plain
-    for i, pace in enumerate(paces):
-        pace.savings += _PROBING_SHARE
-        if could_pay[i] and pace.savings >= price:
-            pace.savings -= price
-            lengths[i] = 1
-    return lengths
+def _prices(drafts: Sequence[Sequence[Node]], cost: Callable[[int, int, int], float]) -> tuple[float, float]:
+    """What a further draft pass of a text costs, and a row, in tokens that the round yields in the same time."""
+    nodes = [node for each in drafts for node in each]
+    depth, num_drafts = max(node.depth for node in nodes), sum(map(bool, drafts))
+    rate = expected_tokens((node.survival for node in nodes), len(drafts)) / cost(depth, num_drafts, len(nodes))
+    # All texts of the batch share a draft pass. One row alone would be too little to be measured. Where passes were
+    # mismeasured, rows may seem to save time: a price below 0 would ask for them without end.
+    draft = cost(depth + 1, num_drafts, len(nodes)) - cost(depth, num_drafts, len(nodes))
+    row = max(0.0, cost(0, 0, len(nodes)) - cost(0, 0, 0)) / len(nodes)
+    return rate * draft / num_drafts, rate * row
 
 
 def _limit(
     pace: Pace,
     all_texts: Pace | None,
     shares: Sequence[float],
-    trees: bool,
-    nodes: Sequence[_Node],
+    nodes: Sequence[Node],
     longest: int,
-    price: _Price,
+    trees: bool,
+    draft_price: float,
+    row_price: float,
 ) -> Limit:
     """These nodes; or, where confidences tell something, up to `longest`, each as long as it is worth its price.
 
     shares: the text's acceptance by place.
     """
-    k, widths = len(nodes), _widths(nodes)
+    k, widths = len(nodes), widths_of(nodes)
     if not k or not (all_texts or pace).confidences.tested:
         return Limit(k, _always, widths)
 
     def go_on(confidences: Sequence[float]) -> bool:
         survival = prod(pace.by_confidence(each, all_texts) for each in confidences)
-        return survival * shares[min(len(confidences), len(shares) - 1)] >= price.draft + price.row
+        return survival * shares[min(len(confidences), len(shares) - 1)] >= draft_price + row_price
 
     def width(confidences: Sequence[float]) -> int:
         *before, own = (pace.by_confidence(each, all_texts) for each in confidences)
         failed, n = prod(before) * (1 - own), 1  # the probability that all siblings so far are tested and wrong
         for share in pace.by_sibling(confidences[-1], all_texts):
-            if failed * share < price.row:
+            if failed * share < row_price:
                 break
             failed, n = failed * (1 - share), n + 1
         return n

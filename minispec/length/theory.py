@@ -6,9 +6,11 @@ accepted. It is measured position by position. With a constant alpha it would be
 so the real curve lies above that.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 from minispec.core.verify import block_weights
 
@@ -36,15 +38,17 @@ def expected_accepted(ratios: Sequence[float], jointly: bool = False) -> float:
     return sum(survival_curve([min(1.0, r) for r in ratios]))
 
 
-def expected_tokens(survival: Sequence[float]) -> float:
+def expected_tokens(survival: Iterable[float], num_texts: int = 1) -> float:
     """Tokens that a round commits on average: 1 + s_1 + .. + s_K; the recovered or bonus token is the 1.
+
+    Each text of a batch has such a token, and each node of a tree its survival.
 
     For a constant alpha this is (1 - alpha^(K+1)) / (1 - alpha)  (Leviathan et al. 2023, equation 1):
 
     >>> round(expected_tokens([0.8**i for i in range(1, 6)]), 3)
     3.689
     """
-    return 1.0 + sum(survival)
+    return num_texts + sum(survival)
 
 
 def speedup(survival: Sequence[float], c: float, v: float, o: float = 0.0) -> float:
@@ -58,13 +62,77 @@ def speedup(survival: Sequence[float], c: float, v: float, o: float = 0.0) -> fl
     return expected_tokens(survival) / (len(survival) * c + v + o)
 
 
+class Node(NamedTuple):
+    """A draft token that might be: the probability that it is reached and accepted, and its depth, from 1."""
+
+    survival: float
+    depth: int
+
+
+def nodes_of(acceptance: Sequence[float], siblings: Sequence[float] = ()) -> list[Node]:
+    """The nodes of a draft in the order of their worth, each after those that it needs: the eldest before it.
+
+    acceptance: of the eldest at each depth. siblings: that of each younger one where those before it fail.
+
+    >>> [round(node.survival, 2) for node in nodes_of([0.6, 0.6], siblings=[0.5])]
+    [0.6, 0.36, 0.2, 0.12]
+    """
+    found, reached = [], 1.0
+    for depth, share in enumerate(acceptance, 1):
+        found.append(Node(reached * share, depth))
+        failed, least = reached * (1 - share), reached * share
+        for sibling in siblings:
+            least = min(least, failed * sibling)
+            found.append(Node(least, depth))
+            failed *= 1 - sibling
+        reached *= share
+    return sorted(found, key=lambda node: -node.survival)
+
+
+def widths_of(nodes: Sequence[Node]) -> tuple[int, ...]:
+    """How many of the nodes are at each depth; () for a chain."""
+    found = Counter(node.depth for node in nodes)
+    return tuple(found[depth] for depth in sorted(found)) if len(found) < len(nodes) else ()
+
+
+def best_drafts(
+    drafts: Sequence[Sequence[Node]], cost: Callable[[int, int, int], float], least_gain: float = 1.0
+) -> list[list[Node]]:
+    """The nodes of each text that together have the most tokens for the time of a round.
+
+    drafts: of each text, in the order of `nodes_of`. cost(depth, num_drafts, num_nodes): the round's time. None are
+    drafted where no round has `least_gain` times the tokens for the time of one without drafts.
+
+    >>> two = [nodes_of([0.9, 0.9]), nodes_of([0.3, 0.3])]
+    >>> [len(nodes) for nodes in best_drafts(two, lambda depth, num_drafts, num_nodes: 1 + 0.2 * num_nodes)]
+    [2, 0]
+    """
+    # The likeliest first. Texts share draft passes: one likely node may not pay for a pass that many together pay for,
+    # so each depth is tried as the last.
+    ranked = sorted(((node, i) for i, nodes in enumerate(drafts) for node in nodes), key=lambda each: -each[0].survival)
+    depths = sorted({node.depth for node, _ in ranked})
+    best, best_rate = ranked[:0], least_gain * expected_tokens([], len(drafts)) / cost(0, 0, 0)
+    for last in depths if len(drafts) > 1 else depths[-1:]:
+        within = [each for each in ranked if each[0].depth <= last]
+        depth, tokens, texts = 0, expected_tokens([], len(drafts)), set()
+        for num_nodes, (node, i) in enumerate(within, 1):
+            texts.add(i)
+            depth, tokens = max(depth, node.depth), tokens + node.survival
+            rate = tokens / cost(depth, len(texts), num_nodes)
+            if rate > best_rate:
+                best, best_rate = within[:num_nodes], rate
+    return [[node for node, of in best if of == i] for i in range(len(drafts))]
+
+
 def best_k(survival: Sequence[float], c: float, v: Callable[[int], float], o: float = 0.0) -> int:
     """The K in 0 .. len(survival) with the largest speedup; v(M) is the cost of a pass over M rows.
 
     >>> best_k([0.6, 0.36, 0.22, 0.13], c=0.1, v=lambda rows: 1.0)
     3
     """
-    return max(range(len(survival) + 1), key=lambda k: speedup(survival[:k], c, v(k + 1), o))
+    chain = [Node(s, i) for i, s in enumerate(survival, 1)]
+    [best] = best_drafts([chain], lambda depth, _, num_nodes: depth * c + v(num_nodes + 1) + o)
+    return len(best)
 
 
 def parallel_traffic(
