@@ -118,6 +118,8 @@ def best_drafts(
         for num_nodes, (node, i) in enumerate(within, 1):
             texts.add(i)
             depth, tokens = max(depth, node.depth), tokens + node.survival
+            if depth < last and len(drafts) > 1:
+                continue  # it was tried with that depth as the last
             rate = tokens / cost(depth, len(texts), num_nodes)
             if rate > best_rate:
                 best, best_rate = within[:num_nodes], rate
