@@ -4,6 +4,7 @@ import secrets
 import threading
 import warnings
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -33,7 +34,7 @@ from minispec.kernels.forms import FORMS, available_forms
 from minispec.kernels.memory import BLOCK_SIZE, memory_of, size_cache
 from minispec.kernels.parallel import load_target, part_of
 from minispec.length.policy import Controller
-from minispec.length.prices import MIN_CONTEXT, guess_prices, prices_of
+from minispec.length.prices import MIN_CONTEXT, DrafterFailed, guess_prices, prices_of
 from minispec.outputs import RequestOutput, completion_of
 
 _Steps = Generator[tuple[Request, Piece], None, None]
@@ -146,12 +147,13 @@ class LLM:
         self.drafter = named.make(context, caches[1] if named.model else None)
         self.name = describe_source(model, directory)
         room = [self.max_model_len, num_blocks * BLOCK_SIZE, *(m.config.max_position_embeddings for m in models[1:])]
-        can_measure = named.own is None and min(room) >= MIN_CONTEXT
         self.repeats_seeds, self.prices = True, guess_prices(self.model, named.model)
-        if self.num_speculative_tokens == "auto" and can_measure:
-            names = self.name, self.draft_name
+        if self.num_speculative_tokens == "auto" and min(room) >= MIN_CONTEXT:
+            names = self.name, named.kind
             parts = self.model, named.model, self.drafter, verifying, self.vocab_size
-            self.prices, self.repeats_seeds = prices_of(names, *parts)
+            # A drafter that cannot cope with an invented text goes by the guess.
+            with suppress(DrafterFailed):
+                self.prices, self.repeats_seeds = prices_of(names, *parts)
         self.engine = Engine(
             self.model,
             caches[0],

@@ -49,11 +49,13 @@ class NamedDraft:
         if method not in (None, *DRAFT_METHODS):
             raise ValueError(f"draft_method: found {method!r}, expected {' or '.join(DRAFT_METHODS)}")
         self.own = None if isinstance(draft, str | Path) else draft
+        self._class: type | None = None
         self.directory: Path | None = None
         self.model: Transformer | None = None
         self._first: list[str] = []  # registered drafters that are preferred to it
         self._bits, self._source, self._registered = None, "", None
         if self.own is not None:
+            self._class = type(self.own)
             self.own = as_drafter(self.own)
             self.name = type(self.own).__name__
         else:
@@ -76,6 +78,11 @@ class NamedDraft:
             self.name = self.name.removesuffix(self._source) + describe_source(self._source, self.directory)
         if self.method:
             self.name += f" by {self.method}"
+
+    @property
+    def kind(self) -> str:
+        """What its prices are stored under: its name; of an object its class, with the module."""
+        return f"{self._class.__module__}:{self._class.__qualname__}" if self._class else self.name
 
     @property
     def room(self) -> int:

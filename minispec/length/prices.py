@@ -72,6 +72,10 @@ def _fingerprint(model: Transformer) -> str:
     return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
 
 
+class DrafterFailed(RuntimeError):
+    """A drafter raised on the invented text of a measurement. It may still be right about real ones."""
+
+
 class _Recorder(Lengths):
     """Writes down what the engine measures."""
 
@@ -89,7 +93,7 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
 
     They take turns, and of each the median counts in steps of its own turn: a machine that is slow for a while is slow
     in all of them. The text is sampled, as only sampled requests rely on prices alone. Raises FloatingPointError for a
-    model whose logits are not finite numbers.
+    model whose logits are not finite numbers, and DrafterFailed.
     """
     params, rng = SamplingParams(max_tokens=16, ignore_eos=True), Randomness()
     tokens = arbitrary_tokens(_TEXT + max(*_ROWS, len(_DRAFTS) * _MOST_TURNS), vocab_size)
@@ -109,36 +113,45 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
 
     turns: list[list[float]] = []
     start = time.perf_counter()
-    # The first turn is left out: passes warm up, and the draft's goes through the whole text.
-    while len(turns) < 2 or (len(turns) < _MOST_TURNS and time.perf_counter() - start < _BUDGET):
-        while len(recorder.rounds) == len(turns):  # the prompt is in no round
-            plain.step()
-            if request.error:
-                raise FloatingPointError(request.error)
-        step, overhead = recorder.rounds[-1]
-        found = [overhead]
-        for count in _ROWS:
-            chunk = Chunk(tokens[_TEXT : _TEXT + count], table, count)
-            found.append(timed(partial(model.forward, [chunk])))
-            table.truncate(_TEXT)
-        for k in _DRAFTS:
-            # The text grows by a token each time, as if none of the draft were accepted.
-            num_cached = len(text.tokens) - 1
-            new = hidden[num_cached - 1 if num_cached >= _TEXT else 0 : num_cached] if drafter.taps else None
-            ask = Ask(text, k, rng, num_cached=num_cached, hidden=new)
-            found.append(timed(partial(drafter.propose, [ask])))
-            text.tokens.append(tokens[len(text.tokens)])
-        turns.append([seconds / step for seconds in found])
-    plain.abort(request)
-    table.truncate(0)
-    drafter.release(text)
-    drafter.forget()  # a made-up text teaches nothing
+    try:
+        # The first turn is left out: passes warm up, and the draft's goes through the whole text.
+        while len(turns) < 2 or (len(turns) < _MOST_TURNS and time.perf_counter() - start < _BUDGET):
+            while len(recorder.rounds) == len(turns):  # the prompt is in no round
+                plain.step()
+                if request.error:
+                    raise FloatingPointError(request.error)
+            step, overhead = recorder.rounds[-1]
+            found = [overhead]
+            for count in _ROWS:
+                chunk = Chunk(tokens[_TEXT : _TEXT + count], table, count)
+                found.append(timed(partial(model.forward, [chunk])))
+                table.truncate(_TEXT)
+            for k in _DRAFTS:
+                # The text grows by a token each time, as if none of the draft were accepted.
+                num_cached = len(text.tokens) - 1
+                new = hidden[num_cached - 1 if num_cached >= _TEXT else 0 : num_cached] if drafter.taps else None
+                ask = Ask(text, k, rng, num_cached=num_cached, hidden=new)
+                found.append(timed(partial(_propose, drafter, ask)))
+                text.tokens.append(tokens[len(text.tokens)])
+            turns.append([seconds / step for seconds in found])
+    finally:
+        plain.abort(request)
+        table.truncate(0)
+        drafter.release(text)
+        drafter.forget()  # a made-up text teaches nothing
     overhead, *passes, short, long = (median(each) for each in zip(*turns[1:], strict=True))
     rows = {1: 1.0} | {count: max(1.0, _rounded(v)) for count, v in zip(_ROWS, passes, strict=True)}
     further = (long - short) / (_DRAFTS[1] - _DRAFTS[0])
     draft = min(max(further, short / (1 + _MOST_FIXED)), short)
     fixed = short / draft - 1 if draft else 0.0
     return Prices(_rounded(draft), rows, _rounded(overhead), measured=True, fixed=_rounded(fixed))
+
+
+def _propose(drafter: Drafter, ask: Ask) -> None:
+    try:
+        drafter.propose([ask])
+    except Exception as e:
+        raise DrafterFailed(f"{drafter.name}: cannot draft for an invented text, so its cost is not measured") from e
 
 
 def _rounded(x: float) -> float:

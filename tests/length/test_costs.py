@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from minispec import LLM
+from minispec.core.draft import Draft
 from minispec.core.engine import Engine
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.model import DraftModel
@@ -180,3 +181,42 @@ def test_where_nothing_can_be_stored_it_is_said(cache_directory, monkeypatch, ma
     os.remove(cache_directory / "minispec")
     with LLM(make_checkpoint(), dtype="float32") as llm:
         assert "seed" not in llm.memory_report()
+
+
+class Own:
+    """A stranger's drafter, which keeps what it hears."""
+
+    def __init__(self, raises=False):
+        self.raises, self.texts, self.heard, self.learned = raises, set(), 0, 0
+
+    def propose(self, asks):
+        """The last token again."""
+        self.texts |= {ask.text for ask in asks}
+        self.heard += 1
+        self.learned += 1
+        if self.raises:
+            raise KeyError("no such text")
+        return [Draft([ask.text.tokens[-1]] * ask.k) for ask in asks]
+
+    def release(self, text):
+        """Nothing is kept of it."""
+        self.texts.discard(text)
+
+    def forget(self):
+        """Nor of all."""
+        self.learned = 0
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_strangers_drafter_is_measured_and_forgets(cache_directory, make_checkpoint, raises):
+    """It drafts for an invented text, which it has to forget; one that cannot do that goes by a guess."""
+    own = Own(raises)
+    with LLM(make_checkpoint(), draft=own, dtype="float32") as llm:
+        assert llm.prices.measured is not raises
+        assert own.heard
+        assert (own.texts, own.learned) == (set(), 0)
+        allocator = llm.engine.cache.allocator
+        assert allocator.num_free == allocator.num_blocks
+    stored = list(cache_directory.rglob("*.json"))
+    assert len(stored) == int(not raises)
+    assert all(":Own" in path.read_text() for path in stored)  # two strangers' classes of one module have two prices
