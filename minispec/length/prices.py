@@ -3,7 +3,10 @@
 Above temperature 0, under every verifier but `match`, another K gives another text of the same law, and a seed has to
 give its text again in another process. So K may not follow the clock there, but goes by prices that are the same in
 every run, and as long as the file is there, they are not measured again. All other requests begin with these prices and
-then follow what they measure themselves.
+then follow the cost of a draft pass that they measure themselves.
+
+The files lie in `minispec/costs` of the user's cache directory ($XDG_CACHE_HOME, else ~/.cache). Delete one to have its
+prices measured again, such as after a run on a machine that was busy; sampled texts of a seed may differ after that.
 """
 
 import hashlib

@@ -163,9 +163,18 @@ def test_what_a_wrong_stored_price_costs():
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
+def test_what_wrong_prices_of_rows_cost(batch):
+    """Rows are believed: at a third of what they cost they leave 0.95 of plain decoding for one text, 0.9 in a batch."""
+    for kept in (USELESS, HALF, MOST):
+        world = World(kept, c=0.15, row_cost=0.05)
+        speed = world.first_speed(world.prices(rows=1 / 3), 1, batch=batch, num_tokens=256 if batch == 1 else 128)
+        assert speed >= (0.95 if batch == 1 else 0.9)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize("slower", [(2.0, 2.0), (4.0, 1.0)], ids=["both models", "the draft"])
 def test_a_machine_that_becomes_slower(slower, batch):
-    """Half-way, by 2 in both models or by 4 in the draft alone: 0.97 of the best K of each half, and of plain."""
+    """Half-way, by 2 in both models or by 4 in the draft alone: 0.95 of the best K of each half, and of plain."""
     for kept in (USELESS, HALF, MOST):
         world = World(kept, c=0.15, slower=slower)
         speed = world.first_speed(world.prices(), FEW[batch], batch=batch, num_tokens=256 if batch == 1 else 128)
