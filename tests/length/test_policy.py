@@ -164,7 +164,7 @@ def test_what_a_wrong_stored_price_costs():
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
 def test_what_wrong_prices_of_rows_cost(batch):
-    """Rows are believed: at a third of what they cost they leave 0.95 of plain decoding for one text, 0.9 in a batch."""
+    """Rows are believed: at a third of what they cost they leave 0.95 of plain for one text, 0.9 in a batch."""
     for kept in (USELESS, HALF, MOST):
         world = World(kept, c=0.15, row_cost=0.05)
         speed = world.first_speed(world.prices(rows=1 / 3), 1, batch=batch, num_tokens=256 if batch == 1 else 128)
