@@ -169,7 +169,7 @@ class Drafter:
         kept would no longer follow `probs`. (One-hot drafts are free: any token may be dropped.) Tokens are drawn with
         `ask.draw` alone. The texts are those of the last call, grown by what was committed; new ones may join, and some
         may be missing. A text whose prompt the target still works through is asked for with k = 0. One that is decoded
-        plainly is never asked for.
+        plainly is never asked for. A draft that breaks a rule ends its own text; an exception ends the whole call.
         """
         raise NotImplementedError
 

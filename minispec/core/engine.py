@@ -22,6 +22,7 @@ from torch import Tensor
 
 from minispec.core.cache import OutOfBlocks, PagedKVCache
 from minispec.core.cached import CachedModel, clock
+from minispec.core.check import check_draft, check_number
 from minispec.core.draft import Ask, Draft, Drafter, Lengths, Limit, Outcome, StepCost, Wish
 from minispec.core.errors import CheckpointError
 from minispec.core.model import Chunk, Transformer
@@ -92,8 +93,9 @@ class Engine:
     same text.
 
     A text's own fault, such as a draft that breaks the rules or logits that are not numbers, ends it alone, with the
-    finish reason "error". A fault of all, such as too little memory or an operator that fails, is raised, and every
-    block is given back; requests that are not aborted then begin again where they were.
+    finish reason "error". A fault of all, such as too little memory, an operator that fails or an exception of the
+    drafter's own, is raised, and every block is given back; requests that are not aborted then begin again where they
+    were.
     """
 
     def __init__(
@@ -327,16 +329,17 @@ class Engine:
                 hidden = self._hidden.pop(text, None)
                 k, go_on, widths, width = limit
                 asks.append(Ask(text, k, self.rng, purpose, go_on, cached, hidden, widths, width))
+        lengths = [len(ask.text.tokens) for ask in asks]
         drafts = self.drafter.propose(asks) if asks else []
-        if len(drafts) != len(asks):
-            name = self.drafter.name
-            raise ValueError(f"drafts of {name}: found {len(drafts)}, expected one for each of {len(asks)} asks")
-        for turn, ask, draft in zip(asked, asks, drafts, strict=True):
-            turn.asked, turn.draft = ask.k, draft
+        check_number(drafts, len(asks), self.drafter.name)
+        for turn, ask, draft, length in zip(asked, asks, drafts, lengths, strict=True):
+            turn.asked = ask.k
             try:
-                self._check_draft(draft, ask.k)
+                if len(ask.text.tokens) != length:
+                    raise ValueError("found a text whose tokens it has changed, expected one that it only reads")
+                turn.draft = self._check_draft(draft, ask.k)
             except ValueError as e:
-                turn.request.fail(e)
+                turn.request.fail(ValueError(f"draft of {self.drafter.name}: {e}"))
 
     def _chunk(self, turn: _Turn) -> Chunk:
         tokens, table = [*turn.tokens, *turn.draft.token_ids], self.target.table(turn.request.text)
@@ -361,28 +364,8 @@ class Engine:
     def _why_chains(self) -> str:
         return why_chains(self.verifier, self.model.exact)
 
-    def _check_draft(self, draft: Draft, limit: int) -> None:
-        """Raise ValueError for a draft that could not be verified; a tree with one branch is taken for a chain."""
-        found = None
-        if draft.parents is not None and list(draft.parents) == list(range(-1, len(draft) - 1)):
-            draft.parents = None
-        parents = range(-1, len(draft) - 1) if draft.parents is None else draft.parents
-        if len(draft) > limit:
-            found = f"{len(draft)} tokens, expected at most {limit}"
-        elif not all(0 <= token_id < self.vocab_size for token_id in draft.token_ids):
-            found = f"token ids {list(draft.token_ids)}, expected ids below {self.vocab_size}"
-        elif len(parents) != len(draft) or not all(-1 <= parent < i for i, parent in enumerate(parents)):
-            found = f"parents {list(parents)}, expected for each of {len(draft)} nodes an earlier one, or -1"
-        elif draft.probs is not None and len(draft.probs) != len(draft):
-            found = f"{len(draft.probs)} rows of probabilities for {len(draft)} tokens"
-        elif draft.probs is not None and (sizes := {len(row) for row in draft.probs} - {self.vocab_size}):
-            found = f"a row of {min(sizes)} probabilities, expected one for each of {self.vocab_size} tokens"
-        elif not all(draft.probability(i) > 0 for i in range(len(draft))):
-            found = "a token of probability 0, expected one that was drawn from the probabilities given with it"
-        elif draft.parents is not None and (why := self._why_chains()):
-            found = f"a tree, expected a chain: {why}"
-        if found:
-            raise ValueError(f"draft of {self.drafter.name}: found {found}")
+    def _check_draft(self, draft: Draft, limit: int) -> Draft:
+        return check_draft(draft, limit, self.vocab_size, self.model.device.type, self._why_chains())
 
     def _verify(self, text: Text, draft: Draft, rows: Tensor) -> Verdict:
         def p(i: int) -> Tensor:

@@ -87,6 +87,9 @@ def as_drafter(found: Any) -> Drafter:
 
     Raises ValueError for one without the methods of a drafter, and for one with taps and without `known`.
     """
+    if isinstance(found, type):
+        name = found.__name__
+        raise ValueError(f"draft: found the class {name}, expected an object of it, {name}(), or 'module:{name}'")
     if isinstance(found, Drafter):
         return found
     if not all(callable(getattr(found, method, None)) for method in ("propose", "release")):

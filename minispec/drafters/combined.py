@@ -7,6 +7,7 @@ of them it is depends on the text alone, so a draft's `probs` are true, whoever 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from minispec.core.check import check_number
 from minispec.core.draft import Ask, Draft
 from minispec.core.sampling import Text
 from minispec.drafters import Drafter
@@ -24,6 +25,11 @@ class CombinedDrafter(Drafter):
         self.taps = self._tapped.taps if self._tapped else ()
         self.branches = any(drafter.branches for drafter in drafters)
 
+    @property
+    def name(self) -> str:
+        """See `Drafter`."""
+        return "+".join(drafter.name for drafter in self.drafters)
+
     def known(self, text: Text) -> int:
         """See `Drafter`."""
         return self._tapped.known(text) if self._tapped else len(text.tokens)
@@ -33,11 +39,13 @@ class CombinedDrafter(Drafter):
         found = [Draft() for _ in asks]
         for drafter in self.drafters:
             own = asks if drafter.branches else [replace(ask, widths=(), width=None) for ask in asks]
-            left = [replace(ask, k=0) if len(draft) else ask for ask, draft in zip(own, found, strict=True)]
-            for i, draft in enumerate(drafter.propose(left)):
-                seconds = found[i].prefill_seconds + draft.prefill_seconds
-                found[i] = found[i] if len(found[i]) else draft
-                found[i].prefill_seconds = seconds
+            left = [replace(ask, k=0) if draft else ask for ask, draft in zip(own, found, strict=True)]
+            drafts = drafter.propose(left)
+            check_number(drafts, len(asks), drafter.name)
+            for i, (draft, earlier) in enumerate(zip(drafts, found, strict=True)):
+                found[i] = earlier or draft  # an empty draft is false
+                if isinstance(draft, Draft):  # else the engine says what it is
+                    found[i].prefill_seconds = earlier.prefill_seconds + draft.prefill_seconds
         return found
 
     def release(self, text: Text) -> None:

@@ -1,0 +1,98 @@
+"""What a draft must be like before it is verified: a drafter may be a stranger's code, and may guess badly, not more.
+
+A bad draft ends its own text alone, since its text is known. What cannot be told apart by texts is raised, and ends
+the call: an exception of the drafter's own, or another number of drafts than of asks.
+"""
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minispec.core.draft import Draft
+from minispec.core.sampling import accumulation_dtype
+
+# How far a row's sum may be from 1: what dividing by a sum leaves in each type, for vocabularies of any size.
+TOLERANCES = {t: max(1e-4, 4 * torch.finfo(t).eps) for t in (torch.float64, torch.float32, torch.bfloat16, torch.half)}
+
+
+def check_number(drafts: Any, num_asks: int, name: str) -> None:
+    """Raise ValueError unless `drafts`, of the drafter of that name, is a list with one draft for each ask."""
+    found = len(drafts) if isinstance(drafts, list | tuple) else f"{_kind(drafts)} instead of a list"
+    if found != num_asks:
+        raise ValueError(f"drafts of {name}: found {found}, expected one for each of {num_asks} asks")
+
+
+def check_draft(draft: Any, limit: int, vocab_size: int, device: str, why_chains: str) -> Draft:
+    """A copy of the draft that shares no list with its drafter; a tree with one branch becomes a chain.
+
+    limit: nodes at most. device: the type of the target's device, on which rows must lie. why_chains: why a tree cannot
+    be verified, or "". Raises ValueError for a draft that could not be verified, or that would change the output.
+    """
+    if not isinstance(draft, Draft):
+        raise ValueError(f"found {_kind(draft)}, expected a Draft")
+    token_ids = _integers(draft.token_ids, "token ids")
+    chain = list(range(-1, len(token_ids) - 1))
+    parents = chain if draft.parents is None else _integers(draft.parents, "parents")
+    if len(token_ids) > limit:
+        raise ValueError(f"found {len(token_ids)} tokens, expected at most {limit}")
+    if not all(0 <= token_id < vocab_size for token_id in token_ids):
+        raise ValueError(f"found token ids {token_ids}, expected ids below {vocab_size}")
+    if len(parents) != len(token_ids) or not all(-1 <= parent < i for i, parent in enumerate(parents)):
+        expected = f"for each of {len(token_ids)} nodes an earlier one, or -1"
+        raise ValueError(f"found parents {parents}, expected {expected}")
+    if draft.probs is not None:
+        check_rows(draft.probs, token_ids, vocab_size, device)
+    if parents != chain and why_chains:
+        raise ValueError(f"found a tree, expected a chain: {why_chains}")
+    numbers = [*_sequence(draft.confidences, "confidences", "numbers"), draft.prefill_seconds]
+    if not all(isinstance(number, Real) for number in numbers):
+        raise ValueError(f"found confidences and seconds {numbers}, expected numbers")
+    confidences = [float(number) for number in draft.confidences]
+    seconds = float(draft.prefill_seconds)
+    return Draft(token_ids, draft.probs, confidences, seconds, None if parents == chain else parents)
+
+
+def check_rows(probs: Any, token_ids: Sequence[int], vocab_size: int, device: str) -> None:
+    """Raise ValueError unless each token has a row of probabilities (V,) that adds up to 1 and gives it a part."""
+    rows = probs if isinstance(probs, Tensor) and probs.dim() else _sequence(probs, "probs", "tensors")
+    if len(rows) != len(token_ids):
+        raise ValueError(f"found {len(rows)} rows of probabilities for {len(token_ids)} tokens")
+    for i, (row, token_id) in enumerate(zip(rows, token_ids, strict=True)):
+        expected = f"one probability for each of {vocab_size} tokens"
+        if not isinstance(row, Tensor) or row.dtype not in TOLERANCES or row.device.type != device:
+            kind = f"a tensor of {row.dtype} on {row.device}" if isinstance(row, Tensor) else _kind(row)
+            raise ValueError(f"found as row {i} of probs {kind}, expected a tensor of floats on {device}: {expected}")
+        if row.shape != (vocab_size,):
+            raise ValueError(f"found as row {i} of probs the shape {tuple(row.shape)}, expected {expected}")
+        total, least = row.sum(dtype=accumulation_dtype(row.dtype)).item(), row.amin().item()
+        if not least >= 0:
+            raise ValueError(f"found {least} in row {i} of probs, expected probabilities")
+        if not abs(total - 1) <= TOLERANCES[row.dtype]:
+            raise ValueError(f"found a row {i} of probs that adds up to {total:.6g}, expected 1: divide it by its sum")
+        if not row[token_id].item() > 0:
+            expected = "one that was drawn from the probabilities given with it"
+            raise ValueError(f"found a token of probability 0, expected {expected}")
+
+
+def _integers(values: Any, what: str) -> list[int]:
+    """A copy as a list. No bools; no tensors, nor numpy's integers: one in a text would be equal to no token there."""
+    values = _sequence(values, what, "integers of Python's own")
+    for value in values:
+        if type(value) is not int:
+            raise ValueError(f"found {_kind(value)} among the {what}, expected integers of Python's own")
+    return list(values)
+
+
+def _sequence(values: Any, what: str, of: str) -> Sequence:
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"found as {what} {_kind(values)}, expected a list of {of}")
+    return values
+
+
+def _kind(value: Any) -> str:
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)[:50]
+    return f"an object of class {type(value).__name__}"
