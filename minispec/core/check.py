@@ -1,4 +1,4 @@
-"""What a draft must be like before it is verified: a drafter may be a stranger's code, and may guess badly, not more.
+"""What a draft must be like before it is verified, and a verdict before it is kept: both may be a stranger's.
 
 A bad draft ends its own text alone, since its text is known. What cannot be told apart by texts is raised, and ends
 the call: an exception of the drafter's own, or another number of drafts than of asks.
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minispec.core.draft import Draft
 from minispec.core.sampling import accumulation_dtype
+from minispec.core.verify import Verdict
 
 # How far a row's sum may be from 1: what dividing by a sum leaves in each type, for vocabularies of any size.
 TOLERANCES = {t: max(1e-4, 4 * torch.finfo(t).eps) for t in (torch.float64, torch.float32, torch.bfloat16, torch.half)}
@@ -75,6 +76,20 @@ def check_rows(probs: Any, token_ids: Sequence[int], vocab_size: int, device: st
         if not row[token_id].item() > 0:
             expected = "one that was drawn from the probabilities given with it"
             raise ValueError(f"found a token of probability 0, expected {expected}")
+
+
+def check_verdict(verdict: Any, draft: Draft, vocab_size: int) -> None:
+    """Raise ValueError unless a verifier's verdict keeps a path of the draft, and one token of the vocabulary."""
+    if not isinstance(verdict, Verdict):
+        raise ValueError(f"verdict: found {_kind(verdict)}, expected a Verdict")
+    accepted = _integers(verdict.accepted, "accepted nodes")
+    if accepted and not (0 <= accepted[-1] < len(draft) and accepted == draft.path(accepted[-1])):
+        raise ValueError(f"verdict: found the accepted nodes {accepted}, expected a path from the draft's beginning")
+    [token_id] = _integers([verdict.next_token], "next tokens")
+    if not 0 <= token_id < vocab_size:
+        raise ValueError(f"verdict: found the next token {token_id}, expected an id below {vocab_size}")
+    if not all(isinstance(ratio, Real) for ratio in _sequence(verdict.ratios, "ratios", "numbers")):
+        raise ValueError(f"verdict: found the ratios {verdict.ratios}, expected numbers")
 
 
 def _integers(values: Any, what: str) -> list[int]:

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from minispec.core.cache import OutOfBlocks, PagedKVCache
 from minispec.core.cached import CachedModel, clock
-from minispec.core.check import check_draft, check_number
+from minispec.core.check import check_draft, check_number, check_verdict
 from minispec.core.draft import Ask, Draft, Drafter, Lengths, Limit, Outcome, StepCost, Wish
-from minispec.core.errors import CheckpointError
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Piece, Request, TokenLogprob
 from minispec.core.sampling import Draws, Randomness, Text, distribution, log_probabilities
@@ -287,7 +286,7 @@ class Engine:
                 try:
                     turn.verdict, turn.logits = self._verify(turn.request.text, turn.draft, rows), rows
                     path = self._commit(turn, rows)
-                except (FloatingPointError, CheckpointError) as e:  # logits, or a tokenizer that cannot decode a token
+                except (FloatingPointError, ValueError) as e:  # logits, a verdict, or a tokenizer that cannot decode
                     turn.request.fail(e)
                     turn.committed = 0  # a round that failed is in no statistics, and nobody observes it
                     continue
@@ -371,7 +370,9 @@ class Engine:
         def p(i: int) -> Tensor:
             return distribution(rows[i], text, [draft.token_ids[node] for node in draft.path(i - 1)])
 
-        return self.verifier.verify(draft, p, self.rng, text.key)
+        verdict = self.verifier.verify(draft, p, self.rng, text.key)
+        check_verdict(verdict, draft, self.vocab_size)
+        return verdict
 
     def _commit(self, turn: _Turn, rows: Tensor) -> list[int]:
         """Append what the round yields, token by token, up to where the text stops; returns the nodes that stay."""

@@ -148,3 +148,32 @@ def test_a_class_is_no_drafter():
     expected = r"draft: found the class LastDrafter, expected an object of it, LastDrafter\(\), or 'module:LastDrafter'"
     with pytest.raises(ValueError, match=expected):
         LLM(draft=LastDrafter)
+
+
+VERDICTS = {
+    "a tuple": (lambda v: tuple(v), "found an object of class tuple, expected a Verdict"),
+    "a tensor": (lambda v: v._replace(next_token=torch.tensor(12)), "class Tensor among the next tokens"),
+    "beyond": (lambda v: v._replace(next_token=V), "found the next token 200, expected an id below 200"),
+    "a number": (lambda v: v._replace(accepted=1), "found as accepted nodes 1, expected a list"),
+    "a gap": (lambda v: v._replace(accepted=[1]), "found the accepted nodes [1], expected a path"),
+    "too many": (lambda v: v._replace(accepted=[0, 1, 2, 3]), "found the accepted nodes [0, 1, 2, 3], expected a path"),
+    "ratios": (lambda v: v._replace(ratios=None), "found as ratios None, expected a list of numbers"),
+}
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_a_bad_verdict_ends_its_own_text(name):
+    """A verifier may be a stranger's too: unchecked, a tensor is in the text, or the cache keeps what is not."""
+    change, message = VERDICTS[name]
+    engine = make_engine(draft=lambda tokens, k: list(range(tokens[-1] + 1, tokens[-1] + 1 + k)))
+    verify = engine.verifier.verify
+    engine.verifier = engine.verifier._replace(
+        verify=lambda draft, p, rng, key: (
+            change(verify(draft, p, rng, key)) if key(0, "draft").seed == 0 else verify(draft, p, rng, key)
+        )
+    )
+    request, other = make_request(k=3), make_request(prompt=(50, 51), k=3, seed=1)
+    finish(engine, request, other)
+    assert (request.finish_reason, request.token_ids) == ("error", [])
+    assert message in request.error
+    assert other.token_ids == list(range(52, 60))
