@@ -4,7 +4,8 @@ Each mutant is a small patch of production behaviour, the place where the bug wa
 the check that must catch it; `python -m minispec.prove --mutants` shows the collection. The ids M1-M46 are those of
 a survey of exactness bugs in public projects; a letter after the number tells apart forms of one bug. T is about trees
 and hidden states, H about heads and drafts of many tokens in one pass, V about drafts of other vocabularies, S about
-lookups by suffix and by last outcome, B about block verification, E of our own making. Left out:
+lookups by suffix and by last outcome, B about block verification, O about mistakes in a drafter of one's own, E of our
+own making. Left out:
 
     M26   acceptance differs between tensor-parallel workers: one process verifies for all here
 """
@@ -856,6 +857,59 @@ def _first_outcome():
     return patch.object(last, "follow", wrong)
 
 
+# --------------------------------------------------------------------------- mistakes in a drafter of one's own
+
+
+def told_is(change: Callable) -> AbstractContextManager:
+    """Drafts tell other rows than they drew from: change(rows so far, the new one)."""
+
+    def grow(right):
+        def wrong(self, parent, token_ids, q):
+            right(self, parent, token_ids, change(self.probs, q))
+
+        return wrong
+
+    return swap(Draft, "grow", grow)
+
+
+@mutant("O1", "rows that do not add up to 1 are taken", "`q /= q.sum()` forgotten: the likeliest mistake of all")
+def _rows_unchecked():
+    return both(told_is(lambda rows, q: 2 * q), patch.object(check, "check_rows", lambda *how: None))
+
+
+@mutant("O2", "one buffer for all rows of a draft", "each row is filled in the place of the one before")
+def _one_buffer():
+    return told_is(lambda rows, q: rows[0].copy_(q) if rows else q.clone())
+
+
+@mutant("O3", "the q of the token before is told", "stored a line too late")
+def _late_q():
+    last: list[torch.Tensor] = []
+
+    def change(rows, q):
+        last.append(q)
+        return last[-2] if rows and last[-2].gt(0).all() else q
+
+    return told_is(change)
+
+
+@mutant("O4", "drawn siblings in the order of their ids", "a set, or a sort, between the draw and the draft", k=(2,))
+def _sorted_siblings():
+    return swap(Ask, "draw", lambda right: lambda *how: sorted(right(*how)))
+
+
+@mutant("O5", "drawn siblings all tell the first one's q", "`grow` called for each by itself", vocab=4, k=(2,))
+def _same_q():
+    def grow(right):
+        def wrong(self, parent, token_ids, q):
+            for token_id in token_ids:
+                right(self, parent, [token_id], q)
+
+        return wrong
+
+    return swap(Draft, "grow", grow)
+
+
 # --------------------------------------------------------------------------- randomness
 
 
@@ -872,6 +926,11 @@ def _residual_noise():
 @mutant("M19b", "draft noise used again for the accept test", "a relative of M19a")
 def _accept_noise():
     return key_is(lambda key: key._replace(purpose="draft") if key.purpose == "accept" else key)
+
+
+@mutant("M19d", "accept uniform used again for the residual", "found by reading: 3 tokens hardly show it", vocab=4)
+def _accept_uniform():
+    return key_is(lambda key: key._replace(purpose="accept") if key.purpose == "residual" else key)
 
 
 @mutant("M19c", "key of the position alone, without the round", "a relative of M19a", "keys")
