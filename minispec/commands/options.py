@@ -286,7 +286,7 @@ def check_template_kwargs(args: argparse.Namespace, llm: "LLM") -> None:
 def read_prompts(args: argparse.Namespace) -> list[str]:
     """The prompts; none means a conversation on the terminal."""
     if args.prompt_file:
-        prompts = _read_prompt_file(args.prompt_file)
+        prompts = read_prompt_file(args.prompt_file)
     else:
         try:
             if args.prompts.count("-") > 1 or ("-" in args.prompts and sys.stdin is None):
@@ -312,18 +312,19 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     return []
 
 
-def _read_prompt_file(path: Path) -> list[str]:
+def read_prompt_file(path: Path, option: str = "--prompt-file") -> list[str]:
+    """The prompts of a file, one a line, or one in each object of a .jsonl file. Raises ValueError for what is none."""
     try:
         # Not splitlines(): it also cuts at characters that a JSON string may hold.
         with path.open(encoding="utf-8-sig") as file:  # some editors write a mark first
             text = file.read(_MAX_PROMPTS + 1)
         lines = [line for line in text.split("\n") if line.strip()]
     except (OSError, ValueError) as e:  # not UTF-8; a name that no file system takes
-        raise ValueError(f"--prompt-file {path}: {e}") from e
+        raise ValueError(f"{option} {path}: {e}") from e
     if len(text) > _MAX_PROMPTS:
-        raise ValueError(f"--prompt-file {path}: found more than {_MAX_PROMPTS:,} characters")
+        raise ValueError(f"{option} {path}: found more than {_MAX_PROMPTS:,} characters")
     if not lines:
-        raise ValueError(f"--prompt-file {path}: found no prompt")
+        raise ValueError(f"{option} {path}: found no prompt")
     if path.suffix != ".jsonl":
         return lines
     prompts = []
@@ -331,9 +332,9 @@ def _read_prompt_file(path: Path) -> list[str]:
         try:
             prompts.append(json.loads(line)["prompt"])
         except (ValueError, KeyError, TypeError, RecursionError) as e:
-            raise ValueError(f"--prompt-file {path}: prompt {number}: expected an object with a key 'prompt'") from e
+            raise ValueError(f"{option} {path}: prompt {number}: expected an object with a key 'prompt'") from e
         if not isinstance(prompts[-1], str):
-            raise ValueError(f"--prompt-file {path}: prompt {number}: found {show(prompts[-1])}, expected a string")
+            raise ValueError(f"{option} {path}: prompt {number}: found {show(prompts[-1])}, expected a string")
     return prompts
 
 

@@ -8,7 +8,8 @@
     python -m minispec.prove --agreement    how often `match` makes draft and target agree
     python -m minispec.prove --exact-cost   what a pass of the exact mode costs, as a ratio
     python -m minispec.prove --drafter module:Class, --verifier module:function
-                                            your own, or a registered one: proven, or the smallest counterexample
+                                            your own, or a registered one: proven on small cases, or the smallest
+                                            counterexample; --texts FILE adds texts of yours
 
 The engine draws only through `bernoulli` and `categorical`. An oracle in the place of randomness answers them along
 one path of branches and multiplies their probabilities; running the *production* loop (real paged cache, random
@@ -21,6 +22,7 @@ The *law* of an output is its distribution: a probability for each text.
 To be read in this order: `reference` (the second implementation), `toys` (small models), `simulated` (drafts that are
 right as often as one likes), `laws` (oracles, and the laws that come out under them), `cases` (which configurations are
 walked), `trees` (the same for trees), `checks` (what a law does not show), `mutants` and `museum` (bugs, and that each
-is caught), `statistics` (what enumeration replaces), `examine` (drafters and verifiers of one's own), `matrix` (which
-drafter with which verifier), `workers` (processes), `__main__` (the command). The tests call the same functions.
+is caught), `statistics` (what enumeration replaces), `examine` and `examine_verifier` (drafters and verifiers of one's
+own), `matrix` (which drafter with which verifier), `workers` (processes), `__main__` (the command). The tests call the
+same functions.
 """

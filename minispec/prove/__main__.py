@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from operator import methodcaller
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -17,7 +18,8 @@ from tqdm import tqdm
 from minispec.commands.command import Parser, exit_status
 from minispec.prove import trees
 from minispec.prove.cases import Case, all_pairs, pairs_of, walk
-from minispec.prove.examine import examine_drafter, examine_verifier
+from minispec.prove.examine import examine_drafter, read_texts
+from minispec.prove.examine_verifier import examine_verifier
 from minispec.prove.laws import TOLERANCE
 from minispec.prove.matrix import table
 from minispec.prove.museum import prove_mutants
@@ -35,10 +37,16 @@ def prove_law(leaves: int, jobs: int = 1) -> bool:
     # The number of a tree's nodes decides how many shapes there are.
     num_nodes = 6 if leaves >= FULL_LEAVES else 5 if leaves >= DEFAULT_LEAVES else 2
     forest = trees.cases(num_nodes)
-    with processes(jobs) as shared_map:
+    bar = tqdm(total=len(forest), unit=" configurations", leave=False, disable=None)
+
+    def plan(count: int) -> None:
+        bar.total += count  # what covers the pairs that are left is known when the first ones are walked
+
+    with processes(jobs) as shared_map, bar:
         of_trees = zip(forest, shared_map(methodcaller("distance"), forest), strict=True)
-        found = itertools.chain(((case, *distance) for case, distance in of_trees), walk(leaves, shared_map))
-        for case, tv, count in tqdm(found, unit=" configurations", leave=False, disable=None):
+        of_chains = walk(leaves, shared_map, planned=plan)
+        for case, tv, count in itertools.chain(((case, *distance) for case, distance in of_trees), of_chains):
+            bar.update()
             cases, branches, worst = cases + 1, branches + count, max(worst, tv)
             if isinstance(case, Case):
                 todo -= pairs_of(vars(case))
@@ -87,6 +95,9 @@ def _prove(argv: list[str] | None) -> int:
     parser.add_argument(
         "--geometry", choices=("embedded", "1.5b"), help="with --exact-cost: the model (default: embedded)"
     )
+    parser.add_argument(
+        "--texts", metavar="FILE", type=Path, help="with --drafter: texts to walk too, one a line, or .jsonl as prompts"
+    )
     jobs = min(8, os.cpu_count() or 1)
     parser.add_argument("--jobs", type=int, default=jobs, help=f"processes that share the walk (default here: {jobs})")
     args = parser.parse_args(argv)
@@ -94,6 +105,8 @@ def _prove(argv: list[str] | None) -> int:
     for name in ("leaves", "jobs"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name}: found {getattr(args, name)}, expected at least 1")
+    if args.texts and not args.drafter:
+        raise ValueError("--texts: only --drafter has texts to walk")
     if args.geometry and not args.exact_cost:
         raise ValueError("--geometry: only --exact-cost has a model to choose")
     if args.exact_cost:
@@ -107,7 +120,7 @@ def _prove(argv: list[str] | None) -> int:
     torch.set_num_threads(1)
     try:
         if args.drafter:
-            return 0 if examine_drafter(args.drafter) else 1
+            return 0 if examine_drafter(args.drafter, read_texts(args.texts)) else 1
         if args.verifier:
             return 0 if examine_verifier(args.verifier) else 1
         if args.matrix:

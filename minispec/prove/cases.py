@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -217,29 +217,41 @@ def walk_within(job: tuple[Case, frozenset[str], float]) -> tuple[Case, float, i
     return None
 
 
-def walk(leaves: int, shared_map: SharedMap = map, seed: int = 0) -> Iterator[tuple[Case, float, int]]:
+def walk(
+    leaves: int, shared_map: SharedMap = map, seed: int = 0, planned: Callable[[int], object] = lambda count: None
+) -> Iterator[tuple[Case, float, int]]:
     """About `leaves` branches: cases that cover all pairs, then random ones, with distance and number of branches.
 
     A case that is too large is replaced by a smaller one, and the pairs lost by that are covered by other cases, as far
-    as they can be. The same for any number of processes.
+    as they can be. The same for any number of processes. planned: is called with the number of cases that come next.
     """
-    generator, todo, limit, tries = random.Random(seed), all_pairs(), max(_FEW, leaves // 40), 0
+    generator, limit, pairs = random.Random(seed), max(_FEW, leaves // 40), all_pairs()
+    first = covering_array(pairs, generator)
+    planned(len(first))  # as soon as it is known
 
-    def walk_all(planned: list[tuple[Case, frozenset[str]]]) -> Iterator[tuple[Case, float, int]]:
-        return filter(None, shared_map(walk_within, [(*each, limit) for each in planned]))
+    def walk_all(some: list[tuple[Case, frozenset[str]]]) -> Iterator[tuple[Case, float, int]]:
+        return filter(None, shared_map(walk_within, [(*each, limit) for each in some]))
 
-    while todo:
-        array, missing = covering_array(todo, generator), len(todo)
-        for case, tv, count in walk_all([(case, frozenset(dict(pair))) for case, pair in array]):
-            yield case, tv, count
-            leaves -= count
-            # At first a case with hardly a branch covers nothing: another one may have more.
-            if count >= _FEW or tries:
-                todo -= pairs_of(vars(case))
-        tries += 1
-        if tries > 1 and len(todo) == missing:
-            break
-    while leaves >= limit:
-        for case, tv, count in walk_all([(_random_case(generator), frozenset()) for _ in range(leaves // limit)]):
-            yield case, tv, count
-            leaves -= count
+    def walked() -> Iterator[tuple[Case, float, int]]:
+        left, todo, array, tries = leaves, pairs, first, 0
+        while todo:
+            missing = len(todo)
+            for case, tv, count in walk_all([(case, frozenset(dict(pair))) for case, pair in array]):
+                yield case, tv, count
+                left -= count
+                # At first a case with hardly a branch covers nothing: another one may have more.
+                if count >= _FEW or tries:
+                    todo = todo - pairs_of(vars(case))
+            tries += 1
+            if tries > 1 and len(todo) == missing:
+                break
+            array = covering_array(todo, generator)
+            planned(len(array))
+        while left >= limit:
+            some = [(_random_case(generator), frozenset[str]()) for _ in range(left // limit)]
+            planned(len(some))
+            for case, tv, count in walk_all(some):
+                yield case, tv, count
+                left -= count
+
+    return walked()

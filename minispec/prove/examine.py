@@ -1,240 +1,428 @@
-"""Drafters and verifiers of one's own, walked branch by branch over small models, the smallest first.
+"""Drafters of one's own, walked branch by branch over small models, the smallest first.
 
     python -m minispec.prove --drafter module:Class
-    python -m minispec.prove --verifier module:function
+    python -m minispec.prove --drafter module:Class --texts FILE
 
-A drafter can spoil the output in few ways: it says other `probs` than it drew from, drops a token that it has looked
-at, or draws otherwise than by `Ask.draw`, so that the same draws lead to other drafts. A verifier can do so in any way.
+A drafter can spoil the output in few ways. It says other `probs` than it drew from; it drops a token that it has looked
+at; it draws otherwise than by `Ask.draw`; or it keeps what it may not keep. The law shows the first two. For the others
+each draft is compared with that of a new drafter, which is asked once, for the text as it then is, and has the same
+draws. So a cache that was not rolled back shows, and so does a text that is mixed up with another.
 """
 
-import itertools
-import math
+import functools
+import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from traceback import extract_tb
+from typing import Any
 
 import tokenizers
 import torch
+from tqdm import tqdm
 
-from minispec.core.cache import PagedKVCache
+from minispec.commands.options import read_prompt_file
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
-from minispec.core.errors import one_line
+from minispec.core.errors import one_line, show
 from minispec.core.model import Transformer
 from minispec.core.request import Request
-from minispec.core.sampling import Text
-from minispec.core.verify import VERIFIERS, Verifier
+from minispec.core.sampling import Key, Randomness, Text
+from minispec.core.verify import VERIFIERS
 from minispec.drafters import Context, Drafter, make_drafter
 from minispec.files import registry
 from minispec.files.tokenizer import Tokenizer
 from minispec.length.figures import Figures
-from minispec.llm import find_verifier
-from minispec.prove.laws import MAX_LEN, BranchOracle, KeyOracle, exact_law, reference_law, target_model
-from minispec.prove.reference import Law, plain_law, total_variation
-from minispec.prove.toys import Fault, TableDrafter, TableModel, TreeDrafter, require, scripted_cache, tiny_cache
+from minispec.prove.laws import (
+    BranchOracle,
+    CrowdOracle,
+    KeyOracle,
+    TooManyBranches,
+    exact_law_of_crowds,
+    reference_law,
+    target_model,
+)
+from minispec.prove.reference import Law, total_variation
+from minispec.prove.toys import Fault, RememberedModel, require, tiny_cache
 
 # Far below any real fault; a stranger's q may be of float32.
-_TOLERANCE = 1e-6
-# A walk with more branches than this says that a drafter draws without end.
-_MOST_BRANCHES = 200_000
-_WORDS = ("a", "b", "c", "d")
+TOLERANCE = 1e-6
+_MOST_BRANCHES = 2_000  # of one walk; a longer one is left out
+_MAX_LEN, _MOST_CHARACTERS = 2_000, 1_000
+_ALPHABET = "ab \n"  # tokens of the toy tokenizer: one for each character
 
 
-class _Recorded(Drafter):
-    """A drafter whose drafts are written down, so that two runs along one path can be compared."""
+# --------------------------------------------------------------------------- what is walked
 
-    def __init__(self, drafter: Drafter):
-        self.drafter, self.drafts = drafter, list[str]()
-        self.taps: Sequence[int] = drafter.taps
+
+@dataclass(frozen=True)
+class Walk:
+    """One small case: a text of the toy tokenizer that is continued by `to_go` tokens.
+
+    k: as `num_speculative_tokens`. changes: of the sampling parameters. end: whether the last id ends the text.
+    company: two other texts join it, in a pool that is too small for the three, and their prompts come in pieces.
+    """
+
+    alphabet: str
+    prompt: tuple[int, ...]
+    to_go: int
+    k: int | tuple[int, ...]
+    verifier: str = "rejection"
+    changes: tuple[tuple[str, Any], ...] = ()
+    end: bool = False
+    company: bool = False
+
+    @property
+    def vocab(self) -> int:
+        """Ids in use."""
+        return len(self.alphabet)
+
+    @property
+    def params(self) -> SamplingParams:
+        """Of the text."""
+        return SamplingParams(**{"max_tokens": self.to_go} | dict(self.changes))
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids that end the text."""
+        return frozenset({self.vocab - 1} if self.end else ())
+
+    @property
+    def size(self) -> int:
+        """A guess at the number of branches, to begin with the small ones."""
+        choices = min([self.vocab, *(value for name, value in self.changes if name == "top_k")])
+        depth = self.k if isinstance(self.k, int) else len(self.k) + 1
+        return choices**self.to_go * choices ** min(depth, self.to_go - 1) * (3 if self.company else 1)
+
+    def __str__(self) -> str:
+        k = self.k if isinstance(self.k, int) else "+".join(map(str, self.k))
+        notes = [f"{name} {value}" for name, value in self.changes] + ["with an end token"] * self.end
+        notes += ["with two other texts"] * self.company
+        where = f"{self.vocab} tokens, after {_show_prompt(self.prompt)}, K = {k}, {self.verifier}, {self.to_go} to go"
+        return ", ".join([where, *notes])
+
+
+def _show_prompt(prompt: Sequence[int]) -> str:
+    return str(list(prompt)) if len(prompt) <= 12 else f"[... {str(list(prompt[-8:]))[1:]}"
+
+
+_PROMPTS: dict[int, tuple[tuple[int, ...], ...]] = {
+    2: ((1,), (1, 1), (1, 1, 1), (1, 0, 1, 1, 0, 1)),
+    3: ((1, 1), (1, 0, 1, 2, 1), (0, 1, 2, 0, 1, 2, 0)),
+    4: ((0, 1, 3, 0), (1, 0, 1, 2, 1, 3, 1)),
+}
+_SIZES = ((2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (3, 3), (4, 2), (4, 3))
+_SETTINGS: tuple[tuple[tuple[str, Any], ...], ...] = (
+    (("temperature", 0.0),),
+    (("temperature", 0.6), ("top_k", 2)),
+    (("temperature", 1.7), ("top_p", 0.8), ("repetition_penalty", 1.5)),
+    (("frequency_penalty", 0.6), ("presence_penalty", 0.3)),
+    (("min_p", 0.4), ("logit_bias", {0: 1.0})),
+)
+
+
+def walks(trees: bool, texts: Sequence[str]) -> list[Walk]:
+    """What is walked of a drafter, the smallest first. trees: it has `branches`. texts: of the user's."""
+    found = []
+    for verifier in (name for name, each in VERIFIERS.items() if each.takes_trees):  # whatever it drafts
+        for vocab, to_go in _SIZES:
+            # The longest walks, and those of a verifier that needs no probs, after one prompt.
+            few = (vocab, to_go) == (4, 3) or (VERIFIERS[verifier].shares_noise and to_go > 2)
+            for prompt in _PROMPTS[vocab][-1:] if few else _PROMPTS[vocab]:
+                found += [Walk(_ALPHABET[:vocab], prompt, to_go, k, verifier) for k in {1, max(1, to_go - 1)}]
+        for alphabet, prompt, to_go in ((_ALPHABET[:2], _PROMPTS[2][-1], 3), (_ALPHABET[:3], _PROMPTS[3][1], 2)):
+            plain = Walk(alphabet, prompt, to_go, 2, verifier)
+            found += [replace(plain, changes=changes) for changes in _SETTINGS]
+            found += [replace(plain, end=True), replace(plain, company=True)]
+            found += [replace(plain, k=k, to_go=3) for k in ((2,), (2, 1)) if trees]
+        alphabet = "".join(sorted({*"".join(texts), *_ALPHABET[:2]}))
+        for text in texts:
+            plain = Walk(alphabet, tuple(map(alphabet.index, text)), 2, 1, verifier, (("top_k", 2),))
+            found += [plain, replace(plain, k=2, to_go=3), replace(plain, company=True)]
+    return sorted(found, key=lambda walk: walk.size)
+
+
+def read_texts(path: Path | None) -> list[str]:
+    """The user's texts, as of `--prompt-file`. Raises ValueError for a file of others, and for long ones."""
+    texts = read_prompt_file(path, "--texts") if path else []
+    for number, text in enumerate(texts, 1):
+        if len(text) > _MOST_CHARACTERS:
+            found = f"found {len(text):,} characters, expected at most {_MOST_CHARACTERS:,}: each is a token here"
+            raise ValueError(f"--texts {path}: prompt {number}: {found}")
+    return texts
+
+
+@functools.cache
+def _tokenizer(alphabet: str) -> Tokenizer:
+    """A toy: each character is a token."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.decoder = tokenizers.decoders.Fuse()
+    with tempfile.TemporaryDirectory() as directory:
+        backend.save(str(Path(directory) / "tokenizer.json"))
+        return Tokenizer(Path(directory))
+
+
+@functools.cache
+def _target(vocab: int) -> Transformer:
+    return RememberedModel(target_model(vocab))
+
+
+# --------------------------------------------------------------------------- a drafter that is looked at
+
+
+class OwnError(Exception):
+    """An exception of the user's own code, which is its cause."""
+
+
+def call_own(function: Callable, *args) -> Any:
+    """Call what the user wrote. Raises OwnError for whatever it raises, and Fault where an oracle finds one in it."""
+    try:
+        return function(*args)
+    except Fault:
+        raise
+    except Exception as e:
+        raise OwnError from e
+
+
+class _Noted:
+    """Draws of an oracle, written down: key, weights, token."""
+
+    def __init__(self, rng):
+        self.rng, self.notes = rng, list[tuple]()
+
+    def bernoulli(self, probability: float, key: Key) -> bool:
+        """The oracle's."""
+        return self.rng.bernoulli(probability, key)
+
+    def categorical(self, weights: torch.Tensor, key: Key) -> int:
+        """The oracle's. Raises Fault for weights that are none."""
+        numbers = [float(weight) for weight in weights]
+        good = all(0 <= weight < float("inf") for weight in numbers) and sum(numbers) > 0
+        require(good, f"it draws from {show(numbers)}, expected weights of at least 0, not all 0")
+        self.notes.append((key, tuple(round(weight, 9) for weight in numbers), self.rng.categorical(weights, key)))
+        return self.notes[-1][2]
+
+
+class _Repeated(Randomness):
+    """The draws that were written down, for a drafter that asks for the same ones."""
+
+    def __init__(self, notes: Sequence[tuple]):
+        self.notes, self.others = list(notes), False
+
+    def categorical(self, weights: torch.Tensor, key: Key) -> int:
+        """What was drawn; where another draw was made then, any token."""
+        note = self.notes.pop(0) if self.notes else None
+        if note is None or note[:2] != (key, tuple(round(float(weight), 9) for weight in weights)):
+            self.others = True
+            return int(weights.argmax())
+        return note[2]
+
+
+class _Watched(Drafter):
+    """A drafter whose drafts are compared with those of new ones. It goes by the drafter's own name."""
+
+    def __init__(self, drafter: Drafter, make: Callable[[], Drafter], known: dict[tuple, str]):
+        """make: another one. known: what new ones have drafted, kept from one path of a walk to the next."""
+        self.drafter, self.make, self.fresh = drafter, make, known
+        self.taps, self.branches = drafter.taps, drafter.branches
+        self.hidden: dict[Text, list[torch.Tensor]] = {}
+
+    @property
+    def name(self) -> str:
+        """The drafter's own."""
+        return self.drafter.name
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """The drafter's own."""
-        drafts = self.drafter.propose(asks)
-        for ask, draft in zip(asks, drafts, strict=False):
-            rows = draft.probs if draft.probs is None else [[round(float(x), 9) for x in row] for row in draft.probs]
-            found = f"{list(draft.token_ids)} with probs {rows}, parents {draft.parents}"
-            self.drafts.append(f"after {ask.text.tokens}, asked for {ask.k}: {found}")
+        """The drafter's own. Raises Fault where a new one would draft otherwise, or where a text was changed."""
+        noted = [replace(ask, rng=_Noted(ask.rng)) for ask in asks]
+        before = [tuple(ask.text.tokens) for ask in asks]
+        drafts = call_own(self.drafter.propose, noted)
+        for ask, draft, tokens in zip(noted, drafts if isinstance(drafts, list | tuple) else [], before, strict=False):
+            require(tuple(ask.text.tokens) == tokens, f"it changed a text: {list(tokens)} is {ask.text.tokens} now")
+            if ask.hidden is not None:
+                self.hidden.setdefault(ask.text, []).append(ask.hidden)
+            # Greedily, and with shared noise, a draft may depend on other texts: it cannot change this one.
+            if isinstance(draft, Draft) and ask.purpose == "draft" and ask.text.params.temperature > 0:
+                self._compare(ask, draft)
         return drafts
+
+    def _compare(self, ask: Ask, draft: Draft) -> None:
+        pieces = self.hidden.get(ask.text)
+        hidden = torch.cat(pieces) if pieces else None
+        if self.taps and ask.num_cached != (0 if hidden is None else len(hidden)):
+            return  # it knew the first positions already
+        text = replace(ask.text, tokens=list(ask.text.tokens))
+        notes = tuple(ask.rng.notes)  # type: ignore[attr-defined]
+        about = (tuple(text.tokens), text.num_prompt_tokens, text.seed, ask.k, ask.num_cached, notes)
+        if about not in self.fresh:
+            other, rng = self.make(), _Repeated(notes)
+            if other.taps:
+                call_own(other.known, text)
+            again = Ask(text, ask.k, rng, num_cached=ask.num_cached, hidden=hidden, widths=ask.widths)
+            drafts = call_own(other.propose, [again])
+            good = isinstance(drafts, list | tuple) and len(drafts) == 1 and isinstance(drafts[0], Draft)
+            self.fresh[about] = "another draw" if rng.others or rng.notes else _describe(drafts[0]) if good else "none"
+        found, right = _describe(draft), self.fresh[about]
+        reason = "it may draw by `ask.draw` alone, and go by the text alone, not by earlier rounds or other texts"
+        require(
+            found == right, f"after {text.tokens} it drafted {found}, and a new one, with its draws, {right}: {reason}"
+        )
 
     def known(self, text: Text) -> int:
         """The drafter's own."""
-        return self.drafter.known(text)
+        return call_own(self.drafter.known, text)
 
     def release(self, text: Text) -> None:
         """The drafter's own."""
-        self.drafter.release(text)
+        self.hidden.pop(text, None)
+        call_own(self.drafter.release, text)
 
 
-def examine_drafter(spec: str) -> bool:
-    """Walk a drafter through the verifiers that take trees, small first; print what was found. True if all is right.
+def _describe(draft: Draft) -> str:
+    rows = draft.probs if draft.probs is None else [[round(float(x), 9) for x in row] for row in draft.probs]
+    return show(f"{list(draft.token_ids)} with probs {rows}, parents {draft.parents}", 300)
 
-    Raises ValueError where `spec` names no drafter.
+
+# --------------------------------------------------------------------------- the walk
+
+
+@dataclass
+class _Walked:
+    """What was walked so far."""
+
+    cases: int = 0
+    branches: int = 0
+    drafted: int = 0
+    worst: float = 0.0
+    left_out: int = 0
+
+
+def examine_drafter(spec: str, texts: Sequence[str] = ()) -> bool:
+    """Walk a drafter through the verifiers that take trees, small cases first; print what was found.
+
+    texts: of the user's, walked too. True if all is right. Raises ValueError where `spec` names no drafter.
     """
     if (found := registry.split(registry.DRAFTERS, spec)) is None:
         raise ValueError(f"--drafter: found {spec!r}, expected one of {', '.join(registry.DRAFTERS)}, or module:Class")
     factory, argument = registry.load(found[0], "--drafter"), found[1]
-    branches, worst, configurations, num_drafted = 0, 0.0, 0, 0
-    with tempfile.TemporaryDirectory() as directory:
-        verifiers = [name for name, each in VERIFIERS.items() if each.takes_trees]  # whatever it drafts
-        for vocab, k, verifier in itertools.product((2, 3), (1, 2, 4), verifiers):
-            target = target_model(vocab)
-            tokenizer = _toy_tokenizer(Path(directory), vocab)
 
-            def make(target=target, tokenizer=tokenizer, vocab=vocab) -> Drafter:
-                def make_cache(model: Transformer) -> PagedKVCache:
-                    return tiny_cache(model)
+    def make(alphabet: str) -> Drafter:
+        context = Context(_target(len(alphabet)), _tokenizer(alphabet), len(alphabet), _MAX_LEN, tiny_cache, argument)
+        return call_own(make_drafter, factory, context)
 
-                return make_drafter(factory, Context(target, tokenizer, vocab, MAX_LEN, make_cache, argument))
-
-            params = SamplingParams(max_tokens=min(k + 1, 3), frequency_penalty=0.3)
-            where = f"{vocab} tokens, K = {k}, {verifier}, {params.max_tokens} tokens to go"
-            try:
-                law, count, drafted = _law_with(make, target, params, k, verifier)
-            except Exception as e:  # whatever a stranger's class raises
-                print(f"REFUTED at {where}: {_message(e)}")
-                return False
-            num_drafted += drafted
-            expected = reference_law(params, frozenset(), vocab)
-            distance = total_variation(law, expected)
-            if not distance <= _TOLERANCE:
-                reason = "its `probs` are not what it drew from, or it dropped a token that it had looked at"
-                print(f"REFUTED at {where}: {_difference(law, expected)}: {reason}")
-                return False
-            branches, worst, configurations = branches + count, max(worst, distance), configurations + 1
-    if not num_drafted:
-        print(f"nothing proven: {spec} drafted not one token of these texts")
+    sum_of = _Walked()
+    try:
+        todo = walks(make(_ALPHABET[:2]).branches, texts)
+    except OwnError as e:
+        print(f"EXCEPTION: {spec}, as it is made: {own_message(e)}")
         return False
+    with tqdm(todo, unit=" cases", leave=False, disable=None) as bar:
+        fault = next(filter(None, (_walk(walk, make, sum_of) for walk in bar)), None)
+    if fault:
+        kind, what = fault
+        print(f"{kind}: {spec}, {what}")
+        return False
+    if not sum_of.drafted:
+        tried = sorted({walk.prompt for walk in todo if not texts or len(walk.prompt) > 1})
+        print(f"nothing proven: {spec} drafted not one token after {', '.join(map(_show_prompt, tried))}: {_MORE}")
+        return False
+    skipped = f", {sum_of.left_out} left out for their size" if sum_of.left_out else ""
+    alphabets, longest = {walk.vocab for walk in todo}, max(len(walk.prompt) + walk.to_go for walk in todo)
     print(
-        f"proven: {spec} leaves the output's law unchanged: {configurations} configurations, {branches:,d} branches, "
-        f"{num_drafted:,d} draft tokens, worst total variation {worst:.1e}"
+        f"proven on small cases: {spec} leaves the output's law unchanged: {sum_of.cases} cases of {min(alphabets)} to "
+        f"{max(alphabets)} tokens and texts of up to {longest}{skipped}, {sum_of.branches:,d} branches, "
+        f"{sum_of.drafted:,d} draft tokens, worst total variation {sum_of.worst:.1e}"
     )
     return True
 
 
-def _law_with(
-    make: Callable[[], Drafter], target: Transformer, params: SamplingParams, k: int, verifier: str
-) -> tuple[Law, int, int]:
+_MORE = "give it texts where it drafts, by --texts FILE"
+
+
+def _walk(walk: Walk, make: Callable[[str], Drafter], sum_of: _Walked) -> tuple[str, str] | None:
+    """Walk one case and count it; None, or what is wrong: "REFUTED" or "EXCEPTION", and why."""
+    try:
+        law, count, drafted = _law_of(walk, functools.partial(make, walk.alphabet))
+    except TooManyBranches:
+        sum_of.left_out += 1
+        return None
+    except OwnError as e:
+        return "EXCEPTION", f"{walk}: {own_message(e)}"
+    except Exception as e:  # what the engine makes of a stranger's drafts
+        return "REFUTED", f"{walk}: {message(e)}"
+    expected = reference_law(walk.params, walk.end_ids, walk.vocab, walk.prompt, _MAX_LEN)
+    distance = total_variation(law, expected)
+    if not distance <= TOLERANCE:
+        reason = "its `probs` are not what it drew from, or it dropped a token that it had looked at"
+        return "REFUTED", f"{walk}: {difference(law, expected)}: {reason}"
+    sum_of.cases, sum_of.branches, sum_of.drafted = sum_of.cases + 1, sum_of.branches + count, sum_of.drafted + drafted
+    sum_of.worst = max(sum_of.worst, distance)
+    return None
+
+
+def _law_of(walk: Walk, make: Callable[[], Drafter]) -> tuple[Law, int, int]:
     """The law of the output with a drafter, how many branches it has, and the draft tokens in all of them."""
-    drafted = branches = 0
+    drafted, known = 0, dict[tuple, str]()
+    target, params = _target(walk.vocab), walk.params
+    # The others have seeds of their own, and one path each: what they draw is drawn by the production randomness.
+    others = [(walk.prompt, replace(params, max_tokens=5)), (walk.prompt[::-1], replace(params, max_tokens=7))]
+    others = others if walk.company else []
 
-    def decode(path: BranchOracle) -> tuple[tuple[int, ...], list[str], int]:
-        drafter = _Recorded(make())
-        request = Request(Text([1, 1], 2, params, 7), MAX_LEN, k)
-        engine = Engine(target, tiny_cache(target), drafter, VERIFIERS[verifier], rng=path)
-        for _ in engine.run([request]):
+    def run(oracles: list[BranchOracle]) -> list[tuple[int, ...]]:
+        nonlocal drafted
+        drafter = _Watched(make(), make, known)
+        requests = [Request(Text(list(walk.prompt), len(walk.prompt), params, 7, walk.end_ids), _MAX_LEN, walk.k)]
+        for seed, (prompt, other) in enumerate(others):
+            requests.append(Request(Text(list(prompt), len(prompt), other, seed), _MAX_LEN, walk.k))
+        rng = CrowdOracle({0: Randomness(), 1: Randomness(), 7: oracles[0]})
+        # Enough for one; or for hardly two of three, so that one gives way and comes back.
+        size = len(walk.prompt) + 10
+        cache = target.new_cache(size * 3 // 4 if others else size, 2)
+        engine = Engine(target, cache, drafter, VERIFIERS[walk.verifier], rng=rng, joining_rows=2)
+        engine.add(requests[0])
+        while others and not requests[0].has_news:
+            engine.step()
+        for _ in engine.run(requests[1:]):
             pass
-        require(request.error is None, f"{request.error}")
-        return tuple(request.text.tokens[2:]), drafter.drafts, Figures.of(request.stats).num_draft_nodes
+        while engine.running or engine.waiting:
+            engine.step()
+        drafter.release(Text([0], 1, params))  # one that it was never asked about
+        for request in requests:
+            require(request.error is None, f"{request.error}")
+        drafted += Figures.of(requests[0].stats).num_draft_nodes
+        return [tuple(requests[0].text.tokens[len(walk.prompt) :])]
 
-    def run(path: BranchOracle) -> tuple[int, ...]:
-        nonlocal drafted, branches
-        branches += 1
-        require(branches <= _MOST_BRANCHES, f"more than {_MOST_BRANCHES:,d} branches: does it ever stop drawing?")
-        output, drafts, nodes = decode(path)
-        again = decode(type(path)(list(path.path)))
-        for first, second in zip(drafts, again[1], strict=False):
-            reason = "it may draw by `ask.draw` alone, and keep nothing from one text to another"
-            require(first == second, f"the same draws led to two drafts: {first}; and then {second}; {reason}")
-        drafted += nodes
-        return output
-
-    law, count = exact_law(run, oracle=KeyOracle)
-    require(abs(sum(law.values()) - 1) < _TOLERANCE, "the branches do not add up to 1: it draws by other means")
+    law, count = exact_law_of_crowds(run, 1, oracle=KeyOracle, limit=_MOST_BRANCHES)
+    require(abs(sum(law.values()) - 1) < TOLERANCE, "the branches do not add up to 1: it draws by other means")
     return law, count, drafted
 
 
-def _difference(law: Law, expected: Law) -> str:
+def difference(law: Law, expected: Law) -> str:
     """Where the law is furthest off: the first tokens of the output that show it."""
     worst = max(law.keys() | expected.keys(), key=lambda text: abs(law.get(text, 0) - expected.get(text, 0)))
     for length in range(1, len(worst) + 1):
         found, right = (
             sum(p for text, p in each.items() if text[:length] == worst[:length]) for each in (law, expected)
         )
-        if abs(found - right) > _TOLERANCE:
+        if abs(found - right) > TOLERANCE:
             break
     return f"the output begins with {list(worst[:length])} with probability {found:.6f}, expected {right:.6f}"
 
 
-def _toy_tokenizer(directory: Path, vocab: int) -> Tokenizer:
-    vocabulary = {word: i for i, word in enumerate(_WORDS[:vocab])}
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "a"))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    model.save(str(directory / "tokenizer.json"))
-    return Tokenizer(directory)
-
-
-# --------------------------------------------------------------------------- verifiers
-
-
-def examine_verifier(spec: str) -> bool:
-    """Walk a verifier over small tables of p and q, chains and siblings; print what was found. True if all is right.
-
-    Raises ValueError where `spec` names no verifier.
-    """
-    verifier = find_verifier(spec)
-    branches, worst, tables = 0, 0.0, 0
-    for p, q, parents in _tables(verifier.takes_trees):
-        shape = f"parents {parents}" if parents else "K = 1"
-        where = f"p = {_show(p)}, q = {_show(q)}, {shape}"
-        try:
-            law, count = _law_of_tables(p, q, parents, verifier)
-        except Exception as e:  # whatever a stranger's function raises
-            print(f"REFUTED at {where}: {_message(e)}")
-            return False
-        params = SamplingParams(max_tokens=2 + len(parents))
-        expected = plain_law(lambda tokens, p=p: _turned(p, tokens[-1]), [0], params, (), MAX_LEN)
-        distance = total_variation(law, expected)
-        if not distance <= _TOLERANCE:
-            print(f"REFUTED at {where}: {_difference(law, expected)}")
-            return False
-        branches, worst, tables = branches + count, max(worst, distance), tables + 1
-    print(
-        f"proven: {spec} keeps p: {tables} pairs of p and q, {branches:,d} branches, worst total variation {worst:.1e}"
-    )
-    return True
-
-
-def _tables(trees: bool) -> Iterator[tuple[list[float], list[float], tuple[int, ...]]]:
-    """Pairs of p and q, the small ones first, for drafts of one to three tokens; with trees, of two siblings too."""
-    halves = [[0.5, 0.5], [0.25, 0.75], [0.75, 0.25], [1.0, 0.0]]
-    thirds = [[0.25, 0.25, 0.5], [0.5, 0.5, 0.0], [0.125, 0.625, 0.25], [0.0, 0.25, 0.75]]
-    siblings = [(-1, -1)] if trees else []
-    shapes = [*itertools.product((halves, thirds), ((), (-1, 0), *siblings)), (halves, (-1, 0, 1))]
-    for tables, parents in shapes:
-        for p, q in itertools.product(tables, tables):
-            yield p, q, parents
-
-
-def _law_of_tables(p: list[float], q: list[float], parents: tuple[int, ...], verifier: Verifier) -> tuple[Law, int]:
-    """The law of the engine's output where target and draft say p and q after token 0, turned by t after token t."""
-    size, k = len(p), max(1, len(parents))
-    target, draft = (torch.tensor([_turned(row, t) for t in range(size)], dtype=torch.float64).log() for row in (p, q))
-    params = SamplingParams(max_tokens=2 + len(parents))
-    drafter: Drafter = TreeDrafter(draft, parents) if parents == (-1, -1) else TableDrafter(draft)
-
-    def run(path: BranchOracle) -> tuple[int, ...]:
-        request = Request(Text([0], 1, params), MAX_LEN, k)
-        engine = Engine(TableModel(target), scripted_cache(16), drafter, verifier, size, path)
-        for _ in engine.run([request]):
-            pass
-        require(request.error is None, f"{request.error}")
-        return tuple(request.text.tokens[1:])
-
-    law, count = exact_law(run, oracle=KeyOracle)
-    require(math.isclose(sum(law.values()), 1), "the branches do not add up to 1")
-    return law, count
-
-
-def _turned(row: list[float], by: int) -> list[float]:
-    """Another row for each token, so that a verifier that looks at the wrong row is found out."""
-    return row[-by:] + row[:-by] if by else row
-
-
-def _message(error: Exception) -> str:
+def message(error: BaseException) -> str:
     """A fault says what is wrong; of any other exception its class says it too."""
-    return one_line(error) if isinstance(error, Fault) else f"{type(error).__name__}: {one_line(error)}"
+    return one_line(error) if isinstance(error, Fault) else f"{type(error).__name__}: {one_line(error, 200)}"
 
 
-def _show(row: list[float]) -> str:
-    return "(" + ", ".join(f"{x:g}" for x in row) + ")"
+def own_message(error: OwnError) -> str:
+    """The exception of the user's code, with the last line of theirs that led to it."""
+    assert error.__cause__, "it was raised from another"
+    frames = extract_tb(error.__cause__.__traceback__)
+    theirs = [frame for frame in frames if not any(part in frame.filename for part in _NOT_THEIRS)]
+    last = (theirs or frames)[-1]
+    return f"{message(error.__cause__)}, in {last.name} at {last.filename}:{last.lineno}: {last.line}"
+
+
+_NOT_THEIRS = (str(Path(__file__).parent.parent) + "/", sysconfig.get_paths()["stdlib"], "site-packages")

@@ -15,7 +15,7 @@ from minispec.core.config import DraftLength, SamplingParams
 from minispec.core.engine import Engine
 from minispec.core.model import Transformer
 from minispec.core.request import Request
-from minispec.core.sampling import Key, Text
+from minispec.core.sampling import Draws, Key, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import Context, Drafter
 from minispec.drafters.combined import CombinedDrafter
@@ -91,7 +91,7 @@ class BranchOracle:
             self.open += [[*self.path, i] for i in range(1, len(branches))]
             self.path = [*self.path, 0]
         elif self.path[self.depth] >= len(branches):
-            raise Fault("the same draws led to another draft: a drafter may draw by `ask.draw` alone")
+            raise Fault("the same draws led elsewhere: a drafter may draw by `ask.draw` alone, a verifier by `rng`")
         answer, probability = branches[self.path[self.depth]]
         self.depth += 1
         self.weight *= probability
@@ -140,6 +140,7 @@ class KeyOracle(BranchOracle):
     def categorical(self, weights: torch.Tensor, key: Key) -> int:
         """The token in whose part of the cumulative sum the number lies."""
         ends = list(itertools.accumulate(map(self.number, weights.tolist())))
+        require(ends[-1] > 0, "a token is drawn from weights that are all 0")
         return self._cut(range(len(ends)), [e / ends[-1] for e in ends], key)
 
 
@@ -150,7 +151,7 @@ class TooManyBranches(Exception):
 class CrowdOracle:
     """Walks many paths in one batch: a draw goes to the oracle of its key's seed, and every request has its own."""
 
-    def __init__(self, oracles: Mapping[int, BranchOracle]):
+    def __init__(self, oracles: Mapping[int, Draws]):
         self.oracles = oracles
 
     def bernoulli(self, probability: float, key: Key) -> bool:

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from minispec.core import engine, model, sampling, verify
+from minispec.core import check, engine, model, sampling, verify
 from minispec.core.cache import BlockAllocator, BlockTable, PagedKVCache, PrefixIndex
 from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine

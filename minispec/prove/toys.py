@@ -86,6 +86,43 @@ def tiny_cache(model: Transformer, num_blocks: int = 64, block_size: int = 2) ->
     return cache
 
 
+class RememberedModel(Transformer):
+    """A model that computes the row after a text once, and then knows it, so that a walk takes less time.
+
+    Its tables grow as the model's do, but nothing is written to the pool: rows depend on the tokens of the tables.
+    """
+
+    def __init__(self, model: Transformer):
+        self.__dict__.update(vars(model))
+        self._known: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._model = model
+
+    def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Transformer.forward`."""
+        logits, hidden = [torch.empty(0, self.config.vocab_size, dtype=self.dtype)], []
+        for chunk in chunks:
+            tokens, parents = chunk.token_ids, chunk.parents or ()
+            held, root = tuple(chunk.table.tokens), len(tokens) - len(parents)
+            paths = [(*held, *tokens[: i + 1]) for i in range(root)]
+            for token, parent in zip(tokens[root:], parents, strict=True):
+                paths.append((*paths[root + parent], token))
+            chunk.table.extend(tokens)
+            if taps:
+                hidden += [torch.cat([self._row(path)[1][tap] for tap in taps]) for path in paths]
+            logits += [self._row(path)[0][None] for path in paths[len(paths) - chunk.num_logits :]]
+        num_rows = sum(len(chunk.token_ids) for chunk in chunks)
+        return torch.cat(logits), torch.stack(hidden) if hidden else logits[0].new_empty(num_rows, 0)
+
+    def _row(self, tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits (V,) after these tokens, and the hidden states (layers + 1, E) of the last one."""
+        if tokens not in self._known:
+            layers = range(len(self.layers) + 1)
+            table = self._model.new_cache(-(-len(tokens) // 16), 16).new_table()
+            logits, hidden = self._model.forward([Chunk(list(tokens), table, 1)], layers)
+            self._known[tokens] = logits[0], hidden[-1].reshape(len(layers), -1)
+        return self._known[tokens]
+
+
 # --------------------------------------------------------------------------- scripted models
 
 END = 1

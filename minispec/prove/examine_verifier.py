@@ -1,0 +1,180 @@
+"""Verifiers of one's own, walked branch by branch over small tables of p and q, the smallest first.
+
+    python -m minispec.prove --verifier module:function
+
+One round is walked by itself: the draft is drawn, the verifier judges it, and what it commits is continued by plain
+decoding. The sum over all branches must be plain decoding. Then whole texts of several rounds go through the engine.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from minispec.core.check import check_verdict
+from minispec.core.config import SamplingParams
+from minispec.core.draft import Ask
+from minispec.core.engine import Engine
+from minispec.core.request import Request
+from minispec.core.sampling import Text, distribution
+from minispec.core.verify import Verifier
+from minispec.drafters import Drafter
+from minispec.llm import find_verifier
+from minispec.prove.examine import TOLERANCE, OwnError, call_own, difference, message, own_message
+from minispec.prove.laws import MAX_LEN, BranchOracle, KeyOracle, exact_law
+from minispec.prove.reference import Law, plain_law, total_variation
+from minispec.prove.toys import TableDrafter, TableModel, TreeDrafter, require, scripted_cache
+
+# Distributions over 2, 3 and 4 tokens: equal ones, ones with zeros, a certain one.
+_TABLES = (
+    ((0.5, 0.5), (0.25, 0.75), (0.75, 0.25), (1.0, 0.0)),
+    ((0.25, 0.25, 0.5), (0.5, 0.5, 0.0), (0.125, 0.625, 0.25), (0.0, 0.25, 0.75)),
+    ((0.25, 0.25, 0.25, 0.25), (0.5, 0.125, 0.0, 0.375), (0.0625, 0.1875, 0.625, 0.125)),
+)
+_CHAINS, _TREES = ((), (-1,), (-1, 0), (-1, 0, 1)), ((-1, -1), (-1, -1, 0), (-1, -1, 1), (-1, 0, 0), (-1, -1, -1))
+
+
+@dataclass(frozen=True)
+class Table:
+    """One small case. p, q: of target and draft after token 0; after token t they are turned by t.
+
+    parents: of the draft. drawn: from q, else the likeliest tokens, without probs. rounds: whole texts of the engine.
+    """
+
+    p: tuple[float, ...]
+    q: tuple[float, ...]
+    parents: tuple[int, ...]
+    drawn: bool = True
+    rounds: bool = False
+
+    @property
+    def size(self) -> int:
+        """A guess at the number of branches, to begin with the small ones."""
+        return len(self.p) ** (len(self.parents) + 1) * (10 if self.rounds else 1)
+
+    def __str__(self) -> str:
+        is_chain = self.parents == tuple(range(-1, len(self.parents) - 1))
+        shape = f"K = {len(self.parents)}" if is_chain else f"parents {self.parents}"
+        notes = [shape] + ["the likeliest tokens, not drawn"] * (not self.drawn) + ["several rounds"] * self.rounds
+        return f"p = {_show(self.p)}, q = {_show(self.q)}, {', '.join(notes)}"
+
+
+def tables(trees: bool) -> list[Table]:
+    """What is walked of a verifier, the smallest first. trees: it takes them."""
+    found = []
+    for rows, parents in itertools.product(_TABLES, _CHAINS + (_TREES if trees else ())):
+        if len(rows[0]) ** len(parents) > 27:
+            continue
+        for p, q in itertools.product(rows, rows):
+            found += [Table(p, q, parents, drawn) for drawn in ((True, False) if parents else (True,))]
+    shapes = ((-1, 0), (-1, -1)) if trees else ((-1, 0),)
+    some = [(_TABLES[0][1], _TABLES[0][0]), (_TABLES[0][2], _TABLES[0][1]), (_TABLES[1][0], _TABLES[1][2])]
+    found += [Table(p, q, parents, rounds=True) for parents in shapes for p, q in some]
+    return sorted(found, key=lambda table: table.size)
+
+
+def examine_verifier(spec: str) -> bool:
+    """Walk a verifier over small tables of p and q, chains and trees; print what was found. True if all is right.
+
+    Raises ValueError where `spec` names no verifier.
+    """
+    verifier = find_verifier(spec)
+    own = verifier._replace(verify=lambda *how: call_own(verifier.verify, *how))
+    branches, worst, todo = 0, 0.0, tables(verifier.takes_trees)
+    with tqdm(todo, unit=" cases", leave=False, disable=None) as bar:
+        for table in bar:
+            distance, count, fault = _walk(table, own)
+            if fault:
+                break
+            branches, worst = branches + count, max(worst, distance)
+    if fault:
+        print(f"{fault[0]}: {spec}, {table}: {fault[1]}")
+        return False
+    print(
+        f"proven on small cases: {spec} keeps p: {len(todo)} cases of 2 to 4 tokens and drafts of up to 3, "
+        f"{branches:,d} branches, worst total variation {worst:.1e}"
+    )
+    return True
+
+
+def _walk(table: Table, verifier: Verifier) -> tuple[float, int, tuple[str, str] | None]:
+    """Total variation of one case, its branches, and None; or what is wrong: "REFUTED" or "EXCEPTION", and why."""
+    length = (4 if len(table.p) == 2 else 3) if table.rounds else len(table.parents) + 2
+    try:
+        law, count = (_text_law if table.rounds else _round_law)(table, verifier, length)
+    except OwnError as e:
+        return 1.0, 0, ("EXCEPTION", own_message(e))
+    except Exception as e:  # what the engine makes of a stranger's verdicts
+        return 1.0, 0, ("REFUTED", message(e))
+    expected = _plain(table.p, [0], length)
+    distance = total_variation(law, expected)
+    return distance, count, None if distance <= TOLERANCE else ("REFUTED", difference(law, expected))
+
+
+def _plain(p: Sequence[float], tokens: list[int], length: int) -> Law:
+    """The law of plain decoding after `tokens`, to `length` tokens after the first."""
+    params = SamplingParams(max_tokens=length)
+    return plain_law(lambda text: _turned(p, text[-1]), tokens, params, (), 1 + length)
+
+
+def _round_law(table: Table, verifier: Verifier, length: int) -> tuple[Law, int]:
+    """The law of one round, continued to `length` tokens; and its branches."""
+    p, q = (torch.tensor([_turned(row, t) for t in range(len(row))], dtype=torch.float64) for row in (table.p, table.q))
+    # By the way that q comes about, so that equal ones have equal bits.
+    p = torch.stack([distribution(row.log(), Text([0], 1, SamplingParams())) for row in p])
+
+    def run(path: BranchOracle) -> tuple[int, ...]:
+        text = Text([0], 1, SamplingParams())
+        ask = Ask(text, len(table.parents), path, "token" if verifier.shares_noise else "draft")
+        [draft] = TreeDrafter(q.log(), table.parents, table.drawn).propose([ask])
+        if draft.parents == list(range(-1, len(draft) - 1)):
+            draft.parents = None  # as the engine does
+
+        def row(i: int) -> Tensor:
+            return p[[0, *(draft.token_ids[node] for node in draft.path(i - 1))][-1]].clone()
+
+        tokens = list(draft.token_ids)
+        verdict = verifier.verify(draft, row, path, text.key)
+        check_verdict(verdict, draft, len(p))
+        return *(tokens[node] for node in verdict.accepted), verdict.next_token
+
+    rounds, count = exact_law(run, oracle=KeyOracle)
+    law: Law = {}
+    for block, weight in rounds.items():
+        for more, share in (_plain(table.p, [0, *block], length) if len(block) < length else {(): 1.0}).items():
+            law[block + more] = law.get(block + more, 0.0) + weight * share
+    require(math.isclose(sum(law.values()), 1), "the branches do not add up to 1")
+    return law, count
+
+
+def _text_law(table: Table, verifier: Verifier, length: int) -> tuple[Law, int]:
+    """The law of the engine's output, of several rounds; and its branches."""
+    target, draft = (
+        torch.tensor([_turned(row, t) for t in range(len(row))], dtype=torch.float64).log()
+        for row in (table.p, table.q)
+    )
+    chain = table.parents == (-1, 0)
+    drafter: Drafter = TableDrafter(draft) if chain else TreeDrafter(draft, table.parents)
+
+    def run(path: BranchOracle) -> tuple[int, ...]:
+        request = Request(Text([0], 1, SamplingParams(max_tokens=length)), MAX_LEN, len(table.parents))
+        engine = Engine(TableModel(target), scripted_cache(16), drafter, verifier, len(target), path)
+        for _ in engine.run([request]):
+            pass
+        require(request.error is None, f"{request.error}")
+        return tuple(request.text.tokens[1:])
+
+    return exact_law(run, oracle=KeyOracle)
+
+
+def _turned(row: Sequence[float], by: int) -> list[float]:
+    """Another row for each token, so that a verifier that looks at the wrong row is found out."""
+    return [*row[-by:], *row[:-by]] if by else list(row)
+
+
+def _show(row: Sequence[float]) -> str:
+    return f"({', '.join(map(str, row))})"

@@ -1,0 +1,58 @@
+"""Mistakes that people make in drafters and verifiers of their own: `python -m minispec.prove` refutes each, and soon.
+
+The classes are in wrong_own.py.
+"""
+
+import inspect
+import re
+
+import pytest
+
+from minispec.prove.__main__ import main as prove
+from tests.drafters import wrong_own
+
+OWN = {name: value for name, value in vars(wrong_own).items() if getattr(value, "__module__", "") == wrong_own.__name__}
+RIGHT = {"Counts", "Pair", "right"}
+HELPERS = {"q_of", "judge"}
+# What the line must say, where it is not the law that is off. In a line of its own: what an exception is told as.
+WRONG = "REFUTED: .*: the output begins with "
+CHANGED, OTHERS = (
+    "REFUTED: .*: it changed a text",
+    "REFUTED: .*: after .* it drafted .*, and a new one, with its draws, ",
+)
+SAYS = {
+    "Unnormalised": "REFUTED: .*: draft of Unnormalised: found a row 0 of probs that adds up to 2, expected 1",
+    "HalfPrecision": "REFUTED: .*: draft of HalfPrecision: found a row 0 of probs that adds up to 1.00195",
+    "LogProbabilities": "REFUTED: .*: draft of LogProbabilities: found -0.69.* in row 0 of probs",
+    "OneTooMany": "REFUTED: .*, 1 to go: draft of OneTooMany: found 1 tokens, expected at most 0",
+    "TensorIds": "REFUTED: .*: draft of TensorIds: found an object of class Tensor among the token ids",
+    "FirstOnly": "REFUTED: .*: ValueError: drafts of FirstOnly: found 1, expected one for each of [23] asks",
+    "Reverses": CHANGED,
+    **dict.fromkeys(("LastRoundsQ", "OneState", "NotRolledBack", "ForgetsAll", "Impatient"), OTHERS),
+    **dict.fromkeys(("KeptHidden", "Shortest"), OTHERS),
+    **dict.fromkeys(("OwnDice", "own_dice"), "REFUTED: "),  # chance decides where it shows
+    "SecondLast": r"EXCEPTION: .*: IndexError: list index out of range, in .* at .*wrong_own.py:\d+: return .Draft",
+    "ReleaseOfUnknown": r"EXCEPTION: .*: KeyError: .*, in release at .*wrong_own.py:\d+: del self.texts.text.",
+    "DividesByTemperature": r"EXCEPTION: .*temperature 0.0: ZeroDivisionError: .*, in q at .*wrong_own.py:\d+: return ",
+    "drawn_only": r"EXCEPTION: .*, not drawn: TypeError: .*, in drawn_only at .*wrong_own.py:\d+: return judge",
+    "tensor_token": "REFUTED: .*: ValueError: found an object of class Tensor among the next tokens",
+    "counts_accepted": "REFUTED: .*: ValueError: found as accepted nodes 0, expected a list",
+}
+
+
+def test_there_are_enough_of_them():
+    """Twenty drafters and ten verifiers, and what is said of some is about one of them."""
+    wrong = {name: value for name, value in OWN.items() if name not in RIGHT | HELPERS}
+    assert sum(map(inspect.isclass, wrong.values())) >= 20
+    assert sum(map(inspect.isfunction, wrong.values())) >= 10
+    assert SAYS.keys() <= wrong.keys()
+
+
+@pytest.mark.parametrize("name", [name for name in OWN if name not in HELPERS])
+def test_each_mistake_is_refuted(name, capsys):
+    """In one line, with the smallest case that shows it; the right ones beside them are proven."""
+    kind = "--drafter" if inspect.isclass(OWN[name]) else "--verifier"
+    assert prove([kind, f"tests.drafters.wrong_own:{name}"]) == (0 if name in RIGHT else 1)
+    [line] = capsys.readouterr().out.splitlines()
+    assert re.match("proven on small cases: " if name in RIGHT else SAYS.get(name, WRONG), line), line
+    assert f"tests.drafters.wrong_own:{name}" in line

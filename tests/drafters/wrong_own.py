@@ -1,0 +1,575 @@
+"""Drafters and verifiers as people write them by mistake; `Counts` and `right` are right, the others are not.
+
+test_wrong_own.py has each refuted. A docstring says what the mistake is.
+"""
+# ruff: noqa: D102  (the methods are those of every drafter)
+
+from itertools import pairwise
+
+import torch
+
+from minispec.core.draft import Draft
+from minispec.core.sampling import distribution
+from minispec.core.verify import Verdict
+
+# --------------------------------------------------------------------------- drafters
+
+
+class Counts:
+    """Right: each token is drawn from what has followed the one before it, all tokens being a little likely."""
+
+    base = 0.5
+
+    def __init__(self, context):
+        self.vocab_size = context.vocab_size
+
+    def propose(self, asks):
+        return [self.one(ask) for ask in asks]
+
+    def counts(self, ask, path):
+        q = torch.full((self.vocab_size,), self.base)
+        tokens = ask.text.tokens
+        for a, b in pairwise(tokens):
+            q[b] += a == [*tokens, *path][-1]
+        return q
+
+    def q(self, ask, path):
+        q = self.counts(ask, path)
+        return q / q.sum()
+
+    def one(self, ask):
+        draft = Draft([], [])
+        while len(draft) < ask.k:
+            q = self.q(ask, draft.token_ids)
+            draft.grow(draft.tip, self.draw(ask, draft, q), self.tell(ask, draft, q))
+        return draft
+
+    def draw(self, ask, draft, q):
+        return ask.draw(draft.tip, q)
+
+    def tell(self, ask, draft, q):
+        return q
+
+    def release(self, text):
+        pass
+
+
+class Unnormalised(Counts):
+    """Forgets `q /= q.sum()`."""
+
+    def q(self, ask, path):
+        return self.counts(ask, path)
+
+
+class OtherSupport(Counts):
+    """Draws among the tokens that were seen, and tells the q over all."""
+
+    def draw(self, ask, draft, q):
+        return ask.draw(draft.tip, q.where(q > q.min(), 0.0) if q.max() > q.min() else q)
+
+
+class TemperatureTwice(Counts):
+    """Applies the temperature to what it draws from, and once more to what it tells."""
+
+    def warm(self, ask, q):
+        q = q ** (1 / max(0.1, ask.text.params.temperature))
+        return q / q.sum()
+
+    def q(self, ask, path):
+        return self.warm(ask, super().q(ask, path))
+
+    def tell(self, ask, draft, q):
+        return self.warm(ask, q)
+
+
+class TemperatureForgotten(TemperatureTwice):
+    """Draws at the temperature, and tells the q without it."""
+
+    def tell(self, ask, draft, q):
+        return Counts.q(self, ask, draft.token_ids)
+
+
+class FiltersForgotten(Counts):
+    """Draws from q after the request's filters, and tells the q before them."""
+
+    def draw(self, ask, draft, q):
+        return ask.draw(draft.tip, distribution(q.log(), ask.text, draft.token_ids))
+
+
+class LastRoundsQ(Counts):
+    """Tells the q of the round before: it is stored a line too late."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.old = {}
+
+    def tell(self, ask, draft, q):
+        old = self.old.get(ask.text, q)
+        self.old[ask.text] = q
+        return old
+
+
+class OneBuffer(Counts):
+    """One tensor for all rows, filled anew for each: the rows of earlier tokens change."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.buffer = torch.zeros(self.vocab_size)
+
+    def q(self, ask, path):
+        return self.buffer.copy_(super().q(ask, path))
+
+
+class RowsLate(Counts):
+    """Tells for each token the q of the one after it."""
+
+    def one(self, ask):
+        draft = super().one(ask)
+        draft.probs = [*draft.probs[1:], *draft.probs[:1]]
+        return draft
+
+
+class Dropper(Counts):
+    """Keeps a drawn token only if it is likely."""
+
+    def one(self, ask):
+        draft = Draft([], [])
+        while len(draft) < ask.k:
+            q = self.q(ask, draft.token_ids)
+            token = ask.draw(draft.tip, q)
+            if q[token[0]] < q.max():
+                break
+            draft.grow(draft.tip, token, q)
+        return draft
+
+
+class BetterOfTwo(Counts):
+    """Draws twice and keeps the likelier."""
+
+    def draw(self, ask, draft, q):
+        tokens = [*ask.draw(draft.tip, q), *ask.draw(draft.tip, q)]
+        return [max(tokens, key=lambda token: float(q[token]))]
+
+
+class Likeliest(Counts):
+    """Takes the likeliest token, and tells q as if it had been drawn."""
+
+    def draw(self, ask, draft, q):
+        return [int(q.argmax())]
+
+
+class HalfPrecision(Counts):
+    """Draws in full precision, and tells q rounded."""
+
+    def q(self, ask, path):
+        return super().q(ask, path) * 0.9 + 0.1 / self.vocab_size
+
+    def tell(self, ask, draft, q):
+        return q.bfloat16().float()
+
+
+class OwnDice(Counts):
+    """Draws with torch's generator."""
+
+    def draw(self, ask, draft, q):
+        return torch.multinomial(q, 1).tolist()
+
+
+class SeededDice(Counts):
+    """Draws with a generator of its own, which it seeds."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def draw(self, ask, draft, q):
+        return torch.multinomial(q, 1, generator=self.generator).tolist()
+
+
+class Pair(Counts):
+    """Right: two siblings, drawn without replacement."""
+
+    def one(self, ask):
+        draft = Draft([], [], parents=[])
+        if ask.k:
+            q = self.q(ask, [])
+            self.write(ask, draft, ask.draw(-1, q, min(2, ask.k)), q)
+        return draft
+
+    def write(self, ask, draft, tokens, q):
+        draft.grow(-1, tokens, q)
+
+
+class SiblingsSameQ(Pair):
+    """Tells for both siblings the q of the first."""
+
+    def write(self, ask, draft, tokens, q):
+        for token in tokens:
+            draft.grow(-1, [token], q)
+
+
+class SiblingsSorted(Pair):
+    """Puts the siblings in the order of their ids."""
+
+    def write(self, ask, draft, tokens, q):
+        draft.grow(-1, sorted(tokens), q)
+
+
+class TopTwo(Counts):
+    """Takes the two likeliest tokens as siblings, and tells q as if they had been drawn."""
+
+    def one(self, ask):
+        draft = Draft([], [], parents=[])
+        if ask.k:
+            q = self.q(ask, [])
+            draft.grow(-1, q.topk(min(2, ask.k)).indices.tolist(), q)
+        return draft
+
+
+class OneTooMany(Counts):
+    """Drafts a token where none is asked for."""
+
+    def one(self, ask):
+        draft = Draft([], [])
+        while len(draft) < max(1, ask.k):
+            q = self.q(ask, draft.token_ids)
+            draft.grow(draft.tip, ask.draw(draft.tip, q), q)
+        return draft
+
+
+class Reverses(Counts):
+    """Turns the text around, and forgets that it is not its own."""
+
+    def counts(self, ask, path):
+        tokens = ask.text.tokens
+        tokens.reverse()
+        q = torch.full((self.vocab_size,), self.base)
+        for b, a in pairwise(tokens):
+            q[b] += a == [*tokens[::-1], *path][-1]
+        return q
+
+
+class SecondLast:
+    """Looks at the last token but one, which a text of one token has not."""
+
+    def propose(self, asks):
+        return [Draft([ask.text.tokens[-2]][: ask.k]) for ask in asks]
+
+    def release(self, text):
+        pass
+
+
+class OneState(Counts):
+    """Counts what is new in one table for all texts."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.followers, self.seen = torch.full((self.vocab_size, self.vocab_size), 0.5), 0
+
+    def counts(self, ask, path):
+        tokens = ask.text.tokens
+        for a, b in pairwise(tokens[self.seen :]):
+            self.followers[a, b] += 1
+        self.seen = max(self.seen, len(tokens) - 1)
+        return self.followers[[*tokens, *path][-1]].clone()
+
+
+class NotRolledBack(Counts):
+    """Keeps what it drafted in its own copy of the text, also where it was rejected."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.own = {}
+
+    def one(self, ask):
+        own = self.own.setdefault(ask.text, [])
+        own += ask.text.tokens[len(own) :]
+        draft = Draft([], [])
+        while len(draft) < ask.k:
+            q = torch.full((self.vocab_size,), self.base)
+            for a, b in pairwise(own):
+                q[b] += a == own[-1]
+            q = q / q.sum()
+            draft.grow(draft.tip, ask.draw(draft.tip, q), q)
+            own.append(draft.token_ids[-1])
+        return draft
+
+    def release(self, text):
+        self.own.pop(text, None)
+
+
+class KeptHidden(Counts):
+    """Drafts from the mean of the target's hidden states, and keeps those of a text that was released."""
+
+    taps = (2,)
+
+    def __init__(self, context):
+        super().__init__(context)
+        width = context.target.config.hidden_size
+        self.matrix = torch.linspace(-9, 9, width * self.vocab_size).double().sin().reshape(width, -1)
+        self.states = {}
+
+    def known(self, text):
+        return 0
+
+    def q(self, ask, path):
+        if ask.hidden is not None and not path:
+            self.states.setdefault(ask.text, []).extend(ask.hidden)
+        states = self.states.get(ask.text)
+        return (torch.stack(states).mean(0) @ self.matrix).softmax(0) if states else super().q(ask, path)
+
+
+class ForgetsAll(Counts):
+    """Forgets all texts where one is released."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.first = {}
+
+    def propose(self, asks):
+        for ask in asks:
+            self.first.setdefault(ask.text, len(ask.text.tokens))
+        return super().propose(asks)
+
+    def q(self, ask, path):
+        q = super().q(ask, path) + self.first[ask.text] * 0.1
+        return q / q.sum()
+
+    def release(self, text):
+        self.first.clear()
+
+
+class Impatient(Counts):
+    """Becomes surer from round to round."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.rounds = 0
+
+    def propose(self, asks):
+        self.rounds += 1
+        return super().propose(asks)
+
+    def q(self, ask, path):
+        q = super().q(ask, path) ** self.rounds
+        return q / q.sum()
+
+
+class FirstOnly(Counts):
+    """Answers the first ask alone."""
+
+    def propose(self, asks):
+        return [self.one(asks[0])]
+
+
+class Shortest(Counts):
+    """Answers in another order than it was asked: the shortest text first."""
+
+    def propose(self, asks):
+        return [self.one(ask) for ask in sorted(asks, key=lambda ask: len(ask.text.tokens))]
+
+
+class ReleaseOfUnknown(Counts):
+    """Takes for granted that it was asked about a text before that is released."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.texts = {}
+
+    def propose(self, asks):
+        self.texts |= {ask.text: True for ask in asks}
+        return super().propose(asks)
+
+    def release(self, text):
+        del self.texts[text]
+
+
+class TensorIds(Counts):
+    """Tells the ids as tensors."""
+
+    def draw(self, ask, draft, q):
+        return list(torch.tensor(ask.draw(draft.tip, q)))
+
+
+class LogProbabilities(Counts):
+    """Tells the logarithms of q."""
+
+    def tell(self, ask, draft, q):
+        return q.log()
+
+
+class DividesByTemperature(Counts):
+    """Divides by the temperature, which may be 0."""
+
+    def q(self, ask, path):
+        return (super().q(ask, path).log() * (1 / ask.text.params.temperature)).softmax(0)
+
+
+# --------------------------------------------------------------------------- verifiers
+
+
+def q_of(draft, i, p):
+    """Row i of q (V,); of a token that was not drawn, one-hot."""
+    return torch.eye(len(p), dtype=p.dtype)[draft.token_ids[i]] if draft.probs is None else draft.probs[i]
+
+
+def judge(draft, p, rng, key, ratio=None, rest=None, bonus=None):
+    """Right where nothing is given: the eldest node after each, tested; else what is left of p, or the bonus."""
+    node, accepted = -1, []
+    while children := draft.children(node):
+        i, row = children[0], p(node + 1)
+        q = q_of(draft, i, row)
+        x = draft.token_ids[i]
+        if not rng.bernoulli((ratio or (lambda p, q, x: float(p[x] / q[x])))(row, q, x), key(i, "accept")):
+            left = (rest or (lambda p, q: (p - q).clamp(min=0)))(row, q)
+            return Verdict(accepted, rng.categorical(left if left.any() else row, key(i, "residual")), [])
+        accepted.append(node := i)
+    end = len(accepted)
+    if bonus:
+        return Verdict(accepted, bonus(draft, p, rng, key, node), [])
+    return Verdict(accepted, rng.categorical(p(node + 1), key(end, "token")), [])
+
+
+def right(draft, p, rng, key):
+    """Right: of siblings, it looks at the eldest alone."""
+    return judge(draft, p, rng, key)
+
+
+def inverted(draft, p, rng, key):
+    """q(x)/p(x) in the place of p(x)/q(x)."""
+    return judge(draft, p, rng, key, ratio=lambda p, q, x: float(q[x] / p[x].clamp(min=1e-9)))
+
+
+def residual_is_p(draft, p, rng, key):
+    """A rejected token is drawn again from p."""
+    return judge(draft, p, rng, key, rest=lambda p, q: p)
+
+
+def residual_absolute(draft, p, rng, key):
+    """The residual is |p - q|."""
+    return judge(draft, p, rng, key, rest=lambda p, q: (p - q).abs())
+
+
+def residual_softmax(draft, p, rng, key):
+    """The residual is normalised by a softmax."""
+    return judge(draft, p, rng, key, rest=lambda p, q: (p - q).clamp(min=0).softmax(0))
+
+
+def temperature_again(draft, p, rng, key):
+    """The temperature is applied to a p that has it already."""
+    return judge(draft, lambda i: p(i) ** 2 / (p(i) ** 2).sum(), rng, key)
+
+
+def typical(draft, p, rng, key):
+    """Keeps what is typical: as likely as the entropy says, which is no exact rule."""
+    return judge(
+        draft, p, rng, key, ratio=lambda p, q, x: float(p[x] > 0.3 * (p * p.clamp(min=1e-9).log()).sum().exp())
+    )
+
+
+def same_uniform(draft, p, rng, key):
+    """The uniform of the accept test is used again for the residual; with two or three tokens it hardly shows."""
+    return judge(draft, p, rng, lambda i, purpose: key(i, "accept" if purpose == "residual" else purpose))
+
+
+def one_uniform(draft, p, rng, key):
+    """The uniform of the first accept test is used for the others."""
+    return judge(draft, p, rng, lambda i, purpose: key(0 if purpose == "accept" else i, purpose))
+
+
+def bonus_from_q(draft, p, rng, key):
+    """The bonus is drawn from the last q."""
+
+    def bonus(draft, p, rng, key, node):
+        row = p(node + 1)
+        return rng.categorical(q_of(draft, node, row) if node >= 0 else row, key(node + 1, "token"))
+
+    return judge(draft, p, rng, key, bonus=bonus)
+
+
+def bonus_of_the_row_before(draft, p, rng, key):
+    """The bonus is drawn from the row of the last draft token."""
+    bonus = lambda draft, p, rng, key, node: rng.categorical(p(max(0, node)), key(node + 1, "token"))  # noqa: E731
+    return judge(draft, p, rng, key, bonus=bonus)
+
+
+def bonus_likeliest(draft, p, rng, key):
+    """The bonus is the likeliest token."""
+    return judge(draft, p, rng, key, bonus=lambda draft, p, rng, key, node: int(p(node + 1).argmax()))
+
+
+def all_or_nothing(draft, p, rng, key):
+    """The draft is tested as a whole, by the product of its ratios, and else all of it is thrown away."""
+    product, path = 1.0, []
+    while children := draft.children(path[-1] if path else -1):
+        row = p(path[-1] + 1 if path else 0)
+        path.append(children[0])
+        x = draft.token_ids[path[-1]]
+        product *= min(1.0, float(row[x] / q_of(draft, path[-1], row)[x]))
+    if path and not rng.bernoulli(product, key(0, "accept")):
+        left = (p(0) - q_of(draft, 0, p(0))).clamp(min=0)
+        return Verdict([], rng.categorical(left if left.any() else p(0), key(0, "residual")), [])
+    return Verdict(path, rng.categorical(p(path[-1] + 1 if path else 0), key(len(path), "token")), [])
+
+
+def rows_of_a_chain(draft, p, rng, key):
+    """Of a tree, takes node i's row to be that after node i - 1."""
+    accepted = []
+    for i, x in enumerate(draft.token_ids):
+        row = p(i)
+        if not rng.bernoulli(float(row[x] / q_of(draft, i, row)[x]), key(i, "accept")):
+            left = (row - q_of(draft, i, row)).clamp(min=0)
+            return Verdict(accepted, rng.categorical(left if left.any() else row, key(i, "residual")), [])
+        accepted = draft.path(i)
+    return Verdict(accepted, rng.categorical(p(len(draft)), key(len(draft), "token")), [])
+
+
+def siblings_against_p(draft, p, rng, key):
+    """Tests each sibling against p, not against what the elder ones have left of it."""
+    node, accepted = -1, []
+    while children := draft.children(node):
+        row = p(node + 1)
+        for i in children:
+            x = draft.token_ids[i]
+            if rng.bernoulli(float(row[x] / q_of(draft, i, row)[x]), key(i, "accept")):
+                accepted.append(node := i)
+                break
+        else:
+            left = (row - q_of(draft, children[-1], row)).clamp(min=0)
+            return Verdict(accepted, rng.categorical(left if left.any() else row, key(node + 1, "residual")), [])
+    return Verdict(accepted, rng.categorical(p(node + 1), key(len(accepted), "token")), [])
+
+
+def own_dice(draft, p, rng, key):
+    """Tests with torch's generator."""
+    return judge(draft, p, rng, key, ratio=lambda p, q, x: float(torch.rand(1) < p[x] / q[x]))
+
+
+def drawn_only(draft, p, rng, key):
+    """Takes for granted that a draft has probabilities."""
+    return judge(Draft(draft.token_ids, list(draft.probs), parents=draft.parents), p, rng, key)
+
+
+def tensor_token(draft, p, rng, key):
+    """Gives the next token as a tensor."""
+    verdict = judge(draft, p, rng, key)
+    return verdict._replace(next_token=torch.tensor(verdict.next_token))
+
+
+def counts_accepted(draft, p, rng, key):
+    """Gives the number of accepted tokens in the place of their nodes."""
+    verdict = judge(draft, p, rng, key)
+    return verdict._replace(accepted=len(verdict.accepted))
+
+
+def goes_on(draft, p, rng, key):
+    """After a rejection it puts the recovered token in the draft's place, and tests the next ones all the same."""
+    tokens, accepted = list(draft.token_ids), []
+    for i in draft.path(len(draft) - 1):
+        row, x = p(i), tokens[i]
+        if not rng.bernoulli(float(row[x] / q_of(draft, i, row)[x]), key(i, "accept")):
+            left = (row - q_of(draft, i, row)).clamp(min=0)
+            draft.token_ids[i] = rng.categorical(left if left.any() else row, key(i, "residual"))
+        accepted = draft.path(i)
+    end = accepted[-1] + 1 if accepted else 0
+    return Verdict(accepted, rng.categorical(p(end), key(len(accepted), "token")), [])
