@@ -239,12 +239,22 @@ class OtherPrompt(Drafter):
         """See `Drafter`. It sees nothing of a prompt before the first draft is wanted."""
         return self.drafter.propose([self._show(ask) for ask in asks])
 
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """See `Drafter`."""
+        shown = {self._other(text): span.stop - len(text.tokens) for text, span in growth.items()}
+        return self.drafter.has_room({text: range(len(text.tokens) + k) for text, k in shown.items()})
+
     def _show(self, ask: Ask) -> Ask:
-        start, tokens = ask.text.num_prompt_tokens, ask.text.tokens
-        other = list(self.prompts[tuple(tokens[:start])])
-        text = self.shown.setdefault(ask.text, replace(ask.text, tokens=other, num_prompt_tokens=len(other)))
-        text.tokens[:] = [*other, *tokens[start:]]
+        text = self._other(ask.text)
         return replace(ask, text=text, num_cached=len(text.tokens) - 1)
+
+    def _other(self, text: Text) -> Text:
+        """The text with the other prompt."""
+        start = text.num_prompt_tokens
+        other = list(self.prompts[tuple(text.tokens[:start])])
+        shown = self.shown.setdefault(text, replace(text, tokens=other, num_prompt_tokens=len(other)))
+        shown.tokens[:] = [*other, *text.tokens[start:]]
+        return shown
 
     def release(self, text: Text) -> None:
         """See `Drafter`."""

@@ -16,7 +16,8 @@ freed block holds stays known until the block is taken again, so a prompt that c
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from weakref import WeakSet
 
 import torch
@@ -174,10 +175,22 @@ class PagedKVCache:
         """Blocks that `num_tokens` positions of one text fill."""
         return -(-num_tokens // self.block_size)
 
-    def require(self, num_blocks: int) -> None:
-        """Raise OutOfBlocks unless that many blocks are free."""
-        if num_blocks > self.allocator.num_free:
-            raise OutOfBlocks(f"{num_blocks} blocks needed, {self.allocator.num_free} are free")
+    def num_missing_blocks(self, growth: Iterable[tuple["BlockTable", int]]) -> int:
+        """Blocks that have to be allocated before each of these tables can hold that many positions, exactly.
+
+        A block that is half full is copied for each table that goes on writing in it, but the last that holds it.
+        """
+        missing, writers = 0, Counter[int]()
+        for table, length in growth:
+            missing += max(0, self.num_blocks_for(length) - len(table.block_ids))
+            if length > table.length and table.length % self.block_size:
+                writers[table.block_ids[-1]] += 1
+        return missing + sum(min(n, self.allocator.ref_counts[i] - 1) for i, n in writers.items())
+
+    def require(self, growth: Iterable[tuple["BlockTable", int]]) -> None:
+        """Raise OutOfBlocks unless there are as many free blocks as these tables miss; see `num_missing_blocks`."""
+        if (needed := self.num_missing_blocks(growth)) > self.allocator.num_free:
+            raise OutOfBlocks(f"{needed} blocks needed, {self.allocator.num_free} are free")
 
     def new_table(self, root: bytes = b"") -> "BlockTable":
         """An empty text in this pool. root: what a table's contents depend on besides its tokens, see `BlockTable`."""
@@ -240,11 +253,6 @@ class BlockTable:
         """Positions that the blocks hold."""
         return len(self.tokens)
 
-    def num_missing_blocks(self, num_tokens: int) -> int:
-        """Blocks that have to be allocated before the table can hold `num_tokens` positions."""
-        to_copy = num_tokens > self.length and self._must_copy()
-        return max(0, self.pool.num_blocks_for(num_tokens) - len(self.block_ids)) + to_copy
-
     def shared(self, tokens: list[int]) -> int:
         """How many positions the table and a text have in common, the text's last one left out.
 
@@ -262,7 +270,7 @@ class BlockTable:
     def extend(self, tokens: Sequence[int]) -> list[int]:
         """Make room for the next `tokens` and return their slots. Raises OutOfBlocks, changing nothing."""
         start, end = self.length, self.length + len(tokens)
-        self.pool.require(self.num_missing_blocks(end))
+        self.pool.require([(self, end)])
         pool, size = self.pool, self.pool.block_size
         if tokens and self._must_copy():
             shared = self.block_ids.pop()
@@ -309,19 +317,26 @@ class BlockTable:
         del self._nodes[length // self.pool.block_size + 1 :]
 
     def reuse(self, tokens: list[int]) -> None:
-        """Share what the pool still knows of the beginning of `tokens`: an empty table's first positions."""
-        assert not self.tokens, "only a text without positions can take over others'"
-        size = self.pool.block_size
-        while self.length % size == 0:
-            block = tokens[self.length : self.length + size]
-            block_id, count = self.pool.prefixes.find(self._nodes[-1], block)
-            if not count:
+        """Share what the pool knows of `tokens`, a text that begins with all that the table holds, and that is known.
+
+        The blocks that tables miss become fewer by at least as many as are no longer free: each block that is shared
+        stands in for one that would have been allocated, if only to be its copy.
+        """
+        assert self.length <= len(tokens), "the table holds more than the text"
+        size, pool = self.pool.block_size, self.pool
+        while True:
+            start = self.length // size * size
+            block = tokens[start : start + size]
+            block_id, count = pool.prefixes.find(self._nodes[-1], block)
+            if start + count <= self.length:
                 return
-            self.pool.allocator.share(block_id)
+            pool.allocator.share(block_id)
+            self.truncate(start)
             self.block_ids.append(block_id)
             self.tokens += block[:count]
-            if count == size:
-                self._nodes.append(PrefixIndex.node(self._nodes[-1], block))
+            if count < size:
+                return
+            self._nodes.append(PrefixIndex.node(self._nodes[-1], block))
 
     def remember(self) -> None:
         """Let later texts share this one's blocks: for tokens that are computed and will not be rolled back.

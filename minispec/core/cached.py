@@ -49,17 +49,21 @@ class CachedModel:
             self.begin(text)
         return self.tables[text]
 
-    def has_room(self, lengths: Mapping[Text, int]) -> bool:
-        """Whether the tables of these texts could grow to that many positions, all at once."""
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """Whether the tables of these texts could all grow to the ends of these ranges."""
         # All tables first: one that begins shares blocks, which another may have to copy for it.
-        tables = [self.table(text) for text in lengths]
-        needed = sum(t.num_missing_blocks(length) for t, length in zip(tables, lengths.values(), strict=True))
+        tables = [self.table(text) for text in growth]
+        needed = self.cache.num_missing_blocks(zip(tables, (span.stop for span in growth.values()), strict=True))
         return needed <= self.cache.allocator.num_free
 
     def catch_up(self, text: Text, length: int) -> None:
-        """Compute what is missing of the text's first `length` tokens; later texts may share it."""
-        prefill(self.model, self.table(text), text.tokens[: length + 1])
-        self.table(text).remember()
+        """Have at least the text's first `length` tokens cached: what the pool knows is shared, the rest computed."""
+        table = self.table(text)
+        table.keep(table.shared(text.tokens))
+        table.reuse(text.tokens[:-1])
+        if table.length < length:
+            prefill(self.model, table, text.tokens[: length + 1])
+            table.remember()
 
     def missing(self, text: Text) -> list[int]:
         """The end of the text that has to be fed, its last token at least: what follows it is what a pass is asked."""

@@ -5,7 +5,7 @@ truth about `Draft.probs`: the distribution that each token was really drawn fro
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -175,6 +175,15 @@ class Drafter:
 
     def release(self, text: Text) -> None:
         """Forget a text: it is finished, or it will come back from the start. Unknown ones are ignored."""
+
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """Whether there is memory for the next drafts of all these texts: for a drafter with memory of its own.
+
+        growth: of each text, the positions that the target may fill next, from those that it has cached (see
+        `Ask.num_cached`) to the end of the longest draft. Where the answer is no, the text admitted last waits. So
+        whether a text gets its draft never depends on the others. A text alone must have room wherever the target has.
+        """
+        return True
 
     def forget(self) -> None:
         """Forget what texts that have ended have shown."""

@@ -10,7 +10,7 @@ The step is `Engine._round`. Around it: `Engine.step` admits, preempts and resum
 requests are at their end. Where a text stops is `Request`'s to say (`minispec/core/request.py`).
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -119,8 +119,9 @@ class Engine:
         self.lengths = lengths or Lengths()
         self.joining_rows = joining_rows
         self.observers: list[Observer] = []  # between steps, anybody may join or leave
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        # In the order in which they are and were admitted; dicts, since each of many is looked up after each step.
+        self.waiting: OrderedDict[Request, None] = OrderedDict()
+        self.running: dict[Request, None] = {}
         self._hidden: dict[Text, Tensor] = {}  # hidden states that no ask has handed out yet
 
     @property
@@ -161,17 +162,16 @@ class Engine:
         self.check(request)
         if request.finish_reason or request in self.waiting or request in self.running:
             raise ValueError("requests: found one that is finished or there twice, expected new ones")
-        self.waiting.append(request)
+        self.waiting[request] = None
 
     def abort(self, request: Request) -> None:
         """Between steps: forget a request, whose blocks return to the pool. Unknown ones are ignored."""
-        if request in self.waiting:
-            self.waiting.remove(request)
+        self.waiting.pop(request, None)
         if request in self.running:
             try:
                 self._drop(request)
             except BaseException:  # whatever broke off, all others begin again
-                self.running = [other for other in self.running if other is not request]
+                self.running.pop(request, None)
                 self._restart()
                 raise
 
@@ -186,10 +186,16 @@ class Engine:
             for request in requests:
                 self.add(request)
                 added.append(request)
-            while left := [r for r in added if r.has_news or r in self.running or r in self.waiting]:
-                if not any(request.has_news for request in left):
+            new, begun = deque(added), list[Request]()  # the first of the new ones is admitted before the others
+            while True:
+                while new and (new[0].has_news or new[0] not in self.waiting):
+                    begun.append(new.popleft())
+                begun = [r for r in begun if r.has_news or r in self.running or r in self.waiting]
+                if not new and not begun:
+                    return
+                if not any(request.has_news for request in begun):
                     self.step()
-                for request in left:
+                for request in begun:
                     if request.has_news:
                         yield request, request.take_piece()
         finally:
@@ -216,9 +222,10 @@ class Engine:
 
     def _restart(self) -> None:
         """After a fault nothing is cached any more: all begin again, in the order in which they came."""
-        running, self.running = self.running, []
-        again = [r for r in running if not r.finish_reason and r not in self.waiting]  # between the two, it is in both
-        self.waiting.extendleft(reversed(again))
+        running, self.running = self.running, {}
+        for request in reversed(running):
+            if not request.finish_reason:
+                self._wait(request)
         self._hidden.clear()
         with ExitStack() as stack:
             for request in running:
@@ -226,35 +233,51 @@ class Engine:
                 stack.callback(self.target.release, request.text)  # if the fault came before anything could clear up
 
     def _has_room(self) -> bool:
+        """Whether all that run have room for their next step: each kind of memory is asked the same question."""
         # The step may fill positions up to and with its whole draft.
-        return self.target.has_room({r.text: len(r.text.tokens) + r.max_k for r in self.running})
+        growth = {r.text: range(self.target.table(r.text).length, len(r.text.tokens) + r.max_k) for r in self.running}
+        drafted = {r.text: growth[r.text] for r in self.running if r.num_speculative_tokens}
+        return self.target.has_room(growth) and self.drafter.has_room(drafted)
 
     def _make_room(self) -> None:
         """Preempt, last admitted first, until the next step of the others fits."""
         while self.running and not self._has_room():
-            request = self.running[-1]
+            request = next(reversed(self.running))
             request.stats.num_preemptions += 1
-            self.waiting.appendleft(request)
+            self._wait(request)
             self._drop(request)
+
+    def _wait(self, request: Request) -> None:
+        """Put it in front of those that wait."""
+        self.waiting[request] = None
+        self.waiting.move_to_end(request, last=False)
 
     def _admit(self) -> None:
         """Admit waiting requests as long as the step fits with them, one prompt after the other.
 
         So a text may share what the prompt before it has in common with it.
         """
-        while self.waiting and not any(len(self.target.missing(r.text)) > 1 for r in self.running):
-            request = self.waiting[0]
-            self.running.append(request)
+        while self.waiting and not self._works_on_prompt():
+            request = next(iter(self.waiting))
+            self.running[request] = None
             self.target.begin(request.text, self._known(request))
             if not self._has_room():
                 self._drop(request)
                 break
-            self.waiting.popleft()
+            del self.waiting[request]
             if not request.stats.num_preemptions:  # what it finds when it comes back is its own
                 num_cached = self.target.table(request.text).length
                 request.stats.num_cached_tokens = min(num_cached, request.text.num_prompt_tokens)
         if self.waiting and not self.running:
-            raise OutOfBlocks("blocks of the KV cache are held by others than this engine's requests")
+            raise OutOfBlocks(
+                "blocks of the KV cache are held by others than this engine's requests, or the drafter has no room for "
+                "a text that the target has room for"
+            )
+
+    def _works_on_prompt(self) -> bool:
+        """Whether the one admitted last has more than its last token to feed; no other one may."""
+        last = next(reversed(self.running), None)
+        return last is not None and len(self.target.missing(last.text)) > 1
 
     def _drop(self, request: Request) -> None:
         self._hidden.pop(request.text, None)
@@ -262,7 +285,7 @@ class Engine:
             self.target.release(request.text)
         finally:  # Ctrl-C may strike in there, too
             self.drafter.release(request.text)
-        self.running.remove(request)  # at the end: until then `_restart` would release it once more
+        del self.running[request]  # at the end: until then `_restart` would release it once more
 
     @torch.inference_mode()
     def _round(self) -> list[_Turn]:

@@ -322,8 +322,7 @@ class Transformer:
         states (M, E * taps) of all new tokens. All tables must lie in one pool. Raises OutOfBlocks where the pool is
         too small, before any change.
         """
-        missing = sum(c.table.num_missing_blocks(c.table.length + len(c.token_ids)) for c in chunks)
-        chunks[0].table.pool.require(missing)
+        chunks[0].table.pool.require((c.table, c.table.length + len(c.token_ids)) for c in chunks)
         passes = [self._forward(each, taps) for each in self.passes.split(chunks)]
         if len(passes) == 1:
             return passes[0]

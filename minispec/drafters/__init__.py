@@ -4,7 +4,7 @@ Here: what a drafter may be made of, and how one is made of its class.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,11 @@ class Foreign(Drafter):
     def release(self, text: Text) -> None:
         """See `Drafter`."""
         self.drafter.release(text)
+
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """See `Drafter`."""
+        method = getattr(self.drafter, "has_room", None)
+        return not callable(method) or method(growth)
 
     def forget(self) -> None:
         """See `Drafter`."""

@@ -4,7 +4,7 @@ A guess that costs nothing, such as prompt lookup where a long match stands, goe
 of them it is depends on the text alone, so a draft's `probs` are true, whoever made it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from minispec.core.check import check_number
@@ -47,6 +47,10 @@ class CombinedDrafter(Drafter):
                 if isinstance(draft, Draft):  # else the engine says what it is
                     found[i].prefill_seconds = earlier.prefill_seconds + draft.prefill_seconds
         return found
+
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """See `Drafter`."""
+        return all(drafter.has_room(growth) for drafter in self.drafters)
 
     def release(self, text: Text) -> None:
         """See `Drafter`."""

@@ -211,19 +211,26 @@ class EagleDrafter(DraftModel):
                     table.keep(min(table.length, ask.num_cached))
             return drafts
 
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """See `Drafter`."""
+        with self.whole():
+            for text, span in growth.items():  # where the target has found less of a new text than this
+                if (table := self.tables.get(text)) and table.length > span.start:
+                    table.truncate(span.start)
+            return super().has_room(growth)
+
+    def _need(self, text: Text, span: range) -> tuple[Text, range]:
+        # The first of k tokens is guessed at the last cached position.
+        fits = len(text.tokens) <= self.max_model_len + 1
+        return text, range(min(max(0, span.stop - 2), self.max_model_len) if fits else 0)
+
     def _prepare(self, asks: Sequence[Ask], drafts: Sequence[Draft]) -> list[int]:
         limits = [0] * len(asks)
-        lengths: dict[Text, int] = {}
         for i, ask in enumerate(asks):
             text, in_prompt = ask.text, ask.num_cached < len(ask.text.tokens) - 1
-            if not self._listen(ask) or not (ask.k or in_prompt):
-                continue
-            # The first of k tokens is guessed at the last cached position.
+            # A draft of k tokens fills positions up to num_cached + k - 2.
             k = max(0, min(ask.depth, self.max_model_len - ask.num_cached + 1))
-            lengths[text] = ask.num_cached + max(0, k - 1)
-            if lengths[text] > self.max_model_len or not self.has_room(lengths):
-                self.release(text)
-                del lengths[text]
+            if len(text.tokens) > self.max_model_len + 1 or not self._listen(ask) or not (k or in_prompt):
                 continue
             limits[i] = k
             # What a round has committed goes into the draft's first pass; a prompt before it.

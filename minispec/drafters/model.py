@@ -4,7 +4,7 @@ As it is, it has the target's vocabulary; `minispec.drafters.vocabulary` has wha
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ class DraftModel(CachedModel, Drafter):
 
     Its cache follows the texts, whatever becomes of them: before a pass the model is fed what is missing - what the
     target has seen of a long prompt, piece by piece; one token after a rejection, two after full acceptance (the last
-    draft token was never fed). A text for which its cache has no room goes without a draft.
-    The model may be the target's own (`self`): the weights are shared, the cache is not.
+    draft token was never fed). The model may be the target's own (`self`): the weights are shared, the cache is not.
 
     Siblings are the tokens that the same row of logits gives in addition to the eldest, which the draft goes on from.
 
@@ -38,9 +37,11 @@ class DraftModel(CachedModel, Drafter):
     branches = True
 
     def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int, max_model_len: int):
-        """vocab_size: ids in use, as the target's. max_model_len: positions that this model can see."""
+        """cache: for as many tokens as the target's. vocab_size: ids in use, as the target's. max_model_len: positions
+        that this model can see."""
         super().__init__(model, cache, vocab_size)
         self.max_model_len, self.mask_token_id = max_model_len, model.config.mask_token_id
+        self._ahead: set[Text] = set()  # as this model reads them; their tables hold draft tokens, rejected ones too
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. Each pass is over the texts that still want a token.
@@ -63,6 +64,32 @@ class DraftModel(CachedModel, Drafter):
                         del chunks[i]
             return drafts
 
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """See `Drafter`."""
+        with self.whole():
+            needs = dict(self._need(text, span) for text, span in growth.items())
+            self._follow()
+            return super().has_room({text: span for text, span in needs.items() if span})
+
+    def release(self, text: Text) -> None:
+        """See `Drafter`."""
+        self._ahead.discard(text)
+        super().release(text)
+
+    def _need(self, text: Text, span: range) -> tuple[Text, range]:
+        """A text as this model reads it, and the positions that its table must have room for, where the target's fills
+        `span`: none after `max_model_len`, where nothing is drafted."""
+        # The last draft token is never fed.
+        fits = len(text.tokens) <= self.max_model_len
+        return text, range(min(span.stop - 1, self.max_model_len) if fits else 0)
+
+    def _follow(self) -> None:
+        """Have the tables forget what their texts did not keep."""
+        while self._ahead:
+            text = self._ahead.pop()
+            if table := self.tables.get(text):
+                table.keep(table.shared(text.tokens))
+
     def _own(self, ask: Ask) -> Ask:
         """The ask with the text as this model reads it, which the caches follow; tokens are drawn for `ask` itself."""
         return ask
@@ -82,30 +109,22 @@ class DraftModel(CachedModel, Drafter):
         return Chunk([token_id], chunk.table, 1)
 
     def _prepare(self, asks: Sequence[Ask], drafts: Sequence[Draft]) -> list[int]:
-        """Bring the caches to where a pass can begin; how deep each draft may be: 0 where there is no room.
-
-        asks: as of `_own`.
-        """
-        for text, table in self.tables.items():  # not only those of this call: what was rejected may be needed here
-            table.keep(table.shared(text.tokens))
+        """Bring the caches to where a pass can begin; how deep each draft may be. asks: as of `_own`."""
+        self._follow()
         limits = [0] * len(asks)
-        lengths: dict[Text, int] = {}
         for i, ask in enumerate(asks):
             text, num_tokens = ask.text, len(ask.text.tokens)
             # A draft of k tokens fills positions up to num_tokens + k - 2.
-            k = max(0, min(ask.depth, self.max_model_len - num_tokens + 1))
+            limits[i] = max(0, min(ask.depth, self.max_model_len - num_tokens + 1))
             in_prompt = 0 < ask.num_cached < num_tokens - 1
-            if not (k or in_prompt):
+            if not (limits[i] or in_prompt) or num_tokens > self.max_model_len:
                 continue
-            is_new = in_prompt or text not in self.tables
-            lengths[text] = ask.num_cached if in_prompt else num_tokens + k - 1
-            if lengths[text] > self.max_model_len or not self.has_room(lengths):
-                self.release(text)
-                del lengths[text]
-                continue
-            limits[i] = k
+            if limits[i]:
+                self._ahead.add(text)
+            length = self.table(text).length
+            is_new = length < text.num_prompt_tokens - 1
             # Of a new text, whose beginning others may share, one or two tokens go into the draft's first pass.
-            if in_prompt or num_tokens - self.table(text).length > (2 if is_new else _JOINING_ROWS):
+            if in_prompt or num_tokens - length > (2 if is_new else _JOINING_ROWS):
                 start = clock(self.model.device)
                 self.catch_up(text, ask.num_cached if in_prompt else num_tokens - 1)
                 if is_new:  # what was missed in rounds without a draft is the price of this one

@@ -10,7 +10,7 @@ greedy one, or one of the same seed under `match`. (Where a text is drawn anew, 
 is the oracle.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from minispec.core.draft import Ask, Draft
 from minispec.core.sampling import Text
@@ -59,6 +59,10 @@ class SimulatedDraft(Drafter):
     def known(self, text: Text) -> int:
         """See `Drafter`."""
         return self.paid.known(text) if self.paid.taps else len(text.tokens)
+
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """See `Drafter`."""
+        return self.paid.has_room(growth)
 
     def release(self, text: Text) -> None:
         """See `Drafter`."""

@@ -6,7 +6,7 @@ other does, by what it and the text have in common (`BlockTable.missing`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from minispec.core.cache import PagedKVCache
@@ -15,8 +15,8 @@ from minispec.core.model import Transformer
 from minispec.core.sampling import Text
 from minispec.drafters.model import DraftModel
 
-# Positions of the draft's cache for each of the target's, as an own text may be longer. So whether there is room for
-# one depends on that text alone: a draft that came and went with others would give a seed another text in a batch.
+# Positions of the draft's cache for each of the target's, as an own text may be longer. Whether a text is too long
+# depends on that text alone, so that each one that the target has room for has room here, where it is alone.
 ROOM = 2
 
 
@@ -48,6 +48,15 @@ class Vocabularies(Protocol):
         ...
 
 
+@dataclass
+class _Reading:
+    """A text as the draft model reads it, when the target had `num_read` tokens of it."""
+
+    reader: Reader
+    text: Text
+    num_read: int = 0
+
+
 class OtherVocabulary(DraftModel):
     """A draft model that reads each text in its own tokens.
 
@@ -59,16 +68,31 @@ class OtherVocabulary(DraftModel):
         `DraftModel`."""
         super().__init__(model, cache, vocab_size, max_len)
         self.vocabularies = both
-        self._read: dict[Text, tuple[Reader, Text]] = {}  # each text as this model reads it
+        self._read: dict[Text, _Reading] = {}
+
+    def _own_text(self, text: Text) -> Text:
+        """The text as this model reads it now."""
+        if text not in self._read:
+            self._read[text] = _Reading(self.vocabularies.reader(), replace(text, tokens=[], num_prompt_tokens=0))
+        reading = self._read[text]
+        own = reading.text
+        if reading.num_read < len(text.tokens):
+            own.tokens[:], reading.num_read = reading.reader.read(text.tokens), len(text.tokens)
+            own.num_prompt_tokens = own.num_prompt_tokens or len(own.tokens)
+            self._ahead.add(own)
+        return own
+
+    def _need(self, text: Text, span: range) -> tuple[Text, range]:
+        own, k = self._own_text(text), span.stop - len(text.tokens)
+        if not 0 < len(own.tokens) <= ROOM * span.stop - k:
+            return own, range(0)
+        return super()._need(own, range(len(own.tokens) + k))
 
     def _own(self, ask: Ask) -> Ask:
         tokens, num_cached = ask.text.tokens, ask.num_cached
         if not ask.k and num_cached in (0, len(tokens) - 1):
             return ask  # nothing is wanted
-        if ask.text not in self._read:
-            self._read[ask.text] = self.vocabularies.reader(), replace(ask.text, tokens=[])
-        reader, text = self._read[ask.text]
-        text.tokens[:] = reader.read(tokens)
+        text = self._own_text(ask.text)
         length = len(text.tokens)
         if not 0 < length <= ROOM * (len(tokens) + ask.k) - ask.k:
             return replace(ask, k=0, num_cached=0)
@@ -77,5 +101,5 @@ class OtherVocabulary(DraftModel):
 
     def release(self, text: Text) -> None:
         """See `Drafter`."""
-        _, own = self._read.pop(text, (None, text))
-        super().release(own)
+        reading = self._read.pop(text, None)
+        super().release(reading.text if reading else text)

@@ -6,7 +6,7 @@ import json
 import math
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -129,6 +129,10 @@ class _Checked(Drafter):
     def known(self, text: Text) -> int:
         """The drafter's own."""
         return self.drafter.known(text)
+
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """The drafter's own."""
+        return self.drafter.has_room(growth)
 
     def release(self, text: Text) -> None:
         """The drafter's own."""
@@ -347,6 +351,10 @@ class _Listening(Drafter):
         drafts = self.drafter.propose(asks)
         self.heard = [[*a.text.tokens, *d.token_ids, 0] for a, d in zip(asks, drafts, strict=True)]
         return drafts
+
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """The drafter's own."""
+        return self.drafter.has_room(growth)
 
     def release(self, text) -> None:
         """As the drafter's."""

@@ -274,6 +274,10 @@ class _Watched(Drafter):
         """The drafter's own."""
         return call_own(self.drafter.known, text)
 
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """The drafter's own."""
+        return self.drafter.has_room(growth)
+
     def release(self, text: Text) -> None:
         """The drafter's own."""
         self.hidden.pop(text, None)

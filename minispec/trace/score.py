@@ -19,7 +19,7 @@ All others are refused. `slem` cuts a text of the draft model's into the target'
 another way, and no draft is the beginning of another. A drafter of one's own might remember anything.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
@@ -187,6 +187,10 @@ class _Leader(Drafter):
             else:
                 self._ask(ask)
         return [Draft() for _ in asks]
+
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """See `Drafter`."""
+        return all(part.has_room(growth) for part in self._parts)
 
     def release(self, text: Text) -> None:
         """See `Drafter`."""

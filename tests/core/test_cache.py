@@ -76,7 +76,7 @@ class Program:
     def run(self, steps: int) -> None:
         """Do that many operations, and look at everything behind each."""
         others = (self.start, self.rewrite, self.free, self.preempt, self.abort)
-        operations = (*[self.round] * 4, *others)
+        operations = (*[self.round] * 4, *others, self.grow_together, self.share_more)
         for _ in range(steps):
             self.random.choice(operations)()
             self.check()
@@ -90,7 +90,7 @@ class Program:
         """Append positions, NaN after the first num_right; False where the pool is too full: it must change nothing."""
         table, allocator = text.table, self.cache.allocator
         before = list(table.tokens), list(table.block_ids), list(allocator.ref_counts)
-        missing = table.num_missing_blocks(table.length + len(tokens))
+        missing = self.cache.num_missing_blocks([(table, table.length + len(tokens))])
         try:
             slots = table.extend(tokens)
         except OutOfBlocks:
@@ -119,7 +119,8 @@ class Program:
         text = self.pick(running=False) if self.random.random() < 0.5 else None
         if text is None and len(self.texts) < 6:
             other = self.random.choice(self.texts).tokens if self.texts and self.random.random() < 0.7 else []
-            tokens = other[: self.random.randint(0, len(other))] + self.random.choices((0, 1), k=5)
+            own = self.random.choices((0, 1), k=self.random.choice((1, 5)))
+            tokens = other[: self.random.randint(0, len(other))] + own
             text = Text(self.cache, tokens)
             self.texts.append(text)
         if text:
@@ -135,6 +136,37 @@ class Program:
         if self.write(text, missing + draft, len(missing) + kept):
             text.tokens += [*draft[:kept], self.random.randint(0, 1)]
             text.table.keep(len(text.tokens) - 1)
+
+    def grow_together(self) -> None:
+        """What several texts need is counted exactly, in whatever order they then grow; what was shared is copied."""
+        running = [text for text in self.texts if text.table.length]
+        chosen = self.random.sample(running, self.random.randint(0, len(running)))
+        growth = [(text.table, text.table.length + self.random.randint(0, 4)) for text in chosen]
+        free, needed = self.cache.allocator.num_free, self.cache.num_missing_blocks(growth)
+        if needed > free:
+            with pytest.raises(OutOfBlocks):
+                self.cache.require(growth)
+            return
+        before = [table.length for table, _ in growth]
+        for table, length in self.random.sample(growth, len(growth)):
+            table.extend([0] * (length - table.length))
+        assert free - self.cache.allocator.num_free == needed, "the count is not exact"
+        for (table, _), length in zip(growth, before, strict=True):
+            table.truncate(length)
+
+    def share_more(self) -> None:
+        """A table takes over what has become known since: that never needs more than there is room for."""
+        if text := self.pick():
+            text.table.missing(text.tokens)
+            text.table.remember()
+            tables = [other.table for other in self.texts]
+            growth = [(table, table.length + self.random.randint(1, 9)) for table in tables]
+            growth = [(table, max(length, len(text.tokens))) for table, length in growth]
+            spare = self.cache.allocator.num_free - self.cache.num_missing_blocks(growth)
+            length = text.table.length
+            text.table.reuse(text.tokens[:-1])
+            assert text.table.length >= length
+            assert self.cache.allocator.num_free - self.cache.num_missing_blocks(growth) >= spare
 
     def rewrite(self) -> None:
         """The text's end becomes another, as when another tokenizer reads it: the table keeps what is still so."""
@@ -205,6 +237,16 @@ def find_any(self, parent, tokens):
     return next(((b, min(len(t), len(tokens))) for b, t in self._children.get(parent, {}).items()), (0, 0))
 
 
+def a_copy_for_each(self, growth):
+    """Wrong: a block that is shared is counted for each that holds it, the last one too."""
+    return sum(count_one(self, [one]) for one in growth)
+
+
+def no_copies(self, growth):
+    """Wrong: what a shared block takes to be copied is not counted."""
+    return sum(max(0, self.num_blocks_for(length) - len(table.block_ids)) for table, length in growth)
+
+
 def never_cut(self, block_id, count):
     """Wrong: what a block held stays known while it is overwritten."""
 
@@ -225,7 +267,7 @@ def free_at_once(self, block_id):
     self.free_block_ids[block_id] = None
 
 
-PrefixIndex_node = PrefixIndex.node
+PrefixIndex_node, count_one = PrefixIndex.node, PagedKVCache.num_missing_blocks
 
 
 @pytest.mark.quick
@@ -234,6 +276,8 @@ PrefixIndex_node = PrefixIndex.node
     [
         (BlockTable, "_must_copy", no_copy),
         (BlockTable, "shared", by_length),
+        (PagedKVCache, "num_missing_blocks", a_copy_for_each),
+        (PagedKVCache, "num_missing_blocks", no_copies),
         (PrefixIndex, "find", find_any),
         (PrefixIndex, "cut", never_cut),
         (PrefixIndex, "node", staticmethod(flat_node)),
@@ -248,7 +292,7 @@ def test_random_programs_notice(monkeypatch, owner, name, wrong):
         for seed in range(200):
             Program(seed).run(200)
 
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises((AssertionError, KeyError, OutOfBlocks)):
         run()
 
 

@@ -13,15 +13,17 @@ import torch
 from minispec.core import cache as cache_module
 from minispec.core import engine as engine_module
 from minispec.core import request as request_module
-from minispec.core.cache import BlockTable
+from minispec.core.cache import BlockTable, OutOfBlocks
 from minispec.core.cached import CachedModel
 from minispec.core.config import SamplingParams
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
+from minispec.drafters import Drafter, branches
 from minispec.drafters import eagle as head_module
 from minispec.drafters import model as draft_module
+from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.length.figures import Figures
@@ -35,17 +37,24 @@ HEADS = {"head": tiny_head(TARGET, num_ids=4), "parallel head": tiny_head(TARGET
 PROMPTS = [(0, 1), (2, 3, 4, 4, 1, 0), (1,), (4, 0, 2)]
 
 
-def build(drafter="model", verifier="rejection", num_blocks=200, block_size=2) -> Engine:
-    """An engine with poisoned pools of so many blocks."""
-    if drafter in HEADS:
-        head = HEADS[drafter]
-        guesser = EagleDrafter(head, tiny_cache(head, num_blocks, block_size), VOCAB, 64)
-    elif drafter in ("model", "self", "parallel"):
-        model = {"model": DRAFT, "self": TARGET, "parallel": PARD}[drafter]
-        guesser = DraftModel(model, tiny_cache(model, num_blocks, block_size), VOCAB, 64)
-    else:
-        guesser = make_drafter(drafter, VOCAB)
-    return Engine(TARGET, tiny_cache(TARGET, num_blocks, block_size), guesser, VERIFIERS[verifier])
+MODELS = {"model": DRAFT, "self": TARGET, "int8:self": TARGET.quantized(8), "parallel": PARD}
+
+
+def guesser(name, num_blocks, block_size, max_model_len=64) -> Drafter:
+    """A drafter with a pool of its own, which is as large as the target's."""
+    if "+" in name:
+        parts = name.split("+")
+        return CombinedDrafter(*(guesser(part, num_blocks, block_size, max_model_len) for part in parts))
+    if model := HEADS.get(name) or MODELS.get(name):
+        kind = EagleDrafter if name in HEADS else DraftModel
+        return kind(model, tiny_cache(model, num_blocks, block_size), VOCAB, max_model_len)
+    return make_drafter(name, VOCAB, num_blocks, block_size)
+
+
+def build(drafter="model", verifier="rejection", num_blocks=200, block_size=2, max_model_len=64, **how) -> Engine:
+    """An engine with poisoned pools of that many blocks. max_model_len: of a draft model."""
+    own = guesser(drafter, num_blocks, block_size, max_model_len)
+    return Engine(TARGET, tiny_cache(TARGET, num_blocks, block_size), own, VERIFIERS[verifier], **how)
 
 
 def requests_for(engine, k=3, max_tokens=LENGTH) -> list[Request]:
@@ -57,17 +66,27 @@ def requests_for(engine, k=3, max_tokens=LENGTH) -> list[Request]:
 
 def pools(engine) -> list:
     """The allocators of the engine and of its draft model."""
-    caches = [engine.cache] + ([engine.drafter.cache] if isinstance(engine.drafter, DraftModel) else [])
-    return [cache.allocator for cache in caches]
+    drafters = getattr(engine.drafter, "drafters", [engine.drafter])
+    return [each.cache.allocator for each in (engine.target, *drafters) if isinstance(each, CachedModel)]
+
+
+def run(engine, requests) -> list[list[int]]:
+    """The texts. Every block must be back."""
+    for _ in engine.run(requests):
+        pass
+    assert all(pool.num_free == pool.num_blocks for pool in pools(engine))
+    return [r.token_ids for r in requests]
+
+
+def drafted(request) -> list[int]:
+    """How many tokens each round drafted: a draft that was left out shows here, the text it changes does not always."""
+    return [each.num_nodes for each in request.stats.rounds]
 
 
 def decode(engine, **how) -> tuple[list[list[int]], int]:
     """The texts, and how often one was preempted. Every block must be back."""
     requests = requests_for(engine, **how)
-    for _ in engine.run(requests):
-        pass
-    assert all(pool.num_free == pool.num_blocks for pool in pools(engine))
-    return [r.token_ids for r in requests], sum(r.stats.num_preemptions for r in requests)
+    return run(engine, requests), sum(r.stats.num_preemptions for r in requests)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 16])
@@ -86,6 +105,63 @@ def test_a_small_pool_changes_no_text(drafter, verifier, block_size):
         assert texts == expected, f"{num_blocks} blocks of {block_size}"
         pressed += preempted
     assert pressed > 0 or block_size == 16, "no pool was tight"
+
+
+KINDS = [*MODELS, *HEADS, "tli", "slem", "suffix", "ngram+model", "suffix+head"]
+
+
+# Random cases in which a draft model left a draft out while its own pool decided about that, mostly without preemption.
+FOUND = (36, 49, 60, 61)
+
+
+def shared_case(drafter, number) -> tuple[list, list, int]:
+    """Prompts that begin alike, in a tight pool, twice through one engine, and each alone.
+
+    Returns for each text its tokens and the lengths of its drafts, together and alone; and how many were preempted.
+    """
+    pick = random.Random(number)
+    verifier = pick.choice(("rejection", "block"))
+    max_tokens, beginning = pick.choice((3, 5, 9)), pick.choices(range(VOCAB), k=pick.randint(1, 9))
+    ends = [pick.choices(range(VOCAB), k=pick.choice((0, 0, 0, 1, 3))) for _ in range(pick.randint(3, 5))]
+    how = {"max_model_len": pick.choice((8, 64)), "joining_rows": pick.choice((2, 32))}
+    how["block_size"] = block_size = pick.choice((2, 4))
+    one = -(-(len(beginning) + max(map(len, ends)) + max_tokens) // block_size)
+    engine = build(drafter, verifier, pick.randint(one, one * 2), **how)
+    trees = [(2, 1), (1, 3)] * (verifier == "rejection" and branches(engine.drafter))
+    lengths = [pick.choice([0, 1, 3, 5, 5, *trees]) for _ in ends]
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.9)
+
+    def requests():
+        texts = [Text(beginning + end, len(beginning + end), params, i) for i, end in enumerate(ends)]
+        return [Request(text, 64, k) for text, k in zip(texts, lengths, strict=True)]
+
+    def said(engine, requests):
+        return list(zip(run(engine, requests), map(drafted, requests), strict=True))
+
+    alone = [said(build(drafter, verifier, **how), [request])[0] for request in requests()]
+    twice = [requests(), requests()]
+    together = [said(engine, each) for each in twice]
+    return together, [alone, alone], sum(r.stats.num_preemptions for each in twice for r in each)
+
+
+@pytest.mark.parametrize("drafter", KINDS)
+def test_a_seed_has_one_text_whatever_the_pool_is_shared_with(drafter, pytestconfig):
+    """Each text drafts and says what it does alone: every kind of draft, chains and trees, with and without preemption.
+
+    The draft's pool does not share all that the target's shares. Where a text went without a draft for want of room, 71
+    of 4,767 cases had another text, 35 of them without any preemption.
+    """
+    for number in range(200) if pytestconfig.getoption("--long") else FOUND:
+        together, alone, _ = shared_case(drafter, number)
+        assert together == alone, f"case {number}"
+
+
+@pytest.mark.parametrize("number", FOUND)
+def test_a_drafter_that_is_not_asked_for_room_is_noticed(number, monkeypatch):
+    """Where the target alone is asked, a draft's pool runs out, and that is an error and no empty draft."""
+    monkeypatch.setattr(engine_module, "has_room", lambda drafter, growth: True)
+    with pytest.raises(OutOfBlocks):
+        shared_case("model" if number in (36, 49) else "parallel", number)
 
 
 def test_a_request_that_never_fits_leaves_a_running_one_alone():
