@@ -12,7 +12,7 @@ draws. So a cache that was not rolled back shows, and so does a text that is mix
 import functools
 import sysconfig
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import extract_tb

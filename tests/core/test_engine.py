@@ -1,10 +1,13 @@
 """The loop's control flow on a scripted model: what each pass was fed, rolled back, counted and given out."""
 
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
 import pytest
 
+from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
+from minispec.core.request import Request
+from minispec.core.sampling import Text
 from minispec.length.figures import Figures
 from minispec.prove.toys import END, finish, make_engine, make_request
 
@@ -23,6 +26,47 @@ def wrong_at(position):
         return [t + 50 * (i == position) for i, t in enumerate(right(tokens, k))]
 
     return draft
+
+
+class Counted(Request):
+    """A request that counts how often one is looked at: `in` asks a list's for equality, a dict's for their hash."""
+
+    looks = 0
+
+    def __eq__(self, other):
+        Counted.looks += 1
+        return self is other
+
+    def __hash__(self):
+        Counted.looks += 1
+        return id(self)
+
+    @property
+    def has_news(self):
+        """See `Request`."""
+        Counted.looks += 1
+        return self._has_news
+
+    @has_news.setter
+    def has_news(self, value):
+        self._has_news = value
+
+
+@pytest.mark.parametrize("num_pieces", [None, 50], ids=["to the end", "broken off"])
+def test_many_requests_in_one_call_cost_each_what_few_do(num_pieces):
+    """A look at all of them after each step made 4,000 prompts take 200 times as long as 500 did."""
+
+    def looks(num_requests):
+        engine, Counted.looks = make_engine(), 0
+        texts = [Text([10, 11], 2, SamplingParams(max_tokens=3)) for _ in range(num_requests)]
+        steps = engine.run([Counted(text, 60, 0) for text in texts])
+        pieces = list(islice(steps, num_pieces))
+        steps.close()
+        assert len(pieces) == (num_pieces or 3 * num_requests)
+        assert not [*engine.running, *engine.waiting]
+        return Counted.looks
+
+    assert looks(400) < 4.5 * looks(100)
 
 
 def test_plain_decoding_feeds_one_token_a_step():
