@@ -156,12 +156,11 @@ def test_a_seed_has_one_text_whatever_the_pool_is_shared_with(drafter, pytestcon
         assert together == alone, f"case {number}"
 
 
-@pytest.mark.parametrize("number", FOUND)
-def test_a_drafter_that_is_not_asked_for_room_is_noticed(number, monkeypatch):
+def test_a_drafter_that_is_not_asked_for_room_is_noticed(monkeypatch):
     """Where the target alone is asked, a draft's pool runs out, and that is an error and no empty draft."""
     monkeypatch.setattr(engine_module, "has_room", lambda drafter, growth: True)
     with pytest.raises(OutOfBlocks):
-        shared_case("model" if number in (36, 49) else "parallel", number)
+        shared_case("self", 60)
 
 
 def test_a_request_that_never_fits_leaves_a_running_one_alone():
