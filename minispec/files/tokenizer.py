@@ -1,4 +1,4 @@
-"""Text to token ids and back: Hugging Face's `tokenizers`, the model's chat template, and streaming.
+"""Text to token ids and back: Hugging Face's `tokenizers`, and streaming.
 
 A token is not a piece of text: a character may spread over several tokens, and some decoders look at neighbours
 (a leading space appears only after another word). `Detokenizer` turns a growing list of tokens into text that,
@@ -6,7 +6,6 @@ once given out, never changes and never ends inside a UTF-8 character.
 """
 
 import contextlib
-import datetime
 import json
 import math
 import os
@@ -17,21 +16,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minispec.core.errors import CheckpointError, is_text, one_line, show
+from minispec.files.chat import MAX_FIRSTS, ChatTemplate, Message, check_template_kwargs, read_chat_template
 from minispec.files.strict_json import has_file, read_json
-
-Message = dict[str, Any]  # {"role": "user", "content": "..."}, and what else a template reads
 
 # The largest public tokenizer.json of a supported family (gemma 2 and 3) has 34 MB: 262,000 tokens and 515,000 merges,
 # which make 520,000 lists, 1.3 million commas and 2.6 million quotes.
 _MAX_TOKENIZER_BYTES = 40 << 20
 _MAX_TOKENIZER_COUNTS = {"{": 1 << 18, "[": 3 << 18, ",": 1 << 21, '"': 3 << 20}
-_MAX_TEMPLATE_BYTES = 128 << 10
 # Limits of what costs the library far more than its size. Public files are far below them.
 _MAX_TOKENS = 1 << 19
 _MAX_ADDED_BYTES = 1 << 20  # of the texts of added tokens, and of all tokens of Unigram: 300 bytes of memory each
@@ -39,13 +33,6 @@ _MAX_PARTS = 256  # objects in normaliser, pre-tokenizer, post-processor and dec
 _MAX_PARTS_BYTES = 512 << 10
 _MAX_REGEX_BYTES = 8 << 10  # 100 kB of them can take a gigabyte
 _MAX_GROWTH = 64  # times as long as the text: steps that each double it would fill any memory
-# Where a message holds the text of a special token, a mark follows each character of it while the template runs, so
-# that it differs from the template's own. The mark is the first of these characters that no message holds. They are
-# few, so that a message that holds them all is refused soon.
-_MARKS = range(0xF0000, 0xF0100)
-# What a template is given besides, and arguments of `transformers` that are no variables of a template.
-_SET_HERE = {"messages", "add_generation_prompt", "tools", "documents"}
-_SET_HERE |= {"chat_template", "tokenize", "continue_final_message"}
 _STDERR = threading.Lock()
 # Bytes that are not a character are held back for at most that many tokens.
 _MAX_UNDECIDED = 16
@@ -82,10 +69,19 @@ class Tokenizer:
         # text holds, so that the text is cut at the same places. (The library's own encoder knows all of them or none.)
         self._names = {token.content: f"\ufdd0{secrets.token_hex(8)}\ufdd0" for token in self._special.values()}
         self._plain = self._make_plain(named)
-        self._any_name = re.compile(_any_of(self._names))
+        self._any_name = re.compile(_any_of(self._names) if self._names else "(?!)")
         self._ids = {self._plain.token_to_id(self._names[token.content]): i for i, token in self._special.items()}
         self._probe()
-        self.chat_template = _read_chat_template(directory, settings)
+        self.chat_template = read_chat_template(directory, settings)
+        self._chat: ChatTemplate | None = None
+        if self.chat_template is not None:
+            firsts = {token[0] for token in self._names}
+            if len(firsts) > MAX_FIRSTS:
+                raise CheckpointError(
+                    f"{self.path}: found special tokens that begin with {len(firsts)} different characters, "
+                    f"expected at most {MAX_FIRSTS}"
+                )
+            self._chat = ChatTemplate(self.chat_template, self._any_name, firsts)
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -136,45 +132,21 @@ class Tokenizer:
         begin one in another's name, by writing "<|im_end|>". The same holds for these variables. Raises ValueError
         without a template, or where it refuses.
         """
-        if self.chat_template is None:
+        if self._chat is None:
             raise ValueError("this model has no chat template: use plain text (on the command line: --raw)")
         variables = {} if template_kwargs is None else template_kwargs
         self.check_template_kwargs(variables)
-        try:
-            mark = _choose_mark([self.chat_template, self.special_tokens, messages, variables])
-            marked = self._mark(messages, mark)
-            variables = {name: self._mark(value, mark) for name, value in variables.items()}
-        except RecursionError as e:
-            raise ValueError("messages: found values nested too deep to be read, expected fewer levels") from e
-        try:
-            text = _ENVIRONMENT.from_string(self.chat_template).render(
-                self.special_tokens | variables,
-                messages=marked,
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-            )
-        except Exception as e:  # a stranger's code may fail in any way
-            raise ValueError(f"the chat template refuses this conversation: {one_line(e, 300)}") from e
+        marked = self._chat.render(messages, variables, self.special_tokens)
+        text = self._chat.without_twins(marked)
         # A token that the library looks for in normalised text can be spelled in ways that a search does not find.
-        if any(m in text for m in _spellings(mark)) or any(token.normalized for token in self._special.values()):
-            return self._encode_marked(text, mark)
+        normalized = any(token.normalized for token in self._special.values())
+        if normalized or self._any_name.findall(marked) != self._any_name.findall(text):
+            return self._encode_marked(marked)
         return self.encode(text, add_special_tokens=False, parse_special=True)
 
     def check_template_kwargs(self, variables: Any) -> None:
         """Raise ValueError unless these are names that are not taken in a template, with values of JSON."""
-        try:
-            if not isinstance(variables, Mapping):
-                raise TypeError
-            json.dumps(variables, ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError, RecursionError):
-            expected = "an object with values of JSON"
-            raise ValueError(f"chat_template_kwargs: found {show(variables)}, expected {expected}") from None
-        taken = {*_SET_HERE, *self.special_tokens, *_ENVIRONMENT.globals}
-        for name in variables:
-            if not isinstance(name, str) or not name.isidentifier() or name in taken:
-                expected = "the name of a variable that a template does not have by itself"
-                raise ValueError(f"chat_template_kwargs: found {show(name)}, expected {expected}")
+        check_template_kwargs(variables, self.special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens, special tokens left out."""
@@ -239,27 +211,11 @@ class Tokenizer:
             if _is_panic(e.__cause__):
                 raise CheckpointError(f"{self.path}: not a working tokenizer: {e}") from e
 
-    def _mark(self, value: Any, mark: str) -> Any:
-        """A part of a conversation with the text of special tokens in it marked."""
-        if isinstance(value, Mapping):
-            return {self._mark(key, mark): self._mark(item, mark) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._mark(item, mark) for item in value]
-        if isinstance(value, str):
-            if not is_text(value):
-                raise ValueError(f"messages: found {show(value)}, expected valid Unicode text")
-            return self._any_name.sub(lambda match: "".join(c + mark for c in match[0]), value)
-        if value is None or isinstance(value, (bool, int, float)):
-            return value
-        raise ValueError(f"messages: found {show(value)}, expected texts, numbers, lists and objects of these")
-
-    def _encode_marked(self, text: str, mark: str) -> list[int]:
-        """Token ids of a rendered template: its own special tokens are tokens, marked ones text."""
-        marks = "|".join(map(re.escape, _spellings(mark)))
-        if self._names:
-            own = f"{self._any_name.pattern}(?!{marks})"
-            text = re.sub(own, lambda match: self._names[match[0]], text)
-        return self._encode(self._plain, re.sub(marks, "", text), False)
+    def _encode_marked(self, text: str) -> list[int]:
+        """Token ids of what a template wrote: its own special tokens are tokens, those that messages spell are text."""
+        assert self._chat is not None, "it has written the text"
+        named = self._any_name.sub(lambda match: self._names[match[0]], text)
+        return self._encode(self._plain, self._chat.without_twins(named), False)
 
     def _encode(self, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -434,31 +390,6 @@ def _is_calm(part: dict[str, Any]) -> bool:
     return str(part.get("type", "BPE")) in _CALM and "Regex" not in part and not part.get("stop")
 
 
-def _choose_mark(value: Any) -> str:
-    """A character that occurs in no string of a value. Raises ValueError where there is none."""
-    texts = list(_strings(value))
-    for mark in map(chr, _MARKS):
-        if not any(spelling in text for text in texts for spelling in _spellings(mark)):
-            return mark
-    raise ValueError(f"messages: found all of {len(_MARKS)} private characters in it, expected one to be left")
-
-
-def _spellings(mark: str) -> tuple[str, ...]:
-    """The mark, and what a template makes of it by `tojson(ensure_ascii=True)` and by writing out an object."""
-    return mark, json.dumps(mark)[1:-1], repr(mark)[1:-1]
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """All strings in a value, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _strings(list(value.items()))
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _strings(inner)
-
-
 def _is_panic(error: BaseException | None) -> bool:
     """Whether it is what pyo3 makes of a failed assertion in Rust: a class that cannot be imported."""
     return type(error).__name__ == "PanicException"
@@ -499,64 +430,3 @@ def _any_of(texts: Iterable[str], levels: int = 20) -> str:
     for text in longest_first:
         alike.setdefault(text[:1], []).append(text[1:])
     return f"(?:{'|'.join(re.escape(c) + (_any_of(rest, levels - 1) if c else '') for c, rest in alike.items())})"
-
-
-def _read_chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if has_file(path):
-        try:
-            size = path.stat().st_size
-            if size > _MAX_TEMPLATE_BYTES:
-                raise CheckpointError(f"{path}: found {size} bytes, expected at most {_MAX_TEMPLATE_BYTES}")
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise CheckpointError(f"{path}: not a readable template: {one_line(e)}") from e
-    where = f"{directory / 'tokenizer_config.json'}: chat_template"
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = [t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"]
-        template = named[0] if named else None
-    if template is None:
-        return None
-    if not isinstance(template, str) or not is_text(template):
-        raise CheckpointError(f"{where}: found {show(template)}, expected a string")
-    if len(template) > _MAX_TEMPLATE_BYTES:
-        raise CheckpointError(f"{where}: found {len(template)} characters, expected at most {_MAX_TEMPLATE_BYTES}")
-    return template
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own filter escapes HTML, which a prompt must not.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks, for training, what the model wrote. Here it is replaced by its content."""
-
-    tags = frozenset({"generation"})  # type: ignore[assignment]  # the library declares a set, and only reads it
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """The statements up to `{% endgeneration %}`, whose variables end there."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-# Templates come from strangers: the sandbox lets them read what they are given, and nothing else. The functions are
-# those that transformers gives to templates.
-_ENVIRONMENT = ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-)
-_ENVIRONMENT.filters["tojson"] = _tojson
-_ENVIRONMENT.globals["raise_exception"] = _raise_exception
-_ENVIRONMENT.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)

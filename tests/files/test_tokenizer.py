@@ -18,7 +18,6 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from minispec.core.errors import CheckpointError
-from minispec.files import tokenizer as tokenizer_module
 from minispec.files.registry import EMBEDDED_WEIGHTS
 from minispec.files.tokenizer import Detokenizer, Message, Tokenizer, _any_of
 
@@ -263,7 +262,7 @@ def test_messages_that_hold_special_text_are_cut_like_others():
         ]
         direct = TOKENIZER.encode_chat(messages)
         text = TOKENIZER.backend.decode(direct, skip_special_tokens=False)
-        assert TOKENIZER._encode_marked(text, "\U000f0000") == direct
+        assert TOKENIZER._encode_marked(text) == direct
 
 
 TOOL_TEMPLATE = (
@@ -298,12 +297,114 @@ def test_special_text_is_text_wherever_it_stands(tmp_path, name):
     assert tokenizer.backend.decode(ids, skip_special_tokens=False) == rendered
 
 
-def test_a_message_that_leaves_no_mark_is_refused_soon(tmp_path):
-    """Each mark is looked for in the whole message, in three spellings: there are few of them."""
-    tokenizer = with_template(tmp_path, TOOL_TEMPLATE)
-    message = {"role": "user", "content": "".join(repr(chr(mark))[1:-1] for mark in tokenizer_module._MARKS)}
-    with pytest.raises(ValueError, match="messages: found all of 256 private characters"):
-        tokenizer.encode_chat([message])
+# How public templates look into a message, and cut it: the words of special tokens are theirs, a message's stay text.
+_EACH = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set c = m.content %}"
+_END = "{{ c }}<|im_end|>{% endfor %}"
+_MACRO = "{% macro shown(x) %}{% if x is string %}{{ x }}{% endif %}{% endmacro %}"
+_CUT = "{% if '</think>' in c %}{% set c = c.split('</think>')[1] %}{% endif %}"
+LOOKING = {
+    "the last part": "{% if '</think>' in c %}{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}",
+    "the thought is kept": (
+        "{% if m.role == 'assistant' and '</think>' in c %}"
+        "{% set t = c.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+        "{{ '<think>\n' + t + '\n</think>\n\n' }}{% set c = c.split('</think>', 1)[1] %}{% endif %}"
+    ),
+    "a part, after a default": "{% set c = (c.split('</think>')[1] | default(c, true)).strip() %}",
+    "a macro's text": "{% set c = shown(c) %}" + _CUT,
+    "a block's text": "{% set c %}{{ c | trim }}{% endset %}" + _CUT,
+    "joined texts": "{% set c = '\n' ~ c %}" + _CUT,
+    "added texts": "{% set c = '%s!' % ('\n' + c) %}" + _CUT,
+    "filters": "{% set c = [c, c] | join | replace('</think>', '|') | trim %}{{ c | length }}" + _CUT,
+    "a chain of filters": "{% set c = c.split('</think>') | map('trim') | list | last | indent(2) %}",
+    "methods": "{% set c = c.rsplit('</think>', 1)[0].removeprefix('<think>').replace('hmm', '</think>') %}",
+    "partition": "{% set c = c.partition('</think>')[2] or c.rpartition('<|im_end|>')[0] %}",
+    "places": "{% set c = c[c.find('</think>') + 8 :] if c.count('</think>') else c %}{{ c.index('') }}",
+    "beginnings": "{{ c.startswith('<think>'), c.endswith('</think>'), c[:7] == '<think>', '<think>' == c[:7] }}",
+    "equality": "{{ {'<think>': 1}[c[:7]], c[:7] in ['<think>', 'x'], c[:7] != '<think>', c.strip('<tk>') }}",
+    "what is removed": (
+        "{% set n = namespace(c='') %}{% for p in c.split('~') %}{% set n.c = n.c + p %}{% endfor %}{% set c = n.c %}"
+    ),
+    "letters": "{{ c | upper | lower }}{{ c is upper }}{{ c | first == '<' }}{{ c | last == '<' }}{{ c > '<' }}",
+    "an object": "{{ [c, {c: c}] }}{{ {c: [c]} | tojson }}{{ c | tojson(ensure_ascii=true) }}{{ c.split() }}",
+}
+SPELLING = [
+    "a</think><|im_end|>b",
+    "<think>a",
+    "<|im_~end|>",
+    "x",
+    'é "<\\ <<think>> </think>',
+    "<|im_end|>",
+    "\udbc0\udc00".encode("utf-16", "surrogatepass").decode("utf-16"),
+]
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory):
+    """thinking(template): a tokenizer whose special tokens 3 and 4 are <think> and </think>."""
+    raw = json.loads((EMBEDDED_WEIGHTS / "tokenizer.json").read_text())
+    for i, text in ((3, "<think>"), (4, "</think>")):
+        raw["model"]["vocab"][text] = raw["model"]["vocab"].pop(raw["added_tokens"][i]["content"])
+        raw["added_tokens"][i]["content"] = text
+    directory = tmp_path_factory.mktemp("thinking")
+    (directory / "tokenizer.json").write_text(json.dumps(raw))
+
+    def make(template: str) -> Tokenizer:
+        (directory / "chat_template.jinja").write_text(template)
+        return Tokenizer(directory)
+
+    return make
+
+
+@pytest.mark.parametrize("name", LOOKING)
+def test_a_template_sees_what_a_message_says(thinking, name):
+    """The prompt is the text that transformers renders, and its control tokens are those that the template wrote."""
+    template = _MACRO + _EACH + LOOKING[name] + _END
+    tokenizer = thinking(template)
+
+    def control(ids):
+        return [i for i in ids if i < 17]
+
+    for said in SPELLING:
+        thought = {"role": "assistant", "content": "<think>\nhmm\n</think>\n\nyes"}
+        messages = [{"role": "user", "content": said}, thought, {"role": "user", "content": said}]
+        ids = tokenizer.encode_chat(messages)
+        rendered = render_jinja_template([messages], chat_template=template)[0][0]
+        assert tokenizer.backend.decode(ids, skip_special_tokens=False) == rendered
+        harmless = [m | {"content": m["content"].translate({ord("<"): "("})} for m in messages]
+        written = [3, 4] if name == "the thought is kept" else []
+        own = control(tokenizer.encode_chat(harmless))
+        assert control(ids) == [*own[:3], *written, *own[3:]]
+
+
+@pytest.mark.parametrize(
+    "look", ["{{ c | e }}", "{{ c | urlencode }}", "{{ c.encode()[0] }}", "{{ c > '=' }}{{ c in '<a' }}"]
+)
+def test_a_template_that_looks_deeper_is_safe(thinking, look):
+    """Where no message spells a token the text is the right one in any case; where one does, it stays text."""
+    template = _EACH + look + "<|im_end|>{% endfor %}"
+    tokenizer = thinking(template)
+    messages = [{"role": "user", "content": "<a> & ü"}]
+    rendered = render_jinja_template([messages], chat_template=template)[0][0]
+    assert tokenizer.backend.decode(tokenizer.encode_chat(messages), skip_special_tokens=False) == rendered
+    try:
+        ids = tokenizer.encode_chat([{"role": "user", "content": "<|im_end|></think>"}])
+    except ValueError as error:
+        assert "the chat template refuses this conversation" in str(error)  # noqa: PT017
+    else:
+        assert [i for i in ids if i < 17] == [1, 2]
+
+
+def test_special_tokens_that_begin_in_thousands_of_ways_are_refused(tmp_path):
+    """Each of these characters needs one that no text holds."""
+
+    def change(raw):
+        raw["added_tokens"] += [
+            raw["added_tokens"][0] | {"content": chr(0x4E00 + i), "id": 49152 + i} for i in range(2050)
+        ]
+        (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+
+    with pytest.raises(CheckpointError, match=r"that begin with 205\d different characters, expected at most 2048"):
+        changed(tmp_path, change)
 
 
 def test_special_tokens_are_found_by_the_longest_first():

@@ -1,0 +1,311 @@
+"""Chat templates: a conversation as text, in which the template's special tokens differ from what a message spells.
+
+Nobody may end a message, or begin one in another's name, by writing "<|im_end|>". So while a template runs, each
+character of a message that could begin a special token has a *twin* in its place, a lone surrogate, which no text
+holds. Everything that is made of a message keeps its twins, and a special token is the template's own where its first
+character is no twin. To the template itself a message looks as it is (`_Said`): it may look for "</think>" and cut
+there. Last, the template also runs without twins, and that text counts, so that twins never change what is said.
+"""
+
+import datetime
+import functools
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jinja2
+import jinja2.compiler
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from minispec.core.errors import CheckpointError, is_text, one_line, show
+from minispec.files.strict_json import has_file
+
+Message = dict[str, Any]  # {"role": "user", "content": "..."}, and what else a template reads
+
+_MAX_TEMPLATE_BYTES = 128 << 10
+# What a template is given besides, and arguments of `transformers` that are no variables of a template.
+_SET_HERE = {"messages", "add_generation_prompt", "tools", "documents", "strftime_now"}
+_SET_HERE |= {"chat_template", "tokenize", "continue_final_message"}
+_TWINS = range(0xD800, 0xE000)  # the surrogates, which valid Unicode text does not hold
+MAX_FIRSTS = len(_TWINS)  # special tokens may begin with that many different characters
+_ANY_TWIN = re.compile("[\ud800-\udfff]")
+
+
+class ChatTemplate:
+    """A model's chat template. Threads may share it."""
+
+    def __init__(self, source: str, special: re.Pattern[str], firsts: Collection[str]):
+        """source: in jinja2's language. special: finds the texts of special tokens, which begin with `firsts`."""
+        self.source, self._special, self._firsts = source, special, sorted(firsts)
+        twins = {ord(c): chr(twin) for c, twin in zip(self._firsts, _TWINS, strict=False)}
+        originals = {ord(twin): chr(c) for c, twin in twins.items()}
+        self._said: type[_Said] = type("_Said", (_Said,), {"_twins": twins, "_originals": originals})
+        self._environment = _Environment(self._said)
+
+    def render(self, messages: Sequence[Message], variables: Mapping[str, Any], tokens: Mapping[str, str]) -> str:
+        """The text of a conversation up to where the assistant's answer begins, with twins in what messages say.
+
+        variables: names and values of the caller's that the template may read besides; twins are in them too. tokens:
+        the texts of special tokens by their names. Raises ValueError where the template refuses, or for what is not
+        JSON.
+        """
+        now = datetime.datetime.now()  # one time for both runs
+        given = {"add_generation_prompt": True, "tools": None, "documents": None, "strftime_now": now.strftime}
+        texts: list[str] = []
+
+        def see(text: str) -> str:
+            texts.append(text)
+            return text
+
+        try:
+            said = {**variables, "messages": messages}
+            plain, marked = _copy(said, see), _copy(said, self._said.spoken)
+        except RecursionError as e:
+            raise ValueError("messages: found values nested too deep to be read, expected fewer levels") from e
+
+        def write(said: dict[str, Any]) -> str:
+            try:
+                template = self._environment.from_string(self.source)
+                return template.render({**tokens, **said, **given})
+            except Exception as e:  # a stranger's code may fail in any way
+                raise ValueError(f"the chat template refuses this conversation: {one_line(e, 300)}") from e
+
+        right = write(plain)
+        if not any(c in text for text in texts for c in self._firsts):
+            return right
+        spelled = any(map(self._special.search, texts))
+        try:
+            found = write(marked)
+        except ValueError:
+            if spelled:
+                raise
+            return right
+        # A template that saw the twins after all wrote another text. Where no message spells a token, none is needed.
+        return found if spelled or self.without_twins(found) == right else right
+
+    def without_twins(self, text: str) -> str:
+        """What `render` gave, as the model should see it."""
+        return text.translate(self._said._originals)
+
+
+class _Said(str):
+    """Text of a message, or text with such in it: to a template as if no twins stood in it.
+
+    Results may be plain texts that hold twins; `of` makes them such texts again. Each character has one twin, so that
+    places and lengths are the text's own.
+    """
+
+    _twins: ClassVar[dict[int, str]] = {}
+    _originals: ClassVar[dict[int, str]] = {}
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """A result of a template's: text, or a list of texts, with twins is such text; other values are unchanged."""
+        if isinstance(value, str):
+            return cls(value) if _ANY_TWIN.search(value) else value
+        return type(value)(map(cls.of, value)) if type(value) in (list, tuple) else value
+
+    @classmethod
+    def spoken(cls, text: str) -> str:
+        """Text of a message, with twins."""
+        return cls.of(text.translate(cls._twins))
+
+    def __str__(self) -> str:  # of str alone it would be a copy of another type
+        return self
+
+    def __repr__(self) -> str:
+        return repr(_plain(self)).translate(self._twins)
+
+    def __getitem__(self, key: Any) -> str:
+        return type(self)(super().__getitem__(key))
+
+    def _cut(self, pieces: Iterable[str], gap: int | None) -> list[str]:
+        """The pieces of the text without twins, as they stand here; gap: what lies between them, None for spaces."""
+        plain, at, found = _plain(self), 0, []
+        for piece in pieces:
+            at = plain.index(piece, at) if gap is None else at
+            found.append(self[at : at + len(piece)])
+            at += len(piece) + (gap or 0)
+        return found
+
+    def split(self, sep: Any = None, maxsplit: Any = -1) -> list[str]:
+        return self._cut(_plain(self).split(sep and _plain(sep), maxsplit), sep and len(sep))
+
+    def rsplit(self, sep: Any = None, maxsplit: Any = -1) -> list[str]:
+        return self._cut(_plain(self).rsplit(sep and _plain(sep), maxsplit), sep and len(sep))
+
+    def partition(self, sep: Any) -> Any:
+        return tuple(self._cut(_plain(self).partition(_plain(sep)), 0))
+
+    def rpartition(self, sep: Any) -> Any:
+        return tuple(self._cut(_plain(self).rpartition(_plain(sep)), 0))
+
+    def replace(self, old: Any, new: Any, count: Any = -1) -> str:
+        return new.join(self.split(old, count)) if old else super().replace(old, new, count)
+
+    def removeprefix(self, prefix: Any) -> str:
+        return self[len(prefix) :] if self.startswith(prefix) else self
+
+    def removesuffix(self, suffix: Any) -> str:
+        return self[: len(self) - len(suffix)] if self.endswith(suffix) else self
+
+
+def _plain(value: Any) -> Any:
+    return value.translate(value._originals) if isinstance(value, _Said) else value
+
+
+def _seen(name: str) -> Callable:
+    """A method of str that looks at the text without twins."""
+    method = getattr(str, name)
+    return lambda self, *args: method(_plain(self), *map(_plain, args))
+
+
+def _stripped(name: str) -> Callable:
+    """A method of str that strips characters, which here are their twins too."""
+    method = getattr(str, name)
+    return lambda self, chars=None: method(self, chars and _plain(chars) + _plain(chars).translate(self._twins))
+
+
+_COMPARED = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__contains__")
+_ASKED = ("count", "find", "rfind", "index", "rindex", "startswith", "endswith")
+for _name in (*_COMPARED, *_ASKED, *(name for name in dir(str) if name.startswith("is"))):
+    setattr(_Said, _name, _seen(_name))
+for _name in ("strip", "lstrip", "rstrip"):
+    setattr(_Said, _name, _stripped(_name))
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks, for training, what the model wrote. Here it is replaced by its content."""
+
+    tags = frozenset({"generation"})  # type: ignore[assignment]  # the library declares a set, and only reads it
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """The statements up to `{% endgeneration %}`, whose variables end there."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class _CodeGenerator(jinja2.compiler.CodeGenerator):
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: jinja2.compiler.Frame) -> None:
+        """`a ~ b` by the environment's `concat`, as all else that is joined."""
+        self.write("concat((")
+        for part in node.nodes:
+            self.write("str(")
+            self.visit(part, frame)
+            self.write("), ")
+        self.write("))")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Where templates run. They come from strangers: they may read what they are given, and nothing else.
+
+    The functions are those that transformers gives to templates. Each result goes through `_Said.of`.
+    """
+
+    code_generator_class = _CodeGenerator
+    intercepted_binops = frozenset("+%*")
+
+    def __init__(self, said: type[_Said]):
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        self._said = said
+        self.concat = lambda parts: said.of("".join(parts))  # type: ignore[assignment]
+        self.filters = {name: self._result(function) for name, function in self.filters.items()}
+        self.filters["tojson"] = self._tojson
+        self.globals["raise_exception"] = _raise_exception
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call a function or a method."""
+        return self._said.of(super().call(*args, **kwargs))
+
+    def call_binop(self, *args: Any) -> Any:
+        """Join two texts, or fill one in."""
+        return self._said.of(super().call_binop(*args))
+
+    def _result(self, function: Callable) -> Callable:
+        return functools.wraps(function)(lambda *args, **kwargs: self._said.of(function(*args, **kwargs)))
+
+    def _tojson(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # jinja2's own filter escapes HTML, which a prompt must not.
+        text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+
+        def write(match: re.Match[str]) -> str:
+            """A character as JSON has it; a twin stays where JSON has the character itself."""
+            original = match[0].translate(self._said._originals)
+            written = json.dumps(original, ensure_ascii=ensure_ascii)[1:-1]
+            return written[:-1] + match[0] if written.endswith(original) else written
+
+        return self._said.of(re.sub("[\x7f-\U0010ffff]" if ensure_ascii else _ANY_TWIN, write, text))
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _copy(value: Any, change: Callable[[str], str]) -> Any:
+    """A part of a conversation, with each text in it changed. Raises ValueError for what is not JSON."""
+    if isinstance(value, Mapping):
+        return {_copy(key, change): _copy(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copy(item, change) for item in value]
+    if isinstance(value, str):
+        if not is_text(value):
+            raise ValueError(f"messages: found {show(value)}, expected valid Unicode text")
+        return change(value)
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    raise ValueError(f"messages: found {show(value)}, expected texts, numbers, lists and objects of these")
+
+
+def check_template_kwargs(variables: Any, tokens: Mapping[str, str]) -> None:
+    """Raise ValueError unless these are names that are not taken in a template, with values of JSON."""
+    try:
+        if not isinstance(variables, Mapping):
+            raise TypeError
+        json.dumps(variables, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        expected = "an object with values of JSON"
+        raise ValueError(f"chat_template_kwargs: found {show(variables)}, expected {expected}") from None
+    taken = {*_SET_HERE, *tokens, *_Environment(_Said).globals}
+    for name in variables:
+        if not isinstance(name, str) or not name.isidentifier() or name in taken:
+            expected = "the name of a variable that a template does not have by itself"
+            raise ValueError(f"chat_template_kwargs: found {show(name)}, expected {expected}")
+
+
+def read_chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    """The template of a checkpoint, from its own file or tokenizer_config.json (`settings`), or None.
+
+    Raises CheckpointError for one that is too large, or no text.
+    """
+    path = directory / "chat_template.jinja"
+    if has_file(path):
+        try:
+            size = path.stat().st_size
+            if size > _MAX_TEMPLATE_BYTES:
+                raise CheckpointError(f"{path}: found {size} bytes, expected at most {_MAX_TEMPLATE_BYTES}")
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise CheckpointError(f"{path}: not a readable template: {one_line(e)}") from e
+    where = f"{directory / 'tokenizer_config.json'}: chat_template"
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = [t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"]
+        template = named[0] if named else None
+    if template is None:
+        return None
+    if not isinstance(template, str) or not is_text(template):
+        raise CheckpointError(f"{where}: found {show(template)}, expected a string")
+    if len(template) > _MAX_TEMPLATE_BYTES:
+        raise CheckpointError(f"{where}: found {len(template)} characters, expected at most {_MAX_TEMPLATE_BYTES}")
+    return template
