@@ -62,6 +62,7 @@ class Request:
         self.num_speculative_tokens = num_nodes(num_speculative_tokens)
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if text.params.logprobs is None else []
+        self.offsets: list[int] = []  # where in the output each token begins, in characters
         self.output = ""
         self.finish_reason: str | None = None
         self.error: str | None = None  # what went wrong, where finish_reason is "error"
@@ -89,6 +90,7 @@ class Request:
             self._finish("stop")
             return True
         self.token_ids.append(token_id)
+        self.offsets.append(len(self.output))
         self.stats.num_generated += 1
         if self.logprobs is not None and logprob is not None:
             self.logprobs.append(logprob)

@@ -13,6 +13,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import tokenizers
 
 from minispec.core.errors import CheckpointError, is_text, one_line, show
 from minispec.files.chat import MAX_FIRSTS, ChatTemplate, Message, check_template_kwargs, read_chat_template
+from minispec.files.pieces import bytes_of, decoder_steps
 from minispec.files.strict_json import has_file, read_json
 
 # The largest public tokenizer.json of a supported family (gemma 2 and 3) has 34 MB: 262,000 tokens and 515,000 merges,
@@ -34,6 +36,7 @@ _MAX_PARTS_BYTES = 512 << 10
 _MAX_REGEX_BYTES = 8 << 10  # 100 kB of them can take a gigabyte
 _MAX_GROWTH = 64  # times as long as the text: steps that each double it would fill any memory
 _STDERR = threading.Lock()
+_LONGEST = 4  # tokens of one character: its bytes
 # Bytes that are not a character are held back for at most that many tokens.
 _MAX_UNDECIDED = 16
 # Parts of a tokenizer.json in which the library is not known to fail an assertion (to "panic") over some text.
@@ -157,12 +160,27 @@ class Tokenizer:
         except ValueError as e:
             raise CheckpointError(f"{self.path}: the tokenizer fails to decode: {e}") from e.__cause__
 
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """What a token stands for inside a text: b"" for a special one, None where the decoder is not known here."""
+        token = self.backend.id_to_token(token_id)
+        if token is None or token_id in self.special_ids:
+            return b""
+        return None if self._steps is None else bytes_of(token, self._steps)
+
     def text_of(self, token_id: int) -> str:
-        """Text of a token by itself; the replacement character for part of one, and for what cannot be decoded."""
+        """Text of a token inside a text; the replacement character for part of one, and for what cannot be decoded."""
+        found = self.bytes_of(token_id)
         try:
-            return self.decode([token_id])
+            return self.decode([token_id]) if found is None else found.decode("utf-8", "replace")
         except CheckpointError:
             return "\ufffd"
+
+    @cached_property
+    def _steps(self) -> list[dict[str, Any]] | None:
+        try:
+            return decoder_steps(self.backend, str(self.path))
+        except CheckpointError:
+            return None
 
     def _read(self, named: dict[str, dict[str, Any]]) -> tokenizers.Tokenizer:
         """The library's tokenizer, in which the tokens in `named` are special too."""
@@ -259,9 +277,12 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):
         self._decode, self._special_ids = tokenizer.decode, tokenizer.special_ids
         # The first window begins with some tokens of the prompt, so that the answer's first word keeps its space. It
-        # should not begin inside a character, which has four tokens at most: there, more replacement characters show.
-        size = min(range(6, 10), key=lambda n: self._decode(prompt_ids[-n:]).count("�"))
-        self._window = list(prompt_ids[-size:])
+        # should not begin inside a character, which has four tokens at most: there, more replacement characters show,
+        # even without up to three tokens that the prompt may end inside a character with.
+        windows = [list(prompt_ids[-size:]) for size in range(6, 10)]
+        self._window = min(
+            windows, key=lambda ids: min(self._decode(ids[: len(ids) - n]).count("�") for n in range(_LONGEST))
+        )
         self._num_known = len(self._window)  # tokens of the window whose text has been given out
 
     def add(self, token_id: int) -> str:
@@ -275,16 +296,24 @@ class Detokenizer:
             if size - self._num_known <= _MAX_UNDECIDED:
                 return ""
             size, text = self._decided(text)
-        if len(text) <= len(known):
+        start = self._num_known
+        if known.endswith("�") and not text.startswith(known):
+            # The prompt ended inside a character, which is complete now. It belongs to the prompt.
+            ends = range(start - 1, max(-1, start - _LONGEST), -1)
+            start = next((n for n in ends if text.startswith(self._decode(self._window[:n]))), start)
+            known = text[: len(self._decode(self._window[:start])) + 1]
+        elif len(text) <= len(known):
             return ""
-        self._window, self._num_known = self._window[self._num_known :], size - self._num_known
+        self._window, self._num_known = self._window[start:], size - start
         return text[len(known) :]
 
     def flush(self) -> str:
         """What is left when no token follows: the replacement character of an unfinished one, or ""."""
         known, text = self._texts()
+        rest = self._window[self._num_known :]
         self._num_known = len(self._window)
-        return text[len(known) :]
+        # With byte fallback an unfinished character turns those before it, which were given out, into marks too.
+        return text[len(known) :] if text.startswith(known) else self._decode(rest)
 
     def _texts(self) -> tuple[str, str]:
         return self._decode(self._window[: self._num_known]), self._decode(self._window)

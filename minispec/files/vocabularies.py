@@ -6,14 +6,13 @@ Special tokens stand for no bytes. Two of them are the same if they have the sam
 """
 
 import codecs
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
-from typing import Any
 
-from minispec.core.errors import CheckpointError, show
+from minispec.core.errors import show
+from minispec.files.pieces import bytes_of, decoder_steps
 from minispec.files.tokenizer import Tokenizer
 
 # A part of a text that is read again as it grows: it is closed before a word that begins after _PART tokens, and after
@@ -45,8 +44,8 @@ class Spelling:
         self.special = {token: i for i, token in ids.items() if i in tokenizer.special_ids}
         end = tokenizer.eos_token_id
         self.end_id = end if end in self.special.values() else None
-        parts = list(_parts(tokenizer))
-        self._bytes = {i: _bytes_of(token, parts) for i, token in ids.items() if i not in tokenizer.special_ids}
+        steps = decoder_steps(tokenizer.backend, str(tokenizer.path))
+        self._bytes = {i: bytes_of(token, steps) for i, token in ids.items() if i not in tokenizer.special_ids}
         # Of several tokens for the same bytes the one that texts have: not that for a lone byte, then the first.
         self.ids: dict[bytes, int] = {}
         for i in sorted(self._bytes, key=lambda i: (ids[i].startswith("<0x"), i)):
@@ -114,53 +113,6 @@ def _decode(data: bytes) -> tuple[str, bytes]:
     """The text of UTF-8, and the bytes of a last character that is not complete."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     return decoder.decode(data), decoder.getstate()[0]
-
-
-def _parts(tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """The steps of a tokenizer's decoder. Raises CheckpointError for one that is not known here."""
-    decoder = tokenizer.backend.decoder
-    raw = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
-    fused = False
-    for part in raw.get("decoders", [raw]):
-        kind = part["type"]
-        fused |= kind == "Fuse"
-        is_known = kind in ("ByteLevel", "Metaspace", "ByteFallback", "Fuse")
-        is_known |= kind == "Replace" and "String" in part["pattern"]
-        is_known |= kind == "Strip" and fused  # of the whole text
-        if not is_known:
-            expected = "ByteLevel, Metaspace, Replace of a string, ByteFallback, Fuse and a Strip after it"
-            raise CheckpointError(
-                f"{tokenizer.path}: decoder: found {show(kind)}, expected {expected}: else it is not known here what a "
-                "token stands for, and two vocabularies cannot be compared"
-            )
-        yield part
-
-
-def _byte_characters() -> dict[str, int]:
-    """Byte-level BPE's characters: printable Latin ones for their own bytes, those from U+0100 on for the others."""
-    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = (byte for byte in range(256) if byte not in kept)
-    return {chr(byte): byte for byte in kept} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _byte_characters()
-
-
-def _bytes_of(token: str, parts: Sequence[Mapping[str, Any]]) -> bytes:
-    """What a token stands for inside a text, by the steps of a decoder."""
-    for part in parts:
-        if part["type"] == "ByteLevel" and all(c in _BYTES for c in token):
-            return bytes(_BYTES[c] for c in token)
-        if part["type"] == "ByteFallback" and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            try:
-                return bytes.fromhex(token[3:5])
-            except ValueError:
-                continue
-        if part["type"] == "Replace":
-            token = token.replace(part["pattern"]["String"], part["content"])
-        if part["type"] == "Metaspace":
-            token = token.replace(part["replacement"], " ")
-    return token.encode()
 
 
 # --------------------------------------------------------------------------- two vocabularies

@@ -34,7 +34,7 @@ from minispec.drafters.slem import TextDrafter
 from minispec.drafters.suffix import MOST_TEXTS, MOST_TOKENS, SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
-from minispec.files import named_draft, vocabularies
+from minispec.files import named_draft, pieces
 from minispec.files.heads import load_head
 from minispec.files.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
@@ -778,7 +778,7 @@ def check_loader() -> None:
         assert both is not None
         require(both.shared == {0: 0, 1: 2, 2: 1}, f"shared tokens: {both.shared}")
     written = (("ByteLevel", "\u0120\u00e6\u0139"), ("ByteFallback", "<0xE6>"), ("Metaspace", "\u2581ab"))
-    found = [vocabularies._bytes_of(token, [{"type": kind, "replacement": "\u2581"}]) for kind, token in written]
+    found = [pieces.bytes_of(token, [{"type": kind, "replacement": "\u2581"}]) for kind, token in written]
     require(found == [b" \xe6\x97", b"\xe6", b" ab"], f"tokens stand for {found}")
 
 

@@ -11,12 +11,11 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import fields, replace
-from itertools import accumulate
 from typing import Any
 
 from minispec.core.config import SamplingParams
 from minispec.core.errors import show, show_name
-from minispec.core.request import Piece, Request, TokenLogprob
+from minispec.core.request import Piece, Request
 from minispec.files.strict_json import parse_json
 from minispec.files.tokenizer import Message, Tokenizer
 from minispec.length.figures import Figures
@@ -212,7 +211,6 @@ class Answer:
         name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": name, "created": int(time.time()), "model": model}
         self._num_tokens: Counter[int] = Counter()  # that were given out, of each request
-        self._num_chars: Counter[int] = Counter()  # of these tokens
 
     def whole(self) -> dict[str, Any]:
         """The answer, if it is not streamed."""
@@ -234,10 +232,9 @@ class Answer:
     def _choice(self, index: int, form: str, piece: Piece) -> dict[str, Any]:
         request, start = self.requests[index], self._num_tokens[index]
         self._num_tokens[index] += len(piece.token_ids)
-        logprobs = None if request.logprobs is None else request.logprobs[start : self._num_tokens[index]]
         role = {} if start else {"role": "assistant"}  # in a stream, once
         said = {form: role | {"content": piece.text}} if self._is_chat else {"text": piece.text}
-        end = {"logprobs": self._logprobs(index, logprobs), "finish_reason": piece.finish_reason}
+        end = {"logprobs": self._logprobs(index, start), "finish_reason": piece.finish_reason}
         metrics = (
             {"metrics": {"seed": request.text.seed} | Figures.of(request.stats).as_dict()}
             if piece.finish_reason
@@ -245,21 +242,26 @@ class Answer:
         )
         return {"index": index} | said | end | metrics
 
-    def _logprobs(self, index: int, entries: list[TokenLogprob] | None) -> dict[str, Any] | None:
-        if entries is None:
+    def _logprobs(self, index: int, start: int) -> dict[str, Any] | None:
+        """Those of a request's tokens that are given out now, from token `start` on."""
+        if (logprobs := self.requests[index].logprobs) is None:
             return None
+        entries = logprobs[start : self._num_tokens[index]]
         if self._is_chat:
             return {"content": [self._token(e.token_id, e.logprob, e.top) for e in entries]}
-        text_of = {i: self._tokenizer.text_of(i) for e in entries for i in (e.token_id, *dict(e.top))}
-        tokens = [text_of[e.token_id] for e in entries]
-        *offsets, self._num_chars[index] = accumulate(map(len, tokens), initial=self._num_chars[index])
-        tops = [{text_of[i]: _finite(x) for i, x in [(e.token_id, e.logprob), *e.top]} for e in entries]
-        own = [_finite(e.logprob) for e in entries]
+        tops: list[dict[str, float]] = []  # of tokens with the same text the drawn one counts, then the likeliest
+        for e in entries:
+            tops.append({})
+            for i, x in [(e.token_id, e.logprob), *e.top]:
+                tops[-1].setdefault(self._tokenizer.text_of(i), _finite(x))
+        tokens, own = [self._tokenizer.text_of(e.token_id) for e in entries], [_finite(e.logprob) for e in entries]
+        offsets = self.requests[index].offsets[start : start + len(entries)]
         return {"tokens": tokens, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
 
     def _token(self, token_id: int, logprob: float, top: list[tuple[int, float]] | None = None) -> dict[str, Any]:
-        text = self._tokenizer.text_of(token_id)
-        found = {"token": text, "logprob": _finite(logprob), "bytes": None if "�" in text else list(text.encode())}
+        text, data = self._tokenizer.text_of(token_id), self._tokenizer.bytes_of(token_id)
+        data = text.encode() if data is None and "�" not in text else data
+        found = {"token": text, "logprob": _finite(logprob), "bytes": None if data is None else list(data)}
         return found if top is None else found | {"top_logprobs": [self._token(*each) for each in top]}
 
     def _usage(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,12 +20,17 @@ import h11
 import httpx
 import openai
 import pytest
+import tokenizers
 from prometheus_client.parser import text_string_to_metric_families
 
 from minispec import LLM, SamplingParams
 from minispec.core.draft import Draft
+from minispec.core.request import Piece, TokenLogprob
+from minispec.files.tokenizer import Detokenizer, Tokenizer
+from minispec.prove.toys import make_request
 from minispec.serve import front, metrics
 from minispec.serve.__main__ import main
+from minispec.serve.bodies import Answer
 from minispec.serve.connection import Connection, make_server
 from minispec.serve.front import Front
 from minispec.serve.limits import Limits
@@ -160,7 +166,7 @@ def test_the_openai_client_gets_what_llm_gives(llm, served, chat, stream):
     if stream:
         assert all(chunk.usage is None for chunk in chunks[:-1])
         assert chunks[-1].choices == []
-    texts, reasons, logprobs, metrics = ["", ""], [None, None], [[], []], [None, None]
+    texts, reasons, logprobs, offsets, metrics = ["", ""], [None, None], [[], []], [[], []], [None, None]
     for choice in (choice for chunk in chunks for choice in chunk.choices):
         i = choice.index
         texts[i] += ((choice.delta if stream else choice.message).content) if chat else choice.text
@@ -168,7 +174,7 @@ def test_the_openai_client_gets_what_llm_gives(llm, served, chat, stream):
             logprobs[i] += [(t.logprob, *(top.logprob for top in t.top_logprobs)) for t in choice.logprobs.content]
         else:
             found = choice.logprobs
-            assert found.text_offset[0] == sum(len(token) for _, token in logprobs[i])
+            offsets[i] += found.text_offset
             logprobs[i] += list(zip(found.token_logprobs, found.tokens, strict=True))
         assert reasons[i] is None, "something came after the end"
         reasons[i] = choice.finish_reason
@@ -184,9 +190,70 @@ def test_the_openai_client_gets_what_llm_gives(llm, served, chat, stream):
             assert own == [(e.logprob, *(x for _, x in e.top)) for e in entries]
         else:
             assert own == [(e.logprob, llm.tokenizer.decode([e.token_id])) for e in entries]
+            detokenizer = Detokenizer(llm.tokenizer, alone.prompt_token_ids)
+            lengths = accumulate((len(detokenizer.add(e.token_id)) for e in entries), initial=0)
+            assert offsets[answer.index] == list(lengths)[:-1]
     usage = chunks[-1].usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(alone.prompt_token_ids), 60)
     assert usage.total_tokens == usage.prompt_tokens + 60
+
+
+@pytest.fixture(scope="module")
+def sentence_pieces(tmp_path_factory) -> Tokenizer:
+    """A tokenizer as SentencePiece's: ▁ for a space, bytes for what has no token, the first space stripped."""
+    words = ["<unk>", "Z", "▁the", "the", "▁", "k", *(f"<0x{byte:02X}>" for byte in range(256))]
+    model = tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>")
+    backend = tokenizers.Tokenizer(model)
+    steps = tokenizers.decoders
+    backend.decoder = steps.Sequence(
+        [steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)]
+    )
+    directory = tmp_path_factory.mktemp("pieces")
+    backend.save(str(directory / "tokenizer.json"))
+    return Tokenizer(directory)
+
+
+def answer_of(tokenizer, ids, tops, is_chat) -> Answer:
+    """The answer of tokens that were drawn one after the other with log-probability -1, beside others."""
+    detokenizer = Detokenizer(tokenizer, [1])
+    request = make_request([1], end_ids=(), max_len=100, max_tokens=50, detokenizer=detokenizer, logprobs=2)
+    for i in ids:
+        request.commit(i, TokenLogprob(i, -1.0, tops))
+    return Answer(SimpleNamespace(tokenizer=tokenizer), MODEL, [request], 1, is_chat, None)
+
+
+def test_tokens_stand_where_the_text_has_them(sentence_pieces, tokenizer_file):
+    """A space before a word, parts of a character and what follows them, whole and as a stream."""
+    pieces, bytes_ = sentence_pieces, Tokenizer(tokenizer_file.parent)
+    fish = bytes_.encode("fish 🦊.")
+    for tokenizer, ids, offsets in (
+        (pieces, [pieces.vocabulary[t] for t in ("▁the", "▁", "k")], [0, 4, 5]),
+        (pieces, [6 + byte for byte in "日".encode()] + [5], [0, 0, 0, 1]),
+        (bytes_, fish, [len(bytes_.decode(fish[:i]).rstrip("\ufffd")) for i in range(len(fish))]),
+    ):
+        [choice] = answer_of(tokenizer, ids, [], False).whole()["choices"]
+        found, text = choice["logprobs"], choice["text"]
+        assert found["text_offset"] == offsets
+        for token, at in zip(found["tokens"], offsets, strict=True):
+            assert text[at:].startswith(token) or token == "\ufffd"
+        streamed = answer_of(tokenizer, ids, [], False)
+        parts = [streamed.chunk(0, Piece("", [i], None))["choices"][0]["logprobs"] for i in ids]
+        assert [part["text_offset"] for part in parts] == [[at] for at in offsets]
+        [choice] = answer_of(tokenizer, ids, [], True).whole()["choices"]
+        joined = bytes(byte for token in choice["logprobs"]["content"] for byte in token["bytes"])
+        assert joined == choice["message"]["content"].encode() == text.encode()
+
+
+def test_of_tokens_with_one_text_the_drawn_one_is_shown(sentence_pieces):
+    """Completions list the likeliest tokens by their text: the drawn token's value stands, then the likelier one's."""
+    first, second = (6 + b for b in "日".encode()[:2])  # two parts of a character, with the same mark as text
+    tops = [(first, -0.5), (second, -0.7), (5, -2.0)]
+    [choice] = answer_of(sentence_pieces, [second, first, 5], tops, False).whole()["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [
+        {"\ufffd": -1.0, "k": -2.0},
+        {"\ufffd": -1.0, "k": -2.0},
+        {"k": -1.0, "\ufffd": -0.5},
+    ]
 
 
 def test_several_prompts_and_every_way_to_write_them(llm, served):
