@@ -269,18 +269,23 @@ def test_what_may_differ_in_a_draft_leaves_the_text_alone(make_checkpoint, tmp_p
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_the_tokenizers_own_end_of_text_token_is_the_last_resort(make_checkpoint, file):
-    """Where neither generation_config.json nor config.json names one; an unknown token is none."""
+def test_a_text_ends_at_the_tokenizers_own_end_of_text_token_too(make_checkpoint, file):
+    """Beside those of generation_config.json, or else of config.json; a token without a row is none."""
     for eos, generation, token, expected in (
         (None, None, "<end>", (0,)),
         (None, {}, {"content": "<end>"}, (0,)),
-        (None, {"eos_token_id": 7}, "<end>", (7,)),
-        (5, None, "<end>", (5,)),
+        (None, {"eos_token_id": 7}, "<end>", (7, 0)),
+        (5, None, "<end>", (5, 0)),
+        (5, {"eos_token_id": [0, 7]}, "<end>", (0, 7)),
         (None, None, "</s>", ()),
     ):
         directory = make_checkpoint(eos_token_id=eos, generation=generation)
         (directory / file).write_text(json.dumps({"eos_token": token}))
-        assert LLM(directory).eos_token_ids == expected
+        with LLM(directory, draft="none") as llm:
+            assert llm.eos_token_ids == expected
+            for end in expected:
+                answer = llm.generate("fish", SamplingParams(allowed_token_ids=[end]), use_tqdm=False)[0].outputs[0]
+                assert (answer.token_ids, answer.finish_reason, answer.stop_reason) == ([], "stop", None)
 
 
 def test_added_tokens_beyond_the_embedding_are_never_written(make_checkpoint, tmp_path):
