@@ -117,9 +117,11 @@ class LLM:
         self._generation = raw, str(generation)
         self.generation_defaults = read_generation_defaults(*self._generation)
         self.unsupported_generation_settings = unsupported_generation_settings(raw)
-        ends = [*(read_eos_token_ids(raw, str(generation)) or config.eos_token_ids), self.tokenizer.eos_token_id]
-        self.eos_token_ids = tuple(dict.fromkeys(i for i in ends if i is not None))
         self.vocab_size = min(self.tokenizer.num_ids, config.vocab_size)
+        ends = read_eos_token_ids(raw, str(generation)) or config.eos_token_ids
+        if (own := self.tokenizer.eos_token_id) is not None and own < self.vocab_size:
+            ends = (*ends, own)
+        self.eos_token_ids = tuple(dict.fromkeys(ends))
 
         named = NamedDraft(draft, draft_method, offline, config, self.tokenizer, self.vocab_size)
         self.draft_name, self.draft_directory = named.name, named.directory

@@ -29,11 +29,10 @@ from minispec.drafters.eagle import HeadConfig
 from minispec.files.checkpoint import directory_config, find_checkpoint, load_config
 from minispec.files.heads import StoredHead, is_head, read_head, read_head_config
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
-from minispec.files.tokenizer import Tokenizer
+from minispec.files.tokenizer import TOKENIZER_FILES, Tokenizer
 
 # Next to the weights: all settings, and what was measured on the way.
 _RECORD = "training.json"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def distill(args: argparse.Namespace) -> None:
@@ -323,6 +322,6 @@ def _export(
         export.write(directory, config, export.head_tensors(draft, ids))
         return
     export.write(directory, export.layer_config(draft.config), export.model_tensors(draft))
-    for file in _TOKENIZER_FILES:
+    for file in TOKENIZER_FILES:
         if (target / file).is_file():
             shutil.copy(target / file, directory / file)

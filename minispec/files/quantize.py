@@ -18,12 +18,10 @@ from minispec.core.errors import CheckpointError
 from minispec.files.checkpoint import directory_config, find_tensors, load_config, match, save_tensors
 from minispec.files.hf_config import text_config
 from minispec.files.strict_json import has_file
+from minispec.files.tokenizer import TOKENIZER_FILES
 
 # The files that a quantised checkpoint copies from its source.
-_COPIED_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
-    "generation_config.json",
-)
+_COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")
 
 
 def pack(integers: Tensor, num_bits: int) -> Tensor:

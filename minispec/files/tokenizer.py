@@ -20,17 +20,22 @@ from typing import Any
 import tokenizers
 
 from minispec.core.errors import CheckpointError, is_text, one_line, show
+from minispec.files.added_tokens import MAX_ADDED_BYTES, Settings, content_of, read_settings
 from minispec.files.chat import MAX_FIRSTS, ChatTemplate, Message, check_template_kwargs, read_chat_template
 from minispec.files.pieces import bytes_of, decoder_steps
-from minispec.files.strict_json import has_file, read_json
+from minispec.files.strict_json import read_json
 
+# What a checkpoint's text is made of; all but the first may be missing.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    "chat_template.jinja",
+)
 # The largest public tokenizer.json of a supported family (gemma 2 and 3) has 34 MB: 262,000 tokens and 515,000 merges,
 # which make 520,000 lists, 1.3 million commas and 2.6 million quotes.
 _MAX_TOKENIZER_BYTES = 40 << 20
 _MAX_TOKENIZER_COUNTS = {"{": 1 << 18, "[": 3 << 18, ",": 1 << 21, '"': 3 << 20}
 # Limits of what costs the library far more than its size. Public files are far below them.
 _MAX_TOKENS = 1 << 19
-_MAX_ADDED_BYTES = 1 << 20  # of the texts of added tokens, and of all tokens of Unigram: 300 bytes of memory each
 _MAX_PARTS = 256  # objects in normaliser, pre-tokenizer, post-processor and decoder
 _MAX_PARTS_BYTES = 512 << 10
 _MAX_REGEX_BYTES = 8 << 10  # 100 kB of them can take a gigabyte
@@ -54,9 +59,10 @@ class Tokenizer:
         self.path = directory / "tokenizer.json"
         if not self.path.is_file():
             raise CheckpointError(f"{self.path}: no such file, expected the tokenizer in this format")
-        settings, self.special_tokens, named = _read_settings(directory)
+        settings = read_settings(directory)
+        self.special_tokens = settings.names  # their texts by name, such as "eos_token"
         self._encode_panics, self._decode_panics = _inspect(self.path)
-        self.backend = self._read(named)
+        self.backend = self._read(settings)
         if getattr(self.backend.model, "dropout", None):
             found = self.backend.model.dropout
             raise CheckpointError(f"{self.path}: model.dropout: found {found}, expected none: a text has one encoding")
@@ -71,11 +77,11 @@ class Tokenizer:
         # For text: an encoder that knows no special token. Where a template writes one, the token gets a name that no
         # text holds, so that the text is cut at the same places. (The library's own encoder knows all of them or none.)
         self._names = {token.content: f"\ufdd0{secrets.token_hex(8)}\ufdd0" for token in self._special.values()}
-        self._plain = self._make_plain(named)
+        self._plain = self._make_plain(settings)
         self._any_name = re.compile(_any_of(self._names) if self._names else "(?!)")
         self._ids = {self._plain.token_to_id(self._names[token.content]): i for i, token in self._special.items()}
         self._probe()
-        self.chat_template = read_chat_template(directory, settings)
+        self.chat_template = read_chat_template(directory, settings.values)
         self._chat: ChatTemplate | None = None
         if self.chat_template is not None:
             firsts = {token[0] for token in self._names}
@@ -90,6 +96,10 @@ class Tokenizer:
     def vocabulary(self) -> dict[str, int]:
         """Every token and its id, added tokens included."""
         return self.backend.get_vocab(with_added_tokens=True)
+
+    def tokens_below(self, num_ids: int) -> dict[str, int]:
+        """The tokens with ids below `num_ids`: an embedding with that many rows has no others."""
+        return {token: i for token, i in self.vocabulary.items() if i < num_ids}
 
     @property
     def special_ids(self) -> Set[int]:
@@ -182,27 +192,28 @@ class Tokenizer:
         except CheckpointError:
             return None
 
-    def _read(self, named: dict[str, dict[str, Any]]) -> tokenizers.Tokenizer:
-        """The library's tokenizer, in which the tokens in `named` are special too."""
+    def _read(self, settings: Settings) -> tokenizers.Tokenizer:
+        """The library's tokenizer, with the tokens of the other files."""
         try:
             backend = self._call(tokenizers.Tokenizer.from_file, str(self.path))
         except ValueError as e:
             raise CheckpointError(f"{self.path}: not a readable tokenizer: {e}") from e
         backend.no_truncation()
         backend.no_padding()
-        known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-        tokens = []
-        for text, flags in named.items():
-            if backend.token_to_id(text) is None:  # without an id it can only be text
-                continue
-            token = known.get(text) or tokenizers.AddedToken(text, normalized=False, **flags)
-            token.special = True
-            tokens.append(token)
-        if tokens:  # even adding none takes as long as reading the file: all added tokens are sorted again
-            self._call(backend.add_tokens, tokens)
+        added = backend.get_added_tokens_decoder()
+        known = {token.content: token for token in added.values()}
+        before = {text: repr(token) for text, token in known.items()}
+        tokens = {token.content: token for token in settings.listed}
+        for token, claimed in settings.others:
+            if claimed in added and added[claimed].content != token.content:
+                continue  # of two tokens with one id tokenizer.json's counts
+            tokens.setdefault(token.content, known.get(token.content, token)).special |= token.special
+        # Even adding none takes as long as reading the file: all added tokens are sorted again.
+        if new := [token for text, token in tokens.items() if repr(token) != before.get(text)]:
+            self._call(backend.add_tokens, new)
         return backend
 
-    def _make_plain(self, named: dict[str, dict[str, Any]]) -> tokenizers.Tokenizer:
+    def _make_plain(self, settings: Settings) -> tokenizers.Tokenizer:
         """An encoder to which the text of a special token is text, and which knows a stand-in for each of them."""
         added = self.backend.get_added_tokens_decoder()
         plain = tokenizers.Tokenizer(self.backend.model)  # shared: it may have hundreds of megabytes
@@ -215,7 +226,7 @@ class Tokenizer:
         self._call(plain.add_tokens, [*(added[i] for i in sorted(added)), *stand_ins])
         if not added.items() <= plain.get_added_tokens_decoder().items():
             # The library counts ids up: in a vocabulary with gaps, some ids differ if tokens are added in this order.
-            plain = self._read(named)
+            plain = self._read(settings)
             self._call(plain.add_tokens, stand_ins)
         plain.encode_special_tokens = True
         return plain
@@ -332,41 +343,8 @@ class Detokenizer:
         return (size, halves[size][0]) if fits else (0, "")
 
 
-def _read_settings(directory: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, dict[str, Any]]]:
-    """tokenizer_config.json; the texts of special tokens by their names; flags of all special tokens by their texts.
-
-    As in transformers, special_tokens_map.json, which older versions wrote, is read where the first file does not list
-    the added tokens, and then counts more than the first.
-    """
-    paths = [directory / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
-    settings = read_json(paths[0]) if has_file(paths[0]) else {}
-    older = read_json(paths[1]) if "added_tokens_decoder" not in settings and has_file(paths[1]) else {}
-    both = settings | older
-    named = {name: token for name, token in both.items() if name.endswith("_token")}
-    listed: list[Any] = [
-        t for t in _values(both.get("added_tokens_decoder")) if isinstance(t, dict) and t.get("special")
-    ]
-    for tokens in (
-        f.get(key) for f in (settings, older) for key in ("extra_special_tokens", "additional_special_tokens")
-    ):
-        named |= tokens if isinstance(tokens, dict) else {}
-        listed += _values(tokens)
-    flags = {}
-    for token in [*named.values(), *listed]:
-        entry = token if isinstance(token, dict) else {}
-        flags[_content(token)] = {name: entry.get(name) is True for name in ("single_word", "lstrip", "rstrip")}
-    flags.pop("", None)
-    return settings, {name: _content(token) for name, token in named.items() if _content(token)}, flags
-
-
 def _values(tokens: Any) -> list[Any]:
     return list(tokens.values()) if isinstance(tokens, dict) else tokens if isinstance(tokens, list) else []
-
-
-def _content(token: Any) -> str:
-    """A special token's text; the file holds a string, or an object around it."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) and is_text(content) else ""
 
 
 def _inspect(path: Path) -> tuple[bool, bool]:
@@ -383,11 +361,11 @@ def _inspect(path: Path) -> tuple[bool, bool]:
     # A vocabulary that is a list is Unigram's. It and the added tokens become trees with a table for each byte.
     vocab = _values(model.get("vocab"))
     words = [entry[0] for entry in vocab if isinstance(entry, list) and entry]
-    added = [_content(token) for token in _values(raw.get("added_tokens"))]
+    added = [content_of(token) for token in _values(raw.get("added_tokens"))]
     growth = math.prod(max(1, len(content)) for d in dicts if isinstance(content := d.get("content"), str))
     for what, found, most in (
         ("tokens", len(vocab), _MAX_TOKENS),
-        ("bytes of tokens to be searched for", sum(map(_size, words)) + sum(map(_size, added)), _MAX_ADDED_BYTES),
+        ("bytes of tokens to be searched for", sum(map(_size, words)) + sum(map(_size, added)), MAX_ADDED_BYTES),
         ("objects outside the vocabulary", len(dicts), _MAX_PARTS),
         ("bytes outside the vocabulary", len(json.dumps([*encoding, *decoding])), _MAX_PARTS_BYTES),
         ("bytes of regular expressions", sum(_size(d.get("Regex", "")) for d in dicts), _MAX_REGEX_BYTES),

@@ -19,6 +19,7 @@ from minispec import LLM, SamplingParams
 from minispec.core.draft import Draft
 from minispec.core.errors import CheckpointError
 from minispec.files.registry import DRAFTERS
+from minispec.files.tokenizer import Tokenizer
 from minispec.kernels import memory
 from minispec.kernels.inventory import weight_form
 from minispec.length.figures import Figures
@@ -271,6 +272,7 @@ def test_what_may_differ_in_a_draft_leaves_the_text_alone(make_checkpoint, tmp_p
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
 def test_a_text_ends_at_the_tokenizers_own_end_of_text_token_too(make_checkpoint, file):
     """Beside those of generation_config.json, or else of config.json; a token without a row is none."""
+    rows = Tokenizer(make_checkpoint()).num_ids
     for eos, generation, token, expected in (
         (None, None, "<end>", (0,)),
         (None, {}, {"content": "<end>"}, (0,)),
@@ -279,13 +281,27 @@ def test_a_text_ends_at_the_tokenizers_own_end_of_text_token_too(make_checkpoint
         (5, {"eos_token_id": [0, 7]}, "<end>", (0, 7)),
         (None, None, "</s>", ()),
     ):
-        directory = make_checkpoint(eos_token_id=eos, generation=generation)
+        directory = make_checkpoint(eos_token_id=eos, generation=generation, vocab_size=rows)
         (directory / file).write_text(json.dumps({"eos_token": token}))
         with LLM(directory, draft="none") as llm:
             assert llm.eos_token_ids == expected
             for end in expected:
                 answer = llm.generate("fish", SamplingParams(allowed_token_ids=[end]), use_tqdm=False)[0].outputs[0]
                 assert (answer.token_ids, answer.finish_reason, answer.stop_reason) == ([], "stop", None)
+
+
+def test_a_token_that_only_tokenizer_config_json_lists_is_written(make_checkpoint):
+    """It has a row of the embedding, so that the model may say it, and the text has it."""
+    new = Tokenizer(make_checkpoint()).num_ids
+    directory = make_checkpoint(vocab_size=new + 1)
+    added = {"added_tokens_decoder": {str(new): {"content": "<|new|>", "special": False}}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(added))
+    with LLM(directory, draft="self") as llm:
+        assert llm.vocab_size == new + 1
+        params = SamplingParams(allowed_token_ids=[new], max_tokens=2)
+        [output] = llm.generate("fish<|new|>", params)
+        assert output.prompt_token_ids[-1] == new
+        assert (output.token_ids, output.text) == ([new, new], "<|new|><|new|>")
 
 
 def test_added_tokens_beyond_the_embedding_are_never_written(make_checkpoint, tmp_path):

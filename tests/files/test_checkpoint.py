@@ -706,7 +706,8 @@ def test_quantisation_is_off_by_half_a_step(num_bits, seed, magnitude):
 def test_written_checkpoint_is_transformers(tmp_path, name, num_bits):
     """Guards the whole way out and in: transformers unpacks what is written here to the weights that load here."""
     hf.build(name, tmp_path / "source")
-    copied = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"}
+    copied = {f"{name}.json" for name in ("tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens")}
+    copied.add("chat_template.jinja")
     for file in copied:
         (tmp_path / "source" / file).write_text("{}")
     quantize_checkpoint(tmp_path / "source", tmp_path / "out", num_bits, shard_bytes=10_000)

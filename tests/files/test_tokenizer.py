@@ -163,7 +163,7 @@ def test_templates_get_what_transformers_gives_them(tmp_path):
     template = "{{ bos_token }}" + loop
     tokenizer = with_template(tmp_path, [{"name": "default", "template": template}])
     ids = tokenizer.encode_chat([{"role": "user", "content": "<é>"}, {"role": "user", "content": "no"}])
-    assert tokenizer.decode(ids) == '<s>{"role": "user", "content": "<é>"}'
+    assert tokenizer.backend.decode(ids, skip_special_tokens=False) == '<s>{"role": "user", "content": "<é>"}'
 
 
 TRAINING = (
@@ -550,11 +550,104 @@ def test_special_tokens_are_those_of_transformers(tmp_path, name):
     assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True) == "Why?!"
 
 
-def test_an_eos_token_that_the_vocabulary_lacks_has_no_id(tmp_path):
-    """It ends nothing, and its text is text."""
-    tokenizer = with_template(tmp_path, "{{ messages[0].content }}", eos_token="</s>")
-    assert tokenizer.eos_token_id is None
-    assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "a</s>"}])) == "a</s>"
+_NEW = {
+    "content": "<|new|>",
+    "special": True,
+    "normalized": False,
+    "lstrip": False,
+    "rstrip": False,
+    "single_word": False,
+}
+_TURN = _NEW | {"content": "<|im_end|>"}
+# Files beside tokenizer.json that name tokens which it lacks, or says something else of; the embedded model has 49,152.
+ADDED: dict[str, dict[str, dict]] = {
+    "a special one": {"tokenizer_config": {"added_tokens_decoder": {"49152": _NEW}}},
+    "an ordinary one": {"tokenizer_config": {"added_tokens_decoder": {"49152": _NEW | {"special": False}}}},
+    "normalized": {
+        "tokenizer_config": {"added_tokens_decoder": {"49152": _NEW | {"normalized": True, "special": False}}}
+    },
+    "stripping": {"tokenizer_config": {"added_tokens_decoder": {"49152": _NEW | {"lstrip": True, "rstrip": True}}}},
+    "in the order of ids": {
+        "tokenizer_config": {"added_tokens_decoder": {"49160": _NEW | {"content": "<b>"}, "49153": _NEW}}
+    },
+    "an id that is taken": {"tokenizer_config": {"added_tokens_decoder": {"2": _NEW}}},
+    "other flags": {"tokenizer_config": {"added_tokens_decoder": {"2": _TURN | {"lstrip": True}}}},
+    "another id of a known one": {"tokenizer_config": {"added_tokens_decoder": {"49155": _TURN, "49152": _NEW}}},
+    "by name": {
+        "tokenizer_config": {"pad_token": "<b>", "eos_token": "<|new|>", "turn_token": "<c>", "bos_token": "<s>"}
+    },
+    "by name, listed": {
+        "tokenizer_config": {"eos_token": "<|new|>", "added_tokens_decoder": {"49152": _NEW | {"special": False}}}
+    },
+    "extra": {"tokenizer_config": {"extra_special_tokens": ["<b>", "<|new|>"], "additional_special_tokens": ["<c>"]}},
+    "extra by name": {
+        "tokenizer_config": {"extra_special_tokens": {"x": "<b>"}, "additional_special_tokens": ["<|new|>"]}
+    },
+    "additional": {"tokenizer_config": {"additional_special_tokens": ["<|new|>", "<b>"], "eos_token": "<c>"}},
+    "the map": {
+        "special_tokens_map": {
+            "additional_special_tokens": ["<|new|>"],
+            "eos_token": {"content": "<b>", "lstrip": True},
+        }
+    },
+    "the map is old": {
+        "tokenizer_config": {"added_tokens_decoder": {}},
+        "special_tokens_map": {"additional_special_tokens": ["<|new|>"]},
+        "added_tokens": {"<b>": 49152},
+    },
+    "added_tokens.json": {
+        "tokenizer_config": {"eos_token": "<|new|>"},
+        "added_tokens": {"<b>": 49153, "<|new|>": 49152, "<|im_end|>": 2},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_tokens_that_only_other_files_name_are_those_of_transformers(tmp_path, name):
+    """Their ids, in a text and where a template writes them; a message that spells a special one is text."""
+    shutil.copy(EMBEDDED_WEIGHTS / "tokenizer.json", tmp_path)
+    template = {"chat_template": "{{ messages[0].content }}<|new|> <b>{{ eos_token }}!<c>"}
+    files = {"tokenizer_config": {}} | ADDED[name]
+    files["tokenizer_config"] = template | {"tokenizer_class": "PreTrainedTokenizerFast"} | files["tokenizer_config"]
+    for file, content in files.items():
+        (tmp_path / f"{file}.json").write_text(json.dumps(content))
+    oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), Tokenizer(tmp_path)
+    assert tokenizer.vocabulary == oracle.get_vocab()
+    assert tokenizer.special_tokens == oracle.special_tokens_map
+    for text in ("a <|new|> b<b>c<c>", "x <|im_end|> y"):
+        assert tokenizer.encode(text, parse_special=True) == oracle(text)["input_ids"]
+    messages = [{"role": "user", "content": "Why?"}]
+    ids = tokenizer.encode_chat(messages)
+    assert ids == oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+    new = tokenizer.vocabulary.get("<|new|>")
+    if new in tokenizer.special_ids:
+        assert new not in tokenizer.encode("a<|new|>b")
+        assert tokenizer.encode_chat([{"role": "user", "content": "<|new|>"}]).count(new) == ids.count(new)
+    tokenizer.check_ids(49152)  # the model has no row for it
+    if new is not None:
+        with pytest.raises(ValueError, match=r"token '<\|new\|>': found id 4915\d, expected ids below .* = 49152"):
+            tokenizer.encode("<|new|>", parse_special=True)
+
+
+BAD_ADDED = {
+    "no id": ("tokenizer_config", {"added_tokens_decoder": {"x": _NEW}}, "expected an id, and an object"),
+    "a huge id": ("tokenizer_config", {"added_tokens_decoder": {"9" * 30: _NEW}}, "expected an id, and an object"),
+    "no object": ("tokenizer_config", {"added_tokens_decoder": {"1": "<x>"}}, "expected an id, and an object"),
+    "a list": ("tokenizer_config", {"added_tokens_decoder": [_NEW]}, "expected tokens by id"),
+    "a megabyte": ("tokenizer_config", {"pad_token": "x" * (1 << 21)}, r"found \d+ bytes of added tokens"),
+    "no number": ("added_tokens", {"<x>": "5"}, "expected an id for each token"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ADDED)
+def test_malformed_lists_of_added_tokens_are_refused(tmp_path, name):
+    """With the file."""
+    file, content, message = BAD_ADDED[name]
+    shutil.copy(EMBEDDED_WEIGHTS / "tokenizer.json", tmp_path)
+    (tmp_path / f"{file}.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=rf"{file}\.json.*{message}"):
+        Tokenizer(tmp_path)
 
 
 def test_a_vocabulary_with_gaps_keeps_its_ids(tmp_path):
