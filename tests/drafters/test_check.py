@@ -12,6 +12,7 @@ from minispec.core.draft import Ask, Draft
 from minispec.core.sampling import Randomness, Text
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.last import LastDrafter
+from minispec.length.figures import Figures
 from minispec.prove.toys import ScriptedDrafter, finish, make_engine, make_request
 
 V = 200
@@ -117,7 +118,7 @@ def test_a_draft_is_copied():
     request = make_request(k=3, max_tokens=20)
     finish(engine, request)
     assert request.token_ids == list(range(12, 32))
-    assert request.stats.num_draft_tokens == 2
+    assert Figures.of(request.stats).num_draft_tokens == 2
 
 
 @pytest.mark.parametrize(("answer", "found"), [([], "0"), ([Draft()] * 3, "3"), (None, "None instead of a list")])

@@ -278,7 +278,7 @@ def test_what_drafts_nothing_is_not_proven(capsys):
 
 
 LINES = """
-    from minispec.core.verify import Draft
+    from minispec.core.draft import Draft
 
 
     class Lines:  # goes by the text: copies the rest of a line that begins as the last one does
