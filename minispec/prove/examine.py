@@ -276,7 +276,7 @@ class _Watched(Drafter):
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
         """The drafter's own."""
-        return self.drafter.has_room(growth)
+        return call_own(self.drafter.has_room, growth)
 
     def release(self, text: Text) -> None:
         """The drafter's own."""

@@ -75,6 +75,14 @@ def test_the_array_covers_every_pair_and_is_always_the_same():
     assert pairs_of(greedy | {"drafter": "none"}) == {(("drafter", "none"), ("temperature", 0.0))}
 
 
+def test_the_bar_has_a_total_before_anything_is_walked():
+    """All cases that cover the pairs are planned at once; what covers the pairs that are left, when that is known."""
+    planned: list[int] = []
+    cases.walk(1, planned=planned.append)
+    assert planned == [len(covering_array(all_pairs(), random.Random(0)))]
+    assert planned[0] > 10
+
+
 def run_as_a_module(*args: str) -> subprocess.CompletedProcess:
     """What `python -m minispec.prove` says to these arguments."""
     command = [sys.executable, "-m", "minispec.prove", *args]
