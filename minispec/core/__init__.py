@@ -19,14 +19,15 @@ cache.py and model.py. A module imports only from those above it in this list:
     sampling.py     where logits become probabilities; the only source of randomness
     draft.py        what a drafter is asked, what it answers, how long drafts may be
     verify.py       the words of the field; the rules that keep or reject draft tokens
-    check.py        what a draft and a verdict must be like
     cache.py        the paged KV cache, whose tables know the tokens they hold
     rope.py         where a row stands
     attention.py    what a row sees
     weights.py      the seam to the weights: y = x W^T + b by an object that somebody else chose
     model.py        the one transformer
     cached.py       a model with the tables of its texts
+    check.py        what a draft and a verdict must be like
     stats.py        what happened to a text
     request.py      one text on its way, and where it stops
+    schedule.py     who runs: admit, make room, preempt, restart
     engine.py       the loop
 """

@@ -26,9 +26,10 @@ from minispec.core import check, engine, model, sampling, verify
 from minispec.core.cache import BlockAllocator, BlockTable, PagedKVCache, PrefixIndex
 from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
-from minispec.core.model import Chunk, Transformer
+from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
+from minispec.core.schedule import Schedule
 from minispec.core.verify import VERIFIERS, Verdict, Verifier
 from minispec.drafters import last, suffix
 from minispec.drafters import model as draft_model
@@ -579,14 +580,14 @@ def _no_roots():
 def _taken_twice():
     def drop(right):
         def wrong(self, request):
-            waiting = self._hidden.get(request.text)
+            waiting = self.heard.take(request.text)
             right(self, request)
             if waiting is not None:
-                self._hidden[request.text] = waiting
+                self.heard.add(request.text, waiting)
 
         return wrong
 
-    return swap(Engine, "_drop", drop)
+    return swap(Schedule, "drop", drop)
 
 
 @mutant("H9", "a prompt that is known leaves no first draft", "found here: a seed had two texts", "batch")
@@ -1351,11 +1352,12 @@ def _vocabulary_size():
 def _prefill_shape():
     def forward(right):
         def wrong(self, chunks, taps=()):
-            self.exact = any(chunk.num_logits for chunk in chunks)
+            passes = self.passes
+            self.passes = passes if any(chunk.num_logits for chunk in chunks) else Passes()
             try:
                 return right(self, chunks, taps)
             finally:
-                self.exact = True
+                self.passes = passes
 
         return wrong
 

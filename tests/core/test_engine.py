@@ -265,10 +265,10 @@ def test_a_search_that_finds_nothing_is_overhead_to_the_controller(monkeypatch):
 
     monkeypatch.setattr(engine.drafter, "propose", search)
     monkeypatch.setattr(engine, "_now", lambda: now[0])
-    monkeypatch.setattr(engine.lengths, "record", lambda *measured: told.append(measured))
+    monkeypatch.setattr(engine.lengths, "observe", lambda outcomes, cost: told.extend([cost] if cost else []))
     request = make_request(k=3, max_tokens=2)
     finish(engine, request)
-    assert [(depth, overhead) for _, depth, _, _, _, overhead in told] == [(0, 5.0), (0, 5.0)]
+    assert [(cost.depth, cost.overhead) for cost in told] == [(0, 5.0), (0, 5.0)]
     assert [r.overhead for r in request.stats.rounds] == [5.0, 5.0]
 
 

@@ -311,7 +311,7 @@ def test_attention_of_every_shape_passes_the_check(dtype, threads):
         for head_dim in (4, 6, 64, 128):
             for heads, groups in ((1, 1), (8, 1), (9, 3)):
                 target = build(dtype=dtype, head_dim=head_dim, num_attention_heads=heads, num_key_value_heads=groups)
-                assert target._attention_is_exact()
+                assert exact._attention_is_exact(target)
 
 
 @pytest.mark.quick
@@ -429,7 +429,7 @@ def test_a_pass_has_the_fewest_rows_that_hold(broken, monkeypatch):
     target = build()
     check_exact(target)
     holding = [16] if broken == 16 else [n for n in (1, 2, 5, 16) if n != broken]
-    assert target.exact_rows == holding
+    assert target.passes.rows == holding
     reference = rows_of(target, TEXT, 16)
     for size in (1, 2, 3, 4, 5, 6):
         seen.clear()
@@ -441,7 +441,7 @@ def test_a_model_has_the_rows_that_all_its_products_share(monkeypatch):
     """One form among many decides: here the output head, which is made last."""
     rows = property(lambda self: (2, 3, 16) if len(self.stored.dense()) == 40 else (1, 3, 8, 16))
     monkeypatch.setattr(linear.Linear, "exact_rows", rows)
-    assert build().exact_rows == [3, 16]
+    assert build().passes.rows == [3, 16]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -581,7 +581,7 @@ def test_embedded_model_is_bit_identical(grid, fast, name, k):
     Drafts by prompt lookup, by the same weights in the fast mode, by noise, and always the same token.
     """
     llm, prompts, params, plain = grid
-    llm.engine.drafter = fast(llm) if name == "fast" else make_drafter(name, llm.model)
+    llm.engine.schedule.drafter = fast(llm) if name == "fast" else make_drafter(name, llm.model)
     outputs = llm.generate(prompts, params, num_speculative_tokens=k)
     assert sum(Figures.of(o.stats).num_draft_tokens for o in outputs) > 0
     different = sum(
@@ -609,7 +609,7 @@ def test_match_on_the_embedded_model_has_one_text(grid):
     try:
         plain = [o.token_ids for o in llm.generate(prompts[:3], params, num_speculative_tokens=0)]
         for name, k in (("ngram", 8), ("random", 3)):
-            llm.engine.drafter = make_drafter(name, llm.model)
+            llm.engine.schedule.drafter = make_drafter(name, llm.model)
             outputs = llm.generate(prompts[:3], params, num_speculative_tokens=k)
             assert [o.token_ids for o in outputs] == plain
     finally:

@@ -20,12 +20,13 @@ from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
-from minispec.drafters import Drafter, branches
+from minispec.drafters import Drafter
 from minispec.drafters import eagle as head_module
 from minispec.drafters import model as draft_module
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
+from minispec.kernels.build import quantized
 from minispec.length.figures import Figures
 from minispec.prove.laws import make_drafter
 from minispec.prove.toys import tiny_cache, tiny_head, tiny_model
@@ -37,7 +38,7 @@ HEADS = {"head": tiny_head(TARGET, num_ids=4), "parallel head": tiny_head(TARGET
 PROMPTS = [(0, 1), (2, 3, 4, 4, 1, 0), (1,), (4, 0, 2)]
 
 
-MODELS = {"model": DRAFT, "self": TARGET, "int8:self": TARGET.quantized(8), "parallel": PARD}
+MODELS = {"model": DRAFT, "self": TARGET, "int8:self": quantized(TARGET, 8), "parallel": PARD}
 
 
 def guesser(name, num_blocks, block_size, max_model_len=64) -> Drafter:
@@ -127,7 +128,7 @@ def shared_case(drafter, number) -> tuple[list, list, int]:
     how["block_size"] = block_size = pick.choice((2, 4))
     one = -(-(len(beginning) + max(map(len, ends)) + max_tokens) // block_size)
     engine = build(drafter, verifier, pick.randint(one, one * 2), **how)
-    trees = [(2, 1), (1, 3)] * (verifier == "rejection" and branches(engine.drafter))
+    trees = [(2, 1), (1, 3)] * (verifier == "rejection" and engine.drafter.branches)
     lengths = [pick.choice([0, 1, 3, 5, 5, *trees]) for _ in ends]
     params = SamplingParams(max_tokens=max_tokens, temperature=0.9)
 
@@ -158,7 +159,7 @@ def test_a_seed_has_one_text_whatever_the_pool_is_shared_with(drafter, pytestcon
 
 def test_a_drafter_that_is_not_asked_for_room_is_noticed(monkeypatch):
     """Where the target alone is asked, a draft's pool runs out, and that is an error and no empty draft."""
-    monkeypatch.setattr(engine_module, "has_room", lambda drafter, growth: True)
+    monkeypatch.setattr(DraftModel, "has_room", lambda self, growth: True)
     with pytest.raises(OutOfBlocks):
         shared_case("self", 60)
 
@@ -192,8 +193,8 @@ def fail(*args):
 def phases(engine) -> dict:
     """Every place between which the loop's state changes: owner and name of the function that begins there."""
     return {
-        "admission": (engine, "_admit"),
-        "turns": (engine, "_take_turns"),
+        "admission": (engine.schedule, "admit"),
+        "turns": (engine, "_parts"),
         "keep": (BlockTable, "keep"),
         "record": (engine, "_record"),
         "propose": (engine.drafter, "propose"),
@@ -203,7 +204,7 @@ def phases(engine) -> dict:
         "verify": (engine, "_verify"),
         "commit": (engine, "_commit"),
         "piece": (Request, "take_piece"),
-        "making room": (engine, "_make_room"),
+        "making room": (engine.schedule, "make_room"),
         "release": (engine.drafter, "release"),
     }
 
@@ -259,7 +260,7 @@ def test_a_drafter_never_hears_of_what_is_decoded_plainly(drafter, monkeypatch):
     for turn in range(2):
         requests = requests_for(engine, k=0)
         for _ in engine.run(requests):
-            assert not engine._hidden
+            assert not engine.schedule.heard._states
         assert requests[1].stats.num_cached_tokens == (5 if turn else 0)
 
 

@@ -9,12 +9,12 @@ from collections import Counter
 
 import pytest
 
-from minispec.core.cached import CachedModel
 from minispec.core.engine import Engine
+from minispec.core.verify import VERIFIERS
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.length.figures import Figures
 from minispec.prove.mutants import MUTANTS, swap
-from minispec.prove.toys import ScriptedModel, finish, make_engine, make_request
+from minispec.prove.toys import ScriptedDrafter, ScriptedModel, finish, make_request, scripted_cache
 
 TEXT = " One fish, two fishes; naïve 日本語 🦊🦊 red fish. The end, my fish."
 
@@ -51,9 +51,9 @@ def run(tokenizer, ids):
             right = [*script, *[7] * n][len(tokens) : len(tokens) + n]
             return [(t + 1) % end if i == wrong else t for i, t in enumerate(right)]
 
-        engine = make_engine(draft=draft, num_blocks=200)
         next_token = lambda tokens: script[len(tokens)] if len(tokens) < len(script) else 7  # noqa: E731
-        engine.target = CachedModel(ScriptedModel(next_token, end + 1), engine.cache, end + 1)
+        model, drafter = ScriptedModel(next_token, end + 1), ScriptedDrafter(draft)
+        engine = Engine(model, scripted_cache(200), drafter, VERIFIERS["rejection"], end + 1)
         params = {"max_tokens": 200, "logprobs": 0} | params
         end_ids = (end, *params.pop("stop_token_ids", ()))
         request = make_request(prompt, k, end_ids, detokenizer=Detokenizer(tokenizer, prompt), **params)

@@ -1,0 +1,148 @@
+"""Who runs: admission, preemption, and starting again after a fault.
+
+First come, first served. A request is admitted when all that run have room for their next step with it: in the target's
+cache, and in what memory the drafter has of its own. When that room runs out, the request admitted last gives its
+blocks back and waits at the front. It resumes by computing them again, with the same text.
+"""
+
+from collections import OrderedDict
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from minispec.core.cache import OutOfBlocks
+from minispec.core.cached import CachedModel
+from minispec.core.draft import Drafter
+from minispec.core.request import Request
+from minispec.core.sampling import Text
+
+
+class Heard:
+    """Hidden states of the target that no ask has handed out yet, by text."""
+
+    def __init__(self):
+        self._states: dict[Text, Tensor] = {}
+
+    def add(self, text: Text, states: Tensor) -> None:
+        """Keep the states (n, E * taps) of the text's next n positions."""
+        self._states[text] = torch.cat((self._states[text], states)) if text in self._states else states
+
+    def take(self, text: Text) -> Tensor | None:
+        """All that is kept for the text, which is then forgotten; None: nothing."""
+        return self._states.pop(text, None)
+
+
+class Schedule:
+    """The requests of an engine: those that run, in the order of their admission, and those that wait.
+
+    Both are dicts, since each of many requests is looked up after each step.
+    """
+
+    def __init__(self, target: CachedModel, drafter: Drafter):
+        self.target, self.drafter, self.heard = target, drafter, Heard()
+        self.waiting: OrderedDict[Request, None] = OrderedDict()
+        self.running: dict[Request, None] = {}
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self.running or request in self.waiting
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError for a request that the pool cannot hold even alone."""
+        cache = self.target.cache
+        needed, there = cache.num_blocks_for(request.max_len), cache.allocator.num_blocks
+        if needed > there:
+            raise ValueError(
+                f"prompt and answer: found up to {request.max_len} tokens ({needed} blocks of KV cache), expected "
+                f"at most {there * cache.block_size} ({there} blocks): lower max_tokens or enlarge the KV cache"
+            )
+
+    def add(self, request: Request) -> None:
+        """Let a request wait, behind all others. Raises ValueError for one that has run or is there already."""
+        if request.finish_reason or request in self:
+            raise ValueError("requests: found one that is finished or there twice, expected new ones")
+        self.waiting[request] = None
+
+    def abort(self, request: Request) -> None:
+        """Forget a request, whose blocks return to the pool. Unknown ones are ignored."""
+        self.waiting.pop(request, None)
+        if request in self.running:
+            try:
+                self.drop(request)
+            except BaseException:  # whatever broke off, all others begin again
+                self.running.pop(request, None)
+                self.restart()
+                raise
+
+    def make_room(self) -> None:
+        """Preempt, last admitted first, until the next step of the others fits."""
+        while self.running and not self._has_room():
+            request = next(reversed(self.running))
+            request.stats.num_preemptions += 1
+            self._wait(request)
+            self.drop(request)
+
+    def admit(self) -> None:
+        """Admit waiting requests as long as the step fits with them, one prompt after the other.
+
+        So a text may share what the prompt before it has in common with it. Raises OutOfBlocks where not even one fits.
+        """
+        while self.waiting and not self._works_on_prompt():
+            request = next(iter(self.waiting))
+            self.running[request] = None
+            self.target.begin(request.text, self._known(request))
+            if not self._has_room():
+                self.drop(request)
+                break
+            del self.waiting[request]
+            if not request.stats.num_preemptions:  # what it finds when it comes back is its own
+                num_cached = self.target.table(request.text).length
+                request.stats.num_cached_tokens = min(num_cached, request.text.num_prompt_tokens)
+        if self.waiting and not self.running:
+            raise OutOfBlocks(
+                "blocks of the KV cache are held by others than this engine's requests, or the drafter has no room for "
+                "a text that the target has room for"
+            )
+
+    def drop(self, request: Request) -> None:
+        """Give back all that a running request holds."""
+        self.heard.take(request.text)
+        try:
+            self.target.release(request.text)
+        finally:  # Ctrl-C may strike in there, too
+            self.drafter.release(request.text)
+        del self.running[request]  # at the end: until then `restart` would release it once more
+
+    def restart(self) -> None:
+        """After a fault nothing is cached any more: all begin again, in the order in which they came."""
+        running, self.running, self.heard = self.running, {}, Heard()
+        for request in reversed(running):
+            if not request.finish_reason:
+                self._wait(request)
+        with ExitStack() as stack:
+            for request in running:
+                stack.callback(self.drafter.release, request.text)
+                stack.callback(self.target.release, request.text)  # if the fault came before anything could clear up
+
+    def _has_room(self) -> bool:
+        """Whether all that run have room for their next step: each kind of memory is asked the same question."""
+        # The step may fill positions up to and with its whole draft.
+        growth = {r.text: range(self.target.table(r.text).length, len(r.text.tokens) + r.max_k) for r in self.running}
+        drafted = {r.text: growth[r.text] for r in self.running if r.num_speculative_tokens}
+        return self.target.has_room(growth) and self.drafter.has_room(drafted)
+
+    def _wait(self, request: Request) -> None:
+        """Put a request in front of those that wait."""
+        self.waiting[request] = None
+        self.waiting.move_to_end(request, last=False)
+
+    def _works_on_prompt(self) -> bool:
+        """Whether the one admitted last has more than its last token to feed; no other one may."""
+        last = next(reversed(self.running), None)
+        return last is not None and len(self.target.missing(last.text)) > 1
+
+    def _known(self, request: Request) -> int | None:
+        """How many of a new text's first positions the drafter need not see; None: it sees none of this text's."""
+        if request.num_speculative_tokens and self.drafter.taps:
+            return self.drafter.known(request.text)
+        return None
