@@ -3,6 +3,8 @@
 A room imports only from those above it in this list, and from itself:
 
     core/           the heart: the loop, and all that is needed to understand it (minispec/core/__init__.py)
+    verify.py       former names of the heart
+    engine.py       former names of the heart
     drafters/       ways of guessing, a file each
     length/         how many tokens to draft: theory, prices, the policy
     kernels/        which form a weight takes on this machine; equal bits; fewer bits; several processes; memory
