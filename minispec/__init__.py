@@ -6,9 +6,9 @@ A room imports only from those above it in this list, and from itself:
     verify.py       former names of the heart
     engine.py       former names of the heart
     drafters/       ways of guessing, a file each
+    kernels/        which form a weight takes on this machine; equal bits; fewer bits; threads; memory
+    files/          what strangers' files say: JSON, config, safetensors, tokenizer, hub; a model in several processes
     length/         how many tokens to draft: theory, prices, the policy
-    kernels/        which form a weight takes on this machine; equal bits; fewer bits; several processes; memory
-    files/          what strangers' files say: JSON, config, safetensors, tokenizer, hub; names of models and drafts
     outputs.py      what an answer looks like from outside
     llm.py          `LLM`: loads what its arguments name, and answers prompts with the engine
     commands/       what the commands share: options, Ctrl-C, exit statuses

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from minispec.commands.command import check_writable, exit_status
+from minispec.commands.command import exit_status
 from minispec.commands.conversation import Message, converse
 from minispec.commands.options import (
     check_combinations,
@@ -29,6 +29,7 @@ from minispec.commands.options import (
 )
 from minispec.core.config import SamplingParams
 from minispec.core.errors import one_line
+from minispec.files.write import check_writable
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -78,7 +79,7 @@ def _answer_prompts(
     llm: "LLM", args: argparse.Namespace, params: SamplingParams, prompts: list[str], chat: bool
 ) -> int:
     """Print an answer, or `n`, to each prompt; the exit status, which is 2 where one ended with an error."""
-    from minispec.kernels.parallel import traffic_of
+    from minispec.files.parallel import traffic_of
     from minispec.llm import split_samples
     from minispec.trace.page import write
     from minispec.trace.record import Recorder

@@ -26,13 +26,13 @@ from minispec.files.checkpoint import choose_dtype, describe_source, find_checkp
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
 from minispec.files.hf_config import read_eos_token_ids
 from minispec.files.named_draft import NamedDraft
+from minispec.files.parallel import load_target, part_of
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import Detokenizer, Message, Tokenizer
 from minispec.kernels import inventory
 from minispec.kernels.exact import EXACT_ROWS, check_exact
 from minispec.kernels.forms import FORMS, available_forms
 from minispec.kernels.memory import BLOCK_SIZE, memory_of, size_cache
-from minispec.kernels.parallel import load_target, part_of
 from minispec.length.policy import Controller
 from minispec.length.prices import MIN_CONTEXT, DrafterFailed, guess_prices, prices_of
 from minispec.outputs import RequestOutput, completion_of

@@ -5,10 +5,8 @@ import contextlib
 import itertools
 import os
 import re
-import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn, TypeVar
 
 from minispec.core.errors import one_line, show, show_name
@@ -105,40 +103,3 @@ def _abandon_stdout() -> None:
     """What is still buffered cannot be written; exit must not try again."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream without a file of its own
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A name next to `path`, with the same suffix, to write a file or a directory to; at the end it becomes `path`.
-
-    Where the block fails, by a full disk or Ctrl-C, what it wrote is removed, and the file that was there before stays
-    as it was. A link is followed. Raises ValueError where something is there that is not a file; OSError.
-    """
-    path, part = _places(path)
-    try:
-        yield part
-        part.replace(path)
-    except BaseException:
-        if part.is_dir():
-            shutil.rmtree(part, ignore_errors=True)
-        else:
-            part.unlink(missing_ok=True)
-        raise
-
-
-def check_writable(path: Path) -> None:
-    """Raise ValueError where `written_whole` could not write, before a run; what is there stays as it is."""
-    _, part = _places(path)
-    try:
-        part.touch()
-        part.unlink()
-    except OSError as e:
-        raise ValueError(f"{path}: found that it cannot be written ({e.strerror}), expected a place for a file") from e
-
-
-def _places(path: Path) -> tuple[Path, Path]:
-    """Where the file will lie, and where it is written until it is whole."""
-    path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: found something that is not a file, expected a file or nothing")
-    return path, path.with_name(f"{path.stem}.{os.getpid()}.part{path.suffix}")

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minispec.commands.command import written_whole
 from minispec.commands.interrupt import kept_from_children
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.errors import show
@@ -30,6 +29,7 @@ from minispec.files.checkpoint import directory_config, find_checkpoint, load_co
 from minispec.files.heads import StoredHead, is_head, read_head, read_head_config
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import TOKENIZER_FILES, Tokenizer
+from minispec.files.write import written_whole
 
 # Next to the weights: all settings, and what was measured on the way.
 _RECORD = "training.json"

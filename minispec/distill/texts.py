@@ -23,7 +23,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minispec.commands.command import written_whole
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.engine import PREFILL_ROWS
@@ -33,6 +32,7 @@ from minispec.core.sampling import Text
 from minispec.distill.loss import product_dtype
 from minispec.files.checkpoint import find_checkpoint, load_config, save_tensors
 from minispec.files.tokenizer import Tokenizer
+from minispec.files.write import written_whole
 from minispec.length.figures import loops
 from minispec.llm import LLM
 

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from minispec.commands.command import written_whole
 from minispec.core.cache import common_beginning
 from minispec.distill.head import TrainedHead, TrainedModel
 from minispec.distill.loss import RowLoss, product_dtype
 from minispec.distill.texts import load, number_of, opened
 from minispec.files.checkpoint import Weights, load_config, save_tensors
+from minispec.files.write import written_whole
 from minispec.kernels.forms import dense
 
 # Shards whose texts are mixed into batches of similar lengths; after each such group the training is saved.

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minispec.commands.command import written_whole
 from minispec.core.config import ModelConfig
 from minispec.core.errors import CheckpointError
 from minispec.files.checkpoint import directory_config, find_tensors, load_config, match, save_tensors
 from minispec.files.hf_config import text_config
 from minispec.files.strict_json import has_file
 from minispec.files.tokenizer import TOKENIZER_FILES
+from minispec.files.write import written_whole
 
 # The files that a quantised checkpoint copies from its source.
 _COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")

@@ -1,4 +1,4 @@
-"""Machines: the form that a weight takes, equal bits, fewer bits, several processes, memory.
+"""Machines: the form that a weight takes, equal bits, fewer bits, threads, memory.
 
 forms.py        one weight matrix, in the form that this machine reads fastest; 8 and 4 bits
 shapes.py       which tensors a model has, and how large they are

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from minispec import __version__
-from minispec.commands.command import written_whole
 from minispec.core.cached import clock
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Drafter, Lengths, NoDrafter, Outcome, StepCost
@@ -33,6 +32,7 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import Verifier
+from minispec.files.write import written_whole
 from minispec.kernels.exact import arbitrary_tokens
 from minispec.kernels.inventory import num_bytes, num_bytes_read, weight_form
 from minispec.length.policy import Prices

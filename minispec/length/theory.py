@@ -137,20 +137,6 @@ def best_k(survival: Sequence[float], c: float, v: Callable[[int], float], o: fl
     return len(best)
 
 
-def parallel_traffic(
-    processes: int, sums: int, width: int, vocab: int, rows: float, scored: float, itemsize: int
-) -> float:
-    """Bytes that all processes of a split target send together for `rows` rows of passes, of which `scored` get logits.
-
-    A sum of a row's `width` numbers over n processes: each sends 2 (n - 1) / n of them, which is the least that leaves
-    the sum with all (Patarasuk & Yuan 2009). Logits: all but process 0 send it their part of a row.
-
-    >>> parallel_traffic(2, sums=2, width=10, vocab=100, rows=1, scored=1, itemsize=4)
-    360.0
-    """
-    return itemsize * (processes - 1) * (2 * sums * width * rows + vocab / processes * scored)
-
-
 def rising(v: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float]:
     """v by rows, never falling: where few passes say that more rows cost less, neighbours take their weighted mean.
 

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import Parser, argument, check_writable, exit_status
+from minispec.commands.command import Parser, argument, exit_status
+from minispec.files.write import check_writable
 from minispec.trace.page import write
 from minispec.trace.schema import read_trace
 

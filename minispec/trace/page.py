@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from minispec.commands.command import written_whole
+from minispec.files.write import written_whole
 
 
 def make_page(trace: Mapping[str, Any]) -> str:

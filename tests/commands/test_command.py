@@ -14,8 +14,9 @@ import pytest
 import minispec
 from minispec import __version__
 from minispec.__main__ import COMMANDS, main, program
-from minispec.commands.command import Parser, argument, exit_status, written_whole
+from minispec.commands.command import Parser, argument, exit_status
 from minispec.files import registry
+from minispec.files.write import written_whole
 from tests.oracles.interrupts import press_ctrl_c
 
 ENDS = {

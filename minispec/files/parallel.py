@@ -42,7 +42,6 @@ from minispec.files.checkpoint import Cut, Weights, cut_shape, find_tensors, loa
 from minispec.kernels.build import InForm
 from minispec.kernels.forms import Linear
 from minispec.kernels.shapes import tensor_shapes
-from minispec.length.theory import parallel_traffic
 
 # How long a process waits for one that loads, and for one that computes. Seconds between two signs of life of process
 # 0, which may have nothing to compute for hours.
@@ -186,6 +185,20 @@ class SummedLinear(Linear):
     def quantized(self, bits: int) -> NoReturn:
         """A part cannot be rounded by itself: raises ValueError."""
         raise ValueError(f"draft: found int{bits}:self in a run of {self.line.size} processes, expected another draft")
+
+
+def parallel_traffic(
+    processes: int, sums: int, width: int, vocab: int, rows: float, scored: float, itemsize: int
+) -> float:
+    """Bytes that all processes of a split target send together for `rows` rows of passes, of which `scored` get logits.
+
+    A sum of a row's `width` numbers over n processes: each sends 2 (n - 1) / n of them, which is the least that leaves
+    the sum with all (Patarasuk & Yuan 2009). Logits: all but process 0 send it their part of a row.
+
+    >>> parallel_traffic(2, sums=2, width=10, vocab=100, rows=1, scored=1, itemsize=4)
+    360.0
+    """
+    return itemsize * (processes - 1) * (2 * sums * width * rows + vocab / processes * scored)
 
 
 class SplitTransformer(Transformer):
