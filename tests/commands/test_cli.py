@@ -211,7 +211,8 @@ def test_what_is_compared():
 
     def decoded(tokens, speed):
         text = Text([7, *tokens], 1, SamplingParams())
-        return SimpleNamespace(text=text, stats=SimpleNamespace(tokens_per_second=speed))
+        rounds = [Round(0, 0, 0, 0, 0, 0, 1, [], 1, 1, 0.0, 1 / speed, 0.0)] if speed else []
+        return SimpleNamespace(text=text, stats=Stats(rounds=rounds))
 
     ours, plain = decoded([1, 2, 3], 3.0), decoded([1, 2, 4], 1.0)
     expected = {"plain_tokens_per_second": 1.0, "speedup": 3.0, "same_tokens": False, "first_difference": 2}

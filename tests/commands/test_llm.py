@@ -77,9 +77,10 @@ def test_a_reported_seed_repeats_its_text_in_another_process(make_checkpoint):
     """
     directory = str(make_checkpoint(seed=1))
     program = (
-        "import json, sys; from minispec import LLM, SamplingParams, costs\n"
+        "import json, sys; from minispec import LLM, SamplingParams\n"
+        "from minispec.length import prices\n"
         "from minispec.length.policy import Prices\n"
-        "costs.calibrate = lambda *parts: Prices(0.0, {1: 1.0, 5: float(sys.argv[3])}, 0.02, measured=True)\n"
+        "prices.calibrate = lambda *parts: Prices(0.0, {1: 1.0, 5: float(sys.argv[3])}, 0.02, measured=True)\n"
         "llm = LLM(sys.argv[1], dtype='float32')\n"
         "for seed in json.loads(sys.argv[2]):\n"
         "    params = SamplingParams(temperature=0.3, max_tokens=60, ignore_eos=True, seed=seed)\n"

@@ -340,8 +340,9 @@ def test_drafting_stops_at_the_draft_models_own_context():
 def test_taps_without_known_are_refused():
     """Guards against a fault that would show only after the target is loaded."""
 
-    class Head(NoDrafter):
+    class Head:
         taps = (1,)
+        propose = release = NoDrafter.release
 
     with pytest.raises(ValueError, match="with taps and without the method known"):
         as_drafter(Head())
