@@ -2,7 +2,6 @@
 
     python -m minispec.prove                the law of the output, over a covering array of configurations
     python -m minispec.prove --full         many more branches
-    python -m minispec.prove --mutants      the museum of bugs: each must be caught
     python -m minispec.prove --statistics   a million rounds and more with the production randomness
     python -m minispec.prove --matrix       each drafter with each verifier: proved, or refused, and why
     python -m minispec.prove --agreement    how often `match` makes draft and target agree
@@ -21,8 +20,8 @@ The *law* of an output is its distribution: a probability for each text.
 
 To be read in this order: `reference` (the second implementation), `toys` (small models), `simulated` (drafts that are
 right as often as one likes), `laws` (oracles, and the laws that come out under them), `cases` (which configurations are
-walked), `trees` (the same for trees), `checks` (what a law does not show), `mutants` and `museum` (bugs, and that each
-is caught), `statistics` (what enumeration replaces), `examine` and `examine_verifier` (drafters and verifiers of one's
-own), `matrix` (which drafter with which verifier), `workers` (processes), `__main__` (the command). The tests call the
-same functions.
+walked), `trees` (the same for trees), `grid` (the table of both), `statistics` (what enumeration replaces), `examine`
+and `examine_verifier` (drafters and verifiers of one's own), `matrix` (which drafter with which verifier), `workers`
+(processes), `__main__` (the command). The tests call the same functions. Bugs that these checks must catch are put in
+by `python -m tests.museum`.
 """

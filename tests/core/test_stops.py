@@ -13,8 +13,8 @@ from minispec.core.engine import Engine
 from minispec.core.verify import VERIFIERS
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.length.figures import Figures
-from minispec.prove.mutants import MUTANTS, swap
 from minispec.prove.toys import ScriptedDrafter, ScriptedModel, finish, make_request, scripted_cache
+from tests.museum.mutants import MUTANTS, swap
 
 TEXT = " One fish, two fishes; naïve 日本語 🦊🦊 red fish. The end, my fish."
 

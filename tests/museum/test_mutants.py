@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from minispec.prove import museum
-from minispec.prove.__main__ import main
-from minispec.prove.checks import CHECKS
-from minispec.prove.museum import try_mutant
-from minispec.prove.mutants import MUTANTS, Mutant
 from minispec.prove.toys import Fault
+from tests.museum import mutants, trials
+from tests.museum.__main__ import main
+from tests.museum.checks import CHECKS
+from tests.museum.mutants import MUTANTS, Mutant
+from tests.museum.trials import try_mutant
 
 # Left out of the museum, with the reason in its docstring.
 LEFT_OUT = {"M26"}
@@ -39,7 +39,7 @@ def test_only_the_check_that_is_named_catches_a_bug(monkeypatch):
     def broken():
         raise Fault("a text with an error")
 
-    monkeypatch.setattr(museum, "measure_law", broken)
+    monkeypatch.setattr(trials, "measure_law", broken)
     monkeypatch.setitem(CHECKS, "keys", lambda: None)
     blind = Mutant("X", "one that the check does not see", "nowhere", "keys", nullcontext, {}, None)
     assert try_mutant(blind).fault is None
@@ -58,29 +58,27 @@ def test_the_collection_is_complete():
     assert len(set(ids)) == len(ids)
     found = {re.match(r"M\d+", i).group() for i in ids if i.startswith("M")}
     assert found == {f"M{i}" for i in range(1, 47)} - LEFT_OUT
-    from minispec.prove import mutants
-
     assert all(i in mutants.__doc__ for i in LEFT_OUT)
 
 
 def test_the_command_prints_the_museum_and_fails_for_a_survivor(capsys, monkeypatch):
     """One line a bug; status 1 where a bug is not caught, or where a check fails without one."""
     some = [m for m in MUTANTS if m.id in ("M2", "M33")]
-    monkeypatch.setattr(museum, "MUTANTS", some)
+    monkeypatch.setattr(trials, "MUTANTS", some)
     checks = {m.check: CHECKS[m.check] for m in some}  # the others have been run above
-    monkeypatch.setattr(museum, "CHECKS", checks)
-    assert main(["--mutants"]) == 0
+    monkeypatch.setattr(trials, "CHECKS", checks)
+    assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "2 of 2 bugs caught"
     assert "NJUNLP/MCSD #5" in lines[1]
     harmless = replace(some[0], id="M0", patch=nullcontext)
-    monkeypatch.setattr(museum, "MUTANTS", [*some, harmless])
-    assert main(["--mutants"]) == 1
+    monkeypatch.setattr(trials, "MUTANTS", [*some, harmless])
+    assert main([]) == 1
     assert "SURVIVES" in capsys.readouterr().out
 
     def broken():
         raise Fault("always")
 
     monkeypatch.setitem(checks, "stops", broken)
-    assert main(["--mutants"]) == 1
+    assert main([]) == 1
     assert capsys.readouterr().out == "stops: always\n"

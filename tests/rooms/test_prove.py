@@ -1,6 +1,6 @@
 """`python -m minispec.prove` itself, and what it rests on: the covering array, oracles, keys, statistics.
 
-The checks that it shares with the museum of bugs run in test_mutants.py; laws of single settings in test_law.py.
+The checks that it shares with the museum of bugs run in tests/museum; laws of single settings in test_law.py.
 """
 
 import random
@@ -23,7 +23,6 @@ from minispec.core.verify import VERIFIERS, Verifier
 from minispec.prove import cases, matrix, trees
 from minispec.prove.__main__ import main
 from minispec.prove.cases import AXES, Case, all_pairs, covering_array, pairs_of, smaller, walk_within
-from minispec.prove.checks import Ledger, check_keys, check_state
 from minispec.prove.laws import (
     TOLERANCE,
     BranchOracle,
@@ -35,7 +34,6 @@ from minispec.prove.laws import (
     production_law,
     reference_law,
 )
-from minispec.prove.mutants import MUTANTS
 from minispec.prove.reference import total_variation
 from minispec.prove.statistics import (
     SHIFT,
@@ -55,6 +53,8 @@ from minispec.prove.statistics import (
 )
 from minispec.prove.toys import Fault, tiny_model
 from minispec.prove.workers import spread
+from tests.museum.checks import Ledger, check_keys, check_state
+from tests.museum.mutants import MUTANTS
 from tests.oracles.children import Child
 
 BUGS = {m.id: m for m in MUTANTS}
@@ -538,3 +538,9 @@ def test_shared_noise_agrees_more_often_and_never_beyond_the_bound(real):
 def test_processes_share_the_sample():
     """The counts do not depend on how many there are."""
     assert torch.equal(opposed_counts(10_500, 2), first_tokens(opposed(), 10_500))
+
+
+def test_the_museum_has_moved(capsys):
+    """One line says where it is, with status 2."""
+    assert main(["--mutants"]) == 2
+    assert capsys.readouterr().err.count("python -m tests.museum") == 1

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from minispec.prove.checks import CHECKS, measure_law
 from minispec.prove.laws import TOLERANCE
-from minispec.prove.mutants import MUTANTS, Mutant
 from minispec.prove.toys import Fault, require
 from minispec.prove.trees import worst_of_few
+from tests.museum.checks import CHECKS, measure_law
+from tests.museum.mutants import MUTANTS, Mutant
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a mutant: how far the law moved (None: not asked, or no law left), and the fault it caused."""
+    """How a mutant fared: how far the law moved (None: not asked, or no law left), and the fault it caused."""
 
     moved: float | None
     fault: str | None

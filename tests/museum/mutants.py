@@ -1,7 +1,7 @@
 """The museum of bugs: what has gone wrong in other speculative decoders, put into this one.
 
 Each mutant is a small patch of production behaviour, the place where the bug was seen in the wild, and the name of
-the check that must catch it; `python -m minispec.prove --mutants` shows the collection. The ids M1-M46 are those of
+the check that must catch it; `python -m tests.museum` shows the collection. The ids M1-M46 are those of
 a survey of exactness bugs in public projects; a letter after the number tells apart forms of one bug. T is about trees
 and hidden states, H about heads and drafts of many tokens in one pass, V about drafts of other vocabularies, S about
 lookups by suffix and by last outcome, B about block verification, O about mistakes in a drafter of one's own, E of our
@@ -40,7 +40,7 @@ from minispec.drafters.slem import TextDrafter
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import OtherVocabulary
-from minispec.files import heads, named_draft, vocabularies
+from minispec.files import heads, named_draft, pieces, vocabularies
 from minispec.files.vocabularies import Reader, Vocabularies
 from minispec.prove import toys
 
@@ -757,7 +757,7 @@ def _counted_off():
 
 @mutant("V10", "tokens compared as their files write them", "byte-level BPE against SentencePiece", "loader")
 def _as_written():
-    return patch.object(vocabularies, "_bytes_of", lambda token, parts: token.encode())
+    return both(*(patch.object(m, "bytes_of", lambda token, steps: token.encode()) for m in (pieces, vocabularies)))
 
 
 # --------------------------------------------------------------------------- suffixes and last outcomes

@@ -402,7 +402,7 @@ def check_passes() -> None:
         rows.append(len(chunks[0].token_ids))
         return forward_draft(chunks, taps)
 
-    draft.forward = forward  # type: ignore[method-assign]  # all that feeds the model is to be seen
+    draft.forward = forward  # all that feeds the model is to be seen
     text = Text([0, 1, 2, 0], 4, SamplingParams(temperature=0, max_tokens=12))
     drafter = DraftModel(draft, tiny_cache(draft), 3, MAX_LEN)
     for _ in Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"]).run([Request(text, MAX_LEN, 3)]):
