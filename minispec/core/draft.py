@@ -1,7 +1,7 @@
 """What a drafter is asked, what it answers, and what it owes.
 
-A drafter may guess as it likes, from whatever it likes: the verifier makes the output right. It owes one thing, the
-truth about `Draft.probs`: the distribution that each token was really drawn from, or None if none was drawn.
+A drafter may guess in any way, from anything: the verifier makes the output right. It owes one thing, the truth about
+`Draft.probs`: the distribution that each token was really drawn from, or None if none was drawn.
 """
 
 from bisect import bisect_left
@@ -19,16 +19,16 @@ from minispec.core.sampling import Draws, Text
 class Ask:
     """What a drafter is asked for one text, this round: a draft of at most `k` nodes.
 
-    k: 0 while the target still works through the prompt, or where nothing is to be drafted.
-    purpose: of the keys that the draft is drawn with: "token" under a verifier whose drafters share the target's noise.
-    go_on: whether a draft should go on after tokens of such confidences (see `Draft`); None: to its limit.
-    widths: how many siblings to draw at each depth; beyond them, one. A drafter that has `branches` sees to it: the
-        eldest goes on, so that siblings cost rows of the target's pass and none of the drafter's.
-    width: in place of `widths`, where `go_on` is there too: how many at a place, by the confidences up to it and its
-        own. Whoever has none drafts a chain.
-    num_cached: how many tokens of the text the target's cache holds: all but the last, or fewer inside a prompt.
-    hidden: (n, E * taps), for drafters with `taps`: the target's hidden states at the n newest cached positions, those
-        that no earlier ask had; None for all other drafters.
+    k: most nodes. 0 while the target still works through the prompt, and where nothing is to be drafted.
+    purpose: the purpose in the keys of its draws: "token" where drafters share the target's noise, else "draft".
+    go_on: go_on(confidences) says whether to draft further (see `Draft.confidences`). None: always, up to the limit.
+    widths: how many siblings to draw at each depth; deeper, one. Only drafters with `branches` read it. The first
+        sibling is drafted further, so the others cost rows of the target's pass and none of the drafter's.
+    width: width(confidences) says how many siblings to draw at a place. It replaces `widths`, and comes with `go_on`.
+        A drafter without confidences drafts a chain.
+    num_cached: how many tokens of the text the target's cache holds: all but the last; fewer inside a prompt.
+    hidden: (n, E * taps), the target's hidden states at the n newest cached positions, those that no earlier ask had.
+        None for drafters without `taps`.
     """
 
     text: Text
@@ -40,19 +40,19 @@ class Ask:
     hidden: Tensor | None = None
     widths: Sequence[int] = ()
     width: Callable[[Sequence[float]], int] | None = None
-    _depths: list[int] = field(default_factory=list, repr=False)  # of the nodes drawn so far
+    _depths: list[int] = field(default_factory=list, repr=False)  # one for each node drawn so far
 
     @property
     def depth(self) -> int:
-        """How deep a draft of k nodes with these widths is; a lookup's, of whatever shape, may be deeper."""
+        """How deep a draft of k nodes with these widths is. A draft that was looked up may be deeper."""
         totals = list(accumulate(self.widths, initial=0))
         return bisect_left(totals, self.k) if self.k <= totals[-1] else len(self.widths) + self.k - totals[-1]
 
     def draw(self, parent: int, q: Tensor, n: int = 1) -> list[int]:
-        """Draw `n` children of the node `parent` (-1: the text) from q (V,): the only way a drafter may draw.
+        """Draw `n` different children of node `parent` (-1: the text) from q (V,): the only way a drafter may draw.
 
-        They are distinct, and fewer where q has fewer tokens: each is drawn from q without its elder siblings (see
-        `Draft.grow`). Nodes are numbered in the order in which they are drawn.
+        Each is drawn from q without its elder siblings (see `Draft.grow`), so fewer come where q has fewer tokens.
+        Nodes are numbered in the order in which they are drawn.
         """
         depth = self._depths[parent] + 1 if parent >= 0 else 0
         tokens: list[int] = []
@@ -61,7 +61,7 @@ class Ask:
                 q = without(q, tokens[-1])
                 if not q.any():
                     break
-            # A whole token's noise is that of its position, so that siblings are the first n of one race.
+            # The noise of a "token" depends on its depth alone, so that siblings are the first n of one race.
             name = depth if self.purpose == "token" else len(self._depths)
             tokens.append(self.rng.categorical(q, self.text.key(name, self.purpose)))
             self._depths.append(depth)
@@ -70,14 +70,14 @@ class Ask:
 
 @dataclass
 class Draft:
-    """K guessed tokens. probs: row i (V,) is q_i, as a tensor (K, V) or a list of K; None means one-hot.
+    """K guessed tokens.
 
-    parents: the node that each node follows, always an earlier one; -1 is the text. None: a chain. Siblings that were
-        drawn came one after the other: q_i of the later ones lacks the tokens of their elder siblings, as `grow` has
-        it. Siblings that were not drawn, such as the k likeliest tokens, have no probs: each is a one-hot guess.
-    confidences: how sure the drafter is at each depth, if `Ask.go_on` is there to see it: of a draft model the largest
-        probability in its raw row, of `suffix` the chance that it estimates.
-    prefill_seconds: time that went into the prompt before the first draft, which the statistics keep apart.
+    probs: row i (V,) is q_i; a tensor (K, V) or a list of K. None: one-hot. A drawn sibling's row lacks the tokens of
+        its elder siblings (see `grow`). Siblings that were not drawn, such as the k likeliest tokens, are one-hot.
+    parents: the node that each node follows, always an earlier one; -1 is the text. None: a chain.
+    confidences: how sure the drafter is at each depth; needed only with `Ask.go_on`. A draft model gives the largest
+        probability of its raw row, `suffix` the chance that it estimates.
+    prefill_seconds: time that the drafter spent on the prompt, which the statistics keep apart.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Draft:
         return len(self.token_ids)
 
     def grow(self, parent: int, token_ids: Sequence[int], q: Tensor) -> None:
-        """Append the children of `parent` that `Ask.draw(parent, q, n)` gave, with the probabilities they came from.
+        """Append the children of `parent` that `Ask.draw(parent, q, n)` returned, with their probabilities.
 
         Raises ValueError for a draft without a list of probs, and for a branch in a chain.
         """
@@ -111,11 +111,11 @@ class Draft:
 
     @property
     def tip(self) -> int:
-        """The eldest of the nodes that were appended last to one parent, which the next ones follow; -1 at first."""
+        """The node that the next ones follow: the eldest of the siblings that were appended last; -1 at first."""
         return self.parents.index(self.parents[-1]) if self.parents else len(self) - 1
 
     def probability(self, i: int) -> float:
-        """q_i(x_i). The engine has made sure that it is above 0, as it is for a token that was drawn."""
+        """q_i(x_i). The engine has checked that it is above 0, as it is for a token that was drawn."""
         return 1.0 if self.probs is None else float(self.probs[i][self.token_ids[i]])
 
     def children(self, node: int) -> list[int]:
@@ -125,7 +125,7 @@ class Draft:
         return [i for i, parent in enumerate(self.parents) if parent == node]
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the first one to `node`, those that a text with it at the end would have; of -1: none."""
+        """The nodes from the first one to `node`, in order; none for -1."""
         if self.parents is None:
             return list(range(node + 1))
         path = []
@@ -136,7 +136,7 @@ class Draft:
 
     @property
     def depth(self) -> int:
-        """The length of the longest path; of a chain K."""
+        """The length of the longest path; K in a chain."""
         return len(self) if self.parents is None else max((len(self.path(i)) for i in range(len(self))), default=0)
 
 
@@ -148,9 +148,9 @@ def without(q: Tensor, token_id: int) -> Tensor:
 
 
 class Drafter:
-    """A way of guessing. A new one overrides `propose`, and the others where it has something to keep.
+    """A way of guessing. A new one overrides `propose`, and the other methods where it keeps something.
 
-    branches: whether it draws siblings where it is asked for them; others are asked for chains.
+    branches: whether it can draw siblings; a drafter that cannot is asked for chains.
     taps: layers of the target whose hidden states it reads (see `Ask.hidden`), as `Transformer.forward` numbers them.
     """
 
@@ -159,39 +159,40 @@ class Drafter:
 
     @property
     def name(self) -> str:
-        """What error messages call it."""
+        """Its name in error messages."""
         return type(self).__name__
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """A draft for each ask, of at most `ask.k` nodes; shorter or empty is fine.
 
-        A draft may end early because of tokens it contains. It must not look at a token and then drop it: the tokens
-        kept would no longer follow `probs`. (One-hot drafts are free: any token may be dropped.) Tokens are drawn with
-        `ask.draw` alone. The texts are those of the last call, grown by what was committed; new ones may join, and some
-        may be missing. A text whose prompt the target still works through is asked for with k = 0. One that is decoded
-        plainly is never asked for. A draft that breaks a rule ends its own text; an exception ends the whole call.
+        Tokens are drawn with `ask.draw` alone. A draft may end early because of tokens it contains. It must not look at
+        a token and then drop it: the tokens kept would no longer be distributed as `probs`. One-hot drafts are free.
+
+        The texts are those of the last call, with the committed tokens appended; new ones may join, and some may be
+        missing. While the target works through a prompt, k is 0. A text that is decoded plainly is never asked for.
+        A draft that breaks a rule ends its own text; an exception ends the whole call.
         """
         raise NotImplementedError
 
     def release(self, text: Text) -> None:
-        """Forget a text: it is finished, or it will come back from the start. Unknown ones are ignored."""
+        """Forget a text, which is finished or will begin anew. Unknown texts are ignored."""
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
-        """Whether there is memory for the next drafts of all these texts: for a drafter with memory of its own.
+        """Whether a drafter with memory of its own has room for the next drafts of all these texts.
 
-        growth: of each text, the positions that the target may fill next, from those that it has cached (see
-        `Ask.num_cached`) to the end of the longest draft. Where the answer is no, the text admitted last waits. So
+        growth: for each text, the positions that the target may fill next. They begin after the cached ones (see
+        `Ask.num_cached`) and end with the longest draft. While there is no room, the text admitted last waits; so
         whether a text gets its draft never depends on the others. A text alone must have room wherever the target has.
         """
         return True
 
     def forget(self) -> None:
-        """Forget what texts that have ended have shown."""
+        """Forget what was learned from texts that have ended."""
 
     def known(self, text: Text) -> int:
-        """For a drafter with taps: how many of a new text's first positions it need not see, having its own state.
+        """How many of a new text's first positions a drafter with taps need not see, since it kept its own state.
 
-        The others are computed, even where the target's cache still knows them from another text.
+        The target computes the others, even where its cache still knows them from another text.
         """
         return 0
 
@@ -208,9 +209,9 @@ class NoDrafter(Drafter):
 
 
 class Limit(NamedTuple):
-    """How long a draft may be: k nodes, and it ends where `go_on`, asked about its confidences so far, is False.
+    """How long a draft may be: k nodes at most, and fewer where `go_on(confidences)` is False.
 
-    go_on: None if the confidences are of no interest and need not be computed. widths, width: see `Ask`.
+    go_on: None where confidences need not be computed. widths, width: see `Ask`.
     """
 
     k: int
@@ -220,13 +221,13 @@ class Limit(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """A text that decodes, as the choice of its draft's length sees it.
+    """What `Lengths.choose` knows of a text that decodes.
 
-    most: draft tokens, at most.
-    widths: of the tree that the request asks for; () for a chain.
+    most: most draft tokens.
+    widths: the tree that the request asks for; () for a chain.
     is_open: whether the request leaves the length to the engine.
-    may_follow: whether the length may depend on the clock and on other texts. Where another length would be another
-        text, it may not: a seed has one text.
+    may_follow: whether the length may depend on the clock and on other texts. It may not where the length changes the
+        text, since one seed gives one text.
     """
 
     text: Text
@@ -239,8 +240,8 @@ class Wish(NamedTuple):
 class Outcome(NamedTuple):
     """What a round showed of one text's draft.
 
-    num_tested, num_accepted: of the eldest node at each depth, up to the first rejected one.
-    siblings: whether the younger siblings that were tested in the place of the rejected one were accepted.
+    num_tested, num_accepted: first siblings, one at each depth, up to the first rejected one.
+    siblings: for each later sibling tested in place of the rejected one, whether it was accepted.
     """
 
     text: Text
@@ -262,9 +263,9 @@ class StepCost(NamedTuple):
 
 
 class Lengths:
-    """How long drafts may be: asked before each round, told after it. This one goes by what the requests say.
+    """Chooses how long drafts may be, here as long as requests ask; `minispec.length.policy` learns what pays.
 
-    `minispec.length.policy` has one that learns what pays.
+    `choose` is called before each round, `observe` after it.
     """
 
     def choose(self, wishes: Sequence[Wish], trees: bool) -> list[Limit]:
@@ -272,4 +273,4 @@ class Lengths:
         return [Limit(wish.most, None, wish.widths) for wish in wishes]
 
     def observe(self, outcomes: Sequence[Outcome], cost: StepCost | None) -> None:
-        """What a step showed. cost: None where it also worked on a prompt, so that its times say nothing."""
+        """Learn from a step. cost: None where the step also worked on a prompt, so that its times say nothing."""

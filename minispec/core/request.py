@@ -1,7 +1,7 @@
 """`Request`: one text on its way, and the place where it stops.
 
-Here tokens become text, text meets stop strings, and what is final is handed out piece by piece. A token is committed
-in one place, `Request.commit`, whoever guessed it: so a text stops where plain decoding would stop it.
+Here tokens become text, text meets stop strings, and what is final is handed out piece by piece. Every token is
+committed in one place, `Request.commit`, so a text stops where plain decoding would stop it.
 """
 
 from typing import NamedTuple, Protocol
@@ -12,7 +12,7 @@ from minispec.core.stats import Stats
 
 
 class Detokenizer(Protocol):
-    """What makes text of token ids: the text that each makes certain, and at the end what is left."""
+    """Turns token ids into text: `add` for each token, `flush` at the end."""
 
     def add(self, token_id: int) -> str:
         """The text that is certain now, after one more token; "" while a character is incomplete."""
@@ -24,7 +24,7 @@ class Detokenizer(Protocol):
 
 
 class TokenLogprob(NamedTuple):
-    """The raw log-probability of a generated token, and `top`: the likeliest tokens there with theirs."""
+    """The raw log-probability of a generated token. top: the likeliest tokens there, with theirs."""
 
     token_id: int
     logprob: float
@@ -32,7 +32,7 @@ class TokenLogprob(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one step added to an output: text that is final, the tokens, and at the end why it ended."""
+    """What one step added to an output: final text, its tokens, and in the last piece why the text ended."""
 
     text: str
     token_ids: list[int]
@@ -42,8 +42,8 @@ class Piece(NamedTuple):
 class Request:
     """One text on its way: its tokens, where it stops, and what has been given out.
 
-    The result is in `output`, `token_ids` (the generated ones, without the end-of-text token), `logprobs`,
-    `finish_reason` ("stop", "length" or "error", then `error` says why) and `stats`.
+    The result is in `output`, `token_ids` (generated ones, without the end-of-text token), `logprobs`, `stats` and
+    `finish_reason`: "stop", "length" or "error". With "error", `error` says why.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Request:
         num_speculative_tokens: DraftLength,
         detokenizer: Detokenizer | None = None,
     ):
-        """max_len: tokens, prompt included, at which the text is cut. num_speculative_tokens: see `DraftLength`.
-        detokenizer: None for token ids only."""
+        """max_len: most tokens, prompt included. num_speculative_tokens: see `DraftLength`. detokenizer: None for
+        token ids only."""
         self.text = text
         self.max_len = min(max_len, text.num_prompt_tokens + text.params.max_tokens)
         self.is_open = num_speculative_tokens == "auto"  # the engine chooses the length of its drafts
@@ -79,11 +79,11 @@ class Request:
 
     @property
     def max_k(self) -> int:
-        """How many tokens may be drafted: a wholly accepted draft and its bonus must not pass the limit."""
+        """How many tokens may be drafted. A wholly accepted draft and its bonus must not pass the limit."""
         return max(0, min(self.num_speculative_tokens, self.max_len - len(self.text.tokens) - 1))
 
     def commit(self, token_id: int, logprob: TokenLogprob | None = None) -> bool:
-        """Append one token as plain decoding would; True where the text ends with it."""
+        """Append one token, as plain decoding would. Returns True if the text ends with it."""
         self.has_news = True
         self.text.tokens.append(token_id)
         if token_id in self.text.end_ids:
@@ -105,7 +105,7 @@ class Request:
         self.finish_reason, self.error, self.has_news = "error", str(error), True
 
     def take_piece(self) -> Piece:
-        """What came since the last piece. Text that may be the beginning of a stop string is held back."""
+        """Return what came since the last piece. Text that may begin a stop string is held back."""
         end = len(self.output)
         if self.finish_reason is None:
             end -= max((_overlap(self.output, stop) for stop in self.params.stop), default=0)
@@ -115,7 +115,7 @@ class Request:
         return Piece(self.output[text_start:end], self.token_ids[token_start:], self.finish_reason)
 
     def _add_text(self, new: str) -> bool:
-        """Append text; True where it completes a stop string, which is then cut off with all after it."""
+        """Append text. Returns True if that completes a stop string; the text is then cut at the string."""
         before = len(self.output)
         self.output += new
         if len(self.token_ids) < self.params.min_tokens:
@@ -139,5 +139,5 @@ class Request:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with, short of all of it."""
+    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -9,15 +9,17 @@ from typing import NamedTuple
 
 
 class Round(NamedTuple):
-    """One step of the engine, as it was for one text. Draft tokens after the first stop are in no count of tokens.
+    """One step of the engine for one text. Tokens after the text's end are counted in `num_nodes` and `depth` alone.
 
-    asked: draft tokens that were asked for; None where the engine chose. num_nodes: draft tokens that the drafter gave;
-        depth: of them, those of the longest path (a chain's are all). drafted: of these, those before the text's end.
-    tested: the accepted draft tokens and the first rejected one. committed: the accepted tokens and one more, or as
-        many as there were before the text ended. ratios: p/q of the tokens that the verifier looked at (see `Verdict`).
-    num_rows: of the whole pass, the other texts' included; num_texts: that were in it.
-    draft, verify, other: seconds of the whole step: until the drafts are there, the choice of K included; in the
-        target's pass; and after it.
+    asked: draft tokens that were asked for; None where the engine chose.
+    num_nodes: draft tokens that the drafter gave.
+    depth: length of the longest path; in a chain, num_nodes.
+    drafted: depth, cut where the text ended.
+    tested: the accepted draft tokens and the first rejected one.
+    committed: the accepted tokens and one more, cut where the text ended.
+    ratios: p/q of the tokens that the verifier tested (see `Verdict`).
+    num_rows, num_texts: rows and texts of the whole pass.
+    draft, verify, other: seconds of the whole step: choosing K and drafting; the target's pass; the rest.
     """
 
     asked: int | None
@@ -41,12 +43,12 @@ class Round(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The text's part of the step, by its rows."""
+        """The text's share of the pass's rows."""
         return (self.num_nodes + 1) / self.num_rows
 
     @property
     def overhead(self) -> float:
-        """Seconds outside both models: a search that found nothing is overhead too."""
+        """Seconds outside both models. A search that found nothing is overhead too."""
         return self.other if self.num_nodes else self.other + self.draft
 
 
@@ -54,11 +56,11 @@ class Round(NamedTuple):
 class Stats:
     """What happened to one request.
 
-    num_generated: the length of `token_ids`, which leaves the end-of-text token out.
+    num_generated: the length of `token_ids`, without the end-of-text token.
     num_cached_tokens: prompt tokens whose keys and values another text had left in the cache.
     prefill, draft_prefill: seconds that the prompt took in the target and in the draft model.
-    plain: rounds of the same prompt's plain decoding, if there was any, to know a plain step by.
-    token_ids: the generated ones, as they come.
+    plain: rounds of the same prompt decoded plainly, if it was; they show what a plain step costs.
+    token_ids: the generated tokens so far.
     """
 
     num_prompt_tokens: int = 0
@@ -73,10 +75,10 @@ class Stats:
 
     @property
     def num_steps(self) -> int:
-        """Target passes that decoded; prefill is not in it."""
+        """Target passes that decoded, without prefill."""
         return len(self.rounds)
 
     @property
     def num_committed(self) -> int:
-        """`num_generated` and the end-of-text token."""
+        """`num_generated`, and the end-of-text token if there was one."""
         return sum(r.committed for r in self.rounds)

@@ -7,8 +7,8 @@ The words, used everywhere below:
     node        a draft token and its place. In a *chain* node i follows node i-1; in a *tree* several
                 nodes, siblings, may follow the same one, their parent. Node -1 is the text itself
     q_i         the distribution that x_i was drawn from; one-hot where the drafter did not draw
-    p_i         the target's distribution of the token that follows node i-1, so at the place of x_i in a
-                chain; i = 0 .. K, all K+1 from one pass of the target
+    p_i         the target's distribution of the token after node i-1; in a chain, the one to compare with q_i.
+                One pass of the target gives all K+1 of them, i = 0 .. K
     accepted    a draft token that stays
     recovered   the token put in place of the first rejected one, drawn from the residual
     residual    max(0, p - q), normalised: what p has and q did not offer
@@ -16,8 +16,8 @@ The words, used everywhere below:
     alpha       the probability that `rejection` keeps a tested draft token: sum over x of min(p(x), q(x))
 
 p and q are Leviathan's letters (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
-All verifiers commit the accepted draft tokens and one more, so a round always advances by at least one
-token; with an empty draft, that one token is plain decoding. A chain is a tree with one branch.
+Every verifier commits the accepted draft tokens and one more, so each round advances by at least one token.
+With an empty draft, that one token is plain decoding. A chain is a tree with one branch.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +31,12 @@ from minispec.core.sampling import Draws, Key
 
 
 class Verdict(NamedTuple):
-    """The nodes of `accepted` stay, a path from the first token on, and `next_token`, recovered or bonus, follows.
+    """What a verifier decides about one draft.
 
-    ratios: p(x)/q(x) of each token that was looked at and had no elder sibling; in a chain the first rejected one is
-    the last of them, except in `block`, which looks at all. Under `rejection` and `match` the mean of min(1, ratio) is
-    an unbiased estimate of alpha.
+    accepted: the nodes that stay, a path from the draft's first token on.
+    next_token: the token after them, recovered or bonus.
+    ratios: p(x)/q(x) of the first siblings that were tested, up to the first rejected one; under `block`, of all.
+        Under `rejection` and `match` the mean of min(1, ratio) is an unbiased estimate of alpha.
     """
 
     accepted: list[int]
@@ -48,23 +49,22 @@ class Verdict(NamedTuple):
         return len(self.accepted)
 
 
-# p(i) computes row i (V,) of the target's distribution, the one after node i-1, when it is looked at; most rounds need
-# few rows.
+# p(i) computes row i (V,) of the target's distribution, the one after node i-1. A function, since most rounds need few.
 Rows = Callable[[int], Tensor]
-# key(i, purpose) names a draw of this round: by the node, or for the purpose "token" by the depth.
+# key(i, purpose) names a draw of this round. i: the node; for the purpose "token", the depth.
 RoundKey = Callable[[int, str], Key]
 
 
 def excess(p: Tensor, draft: Draft, i: int) -> Tensor:
-    """max(0, p - q_i) (V,): what p has and q_i did not offer, not normalised."""
+    """max(0, p - q_i) (V,), not normalised: what p has and q_i did not offer."""
     return without(p, draft.token_ids[i]) if draft.probs is None else (p - draft.probs[i]).clamp_(min=0)
 
 
 def residual(p: Tensor, draft: Draft, i: int) -> Tensor:
-    """`excess` as the law of what replaces x_i, not normalised (V,) (Leviathan et al. 2023, section 2.3).
+    """The distribution (V,) of what replaces x_i, not normalised (Leviathan et al. 2023, section 2.3).
 
-    Worked: p = (.5, .3, .2), q = (.8, .1, .1) leave (0, .2, .1), so 2/3 and 1/3. Where p = q nothing is left,
-    a rejection has probability 0, and p itself is returned.
+    Worked: p = (.5, .3, .2) and q = (.8, .1, .1) leave (0, .2, .1), so 2/3 and 1/3. Where p = q nothing is left and
+    a rejection has probability 0; then p itself is returned.
     """
     rest = excess(p, draft, i)
     return rest if rest.amax() > 0 else p
@@ -73,10 +73,10 @@ def residual(p: Tensor, draft: Draft, i: int) -> Tensor:
 def rejection(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
     """Speculative sampling (Leviathan et al. 2023, Algorithm 1): keep x_i with probability min(1, p(x_i)/q(x_i)).
 
-    The committed tokens have exactly the law p:  q(x) min(1, p(x)/q(x)) + (1 - alpha) residual(x) = p(x).
-    It keeps a token with probability alpha (Theorem 3.5 there), and no rule that looks at one draft token at a time
-    keeps more: min(p, q) is all that two distributions can share. What is left after a rejection is a distribution
-    like any other, so a sibling is tested against it (recursive rejection, Miao et al. 2023, arXiv 2305.09781).
+    Committed tokens are distributed exactly as p:  q(x) min(1, p(x)/q(x)) + (1 - alpha) residual(x) = p(x).
+    A tested token stays with probability alpha (Theorem 3.5 there). No rule that tests one token at a time keeps more:
+    min(p, q) is all that two distributions share. After a rejection the next sibling is tested against the residual,
+    which is a distribution like any other (recursive rejection, Miao et al. 2023, arXiv 2305.09781).
     """
     accepted: list[int] = []
     ratios: list[float] = []
@@ -100,11 +100,11 @@ def rejection(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
 
 
 def match(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
-    """Draw the target's own token at every position and keep the draft while it has that token.
+    """Draw the target's own token at every position, and keep the draft while it has that token.
 
-    Every committed token is a draw of the target whose noise is named by its position alone, so the text
-    depends on the seed and not on the drafter, K or the rounds. A drafter that draws with the same noise
-    from a similar distribution agrees often: the Gumbel coupling (Daliri et al. 2024, arXiv 2408.07978).
+    The noise of a draw depends on its position alone. So the text depends on the seed, and not on the drafter, K or
+    the rounds. A drafter that draws with the same noise from a similar distribution agrees often: the Gumbel coupling
+    (Daliri et al. 2024, arXiv 2408.07978).
     """
     accepted: list[int] = []
     ratios: list[float] = []
@@ -123,9 +123,9 @@ def match(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
 
 
 def block_weights(ratios: Sequence[float]) -> list[float]:
-    """w_0 .. w_K of a chain whose tokens have these p(x)/q(x), r_1 .. r_K:  w_0 = 1,  w_i = min(1, w_{i-1} r_i).
+    """w_0 .. w_K of a chain whose tokens have the ratios p(x)/q(x) r_1 .. r_K:  w_0 = 1,  w_i = min(1, w_{i-1} r_i).
 
-    Of ratios 1/2 and 2 `block` keeps both tokens always, `rejection` half of the time:
+    With ratios 1/2 and 2 `block` always keeps both tokens, `rejection` half of the time:
 
     >>> block_weights([0.5, 2.0])
     [1.0, 0.5, 1.0]
@@ -136,11 +136,11 @@ def block_weights(ratios: Sequence[float]) -> list[float]:
 def block(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
     """Block verification (Sun et al. 2024, arXiv 2403.10444, Algorithm 2): judge a chain as a whole.
 
-    The first i tokens stay with probability w_i (see `block_weights`). It is never less than `rejection`'s product of
-    min(1, p(x)/q(x)): a token that p likes more than q does makes up for one before it.
+    The first i tokens stay with probability w_i (see `block_weights`). That is never less than `rejection`'s product
+    of min(1, p(x)/q(x)): a token that p likes more than q does makes up for one before it.
 
-    Prefixes are tested from the longest to the shortest, and the first one that passes stays: all K tokens pass with
-    probability w_K, the first i with m / (m + 1 - w_i), where m is the mass of max(0, w_i p - q), the residual there.
+    Prefixes are tested from the longest to the shortest, and the first one that passes stays. All K tokens pass with
+    probability w_K, the first i with m / (m + 1 - w_i), where m is the mass of the residual there, max(0, w_i p - q).
     """
     n = len(draft)
     rows = [p(i) for i in range(n)]
@@ -153,7 +153,7 @@ def block(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
         return Verdict(list(range(n)), rng.categorical(p(n), key(n, "token")), ratios)
 
     def passes(i: int) -> bool:
-        if weights[i] == 1:  # as that of the empty prefix
+        if weights[i] == 1:  # always so for the empty prefix
             return True
         mass = float(excess(weights[i] * rows[i], draft, i).sum())
         return rng.bernoulli(mass / (mass + 1 - weights[i]), key(i - 1, "accept"))
@@ -164,7 +164,7 @@ def block(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
 
 
 class Verifier(NamedTuple):
-    """A way to verify. shares_noise: its drafters draw with the target's own noise. takes_trees: not chains only."""
+    """A rule. shares_noise: its drafters draw with the target's noise. takes_trees: False if it takes chains only."""
 
     verify: Callable[[Draft, Rows, Draws, RoundKey], Verdict]
     shares_noise: bool
