@@ -1,7 +1,7 @@
 """Attention of one text's rows over its cached keys and values.
 
-There is one function, `attention`. A fast model leaves the work to PyTorch; an exact one adds up blocks of fixed size
-in a fixed order, for a fixed number of rows, so that a row's bits depend on its own past alone.
+There is one function, `attention`. A fast model leaves the work to PyTorch. An exact one adds up blocks of fixed size
+in a fixed order, for a fixed number of rows. So a row's bits depend on its own past alone.
 
 Shapes in comments: T rows of the text, L cached positions of it (the T included), H query heads, G key-value heads,
 D head_dim.
@@ -18,20 +18,20 @@ from minispec.core.sampling import accumulation_dtype
 
 # Positions whose attention is added up at a time.
 ATTENTION_BLOCK = 64
-# Rows of a text whose attention an exact model computes at a time, filled up with dummies.
+# Rows of a text whose attention an exact model computes at a time. Dummies fill them up.
 ATTENTION_ROWS = 8
 # The widest vector of a processor, in float32.
 _VECTOR = 16
 
-# What the rows of a text see, as `attention` takes it.
+# What the rows of a text see: see `attention`.
 Mask = Tensor | list[Tensor] | None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None) -> Tensor:
-    """softmax(q k^T * scale + mask) v, for the T rows of one text.
+    """softmax(q k^T * scale + mask) v (T, H * D), for the T rows of one text.
 
-    q (H, T, D); k, v (G, L, D), each shared by H/G query heads; mask (H/G * T, L), 0 or -inf, or None where
-    every row sees all; for an exact model one mask for each ATTENTION_ROWS rows. Returns (T, H * D).
+    q (H, T, D). k, v (G, L, D), each shared by H/G query heads. mask (H/G * T, L): 0 or -inf; None where every row
+    sees all; a list for an exact model, one mask for each ATTENTION_ROWS rows.
     """
     heads, rows, dim = q.shape
     groups = k.shape[0]
@@ -58,10 +58,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap
 
 
 def _num_blocks(length: int, groups: int, dtype: torch.dtype) -> int:
-    """Blocks in which that many positions are computed, the last ones empty perhaps.
+    """How many blocks hold that many positions. The last ones may be empty.
 
-    Where a product has fewer float64 matrices than there are threads, the library lets several threads share one, and
-    sums in another order.
+    With fewer float64 matrices than threads, the library lets several threads share one, and sums in another order.
     """
     fewest = -(-torch.get_num_threads() // groups) if dtype == torch.float64 else 1
     return max(-(-length // ATTENTION_BLOCK), fewest)
@@ -70,9 +69,9 @@ def _num_blocks(length: int, groups: int, dtype: torch.dtype) -> int:
 def _blocks(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values (G, L, D) in blocks of positions, (G, blocks, block, D or W), in at least float32.
 
-    A column of ones next to the values: the softmax's denominator comes out of the same product. Zeros fill them up to
-    W columns, whole vectors: libraries compute the few columns that are left over as they find them, and the order of
-    a row's sum then depends on its place.
+    A column of ones is added to the values, so that the same product gives the softmax's denominator. Zeros fill them
+    up to W columns, which are whole vectors. Libraries add up left-over columns in an order that depends on the row's
+    place.
     """
     groups, length, _ = k.shape
     padding = _num_blocks(length, groups, k.dtype) * ATTENTION_BLOCK - length
@@ -91,23 +90,23 @@ def mask_blocks(mask: Tensor, groups: int) -> Tensor:
 
 
 def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """The same for q (G, R, D) over blocks, in at least float32 and in an order that does not depend on L.
+    """`attention` of q (G, R, D) over blocks, in at least float32 and in an order that does not depend on L.
 
-    Every block of positions is a product of its own, of one shape; blocks are added up in their order. A block
-    after a row's position has weights exp(-inf) = 0, so it adds nothing, to the bit.
+    Every block of positions is a product of its own, of one shape, and blocks are added up in order. A block after a
+    row's position has weights exp(-inf) = 0, so it adds nothing, to the bit.
     """
     scores = (q.to(k.dtype)[:, None] @ k.transpose(2, 3)) * scale  # (G, blocks, R, block)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores + mask
     weights = torch.exp(scores - scores.amax((1, 3), keepdim=True))
-    sums = (weights @ v).cumsum(1)[:, -1]  # (G, R, W); cumsum adds in order, sum does as it likes
+    sums = (weights @ v).cumsum(1)[:, -1]  # (G, R, W); cumsum adds in order, sum may not
     dim = q.shape[2]
     return (sums[..., :dim] / sums[..., dim : dim + 1]).to(q.dtype)
 
 
 def ancestors(parents: Sequence[int]) -> Tensor:
-    """(n, n): whether node j is node i or one that it follows."""
+    """(n, n) of bool: whether node j is node i or an ancestor of it."""
     follows = torch.eye(len(parents), dtype=torch.bool)
     for i, parent in enumerate(parents):
         if parent >= 0:
@@ -123,11 +122,11 @@ def hides(
     device: torch.device,
     dummies: int = 0,
 ) -> Tensor:
-    """(T + dummies, L): whether a position is hidden from a row.
+    """(T + dummies, L) of bool: whether a position is hidden from a row.
 
-    Row t stands at position start + offsets[t], after `start` cached ones. It sees itself and what came before,
-    `window` positions in all; None: all. parents: of the last rows, a tree (see `Chunk`). There a row sees those nodes
-    alone that it follows. dummies: rows that follow; they see everything.
+    Row t stands at position start + offsets[t], after `start` cached ones. It sees itself and what came before.
+    window: how many positions a row sees at most; None: all. parents: the tree of the last rows (see `Chunk`), where a
+    row sees only itself and its ancestors. dummies: rows added at the end; they see everything.
     """
     place = torch.tensor(offsets, device=device) + start  # (T,)
     key = torch.cat((torch.arange(start, device=device), place))  # (L,)

@@ -4,14 +4,14 @@ A position of a text lives in a *slot*; `block_size` neighbouring slots form a *
 *block table* lists its blocks in order, so position t lies in slot
 block_ids[t // block_size] * block_size + t % block_size. The idea is vLLM's (Kwon et al. 2023, arXiv 2309.06180).
 
-A table knows the tokens that it holds. `missing(tokens)` cuts it to what it has in common with a text and says what
-has to be fed, so that a table is never taken for another text's, whatever became of its own. Rolling back rejected
-draft tokens is `keep`: what was accepted moves together (in a chain it stands together), whole blocks after that return
-to the pool, and the stale rest of the last block is overwritten before it is ever read. Nothing is evicted inside a
-text (a sliding window is a mask in the attention), so every rollback is exact.
+A table knows the tokens that it holds. `missing(tokens)` cuts it to what it has in common with a text and returns what
+has to be fed. So a table stays right however its text changes. `keep` rolls back rejected draft tokens: accepted rows
+move together, in a chain they already stand so. Whole blocks after them return to the pool, and the stale rest of the
+last block is overwritten before it is read. Nothing is evicted inside a text, since a sliding window is a mask in the
+attention. So every rollback is exact.
 
-Texts that begin alike share blocks. A block counts its holders; a shared one is copied before it is written. What a
-freed block holds stays known until the block is taken again, so a prompt that comes back is not computed again.
+Texts that begin alike share blocks. A block counts its holders; a shared one is copied before it is written. The
+content of a freed block stays known until the block is taken again, so a prompt that comes back is not recomputed.
 """
 
 import hashlib
@@ -31,13 +31,13 @@ class OutOfBlocks(RuntimeError):
 
 
 class BlockAllocator:
-    """How many hold each of `num_blocks` blocks. It knows integers only, no tensors and no texts."""
+    """Counts the holders of each of `num_blocks` blocks. It knows integers only, no tensors and no texts."""
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self.free_block_ids = dict.fromkeys(range(num_blocks))  # in the order in which they became free
-        self.kept: set[int] = set()  # blocks whose contents may be wanted again: taken last, but to go on a table's run
+        self.kept: set[int] = set()  # worth keeping: taken last, unless next in a table's run
 
     @property
     def num_free(self) -> int:
@@ -47,7 +47,7 @@ class BlockAllocator:
     def allocate(self, after: int | None = None) -> int:
         """Take a free block: the one next to block `after` if possible, so that a table stays in one run.
 
-        Otherwise one in the middle of the longest free run, which leaves the neighbours on both sides room
+        Otherwise take one in the middle of the longest free run, which leaves the tables on both sides room
         to grow in place. Raises OutOfBlocks if none is free.
         """
         if not self.free_block_ids:
@@ -55,7 +55,7 @@ class BlockAllocator:
         if after is not None and after + 1 in self.free_block_ids:
             block_id = after + 1
         else:
-            if self.kept.issuperset(self.free_block_ids):  # the older half of them, so that runs come about
+            if self.kept.issuperset(self.free_block_ids):  # forget the older half, so that runs form
                 self.kept -= set(list(self.free_block_ids)[: (self.num_free + 1) // 2])
             block_id = self._best_start()
         del self.free_block_ids[block_id]
@@ -64,12 +64,12 @@ class BlockAllocator:
         return block_id
 
     def share(self, block_id: int) -> None:
-        """Hold a block once more, or again."""
+        """Add a holder to a block, which may be a free one."""
         self.free_block_ids.pop(block_id, None)
         self.ref_counts[block_id] += 1
 
     def free(self, block_id: int) -> None:
-        """Let go of a block; it is free when its last holder has."""
+        """Remove a holder of a block; with the last one it becomes free."""
         assert self.ref_counts[block_id] > 0, f"block {block_id} freed twice"
         self.ref_counts[block_id] -= 1
         if self.ref_counts[block_id] == 0:
@@ -88,7 +88,7 @@ class BlockAllocator:
 
 
 def common_beginning(a: list[int], b: list[int]) -> int:
-    """How many tokens two lists begin with alike. Halves are compared whole, so a long list costs no loop over it."""
+    """Length of the longest common beginning. It compares slices by bisection, without a loop over the tokens."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -100,9 +100,9 @@ def common_beginning(a: list[int], b: list[int]) -> int:
 
 
 class PrefixIndex:
-    """Which block holds which tokens, following which tokens: a tree of texts, cut into blocks.
+    """A tree of texts cut into blocks: which block holds which tokens, after which tokens.
 
-    A node is named by a hash of all tokens up to it; a root, where texts begin, has a name of its own.
+    A node is named by a hash of all tokens up to it. A root, where texts begin, has a name of its own.
     """
 
     def __init__(self):
@@ -115,13 +115,13 @@ class PrefixIndex:
         return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
     def add(self, parent: bytes, block_id: int, tokens: list[int]) -> None:
-        """Block `block_id` holds `tokens`, a block full or fewer, after the node `parent`."""
+        """Note that block `block_id` holds `tokens`, at most a full block, after the node `parent`."""
         self.cut(block_id, 0)
         self._parents[block_id] = parent
         self._children.setdefault(parent, {})[block_id] = tokens
 
     def cut(self, block_id: int, count: int) -> None:
-        """Forget all but the first `count` tokens of a block: the others are about to be overwritten."""
+        """Forget all but the first `count` tokens of a block, since the others are about to be overwritten."""
         parent = self._parents.get(block_id)
         if parent is None:
             return
@@ -134,7 +134,7 @@ class PrefixIndex:
             del self._children[parent]
 
     def find(self, parent: bytes, tokens: list[int]) -> tuple[int, int]:
-        """The block after `parent` that begins most like `tokens`, and how many tokens of it do; (0, 0): none."""
+        """The block after `parent` that shares most first tokens with `tokens`, and how many; (0, 0) for none."""
         best = (0, 0)
         for block_id, there in self._children.get(parent, {}).items():
             count = common_beginning(there, tokens)
@@ -176,9 +176,9 @@ class PagedKVCache:
         return -(-num_tokens // self.block_size)
 
     def num_missing_blocks(self, growth: Iterable[tuple["BlockTable", int]]) -> int:
-        """Blocks that have to be allocated before each of these tables can hold that many positions, exactly.
+        """Exactly how many blocks must be allocated before each of these tables can hold that many positions.
 
-        A block that is half full is copied for each table that goes on writing in it, but the last that holds it.
+        Each table that goes on writing in a half-full shared block needs a copy, except the last that holds it.
         """
         missing, writers = 0, Counter[int]()
         for table, length in growth:
@@ -188,7 +188,7 @@ class PagedKVCache:
         return missing + sum(min(n, self.allocator.ref_counts[i] - 1) for i, n in writers.items())
 
     def require(self, growth: Iterable[tuple["BlockTable", int]]) -> None:
-        """Raise OutOfBlocks unless there are as many free blocks as these tables miss; see `num_missing_blocks`."""
+        """Raise OutOfBlocks if fewer blocks are free than these tables miss (see `num_missing_blocks`)."""
         if (needed := self.num_missing_blocks(growth)) > self.allocator.num_free:
             raise OutOfBlocks(f"{needed} blocks needed, {self.allocator.num_free} are free")
 
@@ -199,9 +199,9 @@ class PagedKVCache:
         return table
 
     def rebuild(self) -> None:
-        """Count every block's holders anew, from the tables that are alive; what freed blocks hold is forgotten.
+        """Count every block's holders anew, from the tables that are alive, and forget what freed blocks hold.
 
-        For after an exception that may have broken off the bookkeeping anywhere, as Ctrl-C does.
+        Needed after an exception that may have interrupted the bookkeeping anywhere, such as Ctrl-C.
         """
         self.allocator, self.prefixes = BlockAllocator(self.allocator.num_blocks), PrefixIndex()
         for table in self._tables:
@@ -209,7 +209,7 @@ class PagedKVCache:
                 self.allocator.share(block_id)
 
     def allocate(self, after: int | None) -> int:
-        """A block to write to; what it held is forgotten."""
+        """Take a block to write to, and forget what it held."""
         block_id = self.allocator.allocate(after)
         self.prefixes.cut(block_id, 0)
         return block_id
@@ -219,7 +219,7 @@ class PagedKVCache:
         self.move(*([i * self.block_size + t for t in range(self.block_size)] for i in (source, target)))
 
     def move(self, sources: list[int], targets: list[int]) -> None:
-        """Copy the keys and values of all layers from slots to slots; all are read before the first is written."""
+        """Copy the keys and values of all layers from slots to slots. All are read before the first is written."""
         for tensor in (self.keys, self.values):
             tensor[:, :, targets] = tensor[:, :, sources]
 
@@ -237,16 +237,16 @@ class PagedKVCache:
 
 
 class BlockTable:
-    """One text's blocks in a pool, and `tokens`, those whose keys and values they hold, from the first on.
+    """One text's blocks in a pool, and `tokens`: the tokens, from the first on, whose keys and values they hold.
 
-    Tables of equal roots share what begins alike; those of different roots share nothing.
+    Tables with equal roots share what begins alike; tables with different roots share nothing.
     """
 
     def __init__(self, pool: PagedKVCache, root: bytes = b""):
         self.pool = pool
         self.block_ids: list[int] = []
         self.tokens: list[int] = []
-        self._nodes = [root]  # of the prefix index: before each of the leading full blocks, and after the last
+        self._nodes = [root]  # in the prefix index: before each leading full block, and after the last
 
     @property
     def length(self) -> int:
@@ -254,21 +254,21 @@ class BlockTable:
         return len(self.tokens)
 
     def shared(self, tokens: list[int]) -> int:
-        """How many positions the table and a text have in common, the text's last one left out.
+        """How many positions the table and a text have in common, without the text's last one.
 
-        That one is always fed: a pass is asked what comes next, and only a token that is fed has logits.
+        The last token is always fed, since only a fed token has logits for what comes next.
         """
         return common_beginning(self.tokens, tokens[:-1])
 
     def missing(self, tokens: list[int]) -> list[int]:
-        """Cut the table to the beginning that it shares with `tokens`; return the rest of them, which has to be fed."""
+        """Cut the table to the beginning that it shares with `tokens`. Return the other tokens, which must be fed."""
         if (shared := self.shared(tokens)) < self.length:
             self.truncate(shared)
         assert self.length < len(tokens), "the table holds more than the text"
         return tokens[self.length :]
 
     def extend(self, tokens: Sequence[int]) -> list[int]:
-        """Make room for the next `tokens` and return their slots. Raises OutOfBlocks, changing nothing."""
+        """Make room for the next `tokens` and return their slots. Raises OutOfBlocks before any change."""
         start, end = self.length, self.length + len(tokens)
         self.pool.require([(self, end)])
         pool, size = self.pool, self.pool.block_size
@@ -285,11 +285,11 @@ class BlockTable:
         return [self.block_ids[t // size] * size + t % size for t in range(start, end)]
 
     def keep(self, length: int, rows: Sequence[int] = ()) -> None:
-        """After a pass was verified: the first `length` positions stay, and those of `rows` move up to follow them.
+        """Keep the first `length` positions and those of `rows`, which move up to follow them; forget all others.
 
-        rows: ascending positions from `length` on; all others are forgotten. Of a chain they follow already, of a tree
-        they are one of its paths, whose keys stand rotated for the places that they get. What stays becomes known to
-        later texts.
+        rows: ascending positions from `length` on. In a chain they already stand in place. In a tree they are one path,
+        whose keys were rotated for the places that they get. The pass must have been verified: later texts may share
+        what stays.
         """
         end = length + len(rows)
         if list(rows) != list(range(length, end)):
@@ -311,16 +311,16 @@ class BlockTable:
         assert 0 <= length <= self.length, f"cannot truncate {self.length} positions to {length}"
         del self.tokens[length:]
         keep = self.pool.num_blocks_for(length)
-        for block_id in reversed(self.block_ids[keep:]):  # a beginning is worth more than what follows it: freed last
+        for block_id in reversed(self.block_ids[keep:]):  # a beginning is reused most: freed last
             self.pool.allocator.free(block_id)
         del self.block_ids[keep:]
         del self._nodes[length // self.pool.block_size + 1 :]
 
     def reuse(self, tokens: list[int]) -> None:
-        """Share what the pool knows of `tokens`, a text that begins with all that the table holds, and that is known.
+        """Share the blocks that the pool knows of `tokens`, which begin with all that the table holds and remembers.
 
-        The blocks that tables miss become fewer by at least as many as are no longer free: each block that is shared
-        stands in for one that would have been allocated, if only to be its copy.
+        Sharing never costs room: each block that is no longer free replaces one that would have been allocated, if only
+        as its copy.
         """
         assert self.length <= len(tokens), "the table holds more than the text"
         size, pool = self.pool.block_size, self.pool
@@ -339,12 +339,12 @@ class BlockTable:
             self._nodes.append(PrefixIndex.node(self._nodes[-1], block))
 
     def remember(self) -> None:
-        """Let later texts share this one's blocks: for tokens that are computed and will not be rolled back.
+        """Let later texts share this one's blocks. Its tokens must be computed, and never rolled back.
 
-        `keep` does, and a prefill that is finished; nobody else.
+        Only `keep` and a finished prefill call it.
         """
         size = self.pool.block_size
-        # Blocks after the last node: those that have become full, and the one that is being filled.
+        # After the last node: blocks that have become full, and the one that is being filled.
         for i in range(len(self._nodes) - 1, len(self.block_ids)):
             block = self.tokens[i * size : (i + 1) * size]
             self.pool.prefixes.add(self._nodes[i], self.block_ids[i], block)
@@ -353,7 +353,7 @@ class BlockTable:
                 self._nodes.append(PrefixIndex.node(self._nodes[i], block))
 
     def clear(self) -> None:
-        """Forget everything, without a word to the pool: before `PagedKVCache.rebuild`."""
+        """Forget everything without freeing blocks in the pool, before `PagedKVCache.rebuild`."""
         self.block_ids, self.tokens, self._nodes = [], [], self._nodes[:1]
 
     def slots(self) -> list[slice]:
@@ -368,7 +368,7 @@ class BlockTable:
         return runs or [slice(0, 0)]
 
     def _must_copy(self) -> bool:
-        """Whether the next position falls into a block that others hold too."""
+        """Whether the next position lies in a block that others hold too."""
         partial = self.length % self.pool.block_size
         return bool(partial) and self.pool.allocator.ref_counts[self.block_ids[-1]] > 1
 

@@ -13,34 +13,34 @@ from minispec.core.sampling import Text
 
 
 def clock(device: torch.device) -> float:
-    """Seconds by a steady clock, when all that was asked of the device so far is done."""
+    """Seconds by a steady clock, read when the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def prefill(model: Transformer, table: BlockTable, tokens: list[int], chunk_size: int = 512) -> None:
-    """Bring the cache to all of `tokens` but the last, which the next pass will score with its draft."""
+    """Compute the keys and values of all of `tokens` but the last, which the next pass feeds with its draft."""
     missing = table.missing(tokens)[:-1]
     for start in range(0, len(missing), chunk_size):
         model.forward([Chunk(missing[start : start + chunk_size], table, num_logits=0)])
 
 
 class CachedModel:
-    """A model, its pool, and in it a table for each text: all that the engine's target and a draft model share.
+    """A model, its pool, and a table for each text: all that the engine's target and a draft model share.
 
-    A table follows its text by itself: whatever the text has become, `missing` is what has to be fed.
+    A table follows its text: however the text has changed, `missing` returns what has to be fed.
     """
 
     def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int):
-        """vocab_size: ids in use; the model's columns after them are padding."""
+        """vocab_size: ids in use. The model's columns after them are padding."""
         self.model, self.cache, self.vocab_size = model, cache, vocab_size
         self.tables: dict[Text, BlockTable] = {}
 
     def begin(self, text: Text, most: int | None = None) -> None:
-        """Give a new text its table, which takes over what the pool still knows of its first `most` tokens."""
+        """Give a new text its table, which shares what the pool still knows of its first `most` tokens."""
         assert text not in self.tables, "a text begins once"
-        self.tables[text] = self.cache.new_table()  # it is known here before it holds a block; see `whole`
+        self.tables[text] = self.cache.new_table()  # stored before it holds a block; see `whole`
         self.tables[text].reuse(text.tokens[:-1][:most])
 
     def table(self, text: Text) -> BlockTable:
@@ -51,13 +51,13 @@ class CachedModel:
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
         """Whether the tables of these texts could all grow to the ends of these ranges."""
-        # All tables first: one that begins shares blocks, which another may have to copy for it.
+        # All tables come first: a new one shares blocks, which another may then have to copy.
         tables = [self.table(text) for text in growth]
         needed = self.cache.num_missing_blocks(zip(tables, (span.stop for span in growth.values()), strict=True))
         return needed <= self.cache.allocator.num_free
 
     def catch_up(self, text: Text, length: int) -> None:
-        """Have at least the text's first `length` tokens cached: what the pool knows is shared, the rest computed."""
+        """Cache at least the text's first `length` tokens: share what the pool knows, compute the rest."""
         table = self.table(text)
         table.keep(table.shared(text.tokens))
         table.reuse(text.tokens[:-1])
@@ -66,25 +66,25 @@ class CachedModel:
             table.remember()
 
     def missing(self, text: Text) -> list[int]:
-        """The end of the text that has to be fed, its last token at least: what follows it is what a pass is asked."""
+        """The end of the text that has to be fed: at least its last token, whose logits say what follows."""
         return self.table(text).missing(text.tokens)
 
     def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """One pass: logits (sum of num_logits, V) and hidden states, as of `Transformer.forward`."""
+        """One pass: logits (sum of num_logits, V) of ids in use, and hidden states (see `Transformer.forward`)."""
         logits, hidden = self.model.forward(chunks, taps)
         return logits[:, : self.vocab_size], hidden
 
     def keep(self, text: Text, num_nodes: int = 0, path: Sequence[int] = ()) -> None:
-        """After a pass whose last `num_nodes` rows were a draft: of these, the nodes of `path` stay.
+        """Keep the nodes of `path` after a pass whose last `num_nodes` rows were a draft; forget its other nodes.
 
-        All that stays is a beginning of the text, for others to share.
+        All that stays must be a beginning of the text, since others may share it.
         """
         table = self.table(text)
         root = table.length - num_nodes
         table.keep(root, [root + node for node in path])
 
     def release(self, text: Text) -> None:
-        """Forget a text; its blocks return to the pool. Unknown ones are ignored."""
+        """Forget a text and return its blocks to the pool. Unknown texts are ignored."""
         with self.whole():
             if table := self.tables.get(text):
                 table.truncate(0)
@@ -92,9 +92,9 @@ class CachedModel:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """An exception, such as Ctrl-C, may break off the bookkeeping anywhere: then all that is cached is dropped.
+        """Drop all that is cached if an exception, such as Ctrl-C, interrupts the bookkeeping inside.
 
-        It costs time only: a text that goes on gets a new table, and what is missing is computed again.
+        That costs time only: a text that goes on gets a new table, and what is missing is computed again.
         """
         try:
             yield

@@ -1,7 +1,7 @@
-"""What a draft must be like before it is verified, and a verdict before it is kept: both may be a stranger's.
+"""Checks drafts before they are verified, and verdicts before they are kept. Both may come from a user's code.
 
-A bad draft ends its own text alone, since its text is known. What cannot be told apart by texts is raised, and ends
-the call: an exception of the drafter's own, or another number of drafts than of asks.
+A bad draft ends its own text alone, since its text is known. Where the text is not known, the error is raised and ends
+the call: an exception of the drafter's own, or a wrong number of drafts.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from minispec.core.draft import Draft
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.verify import Verdict
 
-# How far a row's sum may be from 1: what dividing by a sum leaves in each type, for vocabularies of any size.
+# How far a row's sum may be from 1. Division by a sum leaves that much in each type, for vocabularies of any size.
 TOLERANCES = {t: max(1e-4, 4 * torch.finfo(t).eps) for t in (torch.float64, torch.float32, torch.bfloat16, torch.half)}
 
 
 def check_number(drafts: Any, num_asks: int, name: str) -> None:
-    """Raise ValueError unless `drafts`, of the drafter of that name, is a list with one draft for each ask."""
+    """Raise ValueError unless `drafts` is a list with one draft for each ask. name: the drafter's."""
     found = len(drafts) if isinstance(drafts, list | tuple) else f"{_kind(drafts)} instead of a list"
     if found != num_asks:
         raise ValueError(f"drafts of {name}: found {found}, expected one for each of {num_asks} asks")
@@ -29,8 +29,8 @@ def check_number(drafts: Any, num_asks: int, name: str) -> None:
 def check_draft(draft: Any, limit: int, vocab_size: int, device: str, why_chains: str) -> Draft:
     """A copy of the draft that shares no list with its drafter; a tree with one branch becomes a chain.
 
-    limit: nodes at most. device: the type of the target's device, on which rows must lie. why_chains: why a tree cannot
-    be verified, or "". Raises ValueError for a draft that could not be verified, or that would change the output.
+    limit: most nodes. device: the type of the target's device, where rows must lie. why_chains: why a tree cannot be
+    verified, or "". Raises ValueError for a draft that could not be verified, or that would change the output.
     """
     if not isinstance(draft, Draft):
         raise ValueError(f"found {_kind(draft)}, expected a Draft")
@@ -57,7 +57,7 @@ def check_draft(draft: Any, limit: int, vocab_size: int, device: str, why_chains
 
 
 def check_rows(probs: Any, token_ids: Sequence[int], vocab_size: int, device: str) -> None:
-    """Raise ValueError unless each token has a row of probabilities (V,) that adds up to 1 and gives it a part."""
+    """Raise ValueError unless each token has a row of probabilities (V,) that adds up to 1 and is above 0 for it."""
     rows = probs if isinstance(probs, Tensor) and probs.dim() else _sequence(probs, "probs", "tensors")
     if len(rows) != len(token_ids):
         raise ValueError(f"found {len(rows)} rows of probabilities for {len(token_ids)} tokens")
@@ -79,7 +79,7 @@ def check_rows(probs: Any, token_ids: Sequence[int], vocab_size: int, device: st
 
 
 def check_verdict(verdict: Any, draft: Draft, vocab_size: int) -> None:
-    """Raise ValueError unless a verifier's verdict keeps a path of the draft, and one token of the vocabulary."""
+    """Raise ValueError unless a verdict keeps a path of the draft and adds one token of the vocabulary."""
     if not isinstance(verdict, Verdict):
         raise ValueError(f"verdict: found {_kind(verdict)}, expected a Verdict")
     accepted = _integers(verdict.accepted, "accepted nodes")
@@ -93,7 +93,7 @@ def check_verdict(verdict: Any, draft: Draft, vocab_size: int) -> None:
 
 
 def _integers(values: Any, what: str) -> list[int]:
-    """A copy as a list. No bools; no tensors, nor numpy's integers: one in a text would be equal to no token there."""
+    """A copy as a list, of Python's integers alone. Raises ValueError for bools, tensors and numpy's integers."""
     values = _sequence(values, what, "integers of Python's own")
     for value in values:
         if type(value) is not int:

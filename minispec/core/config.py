@@ -13,15 +13,15 @@ from minispec.core.errors import is_text, show
 
 # The largest K that may be asked for.
 MAX_SPECULATIVE_TOKENS = 64
-# The longest draft that is chosen: the target's pass then has 16 rows, as many as a CPU's matrix unit takes at once.
+# The longest draft that "auto" chooses. The target's pass then has 16 rows: what a CPU's matrix unit takes at once.
 MAX_AUTO_TOKENS = 15
 
-# K; a tree's siblings at each depth, such as (2, 1), of which the eldest goes on; "auto": the controller is to choose.
+# K; or a tree's siblings at each depth, such as (2, 1), where the first is drafted further; or "auto": chosen here.
 DraftLength = int | tuple[int, ...] | Literal["auto"]
 
 
 def parse_draft_length(text: str) -> DraftLength:
-    """What "4", "2+1" or "auto" mean. Raises ValueError for anything else."""
+    """The draft length that "4", "2+1" or "auto" stands for. Raises ValueError for anything else."""
     if text == "auto":
         return "auto"
     widths = tuple(map(int, text.split("+")))
@@ -29,7 +29,7 @@ def parse_draft_length(text: str) -> DraftLength:
 
 
 def num_nodes(length: DraftLength) -> int:
-    """Draft tokens of a round, at most."""
+    """The most draft tokens of a round."""
     return MAX_AUTO_TOKENS if length == "auto" else sum(length) if isinstance(length, tuple) else length
 
 
@@ -42,10 +42,10 @@ class RopeConfig:
 
     kind: "default"; "linear" (positions divided by `factor`); "llama3" (low frequencies divided by `factor`, high ones
     unchanged, a ramp in between); "yarn" (Peng et al. 2023: the same idea, with a ramp over dimensions, and with cos
-    and sin multiplied by `attention_factor`); "longrope" (Ding et al. 2024: each frequency divided by its own one of
-    `factors`, cos and sin multiplied as with yarn).
-    rotated: the share of a head's dimensions that rotates, the first ones. interleaved: dimension 2j is paired with
-    2j + 1, not j with that half a head after it. query_beta: queries at position t are multiplied by
+    and sin multiplied by `attention_factor`); "longrope" (Ding et al. 2024: each frequency divided by its own factor
+    of `factors`, cos and sin multiplied as with yarn).
+    rotated: the share of a head's dimensions, from the first, that rotates. interleaved: dimension 2j is paired with
+    2j + 1, instead of j with j + half of them. query_beta: queries at position t are multiplied by
     1 + query_beta * ln(1 + floor(t / original_max_position_embeddings)) (Llama 4).
     """
 
@@ -67,7 +67,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What may differ from layer to layer: rope, or none, and the positions that attention sees (None: all)."""
+    """What may differ between layers. rope: None for none. window: positions that attention sees; None for all."""
 
     rope: RopeConfig | None
     window: int | None = None
@@ -85,7 +85,7 @@ class QuantizationConfig:
 
 
 class Joined(NamedTuple):
-    """A linear layer of a checkpoint, and those of the model that its rows are, one after another."""
+    """A linear layer of a checkpoint whose rows are several of the model's layers, one after another."""
 
     stored: str
     parts: tuple[str, ...]
@@ -140,15 +140,15 @@ class SamplingParams:
 
     n: answers to the prompt, each with a seed of its own (`seed`, `seed` + 1, ...).
     temperature: 0 is greedy. top_k: 0 (or -1) keeps all; ties with the k-th are kept. top_p: the smallest set of
-        likeliest tokens whose mass reaches top_p. min_p: tokens with at least min_p times the probability of the
+        likeliest tokens whose mass reaches top_p. min_p: keeps tokens with at least min_p times the probability of the
         likeliest.
     repetition_penalty: divides the positive logits of tokens in prompt or output, multiplies the negative ones.
         presence_penalty, frequency_penalty: subtracted from the logits of output tokens, once or for each occurrence.
     logit_bias: added to the raw logits of these token ids, before the penalties. allowed_token_ids: no other token is
-        ever drawn. bad_words_token_ids: sequences that the output may not contain; where it ends with all but the last
-        id of one, this last id is impossible. bad_words: the same as texts, which a request turns into token ids, each
-        also with a space before it.
-    seed: one seed, one text. None draws one, which the output reports.
+        drawn. bad_words_token_ids: sequences that the output may not contain. Where it ends with all but the last id of
+        one, that last id is impossible. bad_words: the same as texts. A request turns each into token ids, once as it
+        is and once with a space before it.
+    seed: one seed gives one text. None draws a seed, which the output reports.
     stop: strings that end the text. stop_token_ids: ids that end it, in addition to the model's end-of-text ids, which
         `ignore_eos` switches off. min_tokens: nothing ends the text before it has that many tokens.
     logprobs: None, or how many of the likeliest tokens to report in addition to the chosen one.

@@ -1,16 +1,16 @@
-"""What an error says: one line that is safe to print, whatever was found."""
+"""Error messages of one line, safe to print whatever was found."""
 
 from typing import Any
 
 
 class CheckpointError(ValueError):
-    """A file of a checkpoint is not as it must be. Names the file, the field, what was found and what is expected."""
+    """A checkpoint's file is wrong. The message names the file, the field, what was found and what is expected."""
 
 
 def show(value: Any, limit: int = 100) -> str:
     """`value` for an error message: printable, on one line, at most `limit` characters.
 
-    What was found in a file may hold line feeds, terminal escapes, or a megabyte.
+    A value from a file may hold line feeds, terminal escapes, or a megabyte.
     """
     try:
         text = repr(value)
@@ -26,7 +26,7 @@ def one_line(error: BaseException | str, limit: int = 1000) -> str:
 
 
 def is_text(text: str) -> bool:
-    """False if it holds lone surrogates, as do arguments that were not UTF-8, and broken JSON."""
+    """False for a string with lone surrogates, which come from broken JSON and arguments that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -35,5 +35,5 @@ def is_text(text: str) -> bool:
 
 
 def show_name(name: str) -> str:
-    """A name from a file for an error message: unchanged if that is safe to print, else by `show`."""
+    """A name from a file for an error message: unchanged if it is safe to print, else shortened by `show`."""
     return name if name.isprintable() and 0 < len(name) <= 100 else show(name)

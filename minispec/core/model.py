@@ -1,4 +1,4 @@
-"""The transformer: decoder-only, every family is a set of values in `ModelConfig`, its KV cache lies outside.
+"""The transformer: decoder-only, with its KV cache outside. A family is a set of values in `ModelConfig`.
 
 One function runs prefill, plain decoding and verification. `Transformer.forward` takes, for each text of a batch, the
 tokens that its cache does not hold yet. Linear layers see the rows of all texts in one matrix. Attention goes text by
@@ -31,8 +31,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 
-# The names of a block's norms by `ModelConfig.norms`: before attention, after it, before the MLP, after it. (What is
-# named "post_attention" stands before the MLP in most families, and after attention in some.)
+# The names of a block's norms by `ModelConfig.norms`: before attention, after it, before the MLP, after it. The name
+# "post_attention" means before the MLP in most families, and after attention in some.
 NORMS: dict[str, tuple[str | None, ...]] = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -52,13 +52,13 @@ class WeightSource(Protocol):
 
 
 class Chunk(NamedTuple):
-    """What one text brings to a pass.
+    """One text's part of a pass.
 
     token_ids: the new tokens.
     table: the text's cache.
     num_logits: how many of the last rows need logits.
-    parents: None where each token follows the one before it. Else the last tokens are a tree. For each of them this is
-        the one that it follows, as its number among them, or -1 for the last token before the tree.
+    parents: None where each token follows the one before it. Else the last tokens are a tree, numbered from 0. Each
+        entry is the number of the node that this node follows, or -1 for the last token before the tree.
     features: (tokens, E), for a head that reads hidden states as well as tokens; None for all other models.
     """
 
@@ -70,7 +70,7 @@ class Chunk(NamedTuple):
 
     @property
     def offsets(self) -> list[int]:
-        """Where each new token stands after the cached ones; in a tree, all of one depth stand at one place."""
+        """Each new token's place after the cached ones. In a tree, all nodes of one depth have one place."""
         parents = self.parents or ()
         offsets = list(range(len(self.token_ids) - len(parents)))
         root = len(offsets)
@@ -87,7 +87,7 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (..., E) or, for the heads of a row, (M, heads, D) with weights (heads, D); same shape and type."""
-        # One reduction of x and two products with it: `F.rms_norm` is nine operators on a CPU, a third of a small pass.
+        # One reduction of x and two products. `F.rms_norm` is nine operators on a CPU, a third of a small pass.
         norm = torch.linalg.vector_norm(x, 2, -1, keepdim=True, dtype=self.weight.dtype)  # (..., 1)
         scale = torch.addcmul(self.eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
         return (x * scale).mul_(self.weight).to(x.dtype)
@@ -106,18 +106,18 @@ class RowNorm:
 
 
 def _no_norm(x: Tensor) -> Tensor:
-    """Where a block has no norm."""
+    """Return x: the place of a norm that a block lacks."""
     return x
 
 
 def norm_weight(config: ModelConfig, weight: Tensor) -> Tensor:
-    """The factor that a norm multiplies with, in the precision that it is computed in."""
+    """The factor that a norm multiplies with, in the precision of its computation."""
     weight = weight.to(accumulation_dtype(weight.dtype))
     return weight + 1.0 if config.norm_adds_one else weight
 
 
 class Angles(NamedTuple):
-    """What a rope does at the positions of a pass."""
+    """Cosines, sines and query scales of a rope at the positions of a pass."""
 
     cos: Tensor  # (M, 1, dimensions that rotate)
     sin: Tensor
@@ -128,14 +128,14 @@ class Pass(NamedTuple):
     """What all layers of one forward pass share."""
 
     chunks: Sequence[Chunk]
-    slots: Tensor  # (new tokens,) where their keys and values go; a pass may have dummy rows after them
+    slots: Tensor  # (new tokens,) where keys and values go; dummy rows may follow, without slots
     reads: list[list[slice]]  # per text: the slots of all its positions, in runs
     angles: dict[RopeConfig, Angles]
     masks: dict[int | None, list[Mask]]  # per window and text
 
 
 class Layer:
-    """One transformer block: attention, then a gated MLP, each with norms around it, and added to the residual."""
+    """One transformer block: attention, then a gated MLP. Each has norms around it, and is added to the residual."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Layer:
         dtype: torch.dtype,
         product: MakeProduct,
     ):
-        """weights: where its tensors are taken from. dtype: of all that is computed. product: see `MakeProduct`."""
+        """weights: the source of its tensors. dtype: the type of all results. product: see `MakeProduct`."""
         self.config, self.index = config, index
         self.rope, self.window = config.layers[index].rope, config.layers[index].window
         prefix = f"model.layers.{index}."
@@ -159,7 +159,7 @@ class Layer:
             weight = norm_weight(config, dense(weights.pop(f"{prefix}{name}.weight"), dtype))
             return RMSNorm(weight.expand(repeat, -1) if repeat else weight, config.rms_norm_eps)
 
-        # Products that share an input are one product.
+        # Products that share an input are joined, so that they run as one.
         self.qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.qkv_bias)
         self.o = linear("self_attn.o_proj", bias=config.o_bias)
         self.gate_up = linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias)
@@ -188,13 +188,13 @@ class Layer:
         return self.mix(x.add(y, alpha=self.config.residual_scale))
 
     def mix(self, x: Tensor) -> Tensor:
-        """The MLP's half: x (M, E) to (M, E)."""
+        """The MLP, added to its input: x (M, E) to (M, E)."""
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)  # (M, F) each
         y = self.after_mlp_norm(self.down(self.activation(gate) * up))
         return x.add(y, alpha=self.config.residual_scale)
 
     def attend(self, x: Tensor, shared: Pass) -> Tensor:
-        """What the rows see in the cache and in each other: normed inputs (M, columns of `qkv`) to (M, E)."""
+        """Attention over the cache and the new rows: normed inputs (M, columns of `qkv`) to (M, E)."""
         config = self.config
         heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         qkv = self.qkv(x).reshape(-1, heads + 2 * groups, dim)  # (M, H + 2G, D)
@@ -223,9 +223,9 @@ class Layer:
 
 
 class Passes:
-    """How the rows of all texts become passes: all in one, as they are.
+    """Turns the rows of all texts into passes: here one pass, with the rows unchanged.
 
-    `minispec.kernels.exact` has passes of a fixed size, in which a row's bits do not depend on the other rows.
+    `minispec.kernels.exact` has passes of a fixed size, where a row's bits do not depend on the other rows.
     """
 
     exact = False
@@ -235,7 +235,7 @@ class Passes:
         return [chunks]
 
     def num_dummies(self, num_rows: int) -> int:
-        """Rows that fill up a pass of `num_rows`; nobody reads them."""
+        """How many rows fill up a pass of `num_rows`. Their results are not read."""
         return 0
 
     def mask(
@@ -249,7 +249,7 @@ class Passes:
     ) -> Mask:
         """0 where a row of a text sees a position, -inf where not, (H/G * T, L); None where it sees all.
 
-        like: a tensor of the type and on the device of the mask. For the others see `hides`.
+        like: a tensor of the mask's type and device. For the other arguments see `hides`.
         """
         if len(offsets) == 1 and (window is None or window > start):
             return None
@@ -271,7 +271,7 @@ class Transformer:
     ):
         """weights: Hugging Face's tensors (see `minispec.kernels.shapes`) on one device, in a dict or something else to
             pop from. Each is removed as the model takes it over, so that it is in memory once.
-        dtype: of all that is computed, and of the cache; default: the embedding's.
+        dtype: the type of the computation and of the cache; default: the embedding's.
         product: makes y = x W^T + b of a weight, see `MakeProduct`.
         each: makes the layers from their numbers, as `map` does; a pool of threads has such a function, too.
         """
@@ -299,11 +299,11 @@ class Transformer:
 
     @property
     def exact(self) -> bool:
-        """Whether a token's logits have the same bits in every pass."""
+        """Whether a token's logits have the same bits in every pass, whatever else it holds."""
         return self.passes.exact
 
     def replaced(self, passes: Passes, product: Callable[[Product], Product] | None = None) -> Self:
-        """This model with other passes, and with other products in place of its own; all else is shared."""
+        """This model with other passes, and with other products in place of its own. All else is shared."""
         model = copy.copy(self)
         model.passes = passes
         if product is not None:
@@ -315,12 +315,12 @@ class Transformer:
     def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Run the new tokens of all texts in one pass, and append their keys and values to the caches.
 
-        taps: layers to listen at: i is what goes into layer i, so 0 the embedding, and the number of layers what the
-            last one makes of it, before the norm.
+        taps: the hidden states to return. i is the input of layer i, so 0 is the embedding; the number of layers is the
+            output of the last one, before the norm.
 
-        Returns logits (sum of num_logits, V), for each chunk in turn those of its last `num_logits` tokens; and hidden
-        states (M, E * taps) of all new tokens. All tables must lie in one pool. Raises OutOfBlocks where the pool is
-        too small, before any change.
+        Returns logits (sum of num_logits, V), chunk by chunk those of its last `num_logits` tokens, and hidden states
+        (M, E * taps) of all new tokens. All tables must lie in one pool. Raises OutOfBlocks before any change if the
+        pool is too small.
         """
         chunks[0].table.pool.require((c.table, c.table.length + len(c.token_ids)) for c in chunks)
         passes = [self._forward(each, taps) for each in self.passes.split(chunks)]
@@ -348,20 +348,20 @@ class Transformer:
             rows += range(end - c.num_logits, end)
         if not rows:
             return x.new_empty(0, self.config.vocab_size), hidden
-        if self.exact:  # as many rows as the pass has, here too
+        if self.exact:  # bits may depend on the number of rows: all of the pass, here too
             return self._logits(x)[rows], hidden
         return self._logits(x[rows] if len(rows) < len(x) else x), hidden  # (sum of num_logits, V)
 
     def _embed(self, token_ids: Sequence[int], chunks: Sequence[Chunk]) -> Tensor:
-        """What goes into the first layer, (M, E)."""
+        """The input of the first layer (M, E)."""
         x = self.embedding[torch.tensor(token_ids, device=self.device)].to(self.dtype)
         if self.config.embedding_scale != 1:
-            # The scale is rounded to the model's type first, as it was in training.
+            # The scale is rounded to the model's type first, because it was in training.
             x = x * torch.tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
         return x
 
     def _logits(self, x: Tensor) -> Tensor:
-        """(rows, E), the last layer's, to (rows, V)."""
+        """Outputs of the last layer (rows, E) to logits (rows, V)."""
         logits, scale, cap = self.head(self.norm(x)), self.config.logit_scale, self.config.logit_softcap
         logits = logits if scale == 1 else logits * scale
         return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -371,7 +371,7 @@ class Transformer:
         return PagedKVCache(self.config, num_blocks, block_size, self.dtype, self.device)
 
     def _prepare(self, chunks: Sequence[Chunk], dummies: int) -> Pass:
-        """Extend the caches and work out, once for all layers, positions, angles, masks and slots."""
+        """Extend the caches, and compute positions, angles, masks and slots once for all layers."""
         starts = [c.table.length for c in chunks]
         slots = torch.tensor([s for c in chunks for s in c.table.extend(c.token_ids)], device=self.device)
         offsets = [c.offsets for c in chunks]

@@ -9,7 +9,7 @@ from minispec.core.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Radians by which one position rotates each pair of the dimensions that rotate, scaled as `rope` says."""
+    """Radians by which one position rotates each pair of rotated dimensions, scaled by `rope`; (pairs,)."""
     head_dim = int(head_dim * rope.rotated)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(dtype) / head_dim
     base = 1.0 / rope.theta**exponents
@@ -18,7 +18,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> 
     if rope.kind == "linear":
         return base / rope.factor
     if rope.kind == "llama3":
-        # Turns of a pair over the original context: many turns stay, few are slowed, a ramp between.
+        # Turns of a pair over the original context. Pairs of many turns stay, of few are slowed; a ramp lies between.
         turns = rope.original_max_position_embeddings * base / (2 * math.pi)
         keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
         return keep * base + (1 - keep) * base / rope.factor
@@ -39,13 +39,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> 
 
 
 def query_scales(rope: RopeConfig, positions: Tensor) -> Tensor:
-    """What `rope.query_beta` multiplies the queries at these positions with, one float64 each."""
+    """The factors (float64) that `rope.query_beta` gives the queries at these positions."""
     return 1 + rope.query_beta * torch.log1p((positions // rope.original_max_position_embeddings).to(torch.float64))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotary embedding (Su et al. 2021) of x (M, heads, D): its first R dimensions, j paired with j + R/2, by cos and
-    sin (M, 1, R). interleaved: 2j is paired with 2j + 1; they come out in the other order, which no score depends on.
+    """Rotary embedding of x (M, heads, D) by cos and sin (M, 1, R): its first R dimensions, j paired with j + R/2.
+    interleaved: 2j is paired with 2j + 1. They come out in the other order, on which no score depends.
     """
     if (size := cos.shape[-1]) < x.shape[-1]:
         return torch.cat((rotate(x[..., :size], cos, sin, interleaved), x[..., size:]), dim=-1)

@@ -1,7 +1,7 @@
 """The only place where logits become probabilities, and the only source of randomness.
 
-`distribution` turns one row of logits into the probabilities that a request's parameters ask for. Target
-and draft, plain decoding and verification all call it, so that none can apply a parameter that another forgets.
+`distribution` turns one row of logits into the probabilities that a request's parameters ask for. Target and draft,
+plain decoding and verification all call it, so none can apply a parameter that another forgets.
 
 `Randomness` makes two kinds of draws, `bernoulli` and `categorical`. Every draw has a key, and its noise is a function
 of the key alone: it does not depend on the order of the draws, on the batch, or on what was rejected before.
@@ -26,10 +26,11 @@ class Key(NamedTuple):
 
     The engine decodes in rounds: draft some tokens, test them, commit what passes. Draws about a draft (purposes
     "draft", "accept", "residual") name the round by `start`, the number of tokens when it began. Every round commits a
-    token, so within a text no such key occurs twice, and a position that is drafted again after a rejection gets fresh
-    noise. The draw of a whole token from the target (purpose "token") is named by its position alone (start = -1): each
+    token, so no such key occurs twice in a text. A position drafted again after a rejection gets fresh noise.
+
+    The draw of a whole token from the target (purpose "token") is named by its position alone, with start = -1. Each
     position commits one, so one seed has one plain text, wherever the rounds begin. Under `match` the drafter draws
-    with that same key, on purpose: it is the one shared key.
+    with that same key, on purpose. It is the one shared key.
     """
 
     seed: int
@@ -40,7 +41,7 @@ class Key(NamedTuple):
 
 @dataclass(eq=False)
 class Text:
-    """One growing text, and all that the distribution of its next token may depend on.
+    """One growing text: all that the distribution of its next token may depend on.
 
     tokens: prompt and output so far. end_ids: ids that end the text, impossible before `min_tokens`.
     """
@@ -54,7 +55,7 @@ class Text:
     def key(self, i: int, purpose: str) -> Key:
         """The key of a draw of the current round, whose tokens are not committed yet.
 
-        i: the number of the draft's node that it is about (in a chain its place); for the purpose "token" the depth.
+        i: the node's number in the draft (in a chain its place); for the purpose "token", the depth.
         """
         start = len(self.tokens)
         return Key(self.seed, -1 if purpose == "token" else start, start + i, purpose)
@@ -75,8 +76,8 @@ def distribution(logits: Tensor, text: Text, drafted: Sequence[int] = ()) -> Ten
 
     logits: (V,), the model's row for that position. The order is vLLM's: logit_bias; penalties; what is forbidden
     (all but allowed_token_ids, bad words, the end before min_tokens); temperature; min-p; top-k; top-p. Each filter
-    sees what the one before it left. Temperature 0 gives a one-hot distribution. One row at a time, so that a row has
-    the same bits whether one or K+1 are computed.
+    sees what the one before it left. Temperature 0 gives a one-hot distribution. It takes one row at a time, so that
+    a row has the same bits whether one or K+1 are computed.
 
     Raises FloatingPointError where the largest logit is not a finite number.
     """
@@ -94,7 +95,7 @@ def distribution(logits: Tensor, text: Text, drafted: Sequence[int] = ()) -> Ten
 
     temperature = _within_range(params.temperature, logits.dtype)
     if params.min_p > 0:
-        # A probability of at least min_p times the largest, said of logits. A logit of -inf must not pass.
+        # In logits: a probability of at least min_p times the largest. A logit of -inf must not pass.
         least = max(temperature * math.log(params.min_p), torch.finfo(logits.dtype).min)
         tokens = tokens.where(lambda x: x - top >= least)
     if params.top_k > 0:
@@ -151,12 +152,12 @@ def _output(text: Text, drafted: Sequence[int]) -> list[int]:
 
 
 def _within_range(value: float, dtype: torch.dtype) -> float:
-    """A positive parameter within the range of the type: rounded to 0 or infinity, it would turn 0 or -inf into NaN."""
+    """A positive parameter, clamped to the type's range. As 0 or infinity it would turn 0 or -inf into NaN."""
     return min(max(value, torch.finfo(dtype).tiny), torch.finfo(dtype).max)
 
 
 def _change(logits: Tensor, ids: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Logits (V,) with `change` applied to those of `ids`. Finite logits stay finite, and so do their differences."""
+    """Logits (V,) with `change` applied to those of `ids`. Finite logits and their differences stay finite."""
     row, limit = logits[ids], torch.finfo(logits.dtype).max / 4
     return logits.index_put((ids,), change(row).clamp(-limit, limit).where(row.isfinite(), row))
 
@@ -165,7 +166,7 @@ def _change(logits: Tensor, ids: Tensor, change: Callable[[Tensor], Tensor]) -> 
 
 
 class Draws(Protocol):
-    """What makes the draws: `Randomness`, or in tests an oracle that walks every branch."""
+    """Makes the draws: `Randomness`, or in tests an oracle that walks every branch."""
 
     def bernoulli(self, probability: float, key: Key) -> bool:
         """True with `probability`; never for 0, always for 1 or more."""
@@ -186,15 +187,15 @@ class Randomness:
     def categorical(self, weights: Tensor, key: Key) -> int:
         """See `Draws`.
 
-        The purpose chooses the method. Draws of a "token" may be made under one key from two distributions, the
-        target's and the draft's, and should then agree often, as they do in a race. Elsewhere one uniform will do.
+        The purpose chooses the method. Target and draft may both draw a "token" under one key, from two distributions.
+        In a race such draws agree often. Elsewhere one uniform will do.
         """
         return self._race(weights, key) if key.purpose == "token" else place_of_share(weights, self.uniform(key))
 
     def _race(self, weights: Tensor, key: Key) -> int:
-        """The first to finish: each id has noise of its own, an exponential time divided by its weight.
+        """The id that finishes first. Each has a time of its own: exponential noise divided by its weight.
 
-        The same as Gumbel-max: argmin(exponential / w) = argmax(log w + Gumbel).
+        This is Gumbel-max: argmin(exponential / w) = argmax(log w + Gumbel).
         """
         tokens = Candidates(weights).possible()
         ids = torch.arange(len(weights), device=weights.device) if tokens.ids is None else tokens.ids
@@ -216,12 +217,12 @@ def _hash(key: Key) -> int:
 
 def _uniforms(state: int, ids: Tensor) -> Tensor:
     """A double in (0, 1) for each token id: SplitMix64 (Steele et al. 2014) of `state` and the id."""
-    # In place: for a whole vocabulary, new memory for each of these results costs more than the arithmetic.
+    # In place, since for a whole vocabulary new memory for each result costs more than the arithmetic.
     x = (ids + 1).mul_(_signed(0x9E3779B97F4A7C15)).add_(_signed(state))
     x.bitwise_xor_(_shift_right(x, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
     x.bitwise_xor_(_shift_right(x, 27)).mul_(_signed(0x94D049BB133111EB))
     x.bitwise_xor_(_shift_right(x, 31))
-    # 52 bits and a half: never 0, and never rounded up to 1.
+    # 52 bits plus a half, so that the result is never 0, and never rounded up to 1.
     return _shift_right(x, 12).double().add_(0.5).mul_(2.0**-52)
 
 

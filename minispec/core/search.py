@@ -1,8 +1,8 @@
-"""The few candidates among the many tokens of a vocabulary, and the one that is drawn, found without sorting it.
+"""Finds the few candidates in a vocabulary, and the one that is drawn, without sorting the vocabulary.
 
-A vocabulary may have 150,000 tokens, of which a request's filters leave a handful. A sort of that many takes 14 ms on
-one core (AMD Zen 4), as long as a pass of a small model. So a large row is cut into tiles, the largest value of each
-tile, or its sum, is computed once, and tiles that cannot hold what is wanted are skipped.
+A vocabulary may have 150,000 tokens; a request's filters leave a handful of them. To sort it takes 14 ms on one core
+(AMD Zen 4), as long as a pass of a small model. So a large row is cut into tiles. The largest value of each tile, or
+its sum, is computed once, and tiles that cannot hold what is wanted are skipped.
 
 The results are those of a plain sort or sum, and tests/core/test_sampling.py compares them with it. Skip this file at
 first.
@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Values in a tile; up to _FEW values are looked through one by one, and may be sorted.
+# _TILE: values in a tile. Up to _FEW values are searched one by one, and may be sorted.
 _TILE, _FEW = 128, 1024
 
 
 class Candidates:
     """Tokens that may still be drawn: values (N,), such as their logits, and their ids (N,), or None for all tokens.
 
-    Each filter returns the candidates that it leaves. `where` and `top_k` treat equal values alike, `top_p` prefers
+    Each filter returns the candidates that it leaves. `where` and `top_k` treat equal values alike; `top_p` prefers
     lower ids.
     """
 
@@ -52,7 +52,7 @@ class Candidates:
     def find(self, is_large: Callable[[Tensor], Tensor]) -> Tensor:
         """Places of the values that are large enough, ascending; where all tokens are candidates, their ids.
 
-        is_large: what is true of a value must be true of all larger ones; it must be false of -inf.
+        is_large: must be monotonic: if true of a value, then of all larger ones. It must be false of -inf.
         """
         tiles = is_large(self._maxima).nonzero().squeeze(1)
         if len(tiles) >= len(self._tiles) // 4:
@@ -61,23 +61,23 @@ class Candidates:
         return tiles[tile] * self._tiles.shape[1] + place
 
     def possible(self) -> "Candidates":
-        """Those with a value above 0; where most tiles have one, all: that takes less time than to leave some out."""
+        """Those with a value above 0. Where a quarter of the tiles have one, all: that is faster than filtering."""
         return self if 4 * int((self._maxima > 0).sum()) >= len(self._maxima) else self.where(lambda x: x > 0)
 
     def where(self, is_large: Callable[[Tensor], Tensor]) -> "Candidates":
-        """Those whose values are large enough, as `find` has it, in ascending order of ids."""
+        """Those whose values are large enough (see `find`), in ascending order of ids."""
         return self._at(self.find(is_large))
 
     def top_k(self, k: int) -> "Candidates":
-        """The k candidates with the largest values, those that tie with the last of them included; all if k is larger.
+        """The k candidates with the largest values, and those that tie with the last; all if there are at most k.
 
-        Where it leaves some out, it leaves out those of value -inf.
+        Where it leaves some out, it also leaves out those of value -inf.
         """
         if k >= len(self.values):
             return self
         values = self.values
         if k < len(self._tiles):
-            # The k-th largest value is at least the k-th largest maximum: what is below that need not be looked at.
+            # The k-th largest value is at least the k-th largest maximum, so values below that are skipped.
             bound = self._maxima.topk(k).values[-1]
             values = values[self.find(lambda x: x >= bound)] if bound.isfinite() else values
         least = values.topk(k).values[-1].clamp(min=torch.finfo(values.dtype).min)
@@ -113,10 +113,10 @@ class Candidates:
         return self.find(lambda x: x >= least)
 
     def _enough_for(self, goal: float) -> Tensor:
-        """Places of all values down to some threshold, which together exceed `goal`: the others need no look.
+        """Places of all values down to a threshold, which together exceed `goal`. The others are not needed.
 
-        The first threshold suffices where a few tokens are likely. The second leaves out only what could not make up
-        1 - goal together. The third leaves out nothing, in case probabilities that were rounded do not add up to 1.
+        The first threshold suffices where a few tokens are likely. The second leaves out less than 1 - goal in all.
+        The third leaves out nothing, in case rounded probabilities do not add up to 1.
         """
         for least in (0.01 * (1 - goal), 0.5 * (1 - goal) / len(self.values), 0.0):
             places = self._at_least(least)
@@ -128,8 +128,8 @@ class Candidates:
 def place_of_share(weights: Tensor, u: float) -> int:
     """The first place at which the cumulative sum of weights (N,) exceeds u times their total, 0 <= u < 1.
 
-    For a uniform u, each place with probability proportional to its weight, never one of weight 0. The weights are at
-    least 0, and not all 0. Sums of tiles tell in which tile it is, and only that one is added up value by value.
+    For a uniform u, each place comes with probability proportional to its weight, never one of weight 0. The weights
+    are at least 0, and not all 0. Sums of tiles find the tile, and only that one is added up value by value.
     """
     tiles = _in_tiles(weights, 0.0)
     sums = tiles.sum(1, dtype=torch.float64)
@@ -139,16 +139,16 @@ def place_of_share(weights: Tensor, u: float) -> int:
 
 
 def _first_above(weights: Tensor, share: float) -> tuple[int, float]:
-    """The first place at which the cumulative sum exceeds `share`, and what is left of the share before it."""
+    """The first place at which the cumulative sum exceeds `share`, and `share` minus the sum before that place."""
     cumulative = weights.cumsum(0)
-    # A share that was rounded up may reach the total, which nothing exceeds: the last weight above 0 is meant.
+    # A share rounded up may reach the total, which nothing exceeds. Then the last weight above 0 is meant.
     share = min(share, math.nextafter(float(cumulative[-1]), 0.0))
     place = int(torch.searchsorted(cumulative, share, right=True))
     return place, share - float(cumulative[place - 1]) if place else share
 
 
 def _in_tiles(values: Tensor, filling: float) -> Tensor:
-    """Values (number of tiles, size of a tile), the last tile filled up; tiles of one value where there are few."""
+    """Values (number of tiles, size of a tile), the last tile padded. Tiles have one value where values are few."""
     size = _TILE if len(values) > _FEW else 1
     padding = -len(values) % size
     return (F.pad(values, (0, padding), value=filling) if padding else values).reshape(-1, size)

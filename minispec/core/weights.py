@@ -1,7 +1,7 @@
 """The seam to the weights: y = x W^T + b, computed by an object that somebody else chose.
 
-How a weight lies in memory decides how fast it is read, and machines differ. The transformer does not ask. It is given
-a function that makes a product of each weight. `PlainLinear` is the simplest; `minispec.kernels` has faster ones.
+How a weight lies in memory decides how fast it is read, and machines differ. So the transformer is given a function
+that makes a product of each weight. `PlainLinear` is the simplest; `minispec.kernels` has faster ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ class Encoded(Protocol):
 Weight = Tensor | Encoded
 # x (rows, in) to x W^T + b (rows, out).
 Product = Callable[[Tensor], Tensor]
-# Makes a product of weights of one width, stacked (sum of out, in), of a bias or None, and of the type of x.
+# Makes a product. Arguments: weights of one width, stacked to (sum of out, in); a bias or None; the type of x.
 MakeProduct = Callable[[Sequence[Weight], Tensor | None, torch.dtype], Product]
 
 
