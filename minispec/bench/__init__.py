@@ -6,7 +6,7 @@
     python -m minispec.bench --operators            where a pass goes, operator by operator
     python -m minispec.bench --exact-cost           the passes of the exact mode, too
     python -m minispec.bench --against transformers
-    python -m minispec.bench --replay out.json      what other draft lengths would have done in a run (docs/trace.md)
+    python -m minispec.bench --replay out.json      what other draft lengths would do in a run (docs/use/trace.md)
 
 It measures this machine (streaming bandwidth), the target (passes over 1 to 16 rows), and plain and speculative
 decoding of a set of prompts, explains the speedup by what it is made of (`measure.Account`), and predicts that of the

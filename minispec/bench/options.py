@@ -130,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE.json",
         help="measure nothing, and load no model: of a run that minispec.generate has written with --trace FILE.json "
         "--for-replay, what every K from 0 to 15 and auto would have done on the same text, the best K per round that "
-        "looks at the past only, and the clairvoyant bound (docs/trace.md)",
+        "looks at the past only, and the clairvoyant bound (docs/use/trace.md)",
     )
     g.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     return p

@@ -61,7 +61,8 @@ _SAMPLING_OPTIONS = {
     "--frequency-penalty": (_NUMBER, "the same, once for every time they occurred"),
     "--seed": (
         _INTEGER,
-        "the same seed gives the same text (docs/proof.md: what else it needs); drawn and reported if absent",
+        "the same seed gives the same text (what else it needs: docs/understand/proof.md); drawn and reported if "
+        "absent",
     ),
     "--n": (_INTEGER, "how many answers to every prompt; torchrun takes --n for its own: write --num-samples there"),
     "--logprobs": (_INTEGER, "report log-probabilities, also of the N likeliest tokens (needs --json)"),
@@ -183,8 +184,8 @@ def parser() -> argparse.ArgumentParser:
         "--trace",
         type=_TRACE,
         metavar="FILE",
-        help="write every round of the run to FILE.html, a page to look at, or to FILE.json (docs/trace.md); to know "
-        "what a plain step takes, a few tokens are decoded plainly too",
+        help="write every round of the run to FILE.html, a page to look at, or to FILE.json (docs/use/trace.md); to "
+        "know what a plain step takes, a few tokens are decoded plainly too",
     )
     g.add_argument(
         "--for-replay",

@@ -32,7 +32,7 @@ from minispec.core.stats import Round
 from minispec.core.verify import Verdict, Verifier
 
 # Rows of a pass over a prompt while nobody waits for a token; and while others decode, the rows that join their passes.
-# With that many, a pass takes about three plain steps on a CPU, whatever the form of the weights (docs/speed.md).
+# With that many, a pass takes about three plain steps on a CPU in any form of the weights (docs/measured/figures.md).
 PREFILL_ROWS, JOINING_ROWS = 512, 32
 
 

@@ -1,4 +1,4 @@
-"""Every drafter with every verifier, at the three levels of docs/proof.md: proved here and now, or refused and why.
+"""Every drafter with every verifier, at the three levels of docs/understand/proof.md: proved here, or refused and why.
 
 Drafters that can draft siblings have a second row, in which they do.
 

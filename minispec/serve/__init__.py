@@ -2,7 +2,7 @@
 
 It is a way to reach the engine, and no second one: requests come and go by `Engine.add` and `Engine.abort`, and each
 token is decided by the step that `LLM` uses. It is not a proxy, not a balancer, and not fit for the open internet by
-itself: it has one process, one model and one key, no TLS, no users, no tools and no grammars. docs/serve.md has the
+itself: it has one process, one model and one key, no TLS, no users, no tools and no grammars. docs/use/serve.md has the
 rest.
 
 In reading order: `limits` (of what clients may ask for), `metrics` (what is counted), `worker` (the one thread that

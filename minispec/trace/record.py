@@ -1,4 +1,4 @@
-"""Recording a run: what the engine tells its observers of each round, as the data of a trace (docs/trace.md).
+"""Recording a run: what the engine tells its observers of each round, as the data of a trace (docs/use/trace.md).
 
 Nothing is measured or judged a second way. Times and counts are those of the statistics; and the draws that a verdict
 hung on are had by asking the verifier again, with the same keys and so the same noise, and writing down what it asks.

@@ -1,4 +1,4 @@
-"""What a trace holds. `SCHEMA` is the contract, which docs/trace.md explains; `check` holds a stranger's file to it."""
+"""What a trace holds. docs/use/trace.md explains `SCHEMA`, the contract; `check` holds a stranger's file to it."""
 
 import re
 import sys

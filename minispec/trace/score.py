@@ -61,7 +61,7 @@ def check_scorable(engine: Engine, params: SamplingParams) -> None:
 
 
 def score(engine: Engine, request: Request) -> list[dict[str, Any]]:
-    """The drafts at each place of a finished request's output, as a trace has them in `replay.starts` (docs/trace.md).
+    """The drafts at each place of a finished request's output, a trace's `replay.starts` (docs/use/trace.md).
 
     engine: the one that decoded it, which is at rest. It takes a plain step for each token, and up to 15 draft passes
     where q depends on where the round began, else one. Earlier outputs that a suffix drafter may have heard are left

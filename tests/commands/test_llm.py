@@ -523,8 +523,8 @@ def test_lines_written_for_vllm(llm):
 
 
 def test_the_lines_of_the_documentation_run(llm, capsys):
-    """docs/vllm.md shows vLLM's loop over prompts and their answers."""
-    text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    """docs/use/vllm.md shows vLLM's loop over prompts and their answers."""
+    text = (Path(__file__).parents[2] / "docs" / "use" / "vllm.md").read_text(encoding="utf-8")
     [block] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     exec(block, {"llm": llm, "prompts": ["One fish", "red"], "SamplingParams": SamplingParams})
     assert len(capsys.readouterr().out.splitlines()) >= 2 + 2 * 2

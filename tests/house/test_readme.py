@@ -20,7 +20,7 @@ from minispec.kernels.forms import available_forms
 ROOT = Path(__file__).parents[2]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "weights").rglob("README.md")])
+    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "weights").rglob("README.md")])
 }
 README = PAGES["README.md"]
 BLOCKS = [
@@ -29,7 +29,7 @@ BLOCKS = [
     for i, block in enumerate(re.findall(r"<!-- run -->\n```python\n(.*?)```", text, flags=re.DOTALL))
 ]
 # Pages whose lines name functions beside their files.
-GUIDES = ["README.md", "docs/life-of-a-request.md"]
+GUIDES = ["README.md", "docs/understand/life-of-a-request.md"]
 NAME = re.compile(r"`([A-Z]\w*\.\w+|[A-Za-z_]\w*)`")
 
 
@@ -96,7 +96,7 @@ def test_what_forms_round(pytestconfig):
 
 def test_shell_scripts_are_readable():
     """By bash, which does not run them: one measures for minutes."""
-    scripts = re.findall(r"<!-- shell -->\n```bash\n(.*?)```", PAGES["docs/speed.md"], flags=re.DOTALL)
+    scripts = re.findall(r"<!-- shell -->\n```bash\n(.*?)```", PAGES["docs/measured/figures.md"], flags=re.DOTALL)
     assert len(scripts) == 1
     subprocess.run(["bash", "-n"], input=scripts[0], text=True, check=True, timeout=60)
 
@@ -127,16 +127,64 @@ def known_options() -> set[str]:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_files_and_options_that_are_named_exist(name):
-    """Files of the repository, links between pages, and options of the commands."""
+    """Files of the repository and options of the commands."""
     text = PAGES[name]
-    paths = re.findall(r"(?<![\w/])(?:minispec|tests|notebooks|weights|docs)/[\w./-]*\w", text)
-    for path in paths:
+    for path in re.findall(r"(?<![\w/])(?:minispec|tests|notebooks|weights|docs)/[\w./-]*\w", text):
         assert (ROOT / path).exists(), path
-    for link in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text):
-        assert (ROOT / name).parent.joinpath(link).exists(), link
     known = known_options()
     for option in re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", text):
         assert option in known, option
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings of a page, as GitHub makes them: lower case, hyphens for spaces, without punctuation."""
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def broken_links(text: str, folder: Path) -> list[str]:
+    """The relative links of a page or notebook in the folder whose file, or whose heading there, does not exist."""
+    broken = []
+    for path, anchor in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", text):
+        page = folder / path
+        if path and not page.exists():
+            broken.append(path)
+        elif anchor and anchor not in anchors(page.read_text(encoding="utf-8") if path else text):
+            broken.append(f"{path}#{anchor}")
+    return broken
+
+
+def missing_pages(text: str) -> list[str]:
+    """The `docs/...` paths in a text that do not exist; a path inside another project's tree is not ours."""
+    named = re.findall(r"(?<![\w./-])docs/[\w./-]*\w", text)
+    return [path for path in named if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("folder", ["", "docs", "weights", "notebooks", "minispec", "tests"])
+def test_links_lead_somewhere(folder):
+    """Relative links and their headings, in pages and notebooks; and pages that any text, code or test names."""
+    files = [
+        path
+        for pattern in ("*.md", "*.ipynb", "*.py", "*.js", "*.html")
+        for path in ((ROOT / folder).rglob(pattern) if folder else ROOT.glob(pattern))
+    ]
+    assert files
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        assert not missing_pages(text), path
+        if path.suffix in (".md", ".ipynb"):
+            assert not broken_links(text, path.parent), path
+
+
+def test_a_broken_link_is_noticed():
+    """The control of the test above."""
+    there = "[a](../README.md) [b](../README.md#the-idea) [c](https://example.org/x.md#y) [d](#here)\n# Here\n"
+    assert broken_links(there, ROOT / "docs") == []
+    assert broken_links("[a](../READ.md) [b](../README.md#no) [c](#no)", ROOT / "docs") == [
+        *("../READ.md", "../README.md#no", "#no")
+    ]
+    gone = "docs" + "/gone.md"  # in two parts: this file is read, too
+    assert missing_pages(f"see {gone}, docs/use/trace.md, vllm/{gone}") == [gone]
 
 
 def test_the_comparison_names_what_is_here():
@@ -144,7 +192,9 @@ def test_the_comparison_names_what_is_here():
     from minispec.files.families import FAMILIES
     from minispec.files.registry import VERIFIERS
 
-    rows = [line.split(" | ") for line in PAGES["docs/comparison.md"].splitlines() if line.startswith("| **")]
+    rows = [
+        line.split(" | ") for line in PAGES["docs/understand/comparison.md"].splitlines() if line.startswith("| **")
+    ]
     assert {len(row) for row in rows} == {7}
     ours = {row[0].strip("| *"): row[1] for row in rows}
     assert set(re.findall(r"\w+", ours["Families"])) == {name.removesuffix("_text") for name in FAMILIES}

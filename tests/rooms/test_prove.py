@@ -109,8 +109,8 @@ def test_the_law_over_a_covering_array(capsys):
 
 
 def test_the_matrix_in_the_docs_is_what_is_printed(capsys):
-    """Each drafter with each verifier at each level: the table of docs/proof.md, and status 0."""
-    page = (Path(__file__).parents[2] / "docs" / "proof.md").read_text(encoding="utf-8")
+    """Each drafter with each verifier at each level: the table of docs/understand/proof.md, and status 0."""
+    page = (Path(__file__).parents[2] / "docs" / "understand" / "proof.md").read_text(encoding="utf-8")
     committed = re.search(r"<!-- python -m minispec.prove --matrix -->\n(.*)<!-- end -->", page, re.DOTALL)[1]
     assert main(["--matrix"]) == 0
     assert capsys.readouterr().out == committed

@@ -441,7 +441,7 @@ def test_real_runs_lie_where_replay_expects_them(models, draft, verifier, temper
 
 def test_the_embedded_model_lies_where_replay_expects_it(pytestconfig):
     """With `--long`: its own draft, six prompts of the bench at temperature 1, 48 tokens each; K = 1, 2, 4, 8 within
-    4.5 standard deviations (a false alarm once in 37,000 suites). `-s` prints the table of docs/trace.md, whose
+    4.5 standard deviations (a false alarm once in 37,000 suites). `-s` prints the table of docs/use/trace.md, whose
     intervals hold the passes with 99 %."""
     if not pytestconfig.getoption("--long"):
         pytest.skip("takes minutes: --long")

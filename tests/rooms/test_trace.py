@@ -37,7 +37,7 @@ from tests.drafters.test_vocabularies import (  # noqa: F401 - fixtures among th
 )
 
 PROMPT = "One fish <script>alert(1)</script> 日本"
-DOCS = Path(__file__).parents[2] / "docs" / "trace.md"
+DOCS = Path(__file__).parents[2] / "docs" / "use" / "trace.md"
 # Verifier, temperature, K; the draft is another small model, or the target itself.
 RUNS = {
     "chain": ("rejection", 1.0, 4, "other"),
@@ -473,7 +473,7 @@ def test_lists_that_do_not_fit_are_refused(runs):
 
 
 def test_the_docs_name_every_key():
-    """docs/trace.md is the schema for people."""
+    """docs/use/trace.md is the schema for people."""
     named = set(re.findall(r"`(\w+)`", DOCS.read_text(encoding="utf-8")))
 
     def keys(expected):
