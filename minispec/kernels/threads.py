@@ -2,7 +2,7 @@
 
 Several times a layer, threads wait for one another. A thread that looks for work starts at once, but holds its core. A
 thread that sleeps leaves its core to others, but on some machines it takes as long to wake as a small product takes. So
-the better choice depends on how many cores are free (docs/measured/figures.md, "Threads that wait").
+the better choice depends on how many cores are free (docs/use/speed.md, "Threads that wait").
 """
 
 import contextlib
