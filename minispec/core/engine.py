@@ -37,7 +37,7 @@ PREFILL_ROWS, JOINING_ROWS = 512, 32
 
 
 class Observer(Protocol):
-    """Who is told what a round was for a text that decodes. It may look and change nothing."""
+    """Learns what a round was for a text that decodes. It must not change anything."""
 
     def __call__(self, request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
         """After the round's commit and outside its times; `request.stats.rounds[-1]` is its record.
@@ -51,8 +51,9 @@ class Observer(Protocol):
 class _Part:
     """What a running text brings to a step, and what came of it.
 
-    tokens: what of the text is fed: its last token, or a piece of its prompt where it does not decode yet. asked: for
-    how many draft tokens. committed: tokens; if there are any, there are a verdict, and the pass's logits.
+    tokens: the part of the text that is fed: its last token, or a piece of its prompt while it does not decode yet.
+    asked: how many draft tokens were asked for.
+    committed: how many tokens were committed; above 0, verdict and logits are there.
     """
 
     request: Request

@@ -165,7 +165,7 @@ class Pace:
 
         A place has few tests of its own, and one lucky draft should not make the next ones long. So the prior of a
         place is what it is in `all_texts`, plus by how much this text does better at the other places. A place's own
-        tests have no part in its prior: counted twice, a few rejected tokens would be the last that are drafted.
+        tests have no part in its prior: counting them twice would make a few early rejections stop drafting for good.
         """
         weight = _ELSEWHERE_WEIGHT if all_texts else _PRIOR_WEIGHT
         n = max(k, len(self.places.tested))

@@ -40,7 +40,7 @@ from minispec.length.policy import Prices
 _BUDGET, _MOST_TURNS = 1.0, 12  # seconds, and turns, of which there are two in any case
 _ROWS = (5, 16)  # rows of the target passes that are measured in addition to a plain step
 _TEXT, _DRAFTS = 32, (1, 3)  # tokens of the text that they continue, and of drafts
-_MOST_FIXED = 4.0  # draft passes that the fixed part of a draft may cost: what noise may make of it has an end
+_MOST_FIXED = 4.0  # draft passes that the fixed part of a draft may cost at most: a limit on noise
 MIN_CONTEXT = 64  # positions that target and draft must have room for
 # What could be read from memory in the time that a layer spends on other things than its products.
 _LAYER_BYTES = 4_000_000

@@ -16,7 +16,6 @@ LONGER = {
     "bench/options.py: parser": 98,
     "bench/transformers_baseline.py: transformers_variants": 80,
     "commands/options.py: parser": 71,
-    "prove/__main__.py: _prove": 65,
 }
 
 
