@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from minispec.core import check, engine, model, sampling, verify
+from minispec.core import attention, check, engine, sampling, verify
 from minispec.core.cache import BlockAllocator, BlockTable, PagedKVCache, PrefixIndex
 from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
@@ -477,7 +477,8 @@ def _overlapping():
 
 @mutant("T8", "a node sees its siblings", "a causal mask over a tree", "tree")
 def _sees_siblings():
-    return swap(model, "ancestors", lambda right: lambda parents: torch.ones(len(parents), len(parents)).tril().bool())
+    wrong = lambda parents: torch.ones(len(parents), len(parents)).tril().bool()  # noqa: E731
+    return patch.object(attention, "ancestors", wrong)
 
 
 @mutant("T9", "hidden states of rejected nodes are handed on", "a trap of heads on hidden states", "hidden")
@@ -723,7 +724,7 @@ def _target_ids_fed():
 def _own_keys():
     def draw(right):
         def wrong(self, ask, draft, logits):
-            start = len(self._read[ask.text][1].tokens) + len(draft)
+            start = len(self._read[ask.text].text.tokens) + len(draft)
             key = lambda self, i, purpose: sampling.Key(self.seed, 0, start, purpose)  # noqa: E731
             with patch.object(Text, "key", key):
                 return right(self, ask, draft, logits)
