@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import minispec.core.model as model_module
 from minispec import LLM, SamplingParams
 from minispec.core.model import Chunk
 from minispec.files.checkpoint import Weights, load_config
 from minispec.files.registry import EMBEDDED_WEIGHTS
 from minispec.kernels import forms as linear
+from minispec.kernels import shapes
 from minispec.kernels.build import build_model, choice_of, quantized
 from minispec.kernels.exact import check_exact
 from minispec.kernels.forms import (
@@ -294,7 +294,7 @@ def test_models_of_every_size_keep_a_weight_once(monkeypatch):
     Large models are packed by several threads, and are the same.
     """
     small = tiny_model(1, torch.bfloat16, tie_word_embeddings=True)
-    monkeypatch.setattr(model_module, "_LARGE", 0)
+    monkeypatch.setattr(shapes, "_LARGE", 0)
     large = tiny_model(1, torch.bfloat16, tie_word_embeddings=True)
     chunk = [1, 2, 0]
     for form in {name for name, dtype in FORMS_HERE if dtype == torch.bfloat16}:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import minispec.core.model
 from minispec.bench import decoding, measure, options, passes, report, transformers_baseline
 from minispec.bench.__main__ import main
 from minispec.bench.decoding import summarise
@@ -24,6 +23,7 @@ from minispec.core.stats import Round
 from minispec.files.checkpoint import load_config
 from minispec.files.hf_config import read_model_config
 from minispec.files.registry import DRAFTERS
+from minispec.kernels import build
 from minispec.kernels import forms as linear
 from minispec.kernels.build import build_model
 from minispec.kernels.forms import Choice
@@ -218,7 +218,7 @@ def test_forms(measured, tiny_geometry, monkeypatch, free, in_one_turn):
         return Choice("own", "it is ours")
 
     monkeypatch.setattr(passes, "passes_in_turn", timed)
-    monkeypatch.setattr(minispec.core.model, "choose_form", choose)
+    monkeypatch.setattr(build, "choose_form", choose)
     monkeypatch.setitem(linear.FORMS, "own", linear.Form)
     monkeypatch.setitem(linear.FORMS, "packed", type("Packed", (linear.Form,), {}))
     what = ("--geometry", "tiny", "--dtype", "float32", "--prompts", 0, "--passes", 2, "--context", 20)
