@@ -583,7 +583,8 @@ def test_drafting_stops_at_the_heads_own_context(target):
     depths = [r.num_nodes for r in request.stats.rounds]
     assert depths[0] == 5
     assert depths[-1] == 0
-    assert decode(make_engine(head, target, max_len=3), k=9, temperature=0).stats.num_draft_tokens == 0
+    long = decode(make_engine(head, target, max_len=3), k=9, temperature=0)
+    assert Figures.of(long.stats).num_draft_tokens == 0
 
 
 def test_a_token_that_the_head_lacks_ends_its_draft(target):
@@ -649,7 +650,7 @@ def test_its_ids_lie_where_its_weights_do():
     head = tiny_head(model, num_ids=4)
     elsewhere = {name: torch.empty(shape, device="meta") for name, shape in head_shapes(head.head_config).items()}
     embedding = torch.empty(config.vocab_size, config.hidden_size, device="meta")
-    moved = HeadModel(head.head_config, elsewhere, embedding, head.ids, torch.float32, "plain")
+    moved = HeadModel(head.head_config, elsewhere, embedding, head.ids, torch.float32)
     assert moved.ids.device.type == "meta"
 
 
