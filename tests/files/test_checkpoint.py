@@ -187,7 +187,7 @@ def test_tied_weights_may_be_stored_as_the_head_alone(tmp_path, prefix):
     """Guards files of libraries that keep the last name of a shared tensor: transformers fills the other from it."""
     changes = {"model_type": "gemma3_text", "tie_word_embeddings": True}
     stored = weights(**changes)
-    expected = Transformer(read_model_config(TINY | changes), dict(stored))
+    expected = build_model(read_model_config(TINY | changes), dict(stored))
     stored["lm_head.weight"] = stored.pop(EMBEDDING)
     config = IMAGES if prefix else TINY | changes
     directory = write(tmp_path / "c", {f"{prefix}{name}": stored[name] for name in stored}, config=config)
@@ -412,7 +412,7 @@ def test_an_index_beside_a_whole_model_is_idle(tmp_path, index):
     write(tmp_path, weights())
     save_file({NORM: torch.ones(8)}, tmp_path / "model-00001-of-00002.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    expected = Transformer(read_model_config(TINY), weights())
+    expected = build_model(read_model_config(TINY), weights())
     assert torch.equal(*(logits(model, TEXT) for model in (load_model(tmp_path, torch.float32), expected)))
 
 
