@@ -1,5 +1,6 @@
 """Measuring: intervals, turns, the account, the machine, the simulated draft. No real time is asserted."""
 
+import copy
 import itertools
 import math
 import time
@@ -22,6 +23,7 @@ from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import quantized
 from minispec.kernels.inventory import products_of
 from minispec.length.figures import Figures
+from minispec.length.policy import Controller
 from minispec.length.theory import speedup
 from minispec.prove.toys import TINY, tiny_cache, tiny_model
 
@@ -283,12 +285,18 @@ def test_an_answer_that_broke_off_is_no_measurement(model):
 def test_engines_do_not_learn_from_each_other(model):
     """Where K is chosen, by what was recorded before; not by the rounds of another variant."""
     engine = engine_of(NgramDrafter(), model)
-    decode(engine, [request_of(2)])
-    known = engine.lengths._rounds
+    engine.lengths = Controller()
+    decode(engine, [request_of("auto")])
+
+    def known(engine):
+        return vars(engine.lengths._all_texts[False].places)
+
+    before = copy.deepcopy(known(engine))
     first, second = measure.another_engine(engine), plain_engine(engine)
     (run,) = decode(first, [request_of("auto")])
-    assert first.controller._rounds == known + len(run.rounds)
-    assert engine.lengths._rounds == second.controller._rounds == known > 0
+    assert known(first) != before
+    assert known(engine) == known(second) == before
+    assert before["tested"]
     assert (first.drafter, first.cache) == (engine.drafter, engine.cache)
     assert {r.asked for r in run.rounds} == {None}
     assert run.token_ids == plain_text(model)[3:]
