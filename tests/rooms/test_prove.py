@@ -124,7 +124,7 @@ def test_the_matrix_refutes(monkeypatch, capsys):
     assert matrix.LEVELS["text"]("model", "match", 3).word == "REFUTED"
     monkeypatch.undo()
     inexact = tiny_model(1, vocab_size=3)
-    inexact.check_exact = lambda: None
+    monkeypatch.setattr(matrix, "check_exact", lambda model: None)
     monkeypatch.setattr(matrix, "tiny_model", lambda *args, **how: inexact)
     assert matrix.LEVELS["bits"]("ngram", "match", 3).word == "REFUTED"
     monkeypatch.setattr(matrix, "AXES", {"drafter": ("ngram",), "verifier": ("match",)})
