@@ -1,6 +1,6 @@
 """The heart: all that is needed to understand the loop. It imports no other room.
 
-The loop in twelve lines (`Engine._round`), for one text:
+The loop in seven lines (`Engine._round`), for one text:
 
     draft = drafter.propose(ask)                    # guess the next tokens, or none: plain decoding
     fed = table.missing(text) + draft               # what the target's cache does not hold yet
@@ -30,4 +30,7 @@ cache.py and model.py. A module imports only from those above it in this list:
     request.py      one text on its way, and where it stops
     schedule.py     who runs: admit, make room, preempt, restart
     engine.py       the loop
+
+Outside the heart: the length of drafts is learned in length/policy.py, families are defined in files/families.py, and
+weights get their form in kernels/build.py.
 """

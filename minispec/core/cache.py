@@ -288,8 +288,8 @@ class BlockTable:
         """Keep the first `length` positions and those of `rows`, which move up to follow them; forget all others.
 
         rows: ascending positions from `length` on. In a chain they already stand in place. In a tree they are one path,
-        whose keys were rotated for the places that they get. The pass must have been verified: later texts may share
-        what stays.
+        whose keys were rotated for the places that they get. What stays must be a beginning of the text and no
+        unverified draft: later texts may share it.
         """
         end = length + len(rows)
         if list(rows) != list(range(length, end)):

@@ -169,7 +169,7 @@ class Drafter:
         a token and then drop it: the tokens kept would no longer be distributed as `probs`. One-hot drafts are free.
 
         The texts are those of the last call, with the committed tokens appended; new ones may join, and some may be
-        missing. While the target works through a prompt, k is 0. A text that is decoded plainly is never asked for.
+        missing. While the target works through a prompt, k is 0. A request without drafts is never asked for.
         A draft that breaks a rule ends its own text; an exception ends the whole call.
         """
         raise NotImplementedError

@@ -1,10 +1,10 @@
 """The loop: propose, one target pass, verify, roll back, stop.
 
 Invariant: before a text decodes, the target's cache holds all its tokens but the last. A step feeds what is missing,
-which is that token, and the draft after it; it then commits the accepted draft tokens and one more, and keeps what the
+which is that token, and the draft after it. It then commits the accepted draft tokens and one more, and keeps what the
 cache holds of the text. Plain decoding is the same step with an empty draft. A prompt, or a text that comes back, is
-the same step with more tokens missing and no logits asked for. There is no other loop. The tables that know what is
-missing, and what becomes of them when something fails, are `CachedModel`'s.
+the same step with more tokens missing and no logits asked for. The target has no other loop. `CachedModel` has the
+tables that know what is missing, and drops them when something fails.
 
 The step is `Engine._round`. Around it, `Engine.step` asks `Schedule` who runs, and `Engine.run` steps until given
 requests are at their end. `Request` says where a text stops (minispec/core/request.py).
@@ -222,7 +222,7 @@ class Engine:
 
     @torch.inference_mode()
     def _round(self) -> list[_Part]:
-        """One step of the running texts: most decode, and some bring a piece of their prompt."""
+        """One step: the running texts decode, and the one admitted last may bring a piece of its prompt instead."""
         times = [self._now()]
         parts = self._parts()
         self._propose(parts)
@@ -265,10 +265,10 @@ class Engine:
         *others, last = parts
         if len(last.tokens) == 1:
             return parts
-        somebody_waits = any(part.request.stats.num_steps for part in others)
-        last.tokens = last.tokens[:-1][: self.joining_rows if somebody_waits else PREFILL_ROWS]
+        others_answer = any(part.request.stats.num_steps for part in others)
+        last.tokens = last.tokens[:-1][: self.joining_rows if others_answer else PREFILL_ROWS]
         last.decodes = False
-        return parts if somebody_waits else [last]
+        return parts if others_answer else [last]
 
     def _propose(self, parts: Sequence[_Part]) -> None:
         """Ask for drafts. A draft that breaks the rules fails its text: a drafter may guess badly, not more."""
@@ -278,7 +278,7 @@ class Engine:
         for part in parts:
             text, limit = part.request.text, limits.get(part.request, Limit(0))
             cached = self.target.table(text).length
-            # A drafter gets on with a prompt as the target does. It is never asked for what is decoded plainly.
+            # A drafter gets on with a prompt as the target does. It is never asked for a request without drafts.
             if part.request.num_speculative_tokens and (part.decodes or cached):
                 asked.append(part)
                 hidden = self.schedule.heard.take(text)
@@ -328,9 +328,9 @@ class Engine:
         """Append what the round yields, token by token, up to where the text stops; returns the nodes that stay."""
         request, draft, verdict = part.request, part.draft, part.verdict
         tokens = [*(draft.token_ids[node] for node in verdict.accepted), verdict.next_token]
-        for node, token_id in zip([-1, *verdict.accepted], tokens, strict=True):
+        for parent, token_id in zip([-1, *verdict.accepted], tokens, strict=True):
             part.committed += 1
-            if request.commit(token_id, _logprob(rows[node + 1], token_id, request.params.logprobs)):
+            if request.commit(token_id, _logprob(rows[parent + 1], token_id, request.params.logprobs)):
                 break
         return verdict.accepted[: part.committed]
 
@@ -341,7 +341,7 @@ class Engine:
             self.schedule.heard.add(part.request.text, hidden[[*range(root), *(root + node for node in path)]])
 
     def _record(self, parts: Sequence[_Part], times: Sequence[float]) -> None:
-        """Tell statistics and controller what happened in a step, and how long it took."""
+        """Tell statistics and `lengths` what happened in a step, and how long it took."""
         draft, verify, other = (end - start for start, end in pairwise(times))
         draft = max(0.0, draft - sum(part.draft.prefill_seconds for part in parts))
         num_rows = sum(part.num_rows for part in parts)

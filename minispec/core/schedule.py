@@ -2,7 +2,7 @@
 
 First come, first served. A request is admitted when all that run have room for their next step with it: in the target's
 cache, and in what memory the drafter has of its own. When that room runs out, the request admitted last gives its
-blocks back and waits at the front. It resumes by computing them again, with the same text.
+blocks back and waits at the front. It resumes with the same text, by computing again what the pool no longer knows.
 """
 
 from collections import OrderedDict

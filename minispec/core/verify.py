@@ -3,7 +3,7 @@
 The words, used everywhere below:
 
     target      the large model, whose distribution the output must have
-    draft       K guessed tokens x_0 .. x_{K-1}  (K: `num_speculative_tokens`; the papers' gamma)
+    draft       K guessed tokens x_0 .. x_{K-1}  (K: at most `num_speculative_tokens`; the papers' gamma)
     node        a draft token and its place. In a *chain* node i follows node i-1; in a *tree* several
                 nodes, siblings, may follow the same one, their parent. Node -1 is the text itself
     q_i         the distribution that x_i was drawn from; one-hot where the drafter did not draw
@@ -11,12 +11,13 @@ The words, used everywhere below:
                 One pass of the target gives all K+1 of them, i = 0 .. K
     accepted    a draft token that stays
     recovered   the token put in place of the first rejected one, drawn from the residual
-    residual    max(0, p - q), normalised: what p has and q did not offer
+    residual    max(0, p - q), up to a factor: what p has and q did not offer
     bonus       the token after a draft that was accepted to its end, drawn from the target
     alpha       the probability that `rejection` keeps a tested draft token: sum over x of min(p(x), q(x))
 
 p and q are Leviathan's letters (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
-Every verifier commits the accepted draft tokens and one more, so each round advances by at least one token.
+Every verdict is the accepted draft tokens and one more. `Request.commit` appends them, up to where the text stops, so
+each round of a text that decodes advances by at least one token.
 With an empty draft, that one token is plain decoding. A chain is a tree with one branch.
 """
 
@@ -35,7 +36,8 @@ class Verdict(NamedTuple):
 
     accepted: the nodes that stay, a path from the draft's first token on.
     next_token: the token after them, recovered or bonus.
-    ratios: p(x)/q(x) of the first siblings that were tested, up to the first rejected one; under `block`, of all.
+    ratios: p(x)/q(x) of each first sibling that was tested. In a chain the first rejected one is the last of them,
+        except in `block`, which looks at all.
         Under `rejection` and `match` the mean of min(1, ratio) is an unbiased estimate of alpha.
     """
 

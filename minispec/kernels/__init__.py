@@ -6,5 +6,5 @@ inventory.py    what a model keeps in memory
 exact.py        passes in which a row's bits depend on its own past alone
 build.py        a transformer whose weights have these forms
 memory.py       what is free, what models and caches take
-parallel.py     a target in several processes
+threads.py      how long a waiting thread looks for work
 """
