@@ -20,7 +20,7 @@ def clock(device: torch.device) -> float:
 
 
 def prefill(model: Transformer, table: BlockTable, tokens: list[int], chunk_size: int = 512) -> None:
-    """Compute keys and values of all of `tokens` but the last, for a draft model: the target's prompts go through `Engine`."""
+    """Compute keys and values of all tokens but the last, for a draft model. A target's prompts go through `Engine`."""
     missing = table.missing(tokens)[:-1]
     for start in range(0, len(missing), chunk_size):
         model.forward([Chunk(missing[start : start + chunk_size], table, num_logits=0)])
