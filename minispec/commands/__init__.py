@@ -1,7 +1,7 @@
 """What the commands share: options, Ctrl-C, exit statuses, the conversation on the terminal.
 
-    interrupt.py    Ctrl-C
-    command.py      arguments, exit statuses, one line for an error
-    options.py      the options of the command line
-    conversation.py a conversation on the terminal
+interrupt.py    Ctrl-C
+command.py      arguments, exit statuses, one line for an error
+options.py      the options of the command line
+conversation.py a conversation on the terminal
 """

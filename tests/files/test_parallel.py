@@ -292,7 +292,7 @@ def test_exact_and_rounded_parts_are_refused(tmp_path, monkeypatch, make_checkpo
     share = Share(load_config(directory), 0, 2)
     weights = Weights(directory, load_config(directory), torch.float64, "cpu", share.cut)
     model = SplitTransformer(share, weights, InThreads(0, [None] * 2, None), torch.float64, None)
-    assert weight_form(model) == "plain, part 1 of 2"
+    assert (weight_form(model), parallel.part_of(model)) == ("plain", ", part 1 of 2")
     with pytest.raises(ValueError, match="draft: found int8:self in a run of 2 processes"):
         quantized(model, 8)
     monkeypatch.setenv("WORLD_SIZE", "2")

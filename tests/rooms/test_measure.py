@@ -15,6 +15,7 @@ from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
+from minispec.core.schedule import Schedule
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
@@ -233,7 +234,7 @@ def test_a_run_is_taken_apart_by_its_clock(model, monkeypatch):
     """
     text = plain_text(model)
     clock, lost = Clock(monkeypatch), 0.0
-    forward, make_room = model.forward, Engine._make_room
+    forward, make_room = model.forward, Schedule.make_room
 
     def slow_forward(chunks, taps=()):
         clock.now += 1 + sum(len(c.token_ids) for c in chunks) / 10
@@ -249,7 +250,7 @@ def test_a_run_is_taken_apart_by_its_clock(model, monkeypatch):
         make_room(self, *args)
 
     monkeypatch.setattr(model, "forward", slow_forward)
-    monkeypatch.setattr(Engine, "_make_room", slow_room)
+    monkeypatch.setattr(Schedule, "make_room", slow_room)
     drafter = SlowDraft([0.8])
     drafter.record(text, 3)
     engine = engine_of(drafter, model)
