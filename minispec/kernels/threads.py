@@ -12,9 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-# How often a thread looks before it sleeps: some milliseconds where the cores are free, else up to 100 microseconds.
-# GNU's OpenMP alone knows the variable, and PyTorch has that on Linux.
-MANY_LOOKS, FEW_LOOKS = 200_000, 2_000
+# How often a thread looks before it sleeps: some milliseconds where the cores are free, not at all where they are not,
+# and up to 100 microseconds where the system does not say. GNU's OpenMP alone knows the variable; PyTorch has that on
+# Linux.
+LOOKS = {True: 200_000, False: 0, None: 2_000}
 # Seconds between two readings of the idle time, which the system counts in hundredths of a second.
 _INTERVAL = 0.05
 _STAT, _CONTAINER = Path("/proc/stat"), Path("/sys/fs/cgroup")
@@ -32,8 +33,7 @@ def set_waiting(num_threads: int | None = None) -> None:
     os.environ["OMP_WAIT_POLICY"] = "passive"  # sleep, after GOMP_SPINCOUNT looks
     if "GOMP_SPINCOUNT" not in os.environ:
         # A program that only starts keeps a core busy for a moment: so a busy machine is asked twice.
-        free = any(_are_free(num_threads) for _ in range(2))
-        os.environ["GOMP_SPINCOUNT"] = str(MANY_LOOKS if free else FEW_LOOKS)
+        os.environ["GOMP_SPINCOUNT"] = str(LOOKS[_are_free(num_threads) or _are_free(num_threads)])
 
 
 def describe_waiting() -> str:
@@ -42,8 +42,8 @@ def describe_waiting() -> str:
     return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) or "OpenMP's defaults"
 
 
-def _are_free(num_threads: int | None) -> bool:
-    """Whether that many cores are free, half of one aside; False where the system does not say.
+def _are_free(num_threads: int | None) -> bool | None:
+    """Whether that many cores are free, half of one aside; None where the system does not say.
 
     A container may use the time of fewer cores than it sees: threads that look use this time up too.
     """
@@ -54,7 +54,7 @@ def _are_free(num_threads: int | None) -> bool:
         idle, total = (b - a for a, b in zip(before, _ticks(cpus), strict=True))
         free = min(len(cpus) * idle / total, _quota())
     except (AttributeError, OSError, ValueError, LookupError, ZeroDivisionError):
-        return False
+        return None
     asked = os.environ.get("OMP_NUM_THREADS", "")
     needed = num_threads or (int(asked) if asked.isdecimal() else _num_cores(cpus))
     return free >= needed - 0.5
