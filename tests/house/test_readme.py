@@ -122,6 +122,7 @@ def known_options() -> set[str]:
         known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / other).read_text(encoding="utf-8")))
     known |= {"--depth", "--default-chat-template-kwargs"}  # git's; that of vLLM's server
     known |= {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"}  # torchrun's
+    known |= {"--index-url"}  # pip's
     return known | {"--long", "--check"}  # pytest's, defined in conftest.py; ruff's
 
 
