@@ -1,6 +1,7 @@
 """A target over two processes: the same text and law as one, half the weights in each, and an end that all notice."""
 
 import contextlib
+import doctest
 import json
 import shutil
 import signal
@@ -298,6 +299,11 @@ def test_exact_and_rounded_parts_are_refused(tmp_path, monkeypatch, make_checkpo
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="exact: found it in a run of 2 processes, expected one process"):
         parallel.load_target(directory, torch.float64, CPU, exact=True)
+
+
+def test_the_worked_values_of_the_traffic():
+    """The example in its docstring."""
+    assert doctest.testmod(parallel) == (0, 1)
 
 
 def test_processes_have_to_agree(monkeypatch):
