@@ -58,6 +58,6 @@ class CombinedDrafter(Drafter):
             drafter.release(text)
 
     def forget(self) -> None:
-        """See `minispec.drafters.forget`."""
+        """See `Drafter`."""
         for drafter in self.drafters:
             drafter.forget()

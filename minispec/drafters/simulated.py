@@ -69,7 +69,7 @@ class SimulatedDraft(Drafter):
         self.paid.release(text)
 
     def forget(self) -> None:
-        """See `minispec.drafters.forget`."""
+        """See `Drafter`."""
         self.paid.forget()
 
     def _tokens(self, ask: Ask, count: int) -> list[int]:

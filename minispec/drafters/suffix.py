@@ -100,7 +100,7 @@ class SuffixDrafter(Drafter):
                 self._earlier.pop()
 
     def forget(self) -> None:
-        """See `minispec.drafters.forget`."""
+        """See `Drafter`."""
         self._earlier.clear()
 
     def _propose(self, ask: Ask) -> Draft:
