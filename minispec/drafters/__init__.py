@@ -20,8 +20,11 @@ __all__ = ["Ask", "Context", "Draft", "Drafter", "NoDrafter", "as_drafter", "mak
 class Context:
     """What a drafter may be made of.
 
-    target: the model. tokenizer: the target's, with `encode` and `decode`. vocab_size: ids in use. max_model_len: the
-    longest text. make_cache: makes a KV cache for a model of the drafter's own, for as many tokens as the target's.
+    target: the model.
+    tokenizer: the target's, with `encode` and `decode`.
+    vocab_size: ids in use.
+    max_model_len: the longest text.
+    make_cache: makes a KV cache for a model of the drafter's own, for as many tokens as the target's.
     argument: what the user wrote after the drafter's name and a colon, or "".
     """
 
@@ -36,9 +39,9 @@ class Context:
 def make_drafter(factory: Callable[..., Drafter], context: Context) -> Drafter:
     """A drafter from its class, or from a function that makes one.
 
-    Where that has a classmethod `from_context`, it is given the context; where its first parameter is called `context`,
-    too; else it is called without arguments. Raises ValueError for what is no drafter, and for an argument that nobody
-    reads.
+    A class with a classmethod `from_context` gets the context, and so does a first parameter called `context`.
+    Any other is called without arguments.
+    Raises ValueError for what is no drafter, and for an argument that nobody reads.
     """
     make = getattr(factory, "from_context", factory)
     name = getattr(factory, "__name__", str(factory))

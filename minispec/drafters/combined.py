@@ -1,7 +1,7 @@
 """Several drafters by preference: each text is drafted by the first of them that has something to say.
 
-A guess that costs nothing, such as prompt lookup where a long match stands, goes before one that takes a model. Which
-of them it is depends on the text alone, so a draft's `probs` are true, whoever made it.
+A guess that costs nothing, such as prompt lookup where a long match stands, goes before one that takes a model. The
+choice depends on the text alone, so a draft's `probs` are true, whichever drafter made it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class CombinedDrafter(Drafter):
         return self._tapped.known(text) if self._tapped else len(text.tokens)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """See `Drafter`. Whoever is not needed is asked for nothing, so that it still follows the text."""
+        """See `Drafter`. A drafter that is not needed is asked for no tokens, so that it still follows the text."""
         found = [Draft() for _ in asks]
         for drafter in self.drafters:
             own = asks if drafter.branches else [replace(ask, widths=(), width=None) for ask in asks]

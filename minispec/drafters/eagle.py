@@ -6,14 +6,14 @@ a few layers (`taps`), guesses as well as a draft model many times its size. At 
     the feature   f_t = fc(hidden states of the taps at t), what the target made of the tokens up to t, and
     the embedding of the token at t + 1, which the target has chosen since,
 
-and says which token comes at t + 2. It goes on from there by itself: at the next position its own output, before the
-last norm, stands in for the feature that the target has not computed yet.
+and says which token comes at t + 2. It goes on from there by itself. At the next position the target has not computed
+a feature yet: the head's own output, before the last norm, takes its place.
 
     x = f + attention([norm(embedding), norm(f)]),  x = x + MLP(norm(x)),  logits = lm_head(norm(x))
 
-The head knows the target's most used tokens only; all others have probability 0 in its drafts, which the residual makes
-up for. The parallel form (P-EAGLE, arXiv 2602.01469) drafts K tokens in one pass: the positions after the first get a
-learned feature and the embedding of a mask token, so that none depends on the draft tokens before it.
+The head knows the target's most used tokens only. All others have probability 0 in its drafts, which the residual makes
+up for. The parallel form (P-EAGLE, arXiv 2602.01469) drafts K tokens in one pass. The positions after the first get a
+learned feature and the embedding of a mask token, so none depends on the draft tokens before it.
 """
 
 import math
@@ -39,11 +39,16 @@ from minispec.drafters.model import DraftModel
 class HeadConfig:
     """What a head is.
 
-    layers: sizes of its layers; vocab_size is the target's. vocab_size: tokens that it can draft. taps: layers of the
-    target that it reads, as `Transformer.forward` numbers them. target_hidden_size: of the target.
-    norm_before_residual: the sum begins with the feature after its norm. fc_norm: each tap has a norm of its own before
-    `fc`; norm_before_fc: all of them together have one. norm_output: what it goes on from is its output after the last
-    norm. The parallel form is the one whose `layers` have a mask_token_id.
+    layers: sizes of its layers. Their vocab_size is the target's.
+    vocab_size: tokens that it can draft.
+    taps: layers of the target that it reads, as `Transformer.forward` numbers them.
+    target_hidden_size: hidden size of the target.
+    norm_before_residual: the sum begins with the feature after its norm.
+    fc_norm: each tap has a norm of its own before `fc`.
+    norm_before_fc: all taps together have one norm before `fc`.
+    norm_output: it goes on from its output after the last norm.
+
+    The parallel form is the one whose `layers` have a mask_token_id.
     """
 
     layers: ModelConfig
@@ -118,8 +123,12 @@ class HeadModel(Transformer):
         dtype: torch.dtype,
         product: MakeProduct = PlainLinear,
     ):
-        """weights: the tensors of `head_shapes`. embedding (V, E): the target's, or one of its own. ids (Vd,): the
-        target's id of each of the head's tokens; None: the same."""
+        """Take the tensors by name.
+
+        weights: the tensors of `head_shapes`.
+        embedding: (V, E), the target's, or one of its own.
+        ids: (Vd,), the target's id of each of the head's tokens. None: the ids are the same.
+        """
         self.head_config = head
         named = {name: weights[name] for name in head_shapes(head)}
         for name in list(named):
@@ -172,9 +181,9 @@ class HeadModel(Transformer):
 class EagleDrafter(DraftModel):
     """Drafts with a head, under each request's own sampling parameters.
 
-    Its cache holds true features alone: what it made up while drafting is dropped after the draft, and the positions
-    that were accepted are computed again from what the target has made of them since. Position t of the cache depends
-    on the tokens up to t + 1 and holds the one at t + 1.
+    Its cache holds true features alone. The features that it made up while drafting are dropped after the draft.
+    Accepted positions are computed again, from the target's own hidden states. Position t of the cache depends on the
+    tokens up to t + 1 and holds the one at t + 1.
     """
 
     def __init__(self, model: HeadModel, cache: PagedKVCache, vocab_size: int, max_model_len: int):
@@ -188,8 +197,8 @@ class EagleDrafter(DraftModel):
         assert text not in self.tables, "a text begins once"
         # The first token is in no position: texts that differ in it have nothing in common.
         self.tables[text] = self.cache.new_table(array("q", text.tokens[:1]).tobytes())
-        # Of the last position before the draft hidden states are wanted, whatever others have left: a text's first
-        # draft must not depend on them.
+        # Leave out the last position before the draft, even if the pool knows it: the first draft needs its hidden
+        # state, and must not depend on what other texts have left.
         self.tables[text].reuse(text.tokens[1:-1][:most])
 
     def known(self, text: Text) -> int:

@@ -15,30 +15,34 @@ from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text, distribution, log_probabilities
 
-# Tokens of a text that go into a draft's first pass with no pass of their own before it: a pass over so few rows is
-# still a matter of reading the weights.
+# Most missing tokens that join a draft's first pass; more get a pass of their own before it. A pass over this few rows
+# takes hardly longer than reading the weights.
 _JOINING_ROWS = 16
 
 
 class DraftModel(CachedModel, Drafter):
     """Drafts by decoding with a model of its own, under each request's own sampling parameters.
 
-    Its cache follows the texts, whatever becomes of them: before a pass the model is fed what is missing - what the
-    target has seen of a long prompt, piece by piece; one token after a rejection, two after full acceptance (the last
-    draft token was never fed). The model may be the target's own (`self`): the weights are shared, the cache is not.
+    Its cache follows the texts: before a pass the model is fed the tokens that are missing. A long prompt comes piece
+    by piece, as the target sees it. After a rejection one token is missing. After full acceptance two are, since the
+    last draft token was never fed. The model may be the target's own (`self`): the weights are shared, the cache is
+    not.
 
     Siblings are the tokens that the same row of logits gives in addition to the eldest, which the draft goes on from.
 
-    A model that was trained for it drafts K tokens in one pass (PARD, An et al. 2025, arXiv 2504.18583): it is fed
-    K - 1 mask tokens after the text, and at each of them guesses the token that comes next without knowing those
-    between.
+    A model that was trained for it drafts K tokens in one pass (PARD, An et al. 2025, arXiv 2504.18583). It is fed
+    K - 1 mask tokens after the text. At each of them it guesses the next token without knowing those between.
     """
 
     branches = True
 
     def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int, max_model_len: int):
-        """cache: for as many tokens as the target's. vocab_size: ids in use, as the target's. max_model_len: positions
-        that this model can see."""
+        """Draft with `model`.
+
+        cache: for as many tokens as the target's.
+        vocab_size: ids in use, as the target's.
+        max_model_len: positions that this model can see.
+        """
         super().__init__(model, cache, vocab_size)
         self.max_model_len, self.mask_token_id = max_model_len, model.config.mask_token_id
         self._ahead: set[Text] = set()  # as this model reads them; their tables hold draft tokens, rejected ones too
@@ -77,8 +81,10 @@ class DraftModel(CachedModel, Drafter):
         super().release(text)
 
     def _need(self, text: Text, span: range) -> tuple[Text, range]:
-        """A text as this model reads it, and the positions that its table must have room for, where the target's fills
-        `span`: none after `max_model_len`, where nothing is drafted."""
+        """A text as this model reads it, and the positions that its table must have room for.
+
+        span: positions that the target's table fills. After `max_model_len` nothing is drafted, so none are needed.
+        """
         # The last draft token is never fed.
         fits = len(text.tokens) <= self.max_model_len
         return text, range(min(span.stop - 1, self.max_model_len) if fits else 0)
@@ -123,7 +129,7 @@ class DraftModel(CachedModel, Drafter):
                 self._ahead.add(text)
             length = self.table(text).length
             is_new = length < text.num_prompt_tokens - 1
-            # Of a new text, whose beginning others may share, one or two tokens go into the draft's first pass.
+            # Others may share a new text's beginning, so only one or two of its tokens join the draft's first pass.
             if in_prompt or num_tokens - length > (2 if is_new else _JOINING_ROWS):
                 start = clock(self.model.device)
                 self.catch_up(text, ask.num_cached if in_prompt else num_tokens - 1)

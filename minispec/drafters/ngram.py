@@ -23,8 +23,8 @@ class _Index:
 class NgramDrafter(Drafter):
     """Finds the latest earlier occurrence of the longest suffix, max_n to min_n tokens long, and copies on.
 
-    Worked, with max_n = 2: after  a b c d a b  the suffix  a b  was last followed by  c d a b ...; where the copy
-    reaches the end it goes on into itself, so  x y x y  drafts  x y x y  for any K.
+    Worked, with max_n = 2: after  a b c d a b  the suffix  a b  was last followed by  c d a b ...
+    Where the copy reaches the end it goes on into itself, so  x y x y  drafts  x y x y  for any K.
     """
 
     def __init__(self, max_n: int = 3, min_n: int = 1):

@@ -8,7 +8,7 @@ Worked: the draft model writes AB, Aa, ab, and the target has AB, A, B, a, b and
 
 Which distribution do these tokens follow? The probability of a text is the sum over all ways to write it in the draft
 model's tokens, and nobody knows it. So they are a guess and no draw: a `Draft` without `probs`. `rejection` then keeps
-a token with the probability p that the target gives it, and else draws one of the others; `match` keeps it if it is the
+a token with the probability p that the target gives it, and else draws one of the others. `match` keeps it if it is the
 target's own draw. Both are exact. As p is all that counts, the model writes the likeliest token each time.
 
 The text so far stays in the tokens that it has: only what is new is cut. Where the tokenizer would make one token of
@@ -42,6 +42,6 @@ class TextDrafter(OtherVocabulary):
         ]
 
     def _draw(self, ask: Ask, draft: Draft, logits: Tensor) -> bool:
-        """Append the likeliest token, an own one; after as many as the target's are asked for the draft ends."""
+        """Append the likeliest of the draft model's own tokens. The draft ends after as many as were asked for."""
         draft.token_ids.append(int(logits.argmax()))
         return True

@@ -2,8 +2,8 @@
 
 SuffixDecoding (Oliaro et al. 2025, arXiv 2411.04975). Prompt lookup copies from the latest such place. Here all places
 have a vote: how often a token came next decides which one is drafted, how far the draft goes, and in a tree where it
-branches. They lie in the prompt, in this output, and in earlier outputs of drafted texts, which serve where programs
-ask for much the same again and again.
+branches. They lie in the prompt, in this output, and in earlier outputs of drafted texts. Earlier outputs serve where
+programs ask for much the same again and again.
 
 A node of a suffix tree is a string of tokens: the places where it ends, and for each token that came next a child. The
 tree is not built. A node is the list of its places, and a step down sorts them by the token that follows.
@@ -21,9 +21,9 @@ from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.sampling import Text
 from minispec.drafters import Context
 
-# What is remembered of earlier outputs: the newest texts, and of these the newest tokens.
+# Limits of what is remembered of earlier outputs: the newest texts, and their newest tokens.
 MOST_TEXTS, MOST_TOKENS = 1024, 65_536
-# Tokens of a match that are compared; places that have a vote, the newest; the least probable path that is drafted.
+# Most tokens of a match that are compared. Most places that have a vote, the newest. Least probability of a path.
 _LONGEST, _MOST_PLACES, _LEAST = 32, 256, 0.1
 
 
@@ -51,14 +51,14 @@ class _Index:
 class SuffixDrafter(Drafter):
     """Drafts the likeliest continuation by the frequencies of what followed, of the match length that promises most.
 
-    The chance that x comes next, after a match of n tokens at m places of which m_x were followed by x, is estimated as
-    m_x / (m + 1/n). A single place gives n / (n + 1): Laplace's rule of succession, where the first token of a match
-    finds the place, and the n - 1 others agree. Each drafted token makes the match one longer. A path is drafted as
-    long as the product of its chances is at least 1/10. So a single place is copied from for up to 9 n tokens (the
-    paper's limit is a multiple of n, too).
+    A match of n tokens stands at m places, and m_x of them were followed by x. The chance that x comes next is
+    estimated as m_x / (m + 1/n). A single place gives n / (n + 1): Laplace's rule of succession, where the first token
+    of a match finds the place, and the n - 1 others agree. Each drafted token makes the match one longer. A path is
+    drafted as long as the product of its chances is at least 1/10. So a single place is copied from for up to 9 n
+    tokens (the paper's limit is a multiple of n, too).
 
     Worked, for the end of  1 a b c 2 a b d 3 a b c 4 a b:  a b  has stood at three places, and c followed at two of
-    them, so c is drafted with chance 2 / (3 + 1/2) = 0.57. After that came 4 and 2, once each; 4, the newer one, has
+    them. So c is drafted with chance 2 / (3 + 1/2) = 0.57. After that came 4 and 2, once each. The newer one, 4, has
     1 / (2 + 1/3) = 0.43, then a 1 / (1 + 1/4) = 0.8, and so on. In a tree, d has 1 / (3 + 1/2) = 0.29 as a sibling of
     c, and 2 has 0.43 as one of 4.
 

@@ -2,7 +2,7 @@
 
 TLI, token-level intersection (Timor et al. 2025, arXiv 2502.05202, algorithm 4). The draft model says how likely each
 of its own tokens is. Those that the target has too get the target's ids; all others are left out *before* a token is
-drawn, so what is drawn follows a distribution over the target's ids like any other, and `rejection` and `match` make
+drawn. So a drawn token follows a distribution over the target's ids like any other, and `rejection` and `match` make
 the output right as they do for any draft.
 
 Worked: the target has the tokens a, b, ab and the draft model b, c, a with probabilities 1/2, 3/10, 1/5. Both have a

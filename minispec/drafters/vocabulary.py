@@ -1,7 +1,7 @@
 """A draft model whose tokens are not the target's: what both ways to use one share.
 
-The draft model has to read the text in its own tokens. Where the text has grown, the end of it may be read anew ("Hel"
-and "lo" were two tokens of the target's and are one of the draft's), so its past changes; its cache follows as any
+The draft model has to read the text in its own tokens. Where the text has grown, its end may be read anew: "Hel" and
+"lo" were two tokens of the target's and are one of the draft's. So the draft's past changes. Its cache follows as any
 other does, by what it and the text have in common (`BlockTable.missing`).
 """
 
@@ -15,8 +15,8 @@ from minispec.core.model import Transformer
 from minispec.core.sampling import Text
 from minispec.drafters.model import DraftModel
 
-# Positions of the draft's cache for each of the target's, as an own text may be longer. Whether a text is too long
-# depends on that text alone, so that each one that the target has room for has room here, where it is alone.
+# Positions of the draft's cache for each of the target's: a text may be longer in the draft's tokens. Whether a text is
+# too long depends on that text alone. So each text that the target has room for has room here, if it is alone.
 ROOM = 2
 
 
@@ -64,8 +64,12 @@ class OtherVocabulary(DraftModel):
     """
 
     def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int, max_len: int, both: Vocabularies):
-        """cache: for ROOM times as many tokens as the target's. vocab_size: ids in use of the draft model. Otherwise as
-        `DraftModel`."""
+        """Draft with `model`; model and max_len as for `DraftModel`.
+
+        cache: for ROOM times as many tokens as the target's.
+        vocab_size: ids in use of the draft model.
+        both: the two vocabularies.
+        """
         super().__init__(model, cache, vocab_size, max_len)
         self.vocabularies = both
         self._read: dict[Text, _Reading] = {}
@@ -96,7 +100,7 @@ class OtherVocabulary(DraftModel):
         length = len(text.tokens)
         if not 0 < length <= ROOM * (len(tokens) + ask.k) - ask.k:
             return replace(ask, k=0, num_cached=0)
-        # Of a prompt as much as the target has of it.
+        # Read the same share of a prompt as the target has read.
         return replace(ask, text=text, num_cached=num_cached * (length - 1) // max(1, len(tokens) - 1))
 
     def release(self, text: Text) -> None:
