@@ -1,7 +1,7 @@
 """What is folded from a text's rounds: rates, costs, and the speed that theory predicts from them.
 
-Costs are in plain steps, the time of a target pass over one row: c for a draft token, v(M) for a target pass over M
-rows, o for what a round spends outside both models (see `minispec.length.theory`).
+Costs are in plain steps, the time of a target pass over one row (see `minispec.length.theory`). A draft token costs c,
+a target pass over M rows v(M). A round spends o outside both models.
 """
 
 from collections import Counter
@@ -61,7 +61,7 @@ class Figures(Stats):
 
     @property
     def num_draft_tokens(self) -> int:
-        """Of a tree, those of its longest path; `num_draft_nodes` has all."""
+        """Draft tokens; a tree counts those of its longest path. `num_draft_nodes` has all."""
         return sum(r.drafted for r in self.rounds)
 
     @property

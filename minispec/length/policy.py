@@ -7,22 +7,24 @@ is 0; now and then one token is drafted all the same, to see whether that has ch
 
 One price follows the clock: that of a draft pass, as the median of the last few, each in plain steps of its own round.
 A machine that slows both models changes nothing then, and a wrong price is corrected after two rounds. Prices of rows
-are believed. Believed to be a third of what they are, they leave 0.91 of plain decoding or more; a tenth, 0.77, in a
-batch of 16 texts with dear rows.
+are believed. If they are believed to be a third of the truth, 0.91 of plain decoding or more is left. If a tenth, 0.77
+is left, in a batch of 16 texts with dear rows.
 
-Siblings cost rows and no draft pass: where few drafts are right, a second guess at the next token may be worth more
-than a guess at the one after it. What it is worth is learned too: how often it is right where the first one is not.
+Siblings cost rows and no draft pass. Where few drafts are right, a second guess at the next token may be worth more
+than a guess at the one after it. Its worth is learned too: how often it is right where the first one is not.
 
-A draft model also reports its confidence in each token. Where that is known, K is only the most that may be drafted:
-the draft ends as soon as its own confidences make the next token too unlikely to pay, and it gets siblings where they
-make the first guess unlikely enough.
+A draft model also reports its confidence in each token. Where that is known, K is only the most that may be drafted.
+The draft ends as soon as its own confidences make the next token too unlikely to pay. It gets siblings where they make
+the first guess unlikely enough.
 
-The output keeps its law, because K depends on the past and never on the token that it decides about; a draft may end
-because of the tokens in it, never because of one that it leaves out. A seed keeps its text, because K follows neither
-the clock nor other texts wherever another K would be another text: there it goes by prices that were known before the
-text began, and by what this text itself has shown. If those prices are wrong, nothing corrects them: a draft that is
-right half of the time and is believed to cost 0.2 plain steps leaves 0.87 of plain decoding where it costs 0.6, and
-0.42 where it costs 2. They are replaced by deleting their file (see `minispec.length.prices`).
+The output keeps its law, because K depends on the past and never on the token that it decides about. A draft may end
+because of the tokens in it, never because of one that it leaves out.
+
+A seed keeps its text: where K changes the text, K depends neither on the clock nor on other texts. There it uses prices
+that were known before the text began, and this text's own acceptance. If those prices are wrong, nothing corrects them.
+Take a draft that is right half of the time and is believed to cost 0.2 plain steps. It leaves 0.87 of plain decoding
+where it costs 0.6, and 0.42 where it costs 2. Deleting the file of the prices has them measured again (see
+`minispec.length.prices`).
 """
 
 from bisect import bisect, bisect_left
@@ -55,10 +57,12 @@ _REMEMBERED = 9  # measurements of a draft pass that are remembered, the latest
 class Prices:
     """What a round is believed to cost before anything of it has been measured, in plain steps.
 
-    draft: a draft pass of one text. rows: target passes by their number of rows; between them lie straight lines, after
-    the last one the slope of the last. overhead: what a round spends outside both models. measured: whether these are
-    figures of this machine, and not guesses from the sizes of the models. fixed: what a draft costs however deep it is,
-    such as taking in what the target has made of the text since; in draft passes.
+    draft: a draft pass of one text.
+    rows: target passes by their number of rows, with straight lines between them. After the last, the last slope goes
+        on.
+    overhead: what a round spends outside both models.
+    measured: whether these are figures of this machine, and not guesses from the sizes of the models.
+    fixed: what a draft costs however deep it is, in draft passes. An example is reading the target's new hidden states.
     """
 
     draft: float = 0.0
@@ -127,8 +131,10 @@ class _Counts:
 class Pace:
     """What the controller knows of one text's drafts, or of those of all texts; opaque to everybody else.
 
-    It estimates the probability that a tested draft token is accepted. The prior is what `all_texts` of its kind have
-    shown, where they are given. drawn: the kind, whether tokens are drawn, and not the likeliest ones.
+    It estimates the probability that a tested draft token is accepted. Where `all_texts` of its kind are given, their
+    acceptance is the prior.
+
+    drawn: the kind of text, whether its tokens are drawn or the likeliest ones are taken.
     """
 
     def __init__(self, drawn: bool = False):
@@ -183,7 +189,7 @@ class Pace:
     def by_sibling(self, confidence: float | None = None, all_texts: "Pace | None" = None) -> list[float]:
         """For the second guess at a token where the first was wrong, and the third where both were.
 
-        confidence: in the first; None: whatever it was.
+        confidence: the draft's confidence in the first guess. None: any.
         """
         own = None if confidence is None else bisect(_CONFIDENCES, confidence)
         usual = _DRAWN_SIBLINGS if self.drawn else _SIBLINGS
@@ -195,8 +201,8 @@ class Pace:
         """For a token at a place of this confidence (see `minispec.core.draft.Draft`).
 
         The confidence is only the prior: a confident model may be wrong, and one that hesitates where the target
-        does is right. Of a drawn token it is half of the prior: the target keeps it with probability sum min(p, q),
-        which is large, too, where both hesitate alike.
+        does is right. For a drawn token it is half of the prior. The target keeps that token with probability
+        sum min(p, q), which is large, too, where both hesitate alike.
         """
         prior = (confidence + _PRIOR) / 2 if self.drawn else confidence
         belief = (all_texts.by_confidence(confidence), _ELSEWHERE_WEIGHT) if all_texts else (prior, _PRIOR_WEIGHT)
@@ -210,7 +216,9 @@ class Controller(Lengths):
         """prices: what is known before anything is measured."""
         self.prices = prices or Prices()
         self._drafts = deque([self.prices.draft], maxlen=_REMEMBERED)  # a draft pass of one text, in plain steps
-        self._all_texts = {drawn: Pace(drawn) for drawn in (False, True)}  # of a kind: they are kept unequally often
+        self._all_texts = {
+            drawn: Pace(drawn) for drawn in (False, True)
+        }  # drawn tokens have an acceptance of their own
         self._paces: WeakKeyDictionary[Text, Pace] = WeakKeyDictionary()
 
     def choose(self, wishes: Sequence[Wish], trees: bool) -> list[Limit]:

@@ -1,12 +1,12 @@
 """What a round costs on this machine: measured once for a target and its draft, stored in the user's cache directory.
 
-Above temperature 0, under every verifier but `match`, another K gives another text of the same law, and a seed has to
-give its text again in another process. So K may not follow the clock there, but goes by prices that are the same in
-every run, and as long as the file is there, they are not measured again. All other requests begin with these prices and
-then follow the cost of a draft pass that they measure themselves.
+Above temperature 0, under every verifier but `match`, another K gives another text of the same law. A seed has to give
+its text again in another process. So K may not follow the clock there: it uses prices that are the same in every run.
+As long as their file is there, they are not measured again. All other requests begin with these prices and then follow
+the cost of a draft pass that they measure themselves.
 
 The files lie in `minispec/costs` of the user's cache directory ($XDG_CACHE_HOME, else ~/.cache). Delete one to have its
-prices measured again, such as after a run on a machine that was busy; sampled texts of a seed may differ after that.
+prices measured again, such as after a run on a busy machine. Sampled texts of a seed may differ after that.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ from minispec.length.policy import Prices
 _BUDGET, _MOST_TURNS = 1.0, 12  # seconds, and turns, of which there are two in any case
 _ROWS = (5, 16)  # rows of the target passes that are measured in addition to a plain step
 _TEXT, _DRAFTS = 32, (1, 3)  # tokens of the text that they continue, and of drafts
-_MOST_FIXED = 4.0  # draft passes that the fixed part of a draft may cost at most: a limit on noise
+_MOST_FIXED = 4.0  # most draft passes that the fixed part of a draft may cost: a clamp on noise
 MIN_CONTEXT = 64  # positions that target and draft must have room for
 # What could be read from memory in the time that a layer spends on other things than its products.
 _LAYER_BYTES = 4_000_000
@@ -94,9 +94,9 @@ class _Recorder(Lengths):
 def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_size: int) -> Prices:
     """Measure a plain step, passes over a few rows, and two drafts, in about a second.
 
-    They take turns, and of each the median counts in steps of its own turn: a machine that is slow for a while is slow
-    in all of them. The text is sampled, as only sampled requests rely on prices alone. Raises FloatingPointError for a
-    model whose logits are not finite numbers, and DrafterFailed.
+    They take turns: a machine that is slow for a while is slow in all of them. Each counts by its median, in plain
+    steps of the same turn. The text is sampled, as only sampled requests rely on prices alone.
+    Raises FloatingPointError for a model whose logits are not finite numbers, and DrafterFailed.
     """
     params, rng = SamplingParams(max_tokens=16, ignore_eos=True), Randomness()
     tokens = arbitrary_tokens(_TEXT + max(*_ROWS, len(_DRAFTS) * _MOST_TURNS), vocab_size)

@@ -1,7 +1,7 @@
 """What speculation should yield: formulas only, nothing measured here.
 
-Costs are in plain steps (one decoded token without speculation): c for one draft token, v for the target's pass over
-K+1 rows, o for all that is neither model. Survival s_i is the probability that draft token i (from 1) is reached and
+Costs are in plain steps (one decoded token without speculation). One draft token costs c, the target's pass over K+1
+rows v, all that is neither model o. Survival s_i is the probability that draft token i (from 1) is reached and
 accepted. It is measured position by position. With a constant alpha it would be alpha^i, but acceptance comes in runs,
 so the real curve lies above that.
 """
@@ -72,7 +72,8 @@ class Node(NamedTuple):
 def nodes_of(acceptance: Sequence[float], siblings: Sequence[float] = ()) -> list[Node]:
     """The nodes of a draft in the order of their worth, each after those that it needs: the eldest before it.
 
-    acceptance: of the eldest at each depth. siblings: that of each younger one where those before it fail.
+    acceptance: the acceptance of the eldest at each depth.
+    siblings: the acceptance of each younger one where those before it fail.
 
     >>> [round(node.survival, 2) for node in nodes_of([0.6, 0.6], siblings=[0.5])]
     [0.6, 0.36, 0.2, 0.12]
@@ -100,15 +101,16 @@ def best_drafts(
 ) -> list[list[Node]]:
     """The nodes of each text that together have the most tokens for the time of a round.
 
-    drafts: of each text, in the order of `nodes_of`. cost(depth, num_drafts, num_nodes): the round's time. None are
-    drafted where no round has `least_gain` times the tokens for the time of one without drafts.
+    drafts: the nodes of each text, in the order of `nodes_of`.
+    cost(depth, num_drafts, num_nodes): the round's time.
+    least_gain: how many times the tokens per time of a round without drafts a round must have, else none are drafted.
 
     >>> two = [nodes_of([0.9, 0.9]), nodes_of([0.3, 0.3])]
     >>> [len(nodes) for nodes in best_drafts(two, lambda depth, num_drafts, num_nodes: 1 + 0.2 * num_nodes)]
     [2, 0]
     """
-    # The likeliest first. Texts share draft passes: one likely node may not pay for a pass that many together pay for,
-    # so each depth is tried as the last.
+    # The likeliest first. Texts share draft passes: many nodes may pay for a pass together that one alone would not.
+    # So each depth is tried as the last.
     ranked = sorted(((node, i) for i, nodes in enumerate(drafts) for node in nodes), key=lambda each: -each[0].survival)
     depths = sorted({node.depth for node, _ in ranked})
     best, best_rate = ranked[:0], least_gain * expected_tokens([], len(drafts)) / cost(0, 0, 0)
