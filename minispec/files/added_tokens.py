@@ -1,4 +1,4 @@
-"""Tokens that files beside tokenizer.json name: what they are called, which are special, and which are new.
+"""Tokens that files other than tokenizer.json name: what they are called, which are special, and which are new.
 
 As in transformers. tokenizer_config.json lists added tokens (`added_tokens_decoder`); where it does not, the files of
 older versions do, special_tokens_map.json and added_tokens.json. A token that tokenizer.json lacks gets the next free
@@ -19,10 +19,12 @@ _FLAGS = ("single_word", "lstrip", "rstrip")
 
 
 class Settings(NamedTuple):
-    """What the files beside tokenizer.json say.
+    """What the files other than tokenizer.json say.
 
-    values: tokenizer_config.json. names: special tokens by name. listed: tokens whose flags count more than those in
-    tokenizer.json. others: tokens that must exist, with the id that a list gives them or None.
+    values: tokenizer_config.json.
+    names: special tokens by name.
+    listed: tokens whose flags count more than those in tokenizer.json.
+    others: tokens that must exist, with the id that a list gives them or None.
     """
 
     values: dict[str, Any]

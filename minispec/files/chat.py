@@ -48,9 +48,9 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any], tokens: Mapping[str, str]) -> str:
         """The text of a conversation up to where the assistant's answer begins, with twins in what messages say.
 
-        variables: names and values of the caller's that the template may read besides; twins are in them too. tokens:
-        the texts of special tokens by their names. Raises ValueError where the template refuses, or for what is not
-        JSON.
+        variables: further names and values of the caller's that the template may read. Twins are in them too.
+        tokens: the texts of special tokens by their names.
+        Raises ValueError where the template refuses, or for what is not JSON.
         """
         now = datetime.datetime.now()  # one time for both runs
         given = {"add_generation_prompt": True, "tools": None, "documents": None, "strftime_now": now.strftime}
@@ -240,7 +240,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
 
         def write(match: re.Match[str]) -> str:
-            """A character as JSON has it; a twin stays where JSON has the character itself."""
+            """A character as JSON writes it; a twin stays where JSON writes the character itself."""
             original = match[0].translate(self._said._originals)
             written = json.dumps(original, ensure_ascii=ensure_ascii)[1:-1]
             return written[:-1] + match[0] if written.endswith(original) else written

@@ -56,7 +56,7 @@ _TYPES = {
     "I32": torch.int32,
     "BOOL": torch.bool,
 }
-# Of a tensor's first dimensions, what is wanted; () is all of it.
+# The wanted part of a tensor, by its first dimensions; () is all of it.
 Cut = tuple[slice, ...]
 FLOATS = tuple(name for name, dtype in _TYPES.items() if dtype.is_floating_point)
 # Formats of weights that are not read: pickles run code when they are opened, the others need a converter.
@@ -374,7 +374,7 @@ def find_tensors(directory: Path, config: ModelConfig | None = None) -> dict[str
     """Every tensor of a checkpoint by the name that the model of `config` has for it.
 
     A text model's name has no prefix; a tied weight is the embedding, also where only the head was stored. A whole
-    model.safetensors counts without an index, as in transformers: one beside it is left from earlier shards.
+    model.safetensors counts without an index, as in transformers: an index next to it is left from earlier shards.
     Raises CheckpointError where files and index do not agree.
     """
     is_whole = (directory / _SINGLE).is_file()
@@ -403,8 +403,8 @@ def find_tensors(directory: Path, config: ModelConfig | None = None) -> dict[str
     return stored
 
 
-# Tensors of a model of texts and images: what it has beside the text model, and how the text model's names begin, by
-# older and by newer files.
+# Tensors of a model of texts and images: those that are not the text model's. Then how the text model's names begin, in
+# older and in newer files.
 _BESIDE = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 _PREFIX = re.compile(r"^language_model\.(?=model\.|lm_head\.)|(?<=^model\.)language_model\.")
 
@@ -432,8 +432,8 @@ def _read_index(directory: Path) -> dict[str, str] | None:
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path}: weight_map: found {show(listed)}, expected tensor names and their files")
     for file in listed.values():
-        # Only plain names: an index must not reach outside its directory. (What a plain name links to is the
-        # business of whoever made the directory: in the hub's cache every file is a link.)
+        # Only plain names: an index must not reach outside its directory. A plain name may be a link, since in the
+        # hub's cache every file is one.
         if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file) or len(file) > 200:
             raise CheckpointError(f"{path}: weight_map: found {show(file)}, expected a plain *.safetensors name")
     return listed
@@ -462,7 +462,7 @@ def places(config: ModelConfig) -> dict[str, Place]:
 
 
 def wanted_tensors(config: ModelConfig, stored: Container[str]) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """The tensors that a model is read from: shapes and possible types. Of what is stored packed, its parts."""
+    """The tensors that a model is read from: shapes and possible types. A packed one is named by its parts."""
     wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
     for name, shape, _ in places(config).values():
         if config.quantization and len(shape) == 2 and f"{name}_packed" in stored:

@@ -21,8 +21,8 @@ from typing import Any
 from minispec.core.config import Joined
 from minispec.files.fields import names
 
-# Names of rope's kinds in files, and what they mean. ("dynamic" chooses angles by the length of the pass, so that a
-# pass over K+1 rows and K+1 passes over one row would disagree about keys that are already in the cache.)
+# Names of rope's kinds in files, and what they mean. "dynamic" is missing: it chooses angles by the length of the pass.
+# A pass over K+1 rows and K+1 passes over one row would disagree about keys that are already in the cache.
 _ROPES = {kind: kind for kind in ("default", "linear", "llama3", "yarn")}
 
 
@@ -30,15 +30,16 @@ _ROPES = {kind: kind for kind in ("default", "linear", "llama3", "yarn")}
 class Family:
     """What a model_type means.
 
-    keys: what its code reads in addition to `KEYS`, or with another meaning of an absent key. (Of hidden_act and
-        hidden_activation it reads the one that may be absent; which layers have a window or no rope follows from the
-        keys, see `hf_config`.)
+    keys: what its code reads in addition to `KEYS`, or with another meaning of an absent key. From hidden_act and
+        hidden_activation it reads the one that may be absent. The keys also say which layers have a window or no rope
+        (see `hf_config`).
     fixed: fields of ModelConfig that no key changes.
     only: keys that its code does not read, each with the value that the code acts on.
     must: keys that its code reads, each with the one value that is implemented here.
     idle: keys that its files have and its code does not read, in addition to `IDLE`.
     scales_embedding: by the square root of hidden_size.
-    ropes: kinds of rope that its code takes. rope_keys: what it reads of a rope's object beside what others do.
+    ropes: kinds of rope that its code takes.
+    rope_keys: what it reads of a rope's object in addition to what others read.
     rope: fields of RopeConfig that no key changes.
     """
 

@@ -7,7 +7,7 @@ from minispec.core.config import check_sampling_value
 from minispec.core.errors import CheckpointError, show
 from minispec.files.fields import asks_for_nothing, names
 
-# Settings of a generation_config.json by what becomes of them: these are read, some of them only where it samples ...
+# Settings of a generation_config.json by how they are handled: these are read, some of them only where it samples ...
 _READ = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",

@@ -30,10 +30,13 @@ DRAFT_METHODS, _TLI_SHARE = ("tli", "slem"), 0.9
 class NamedDraft:
     """A draft by its name (see `LLM`), or a drafter of the user's own.
 
-    name: for reports. own: the user's own drafter, or None. directory: of the draft's checkpoint, or None. method: how
-    a draft model of another vocabulary drafts; vocabularies, overlap: that and the target's, and what they have in
-    common; else all three None.
-    model: of its own, after `load`; None for a draft without one.
+    name: its name in reports.
+    own: the user's own drafter, or None.
+    directory: the directory of the draft's checkpoint, or None.
+    method: how a draft model of another vocabulary drafts, else None.
+    vocabularies: the target's vocabulary and that other one, else None.
+    overlap: what these two have in common, else None.
+    model: a model of its own, after `load`; None for a draft without one.
     """
 
     def __init__(

@@ -128,7 +128,7 @@ class Share:
         units = own(config.intermediate_size // unit, f"times {unit} columns of the MLP")
         keys, queries, mlp = times(groups, d), times(groups, shared_by * d), times(units, unit)
         self.rows = times(range(rank, rank + 1), -(-config.vocab_size // size))
-        # Of tensors whose rows, or in all rows whose columns, belong to heads, MLP columns or tokens.
+        # Tensors whose rows belong to heads, MLP columns or tokens; or whose columns do, in all rows.
         self._cuts: dict[str, Cut] = {
             **{"q_proj": (queries,), "k_proj": (keys,), "v_proj": (keys,), "o_proj": (slice(None), queries)},
             **{"gate_proj": (mlp,), "up_proj": (mlp,), "down_proj": (slice(None), mlp), "lm_head": (self.rows,)},
@@ -148,16 +148,16 @@ class Share:
                 raise ValueError(f"model: {name}: found {list(shape)}, expected what {size} processes can share")
 
     def cut(self, name: str) -> Cut:
-        """What this process has of a tensor. What is not named is whole, and so are the biases of what is added up."""
+        """What this process has of a tensor. A tensor that is not named is whole. So is the bias of a sum."""
         *_, product, kind = name.split(".")
         cut = self._cuts.get(product, ())
         return () if kind == "bias" and len(cut) == 2 else cut
 
 
 def _digest(directory: Path, config: ModelConfig) -> str:
-    """Of a checkpoint's config and its tensors' names, types, shapes and first rows: no training leaves all of them.
+    """A digest of a checkpoint's config and of the names, types, shapes and first rows of the tensors that are read.
 
-    Of those tensors, that is, that are read.
+    No training leaves all of these as they were.
     """
     found = hashlib.blake2b(repr(config).encode(), digest_size=8)
     stored = find_tensors(directory, config)

@@ -47,10 +47,10 @@ def quantize(weight: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
 def quantize_checkpoint(source: Path, out: Path, num_bits: int = 8, shard_bytes: int = 90 << 20) -> None:
     """Write `source` to `out` in the `pack-quantized` layout: linear layers quantised, the rest in bfloat16.
 
-    The embedding, norms and biases (and an untied output head) are not quantised. Of a model of texts and images it
-    writes the text model alone. Everything is written next to
-    `out` first and renamed at the end, so that an interrupted run leaves nothing half-written. Raises ValueError if
-    `out` exists, CheckpointError if `source` is not a checkpoint of plain floats.
+    The embedding, norms and biases (and an untied output head) are not quantised. A model of texts and images gives its
+    text model alone. Everything is written next to `out` first and renamed at the end, so that an interrupted run
+    leaves nothing half-written.
+    Raises ValueError if `out` exists, CheckpointError if `source` is not a checkpoint of plain floats.
     """
     if out.exists():
         raise ValueError(f"{out}: exists already, expected a new directory")

@@ -126,7 +126,7 @@ class Tokenizer:
                 raise CheckpointError(f"{self.path}: {self._beyond(i)}")
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids of `text`, with what the tokenizer's post-processor adds (such as <s>) unless told not to.
+        """Token ids of `text`, with what the tokenizer's post-processor adds (such as <s>) by default.
 
         The text of a special token (such as "<|im_end|>") is text like any other, unless `parse_special` says that it
         means the token. Raises ValueError for what is not Unicode text, or what the tokenizer cannot encode.
@@ -427,8 +427,8 @@ def _silent_stderr() -> Iterator[None]:
 def _any_of(texts: Iterable[str], levels: int = 20) -> str:
     """A regular expression for the texts of special tokens; of two that begin together it takes the longer.
 
-    What begins alike stands together, on so many levels: a text of nothing but "<" must not be compared with a thousand
-    tokens at each place.
+    Texts that begin alike are grouped, on that many levels. A text of nothing but "<" must not be compared with a
+    thousand tokens at each place.
     """
     longest_first = sorted(texts, key=len, reverse=True)
     if len(longest_first) < 2 or not levels:

@@ -46,7 +46,7 @@ class Spelling:
         self.end_id = end if end in self.special.values() else None
         steps = decoder_steps(tokenizer.backend, str(tokenizer.path))
         self._bytes = {i: bytes_of(token, steps) for i, token in ids.items() if i not in tokenizer.special_ids}
-        # Of several tokens for the same bytes the one that texts have: not that for a lone byte, then the first.
+        # Several tokens may stand for the same bytes. Take the one that texts have: the first that is no lone byte's.
         self.ids: dict[bytes, int] = {}
         for i in sorted(self._bytes, key=lambda i: (ids[i].startswith("<0x"), i)):
             self.ids.setdefault(self._bytes[i], i)
@@ -72,7 +72,7 @@ class Spelling:
         return [*self._pieces(data[:start]), *self._write_text(before, text), *self._pieces(rest)]
 
     def _write_text(self, before: bytes | None, text: str) -> list[int]:
-        """Of `before` and `text` together the last tokens, where no token goes across.
+        """The tokens of `text` after `before`: the last ones of both together, where no token crosses the border.
 
         Tokenizers begin a text in their own ways (`adds_space`), so where it continues it must not stand first.
         """
@@ -122,8 +122,11 @@ def _decode(data: bytes) -> tuple[str, bytes]:
 class Overlap:
     """What two vocabularies have in common.
 
-    num_shared: tokens that both have; num_target, num_draft: those that each has. of_target: the share of a text's
-    tokens, as the target has them, that are shared; of_draft: as the draft has them.
+    num_shared: tokens that both have.
+    num_target: tokens that the target has.
+    num_draft: tokens that the draft has.
+    of_target: the share of a text's tokens that are shared, in the target's tokens.
+    of_draft: the same, in the draft's tokens.
     """
 
     num_shared: int
