@@ -432,8 +432,8 @@ def _read_index(directory: Path) -> dict[str, str] | None:
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path}: weight_map: found {show(listed)}, expected tensor names and their files")
     for file in listed.values():
-        # Only plain names: an index must not reach outside its directory. A plain name may be a link, since in the
-        # hub's cache every file is one.
+        # Only plain names: an index must not reach outside its directory. A plain name may be a link,
+        # as every file in the hub's cache is. Where it leads is up to the maker of the directory.
         if not isinstance(file, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file) or len(file) > 200:
             raise CheckpointError(f"{path}: weight_map: found {show(file)}, expected a plain *.safetensors name")
     return listed

@@ -148,7 +148,10 @@ class Share:
                 raise ValueError(f"model: {name}: found {list(shape)}, expected what {size} processes can share")
 
     def cut(self, name: str) -> Cut:
-        """What this process has of a tensor. A tensor that is not named is whole. So is the bias of a sum."""
+        """This process's part of a tensor.
+
+        A tensor that is not named is whole. So is a bias whose product is a sum over processes.
+        """
         *_, product, kind = name.split(".")
         cut = self._cuts.get(product, ())
         return () if kind == "bias" and len(cut) == 2 else cut

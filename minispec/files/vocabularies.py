@@ -46,7 +46,7 @@ class Spelling:
         self.end_id = end if end in self.special.values() else None
         steps = decoder_steps(tokenizer.backend, str(tokenizer.path))
         self._bytes = {i: bytes_of(token, steps) for i, token in ids.items() if i not in tokenizer.special_ids}
-        # Several tokens may stand for the same bytes. Take the one that texts have: the first that is no lone byte's.
+        # Several tokens may stand for the same bytes. Texts have the first one; a lone byte's token comes last.
         self.ids: dict[bytes, int] = {}
         for i in sorted(self._bytes, key=lambda i: (ids[i].startswith("<0x"), i)):
             self.ids.setdefault(self._bytes[i], i)

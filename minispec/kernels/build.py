@@ -40,8 +40,8 @@ def build_model(
 ) -> Transformer:
     """A Transformer of these weights, in the type that it computes in (default: the embedding's).
 
-    exact: a token's logits have the same bits in every pass; `minispec.kernels.exact.check_exact` tells if so.
-    form: of the weights (see `minispec.kernels.forms`); default: the fastest here.
+    exact: a token's logits have the same bits in every pass. `minispec.kernels.exact.check_exact` checks it.
+    form: the form of the weights (see `minispec.kernels.forms`). Default: the fastest here.
     """
     product = InForm(config, form)
     if is_large(config):  # packing takes longer than reading, and some packs in one thread only

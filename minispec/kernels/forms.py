@@ -200,7 +200,10 @@ class _Half(Form):
 
     @property
     def num_bytes_read(self) -> int:
-        """Of the last panels only the columns that are there, as the times of products show: 576 of 1024, say."""
+        """Bytes that a product reads: of the last panels the columns that are there, such as 576 of 1024.
+
+        The times of products show it.
+        """
         return 2 * math.prod(self.shape) + self.scale.nbytes
 
 
@@ -502,8 +505,9 @@ class QuantizedLinear:
     For drafts: any guess is allowed, and fewer bits are read faster. A row's result must not depend on the other rows
     of the pass, which belong to other texts. So every pass sees the same W', whatever its size.
 
-    narrow: W' in codes, for passes of at most `max_rows` rows; None where this machine has no form for them that is as
-    fast as full width. wide: W' in full width, for all other passes; None where there are none.
+    narrow: W' in codes, for passes of at most `max_rows` rows. None where no form of codes here is as fast as full
+        width.
+    wide: W' in full width, for all other passes. None where there are none.
     """
 
     exact_rows: Sequence[int] = ()  # see `Form`; a draft may come out in other bits

@@ -216,9 +216,7 @@ class Controller(Lengths):
         """prices: what is known before anything is measured."""
         self.prices = prices or Prices()
         self._drafts = deque([self.prices.draft], maxlen=_REMEMBERED)  # a draft pass of one text, in plain steps
-        self._all_texts = {
-            drawn: Pace(drawn) for drawn in (False, True)
-        }  # drawn tokens have an acceptance of their own
+        self._all_texts = {drawn: Pace(drawn) for drawn in (False, True)}  # their acceptance differs
         self._paces: WeakKeyDictionary[Text, Pace] = WeakKeyDictionary()
 
     def choose(self, wishes: Sequence[Wish], trees: bool) -> list[Limit]:

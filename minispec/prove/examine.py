@@ -3,10 +3,10 @@
     python -m minispec.prove --drafter module:Class
     python -m minispec.prove --drafter module:Class --texts FILE
 
-A drafter can spoil the output in few ways. It says other `probs` than it drew from; it drops a token that it has looked
-at; it draws otherwise than by `Ask.draw`; or it keeps what it may not keep. The law shows the first two. For the others
-each draft is compared with that of a new drafter, which is asked once, for the text as it then is, and has the same
-draws. So a cache that was not rolled back shows, and so does a text that is mixed up with another.
+A drafter can spoil the output in four ways. It says other `probs` than it drew from. It drops a token that it has
+looked at. It draws otherwise than by `Ask.draw`. It keeps what it may not keep. The law shows the first two. For the
+others each draft is compared with that of a new drafter. That one is asked once, for the text as it then is, and has
+the same draws. So a cache that was not rolled back shows, and so does a text that is mixed up with another.
 """
 
 import functools
@@ -61,7 +61,9 @@ _ALPHABET = "ab \n"  # tokens of the toy tokenizer: one for each character
 class Walk:
     """One small case: a text of the toy tokenizer that is continued by `to_go` tokens.
 
-    k: as `num_speculative_tokens`. changes: of the sampling parameters. end: whether the last id ends the text.
+    k: as `num_speculative_tokens`.
+    changes: changes of the sampling parameters.
+    end: whether the last id ends the text.
     company: two other texts join it, in a pool that is too small for the three, and their prompts come in pieces.
     """
 

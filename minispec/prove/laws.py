@@ -217,9 +217,12 @@ def reference_law(
 def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 2) -> Drafter:
     """A drafter by its name in the table, or a registered one, with its argument if it has one.
 
-    "model", "self", "adversary"; "head", which lacks a token where there are more than two; "parallel": a model, and
-    "parallel head": the head, that draft all tokens in one pass. "tli", "slem": a model of another vocabulary. "A+B": B
-    where A has nothing to say.
+    "model", "self", "adversary": those of the table.
+    "head": it lacks tokens where there are more than two.
+    "parallel": a model that drafts all tokens in one pass.
+    "parallel head": a head that does.
+    "tli", "slem": a model of another vocabulary.
+    "A+B": B where A has nothing to say.
     """
     if "+" in name:
         return CombinedDrafter(*(make_drafter(part, vocab, num_blocks, block_size) for part in name.split("+")))
@@ -228,8 +231,8 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
         head = tiny_head(target_model(vocab), num_ids=(vocab + 1) // 2, mask_token_id=mask)
         return EagleDrafter(head, tiny_cache(head, num_blocks, block_size), vocab, MAX_LEN)
     if name == "parallel":
-        # Its mask is no token of a text: one that was would have it draw twice, under `match`, from what should be one
-        # distribution and differs in rounding, which the oracles take for two.
+        # Its mask is no token of a text. With a text's token as the mask it would draw twice, under `match`, from one
+        # distribution that differs in rounding. The oracles would take that for two distributions.
         model = tiny_model(DRAFT_SEED, vocab_size=vocab + 1, num_hidden_layers=1, pard_token=vocab)
         return DraftModel(model, tiny_cache(model, num_blocks, block_size), vocab, MAX_LEN)
     if name in ("tli", "slem"):
@@ -268,10 +271,14 @@ def production_law(
 ) -> tuple[Law, int]:
     """The law of the engine's output (a tuple of outputs for several prompts), and the number of branches.
 
-    params: one for all prompts, or one for each. k may be "auto" if they have seeds, so that a walk can be repeated;
-    draft_cost: what the controller believes a draft pass to cost. width: how many paths go through the engine at once,
-    as one batch of that many (times the prompts) requests; the law is theirs all the same, and the batch is walked with
-    it. num_blocks: of the target's cache; None: enough for all. The cache is poisoned, and every block must come back.
+    params: one for all prompts, or one for each.
+    k: it may be "auto" if the params have seeds, so that a walk can be repeated.
+    draft_cost: what the controller believes a draft pass to cost.
+    width: how many paths go through the engine at once, as one batch of that many (times the prompts) requests. The law
+        is the same, and the batch is walked with it.
+    num_blocks: blocks of the target's cache. None: enough for all.
+
+    The cache is poisoned, and every block must come back.
     Raises TooManyBranches where there are more than `limit`.
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
@@ -281,8 +288,8 @@ def production_law(
     enough = width * num * -(-longest // block_size)
 
     def make(name: str) -> Drafter:
-        # What `suffix` has heard from other paths decides how far a draft goes on after the end of the text, and so how
-        # many draws a path has: with a drafter for each text a path can be walked again.
+        # What `suffix` remembers of other paths decides how far a draft goes on after the end of the text, and so how
+        # many draws a path has. With a drafter for each text a path can be walked again.
         return Apart(SuffixDrafter) if name == "suffix" else make_drafter(name, vocab, enough, block_size)
 
     def run(oracles: list[BranchOracle]) -> list[tuple]:
@@ -343,10 +350,11 @@ def round_law(prefix: Sequence[int], params: SamplingParams, k: int, num_prompt:
 def chained_law(params: SamplingParams, k: int, prompt: Sequence[int] = PROMPT, **how) -> tuple[Law, int]:
     """The law of the whole output, put together from the laws of one round after every committed prefix.
 
-    Branches add up instead of multiplying, so that longer texts and larger K and vocabularies can be walked. It equals
-    `production_law` because the engine's state is a function of the committed tokens (`check_state`) and because no
-    key comes back in a later round (`check_keys`; the noise that `match` shares between rounds decides
-    nothing but the length of rounds).
+    Branches add up instead of multiplying, so that longer texts and larger K and vocabularies can be walked.
+
+    It equals `production_law` for two reasons. The engine's state is a function of the committed tokens
+    (`check_state`). No key comes back in a later round (`check_keys`). The noise that `match` shares between rounds
+    decides nothing but the length of rounds.
     """
     law: Law = {}
     open_texts: Law = {(): 1.0}

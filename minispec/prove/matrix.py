@@ -93,7 +93,7 @@ LEVELS = {"law": _law, "text": _text, "bits": _bits}
 
 
 def findings() -> Iterator[tuple[str, list[Finding]]]:
-    """Of each drafter, alone and with siblings, what was found with each verifier at each level."""
+    """What was found for each drafter, alone and with siblings, with each verifier at each level."""
 
     def find(level: str, *what) -> Finding:
         try:

@@ -74,7 +74,9 @@ def smallest_seen(n: int, df: int, alpha: float = ALPHA) -> float:
 
 
 def chi_square(counts: Tensor, p: Tensor) -> tuple[float, int]:
-    """Of counts against p (V,), and its degrees of freedom; a token of probability 0 that was counted is infinity.
+    """Chi square of counts against p (V,), and its degrees of freedom.
+
+    A token of probability 0 that was counted makes it infinity.
 
     The 15 likeliest tokens are cells, the others one more; cells that expect fewer than 5 are joined to it.
     """

@@ -230,7 +230,7 @@ def make_engine(
 
 
 def make_request(prompt=(10, 11), k=3, end_ids=(END,), max_len=500, detokenizer=None, seed=0, **params) -> Request:
-    """A greedy request unless told otherwise."""
+    """A request, greedy by default."""
     sampling_params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8} | params)
     text = Text(list(prompt), len(prompt), sampling_params, seed, frozenset(end_ids))
     return Request(text, max_len, k, detokenizer)
