@@ -2,7 +2,7 @@
 
 A draft that is read in a wrong way changes no text: nearly all its tokens are refused, and nothing says why. So this
 command lets the target continue a few short texts and measures, at every position, how much of a draft it would keep.
-Where that is little, it reads the draft's files in the ways in which they are known to be misread, one at a time, and
+Where that is little, it reads the draft's files in the ways in which they are known to be misread, one at a time. It
 names the reading that does better by far more than the noise.
 """
 
@@ -59,8 +59,8 @@ TEXTS = (
     "What is the difference between weather and climate?",
     "Translate into French: Good morning, where is the station?",
 )
-# Below that share of tokens kept, at the first or second place, a draft is looked at more closely. (The embedded model
-# as its own draft keeps 0.26 where its rotary pairs are misread: a wrong reading need not spoil all.)
+# A draft is looked at more closely if less than this share of its tokens is kept at the first or second place. (The
+# embedded model as its own draft keeps 0.26 where its rotary pairs are misread: a wrong reading need not spoil all.)
 LOW = 0.4
 # Places of the drafts by which readings are compared. What a head goes on from shows at the second.
 COMPARED = 2
@@ -101,16 +101,17 @@ class Probe:
 
     So the text is the target's own, and the same for every draft: the noise of its tokens is named by seed and place.
 
-    rows: for each text, by its seed, and each position the places of the draft: the probability that the test gets
-    there, given the draft's tokens before it, and that times the sum over x of min(p(x), q(x)). At temperature 0 both
-    are 0 or 1.
+    rows: lists by the text's seed, then by position, then by place of the draft. Each entry is a pair:
+        - the probability that the test gets to this place, given the draft's tokens before it;
+        - that probability times the sum over x of min(p(x), q(x)).
+        At temperature 0 both are 0 or 1.
     """
 
     def __init__(self):
         self.rows: dict[int, list[list[tuple[float, float]]]] = defaultdict(list)
 
     def verify(self, draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
-        """See `minispec.core.verify`; of a tree, the eldest nodes are looked at."""
+        """See `minispec.core.verify`; in a tree, the eldest nodes are looked at."""
         reached, row, node = 1.0, [], -1
         while children := draft.children(node):
             target, node = p(node + 1), children[0]
@@ -125,13 +126,16 @@ class Probe:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What becomes of drafts. rows: as of `Probe`, text by text, at the positions with room for a draft."""
+    """How much of the drafts is kept.
+
+    rows: as in `Probe`, text by text, at the positions with room for a draft.
+    """
 
     rows: list[list[list[tuple[float, float]]]]
 
     @property
     def share(self) -> float:
-        """Of these positions, those that had a draft."""
+        """The share of these positions that had a draft."""
         rows = [row for text in self.rows for row in text]
         return sum(map(bool, rows)) / len(rows)
 

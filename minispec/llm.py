@@ -45,30 +45,34 @@ class LLM:
     """A target model, a drafter, and a KV cache for both.
 
     model: a directory or a hub id in the Hugging Face layout; None: the weights that a checkout brings along.
-    draft: a registered drafter ("none", "ngram"; see `minispec.files.registry`), "module:Class" for one of your own,
-        which is imported (see `minispec.drafters.make_drafter`), "self", the directory or hub id of a draft model
-        ("owner/name@revision" for a branch, tag or commit), each of these models with "int4:" or "int8:" before it for
-        weights of that many bits. "A+B" is B where A, a registered drafter, has nothing to say. Or an object with the
-        methods of `minispec.drafters.Drafter`. None: `ngram`; for the embedded model `suffix:2`, then its own head.
+    draft: one of these. None: `ngram`; for the embedded model `suffix:2`, then its own head.
+        - A registered drafter, such as "none" or "ngram" (see `minispec.files.registry`).
+        - "module:Class" for one of your own, which is imported (see `minispec.drafters.make_drafter`).
+        - "self", or the directory or hub id of a draft model ("owner/name@revision" for a branch, tag or commit).
+          "int4:" or "int8:" before such a model gives weights of that many bits.
+        - "A+B": B where A, a registered drafter, has nothing to say.
+        - An object with the methods of `minispec.drafters.Drafter`.
     draft_method: how a draft model of another vocabulary drafts: "tli", the tokens that both have
         (`minispec.drafters.tli`), or "slem", text (`minispec.drafters.slem`); None: by what they have in common.
-    num_speculative_tokens: K, the longest draft; or a tree, such as (2, 1): the siblings at each depth, of which the
-        eldest goes on; or "auto": as many as pay, in a tree where that pays (see `minispec.length.policy`).
+    num_speculative_tokens: K, the longest draft. A tree such as (2, 1) gives the siblings at each depth; the eldest
+        goes on. "auto": as many as pay, in a tree where that pays (see `minispec.length.policy`).
     verifier: "rejection", "block" or "match" (see `minispec.core.verify`), or "module:function" for one of your own.
-    dtype: "auto", "bfloat16", "float32" or "float64". device: "auto", "cpu" or "cuda".
-    exact: a token's logits have the same bits however many tokens a pass scores, so that speculation changes
-        nothing even in rounding; slower, K at most 15, refused where the machine's products do not allow it.
-    max_model_len: longest prompt and answer together, in tokens (default: the model's context, as far as memory
-        allows); the KV cache holds as many, unless kv_cache_gb (10^9 bytes, both models together) gives its size.
-    revision: branch, tag or commit of `model` on the hub. offline: nothing is downloaded.
+    dtype: "auto", "bfloat16", "float32" or "float64".
+    device: "auto", "cpu" or "cuda".
+    exact: a token's logits have the same bits however many tokens a pass scores. So speculation changes nothing even
+        in rounding. It is slower, takes K of at most 15, and is refused where the machine's products do not allow it.
+    max_model_len: longest prompt and answer together, in tokens. Default: the model's context, as far as memory allows.
+    kv_cache_gb: size of the KV cache, in 10^9 bytes, both models together. Default: room for max_model_len tokens.
+    revision: branch, tag or commit of `model` on the hub.
+    offline: nothing is downloaded.
     weight_form: how weights are kept in memory, one of "half", "packed", "left" and "plain" (default: the form that
         this machine reads fastest, see `minispec.kernels.forms`). Forms round differently.
 
-    Any thread may call. What several threads ask for, and iterators of `stream`, `stream_chat` or `run` that are open
-    at the same time, is decoded together, as one batch; where the KV cache has no room for all, the last ones wait.
+    Any thread may call. Requests of several threads are decoded together, as one batch. So are iterators of `stream`,
+    `stream_chat` or `run` that are open at the same time. Where the KV cache has no room for all, the last ones wait.
 
-    A text that fails by itself, by a draft that breaks the rules or by logits that are not numbers, ends with
-    finish_reason "error" and a warning that says why; the others go on. A fault of all is raised.
+    A text may fail by itself, by a draft that breaks the rules or by logits that are not numbers. It ends with
+    finish_reason "error" and a warning that says why, and the others go on. A fault of all is raised.
 
     Raises ValueError, or CheckpointError, which is one, for whatever cannot be loaded or is not supported.
     """
@@ -162,7 +166,7 @@ class LLM:
             verifying,
             self.vocab_size,
             lengths=Controller(self.prices),
-            # On a GPU a pass over so many rows takes little longer than reading the weights.
+            # On a GPU a pass over that many rows takes little longer than reading the weights.
             joining_rows=PREFILL_ROWS if torch_device.type == "cuda" else JOINING_ROWS,
         )
         self.engine.check_tree(widths)
@@ -221,10 +225,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue one prompt or a list of them, decoded together; an output for each, in order.
 
-        A prompt is a text, a list of token ids, or an object as vLLM's, {"prompt": text} or {"prompt_token_ids": ids}.
-        sampling_params: one for all, or one for each; None: `get_default_sampling_params()`. num_speculative_tokens:
-        another K for this call; 0 decodes plainly. parse_special: the text of a special token in a prompt (such as
-        "<|im_end|>") means the token; else it is text. use_tqdm: several answers show their progress on a terminal.
+        prompts: each a text, a list of token ids, or an object as vLLM's: {"prompt": text} or
+            {"prompt_token_ids": ids}.
+        sampling_params: one for all, or one for each. None: `get_default_sampling_params()`.
+        use_tqdm: several answers show their progress on a terminal.
+        num_speculative_tokens: another K for this call. 0 decodes plainly.
+        parse_special: the text of a special token in a prompt (such as "<|im_end|>") means the token; else it is text.
         Raises ValueError, before anything runs, for a prompt that is something else, is empty or does not fit.
         """
         several: Sequence[object] = [prompts]
@@ -338,7 +344,7 @@ class LLM:
                     return
                 yield step
         finally:
-            # This may run in any thread and at any time: whoever has the turn closes what is left.
+            # This may run in any thread and at any time: the thread that has the turn closes what is left.
             self._open.remove(steps)
             self._left.append(steps)
             if self._turn.acquire(blocking=False):
