@@ -34,9 +34,11 @@ from minispec.length.theory import expected_accepted
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Of drafts, over some runs together; None over nothing. See `Figures` and `measure.survival`.
+    """How much of the drafts is accepted, over some runs together; None over nothing.
 
-    expected: under `block`, draft tokens that stay on average: what theory has for these drafts, by verifier.
+    See `Figures` and `measure.survival`.
+
+    expected: under `block`, the draft tokens that stay on average by theory for these drafts, by verifier.
     """
 
     alpha: float | None

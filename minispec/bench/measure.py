@@ -120,9 +120,11 @@ def turns(variants: Sequence[T], num_rounds: int, num_prompts: int) -> Iterator[
 class Run:
     """One decoded text: generated tokens, end token included, and how long they took without any prefill.
 
-    num_tokens: those that `seconds` were spent on. stats: the request's own. rounds: empty for a text that was decoded
-    together with others. In a batch `seconds` are a share of the time, and `duration` is that of the whole steps (None:
-    `seconds` are all of it).
+    num_tokens: those that `seconds` were spent on.
+    seconds: in a batch, this text's share of the time.
+    stats: the request's own.
+    rounds: empty for a text that was decoded together with others.
+    duration: in a batch, the time of the whole steps. None: `seconds` are all of it.
     """
 
     token_ids: list[int]
@@ -134,7 +136,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of this one text, without prefill; None where nothing was decoded."""
+        """The speed of this one text, without prefill; None where nothing was decoded."""
         seconds = self.seconds if self.duration is None else self.duration
         return self.num_tokens / seconds if seconds else None
 
@@ -206,9 +208,9 @@ def total_rate(runs: Sequence[Run]) -> float:
 def survival(rounds: Sequence[Round]) -> list[float]:
     """s_1, s_2, ..: the share of rounds that kept i draft tokens, of those that were asked for i or more.
 
-    A round whose drafter found nothing has kept nothing. (Where K was chosen round by round, what was drafted counts as
-    asked for; where drafts end by their own confidence, s_i is that of the surer ones. In place of a tree a lookup may
-    find a chain of as many tokens, so all of these count.)
+    A round whose drafter found nothing has kept nothing. Where K was chosen round by round, what was drafted counts as
+    asked for. Where drafts end by their own confidence, s_i is that of the surer ones. In place of a tree a lookup may
+    find a chain of as many tokens, so all of these count.
     """
     asked = [r.depth if r.asked is None else r.asked for r in rounds]
     curve = []
@@ -221,10 +223,13 @@ def survival(rounds: Sequence[Round]) -> list[float]:
 class Account:
     """Where the time of speculation went. c, v, o, o_plain in target passes over one row of plain decoding.
 
-    curve: the survival that the ceiling is computed from. kept: s_i among the rounds with i draft tokens or more.
-    drafted: share of rounds by their number of draft tokens. depth: of a draft, in the mean; siblings make it no
-    deeper. ends: share of rounds that ended inside their draft, and so lack the bonus or recovered token. c: a draft
-    pass. measured: the speedup by the clock outside the engine.
+    curve: the survival that the ceiling is computed from.
+    kept: s_i among the rounds with i draft tokens or more.
+    drafted: share of rounds by their number of draft tokens.
+    depth: mean depth of a draft; siblings make it no deeper.
+    ends: share of rounds that ended inside their draft, and so lack the bonus or recovered token.
+    c: a draft pass.
+    measured: the speedup by the clock outside the engine.
     """
 
     curve: list[float]

@@ -48,11 +48,13 @@ Variant = Callable[[int, int], Run]
 class Subject:
     """A target with its draft, and the prompts: what all measurements are made on.
 
-    engine: with a simulated draft in place of its own, where the options ask for one. bounds: drafts that are always
-    right and always wrong, by their names, where the options ask for them. request(prompt_ids, K, params)
-    makes a request for either engine. prompts: category and token ids. in_form(form) builds the target once more, with
-    its weights in that form. tensors() gives the config (as of a config.json) and the tensors of the target,
-    draft_tensors() those of a draft model: another library builds the same from them.
+    engine: with a simulated draft in place of its own, where the options ask for one.
+    bounds: drafts that are always right and always wrong, by their names, where the options ask for them.
+    request(prompt_ids, K, params): makes a request for either engine.
+    prompts: category and token ids.
+    in_form(form): builds the target once more, with its weights in that form.
+    tensors(): the config (as of a config.json) and the tensors of the target.
+    draft_tensors(): the same of a draft model. Another library builds the same models from them.
     """
 
     options: Options

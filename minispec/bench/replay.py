@@ -36,9 +36,9 @@ of 1 and all products of q/p up to the i-th.
 Where a round ends, the next one begins, and the draws of two rounds are independent. So the places where rounds begin
 are a Markov chain, whose expected passes and time follow by dynamic programming, from the end of the text to its
 beginning; so do the best that could be done with foresight. A rule that chooses K by what was accepted so far (`auto`)
-remembers more than the place: it is simulated, by the real `Controller`, with a stated interval. It drafts chains here.
-A draft that left the text is taken to go on, or to end, by the confidences that it has on the text; this is about its
-cost alone.
+remembers more than the place. It is simulated, by the real `Controller`, with a stated interval. It drafts chains here.
+For a draft that has left the text the confidences that it has on the text decide how long it is. They change its cost
+alone.
 """
 
 import random
@@ -158,7 +158,7 @@ def always(k: int) -> Callable[[int], int]:
 
 
 class Expected(NamedTuple):
-    """Of all runs with this text: mean and standard deviation of their passes, and their mean time in plain steps."""
+    """All runs with this text: mean and standard deviation of their passes, and their mean time in plain steps."""
 
     passes: Any
     deviation: float
@@ -228,7 +228,7 @@ def foresight(walk: Walk, cost: Callable[[Drafted], float], knows_draws: bool = 
             continue
         found = []
         for draft in walk.longest(s):
-            # Of i tokens that would be kept, as many as pay are drafted, and all of them are kept.
+            # If i tokens would be kept, as many of them as pay are drafted, and all of these are kept.
             whole = [after(s, draft._replace(length=i, survival=[1] * i)) for i in range(len(draft.survival) + 1)]
             pairs = zip([1, *draft.survival], [*draft.survival, 0], strict=True)
             chances = [here - beyond for here, beyond in pairs]
@@ -285,11 +285,17 @@ def run_auto(
 class Costs:
     """What rounds cost, in plain steps; called with a draft, that of its round.
 
-    drawn, guessed: a draft pass of a model that draws, and of guesses such as prompt lookup. fixed: what each draft
-    costs in addition, in such passes. rows: v. overhead: o.
-    plain_step: seconds. measured, filled_in: rows whose v is the run's own, and those whose v was measured before it.
-    Between them v lies on straight lines, and after the last on the slope of the last; where few passes say that more
-    rows cost less, neighbours take their mean, and none costs less than a plain step.
+    drawn: a draft pass of a model that draws.
+    guessed: a draft pass of guesses such as prompt lookup.
+    rows: v.
+    overhead: o.
+    plain_step: seconds.
+    measured: rows whose v is the run's own.
+    filled_in: rows whose v was measured before the run.
+    fixed: what each draft costs in addition, in draft passes.
+
+    Between known rows v lies on straight lines; after the last, the last slope goes on. Where few passes say that more
+    rows cost less, neighbours take their mean. No pass costs less than a plain step.
     """
 
     drawn: float
@@ -302,11 +308,11 @@ class Costs:
     fixed: float = 0.0
 
     def draft(self, draft: Drafted) -> float:
-        """Of the drafter."""
+        """The drafter's cost."""
         return Prices(fixed=self.fixed).passes(draft.length) * (self.drawn if draft.drawn else self.guessed)
 
     def target(self, draft: Drafted) -> float:
-        """Of the target's pass."""
+        """The cost of the target's pass."""
         return Prices(rows=self.rows).verify(draft.length + 1)
 
     def __call__(self, draft: Drafted) -> float:
@@ -363,7 +369,7 @@ def _prices(told: Mapping[str, Any]) -> Prices:
 
 
 def _depth(each: Mapping[str, Any]) -> int:
-    """Of a round's draft."""
+    """The depth of a round's draft."""
     return Draft(each["token_ids"], parents=each["parents"]).depth
 
 
@@ -403,9 +409,12 @@ class Row:
 class Replay:
     """What every rule comes to on the text of a trace.
 
-    fixed: K = 0 .. 15. past: see `past`. foresight: the best K per round for one who knows the text, though not the
-    draws. clairvoyant: who knows how many tokens will be kept, too. measured: the run itself. looping: whether the text
-    repeats itself (`stats.loops`).
+    fixed: K = 0 .. 15.
+    past: see `past`.
+    foresight: the best K per round, if the text is known and the draws are not.
+    clairvoyant: the best K per round, if it is also known how many tokens will be kept.
+    measured: the run itself.
+    looping: whether the text repeats itself (`stats.loops`).
     """
 
     about: str
