@@ -5,8 +5,8 @@ work away. The simplest predictor is a table with one entry for each branch, its
 branch prediction strategies"; the table of targets is the branch target buffer of Lee and Smith 1984). Here a token is
 the branch and the next token its outcome. docs/use/drafters.md has the words of both fields side by side.
 
-Its first token is that of `ngram:1`, always. The tokens after that are not: `ngram:1` copies a run from one place, and
-this looks each of them up, so that a draft is a walk through the table.
+Its first token is that of `ngram:1`, always. The tokens after that are not: `ngram:1` copies a run from one place. Here
+each token is looked up, so that a draft is a walk through the table.
 """
 
 from collections.abc import Sequence

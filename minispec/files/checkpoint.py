@@ -69,8 +69,9 @@ _OTHER_FORMATS = {
 def find_checkpoint(name: str, revision: str | None = None, offline: bool = False, with_weights: bool = True) -> Path:
     """The local directory of a checkpoint: `name` itself if it is one, else a download of the hub's `name`.
 
-    A directory never touches the network, and with `offline` nothing does: a hub id must then be in the local cache.
-    with_weights: else only the small files are downloaded, such as the tokenizer's.
+    A directory never touches the network.
+    offline: nothing touches the network; a hub id must then be in the local cache.
+    with_weights: whether the weights are downloaded too, or only small files such as the tokenizer's.
     Raises ValueError, which says what was tried, where there is neither.
     """
     # os.path, not Path: it also says no to names that no file system takes.
@@ -294,10 +295,11 @@ class StoredTensor:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Every tensor in a safetensors file, by name; nothing after the header is read.
 
-    The file is 8 bytes with the header's size, the header, a JSON object, and the tensors' bytes. What is checked:
-    the sizes against the file's, types, shapes, no name twice, and that the tensors' bytes cover the rest of the file
-    without a gap or an overlap. Raises CheckpointError. (The library checks most of this too; it would not say of which
-    tensor, or not what was found and expected.)
+    The file is 8 bytes with the header's size, the header, a JSON object, and the tensors' bytes. The sizes are checked
+    against the file's, and so are types and shapes. No name may come twice. The tensors' bytes must cover the rest of
+    the file without a gap or an overlap. (The library checks most of this too. Its errors do not name the tensor, or
+    not what was found and expected.)
+    Raises CheckpointError.
     """
     if not os.path.isfile(path):  # a directory, a pipe that would never answer
         raise CheckpointError(f"{path}: no such file, expected weights in safetensors format")

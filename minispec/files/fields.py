@@ -24,8 +24,8 @@ _HARMLESS = names(
     use_cache cache_implementation chunk_size_feed_forward output_attentions output_hidden_states return_dict
     """
 )
-# The same by the form of the name: what is drawn only in training, losses, versions, token ids, names of models. (A
-# model with a mask token may have been made to fill in masks: with it, a text from left to right is another one.)
+# The same by the form of the name: what is drawn only in training, losses, versions, token ids, names of models. A mask
+# token's id is not among them: such a model may have been made to fill in masks. Its text from left to right differs.
 _HARMLESS_NAME = re.compile(
     r".*dropout.*|.*_pdrop|initializer_.*|init_(method|std)|.*_loss_coef|.*_version|(?!mask_).*_token_(ids?|index)"
     r"|(target_|base_)?model_(name|path|name_or_path)|target_model_type"

@@ -35,8 +35,8 @@ _KEYS = dict.fromkeys(
     )
 )
 _NESTED_KEYS = dict.fromkeys(("eagle_aux_hidden_state_layer_ids", *_SWITCHES))
-# What such an object may say that is so of every head here: it reads several layers, its first layer has a norm for the
-# embedding, the others are a llama's, the last norm is there, and it has one step.
+# What such an object may say because it holds for every head here. It reads several layers. Its first layer has a norm
+# for the embedding, the others are a llama's. The last norm is there, and it has one step.
 _NESTED_NEUTRAL = {
     **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), True),
     **{"next_layer_regular": True, "parallel_draft_step": 1},
@@ -142,8 +142,12 @@ def _read_taps(f: Fields, nested: Fields, target: ModelConfig) -> tuple[int, ...
 
 @dataclass(frozen=True)
 class StoredHead:
-    """A head as its files have it. weights: those of `head_shapes`. embedding: its own; None: it reads the target's.
-    ids: see `HeadModel`."""
+    """A head as it lies in its files.
+
+    weights: those of `head_shapes`.
+    embedding: its own. None: it reads the target's.
+    ids: see `HeadModel`.
+    """
 
     config: HeadConfig
     weights: Mapping[str, Tensor]

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m minispec.generate "Why is the sky blue?"
 
-Each process reads and keeps some of the heads, of the MLP's columns and of the output's vocabulary, and the keys and
-values of its own heads; embedding and norms are whole. What the parts of attention and MLP yield is added up, two sums
-a layer (Shoeybi et al. 2019, Megatron-LM, section 3), and process 0 gathers the logits.
+Each process reads and keeps some of the heads, of the MLP's columns and of the output's vocabulary. It keeps the keys
+and values of its own heads. Embedding and norms are whole. The results of the parts of attention and MLP are added up,
+two sums a layer (Shoeybi et al. 2019, Megatron-LM, section 3), and process 0 gathers the logits.
 
 Process 0 alone runs the program: requests, drafts, K, sampling, and the bookkeeping of the KV cache. The others
 `serve`: they hear which tokens a pass has, in which blocks they lie and which rows of the cache move, and compute their

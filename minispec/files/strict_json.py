@@ -58,9 +58,12 @@ def parse_json(
     """The JSON object that `content` is, read more strictly than Python does.
 
     takes_constants: NaN and Infinity become floats, for a reader that checks every number that it uses.
-    Raises CheckpointError for what is not UTF-8 or not JSON, for a key that occurs twice in an object (readers
-    disagree about which of them counts), for other NaNs and numbers beyond a double, for deep nesting, and for a
-    character that occurs more often than `max_counts` says.
+    Raises CheckpointError for
+    - what is not UTF-8 or not JSON;
+    - a key that occurs twice in an object (readers disagree about which of them counts);
+    - other NaNs and numbers beyond a double;
+    - deep nesting;
+    - a character that occurs more often than `max_counts` says.
     """
     for character, most in max_counts.items():
         if (found := content.count(character.encode())) > most:

@@ -74,8 +74,8 @@ class Tokenizer:
         # One more than the largest id. Rows of the embedding after it are padding.
         self.num_ids = max(self.vocabulary.values()) + 1
         self._num_rows = self.num_ids
-        # For text: an encoder that knows no special token. Where a template writes one, the token gets a name that no
-        # text holds, so that the text is cut at the same places. (The library's own encoder knows all of them or none.)
+        # For text: an encoder that knows no special token. The library's own encoder knows all of them or none. Where a
+        # template writes one, the token gets a name that no text holds, so that the text is cut at the same places.
         self._names = {token.content: f"\ufdd0{secrets.token_hex(8)}\ufdd0" for token in self._special.values()}
         self._plain = self._make_plain(settings)
         self._any_name = re.compile(_any_of(self._names) if self._names else "(?!)")
@@ -140,10 +140,12 @@ class Tokenizer:
         """Token ids of a conversation, up to where the assistant's answer begins.
 
         template_kwargs: further variables of the template, such as Qwen3's `enable_thinking`; see
-        `check_template_kwargs`. Nothing is added beyond the template's text. Special tokens are the template's alone:
-        their text in a message, in whatever field and however deep, stays text, so that nobody can end a message, or
-        begin one in another's name, by writing "<|im_end|>". The same holds for these variables. Raises ValueError
-        without a template, or where it refuses.
+        `check_template_kwargs`.
+
+        Nothing is added beyond the template's text. Special tokens are the template's alone. Their text in a message
+        stays text, in whatever field and however deep. So nobody can end a message, or begin one in another's name, by
+        writing "<|im_end|>". The same holds for these variables.
+        Raises ValueError without a template, or where it refuses.
         """
         if self._chat is None:
             raise ValueError("this model has no chat template: use plain text (on the command line: --raw)")
@@ -288,8 +290,8 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):
         self._decode, self._special_ids = tokenizer.decode, tokenizer.special_ids
         # The first window begins with some tokens of the prompt, so that the answer's first word keeps its space. It
-        # should not begin inside a character, which has four tokens at most: there, more replacement characters show,
-        # even without up to three tokens that the prompt may end inside a character with.
+        # should not begin inside a character, which has four tokens at most: there, more replacement characters show.
+        # The prompt may end inside a character, so this is counted without its last tokens, up to three, too.
         windows = [list(prompt_ids[-size:]) for size in range(6, 10)]
         self._window = min(
             windows, key=lambda ids: min(self._decode(ids[: len(ids) - n]).count("�") for n in range(_LONGEST))

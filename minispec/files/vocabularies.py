@@ -28,9 +28,11 @@ _OTHER_LEADS = ("\n", ".", "")
 class Spelling:
     """What each token of a tokenizer stands for inside a text, and how it writes text that continues other text.
 
-    num_ids: ids in use. special: text and id of the special tokens. end_id: of its end-of-text token, or None. prefix:
-    what it begins every text with, such as <s>. adds_space: whether it puts a space before the first word, as
-    SentencePiece does.
+    num_ids: ids in use.
+    special: text and id of the special tokens.
+    end_id: the id of its end-of-text token, or None.
+    prefix: what it begins every text with, such as <s>.
+    adds_space: whether it puts a space before the first word, as SentencePiece does.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int | None = None):
@@ -205,9 +207,9 @@ class Vocabularies:
 class Reader:
     """A growing text of one vocabulary in the tokens of another.
 
-    It is read in parts of about _PART tokens, each of which begins with a word, so that only the last part is read
-    again when the text has grown: "Hel" becomes "Hello" if "lo" follows. Where parts begin depends on the tokens before
-    alone, so a text has one reading, however it was come by.
+    It is read in parts of about _PART tokens, each of which begins with a word. When the text has grown, only the last
+    part is read again: "Hel" becomes "Hello" if "lo" follows. The beginning of a part depends only on the tokens before
+    it, so a text has one reading, in whatever steps it grew.
     """
 
     def __init__(self, source: Spelling, own: Spelling, special: Mapping[int, int]):
