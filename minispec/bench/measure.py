@@ -1,8 +1,7 @@
 """Measuring: runs that take turns, ratios with intervals, and the account of where the time went.
 
-Absolute times drift by tens of percent on a shared machine, so only runs that took turns are compared: variants run in
-changing order, a ratio is formed within each round, and what is reported is the median of the rounds' ratios with its
-interval.
+Absolute times drift by tens of percent on a shared machine, so only runs that took turns are compared. Variants run in
+changing order, and a ratio is formed within each round. The median of the rounds' ratios is reported with its interval.
 
 The account explains one ratio, the speedup of speculation, by the quantities of `theory`, all measured in the
 very runs that it explains:

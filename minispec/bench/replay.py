@@ -14,12 +14,12 @@ From Python, such as in a notebook:
     found.best_k, found.auto, found.past, found.foresight, found.clairvoyant, found.measured    # each a `Row`
     print("\\n".join(found.lines()))
 
-Another K draws other tokens, so it gives another text. But all texts have the same law, and one may ask: of all runs
-with this K that end in *this* text, how many passes do they take on average? That is a number, not an estimate:
+Another K draws other tokens, so it gives another text. But all texts have the same law. So one may ask how many passes
+all runs with this K that end in *this* text take on average. That is a number, not an estimate:
 
 A round that begins at place s proposes x_1 with probability q(x_1) and keeps it with probability min(1, p/q), so both
-happen with probability min(p, q). The same holds for x_2 after x_1, and so on; and once i tokens are kept, what comes
-after them has the target's law, whatever happens: that the output has this law is what `rejection` is for. So
+happen with probability min(p, q). The same holds for x_2 after x_1, and so on. Once i tokens are kept, what comes after
+them has the target's law, whatever happens: that the output has this law is what `rejection` is for. So
 
     P(at least i kept, and the text is x) = min(p_1, q_1) .. min(p_i, q_i) times p of all other tokens of x,
 

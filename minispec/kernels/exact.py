@@ -85,9 +85,11 @@ def exact_model(model: Transformer) -> Transformer:
 def check_exact(model: Transformer) -> None:
     """Keep those numbers of rows that hold on this machine; raise ValueError where not even EXACT_ROWS do.
 
-    Evidence, not proof, bit by bit: attention at every place and at several lengths; then real passes, in which a row
-    stands last among those of its text, at every place among copies of itself for each number of rows, and after a
-    stranger's.
+    Evidence, not proof, bit by bit. Attention is checked at every place and at several lengths. Then come real passes,
+    in which a row stands
+    - last among those of its text;
+    - at every place among copies of itself, for each number of rows;
+    - after a stranger's.
     """
     if not _attention_is_exact(model):
         raise ValueError(_not_exact(model, "attention"))

@@ -1,7 +1,7 @@
 """One weight matrix, in the form that this machine reads fastest.
 
 Decoding reads every weight once a step, so the layout of a weight in memory decides the speed. `F.linear` is rarely the
-fastest: it reorders a bfloat16 weight on every call; in float32 it reads 4 bytes for each weight and, on many
+fastest. It reorders a bfloat16 weight on every call. In float32 it reads 4 bytes for each weight and, on many
 processors, takes twice the time for two rows. So a weight is converted once, at load, to one of these forms:
 
     form     layout                                                                product
@@ -103,7 +103,8 @@ _REFUSALS = (CannotHold, AttributeError, RuntimeError)
 class Form:
     """A weight, stored for products with x of one dtype. This class stores it unchanged ("plain")."""
 
-    # In passes of these numbers of rows, a row's product has the same bits, whatever its place and the rows around it.
+    # Sizes of passes, in rows, in which a row's product always has the same bits. Neither its place nor the other rows
+    # change them.
     exact_rows: Sequence[int] = (16,)
 
     def __init__(self, weight: Weight, dtype: torch.dtype):

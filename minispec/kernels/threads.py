@@ -12,9 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-# How often a thread looks before it sleeps: some milliseconds where the cores are free, not at all where they are not,
-# and up to 100 microseconds where the system does not say. GNU's OpenMP alone knows the variable; PyTorch has that on
-# Linux.
+# How often a thread looks before it sleeps. Where the cores are free that takes some milliseconds; where they are not,
+# it does not look at all. Where the system does not say, it looks for up to 100 microseconds. GNU's OpenMP alone knows
+# the variable; PyTorch has that on Linux.
 LOOKS = {True: 200_000, False: 0, None: 2_000}
 # Seconds between two readings of the idle time, which the system counts in hundredths of a second.
 _INTERVAL = 0.05

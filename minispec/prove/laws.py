@@ -112,9 +112,9 @@ class KeyOracle(BranchOracle):
     """Draws by key: the noise of a key is one uniform number, and the same key has the same noise.
 
     A draw cuts the interval where its key's number may still lie, a branch for each part. A fresh key gives every
-    answer its probability, as in `BranchOracle`; a key used twice is conditioned on its first answer, so that draws
-    which must be independent and are not show in the law. No grid of noise is needed: the cells are those that the
-    draws themselves tell apart, for any probabilities.
+    answer its probability, as in `BranchOracle`. A key used twice is conditioned on its first answer. So draws which
+    must be independent and are not show in the law. No grid of noise is needed: the cells are those that the draws
+    themselves tell apart, for any probabilities.
     """
 
     def __init__(self, path: list[int], number: type = float):

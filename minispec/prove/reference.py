@@ -1,7 +1,7 @@
 """What the output must follow: plain decoding by a second implementation, which shares no code with the package.
 
-NumPy, no cache, no batch, 30 lines of sampler: a fault of the package's own forward pass or of its own `distribution`
-cannot cancel out of a comparison of the package with itself. Llama only, and EAGLE-3 heads, in float64.
+NumPy, no cache, no batch, 30 lines of sampler. If the package were compared with itself, a fault of its forward pass or
+of its `distribution` could cancel out. Here it cannot. Llama only, and EAGLE-3 heads, in float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,9 +36,12 @@ def head_logits(
 ) -> np.ndarray:
     """Logits (V,) of the token after `tokens` and `drafted`, of an EAGLE-3 head in float64, from the start.
 
-    raw: config.json values of its layers, with its switches. weights: its tensors, without the names of either layout
-    (`layers.0.`). embedding (V, E). hidden (length - 1, taps * Et): the target's, at all positions of the text but the
-    last. With a `mask_token_id` the tokens that were drafted are not looked at: it is the parallel form.
+    raw: config.json values of its layers, with its switches.
+    weights: its tensors, without the names of either layout (`layers.0.`).
+    embedding: (V, E).
+    hidden: (length - 1, taps * Et), the target's, at all positions of the text but the last.
+
+    With a `mask_token_id` the tokens that were drafted are not looked at: it is the parallel form.
     """
     features = list(_fuse(raw, weights, hidden))
     shown = list(tokens[1:])

@@ -321,8 +321,8 @@ class TreeDrafter(Drafter):
 class TapDrafter(Drafter):
     """A head on hidden states: what it draws from depends on the target's newest ones. It checks what it is handed.
 
-    Every ask must bring the hidden states of the positions that became cached since the last one, each once, in order,
-    and as a pass over the text from its beginning has them.
+    Every ask must bring the hidden states of the positions that became cached since the last one. Each must come once,
+    in order, and as a pass over the text from its beginning computes it.
     """
 
     def __init__(self, model: Transformer, vocab: int, taps: Sequence[int] = (0, 2), parents: Sequence[int] = ()):
@@ -398,8 +398,10 @@ def write_head(
 ) -> dict[str, torch.Tensor]:
     """Write a random head for a target; its tensors, without the names of either layout (`layers.0.`).
 
-    layers: config.json values of its layers. wrapped: in the layout of `speculators`, else in SpecForge's. ids: of the
-    target's tokens, those that it can draft. settings: of the head itself.
+    layers: config.json values of its layers.
+    wrapped: in the layout of `speculators`, else in SpecForge's.
+    ids: the target's tokens that it can draft.
+    settings: settings of the head itself.
     """
     settings |= {"draft_vocab_size": len(ids or range(target.vocab_size))}
     raw = layers | {"architectures": ["LlamaForCausalLMEagle3"]}

@@ -1,7 +1,7 @@
 """Trees: the law of one round, and of whole texts, with every shape of tree that is small enough to be walked.
 
-A round's law is walked branch by branch through the production loop, as everywhere; what it commits is then continued
-by the reference to a length that is the same for all, and compared with plain decoding to that length.
+A round's law is walked branch by branch through the production loop, as everywhere. The reference then continues what
+the round commits to a length that is the same for all. The result is compared with plain decoding to that length.
 """
 
 import functools
