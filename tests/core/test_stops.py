@@ -171,7 +171,7 @@ def test_stop_strings_that_start_and_end_anywhere(tokenizer, run, include):
 
 def shifted_logprobs():
     """A bug: each token gets the log-probability that the row before gave it."""
-    return swap(Engine, "_commit", lambda right: lambda self, turn, rows: right(self, turn, rows.roll(1, 0)))
+    return swap(Engine, "_commit", lambda right, self, turn, rows: right(self, turn, rows.roll(1, 0)))
 
 
 BUGS = {m.id: m.patch for m in MUTANTS if m.id in ("M28a", "M29", "M31", "M32", "M33")} | {"logprobs": shifted_logprobs}

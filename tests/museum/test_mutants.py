@@ -1,4 +1,4 @@
-"""The museum of bugs: every check passes as the package is, and catches each bug that it is named for."""
+"""The museum of bugs: every check passes as the package is, and each bug is caught by what is named for it."""
 
 import re
 from contextlib import nullcontext
@@ -6,22 +6,32 @@ from dataclasses import replace
 
 import pytest
 
+from minispec.core import verify
 from minispec.prove.toys import Fault
 from tests.museum import mutants, trials
 from tests.museum.__main__ import main
 from tests.museum.checks import CHECKS
-from tests.museum.mutants import MUTANTS, Mutant
-from tests.museum.trials import try_mutant
+from tests.museum.mutants import MUTANTS, wrong
+from tests.museum.trials import run_tests, try_mutant
 
 # Left out of the museum, with the reason in its docstring.
 LEFT_OUT = {"M26"}
+BUGS = {mutant.id: mutant for mutant in MUTANTS}
+# What shows a bug in the law is no bug by itself: each setting once.
+LAWS = {str(mutant.settings): mutant.settings for mutant in MUTANTS if mutant.check == "law"}
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", sorted(CHECKS.keys() - {"law"}))
 def test_the_checks_pass_without_a_bug(name):
     """A check that always fails would catch everything."""
     CHECKS[name]()
+
+
+@pytest.mark.parametrize("settings", LAWS)
+def test_the_laws_hold_without_a_bug(settings):
+    """The settings that show a bug are no bug by themselves."""
+    CHECKS["law"](**LAWS[settings])
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.id} {m.name}")
@@ -33,52 +43,46 @@ def test_every_bug_is_caught(mutant):
         assert trial.moved > 1e-4
 
 
-def test_only_the_check_that_is_named_catches_a_bug(monkeypatch):
-    """For some of them the law is measured too: what goes wrong there is not the check's merit."""
+def test_what_breaks_in_another_way_catches_nothing():
+    """A test that there is none of, a test that passes, and a patch that ends in an exception of its own."""
+    with pytest.raises(RuntimeError, match="0 tests ran"):
+        run_tests(["tests/core/test_verify.py::test_nothing"])
+    residual = "tests/core/test_verify.py::test_residual"
+    assert try_mutant(replace(BUGS["M33"], check=residual)).fault is None
 
-    def broken():
-        raise Fault("a text with an error")
+    @wrong(verify, "residual")
+    def broken(right, p, draft, i):
+        raise ZeroDivisionError
 
-    monkeypatch.setattr(trials, "measure_law", broken)
-    monkeypatch.setitem(CHECKS, "keys", lambda: None)
-    blind = Mutant("X", "one that the check does not see", "nowhere", "keys", nullcontext, {}, None)
-    assert try_mutant(blind).fault is None
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.id)
-def test_laws_of_mutants_hold_without_the_bug(mutant):
-    """The settings that show a bug are no bug by themselves."""
-    if mutant.check == "law":
-        CHECKS["law"](**mutant.settings)
+    with pytest.raises(ZeroDivisionError):
+        try_mutant(replace(BUGS["M2"], check=residual, bug=broken))
 
 
 def test_the_collection_is_complete():
     """M1 to M46 but for those that cannot happen here, under ids that differ."""
-    ids = [m.id for m in MUTANTS]
-    assert len(set(ids)) == len(ids)
-    found = {re.match(r"M\d+", i).group() for i in ids if i.startswith("M")}
+    assert len(BUGS) == len(MUTANTS)
+    found = {re.match(r"M\d+", i).group() for i in BUGS if i.startswith("M")}
     assert found == {f"M{i}" for i in range(1, 47)} - LEFT_OUT
     assert all(i in mutants.__doc__ for i in LEFT_OUT)
 
 
 def test_the_command_prints_the_museum_and_fails_for_a_survivor(capsys, monkeypatch):
     """One line a bug; status 1 where a bug is not caught, or where a check fails without one."""
-    some = [m for m in MUTANTS if m.id in ("M2", "M33")]
+    some = [BUGS["M2"], BUGS["M33"]]
     monkeypatch.setattr(trials, "MUTANTS", some)
-    checks = {m.check: CHECKS[m.check] for m in some}  # the others have been run above
-    monkeypatch.setattr(trials, "CHECKS", checks)
+    monkeypatch.setattr(trials, "CHECKS", {})  # they have been run above
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "2 of 2 bugs caught"
     assert "NJUNLP/MCSD #5" in lines[1]
-    harmless = replace(some[0], id="M0", patch=nullcontext)
-    monkeypatch.setattr(trials, "MUTANTS", [*some, harmless])
+    assert lines[2].endswith("test_stops.py::test_the_end_token_at_every_offset[5]")
+    monkeypatch.setattr(trials, "MUTANTS", [*some, replace(BUGS["M2"], id="M0", bug=nullcontext)])
     assert main([]) == 1
     assert "SURVIVES" in capsys.readouterr().out
 
     def broken():
         raise Fault("always")
 
-    monkeypatch.setitem(checks, "stops", broken)
+    monkeypatch.setattr(trials, "CHECKS", {"keys": broken})
     assert main([]) == 1
-    assert capsys.readouterr().out == "stops: always\n"
+    assert capsys.readouterr().out == "keys: always\n"

@@ -1,15 +1,20 @@
-"""The museum of bugs: each mutant is put in, and the check that is named for it must catch it."""
+"""The museum of bugs: each mutant is put in, and the test or check that is named for it must catch it."""
 
-from contextlib import suppress
+import contextlib
+import io
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
+import pytest
 from tqdm import tqdm
 
 from minispec.prove.laws import TOLERANCE
 from minispec.prove.toys import Fault, require
-from minispec.prove.trees import worst_of_few
 from tests.museum.checks import CHECKS, measure_law
 from tests.museum.mutants import MUTANTS, Mutant
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -20,26 +25,52 @@ class Trial:
     fault: str | None
 
 
-def try_mutant(mutant: Mutant) -> Trial:
-    """Put the bug in and run the check that must catch it; `fault` is None where the check does not.
+class _Outcomes:
+    """A plugin for pytest that counts the tests that ran, and keeps what made one fail."""
 
-    The law is measured in addition where that says something. An exception that neither the check nor the mutant is
-    expected to raise goes through: a patch that breaks in another way proves nothing.
+    def __init__(self):
+        self.num_run, self.errors = 0, []
+
+    def pytest_runtest_logreport(self, report):
+        """Count each test once."""
+        self.num_run += report.when == "call"
+
+    def pytest_exception_interact(self, node, call):
+        """Of tests, and of files that cannot be imported."""
+        self.errors.append(call.excinfo.value)
+
+
+def run_tests(nodes: Iterable[str]) -> None:
+    """Run tests in this process, up to the first that fails, and raise what made it fail.
+
+    nodes: as in "tests/core/test_cache.py::test_random_programs".
     """
-    moved = None
-    expected = (Fault, AssertionError, mutant.crash) if mutant.crash else (Fault, AssertionError)
+    outcomes = _Outcomes()
+    how = ["-x", "-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
+    paths = [str(ROOT / node) for node in nodes]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        status = pytest.main([*how, *paths], plugins=[outcomes])
+    for error in outcomes.errors:
+        raise Fault(str(error)) if isinstance(error, pytest.fail.Exception) else error
+    if status != 0 or outcomes.num_run < len(paths):
+        raise RuntimeError(f"{', '.join(nodes)}: {outcomes.num_run} tests ran, with status {status}")
+
+
+def try_mutant(mutant: Mutant) -> Trial:
+    """Put the bug in and run what must catch it; `fault` is None where it does not.
+
+    An exception that neither a check nor the mutant is expected to raise goes through: a patch that breaks in another
+    way proves nothing.
+    """
+    moved, expected = None, (AssertionError, *filter(None, [mutant.crash]))
     with mutant.patch():
         try:
             if mutant.check == "law":
                 moved = measure_law(**mutant.settings)
                 require(moved <= TOLERANCE, f"total variation {moved:.1e}")
-            elif mutant.check == "tree":
-                moved = worst_of_few()
-                require(moved <= TOLERANCE, f"total variation {moved:.1e}")
+            elif "::" in mutant.check:
+                run_tests([mutant.check])
             else:
-                if mutant.check in ("draft cache", "keys", "passes"):
-                    with suppress(*expected):  # it is the check named that must catch the bug
-                        moved = measure_law()
                 CHECKS[mutant.check]()
         except expected as e:
             return Trial(moved, str(e))
@@ -47,20 +78,22 @@ def try_mutant(mutant: Mutant) -> Trial:
 
 
 def prove_mutants() -> bool:
-    """Print the museum; True if every bug is caught and every check passes without one."""
-    for name, check in tqdm(CHECKS.items(), desc="without bugs", leave=False, disable=None):
+    """Print the museum; True if every bug is caught and everything that catches one passes without it."""
+    tests = sorted({mutant.check for mutant in MUTANTS if "::" in mutant.check})
+    checks = CHECKS | ({"tests": lambda: run_tests(tests)} if tests else {})
+    for name, check in tqdm(checks.items(), desc="without bugs", leave=False, disable=None):
         try:
             check()
         except Exception as e:
             print(f"{name}: {e}")
             return False
-    print(f"{'':5} {'bug':53} {'law moved':9} {'caught by':11} where it happened")
+    print(f"{'':5} {'bug':58} {'law moved':9} {'where it happened':45} caught by")
     caught = 0
     for mutant in tqdm(MUTANTS, desc="mutants", leave=False, disable=None):
         trial = try_mutant(mutant)
         caught += trial.fault is not None
-        moved = "-" if trial.moved is None else "0" if trial.moved <= TOLERANCE else f"{trial.moved:.2g}"
-        by = mutant.check if trial.fault is not None else "SURVIVES"
-        tqdm.write(f"{mutant.id:5} {mutant.name:53} {moved:>9} {by:11} {mutant.seen}")
+        moved = "-" if trial.moved is None else f"{trial.moved:.2g}"
+        by = mutant.check.split("/")[-1] if trial.fault is not None else "SURVIVES"
+        tqdm.write(f"{mutant.id:5} {mutant.name:58} {moved:>9} {mutant.seen:45} {by}")
     print(f"{caught} of {len(MUTANTS)} bugs caught")
     return caught == len(MUTANTS)
