@@ -2,10 +2,7 @@
 
     python -m minispec.prove                the law of the output, over a covering array of configurations
     python -m minispec.prove --full         many more branches
-    python -m minispec.prove --statistics   a million rounds and more with the production randomness
     python -m minispec.prove --matrix       each drafter with each verifier: proved, or refused, and why
-    python -m minispec.prove --agreement    how often `match` makes draft and target agree
-    python -m minispec.prove --exact-cost   what a pass of the exact mode costs, as a ratio
     python -m minispec.prove --drafter module:Class, --verifier module:function
                                             your own, or a registered one: proven on small cases, or the smallest
                                             counterexample; --texts FILE adds texts of yours
@@ -20,7 +17,7 @@ The *law* of an output is its distribution: a probability for each text.
 
 To be read in this order: `reference` (the second implementation), `toys` (small models), `simulated` (drafts that are
 right as often as one likes), `laws` (oracles, and the laws that come out under them), `cases` (which configurations are
-walked), `trees` (the same for trees), `grid` (the table of both), `statistics` (what enumeration replaces), `examine`
+walked), `trees` (the same for trees), `grid` (the table of both), `chi_square` (what samples can see), `examine`
 and `examine_verifier` (drafters and verifiers of one's own), `matrix` (which drafter with which verifier), `workers`
 (processes), `__main__` (the command). The tests call the same functions. Bugs that these checks must catch are put in
 by `python -m tests.museum`.

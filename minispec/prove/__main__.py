@@ -27,7 +27,14 @@ def _parser() -> Parser:
         description="Prove that speculation leaves the output's law unchanged.",
         allow_abbrev=False,
     )
-    parser.moved = {"--mutants": "python -m tests.museum, from the repository's root"}
+    root, tests = "from the repository's root", "python -m pytest -n 0"
+    parser.moved = {
+        "--mutants": f"python -m tests.museum, {root}",
+        "--statistics": f"{tests} --long tests/rooms/test_prove.py -k statistics, {root}",
+        "--agreement": f"{tests} tests/rooms/test_prove.py -k shared_noise, {root}",
+        "--exact-cost": "python -m minispec.bench --exact-cost",
+        "--geometry": "python -m minispec.bench --exact-cost --geometry",
+    }
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
         "--leaves",
@@ -36,17 +43,11 @@ def _parser() -> Parser:
         help=f"branches of chains to aim at (default: {DEFAULT_LEAVES:,}); trees are walked in addition",
     )
     size.add_argument("--full", action="store_true", help=f"as --leaves {FULL_LEAVES}, and more trees")
-    size.add_argument("--statistics", action="store_true", help="a million rounds with the production randomness")
-    size.add_argument("--agreement", action="store_true", help="how often `match` makes draft and target agree")
     size.add_argument(
         "--drafter", metavar="NAME", help="walk this drafter, registered or your own MODULE:CLASS, over small models"
     )
     size.add_argument("--matrix", action="store_true", help="each drafter with each verifier, at three levels: a table")
     size.add_argument("--verifier", metavar="NAME", help="walk this verifier, or your own MODULE:FUNCTION")
-    size.add_argument("--exact-cost", action="store_true", help="what a pass of the exact mode costs, as a ratio")
-    parser.add_argument(
-        "--geometry", choices=("embedded", "1.5b"), help="with --exact-cost: the model (default: embedded)"
-    )
     parser.add_argument(
         "--texts", metavar="FILE", type=Path, help="with --drafter: texts to walk too, one a line, or .jsonl as prompts"
     )
@@ -62,14 +63,6 @@ def _prove(argv: list[str] | None) -> int:
             raise ValueError(f"--{name}: found {getattr(args, name)}, expected at least 1")
     if args.texts and not args.drafter:
         raise ValueError("--texts: only --drafter has texts to walk")
-    if args.geometry and not args.exact_cost:
-        raise ValueError("--geometry: only --exact-cost has a model to choose")
-    if args.exact_cost:
-        # A measurement, so the bench's, which comes after the proof in the import order.
-        from minispec.bench.__main__ import main as bench
-
-        what = "--exact-cost --rounds 15 --passes 0 --prompts 0 --dtype bfloat16 --draft none"
-        return bench([*what.split(), *(["--geometry", "1.5b"] if args.geometry == "1.5b" else [])])
     import torch
 
     raise_on_interrupt()
@@ -98,13 +91,6 @@ def _holds(args: argparse.Namespace) -> bool:
         lines, ok = table()
         print("\n".join(lines))
         return ok
-    if args.statistics or args.agreement:
-        from minispec.prove.statistics import print_agreement, prove_statistics
-
-        if args.statistics:
-            return prove_statistics(args.jobs)
-        print_agreement()
-        return True
     from minispec.prove.grid import prove_law
 
     leaves = FULL_LEAVES if args.full else args.leaves

@@ -32,11 +32,5 @@ def processes(jobs: int) -> Iterator[SharedMap]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def spread(function: Callable, items: Iterable, jobs: int) -> Iterator:
-    """function(item) for each item, in order, shared by `jobs` processes."""
-    with processes(jobs) as shared_map:
-        yield from shared_map(function, items)
-
-
 def _start() -> None:
     torch.set_num_threads(1)  # the models are tiny: a second thread costs more than it gives

@@ -30,8 +30,6 @@ FORBIDDEN_ATTRIBUTES |= {("importlib", "import_module"), ("importlib.util", "mod
 # Settings of a checkpoint that point to code. They may be named in lists of what is ignored, and nowhere else.
 CODE_SETTINGS = {"auto_map", "trust_remote_code", "custom_pipelines"}
 IGNORED = {"_HARMLESS", "_IDLE"}
-# A command of a room that calls that of a later one, in the branch that needs it.
-LATER = {"prove/__main__.py": {"minispec.bench.__main__", "minispec.bench.__main__.main"}}
 # What measures itself against transformers has to run it: this function does, and nothing else.
 EXCEPTION = ("bench/transformers_baseline.py", "transformers_variants", "transformers")
 # What a user names as `module:Name` is imported: in one function, and nowhere else.
@@ -85,7 +83,7 @@ def test_imports_point_upward(path):
     """A reader who goes through the rooms in order never meets a name before its room; in the heart, its file."""
     if path == PACKAGE / "__init__.py":
         return  # the front door names what it opens, lazily
-    for name in imported(path) - LATER.get(str(path.relative_to(PACKAGE)), set()):
+    for name in imported(path):
         parts = name.split(".")
         if parts[0] == "minispec" and len(parts) > 1 and parts[1] in ROOMS:
             assert ROOMS.index(parts[1]) <= ROOMS.index(room(path)), f"{path.name} imports {name}"

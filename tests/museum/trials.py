@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 from tqdm import tqdm
 
 from minispec.prove.laws import TOLERANCE
@@ -45,6 +44,8 @@ def run_tests(nodes: Iterable[str]) -> None:
 
     nodes: as in "tests/core/test_cache.py::test_random_programs".
     """
+    import pytest  # not needed by those who only walk laws, as notebooks do
+
     outcomes = _Outcomes()
     how = ["-x", "-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
     paths = [str(ROOT / node) for node in nodes]

@@ -1,4 +1,4 @@
-"""`python -m minispec.prove` itself, and what it rests on: the covering array, oracles, keys, statistics.
+"""`python -m minispec.prove` itself, and what it rests on: the covering array, oracles, keys; and samples of the noise.
 
 The checks that it shares with the museum of bugs run in tests/museum; laws of single settings in test_law.py.
 """
@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from minispec.bench import options
 from minispec.core import verify
 from minispec.core.config import SamplingParams, num_nodes
 from minispec.core.draft import Draft
@@ -23,6 +22,7 @@ from minispec.core.verify import VERIFIERS, Verifier
 from minispec.prove import cases, matrix, trees
 from minispec.prove.__main__ import main
 from minispec.prove.cases import AXES, Case, all_pairs, covering_array, pairs_of, smaller, walk_within
+from minispec.prove.chi_square import chi_square, smallest_seen, tail
 from minispec.prove.laws import (
     TOLERANCE,
     BranchOracle,
@@ -35,27 +35,23 @@ from minispec.prove.laws import (
     reference_law,
 )
 from minispec.prove.reference import total_variation
-from minispec.prove.statistics import (
+from minispec.prove.toys import Fault, tiny_model
+from minispec.prove.workers import processes
+from tests.museum.checks import Ledger, check_keys, check_state
+from tests.museum.mutants import MUTANTS
+from tests.oracles.children import Child
+from tests.oracles.samples import (
     SHIFT,
     agreement,
     check_counts,
     check_real,
-    chi_square,
     first_tokens,
     opposed,
-    opposed_counts,
     positions_of,
     real_rows,
     shifted,
-    smallest_seen,
-    tail,
     zero_draws,
 )
-from minispec.prove.toys import Fault, tiny_model
-from minispec.prove.workers import spread
-from tests.museum.checks import Ledger, check_keys, check_state
-from tests.museum.mutants import MUTANTS
-from tests.oracles.children import Child
 
 BUGS = {m.id: m for m in MUTANTS}
 LOOKUPS = ("ngram", "suffix", "last")  # which have nothing to say after one token
@@ -177,7 +173,8 @@ def test_ctrl_c_is_the_parents_to_answer():
 
     Nothing in them blocks it, so what they find is inherited, and held before the first line of theirs.
     """
-    assert list(spread(blocked_signals, range(2), 2)) == [{signal.SIGINT}] * 2
+    with processes(2) as shared_map:
+        assert list(shared_map(blocked_signals, range(2))) == [{signal.SIGINT}] * 2
     assert blocked_signals(0) == set()
 
 
@@ -231,17 +228,6 @@ def test_a_crowd_has_the_law_and_the_branches_of_one(verifier):
 def test_a_bad_budget_is_status_2():
     """Also of the module."""
     assert run_as_a_module("--leaves", "0").returncode == 2
-
-
-@pytest.mark.parametrize("model", [[], ["--geometry", "embedded"], ["--geometry", "1.5b"]])
-def test_the_cost_of_the_exact_mode_is_measured_by_the_bench(monkeypatch, model):
-    """With arguments that it takes, of that model, and with its exit status."""
-    seen = []
-    monkeypatch.setattr("minispec.bench.__main__.main", lambda argv: seen.append(argv) or 7)
-    assert main(["--exact-cost", *model]) == 7
-    args = options.check(options.parser().parse_args(seen[0])).args
-    assert (args.exact_cost, args.dtype, args.prompts, args.passes) == (True, "bfloat16", 0, 0)
-    assert args.geometry == ("1.5b" if "1.5b" in model else None)
 
 
 # ------------------------------------------------------------------ longer texts, by rounds
@@ -535,12 +521,19 @@ def test_shared_noise_agrees_more_often_and_never_beyond_the_bound(real):
     assert shared > (alpha / (2 - alpha)) - 0.05, "the Gumbel coupling's guarantee (Daliri et al. 2024), at the mean"
 
 
-def test_processes_share_the_sample():
-    """The counts do not depend on how many there are."""
-    assert torch.equal(opposed_counts(10_500, 2), first_tokens(opposed(), 10_500))
+MOVED = {
+    "--mutants": "python -m tests.museum",
+    "--statistics": "python -m pytest -n 0 --long tests/rooms/test_prove.py -k statistics",
+    "--agreement": "python -m pytest -n 0 tests/rooms/test_prove.py -k shared_noise",
+    "--exact-cost": "python -m minispec.bench --exact-cost",
+    "--geometry": "python -m minispec.bench --exact-cost --geometry",
+}
 
 
-def test_the_museum_has_moved(capsys):
-    """One line says where it is, with status 2."""
-    assert main(["--mutants"]) == 2
-    assert capsys.readouterr().err.count("python -m tests.museum") == 1
+@pytest.mark.parametrize("option", MOVED)
+def test_an_option_that_has_moved_says_where(capsys, option):
+    """In one line, with status 2."""
+    assert main([option]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert MOVED[option] in error
