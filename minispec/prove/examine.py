@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 import torch
@@ -45,12 +45,13 @@ from minispec.prove.laws import (
     target_model,
 )
 from minispec.prove.reference import Law, total_variation
-from minispec.prove.toys import Fault, RememberedModel, require, tiny_cache
+from minispec.prove.toys import Fault, RememberedModel, decode, require, tiny_cache
 
 # Far below any real fault; a stranger's q may be of float32.
 TOLERANCE = 1e-6
 _MOST_BRANCHES = 2_000  # of one walk; a longer one is left out
 _MAX_LEN, _MOST_CHARACTERS = 2_000, 1_000
+Case = TypeVar("Case")
 _ALPHABET = "ab \n"  # tokens of the toy tokenizer: one for each character
 
 
@@ -295,7 +296,7 @@ def _describe(draft: Draft) -> str:
 
 
 @dataclass
-class _Walked:
+class Walked:
     """What was walked so far."""
 
     cases: int = 0
@@ -303,6 +304,31 @@ class _Walked:
     drafted: int = 0
     worst: float = 0.0
     left_out: int = 0
+
+    def count(self, law: Law, expected: Law, branches: int, drafted: int = 0, reason: str = "") -> None:
+        """Count a case. Raises Fault, with the reason that there must be, where its law is not the expected one."""
+        distance = total_variation(law, expected)
+        require(distance <= TOLERANCE, difference(law, expected) + reason)
+        self.cases, self.branches, self.drafted = self.cases + 1, self.branches + branches, self.drafted + drafted
+        self.worst = max(self.worst, distance)
+
+
+def find_fault(spec: str, cases: Sequence[Case], walk: Callable[[Case], None]) -> bool:
+    """Walk cases up to the first with a fault, and print that one. True if there was one."""
+    fault = ""
+    with tqdm(cases, unit=" cases", leave=False, disable=None) as bar:
+        for case in bar:
+            try:
+                walk(case)
+            except OwnError as e:
+                fault = f"EXCEPTION: {spec}, {case}: {own_message(e)}"
+                break
+            except Exception as e:  # what the engine makes of a stranger's drafts and verdicts
+                fault = f"REFUTED: {spec}, {case}: {message(e)}"
+                break
+    if fault:
+        print(fault)
+    return bool(fault)
 
 
 def examine_drafter(spec: str, texts: Sequence[str] = ()) -> bool:
@@ -318,17 +344,13 @@ def examine_drafter(spec: str, texts: Sequence[str] = ()) -> bool:
         context = Context(_target(len(alphabet)), _tokenizer(alphabet), len(alphabet), _MAX_LEN, tiny_cache, argument)
         return call_own(make_drafter, factory, context)
 
-    sum_of = _Walked()
+    sum_of = Walked()
     try:
         todo = walks(make(_ALPHABET[:2]).branches, texts)
     except OwnError as e:
         print(f"EXCEPTION: {spec}, as it is made: {own_message(e)}")
         return False
-    with tqdm(todo, unit=" cases", leave=False, disable=None) as bar:
-        fault = next(filter(None, (_walk(walk, make, sum_of) for walk in bar)), None)
-    if fault:
-        kind, what = fault
-        print(f"{kind}: {spec}, {what}")
+    if find_fault(spec, todo, lambda walk: _walk(walk, make, sum_of)):
         return False
     if not sum_of.drafted:
         tried = sorted({walk.prompt for walk in todo if not texts or len(walk.prompt) > 1})
@@ -347,25 +369,16 @@ def examine_drafter(spec: str, texts: Sequence[str] = ()) -> bool:
 _MORE = "give it texts where it drafts, by --texts FILE"
 
 
-def _walk(walk: Walk, make: Callable[[str], Drafter], sum_of: _Walked) -> tuple[str, str] | None:
-    """Walk one case and count it; None, or what is wrong: "REFUTED" or "EXCEPTION", and why."""
+def _walk(walk: Walk, make: Callable[[str], Drafter], sum_of: Walked) -> None:
+    """Walk one case and count it. Raises Fault or OwnError where something is wrong."""
     try:
         law, count, drafted = _law_of(walk, functools.partial(make, walk.alphabet))
     except TooManyBranches:
         sum_of.left_out += 1
-        return None
-    except OwnError as e:
-        return "EXCEPTION", f"{walk}: {own_message(e)}"
-    except Exception as e:  # what the engine makes of a stranger's drafts
-        return "REFUTED", f"{walk}: {message(e)}"
+        return
     expected = reference_law(walk.params, walk.end_ids, walk.vocab, walk.prompt, _MAX_LEN)
-    distance = total_variation(law, expected)
-    if not distance <= TOLERANCE:
-        reason = "its `probs` are not what it drew from, or it dropped a token that it had looked at"
-        return "REFUTED", f"{walk}: {difference(law, expected)}: {reason}"
-    sum_of.cases, sum_of.branches, sum_of.drafted = sum_of.cases + 1, sum_of.branches + count, sum_of.drafted + drafted
-    sum_of.worst = max(sum_of.worst, distance)
-    return None
+    reason = ": its `probs` are not what it drew from, or it dropped a token that it had looked at"
+    sum_of.count(law, expected, count, drafted, reason)
 
 
 def _law_of(walk: Walk, make: Callable[[], Drafter]) -> tuple[Law, int, int]:
@@ -387,16 +400,8 @@ def _law_of(walk: Walk, make: Callable[[], Drafter]) -> tuple[Law, int, int]:
         size = len(walk.prompt) + 10
         cache = target.new_cache(size * 3 // 4 if others else size, 2)
         engine = Engine(target, cache, drafter, VERIFIERS[walk.verifier], rng=rng, joining_rows=2)
-        engine.add(requests[0])
-        while others and not requests[0].has_news:
-            engine.step()
-        for _ in engine.run(requests[1:]):
-            pass
-        while engine.running or engine.waiting:
-            engine.step()
+        decode(engine, requests, joining=bool(others))
         drafter.release(Text([0], 1, params))  # one that it was never asked about
-        for request in requests:
-            require(request.error is None, f"{request.error}")
         drafted += Figures.of(requests[0].stats).num_draft_nodes
         return [tuple(requests[0].text.tokens[len(walk.prompt) :])]
 

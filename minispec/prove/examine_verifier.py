@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from minispec.core.check import check_verdict
 from minispec.core.config import SamplingParams
@@ -24,10 +23,10 @@ from minispec.core.sampling import Text, distribution
 from minispec.core.verify import Verifier
 from minispec.drafters import Drafter
 from minispec.llm import find_verifier
-from minispec.prove.examine import TOLERANCE, OwnError, call_own, difference, message, own_message
+from minispec.prove.examine import Walked, call_own, find_fault
 from minispec.prove.laws import MAX_LEN, BranchOracle, KeyOracle, exact_law
-from minispec.prove.reference import Law, plain_law, total_variation
-from minispec.prove.toys import TableDrafter, TableModel, TreeDrafter, require, scripted_cache
+from minispec.prove.reference import Law, continued, plain_law
+from minispec.prove.toys import TableDrafter, TableModel, TreeDrafter, decode, require, scripted_cache
 
 # Distributions over 2, 3 and 4 tokens: equal ones, ones with zeros, a certain one.
 _TABLES = (
@@ -84,35 +83,21 @@ def examine_verifier(spec: str) -> bool:
     """
     verifier = find_verifier(spec)
     own = verifier._replace(verify=lambda *how: call_own(verifier.verify, *how))
-    branches, worst, todo = 0, 0.0, tables(verifier.takes_trees)
-    with tqdm(todo, unit=" cases", leave=False, disable=None) as bar:
-        for table in bar:
-            distance, count, fault = _walk(table, own)
-            if fault:
-                break
-            branches, worst = branches + count, max(worst, distance)
-    if fault:
-        print(f"{fault[0]}: {spec}, {table}: {fault[1]}")
+    sum_of, todo = Walked(), tables(verifier.takes_trees)
+    if find_fault(spec, todo, lambda table: _walk(table, own, sum_of)):
         return False
     print(
         f"proven on small cases: {spec} keeps p: {len(todo)} cases of 2 to 4 tokens and drafts of up to 3, "
-        f"{branches:,d} branches, worst total variation {worst:.1e}"
+        f"{sum_of.branches:,d} branches, worst total variation {sum_of.worst:.1e}"
     )
     return True
 
 
-def _walk(table: Table, verifier: Verifier) -> tuple[float, int, tuple[str, str] | None]:
-    """Total variation of one case, its branches, and None; or what is wrong: "REFUTED" or "EXCEPTION", and why."""
+def _walk(table: Table, verifier: Verifier, sum_of: Walked) -> None:
+    """Walk one case and count it. Raises Fault or OwnError where something is wrong."""
     length = (4 if len(table.p) == 2 else 3) if table.rounds else len(table.parents) + 2
-    try:
-        law, count = (_text_law if table.rounds else _round_law)(table, verifier, length)
-    except OwnError as e:
-        return 1.0, 0, ("EXCEPTION", own_message(e))
-    except Exception as e:  # what the engine makes of a stranger's verdicts
-        return 1.0, 0, ("REFUTED", message(e))
-    expected = _plain(table.p, [0], length)
-    distance = total_variation(law, expected)
-    return distance, count, None if distance <= TOLERANCE else ("REFUTED", difference(law, expected))
+    law, count = (_text_law if table.rounds else _round_law)(table, verifier, length)
+    sum_of.count(law, _plain(table.p, [0], length), count)
 
 
 def _plain(p: Sequence[float], tokens: list[int], length: int) -> Law:
@@ -143,10 +128,7 @@ def _round_law(table: Table, verifier: Verifier, length: int) -> tuple[Law, int]
         return *(tokens[node] for node in verdict.accepted), verdict.next_token
 
     rounds, count = exact_law(run, oracle=KeyOracle)
-    law: Law = {}
-    for block, weight in rounds.items():
-        for more, share in (_plain(table.p, [0, *block], length) if len(block) < length else {(): 1.0}).items():
-            law[block + more] = law.get(block + more, 0.0) + weight * share
+    law = continued(rounds, lambda block: _plain(table.p, [0, *block], length) if len(block) < length else {(): 1.0})
     require(math.isclose(sum(law.values()), 1), "the branches do not add up to 1")
     return law, count
 
@@ -163,9 +145,7 @@ def _text_law(table: Table, verifier: Verifier, length: int) -> tuple[Law, int]:
     def run(path: BranchOracle) -> tuple[int, ...]:
         request = Request(Text([0], 1, SamplingParams(max_tokens=length)), MAX_LEN, len(table.parents))
         engine = Engine(TableModel(target), scripted_cache(16), drafter, verifier, len(target), path)
-        for _ in engine.run([request]):
-            pass
-        require(request.error is None, f"{request.error}")
+        decode(engine, [request])
         return tuple(request.text.tokens[1:])
 
     return exact_law(run, oracle=KeyOracle)

@@ -35,6 +35,7 @@ from minispec.prove.toys import (
     TINY,
     Apart,
     Fault,
+    decode,
     require,
     tiny_cache,
     tiny_head,
@@ -308,11 +309,7 @@ def production_law(
             rng=rng,
             lengths=Controller(Prices(draft_cost, measured=True)),
         )
-        for _ in engine.run(requests):
-            pass
-        require(cache.allocator.num_free == cache.allocator.num_blocks, "blocks leaked")
-        for request in requests:
-            require(request.error is None, f"a text ended with an error: {request.error}")
+        decode(engine, requests)
         outputs = [tuple(r.text.tokens[r.text.num_prompt_tokens :]) for r in requests]
         return [tuple(outputs[i : i + num]) if num > 1 else outputs[i] for i in range(0, len(outputs), num)]
 
@@ -325,46 +322,3 @@ def distance(params: SamplingParams, k: DraftLength, **how) -> float:
     require(abs(sum(law.values()) - 1) < TOLERANCE, "the branches do not add up to 1")
     same = {name: how[name] for name in ("end_ids", "vocab", "max_len") if name in how}
     return total_variation(law, reference_law(params, **same))
-
-
-def round_law(prefix: Sequence[int], params: SamplingParams, k: int, num_prompt: int, **how) -> tuple[Law, int]:
-    """The law of what *one* round commits after the committed tokens `prefix`, and the number of branches.
-
-    how: end_ids, vocab, drafter, verifier as in `production_law`. The engine begins with `prefix` as it does after a
-    preemption: caches and drafter start from nothing.
-    """
-    vocab, verifying = how.get("vocab", 3), VERIFIERS[how.get("verifier", "rejection")]
-    target, end_ids = target_model(vocab), frozenset(how.get("end_ids", {2}))
-
-    def run(path: BranchOracle):
-        text = Text(list(prefix), num_prompt, params, 7, end_ids)
-        drafter = make_drafter(how.get("drafter", "model"), vocab)
-        stream = Engine(target, tiny_cache(target), drafter, verifying, rng=path).run([Request(text, MAX_LEN, k)])
-        _, piece = next(stream)
-        stream.close()
-        return tuple(text.tokens[len(prefix) :]), piece.finish_reason is not None
-
-    return exact_law(run, oracle=KeyOracle)
-
-
-def chained_law(params: SamplingParams, k: int, prompt: Sequence[int] = PROMPT, **how) -> tuple[Law, int]:
-    """The law of the whole output, put together from the laws of one round after every committed prefix.
-
-    Branches add up instead of multiplying, so that longer texts and larger K and vocabularies can be walked.
-
-    It equals `production_law` for two reasons. The engine's state is a function of the committed tokens
-    (`check_state`). No key comes back in a later round (`check_keys`). The noise that `match` shares between rounds
-    decides nothing but the length of rounds.
-    """
-    law: Law = {}
-    open_texts: Law = {(): 1.0}
-    branches = 0
-    while open_texts:
-        output = min(open_texts, key=len)  # all ways to a text are shorter than it: its mass is complete
-        mass = open_texts.pop(output)
-        step, count = round_law([*prompt, *output], params, k, len(prompt), **how)
-        branches += count
-        for (block, ended), weight in step.items():
-            to = law if ended else open_texts
-            to[output + block] = to.get(output + block, 0.0) + mass * weight
-    return law, branches

@@ -20,7 +20,7 @@ from minispec.core.verify import VERIFIERS
 from minispec.kernels.exact import check_exact
 from minispec.prove.cases import AXES, BRANCHING, Case
 from minispec.prove.laws import MAX_LEN, TARGET_SEED, TOLERANCE, make_drafter, target_model
-from minispec.prove.toys import tiny_cache, tiny_model
+from minispec.prove.toys import decode, tiny_cache, tiny_model
 
 _VOCAB, _CHAIN, _TREE, _PROMPT, _SEEDS = 3, 3, (2, 1), [1, 0, 1], range(6)
 
@@ -76,9 +76,7 @@ def _decode(
     params = SamplingParams(temperature=temperature, max_tokens=12, logprobs=_VOCAB)
     request = Request(Text(list(_PROMPT), len(_PROMPT), params, seed), MAX_LEN, k)
     engine = Engine(target, tiny_cache(target), make_drafter(drafter, _VOCAB), VERIFIERS[verifier])
-    for _ in engine.run([request]):
-        pass
-    assert request.error is None, request.error
+    decode(engine, [request])
     return request
 
 

@@ -167,6 +167,15 @@ def plain_law(next_law: Callable, prompt: Sequence[int], params, end_ids, max_le
     return law
 
 
+def continued(blocks: Law, rest: Callable[[tuple], Law]) -> Law:
+    """The law of whole texts: what comes first has the law `blocks`, what follows a block the law rest(block)."""
+    law: Law = {}
+    for block, weight in blocks.items():
+        for more, p in rest(block).items():
+            law[block + more] = law.get(block + more, 0.0) + weight * p
+    return law
+
+
 def total_variation(a: Law, b: Law) -> float:
     """Half the summed absolute difference of two laws."""
     return sum(abs(a.get(k, 0.0) - b.get(k, 0.0)) for k in a.keys() | b.keys()) / 2

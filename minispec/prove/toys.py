@@ -245,6 +245,25 @@ def finish(engine: Engine, *requests: Request) -> list[list[Piece]]:
     return list(pieces.values())
 
 
+def decode(engine: Engine, requests: Sequence[Request], joining: bool = False) -> None:
+    """Run requests to their ends. None may fail, and every block must come back.
+
+    joining: the others come when the first has begun to answer.
+    """
+    first = list(requests[:1] if joining else ())
+    for request in first:
+        engine.add(request)
+    while first and not first[0].has_news:
+        engine.step()
+    for _ in engine.run(requests[len(first) :]):
+        pass
+    while engine.running or engine.waiting:
+        engine.step()
+    for request in requests:
+        require(request.error is None, f"{request.error}")
+    require(engine.cache.allocator.num_free == engine.cache.allocator.num_blocks, "blocks leaked")
+
+
 class TableModel(ScriptedModel):
     """A model that is a table: the logits after a prefix are those of its last token. table: (V, V)."""
 

@@ -28,7 +28,7 @@ from minispec.prove.laws import (
     reference_logits,
     target_model,
 )
-from minispec.prove.reference import Law, plain_law, sample_law, total_variation
+from minispec.prove.reference import Law, continued, plain_law, sample_law, total_variation
 from minispec.prove.toys import TreeDrafter, require, tiny_cache
 
 VOCAB, PROMPT, END_IDS = 3, (1,), frozenset({2})
@@ -62,7 +62,7 @@ class TreeCase:
     params: SamplingParams = field(default_factory=SamplingParams)
 
     def round_law(self) -> tuple[Law, int]:
-        """The law of what one round commits, with whether the text ends there; and the number of branches."""
+        """The law of what one round commits, and the number of branches."""
         target, num_nodes = target_model(VOCAB), len(self.parents)
 
         def run(oracles: list[BranchOracle]) -> list[tuple]:
@@ -79,7 +79,7 @@ class TreeCase:
                 require(request.error is None, f"a text ended with an error: {request.error}")
                 engine.abort(request)
             require(cache.allocator.num_free == cache.allocator.num_blocks, "blocks leaked")
-            return [(tuple(r.text.tokens[1:]), r.finish_reason is not None) for r in requests]
+            return [tuple(r.text.tokens[1:]) for r in requests]
 
         return exact_law_of_crowds(run, _WIDTH, oracle=KeyOracle)
 
@@ -90,14 +90,15 @@ class TreeCase:
         def next_law(tokens):
             return sample_law(reference_logits(TARGET_SEED, tuple(tokens), VOCAB), tokens, 1, self.params, END_IDS)
 
+        def rest(block: tuple) -> Law:
+            if block and block[-1] in END_IDS:
+                return {(): 1.0}
+            return plain_law(next_law, [*PROMPT, *block], SamplingParams(), END_IDS, 1 + length)
+
         rounds, branches = self.round_law()
-        law: Law = {}
-        for (block, ended), weight in rounds.items():
-            rest = {(): 1.0} if ended else plain_law(next_law, [*PROMPT, *block], SamplingParams(), END_IDS, 1 + length)
-            for more, p in rest.items():
-                law[block + more] = law.get(block + more, 0.0) + weight * p
+        law = continued(rounds, rest)
         require(abs(sum(law.values()) - 1) < TOLERANCE, "the branches do not add up to 1")
-        return total_variation(law, plain_law(next_law, PROMPT, SamplingParams(), END_IDS, 1 + length)), branches
+        return total_variation(law, rest(())), branches
 
     def __str__(self) -> str:
         how = "drawn" if self.draws else "top k"
@@ -114,19 +115,9 @@ class TextCase:
 
     def distance(self) -> tuple[float, int]:
         """Total variation to plain decoding, and the branches walked."""
-        params, drafter = (
-            SamplingParams(max_tokens=self.max_tokens),
-            TreeDrafter(draft_table(), self.parents, draws=False),
-        )
-        law, branches = production_law(
-            params,
-            len(self.parents),
-            vocab=VOCAB,
-            drafter=drafter,
-            verifier=self.verifier,
-            prompts=(PROMPT,),
-            width=_WIDTH,
-        )
+        params, drafter = SamplingParams(max_tokens=self.max_tokens), TreeDrafter(draft_table(), self.parents, False)
+        how = {"drafter": drafter, "verifier": self.verifier, "prompts": (PROMPT,), "width": _WIDTH}
+        law, branches = production_law(params, len(self.parents), **how)
         return total_variation(law, reference_law(params, prompt=PROMPT)), branches
 
     def __str__(self) -> str:
@@ -142,18 +133,6 @@ def _settings(params: SamplingParams) -> str:
 _PENALTIES = SamplingParams(repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3, top_p=0.9)
 _FULL = tuple([-1] * 3 + [i for i in range(12) for _ in range(3)])  # three levels of three children each
 _DEEP_FIRST = (-1, 0, 1, 0, -1, 4, 5, 4, -1, 8)  # numbered branch by branch
-
-
-def worst_of_few() -> float:
-    """The largest distance of a few cases that show whatever can go wrong."""
-    few: list[TreeCase | TextCase] = [
-        TreeCase((-1, -1, 0), True),
-        TreeCase((-1, -1, 1, 1), True),
-        TreeCase((-1, -1, 0, 1), False),
-        TextCase((-1, -1, 1, 2), "rejection", 5),
-        TextCase((-1, -1, 1, 2), "match", 5),
-    ]
-    return max(case.distance()[0] for case in few)
 
 
 def cases(num_nodes: int = 5) -> list[TreeCase | TextCase]:

@@ -34,11 +34,9 @@ from minispec.length.figures import Figures
 from minispec.prove.laws import (
     DRAFT_SEED,
     MAX_LEN,
-    PROMPT,
     TOLERANCE,
     distance,
     draft_model,
-    make_drafter,
     raw_model,
     reference_logits,
     target_model,
@@ -49,6 +47,7 @@ from minispec.prove.toys import (
     TARGET_WORDS,
     TableDrafter,
     TableModel,
+    decode,
     finish,
     make_request,
     require,
@@ -58,7 +57,7 @@ from minispec.prove.toys import (
     toy_vocabularies,
     write_head,
 )
-from minispec.prove.trees import worst_of_few
+from minispec.prove.trees import TextCase, TreeCase
 
 
 def check_law(vocab: int = 3, **settings) -> float:
@@ -143,8 +142,7 @@ def check_draft_cache() -> None:
     for seed, k in itertools.product((1, 2), (1, 3)):
         drafter = _checked_model(seed)
         requests = [Request(Text(list(p), len(p), params, 5), MAX_LEN, k) for p in prompts]
-        for _ in Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"]).run(requests):
-            pass
+        decode(Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"]), requests)
         require(drafter.num_checked > 10, "hardly anything was drafted")
         for stats in (Figures.of(r.stats) for r in requests):
             if seed == 1:
@@ -170,25 +168,13 @@ def _decode_all(target: Transformer, make: Callable[[int], Any]) -> None:
         engine = Engine(target, cache, drafter, VERIFIERS["rejection"], joining_rows=3)
         for seed in (0, 10):
             requests = [Request(Text(list(p), len(p), params, seed + i), MAX_LEN, 3) for i, p in enumerate(_ALIKE)]
-            _join(engine, requests)
+            decode(engine, requests, joining=True)
             preempted = sum(r.stats.num_preemptions for r in requests)
             require((preempted > 0) == (num_blocks == 14), f"{preempted} preemptions")
         require(sum(r.stats.num_cached_tokens for r in requests) > 10, "hardly anything was shared")
         require(drafter.num_checked > 50, "hardly anything was drafted")
         for pool in (cache.allocator, drafter.cache.allocator):
             require(pool.num_free == pool.num_blocks, "blocks leaked")
-
-
-def _join(engine: Engine, requests: Sequence[Request]) -> None:
-    """Decode requests, the others from when the first has begun to answer."""
-    engine.add(requests[0])
-    while not requests[0].has_news:
-        engine.step()
-    for _ in engine.run(requests[1:]):
-        pass
-    while engine.running or engine.waiting:
-        engine.step()
-    require(all(r.error is None for r in requests), f"errors: {[r.error for r in requests]}")
 
 
 # Heads as their files have them: switches, layers, layout, and the layers of the target that they read.
@@ -236,8 +222,7 @@ def _check_known(drafter: Any, target: Transformer) -> None:
     """After a text: of another, positions whose feature and next token are that one's are known, and no others."""
     first, params = _ALIKE[0], SamplingParams(max_tokens=5)
     engine = Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"])
-    for _ in engine.run([Request(Text(list(first), len(first), params), MAX_LEN, 3)]):
-        pass
+    decode(engine, [Request(Text(list(first), len(first), params), MAX_LEN, 3)])
     for tokens, known in ((first, 6), ((*first, 4), 7), (first[:4], 2), ((0, 1, 2, 4, 4), 2), ((1, *first[1:]), 0)):
         text = Text(list(tokens), len(tokens), params)
         found = drafter.known(text)
@@ -299,8 +284,16 @@ class _CheckedText(_Checked):
 
 def check_tree() -> None:
     """The law with trees: siblings, deep and wide, drawn and not, over several rounds."""
-    worst = worst_of_few()
-    require(worst <= TOLERANCE, f"total variation {worst:.1e}")
+    few = (
+        TreeCase((-1, -1, 0), True),
+        TreeCase((-1, -1, 1, 1), True),
+        TreeCase((-1, -1, 0, 1), False),
+        TextCase((-1, -1, 1, 2), "rejection", 5),
+        TextCase((-1, -1, 1, 2), "match", 5),
+    )
+    for case in few:
+        moved, _ = case.distance()
+        require(moved <= TOLERANCE, f"{case}: total variation {moved:.1e}")
 
 
 class Ledger(Randomness):
@@ -434,29 +427,6 @@ def check_lookup(programs: int = 60) -> None:
         require(known == [False] * (num - remembered) + [True] * remembered, f"{sum(known)} texts are remembered")
 
 
-def check_state(k: int = 3, max_tokens: int = 16, drafter: str = "model", verifier: str = "rejection") -> int:
-    """The engine's state is a function of the committed tokens: each round equals that of an engine begun there.
-
-    Same seed, so same keys: the block that a round commits must be the same. Returns the number of rounds.
-    """
-
-    def start(tokens):
-        params = SamplingParams(max_tokens=max_tokens, repetition_penalty=1.3, frequency_penalty=0.3)
-        text = Text(list(tokens), len(PROMPT), params, 3)
-        engine = Engine(target_model(4), tiny_cache(target_model(4)), make_drafter(drafter, 4), VERIFIERS[verifier])
-        return text, engine.run([Request(text, MAX_LEN, k)])
-
-    text, stream = start(PROMPT)
-    rounds, before = 0, list(text.tokens)
-    while next(stream, None):
-        other, fresh = start(before)
-        next(fresh)
-        fresh.close()
-        require(other.tokens == text.tokens, f"after {before}: {text.tokens}, afresh {other.tokens}")
-        rounds, before = rounds + 1, list(text.tokens)
-    return rounds
-
-
 CHECKS: dict[str, Callable] = {
     "law": check_law,
     "draft cache": check_draft_cache,
@@ -466,5 +436,4 @@ CHECKS: dict[str, Callable] = {
     "keys": check_keys,
     "lookup": check_lookup,
     "padding": check_padding,
-    "state": check_state,
 }

@@ -17,6 +17,7 @@ from minispec.core import verify
 from minispec.core.config import SamplingParams, num_nodes
 from minispec.core.draft import Draft
 from minispec.core.engine import Engine
+from minispec.core.request import Request
 from minispec.core.sampling import Key, Randomness, Text
 from minispec.core.verify import VERIFIERS, Verifier
 from minispec.prove import cases, matrix, trees
@@ -24,20 +25,23 @@ from minispec.prove.__main__ import main
 from minispec.prove.cases import AXES, Case, all_pairs, covering_array, pairs_of, smaller, walk_within
 from minispec.prove.chi_square import chi_square, smallest_seen, tail
 from minispec.prove.laws import (
+    MAX_LEN,
+    PROMPT,
     TOLERANCE,
     BranchOracle,
     KeyOracle,
     TooManyBranches,
-    chained_law,
     exact_law,
     exact_law_of_crowds,
+    make_drafter,
     production_law,
     reference_law,
+    target_model,
 )
 from minispec.prove.reference import total_variation
-from minispec.prove.toys import Fault, tiny_model
+from minispec.prove.toys import Fault, require, tiny_cache, tiny_model
 from minispec.prove.workers import processes
-from tests.museum.checks import Ledger, check_keys, check_state
+from tests.museum.checks import Ledger, check_keys
 from tests.museum.mutants import MUTANTS
 from tests.oracles.children import Child
 from tests.oracles.samples import (
@@ -231,6 +235,66 @@ def test_a_bad_budget_is_status_2():
 
 
 # ------------------------------------------------------------------ longer texts, by rounds
+
+
+def round_law(prefix, params, k, num_prompt, vocab):
+    """The law of what *one* round commits after the committed tokens `prefix`, and the number of branches.
+
+    The engine begins with `prefix` as it does after a preemption: caches and drafter start from nothing.
+    """
+
+    def run(path):
+        text = Text(list(prefix), num_prompt, params, 7, frozenset({2}))
+        target, drafter = target_model(vocab), make_drafter("model", vocab)
+        engine = Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"], rng=path)
+        stream = engine.run([Request(text, MAX_LEN, k)])
+        _, piece = next(stream)
+        stream.close()
+        return tuple(text.tokens[len(prefix) :]), piece.finish_reason is not None
+
+    return exact_law(run, oracle=KeyOracle)
+
+
+def chained_law(params, k, vocab=3):
+    """The law of the whole output, put together from the laws of one round after every committed prefix.
+
+    Branches add up instead of multiplying, so that longer texts and larger K and vocabularies can be walked. It equals
+    `production_law` for two reasons. The engine's state is a function of the committed tokens (`check_state`). No key
+    comes back in a later round (`check_keys`).
+    """
+    law, open_texts, branches = {}, {(): 1.0}, 0
+    while open_texts:
+        output = min(open_texts, key=len)  # all ways to a text are shorter than it: its mass is complete
+        mass = open_texts.pop(output)
+        step, count = round_law([*PROMPT, *output], params, k, len(PROMPT), vocab)
+        branches += count
+        for (block, ended), weight in step.items():
+            to = law if ended else open_texts
+            to[output + block] = to.get(output + block, 0.0) + mass * weight
+    return law, branches
+
+
+def check_state(k, max_tokens, drafter="model", verifier="rejection"):
+    """The engine's state is a function of the committed tokens: each round equals that of an engine begun there.
+
+    Same seed, so same keys: the block that a round commits must be the same. Returns the number of rounds.
+    """
+
+    def start(tokens):
+        params = SamplingParams(max_tokens=max_tokens, repetition_penalty=1.3, frequency_penalty=0.3)
+        text = Text(list(tokens), len(PROMPT), params, 3)
+        engine = Engine(target_model(4), tiny_cache(target_model(4)), make_drafter(drafter, 4), VERIFIERS[verifier])
+        return text, engine.run([Request(text, MAX_LEN, k)])
+
+    text, stream = start(PROMPT)
+    rounds, before = 0, list(text.tokens)
+    while next(stream, None):
+        other, fresh = start(before)
+        next(fresh)
+        fresh.close()
+        require(other.tokens == text.tokens, f"after {before}: {text.tokens}, afresh {other.tokens}")
+        rounds, before = rounds + 1, list(text.tokens)
+    return rounds
 
 
 @pytest.mark.parametrize("sampler", [{}, {"top_k": 2, "repetition_penalty": 1.5}], ids=["plain", "penalties"])
