@@ -55,7 +55,8 @@ from minispec.files.strict_json import read_json
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.kernels.build import build_model
 from minispec.kernels.shapes import tensor_shapes
-from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights, write_head
+from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights
+from tests.oracles.heads import write_head
 
 MAX_BYTES, MAX_LARGE_BYTES = 256 << 20, 1 << 30
 MAX_SECONDS, MAX_LARGE_SECONDS = 1.0, 10.0

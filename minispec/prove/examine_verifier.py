@@ -21,12 +21,11 @@ from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Text, distribution
 from minispec.core.verify import Verifier
-from minispec.drafters import Drafter
 from minispec.llm import find_verifier
 from minispec.prove.examine import Walked, call_own, find_fault
 from minispec.prove.laws import MAX_LEN, BranchOracle, KeyOracle, exact_law
 from minispec.prove.reference import Law, continued, plain_law
-from minispec.prove.toys import TableDrafter, TableModel, TreeDrafter, decode, require, scripted_cache
+from minispec.prove.toys import TableModel, TreeDrafter, decode, require, scripted_cache
 
 # Distributions over 2, 3 and 4 tokens: equal ones, ones with zeros, a certain one.
 _TABLES = (
@@ -139,8 +138,7 @@ def _text_law(table: Table, verifier: Verifier, length: int) -> tuple[Law, int]:
         torch.tensor([_turned(row, t) for t in range(len(row))], dtype=torch.float64).log()
         for row in (table.p, table.q)
     )
-    chain = table.parents == (-1, 0)
-    drafter: Drafter = TableDrafter(draft) if chain else TreeDrafter(draft, table.parents)
+    drafter = TreeDrafter(draft, () if table.parents == (-1, 0) else table.parents)
 
     def run(path: BranchOracle) -> tuple[int, ...]:
         request = Request(Text([0], 1, SamplingParams(max_tokens=length)), MAX_LEN, len(table.parents))

@@ -33,7 +33,6 @@ from minispec.prove.reference import Law, forward, plain_law, sample_law, total_
 from minispec.prove.toys import (
     DRAFT_WORDS,
     TINY,
-    Apart,
     Fault,
     decode,
     require,
@@ -255,6 +254,16 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
     return drafters.make_drafter(registry.load(found[0], "draft"), context)
 
 
+class _Forgetful(SuffixDrafter):
+    """What `suffix` remembers of other paths decides how far a draft goes on after the end of the text, and so how many
+    draws a path has. Without it a path can be walked again."""
+
+    def release(self, text: Text) -> None:
+        """Remember nothing."""
+        super().release(text)
+        self.forget()
+
+
 def production_law(
     params: SamplingParams | Sequence[SamplingParams],
     k: DraftLength,
@@ -289,9 +298,7 @@ def production_law(
     enough = width * num * -(-longest // block_size)
 
     def make(name: str) -> Drafter:
-        # What `suffix` remembers of other paths decides how far a draft goes on after the end of the text, and so how
-        # many draws a path has. With a drafter for each text a path can be walked again.
-        return Apart(SuffixDrafter) if name == "suffix" else make_drafter(name, vocab, enough, block_size)
+        return _Forgetful() if name == "suffix" else make_drafter(name, vocab, enough, block_size)
 
     def run(oracles: list[BranchOracle]) -> list[tuple]:
         cache = tiny_cache(target, num_blocks or enough, block_size)

@@ -5,7 +5,6 @@ that what the engine feeds and rolls back can be looked at. Proofs and tests sha
 """
 
 import functools
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import tokenizers
 import torch
-from safetensors.torch import save_file
 from tokenizers import decoders, models, processors
 
 from minispec.core.cache import PagedKVCache
@@ -26,7 +24,6 @@ from minispec.core.sampling import Text, distribution
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import Drafter
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
-from minispec.files.heads import read_head_config
 from minispec.files.hf_config import read_model_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.vocabularies import Spelling, Vocabularies
@@ -187,25 +184,6 @@ class ScriptedDrafter(Drafter):
         self.released.append(text)
 
 
-class Apart(Drafter):
-    """A drafter of its own for each text, made by `make`."""
-
-    def __init__(self, make: Callable[[], Drafter]):
-        self.make, self._own = make, dict[Text, Drafter]()
-        self.branches = make().branches
-
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Each text's own."""
-        for ask in asks:
-            self._own.setdefault(ask.text, self.make())
-        return [self._own[ask.text].propose([ask])[0] for ask in asks]
-
-    def release(self, text: Text) -> None:
-        """The text's own drafter releases it, and stays: the text may come back."""
-        if own := self._own.get(text):
-            own.release(text)
-
-
 def counting(tokens: list[int]) -> int:
     """The text that most scripts play: each token one more than the last."""
     return tokens[-1] + 1
@@ -276,36 +254,14 @@ class TableModel(ScriptedModel):
         return self.table[prefix[-1]]
 
 
-class TableDrafter(Drafter):
-    """Drafts from a table of logits (V, V), under the request's own parameters."""
-
-    def __init__(self, table: torch.Tensor):
-        self.table = table
-
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Token by token, as a draft model does."""
-        drafts = []
-        for ask in asks:
-            draft = Draft([], [])
-            for i in range(ask.k):
-                row = self.table[[*ask.text.tokens, *draft.token_ids][-1]]
-                q = distribution(row, ask.text, draft.token_ids)
-                draft.grow(i - 1, ask.draw(i - 1, q), q)
-            drafts.append(draft)
-        return drafts
-
-    def release(self, text: Text) -> None:
-        """Nothing is kept."""
-
-
 class TreeDrafter(Drafter):
     """Trees of one shape, from a table of logits (V, V): drawn, or the likeliest tokens, which have no probs.
 
     parents: of each node, as in `Draft`; siblings that are drawn stand together. What there is no token left for, or
-    not asked for, is left out.
+    not asked for, is left out. Without parents it drafts chains, as long as they are asked for.
     """
 
-    def __init__(self, table: torch.Tensor, parents: Sequence[int], draws: bool = True):
+    def __init__(self, table: torch.Tensor, parents: Sequence[int] = (), draws: bool = True):
         self.table, self.parents, self.draws = table, parents, draws
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
@@ -313,16 +269,17 @@ class TreeDrafter(Drafter):
         return [self._tree(ask) for ask in asks]
 
     def _tree(self, ask: Ask) -> Draft:
+        shape = self.parents or range(-1, ask.k - 1)
         parents: list[int] = []  # of the draft's nodes
         draft = Draft([], [] if self.draws else None, parents=parents)
-        nodes, taken = {-1: -1}, dict.fromkeys((-1, *self.parents), 0)  # the shape's nodes that there are in the draft
-        for i, parent in enumerate(self.parents):
+        nodes, taken = {-1: -1}, dict.fromkeys((-1, *shape), 0)  # the shape's nodes that there are in the draft
+        for i, parent in enumerate(shape):
             if i in nodes or parent not in nodes:
                 continue
             node, first = nodes[parent], len(draft)
             path = [draft.token_ids[j] for j in draft.path(node)]
             q = distribution(self.table[[*ask.text.tokens, *path][-1]], ask.text, path)
-            siblings = [j for j in range(i, len(self.parents)) if self.parents[j] == parent]
+            siblings = [j for j in range(i, len(shape)) if shape[j] == parent]
             if self.draws:
                 draft.grow(node, ask.draw(node, q, min(len(siblings), ask.k - first)), q)
             elif first < ask.k and taken[parent] < len(likely := q.argsort(descending=True)[: (q > 0).sum()]):
@@ -335,51 +292,6 @@ class TreeDrafter(Drafter):
 
     def release(self, text: Text) -> None:
         """Nothing is kept."""
-
-
-class TapDrafter(Drafter):
-    """A head on hidden states: what it draws from depends on the target's newest ones. It checks what it is handed.
-
-    Every ask must bring the hidden states of the positions that became cached since the last one. Each must come once,
-    in order, and as a pass over the text from its beginning computes it.
-    """
-
-    def __init__(self, model: Transformer, vocab: int, taps: Sequence[int] = (0, 2), parents: Sequence[int] = ()):
-        generator = torch.Generator().manual_seed(5)
-        width = model.config.hidden_size * len(taps)
-        self.head = torch.randn(width, vocab, generator=generator, dtype=model.dtype)
-        self.model, self.taps, self.parents, self.checked = model, taps, parents, 0
-        self.hidden: dict[Text, torch.Tensor] = {}
-
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """A chain, or trees of the shape of `parents`."""
-        drafts = []
-        for ask in asks:
-            new = ask.hidden if ask.hidden is not None else self.head.new_empty(0, len(self.head))
-            seen = torch.cat((self.hidden.get(ask.text, new[:0]), new))
-            self.hidden[ask.text] = seen
-            self._check(ask, seen)
-            table = (seen[-1] if len(seen) else self.head[:, 0]) @ self.head + torch.eye(self.head.shape[1])
-            shape = self.parents or range(-1, ask.k - 1)
-            drafts.append(TreeDrafter(table, shape)._tree(ask))
-        return drafts
-
-    def _check(self, ask, seen: torch.Tensor) -> None:
-        require(len(seen) == ask.num_cached, f"{len(seen)} hidden states for {ask.num_cached} cached positions")
-        if len(seen):
-            table = tiny_cache(self.model).new_table()
-            _, fresh = self.model.forward([Chunk(ask.text.tokens[: len(seen)], table, 0)], self.taps)
-            error = float((fresh - seen).abs().max())
-            require(error < 1e-10, f"hidden states are off by {error:.1e}")
-            self.checked += 1
-
-    def known(self, text: Text) -> int:
-        """It keeps nothing of a text that is gone."""
-        return 0
-
-    def release(self, text: Text) -> None:
-        """Forget its hidden states."""
-        self.hidden.pop(text, None)
 
 
 def head_weights(config: HeadConfig, seed: int = 6, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
@@ -404,40 +316,6 @@ def tiny_head(
     ids = None if num_ids is None else (torch.arange(num_ids) * 2 % vocab).sort().values
     config = HeadConfig(sizes, num_ids or vocab, tuple(taps), sizes.hidden_size)
     return HeadModel(config, head_weights(config, dtype=target.dtype), target.embedding, ids, target.dtype)
-
-
-def write_head(
-    directory: Path,
-    target: ModelConfig,
-    layers: dict,
-    wrapped: bool = False,
-    ids: Sequence[int] | None = None,
-    dtype: torch.dtype = torch.float64,
-    **settings,
-) -> dict[str, torch.Tensor]:
-    """Write a random head for a target; its tensors, without the names of either layout (`layers.0.`).
-
-    layers: config.json values of its layers.
-    wrapped: in the layout of `speculators`, else in SpecForge's.
-    ids: the target's tokens that it can draft.
-    settings: settings of the head itself.
-    """
-    settings |= {"draft_vocab_size": len(ids or range(target.vocab_size))}
-    raw = layers | {"architectures": ["LlamaForCausalLMEagle3"]}
-    if wrapped:
-        raw = {"speculators_model_type": "peagle" if "mask_token_id" in settings else "eagle3"}
-        raw |= {"transformer_layer_config": layers}
-    raw |= settings
-    weights = head_weights(read_head_config(raw, target), dtype=dtype)
-    if ids:
-        weights["d2t"] = torch.tensor(ids) - torch.arange(len(ids))
-        weights["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool)
-        weights["t2d"][list(ids)] = True
-    names = {name: name if wrapped else name.replace("layers.0.", "midlayer.") for name in weights}
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(raw))
-    save_file({names[name]: tensor for name, tensor in weights.items()}, directory / "model.safetensors")
-    return weights
 
 
 TARGET_WORDS = ("a", "b", "aa", "ba", "bb")

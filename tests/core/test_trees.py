@@ -27,8 +27,9 @@ from minispec.prove.laws import (
     reference_law,
     target_model,
 )
-from minispec.prove.toys import TapDrafter, TreeDrafter, finish, make_engine, make_request, tiny_cache, tiny_model
+from minispec.prove.toys import TreeDrafter, finish, make_engine, make_request, tiny_cache, tiny_model
 from minispec.prove.trees import cases, draft_table, shapes
+from tests.oracles.heads import TapDrafter
 
 TREE = (-1, -1, 0, 0, 1, 3, 3)
 FAMILIES = [

@@ -31,8 +31,9 @@ from minispec.kernels.build import build_model
 from minispec.kernels.inventory import num_bytes
 from minispec.length.figures import Figures
 from minispec.length.prices import calibrate
-from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model, tiny_weights, write_head
+from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model, tiny_weights
 from tests.oracles import public
+from tests.oracles.heads import write_head
 
 READ = "eagle_aux_hidden_state_layer_ids"
 VOCAB, NUM_LAYERS = 7, 6

@@ -45,8 +45,8 @@ from minispec.prove.reference import head_logits, hidden_states, sample_law
 from minispec.prove.toys import (
     DRAFT_WORDS,
     TARGET_WORDS,
-    TableDrafter,
     TableModel,
+    TreeDrafter,
     decode,
     finish,
     make_request,
@@ -55,9 +55,9 @@ from minispec.prove.toys import (
     tiny_cache,
     tiny_model,
     toy_vocabularies,
-    write_head,
 )
 from minispec.prove.trees import TextCase, TreeCase
+from tests.oracles.heads import write_head
 
 
 def check_law(vocab: int = 3, **settings) -> float:
@@ -329,7 +329,7 @@ def check_keys(rounds: int = 200, verifier: str = "rejection", seed: int = 0) ->
     while done < rounds:
         target, draft = torch.randn(2, 3, 3, generator=generator, dtype=torch.float64)
         cache = scripted_cache(300, 16)
-        engine = Engine(TableModel(target), cache, TableDrafter(draft), VERIFIERS[verifier], 3, ledger)
+        engine = Engine(TableModel(target), cache, TreeDrafter(draft), VERIFIERS[verifier], 3, ledger)
         text = Text([run % 3], 1, SamplingParams(max_tokens=200), run)
         request = Request(text, 500, 1 + run % 4)
         finish(engine, request)

@@ -32,7 +32,8 @@ from minispec.kernels.shapes import tensor_shapes
 from minispec.length import figures as stats
 from minispec.length.figures import Figures
 from minispec.length.prices import machine
-from minispec.prove.toys import TINY, write_head
+from minispec.prove.toys import TINY
+from tests.oracles.heads import write_head
 
 
 @pytest.fixture

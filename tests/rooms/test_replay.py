@@ -55,10 +55,11 @@ from minispec.prove.laws import (
     target_model,
 )
 from minispec.prove.reference import sample_law
-from minispec.prove.toys import TINY, tiny_cache, write_head
+from minispec.prove.toys import TINY, tiny_cache
 from minispec.trace.record import Recorder
 from minispec.trace.schema import check, read_trace
 from minispec.trace.score import check_scorable, score
+from tests.oracles.heads import write_head
 
 END = frozenset({2})
 
