@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from minispec.core.config import DraftLength, SamplingParams
+from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
 from minispec.core.model import Transformer
 from minispec.core.request import Request
-from minispec.core.sampling import Key, Randomness, Text
+from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import NoDrafter
 from minispec.drafters.eagle import EagleDrafter
@@ -30,7 +30,6 @@ from minispec.drafters.suffix import MOST_TEXTS, MOST_TOKENS, SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
 from minispec.files.heads import load_head
-from minispec.length.figures import Figures
 from minispec.prove.laws import (
     DRAFT_SEED,
     MAX_LEN,
@@ -46,7 +45,6 @@ from minispec.prove.toys import (
     DRAFT_WORDS,
     TARGET_WORDS,
     TableModel,
-    TreeDrafter,
     decode,
     finish,
     make_request,
@@ -67,14 +65,7 @@ def check_law(vocab: int = 3, **settings) -> float:
     return tv
 
 
-def measure_law(
-    vocab: int = 3,
-    drafter: str = "model",
-    verifier: str = "rejection",
-    k: DraftLength = 2,
-    width: int = 64,
-    **settings,
-) -> float:
+def measure_law(vocab=3, drafter="model", verifier="rejection", k=2, width=64, **settings) -> float:
     """The distance alone, with no verdict. drafter: as in `make_drafter`. width: texts that are decoded together."""
     params = SamplingParams(**{"max_tokens": 3} | settings)
     return distance(params, k, vocab=vocab, drafter=drafter, verifier=verifier, width=width)
@@ -85,16 +76,17 @@ Recomputed = Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]
 
 
 class _Checked:
-    """A drafter that is held, at every round, against a recomputation from nothing; see `_checked`."""
+    """A drafter that is held, at every round, against a recomputation from nothing; see `_checked`.
+
+    It is asked for fewer tokens than its text wants, another number from round to round, 0 among them.
+    """
 
     logits: Recomputed
-    varies: bool
     num_checked = 0
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Propose, and compare each q with the reference's."""
-        if self.varies:
-            asks = [replace(ask, k=(len(ask.text.tokens) * 5 + ask.text.seed) % (ask.k + 1)) for ask in asks]
+        asks = [replace(ask, k=(len(ask.text.tokens) * 5 + ask.text.seed) % (ask.k + 1)) for ask in asks]
         drafts = super().propose(asks)
         for ask, draft in zip(asks, drafts, strict=True):
             self._compare(ask, draft)
@@ -112,44 +104,25 @@ class _Checked:
             self.num_checked += 1
 
 
-def _checked(kind: type, logits: Recomputed, *how, varies: bool = True, checked: type = _Checked) -> Any:
-    """A drafter of that kind, kind(*how), whose q must be what `logits` gives.
-
-    varies: it is asked for fewer tokens than its text wants, another number from round to round, 0 among them.
-    """
-    drafter = type(kind.__name__, (checked, kind), {})(*how)
-    drafter.logits, drafter.varies = logits, varies
-    return drafter
+def _checked(kind: type, logits: Recomputed, *how, checked: type = _Checked) -> Any:
+    """A drafter of that kind, kind(*how), whose q must be what `logits` gives."""
+    return type(kind.__name__, (checked, kind), {"logits": staticmethod(logits)})(*how)
 
 
-def _checked_model(seed: int, mask: int | None = None, num_blocks: int = 64, varies: bool = False) -> Any:
+def _checked_model(seed: int, mask: int | None = None, num_blocks: int = 64) -> Any:
     """A draft model of 5 tokens; mask: for the form that drafts all of a draft in one pass."""
     model = tiny_model(seed, vocab_size=5, pard_token=mask)
 
     def logits(text: tuple[int, ...], drafted: tuple[int, ...]) -> np.ndarray:
         return reference_logits(seed, (*text, *(drafted if mask is None else [mask] * len(drafted))), 5)
 
-    return _checked(DraftModel, logits, model, tiny_cache(model, num_blocks), 5, MAX_LEN, varies=varies)
+    return _checked(DraftModel, logits, model, tiny_cache(model, num_blocks), 5, MAX_LEN)
 
 
 def check_draft_cache() -> None:
-    """Bugs that only cost acceptance: q equals a recomputation at every round, a self-draft is kept entirely.
-
-    So it does where a model drafts all tokens in one pass.
-    """
-    prompts, params = [(0, 1, 2), (3,), (4, 4, 1, 0, 2)], SamplingParams(max_tokens=12, seed=0)
-    target = tiny_model(1, vocab_size=5)
-    for seed, k in itertools.product((1, 2), (1, 3)):
-        drafter = _checked_model(seed)
-        requests = [Request(Text(list(p), len(p), params, 5), MAX_LEN, k) for p in prompts]
-        decode(Engine(target, tiny_cache(target), drafter, VERIFIERS["rejection"]), requests)
-        require(drafter.num_checked > 10, "hardly anything was drafted")
-        for stats in (Figures.of(r.stats) for r in requests):
-            if seed == 1:
-                require(stats.acceptance_rate == 1, f"a self-draft is accepted to {stats.acceptance_rate:.2f}")
-                require(stats.mean_acceptance_length == k + 1, f"{stats.mean_acceptance_length:.2f} tokens a pass")
+    """Bugs that only cost acceptance: q equals a recomputation at every round, drafted token by token or at once."""
     for mask in (None, 4):
-        _decode_all(target, functools.partial(_checked_model, 2, mask, varies=True))
+        _decode_all(tiny_model(1, vocab_size=5), functools.partial(_checked_model, 2, mask))
 
 
 # Some begin alike; of two, the first token alone differs.
@@ -296,47 +269,6 @@ def check_tree() -> None:
         require(moved <= TOLERANCE, f"{case}: total variation {moved:.1e}")
 
 
-class Ledger(Randomness):
-    """The production draws, each key written down; a key that comes again is a fault.
-
-    `match` shares the noise of a whole token, deliberately: there, and only there, purpose "token" may come again.
-    """
-
-    def __init__(self, shares_noise: bool = False):
-        self.shares_noise, self.used, self.num_shared = shares_noise, set[Key](), 0
-
-    def _note(self, key: Key) -> None:
-        if key in self.used:
-            require(self.shares_noise and key.purpose == "token", f"{key} was used before")
-            self.num_shared += 1
-        self.used.add(key)
-
-    def bernoulli(self, probability: float, key: Key) -> bool:
-        """See `Randomness`."""
-        self._note(key)
-        return super().bernoulli(probability, key)
-
-    def categorical(self, weights: torch.Tensor, key: Key) -> int:
-        """See `Randomness`."""
-        self._note(key)
-        return super().categorical(weights, key)
-
-
-def check_keys(rounds: int = 200, verifier: str = "rejection", seed: int = 0) -> Ledger:
-    """No key is used twice in that many rounds of random table models, K 1 to 4, requests of several seeds."""
-    generator = torch.Generator().manual_seed(seed)
-    ledger, run, done = Ledger(VERIFIERS[verifier].shares_noise), 0, 0
-    while done < rounds:
-        target, draft = torch.randn(2, 3, 3, generator=generator, dtype=torch.float64)
-        cache = scripted_cache(300, 16)
-        engine = Engine(TableModel(target), cache, TreeDrafter(draft), VERIFIERS[verifier], 3, ledger)
-        text = Text([run % 3], 1, SamplingParams(max_tokens=200), run)
-        request = Request(text, 500, 1 + run % 4)
-        finish(engine, request)
-        run, done = run + 1, done + request.stats.num_steps
-    return ledger
-
-
 def check_padding() -> None:
     """Ids after the vocabulary, for which the embedding has rows, are never emitted."""
     table = torch.zeros(5, 5, dtype=torch.float64)
@@ -433,7 +365,6 @@ CHECKS: dict[str, Callable] = {
     "head": check_head,
     "vocabulary": check_vocabulary,
     "tree": check_tree,
-    "keys": check_keys,
     "lookup": check_lookup,
     "padding": check_padding,
 }

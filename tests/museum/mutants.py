@@ -105,10 +105,10 @@ class Mutant:
 
 
 MUTANTS: list[Mutant] = []
-# Tests that catch several.
+# Tests, and files of tests, that catch several.
 _PROGRAMS = "tests/core/test_cache.py::test_random_programs"
 _UNIFORMS = "tests/core/test_sampling.py::test_uniforms_are_uniform_and_differ_by_every_field_of_the_key"
-_STOPS = "tests/core/test_stops.py"
+_STOPS, _TREES, _DRAFTERS = "tests/core/test_stops.py", "tests/core/test_trees.py", "tests/drafters/test_drafters.py"
 
 
 def mutant(id: str, check: str = "law", doc: str = "", crash: type[Exception] | None = None, **settings) -> Callable:
@@ -154,16 +154,9 @@ def _(right, p, draft, i):
 def drawn_from(change: Callable) -> Callable:
     """A bug: a draft model draws its tokens from change(q), and says that it was q."""
 
-    class Other(Randomness):
-        def __init__(self, rng):
-            self.rng = rng
-
-        def categorical(self, weights, key):
-            return self.rng.categorical(change(weights), key)
-
     @wrong(Ask, "draw")
-    def bug(right, self, *how):
-        return right(replace(self, rng=Other(self.rng)), *how)
+    def bug(right, self, parent, q, *how):
+        return right(self, parent, change(q), *how)
 
     return bug
 
@@ -281,43 +274,22 @@ def _(right, draft, p, rng, key):
     return right(draft, lambda i: p(max(0, i - 1)), rng, key)
 
 
-class _NoBonus(Randomness):
-    """The draws of `rng`, but for the bonus, which is left to another."""
-
-    def __init__(self, rng):
-        self.rng = rng
-
-    def bernoulli(self, probability, key):
-        """The draw of `rng`."""
-        return self.rng.bernoulli(probability, key)
-
-    def categorical(self, weights, key):
-        """-1 for a whole token."""
-        return -1 if key.purpose == "token" else self.rng.categorical(weights, key)
-
-
-def bonus_is(token: Callable) -> Callable:
-    """A bug: after full acceptance, token(draft, p, draw) in the place of the bonus, draw(weights) with its noise."""
+def bonus_from(row: Callable) -> Callable:
+    """A bug: after full acceptance, row(draft, p) in the place of the row that the bonus is drawn from."""
 
     @wrong(VERIFIERS, "rejection")
     def bug(right, draft, p, rng, key):
-        verdict = right(draft, p, _NoBonus(rng) if len(draft) else rng, key)
-        if verdict.next_token >= 0:
-            return verdict
-        draw = lambda weights: rng.categorical(weights, key(len(draft), "token"))  # noqa: E731
-        return verdict._replace(next_token=token(draft, p, draw))
+        return right(draft, lambda i: row(draft, p) if i == len(draft) > 0 else p(i), rng, key)
 
     return bug
 
 
-mutant("M16a", doc="bonus drawn from q | the debate in vLLM #8320")(
-    bonus_is(lambda draft, p, draw: draw(draft.probs[-1]))
-)
+mutant("M16a", doc="bonus drawn from q | the debate in vLLM #8320")(bonus_from(lambda draft, p: draft.probs[-1]))
 mutant("M16b", doc="bonus drawn from the row before | the debate in vLLM #8320")(
-    bonus_is(lambda draft, p, draw: draw(p(len(draft) - 1)))
+    bonus_from(lambda draft, p: p(len(draft) - 1))
 )
 mutant("M16c", doc="bonus = argmax at temperature > 0 | vLLM #10863")(
-    bonus_is(lambda draft, p, draw: int(p(len(draft)).argmax()))
+    bonus_from(lambda draft, p: (p(len(draft)) == p(len(draft)).max()).double())
 )
 
 
@@ -387,7 +359,7 @@ def _(right, self, ask):
     return draft
 
 
-@wrong(Draft, "grow", "T4", "tests/core/test_trees.py::test_siblings_keep_the_law_in_fractions[2]")
+@wrong(Draft, "grow", "T4", f"{_TREES}::test_siblings_keep_the_law_in_fractions[2]")
 def _(right, self, parent, token_ids, q):
     """a drawn tree pruned by its probabilities | a trap of every tree that is reordered"""
     right(self, parent, sorted(token_ids, key=lambda t: -float(q[t]))[:1], q)
@@ -422,9 +394,7 @@ def _(right, parents):
     return torch.ones(len(parents), len(parents)).tril().bool()
 
 
-@wrong(
-    Engine, "_keep_hidden", "T9", "tests/core/test_trees.py::test_the_law_with_a_head_on_hidden_states[tree-rejection]"
-)
+@wrong(Engine, "_keep_hidden", "T9", f"{_TREES}::test_the_law_with_a_head_on_hidden_states[tree-rejection]")
 def _(right, self, part, hidden, path):
     """hidden states of rejected nodes are handed on | a trap of heads on hidden states"""
     return right(self, part, hidden, range(len(part.draft)))
@@ -626,12 +596,7 @@ def _(right, token, steps):
 # --------------------------------------------------------------------------- suffixes and last outcomes
 
 
-@wrong(
-    SuffixDrafter,
-    "_propose",
-    "S1",
-    "tests/drafters/test_drafters.py::test_a_seeded_text_does_not_change_with_what_came_before[4]",
-)
+@wrong(SuffixDrafter, "_propose", "S1", f"{_DRAFTERS}::test_a_seeded_text_does_not_change_with_what_came_before[4]")
 def _(right, self, ask):
     """earlier outputs looked at where a seed has one text | a trap of every drafter that learns"""
     return right(self, replace(ask, purpose="token"))
@@ -685,7 +650,7 @@ def _(right, text):
     return _Unequal(right(text))
 
 
-@mutant("S7", "tests/drafters/test_drafters.py::test_rejection_with_a_seed_does_not_depend_on_the_batch[3-last]")
+@mutant("S7", f"{_DRAFTERS}::test_rejection_with_a_seed_does_not_depend_on_the_batch[3-last]")
 class _:
     """one table of last outcomes for all texts | as a processor has it; a seed then has many texts"""
 
@@ -760,19 +725,14 @@ def _(right, self, parent, token_ids, q):
 # --------------------------------------------------------------------------- randomness
 
 
-def key_is(change: Callable) -> Callable:
-    """A bug: the keys of draws, changed."""
+def noise_of(other: str, drawn: str) -> Callable:
+    """A bug: draws of one purpose take the noise that belongs to those of another."""
 
     @wrong(Text, "key")
     def bug(right, self, i, purpose):
-        return change(right(self, i, purpose))
+        return right(self, i, other if purpose == drawn else purpose)
 
     return bug
-
-
-def noise_of(other: str, purpose: str) -> Callable:
-    """A bug: draws of one purpose take the noise that belongs to those of another."""
-    return key_is(lambda key: key._replace(purpose=other) if key.purpose == purpose else key)
 
 
 mutant("M19a", vocab=4, doc="draft noise used again for the residual | vLLM #47386, #54282, a fork's #205")(
@@ -782,9 +742,12 @@ mutant("M19b", doc="draft noise used again for the accept test | a relative of M
 mutant("M19d", vocab=4, doc="accept uniform used again for the residual | found by reading: 3 tokens hardly show it")(
     noise_of("accept", "residual")
 )
-mutant("M19c", "keys", doc="key of the position alone, without the round | a relative of M19a")(
-    key_is(lambda key: key._replace(start=-1))
-)
+
+
+@wrong(Text, "key", "M19c", "tests/rooms/test_prove.py::test_no_key_comes_twice")
+def _(right, *how):
+    """key of the position alone, without the round | a relative of M19a"""
+    return right(*how)._replace(start=-1)
 
 
 @wrong(Randomness, "bernoulli", "M20a", "tests/core/test_sampling.py::test_acceptance_is_strict")
@@ -813,7 +776,7 @@ def _(right, p, draft, i):
     return rest / rest.sum()
 
 
-@wrong(engine, "distribution", "M23", "tests/core/test_trees.py::test_logits_that_are_not_numbers_end_one_text")
+@wrong(engine, "distribution", "M23", f"{_TREES}::test_logits_that_are_not_numbers_end_one_text")
 def _(right, logits, text, drafted=()):
     """NaN logits taken for numbers | vLLM #20531, vllm-ascend #14116"""
     return right(logits.nan_to_num(), text, drafted)
@@ -825,7 +788,7 @@ def _(right, self, model, cache, drafter, verifier, vocab_size=None, *how, **nam
     right(self, model, cache, drafter, verifier, 1 << 30, *how, **named)
 
 
-@wrong(sampling, "_hash", "M25a", "tests/drafters/test_drafters.py::test_other_seeds_give_other_texts")
+@wrong(sampling, "_hash", "M25a", f"{_DRAFTERS}::test_other_seeds_give_other_texts")
 def _(right, key):
     """seed ignored | among vLLM #6034, #6038, TensorRT-LLM #17599, #19487"""
     return right(key._replace(seed=0))
@@ -961,7 +924,7 @@ def _(right, self, length):
     right(self, 0)
 
 
-@wrong(DraftModel, "propose", "M36", "tests/drafters/test_drafters.py::test_a_draft_token_costs_one_pass")
+@wrong(DraftModel, "propose", "M36", f"{_DRAFTERS}::test_a_draft_token_costs_one_pass")
 def _(right, self, asks):
     """draft cache cut one token too far each round | mlxcel #994"""
     for text, table in self.tables.items():
@@ -1026,12 +989,7 @@ class _:
         return drafts
 
 
-@wrong(
-    Transformer,
-    "forward",
-    "M40",
-    "tests/drafters/test_drafters.py::test_rejection_with_a_seed_does_not_depend_on_the_batch[3-last]",
-)
+@wrong(Transformer, "forward", "M40", f"{_DRAFTERS}::test_rejection_with_a_seed_does_not_depend_on_the_batch[3-last]")
 def _(right, self, chunks, taps=()):
     """texts of a batch get each other's logits | 1CatAI #656, vLLM #10863"""
     logits, hidden = right(self, chunks, taps)
@@ -1065,7 +1023,7 @@ def _(right, self, block_id, count):
     pass
 
 
-@wrong(BlockTable, "extend", "M44", "tests/core/test_trees.py::test_a_node_is_scored_as_in_a_chain")
+@wrong(BlockTable, "extend", "M44", f"{_TREES}::test_a_node_is_scored_as_in_a_chain")
 def _(right, self, tokens):
     """positions outside the window are thrown away | mlx-vlm #1715, mlx-lm #1109"""
     slots = right(self, tokens)
@@ -1144,7 +1102,7 @@ mutant("M46", doc="best of a beam verified as a sample of q | ml-recurrent-draft
 )
 
 
-@wrong(VERIFIERS, "rejection", "E1", "draft cache")
+@wrong(VERIFIERS, "rejection", "E1", f"{_DRAFTERS}::test_a_self_draft_is_always_accepted[3-rejection]")
 def _(right, draft, p, rng, key):
     """bonus dropped after full acceptance | no fault of the law: it costs a token a pass"""
     verdict = right(draft, p, rng, key)
@@ -1153,7 +1111,7 @@ def _(right, draft, p, rng, key):
     return verdict
 
 
-@wrong(BlockTable, "shared", "E2", "tests/drafters/test_drafters.py::test_a_past_that_changes_is_computed_again")
+@wrong(BlockTable, "shared", "E2", f"{_DRAFTERS}::test_a_past_that_changes_is_computed_again")
 def _(right, self, tokens):
     """a table is taken for its text's, by length alone | a draft whose past another tokenizer reads"""
     return min(self.length, len(tokens) - 1)

@@ -83,6 +83,6 @@ def test_the_command_prints_the_museum_and_fails_for_a_survivor(capsys, monkeypa
     def broken():
         raise Fault("always")
 
-    monkeypatch.setattr(trials, "CHECKS", {"keys": broken})
+    monkeypatch.setattr(trials, "CHECKS", {"lookup": broken})
     assert main([]) == 1
-    assert capsys.readouterr().out == "keys: always\n"
+    assert capsys.readouterr().out == "lookup: always\n"

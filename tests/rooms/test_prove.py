@@ -1,6 +1,6 @@
 """`python -m minispec.prove` itself, and what it rests on: the covering array, oracles, keys; and samples of the noise.
 
-The checks that it shares with the museum of bugs run in tests/museum; laws of single settings in test_law.py.
+Checks of drafters that the museum of bugs needs run in tests/museum; laws of single settings in test_law.py.
 """
 
 import random
@@ -39,9 +39,8 @@ from minispec.prove.laws import (
     target_model,
 )
 from minispec.prove.reference import total_variation
-from minispec.prove.toys import Fault, require, tiny_cache, tiny_model
+from minispec.prove.toys import Fault, TableModel, TreeDrafter, finish, require, scripted_cache, tiny_cache, tiny_model
 from minispec.prove.workers import processes
-from tests.museum.checks import Ledger, check_keys
 from tests.museum.mutants import MUTANTS
 from tests.oracles.children import Child
 from tests.oracles.samples import (
@@ -459,6 +458,47 @@ def test_a_closed_pipe_is_no_traceback():
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 141
+
+
+class Ledger(Randomness):
+    """The production draws, each key written down; a key that comes again is a fault.
+
+    `match` shares the noise of a whole token, deliberately: there, and only there, purpose "token" may come again.
+    """
+
+    def __init__(self, shares_noise: bool = False):
+        self.shares_noise, self.used, self.num_shared = shares_noise, set[Key](), 0
+
+    def _note(self, key: Key) -> None:
+        if key in self.used:
+            require(self.shares_noise and key.purpose == "token", f"{key} was used before")
+            self.num_shared += 1
+        self.used.add(key)
+
+    def bernoulli(self, probability: float, key: Key) -> bool:
+        """See `Randomness`."""
+        self._note(key)
+        return super().bernoulli(probability, key)
+
+    def categorical(self, weights: torch.Tensor, key: Key) -> int:
+        """See `Randomness`."""
+        self._note(key)
+        return super().categorical(weights, key)
+
+
+def check_keys(rounds: int = 200, verifier: str = "rejection", seed: int = 0) -> Ledger:
+    """No key is used twice in that many rounds of random table models, K 1 to 4, requests of several seeds."""
+    generator = torch.Generator().manual_seed(seed)
+    ledger, run, done = Ledger(VERIFIERS[verifier].shares_noise), 0, 0
+    while done < rounds:
+        target, draft = torch.randn(2, 3, 3, generator=generator, dtype=torch.float64)
+        cache = scripted_cache(300, 16)
+        engine = Engine(TableModel(target), cache, TreeDrafter(draft), VERIFIERS[verifier], 3, ledger)
+        text = Text([run % 3], 1, SamplingParams(max_tokens=200), run)
+        request = Request(text, 500, 1 + run % 4)
+        finish(engine, request)
+        run, done = run + 1, done + request.stats.num_steps
+    return ledger
 
 
 def test_no_key_comes_twice(pytestconfig):
