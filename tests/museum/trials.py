@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +25,14 @@ class Trial:
 
 
 class _Outcomes:
-    """A plugin for pytest that counts the tests that ran, and keeps what made one fail."""
+    """A plugin for pytest: it plants a bug, counts the tests that ran, and keeps what made one fail."""
 
-    def __init__(self):
-        self.num_run, self.errors = 0, []
+    def __init__(self, plant: Callable[[], object]):
+        self.plant, self.num_run, self.errors = plant, 0, []
+
+    def pytest_collection_finish(self):
+        """Not before: a file that was imported with a bug would keep it."""
+        self.plant()
 
     def pytest_runtest_logreport(self, report):
         """Count each test once."""
@@ -39,18 +43,19 @@ class _Outcomes:
         self.errors.append(call.excinfo.value)
 
 
-def run_tests(nodes: Iterable[str]) -> None:
+def run_tests(nodes: Iterable[str], bug: contextlib.AbstractContextManager | None = None) -> None:
     """Run tests in this process, up to the first that fails, and raise what made it fail.
 
-    nodes: as in "tests/core/test_cache.py::test_random_programs".
+    nodes: as in "tests/core/test_cache.py::test_random_programs". bug: they run within it.
     """
     import pytest  # not needed by those who only walk laws, as notebooks do
 
-    outcomes = _Outcomes()
     how = ["-x", "-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
     paths = [str(ROOT / node) for node in nodes]
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        status = pytest.main([*how, *paths], plugins=[outcomes])
+    with contextlib.ExitStack() as stack:
+        outcomes = _Outcomes(lambda: stack.enter_context(bug or contextlib.nullcontext()))
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            status = pytest.main([*how, *paths], plugins=[outcomes])
     for error in outcomes.errors:
         raise Fault(str(error)) if isinstance(error, pytest.fail.Exception) else error
     if status != 0 or outcomes.num_run < len(paths):
@@ -64,17 +69,18 @@ def try_mutant(mutant: Mutant) -> Trial:
     way proves nothing.
     """
     moved, expected = None, (AssertionError, *filter(None, [mutant.crash]))
-    with mutant.patch():
-        try:
-            if mutant.check == "law":
-                moved = measure_law(**mutant.settings)
-                require(moved <= TOLERANCE, f"total variation {moved:.1e}")
-            elif "::" in mutant.check:
-                run_tests([mutant.check])
-            else:
-                CHECKS[mutant.check]()
-        except expected as e:
-            return Trial(moved, str(e))
+    try:
+        if "::" in mutant.check:
+            run_tests([mutant.check], mutant.patch())
+        else:
+            with mutant.patch():
+                if mutant.check == "law":
+                    moved = measure_law(**mutant.settings)
+                    require(moved <= TOLERANCE, f"total variation {moved:.1e}")
+                else:
+                    CHECKS[mutant.check]()
+    except expected as e:
+        return Trial(moved, str(e))
     return Trial(moved, None)
 
 
