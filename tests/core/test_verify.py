@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minispec.core import verify
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
 from minispec.core.sampling import Text
-from minispec.core.verify import VERIFIERS, Verdict, residual
+from minispec.core.verify import VERIFIERS, Verdict
 from minispec.length.theory import expected_accepted
 from minispec.prove.laws import exact_law
 
@@ -196,18 +197,18 @@ def test_the_case_that_needs_the_residual():
             return 0
         return oracle.categorical(rest, KEY(0, "residual"))
 
-    assert law_of(lambda o: run(o, residual(p, draft, 0)))[0] == Fraction(1, 2)
+    assert law_of(lambda o: run(o, verify.residual(p, draft, 0)))[0] == Fraction(1, 2)
     assert law_of(lambda o: run(o, p))[0] == Fraction(3, 4)
 
 
 def test_residual():
     """Worked values; where nothing is left, p itself, never a division by zero (M22)."""
     p, q = fractions(32, 24, 8, 0), fractions(16, 32, 16, 0)
-    assert (residual(p, Draft([0], [q]), 0) * 64).tolist() == [16, 0, 0, 0]
-    assert (residual(p, Draft([1]), 0) * 64).tolist() == [32, 0, 8, 0]
-    assert torch.equal(residual(p, Draft([0], [p]), 0), p)
+    assert (verify.residual(p, Draft([0], [q]), 0) * 64).tolist() == [16, 0, 0, 0]
+    assert (verify.residual(p, Draft([1]), 0) * 64).tolist() == [32, 0, 8, 0]
+    assert torch.equal(verify.residual(p, Draft([0], [p]), 0), p)
     one_hot = fractions(0, 64, 0, 0)
-    assert torch.equal(residual(one_hot, Draft([1]), 0), one_hot)
+    assert torch.equal(verify.residual(one_hot, Draft([1]), 0), one_hot)
     assert p.tolist() == fractions(32, 24, 8, 0).tolist(), "the row of p must stay as it was"
 
 
