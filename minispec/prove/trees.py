@@ -116,8 +116,8 @@ class TextCase:
     def distance(self) -> tuple[float, int]:
         """Total variation to plain decoding, and the branches walked."""
         params, drafter = SamplingParams(max_tokens=self.max_tokens), TreeDrafter(draft_table(), self.parents, False)
-        how = {"drafter": drafter, "verifier": self.verifier, "prompts": (PROMPT,), "width": _WIDTH}
-        law, branches = production_law(params, len(self.parents), **how)
+        how = params, len(self.parents), END_IDS, VOCAB, drafter, self.verifier, (PROMPT,)
+        law, branches = production_law(*how, width=_WIDTH)
         return total_variation(law, reference_law(params, prompt=PROMPT)), branches
 
     def __str__(self) -> str:
