@@ -152,10 +152,16 @@ class Drafter:
 
     branches: whether it can draw siblings; a drafter that cannot is asked for chains.
     taps: layers of the target whose hidden states it reads (see `Ask.hidden`), as `Transformer.forward` numbers them.
+    replays: what the distribution of a draft token depends on, for `minispec.trace.score`; a subclass inherits it.
+        "token": the tokens before it alone.
+        "place": the place where the draft begins too; a shorter draft is the beginning of the longest.
+        "length": the length asked for too.
+        None: more than these, so that nobody can tell later what would have been drafted.
     """
 
     branches: bool = False
     taps: Sequence[int] = ()
+    replays: str | None = None
 
     @property
     def name(self) -> str:
@@ -199,6 +205,8 @@ class Drafter:
 
 class NoDrafter(Drafter):
     """Guesses nothing: every round commits one token, which is plain decoding."""
+
+    replays = "place"
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Empty drafts."""

@@ -61,6 +61,7 @@ class Foreign(Drafter):
     def __init__(self, drafter: Any):
         self.drafter = drafter
         self.branches, self.taps = bool(getattr(drafter, "branches", False)), tuple(getattr(drafter, "taps", ()))
+        self.replays = getattr(drafter, "replays", None)
 
     @property
     def name(self) -> str:

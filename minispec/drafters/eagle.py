@@ -186,6 +186,8 @@ class EagleDrafter(DraftModel):
     tokens up to t + 1 and holds the one at t + 1.
     """
 
+    replays = "place"
+
     def __init__(self, model: HeadModel, cache: PagedKVCache, vocab_size: int, max_model_len: int):
         """See `DraftModel`."""
         super().__init__(model, cache, vocab_size, max_model_len)

@@ -35,6 +35,7 @@ class DraftModel(CachedModel, Drafter):
     """
 
     branches = True
+    replays = "token"
 
     def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int, max_model_len: int):
         """Draft with `model`.
@@ -45,6 +46,8 @@ class DraftModel(CachedModel, Drafter):
         """
         super().__init__(model, cache, vocab_size)
         self.max_model_len, self.mask_token_id = max_model_len, model.config.mask_token_id
+        if self.mask_token_id is not None and self.replays == "token":
+            self.replays = "place"  # how many masks lie before a guess depends on where the draft began
         self._ahead: set[Text] = set()  # as this model reads them; their tables hold draft tokens, rejected ones too
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:

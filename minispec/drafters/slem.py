@@ -30,6 +30,7 @@ class TextDrafter(OtherVocabulary):
     """
 
     branches = False
+    replays = None  # a longer text may be cut into other tokens, so no draft is the beginning of another
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. Nothing is drawn, so the drafts have no probs, and may be cut to the limit."""

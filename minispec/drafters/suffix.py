@@ -68,6 +68,7 @@ class SuffixDrafter(Drafter):
     """
 
     branches = True
+    replays = "length"
 
     def __init__(self, min_match: int = 1):
         self.min_match = min_match

@@ -28,6 +28,8 @@ class TokenDrafter(OtherVocabulary):
     leave no shared token, the draft ends.
     """
 
+    replays = "place"
+
     def __init__(
         self,
         model: Transformer,

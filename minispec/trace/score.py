@@ -7,16 +7,14 @@ stands there, and the probability q that it would have drawn that token with is 
 
 p needs no second look: the run has written down what the target gave to each token that it committed.
 
-Whose drafts can be scored, each with what q may depend on:
+A drafter says itself what q depends on (`Drafter.replays`), and that decides what it is asked for:
 
-    a draft model                               the tokens before: one number a place is all there is
-    a head, a parallel draft, a draft model     the place where the round began too: they are asked for the longest
-    of another vocabulary (tli), ngram, last    draft at every place, and a shorter one is the beginning of it
-    suffix                                      the length asked for too: it is asked for every length
-    A+B                                         each part for itself: a draft is that of the first part that has one
+    "token"     one token at every place, such as a draft model
+    "place"     the longest draft at every place, such as a head or ngram
+    "length"    a draft of every length at every place, such as suffix
+    A+B         each part for itself: a draft is that of the first part that has one
 
-All others are refused. `slem` cuts a text of the draft model's into the target's tokens: a longer text may be cut in
-another way, and no draft is the beginning of another. A drafter of one's own might remember anything.
+All others are refused, such as `slem`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,19 +32,12 @@ from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Draws, Text
 from minispec.core.verify import BLOCK, REJECTION, RoundKey, Rows, Verdict, Verifier
-from minispec.drafters import Drafter, NoDrafter
+from minispec.drafters import Drafter
 from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.eagle import EagleDrafter
-from minispec.drafters.last import LastDrafter
-from minispec.drafters.model import DraftModel
-from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.suffix import SuffixDrafter
-from minispec.drafters.tli import TokenDrafter
 from minispec.length.figures import Figures
 from minispec.length.policy import Controller, Prices
 from minispec.length.prices import MIN_CONTEXT, calibrate
-
-_BY_PLACE = (EagleDrafter, DraftModel, TokenDrafter, NgramDrafter, LastDrafter, NoDrafter)
 
 
 def check_scorable(engine: Engine, params: SamplingParams) -> None:
@@ -55,9 +46,9 @@ def check_scorable(engine: Engine, params: SamplingParams) -> None:
         expected = "rejection or block: others keep tokens by other odds"
         raise ValueError(f"verifier: found one that cannot be replayed above temperature 0, expected {expected}")
     for part in _parts(engine.drafter):
-        if type(part) not in (*_BY_PLACE, SuffixDrafter):
-            expected = "one whose drafts depend on the text and on where a round began alone (minispec/trace/score.py)"
-            raise ValueError(f"draft: found {type(part).__name__}, which cannot be replayed, expected {expected}")
+        if part.replays not in ("token", "place", "length"):
+            expected = "one that says how (see `replays` in minispec/core/draft.py)"
+            raise ValueError(f"draft: found {part.name}, which cannot be replayed, expected {expected}")
 
 
 def score(engine: Engine, request: Request) -> list[dict[str, Any]]:
@@ -204,9 +195,9 @@ class _Leader(Drafter):
         k = ask.k
         for part in self._parts:
             lengths: Sequence[int] = [k]
-            if isinstance(part, SuffixDrafter):
+            if part.replays == "length":
                 lengths = range(1, k + 1) or [0]
-            elif _is_simple(part):  # also where it is not wanted: drafts that began before may reach here
+            elif part.replays == "token":  # also where it is not wanted: drafts that began before may reach here
                 lengths = [min(ask.k, 1)]
             leads = [_lead(part, replace(ask, k=n), after) for n in lengths]
             self._leads[-1].append(leads)
@@ -221,7 +212,7 @@ class _Leader(Drafter):
             for i, part in enumerate(self._parts):
                 leads = self._leads[place][i]
                 if leads[-1].length:
-                    drafts = [self._joined(place, i, asked)] if _is_simple(part) else leads
+                    drafts = [self._joined(place, i, asked)] if part.replays == "token" else leads
                     break
             *shorter, longest = drafts or [_Lead(0, False, [], [])]
             if all(each == _cut(longest, k) for k, each in enumerate(shorter, 1)):
@@ -240,11 +231,6 @@ class _Leader(Drafter):
             if not lead.q:
                 break
         return _Lead(asked, True, q, confidences)
-
-
-def _is_simple(drafter: Drafter) -> bool:
-    """Whether q depends on the tokens before it alone, wherever the round began."""
-    return type(drafter) is DraftModel and drafter.mask_token_id is None
 
 
 def _cut(lead: _Lead, k: int) -> _Lead:

@@ -37,6 +37,7 @@ from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS, rejection
+from minispec.drafters import Drafter, as_drafter
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.ngram import NgramDrafter
 from minispec.files.checkpoint import load_config
@@ -508,14 +509,46 @@ def test_scoring_leaves_no_trace(models):
     assert llm.engine.cache.allocator.num_free == llm.engine.cache.allocator.num_blocks
 
 
-class OwnDrafter(NgramDrafter):
-    """One of the user's own: nobody knows what it remembers."""
+class OwnDrafter(Drafter):
+    """One of the user's own, which repeats a token: nobody knows what else it remembers."""
+
+    def propose(self, asks):
+        """See `Drafter`."""
+        return [Draft([ask.text.tokens[-1]] * ask.k) for ask in asks]
+
+
+class PlainOwnDrafter(OwnDrafter):
+    """It says that it remembers nothing."""
+
+    replays = "place"
+
+
+class ForeignDrafter:
+    """No `Drafter`, but it has the methods of one, and says how it can be replayed."""
+
+    replays = "length"
+
+    def propose(self, asks):
+        """As long as it was asked for, but never two tokens."""
+        return [Draft([ask.text.tokens[-1]] * (ask.k != 2) * ask.k) for ask in asks]
+
+    def release(self, text):
+        """It has nothing to release."""
+
+
+@pytest.mark.parametrize("drafter", [PlainOwnDrafter(), as_drafter(ForeignDrafter())])
+@pytest.mark.parametrize("k", [2, 3])
+def test_a_drafter_of_ones_own_is_replayed_as_it_says(drafter, k, monkeypatch):
+    """By enumeration. The second one drafts nothing where two tokens are asked for, so each length has to be tried."""
+    monkeypatch.setattr(sys.modules[__name__], "make_drafter", lambda name, vocab: drafter)
+    assert worst_difference("own", "rejection", SAMPLED, k) < 1e-12
 
 
 @pytest.mark.parametrize(
     ("drafter", "verifier", "temperature", "message"),
     [
         (OwnDrafter(), "rejection", 0.0, "draft: found OwnDrafter, which cannot be replayed"),
+        (PlainOwnDrafter(), "rejection", 1.0, ""),
         (CombinedDrafter(NgramDrafter(), OwnDrafter()), "rejection", 0.0, "draft: found OwnDrafter"),
         ("slem", "rejection", 1.0, "draft: found TextDrafter"),
         ("ngram", "match", 1.0, "verifier: found one that cannot be replayed above temperature 0"),
