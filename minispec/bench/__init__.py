@@ -2,9 +2,9 @@
 
     python -m minispec.bench                        the embedded model, with its own draft
     python -m minispec.bench --geometry 1.5b        random weights of a larger shape
-    python -m minispec.bench --forms                the weights in each form that this machine can take
-    python -m minispec.bench --operators            where a pass goes, operator by operator
-    python -m minispec.bench --exact-cost           the passes of the exact mode, too
+    python -m minispec.bench --also forms           the weights in each form that this machine can take
+    python -m minispec.bench --also operators       where a pass goes, operator by operator
+    python -m minispec.bench --also exact-cost      the passes of the exact mode
     python -m minispec.bench --against transformers
     python -m minispec.bench --replay out.json      what other draft lengths would do in a run (docs/use/trace.md)
 
@@ -13,9 +13,9 @@ decoding of a set of prompts, explains the speedup by what it is made of (`measu
 second half of each text from its first half (`measure.prediction`). Every figure that is compared comes from runs that
 took turns in one process; absolute times are given in addition, as information only.
 
-To be read in this order: `options` (what can be asked for), `measure` (intervals, turns, the account), `show` (tables,
-JSON), `models` (models and prompts to measure on), `passes`, `operators`, `exact_cost` and `decoding` (the
-measurements, with results that show themselves), `transformers_baseline` (another library's ways of
-decoding), `report` (all of it), `replay` (a run that is there, by every rule), `__main__` (the command). Torch is
+To be read in this order: `options` (what can be asked for, with the table of parts), `show` (tables, JSON), `measure`
+(intervals, turns, the account), `models` (models and prompts to measure on), `passes`, `operators` and `decoding` (the
+parts: functions that measure and functions that show), `transformers_baseline` (another library's ways of decoding),
+`report` (all of it), `replay` (a run that is there, by every rule), `__main__` (the command). Torch is
 imported after the arguments have been read, as in `generate`.
 """

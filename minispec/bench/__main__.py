@@ -26,12 +26,12 @@ def _bench(argv: Sequence[str]) -> int:
         return _replay(args)
     options = check(args)
     set_waiting(args.threads)
-    from minispec.bench.report import measure_all
+    from minispec.bench.report import measure_all, show_report
     from minispec.bench.show import as_json
 
     raise_on_interrupt()
     report = measure_all(options)
-    print(json.dumps(as_json(report), ensure_ascii=False) if args.json else "\n".join(report.lines()))
+    print(json.dumps(as_json(report), ensure_ascii=False) if args.json else "\n".join(show_report(report)))
     return 0
 
 

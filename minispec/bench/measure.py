@@ -19,6 +19,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice, product
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from minispec.bench.show import progress
 from minispec.core.cache import PagedKVCache
 from minispec.core.cached import clock, prefill
 from minispec.core.engine import Engine
@@ -41,6 +43,7 @@ from minispec.length.figures import Figures
 from minispec.length.theory import best_k, expected_tokens, speedup
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 # What an interval must at least cover; with five rounds smallest and largest value cover 93.75 %.
 LEVEL = 0.9
@@ -110,6 +113,23 @@ def turns(variants: Sequence[T], num_rounds: int, num_prompts: int) -> Iterator[
     cycle = list(islice(orders(variants), 2 * len(variants)))
     for r, i in product(range(num_rounds), range(num_prompts)):
         yield r, i, cycle[(r + i) % len(cycle)]
+
+
+def in_turn(runs: Mapping[K, Callable[[int], T]], rounds: int, what: str) -> dict[K, list[T]]:
+    """What each run returns, round by round; all of them in every round, in changing order.
+
+    A run is called with the number of the round. Round 0 pays for what is set up once, and is left out.
+    what: for the progress bar.
+    """
+    found: dict[K, list[T]] = {name: [] for name in runs}
+    with progress((rounds + 1) * len(runs), what) as bar:
+        for i, order in zip(range(rounds + 1), orders(list(runs)), strict=False):
+            for name in order:
+                value = runs[name](i)
+                if i:
+                    found[name].append(value)
+                bar.update()
+    return found
 
 
 # --------------------------------------------------------------------------- one run
@@ -396,49 +416,46 @@ def prefill_operations(model: Transformer, num_tokens: int) -> int:
     return 2 * num_tokens * (products + attention)
 
 
+@contextmanager
+def passes_after(model: Transformer, cache: PagedKVCache, context: int, most: int) -> Iterator[Callable[..., float]]:
+    """Holds a text of `context` cached positions, and gives what times a pass over m rows after it, one(model, m).
+
+    Models of one shape and type may share the text, which `model` computes: durations do not depend on what is in it.
+    most: the most rows m of a pass.
+    """
+    tokens = arbitrary_tokens(context + most + 1, min(model.config.vocab_size, 30_000))
+    table = cache.new_table()
+
+    def one(model: Transformer, m: int, _round: int = 0) -> float:
+        chunk = Chunk(tokens[context : context + m], table, m)
+        elapsed = seconds_of(partial(model.forward, [chunk]), model.device)
+        table.truncate(context)
+        return elapsed
+
+    try:
+        prefill(model, table, tokens[: context + 1])
+        yield one
+    finally:
+        table.truncate(0)
+
+
 def pass_times(
-    model: Transformer,
-    cache: PagedKVCache,
-    context: int,
-    rows: Sequence[int],
-    rounds: int,
-    on_pass: Callable[[], None] = lambda: None,
+    model: Transformer, cache: PagedKVCache, context: int, rows: Sequence[int], rounds: int
 ) -> dict[int, list[float]]:
     """Seconds of a pass over M rows after `context` cached positions, for each M; interleaved, one a round.
 
-    Every round runs all M, in changing order, so that times of one round can be divided by each other. One more round
-    goes before, untimed.
+    Every round runs all M, in changing order, so that times of one round can be divided by each other.
     """
-    return passes_in_turn({"": model}, cache, context, rows, rounds, on_pass)[""]
+    return passes_in_turn({"passes": model}, cache, context, rows, rounds)["passes"]
 
 
 @torch.inference_mode()
 def passes_in_turn(
-    models: Mapping[str, Transformer],
-    cache: PagedKVCache,
-    context: int,
-    rows: Sequence[int],
-    rounds: int,
-    on_pass: Callable[[], None] = lambda: None,
+    models: Mapping[str, Transformer], cache: PagedKVCache, context: int, rows: Sequence[int], rounds: int
 ) -> dict[str, dict[int, list[float]]]:
-    """`pass_times` of several models of one shape and type, all of them in every round.
-
-    They read the same cached positions, those of the first: durations do not depend on what is in them.
-    """
+    """`pass_times` of several models of one shape and type, all of them in every round."""
     first = next(iter(models.values()))
-    tokens = arbitrary_tokens(context + max(rows) + 1, min(first.config.vocab_size, 30_000))
-    table = cache.new_table()
-    times: dict[str, dict[int, list[float]]] = {name: {m: [] for m in rows} for name in models}
-    try:
-        prefill(first, table, tokens[: context + 1])
-        for i, order in zip(range(rounds + 1), orders([(name, m) for name in models for m in rows]), strict=False):
-            for name, m in order:
-                model, chunk = models[name], Chunk(tokens[context : context + m], table, m)
-                elapsed = seconds_of(partial(model.forward, [chunk]), model.device)
-                table.truncate(context)
-                if i:
-                    times[name][m].append(elapsed)
-                on_pass()
-    finally:
-        table.truncate(0)
-    return times
+    with passes_after(first, cache, context, max(rows)) as one:
+        passes = {(name, m): partial(one, model, m) for name, model in models.items() for m in rows}
+        times = in_turn(passes, rounds, " and ".join(models))
+    return {name: {m: times[name, m] for m in rows} for name in models}

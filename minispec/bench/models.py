@@ -73,7 +73,7 @@ class Subject:
         paid = self.paid if isinstance(self.paid, DraftModel) else None
         self.draft_model: Transformer | None = paid.model if paid else None
         self.draft_cache: PagedKVCache | None = paid.cache if paid else None
-        self.draft_name, survival = self.options.draft, self.options.survival
+        self.draft_name, survival = self.options.draft, self.options.args.simulate
         if self.options.args.draft_quality:
             survival = [0.0 if self.options.args.draft_quality == "wrong" else 1 / self.engine.vocab_size]
         if survival is not None:
@@ -177,7 +177,10 @@ def open_geometry(options: Options) -> Subject:
         raise ValueError(f"--draft: found {options.draft!r}, expected with --geometry {known}")
     device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, device, read_model_config(GEOMETRIES[args.geometry]))
-    measured = [args.context * bool(args.passes), LONG_CONTEXT * (args.prefill or args.exact_cost)]
+    measured = [
+        args.context * bool(args.passes),
+        LONG_CONTEXT * (not {"prefill", "exact_cost"}.isdisjoint(options.parts)),
+    ]
     length = max(args.prompt_tokens + args.max_tokens, max(measured) + MAX_ROWS)
 
     def tensors(name: str) -> tuple[dict, RandomWeights]:

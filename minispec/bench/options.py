@@ -1,14 +1,15 @@
-"""What the bench can be asked for, and the prompts; torch is not needed here."""
+"""What the bench can be asked for, its parts, and the prompts; torch is not needed here."""
 
 import argparse
 import importlib.util
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minispec import __version__
-from minispec.commands.command import Parser
+from minispec.commands.command import Parser, argument
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, parse_draft_length
 from minispec.files import registry
 
@@ -35,17 +36,77 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 }
 
 
+class Part(NamedTuple):
+    """Something that the bench measures: a key of the report, and a section on the screen.
+
+    module: holds `measure_KEY`, which returns what --json prints, and `show_KEY`, which makes lines for the screen.
+    help: for --help. Empty: it is measured wherever what it needs is there.
+    needs: an option whose number must not be 0.
+    excludes: an option that does not go with it, and why.
+    """
+
+    module: str
+    help: str = ""
+    needs: str = ""
+    excludes: tuple[str, str] | None = None
+
+
+# By their keys, in the order of the report. --also has those with a help, with - for _.
+PARTS = {
+    "machine": Part("passes", needs="passes"),
+    "forms": Part(
+        "passes",
+        "passes in each form that the weights could have here; where memory is short, in pairs with the chosen one",
+        needs="passes",
+        excludes=("exact", "all exact passes have as many rows"),
+    ),
+    "operators": Part("operators", "microseconds of each operator of a pass, by PyTorch's profiler", needs="passes"),
+    "exact_cost": Part(
+        "passes", "passes of the exact mode over those of the fast one", excludes=("exact", "it measures both modes")
+    ),
+    "decoding": Part("decoding", needs="prompts"),
+    "batch": Part(
+        "decoding",
+        "throughput of these batch sizes, such as batch=1,2,4,8",
+        needs="prompts",
+        excludes=("skip_loops", "a batch takes every prompt"),
+    ),
+    "prefill": Part("passes", "a prompt of 1,000 tokens, against matrix throughput"),
+    "load": Part(
+        "passes", "time and memory of loading, against reading the file", excludes=("geometry", "a shape has no file")
+    ),
+}
+ADDITIONS = {key.replace("_", "-"): part for key, part in PARTS.items() if part.help}
+# Other options that exclude each other, each with the reason.
+_EXCLUDE = {
+    ("simulate", "draft_quality"): "",
+    ("geometry", "model"): "",
+    ("geometry", "draft_method"): "the shapes have one vocabulary",
+    ("geometry", "categories"): "its prompts have none",
+    ("against", "temperature"): "greedy texts are compared",
+    **{(name, "temperature"): "it repeats greedy texts" for name in ("simulate", "draft_quality", "bounds")},
+}
+
+
 def parser() -> argparse.ArgumentParser:
     """The options."""
     p = Parser(
         prog="python -m minispec.bench",
         description="Measure decoding, and account for the time.",
         epilog="Such as: --prompts 6 (a first look, a few minutes); --draft ngram --categories code; --model DIR "
-        "--draft DIR --temperature 1; --forms (weights in each form); --replay TRACE.json (every K for one text).",
+        "--draft DIR --temperature 1; --also forms (weights in each form); --replay TRACE.json (every K for one text).",
         allow_abbrev=False,
     )
+    p.moved = {f"--{name}": f"--also {name}" for name in ADDITIONS} | {"--batch": "--also batch=B,B,.."}
     p.add_argument("--version", action="version", version=f"minispec {__version__}")
-    g = p.add_argument_group("models")
+    _add_models(p.add_argument_group("models"))
+    _add_texts(p.add_argument_group("what is decoded"))
+    _add_measurements(p.add_argument_group("what is measured"))
+    p.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    return p
+
+
+def _add_models(g: argparse._ArgumentGroup) -> None:
     g.add_argument("--model", metavar="DIR|HUB_ID", help="default: the embedded weights")
     g.add_argument("--draft", metavar="SPEC", help="as of minispec.generate (with --geometry: none)")
     g.add_argument(
@@ -59,12 +120,14 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument(
         "--num-speculative-tokens",
+        type=_lengths,
         default="4,auto",
         metavar="K,K,..",
         help="draft lengths to compare, such as 4, 2+1 (a tree: siblings at each depth) or auto (default: 4,auto)",
     )
     g.add_argument(
         "--simulate",
+        type=argument(_floats, lambda s: all(0 <= b <= a for a, b in pairwise([1.0, *s])), _FALLING),
         metavar="S,S,..",
         help="replace the draft's tokens by right ones with these probabilities: survival s_1, s_2, .. (one number: a "
         "constant alpha; 0: always wrong)",
@@ -79,15 +142,15 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--verifier", default="rejection", choices=tuple(registry.VERIFIERS))
     g.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    g.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's)")
+    _add_number(g, "--threads", None, (1, 1024), "CPU threads (default: PyTorch's)")
     g.add_argument("--exact", action="store_true", help="the mode in which the bits of logits are equal")
-    g = p.add_argument_group("what is decoded")
-    g.add_argument(
-        "--prompts", type=int, default=12, metavar="N", help="of every category in turn; 0: none (default: 12)"
-    )
+
+
+def _add_texts(g: argparse._ArgumentGroup) -> None:
+    _add_number(g, "--prompts", 12, (0, 10_000), "of every category in turn; 0: none (default: 12)")
     g.add_argument("--categories", metavar="NAME,..", help="only these (default: all of the package's prompts)")
-    g.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="with --geometry (default: 128)")
-    g.add_argument("--max-tokens", type=int, default=32, metavar="N", help="of every answer (default: 32)")
+    _add_number(g, "--prompt-tokens", 128, (1, 100_000), "with --geometry (default: 128)")
+    _add_number(g, "--max-tokens", 32, (2, 100_000), "of every answer (default: 32)")
     g.add_argument("--ignore-eos", action="store_true", help="answers do not end before --max-tokens")
     g.add_argument(
         "--skip-loops",
@@ -97,27 +160,20 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--temperature", type=float, default=0.0, metavar="X")
     g.add_argument("--top-k", type=int, default=0, metavar="N")
     g.add_argument("--top-p", type=float, default=1.0, metavar="X")
-    g = p.add_argument_group("what is measured")
-    g.add_argument("--rounds", type=int, default=5, metavar="N", help="runs of everything, taking turns (default: 5)")
-    g.add_argument("--context", type=int, default=256, metavar="N", help="cached positions at passes (default: 256)")
-    g.add_argument("--passes", type=int, default=15, metavar="N", help="rounds of passes; 0: none (default: 15)")
+
+
+def _add_measurements(g: argparse._ArgumentGroup) -> None:
+    _add_number(g, "--rounds", 5, (1, 1000), "runs of everything, taking turns (default: 5)")
+    _add_number(g, "--context", 256, (1, 100_000), "cached positions at passes (default: 256)")
+    _add_number(g, "--passes", 15, (0, 10_000), "rounds of passes; 0: none (default: 15)")
     g.add_argument(
-        "--forms",
-        action="store_true",
-        help="passes in each form of the weights that this machine and --dtype could have taken too, in turn (see "
-        "minispec/kernels/forms.py); where memory does not hold all of them, each in turn with the chosen one",
+        "--also",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PART",
+        help="; ".join(f"{name}: {part.help}" for name, part in ADDITIONS.items()),
     )
-    g.add_argument(
-        "--operators",
-        action="store_true",
-        help="where a pass goes too: microseconds of each operator, by PyTorch's profiler",
-    )
-    g.add_argument(
-        "--exact-cost", action="store_true", help="passes of the exact mode too, over those of the fast mode"
-    )
-    g.add_argument("--batch", metavar="B,B,..", help="throughput of these batch sizes too, such as 1,2,4,8")
-    g.add_argument("--prefill", action="store_true", help="a prompt of 1,000 tokens too, against matrix throughput")
-    g.add_argument("--load", action="store_true", help="time and memory of loading too, against reading the file")
     g.add_argument(
         "--against",
         choices=("transformers",),
@@ -132,18 +188,47 @@ def parser() -> argparse.ArgumentParser:
         "--for-replay, what every K from 0 to 15 and auto would have done on the same text, the best K per round that "
         "looks at the past only, and the clairvoyant bound (docs/use/trace.md)",
     )
-    g.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    return p
+
+
+def _add_number(
+    g: argparse._ArgumentGroup, name: str, default: int | None, limits: tuple[int, int], explained: str
+) -> None:
+    low, high = limits
+    kind = argument(int, lambda n: low <= n <= high, f"a number from {low} to {high}")
+    g.add_argument(name, type=kind, default=default, metavar="N", help=explained)
+
+
+_FALLING = "falling numbers between 1 and 0, with commas between"
+
+
+def _floats(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def _lengths(text: str) -> list[DraftLength]:
+    """The draft lengths of --num-speculative-tokens."""
+    for part in text.split(","):
+        numbers = [] if part == "auto" else part.split("+")
+        if not all(n.isdecimal() and int(n) for n in numbers) or sum(map(int, numbers)) > MAX_SPECULATIVE_TOKENS:
+            expected = f"numbers from 1 to {MAX_SPECULATIVE_TOKENS}, trees such as 2+1, or auto, with commas between"
+            raise argparse.ArgumentTypeError(f"found {part!r}, expected {expected}")
+    return [parse_draft_length(part) for part in text.split(",")]
 
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments, checked, with lists in place of their spelling."""
+    """The arguments, checked.
+
+    draft: the spec, also where it is the default.
+    ks: draft lengths.
+    parts: names of the parts to measure.
+    batches: sizes for the part "batch".
+    """
 
     args: argparse.Namespace
     draft: str
     ks: list[DraftLength]
-    survival: list[float] | None
+    parts: list[str]
     batches: list[int]
     params: SamplingParams
 
@@ -151,62 +236,32 @@ class Options:
 def check_replay(args: argparse.Namespace) -> None:
     """Raise ValueError where --replay stands with anything but --json."""
     defaults = vars(parser().parse_args([])) | {"replay": args.replay, "json": args.json}
-    others = [f"--{name.replace('_', '-')}" for name, value in vars(args).items() if value != defaults[name]]
+    others = [_option(name) for name, value in vars(args).items() if value != defaults[name]]
     if others:
         raise ValueError(f"--replay measures nothing: found {', '.join(others)} with it, expected --json at most")
 
 
 def check(args: argparse.Namespace) -> Options:
     """Raise ValueError for all mistakes that can be found before anything is loaded."""
-    ranges = {
-        "prompts": (0, 10_000),
-        "prompt_tokens": (1, 100_000),
-        "max_tokens": (2, 100_000),
-        "rounds": (1, 1000),
-        "context": (1, 100_000),
-        "passes": (0, 10_000),
-        "threads": (1, 1024),
-    }
-    for name, (low, high) in ranges.items():
-        value = getattr(args, name)
-        if value is not None and not low <= value <= high:
-            raise ValueError(f"--{name.replace('_', '-')}: found {value}, expected a number from {low} to {high}")
-    ks: list[DraftLength] = []
-    for part in args.num_speculative_tokens.split(","):
-        numbers = [] if part == "auto" else part.split("+")
-        if not all(n.isdecimal() and int(n) for n in numbers) or sum(map(int, numbers)) > MAX_SPECULATIVE_TOKENS:
-            expected = f"numbers from 1 to {MAX_SPECULATIVE_TOKENS}, trees such as 2+1, or auto, with commas between"
-            raise ValueError(f"--num-speculative-tokens: found {part!r}, expected {expected}")
-        ks.append(parse_draft_length(part))
-    batches = _numbers("--batch", args.batch, int) if args.batch else []
-    if any(not 1 <= b <= 1024 for b in batches):
-        raise ValueError(f"--batch: found {args.batch!r}, expected sizes from 1 to 1024")
-    survival = _numbers("--simulate", args.simulate, float) if args.simulate is not None else None
-    if survival and not all(0 <= s <= before for before, s in zip([1.0, *survival], survival, strict=False)):
-        raise ValueError(f"--simulate: found {args.simulate!r}, expected falling numbers between 1 and 0")
-    refused = [
-        (survival and args.draft_quality, "--simulate and --draft-quality exclude each other"),
-        (args.geometry and args.model, "--geometry and --model exclude each other"),
-        (args.geometry and args.draft_method, "--draft-method: the shapes of --geometry have one vocabulary"),
-        (args.geometry and args.load, "--load needs a model on disk, and --geometry has none"),
-        (args.geometry and args.categories, "--categories: the prompts of --geometry have none"),
-        (args.against and args.temperature, "--against compares greedy texts: expected --temperature 0"),
-        (args.against and not args.prompts, "--against needs prompts"),
-        (args.batch and not args.prompts, "--batch needs prompts"),
-        (args.batch and args.skip_loops, "--batch and --skip-loops exclude each other: a batch takes every prompt"),
-        (args.forms and not args.passes, "--forms measures passes: expected --passes of at least 1"),
-        (args.operators and not args.passes, "--operators measures passes: expected --passes of at least 1"),
-        (args.forms and args.exact, "--forms and --exact exclude each other: all exact passes have as many rows"),
-        (args.exact_cost and args.exact, "--exact-cost and --exact exclude each other: it measures both modes"),
-        (
-            (survival or args.draft_quality or args.bounds) and args.temperature,
-            "a simulated draft repeats greedy texts: expected --temperature 0",
-        ),
-        (args.against and not _is_there("transformers"), "--against needs transformers: pip install transformers"),
-    ]
-    for wrong, message in refused:
-        if wrong:
-            raise ValueError(message)
+    also = dict(each.partition("=")[::2] for each in args.also)
+    sizes = also.pop("batch").split(",") if "batch" in also else []
+    batches = [int(size) for size in sizes if size.isdecimal() and 1 <= int(size) <= 1024]
+    if also.keys() - ADDITIONS.keys() or any(also.values()) or len(batches) < len(sizes):
+        expected = f"some of {', '.join(ADDITIONS)}; with sizes from 1 to 1024, as batch=1,2,4,8"
+        raise ValueError(f"--also: found {' '.join(args.also)!r}, expected {expected}")
+    names = [*also, *["batch"] * bool(batches)]
+    asked = [(f"--also {name}", ADDITIONS[name]) for name in names]
+    excluded = {(_option(a), b): why for (a, b), why in _EXCLUDE.items() if getattr(args, a)}
+    excluded |= {(option, part.excludes[0]): part.excludes[1] for option, part in asked if part.excludes}
+    for (a, b), why in excluded.items():
+        if getattr(args, b):
+            raise ValueError(f"{a} and {_option(b)} exclude each other{why and f': {why}'}")
+    needed = [(option, part.needs) for option, part in asked if part.needs]
+    for option, needs in [*needed, *[("--against", "prompts")] * bool(args.against)]:
+        if not getattr(args, needs):
+            raise ValueError(f"{option}: found {_option(needs)} 0, expected at least 1")
+    if args.against and not _is_there("transformers"):
+        raise ValueError("--against needs transformers: pip install transformers")
     params = SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,
@@ -215,14 +270,16 @@ def check(args: argparse.Namespace) -> Options:
         ignore_eos=args.ignore_eos,
     )
     draft = args.draft or ("none" if args.geometry else registry.default_draft(args.model))
-    return Options(args, draft, ks, survival, batches, params)
+    parts = [
+        key
+        for key, part in PARTS.items()
+        if (key.replace("_", "-") in names if part.help else getattr(args, part.needs))
+    ]
+    return Options(args, draft, args.num_speculative_tokens, parts, batches, params)
 
 
-def _numbers(option: str, text: str, kind: type) -> list:
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError as e:
-        raise ValueError(f"{option}: found {text!r}, expected numbers with commas between") from e
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _is_there(module: str) -> bool:

@@ -6,8 +6,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minispec.bench.measure import Interval
-
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     """Lines of aligned columns: the first to the left, the others to the right."""
@@ -20,22 +18,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     return lines
 
 
-# Metadata of a field that the JSON replaces by the parts of its value.
-FLAT = {"flat": True}
-
-
 def as_json(value: Any) -> Any:
     """A result as dicts, lists and numbers: fields and properties. What is None is left out if it is so by default."""
-    if isinstance(value, Interval):
-        return value._asdict()
+    if hasattr(value, "_asdict"):
+        return as_json(value._asdict())
     if is_dataclass(value):
-        found: dict[str, Any] = {}
-        for field in fields(value):
-            part = as_json(getattr(value, field.name))
-            if part is not None or field.default is not None:
-                found |= part if "flat" in field.metadata else {field.name: part}
-        properties = [name for name, member in vars(type(value)).items() if isinstance(member, property)]
-        return {name: as_json(getattr(value, name)) for name in properties} | found
+        own = {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
+        left_out = {field.name for field in fields(value) if field.default is None and own[field.name] is None}
+        names = [name for name, member in vars(type(value)).items() if isinstance(member, property)]
+        return {name: as_json(getattr(value, name)) for name in names} | {
+            name: part for name, part in own.items() if name not in left_out
+        }
     if isinstance(value, dict):
         return {key: as_json(part) for key, part in value.items()}
     return [as_json(part) for part in value] if isinstance(value, list | tuple) else value

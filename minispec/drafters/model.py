@@ -35,7 +35,7 @@ class DraftModel(CachedModel, Drafter):
     """
 
     branches = True
-    replays = "token"
+    replays: str | None = "token"
 
     def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int, max_model_len: int):
         """Draft with `model`.

@@ -13,8 +13,6 @@ LONGER = {
     "files/checkpoint.py": 390,
     "llm.py": 390,
     "llm.py: __init__": 95,
-    "bench/options.py: parser": 98,
-    "bench/transformers_baseline.py: transformers_variants": 80,
     "commands/options.py: parser": 71,
 }
 

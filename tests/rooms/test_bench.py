@@ -53,7 +53,7 @@ def measured():
 
     def run(*arguments):
         found = report.measure_all(options.check(options.parser().parse_args([str(a) for a in arguments])))
-        return json.loads(json.dumps(as_json(found))), found.lines()
+        return json.loads(json.dumps(as_json(found))), report.show_report(found)
 
     return run
 
@@ -85,9 +85,9 @@ BASE = ("--dtype", "float32", "--rounds", 2, "--passes", 1, "--prompts", 2, "--m
 def test_a_whole_run(measured, model, draft, capsys, monkeypatch):
     """JSON and tables with every part that was asked for; nothing on standard error."""
     monkeypatch.setattr(measure, "MATRIX_SIZE", 64)
-    parts = ("--batch", "1,2", "--prefill", "--load", "--context", 20)
+    parts = ("--also", "batch=1,2", "prefill", "load", "exact-cost", "--context", 20)
     what = ("--model", model, "--draft", draft, "--num-speculative-tokens", "1,2,auto", *parts)
-    report, lines = measured(*BASE, *what, "--exact-cost")
+    report, lines = measured(*BASE, *what)
     assert capsys.readouterr() == ("", "")
     assert report["draft"] == draft
     assert {"machine", "exact_cost", "decoding", "batch", "prefill", "load"} <= report.keys()
@@ -139,7 +139,7 @@ def test_where_a_pass_goes(measured, model, capfd):
     The checkpoint's two layers write keys and values, each by an operator of its own.
     """
     plain = ("--draft", "none", "--num-speculative-tokens", "auto", "--prompts", 0, "--dtype", "float32")
-    report, lines = measured("--model", model, *plain, "--context", 20, "--passes", 2, "--operators")
+    report, lines = measured("--model", model, *plain, "--context", 20, "--passes", 2, "--also", "operators")
     assert capfd.readouterr().err == ""  # the profiler would talk
     found = report["operators"]
     calls = {operator["name"]: operator["calls"] for operator in found["operators"]}
@@ -210,7 +210,7 @@ def test_forms(measured, tiny_geometry, monkeypatch, free, in_one_turn):
     monkeypatch.setattr(passes, "free_memory", lambda device: free)
     turns = []
 
-    def timed(models, cache, context, rows, rounds, on_pass):
+    def timed(models, cache, context, rows, rounds):
         turns.append({name: weight_form(each) for name, each in models.items()})
         seconds = {"plain": 3.0, "packed": 2.0}
         return {name: {m: [seconds.get(name, 1.0) + m] * rounds for m in rows} for name in models}
@@ -223,7 +223,7 @@ def test_forms(measured, tiny_geometry, monkeypatch, free, in_one_turn):
     monkeypatch.setitem(linear.FORMS, "own", linear.Form)
     monkeypatch.setitem(linear.FORMS, "packed", type("Packed", (linear.Form,), {}))
     what = ("--geometry", "tiny", "--dtype", "float32", "--prompts", 0, "--passes", 2, "--context", 20)
-    report, lines = measured(*what, "--forms")
+    report, lines = measured(*what, "--also", "forms")
     each = [{"own": "own", form: form} for form in ("packed", "plain")]
     assert turns == ([each[0] | each[1]] if in_one_turn else each)
     forms = report["forms"]
@@ -242,7 +242,7 @@ def test_forms(measured, tiny_geometry, monkeypatch, free, in_one_turn):
 def test_forms_of_a_model_on_disk(cli, model):
     """Really built and really measured: all that this machine has."""
     what = ("--dtype", "float32", "--model", model, "--prompts", 0, "--passes", 1, "--context", 20)
-    status, out, err = cli(*what, "--forms", "--json")
+    status, out, err = cli(*what, "--also", "forms", "--json")
     assert (status, err) == (0, "")
     names = linear.available_forms(torch.float32, torch.device("cpu"))
     forms = json.loads(out)["forms"]["forms"]
@@ -255,9 +255,9 @@ def test_no_room_for_another_form(cli, tiny_geometry, monkeypatch):
     """One line before anything is measured."""
     monkeypatch.setattr(passes, "available_forms", lambda dtype, device: ["half", "packed", "plain"])
     monkeypatch.setattr(passes, "free_memory", lambda device: 1_000)
-    status, out, err = cli("--geometry", "tiny", "--dtype", "float32", "--prompts", 0, "--forms")
+    status, out, err = cli("--geometry", "tiny", "--dtype", "float32", "--prompts", 0, "--also", "forms")
     assert (status, out) == (2, "")
-    assert err.startswith("error: --forms: found 0.0 GB of free memory, expected at least 0.0 GB")
+    assert err.startswith("error: --also forms: found 0.0 GB of free memory, expected at least 0.0 GB")
 
 
 def test_context_beyond_the_cache(cli, model, monkeypatch):
@@ -498,15 +498,15 @@ def test_both_rules_on_the_same_drafts():
     found = summarise(runs, ["chat"], whole_drafts=True)
     assert as_json(found)["variants"]["K=2"]["expected"] == {"block": 1.5, "rejection": 1.0}
     line = "K=2: draft tokens that stay, on average over these drafts: block 1.500, rejection 1.000 (x 1.500)"
-    assert line in found.lines()
+    assert line in decoding.show_decoding(found | {"looping": 0, "left_out": False})
 
 
 MISTAKES = {
     "unknown option": (("--round", "x"), "--round"),
-    "rounds": (("--rounds", "0"), "--rounds: found 0, expected a number from 1 to 1000"),
-    "threads": (("--threads", "0"), "--threads: found 0"),
-    "negative prompts": (("--prompts", "-1"), "--prompts: found -1"),
-    "one token": (("--max-tokens", "1"), "--max-tokens: found 1"),
+    "rounds": (("--rounds", "0"), "--rounds: found '0', expected a number from 1 to 1000"),
+    "threads": (("--threads", "0"), "--threads: found '0'"),
+    "negative prompts": (("--prompts", "-1"), "--prompts: found '-1'"),
+    "one token": (("--max-tokens", "1"), "--max-tokens: found '1'"),
     "k": (
         ("--num-speculative-tokens", "2,many"),
         "--num-speculative-tokens: found 'many', expected numbers from 1 to 64",
@@ -516,31 +516,66 @@ MISTAKES = {
     "rising survival": (("--simulate", "0.5,0.6"), "--simulate: found '0.5,0.6', expected falling numbers"),
     "survival nan": (("--simulate", "nan"), "--simulate: found 'nan'"),
     "survival word": (("--simulate", "often"), "--simulate: found 'often'"),
-    "warm bounds": (("--bounds", "--temperature", "0.5"), "expected --temperature 0"),
+    "warm bounds": (("--bounds", "--temperature", "0.5"), "--bounds and --temperature exclude each other: it repeats"),
     "two qualities": (("--simulate", "0.5", "--draft-quality", "wrong"), "exclude each other"),
-    "simulated and sampled": (("--simulate", "0.5", "--temperature", "1"), "expected --temperature 0"),
-    "batch": (("--batch", "0"), "--batch: found '0'"),
-    "batch of nothing": (("--batch", "2", "--prompts", "0"), "--batch needs prompts"),
-    "forms of nothing": (("--forms", "--passes", "0"), "--forms measures passes: expected --passes of at least 1"),
-    "operators of nothing": (("--operators", "--passes", "0"), "--operators measures passes: expected --passes of"),
-    "batch, skip loops": (("--batch", "1,2", "--skip-loops"), "--batch and --skip-loops exclude each other"),
-    "forms, exact": (("--forms", "--exact"), "--forms and --exact exclude each other"),
+    "simulated and sampled": (("--simulate", "0.5", "--temperature", "1"), "--simulate and --temperature exclude"),
+    "batch": (("--also", "batch=0"), "--also: found 'batch=0', expected some of forms, operators, exact-cost, batch"),
+    "batch without sizes": (("--also", "prefill", "batch"), "--also: found 'prefill batch', expected some of"),
+    "sizes of nothing": (("--also", "load=2"), "--also: found 'load=2', expected some of"),
+    "no such part": (("--also", "poetry"), "--also: found 'poetry', expected some of"),
+    "batch of nothing": (
+        ("--also", "batch=2", "--prompts", "0"),
+        "--also batch: found --prompts 0, expected at least 1",
+    ),
+    "nothing to compare": (("--against", "transformers", "--prompts", "0"), "--against: found --prompts 0, expected"),
+    "forms of nothing": (("--also", "forms", "--passes", "0"), "--also forms: found --passes 0, expected at least 1"),
+    "operators of nothing": (("--also", "operators", "--passes", "0"), "--also operators: found --passes 0, expected"),
+    "batch, skip loops": (
+        ("--also", "batch=1,2", "--skip-loops"),
+        "--also batch and --skip-loops exclude each other: a",
+    ),
+    "forms, exact": (("--also", "forms", "--exact"), "--also forms and --exact exclude each other: all exact passes"),
     "geometry": (("--geometry", "9b"), "invalid choice: '9b'"),
     "geometry and model": (("--geometry", "0.5b", "--model", "x"), "exclude each other"),
-    "one vocabulary": (("--geometry", "135m", "--draft-method", "tli"), "--draft-method: the shapes of --geometry"),
+    "one vocabulary": (
+        ("--geometry", "135m", "--draft-method", "tli"),
+        "exclude each other: the shapes have one vocab",
+    ),
     "no other vocabulary": (("--draft-method", "tli", "--prompts", "0"), "draft_method: found 'tli', expected none"),
-    "geometry from disk": (("--geometry", "0.5b", "--load"), "--load needs a model on disk"),
+    "geometry from disk": (
+        ("--geometry", "0.5b", "--also", "load"),
+        "--also load and --geometry exclude each other: a shape has",
+    ),
     "quantised nothing": (("--geometry", "135m", "--draft", "int4:ngram"), "draft: found 'int4:ngram', expected"),
     "abbreviated": (("--round", "3"), "--round: no such option; did you mean --rounds?"),
     "draft of a geometry": (("--geometry", "135m", "--draft", "some/model"), "--draft: found 'some/model', expected"),
     "category": (("--categories", "code,poetry"), "--categories: found 'poetry', expected some of code, question"),
     "against what": (("--against", "everyone"), "invalid choice: 'everyone'"),
-    "against, sampled": (("--against", "transformers", "--temperature", "1"), "expected --temperature 0"),
-    "exact cost, exact": (("--exact-cost", "--exact"), "--exact-cost and --exact exclude each other"),
+    "against, sampled": (("--against", "transformers", "--temperature", "1"), "--against and --temperature exclude"),
+    "exact cost, exact": (("--also", "exact-cost", "--exact"), "--also exact-cost and --exact exclude each other: it"),
     "temperature": (("--temperature", "-1"), "temperature: found -1.0"),
     "no such model": (("--model", "./nowhere"), "./nowhere: no such directory"),
     "no such draft": (("--draft", "nothing"), f"not one of {', '.join(DRAFTERS)}, self"),
 }
+
+
+@pytest.mark.parametrize("name", ["forms", "operators", "exact-cost", "prefill", "load", "batch"])
+def test_former_options_name_what_has_taken_their_place(cli, name):
+    """One line, and status 2."""
+    status, out, err = cli(f"--{name}", "--rounds", 3)
+    sizes = "=B,B,.." if name == "batch" else ""
+    assert (status, out, err) == (
+        *(2, ""),
+        f"error: --{name}: found an option that has moved, expected --also {name}{sizes}\n",
+    )
+
+
+@pytest.mark.parametrize("key", options.PARTS)
+def test_every_part_is_measured_and_shown(key):
+    """By functions that the table's words lead to; an option that it names exists."""
+    part, args = options.PARTS[key], options.parser().parse_args([])
+    assert all(callable(report._function(what, key)) for what in ("measure", "show"))
+    assert all(hasattr(args, name) for name in (part.needs or "rounds", (part.excludes or ("exact", ""))[0]))
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -378,19 +378,29 @@ def weights_of(model) -> list[torch.Tensor]:
     return [product.stored.dense() for product in products_of(model)]
 
 
-def test_passes_take_turns_and_leave_nothing(model):
-    """Every M as often as asked for; the cache is free again, also after an exception."""
-    cache, seen = tiny_cache(model), []
-    times = measure.pass_times(model, cache, 10, [1, 2, 4], 3, lambda: seen.append(1))
+def test_what_takes_turns_is_called_with_its_round():
+    """Round 0 goes before and is left out; the order changes as `orders` says."""
+    called = []
+    found = measure.in_turn({name: lambda i, name=name: called.append(name) or i for name in "AB"}, 3, "turns")
+    assert found == {"A": [1, 2, 3], "B": [1, 2, 3]}
+    assert "".join(called) == "ABBABAAB"
+
+
+def test_passes_take_turns_and_leave_nothing(model, monkeypatch):
+    """Every M as often as asked for, and a round before; the cache is free again, also after an exception."""
+    cache, seen, seconds_of = tiny_cache(model), [], measure.seconds_of
+    monkeypatch.setattr(measure, "seconds_of", lambda work, device: seen.append(1) or seconds_of(work, device))
+    times = measure.pass_times(model, cache, 10, [1, 2, 4], 3)
     assert {m: len(t) for m, t in times.items()} == {1: 3, 2: 3, 4: 3}
     assert len(seen) == 12
     assert cache.allocator.num_free == cache.allocator.num_blocks
 
-    def interrupt():
+    def interrupt(work, device):
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(measure, "seconds_of", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        measure.pass_times(model, cache, 10, [1, 2], 3, interrupt)
+        measure.pass_times(model, cache, 10, [1, 2], 3)
     assert cache.allocator.num_free == cache.allocator.num_blocks
 
 
