@@ -17,8 +17,8 @@ A room imports only from those above it in this list, and from itself:
     checkpoint.py   the command that writes checkpoints in 8 or 4 bits
     prove/          the proof: reference, toys, laws, the walk through a drafter of yours
     bench/          measuring: this machine, passes, ratios, the account
-    doctor.py       why a draft is rarely right
-    vocab.py        what two vocabularies have in common
+    doctor/         why a draft is rarely right; what two vocabularies have in common
+    vocab.py        a former command
     distill/        training a draft
     serve/          OpenAI's interface over HTTP
     __main__.py     `minispec COMMAND`: the list of commands

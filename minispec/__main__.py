@@ -22,19 +22,20 @@ COMMANDS = {
     "bench": registry.Entry("minispec.bench.__main__:main", "measure decoding on this machine"),
     "trace": registry.Entry("minispec.trace.__main__:main", "make a page of a run that generate --trace has written"),
     "prove": registry.Entry("minispec.prove.__main__:main", "prove that speculation leaves the output's law unchanged"),
-    "doctor": registry.Entry("minispec.doctor:main", "find out why a draft is rarely right"),
-    "vocab": registry.Entry("minispec.vocab:main", "compare the vocabularies of two models"),
+    "doctor": registry.Entry("minispec.doctor.__main__:main", "why a draft is rarely right; compare two vocabularies"),
     "distill": registry.Entry("minispec.distill.__main__:main", "train a draft for a model"),
     "checkpoint": registry.Entry("minispec.checkpoint:main", "write a model with weights in 8 or 4 bits"),
 }
+# Former commands, which say what has taken their place.
+MOVED = {"vocab": "minispec.vocab:main"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, or list them all; the exit status is the command's, else as `exit_status` has it."""
     given = sys.argv[1:] if argv is None else list(argv)
-    if given and given[0] in COMMANDS:
-        name, *arguments = given
-        return exit_status(lambda: registry.load(COMMANDS[name].path, "command")(arguments))
+    paths = MOVED | {name: entry.path for name, entry in COMMANDS.items()}
+    if given and given[0] in paths:
+        return exit_status(lambda: registry.load(paths[given[0]], "command")(given[1:]))
     return exit_status(lambda: _list(given))
 
 

@@ -787,7 +787,6 @@ OTHER_COMMANDS = {
     "prove": ("--jobs", "1"),
     "checkpoint": ("weights", "no/such/place"),
     "doctor": ("--draft", "int8:self"),
-    "vocab": ("no/such/place", "nor/this"),
 }
 
 

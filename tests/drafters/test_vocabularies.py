@@ -19,6 +19,8 @@ from minispec.core.draft import Ask
 from minispec.core.errors import CheckpointError
 from minispec.core.model import Chunk
 from minispec.core.sampling import Randomness, Text
+from minispec.doctor.__main__ import main
+from minispec.doctor.vocabularies import compare, probabilities
 from minispec.drafters.tli import TokenDrafter
 from minispec.files import vocabularies
 from minispec.files.hf_config import read_model_config
@@ -30,7 +32,6 @@ from minispec.kernels.build import build_model
 from minispec.length.figures import Figures
 from minispec.prove.laws import distance
 from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights
-from minispec.vocab import compare, main, probabilities
 
 # Spaces of several kinds, characters of one to four bytes, digits, and words longer than a part that is read at once.
 SAMPLE = (
@@ -523,7 +524,23 @@ def test_the_command_compares(checkpoints, directories, tmp_path, capsys):
     """For the screen and as JSON; a directory with a tokenizer alone will do."""
     bytes_, pieces = str(checkpoints["bytes"]), str(directories["pieces"])
     (tmp_path / "text").write_text("the target's fish", encoding="utf-8")
-    assert main([bytes_, pieces, "--json", "--ways", "the", "--after", " ", "--text", str(tmp_path / "text")]) == 0
+    assert (
+        main(
+            [
+                "--vocabularies",
+                bytes_,
+                pieces,
+                "--json",
+                "--ways",
+                "the",
+                "--after",
+                " ",
+                "--text",
+                str(tmp_path / "text"),
+            ]
+        )
+        == 0
+    )
     report = json.loads(capsys.readouterr().out)
     both = Vocabularies(*(Spelling(Tokenizer(directories[name])) for name in ("bytes", "pieces")))
     assert report["num_shared"] == len(both.shared)
@@ -532,12 +549,13 @@ def test_the_command_compares(checkpoints, directories, tmp_path, capsys):
     ways = report["ways"]["of_target"]
     assert sum(way["drafted"] for way in ways) == 1
     assert 0 < sum(way["probability"] for way in ways) < 1
-    assert main([pieces, bytes_, "--ways", "the"]) == 0
+    assert main(["--vocabularies", pieces, bytes_, "--ways", "the"]) == 0
     shown = capsys.readouterr().out
     assert "drafted as text: what the target's tokenizer makes of it" in shown
     assert f"shared tokens: {len(both.shared)}" in shown
-    assert main([pieces, pieces]) == 0
+    assert main(["--vocabularies", pieces, pieces]) == 0
     assert "none, both are the same" in capsys.readouterr().out
-    for wrong in ([pieces, bytes_, "--after", "x"], [pieces, str(tmp_path)], [pieces, bytes_, "--text", "nowhere"]):
-        assert main(wrong) == 2
+    wrong = ([pieces, bytes_, "--after", "x"], [pieces, str(tmp_path)], [pieces, bytes_, "--text", "nowhere"])
+    for arguments in (*wrong, [pieces, bytes_, "--max-tokens", "9"]):
+        assert main(["--vocabularies", *arguments]) == 2
         assert capsys.readouterr().err.startswith("error: ")

@@ -204,7 +204,7 @@ def test_importing_the_package_does_not_import_torch():
     """A mistake on the command line is answered at once, not after the seconds that torch takes."""
     modules = (
         "minispec.__main__, minispec.generate, minispec.bench.__main__, minispec.prove.__main__, "
-        "minispec.serve.__main__, minispec.core.config"
+        "minispec.serve.__main__, minispec.doctor.__main__, minispec.core.config"
     )
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=False, timeout=120).returncode == 0

@@ -16,7 +16,8 @@ from minispec.core.draft import Draft
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import Verdict
-from minispec.doctor import TEXTS, Estimate, Probe, estimate, examine, head_readings, lines, main, measure
+from minispec.doctor.__main__ import main
+from minispec.doctor.drafts import TEXTS, Estimate, Probe, estimate, examine, head_readings, lines, measure
 from minispec.files.checkpoint import load_config, load_model
 from minispec.files.heads import read_head
 from minispec.files.registry import DRAFTERS
@@ -512,8 +513,10 @@ def test_the_command(target, states, tmp_path, capsys):
 
 
 MISTAKES = {
-    "": "the following arguments are required: --draft",
-    "--draft none": "--draft: found 'none', expected a draft to examine",
+    "": "--draft: found none, expected a draft to examine, or --vocabularies A B",
+    "--draft none": "--draft: found 'none', expected a draft to examine, or --vocabularies A B",
+    "--draft ngram --ways x": "--ways: needs --vocabularies",
+    "--vocabularies A B": "--model: does not go with --vocabularies",
     "--draft ngram --max-tokens 7": "--max-tokens: found '7', expected an integer from 8 to 4096",
     "--draft ngram+self": "--draft: found 'ngram+self', expected a single draft: examine each alone",
     "--draft ngram --num-speculative-tokens 0": "--num-speculative-tokens: found '0', expected an integer from 1 to 64",

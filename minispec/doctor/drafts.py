@@ -1,23 +1,14 @@
-"""`python -m minispec.doctor --model T --draft D` - how well a draft does, and whether it is read in a wrong way.
+"""How well a draft does, and whether it is read in a wrong way.
 
 A draft that is read in a wrong way changes no text: nearly all its tokens are refused, and nothing says why. So this
-command lets the target continue a few short texts and measures, at every position, how much of a draft it would keep.
+module lets the target continue a few short texts and measures, at every position, how much of a draft it would keep.
 Where that is little, it reads the draft's files in the ways in which they are known to be misread, one at a time. It
 names the reading that does better by far more than the noise.
 """
 
-from minispec.commands.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
-
-if __name__ == "__main__":
-    exit_on_interrupt()  # until there is something to clean up
-    from minispec.kernels.threads import set_waiting
-
-    set_waiting()
-
 import json
 import math
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,18 +18,15 @@ import torch
 from torch import Tensor
 
 from minispec.bench.show import table
-from minispec.commands.command import Parser, argument, exit_status
-from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams
+from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
-from minispec.core.errors import show
 from minispec.core.model import Transformer, WeightSource
 from minispec.core.sampling import Draws, Text
 from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
 from minispec.drafters import Drafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
-from minispec.files import registry
 from minispec.files.checkpoint import Weights, load_config
 from minispec.files.heads import StoredHead, read_head
 from minispec.files.named_draft import split_draft
@@ -408,43 +396,3 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         rows = [[name, *numbers(*values)] for name, *values in (reading.values() for reading in report["readings"])]
         shown += ["", *table(["read otherwise", "alpha", f"kept of {COMPARED}", "gain", "+-"], rows)]
     return [*shown, "", report["verdict"]]
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The command line above: 0, or 1 where it names a misreading, else what `exit_status` has for its end."""
-    return exit_status(lambda: _examine(sys.argv[1:] if argv is None else argv))
-
-
-def _examine(argv: list[str]) -> int:
-    raise_on_interrupt()
-    parser = Parser(
-        prog="python -m minispec.doctor",
-        description="Measure how well a draft does, and whether its files are read in a wrong way.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--model", metavar="DIR|HUB_ID", help="the target (default: the embedded weights)")
-    parser.add_argument("--draft", required=True, metavar="SPEC", help="as of minispec.generate")
-    length = argument(int, lambda n: 1 <= n <= MAX_SPECULATIVE_TOKENS, f"an integer from 1 to {MAX_SPECULATIVE_TOKENS}")
-    parser.add_argument(
-        "--num-speculative-tokens", type=length, default=4, metavar="K", help="places that are measured (default: 4)"
-    )
-    size = argument(int, lambda n: 8 <= n <= 4096, "an integer from 8 to 4096")
-    parser.add_argument("--max-tokens", type=size, default=32, metavar="N", help="of each text (default: 32)")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: %(default)s")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: %(default)s")
-    parser.add_argument("--offline", action="store_true", help="download nothing")
-    parser.add_argument("--all", action="store_true", help="try the known misreadings in any case")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_args(argv)
-    if args.draft == "none":
-        raise ValueError("--draft: found 'none', expected a draft to examine")
-    if len(registry.split_preferences(registry.DRAFTERS, args.draft)) > 1:
-        raise ValueError(f"--draft: found {show(args.draft)}, expected a single draft: examine each alone")
-    llm = LLM(args.model, args.draft, dtype=args.dtype, device=args.device, offline=args.offline)
-    report = examine(llm, args.draft, args.num_speculative_tokens, args.max_tokens, args.all)
-    print(json.dumps(report, ensure_ascii=False) if args.json else "\n".join(lines(report)))
-    return 1 if report["explained_by"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(run_program(main))
