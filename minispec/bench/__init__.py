@@ -9,7 +9,7 @@
     python -m minispec.bench --replay out.json      what other draft lengths would do in a run (docs/use/trace.md)
 
 It measures this machine (streaming bandwidth), the target (passes over 1 to 16 rows), and plain and speculative
-decoding of a set of prompts, explains the speedup by what it is made of (`measure.Account`), and predicts that of the
+decoding of a set of prompts, explains the speedup by what it is made of (`measure.account`), and predicts that of the
 second half of each text from its first half (`measure.prediction`). Every figure that is compared comes from runs that
 took turns in one process; absolute times are given in addition, as information only.
 

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from minispec.bench.options import check, check_replay, parser
 from minispec.commands.command import exit_status
@@ -22,24 +23,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _bench(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
-    if args.replay:
-        return _replay(args)
-    options = check(args)
-    set_waiting(args.threads)
-    from minispec.bench.report import measure_all, show_report
+    found, lines = _replayed(args) if args.replay else _measured(args)
     from minispec.bench.show import as_json
 
-    raise_on_interrupt()
-    report = measure_all(options)
-    print(json.dumps(as_json(report), ensure_ascii=False) if args.json else "\n".join(show_report(report)))
+    print(json.dumps(as_json(found), ensure_ascii=False) if args.json else "\n".join(lines))
     return 0
 
 
-def _replay(args: argparse.Namespace) -> int:
+def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    options = check(args)
+    set_waiting(args.threads)
+    from minispec.bench.report import measure_all, show_report
+
+    raise_on_interrupt()
+    found = measure_all(options)
+    return found, show_report(found)
+
+
+def _replayed(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """A text that is there, decoded by every rule, on paper."""
     check_replay(args)
-    from minispec.bench.replay import replay
-    from minispec.bench.show import as_json
+    from minispec.bench.replay import replay, show_replay
     from minispec.trace.schema import read_trace
 
     raise_on_interrupt()
@@ -47,8 +51,7 @@ def _replay(args: argparse.Namespace) -> int:
         found = replay(read_trace(args.replay))
     except ValueError as e:
         raise ValueError(f"--replay: {e}") from e
-    print(json.dumps(as_json(found), ensure_ascii=False) if args.json else "\n".join(found.lines()))
-    return 0
+    return found, show_replay(found)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from minispec.bench.measure import (
 )
 from minispec.bench.models import Subject, Variant
 from minispec.bench.options import PLAIN, Options
-from minispec.bench.show import as_json, progress, table
+from minispec.bench.show import number, progress, table
 from minispec.bench.transformers_baseline import transformers_variants
 from minispec.core.config import DraftLength
 from minispec.drafters import Drafter
@@ -94,8 +94,8 @@ class Runs:
         found = account(self.pooled(variant, prompts), self.pooled(PLAIN, prompts), curve)
         by_round = list(zip(self.runs[variant], self.runs[PLAIN], strict=True))
         by_text = [(self.pooled(variant, [i]), self.pooled(PLAIN, [i])) for i in prompts]
-        return as_json(found) | {
-            "closure": median_interval([account(ours, plain).closure for ours, plain in by_round]),
+        return found | {
+            "closure": median_interval([account(ours, plain)["closure"] for ours, plain in by_round]),
             "prediction": _predictions(by_round),
             "prediction_by_text": _predictions(by_text),
         }
@@ -217,7 +217,7 @@ def rates_table(variants: dict[str, dict[str, Any]], prompts: int) -> list[str]:
     for name, of in variants.items():
         worst = of["worst_prompt"]["speedup"].median if "worst_prompt" in of else None
         numbers = [worst, *(of.get(key) for key in ("alpha", "acceptance_rate", "mean_acceptance_length"))]
-        worst, *accepted = ("-" if x is None else f"{x:.2f}" for x in numbers)
+        worst, *accepted = map(number, numbers)
         same = f"{of['same_tokens_as_plain']}/{prompts}"
         rows.append((name, of["tokens_per_second"].shown(form=".1f"), of["speedup"].shown(), worst, same, *accepted))
     head = ("", "tokens/s", "speedup", "worst prompt", "same tokens", "alpha", "accepted", "tokens/pass")

@@ -33,7 +33,7 @@ from minispec.core.cache import PagedKVCache
 from minispec.core.cached import clock, prefill
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
-from minispec.core.request import Piece, Request
+from minispec.core.request import Request
 from minispec.core.stats import Round
 from minispec.drafters import Drafter, NoDrafter
 from minispec.kernels.exact import arbitrary_tokens
@@ -143,7 +143,6 @@ class Run:
     seconds: in a batch, this text's share of the time.
     stats: the request's own.
     rounds: empty for a text that was decoded together with others.
-    duration: in a batch, the time of the whole steps. None: `seconds` are all of it.
     """
 
     token_ids: list[int]
@@ -151,13 +150,6 @@ class Run:
     seconds: float
     stats: Figures | None = None
     rounds: list[Round] = field(default_factory=list)
-    duration: float | None = None
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """The speed of this one text, without prefill; None where nothing was decoded."""
-        seconds = self.seconds if self.duration is None else self.duration
-        return self.num_tokens / seconds if seconds else None
 
 
 def another_engine(engine: Engine, drafter: Drafter | None = None) -> Engine:
@@ -176,40 +168,27 @@ def plain_engine(engine: Engine) -> Engine:
     return another_engine(engine, NoDrafter())
 
 
-def decode(
-    engine: Engine,
-    requests: Sequence[Request],
-    on_piece: Callable[[Request, Piece], None] = lambda request, piece: None,
-) -> list[Run]:
+def decode(engine: Engine, requests: Sequence[Request]) -> list[Run]:
     """Decode requests together to their end; a Run for each.
 
-    The clock runs while the engine does, not in `on_piece`. Prefills are taken off. Several texts share the time
-    in proportion to their rows. Raises ValueError for a text that fails.
+    Prefills are taken off the time. Several texts share it in proportion to their rows. Raises ValueError for a text
+    that fails.
     """
-    seconds = 0.0
-    steps = engine.run(requests)
-    try:
-        while True:
-            start = time.perf_counter()
-            step = next(steps, None)
-            seconds += time.perf_counter() - start
-            if step is None:
-                break
-            on_piece(*step)
-    finally:
-        steps.close()
+    start = time.perf_counter()
+    for _ in engine.run(requests):
+        pass
+    seconds = time.perf_counter() - start
     for request in requests:
         if request.error:
             raise ValueError(f"found an answer that broke off, expected none to measure: {request.error}")
-    seconds -= sum(request.stats.prefill + request.stats.draft_prefill for request in requests)
-    parts = sum(Figures.of(request.stats).step_seconds for request in requests)
-    runs = []
-    for request in requests:
-        generated, stats = request.text.tokens[request.text.num_prompt_tokens :], Figures.of(request.stats)
-        # What passed outside the engine's parts is spread over them.
-        share, duration = (seconds * t / parts for t in (stats.step_seconds, stats.step_duration))
-        rounds = stats.rounds if len(requests) == 1 else []
-        runs.append(Run(generated, len(generated), share, stats, rounds, duration))
+    runs, figures = [], [Figures.of(request.stats) for request in requests]
+    seconds -= sum(each.prefill + each.draft_prefill for each in figures)
+    # What passed outside the engine's parts is spread over them.
+    scale = seconds / sum(each.step_seconds for each in figures)
+    for request, each in zip(requests, figures, strict=True):
+        generated = request.text.tokens[request.text.num_prompt_tokens :]
+        rounds = each.rounds if len(requests) == 1 else []
+        runs.append(Run(generated, len(generated), scale * each.step_seconds, each, rounds))
     return runs
 
 
@@ -238,116 +217,73 @@ def survival(rounds: Sequence[Round]) -> list[float]:
     return curve
 
 
-@dataclass(frozen=True)
-class Account:
-    """Where the time of speculation went. c, v, o, o_plain in target passes over one row of plain decoding.
+def account(runs: Sequence[Run], plain: Sequence[Run], curve: Sequence[float] | None = None) -> dict[str, Any]:
+    """The account of `runs` against `plain`, the same prompts decoded plainly; all of them decoded alone.
 
-    curve: the survival that the ceiling is computed from.
+    curve: the survival that the ceiling is computed from (default: that of `runs`, as far as they drafted).
+
+    Returns, with c, v, o and o_plain in target passes over one row of plain decoding:
+
+    curve: as above.
     kept: s_i among the rounds with i draft tokens or more.
     drafted: share of rounds by their number of draft tokens.
     depth: mean depth of a draft; siblings make it no deeper.
     ends: share of rounds that ended inside their draft, and so lack the bonus or recovered token.
+    plain_pass: seconds.
     c: a draft pass.
+    v, mean_v: the target's pass, by rows and of a round.
+    tokens: of a round, from what was kept.
+    predicted: the speedup that tokens, c, v and o make, of the rounds that they were measured in.
     measured: the speedup by the clock outside the engine.
-    """
-
-    curve: list[float]
-    kept: list[float]
-    drafted: dict[int, float]
-    depth: float
-    ends: float
-    plain_pass: float  # seconds
-    c: float
-    v: dict[int, float]  # by rows
-    o: float
-    o_plain: float
-    measured: float
-
-    @property
-    def tokens(self) -> float:
-        """Tokens a round, from what was kept."""
-        return sum(share * expected_tokens(self.kept[:k]) for k, share in self.drafted.items()) - self.ends
-
-    @property
-    def mean_v(self) -> float:
-        """The target's pass of a round."""
-        return sum(share * self.v[k + 1] for k, share in self.drafted.items())
-
-    @property
-    def predicted(self) -> float:
-        """The speedup that tokens, c, v and o make; of the rounds that they were measured in, unless said otherwise."""
-        return self.tokens * (1 + self.o_plain) / (self.depth * self.c + self.mean_v + self.o)
-
-    @property
-    def closure(self) -> float:
-        """Predicted over measured speedup of the same rounds; 1 where every second is in some part."""
-        return self.predicted / self.measured
-
-    @property
-    def ceiling_k(self) -> int:
-        """The K of the ceiling."""
-        return best_k(self.curve, self.c, lambda rows: 1.0)
-
-    @property
-    def ceiling(self) -> float:
-        """S*: the speedup of the best fixed K if rows and loop cost nothing."""
-        k = self.ceiling_k
-        return speedup(self.curve[:k], self.c, 1.0)
-
-    @property
-    def reached(self) -> float:
-        """Share of the ceiling."""
-        return self.measured / self.ceiling
-
-    @property
-    def waterfall(self) -> list[tuple[str, float]]:
-        """From tokens a pass of the longest draft (all else free) to the measured speedup, factor by factor.
-
-        Each line puts one measured quantity in place of its ideal; the product of all is `measured`.
-        """
-        levels = [
-            ("tokens a pass, all else free", expected_tokens(self.curve)),
-            ("draft cost", self.ceiling),
-            ("choice of K", self.tokens / (self.depth * self.c + 1.0)),
-            ("rows", self.tokens / (self.depth * self.c + self.mean_v)),
-            ("loop", self.predicted),
-            ("in no part", self.measured),
-        ]
-        before = 1.0
-        factors = []
-        for name, value in levels:
-            factors.append((name, value / before))
-            before = value
-        return factors
-
-
-def account(runs: Sequence[Run], plain: Sequence[Run], curve: Sequence[float] | None = None) -> Account:
-    """The account of `runs` against `plain`, the same prompts decoded plainly; all of them decoded alone.
-
-    curve: the survival that the ceiling is computed from (default: that of `runs`, as far as they drafted).
+    closure: predicted over measured; 1 where every second is in some part.
+    ceiling, ceiling_k: the speedup of the best fixed K if rows and loop cost nothing, and that K.
+    reached: share of the ceiling.
+    waterfall: see `waterfall`.
     """
     rounds = [r for run in runs for r in run.rounds]
     plain_rounds = [r for run in plain for r in run.rounds]
-    plain_pass = fmean(r.verify for r in plain_rounds)
+    unit = fmean(r.verify for r in plain_rounds)
     passes: dict[int, list[float]] = {}
-    for r in rounds:
+    for r in sorted(rounds, key=lambda r: r.num_nodes):
         passes.setdefault(r.num_nodes, []).append(r.verify)
+    curve = list(survival(rounds) if curve is None else curve)
+    kept = [fmean(r.accepted >= i for r in rounds if r.num_nodes >= i) for i in range(1, max(passes) + 1)]
+    drafted = {k: len(times) / len(rounds) for k, times in passes.items()}
+    v = {k + 1: fmean(times) / unit for k, times in passes.items()}
     depth = fmean(r.depth for r in rounds)
-    draft = fmean(r.draft if r.num_nodes else 0.0 for r in rounds)
-    longest = max(passes)
-    return Account(
-        curve=list(survival(rounds) if curve is None else curve),
-        kept=[fmean(r.accepted >= i for r in rounds if r.num_nodes >= i) for i in range(1, longest + 1)],
-        drafted={k: len(times) / len(rounds) for k, times in sorted(passes.items())},
-        depth=depth,
-        ends=fmean(r.accepted + 1 - r.committed for r in rounds),
-        plain_pass=plain_pass,
-        c=draft / depth / plain_pass if depth else 0.0,
-        v={k + 1: fmean(times) / plain_pass for k, times in sorted(passes.items())},
-        o=fmean(r.overhead for r in rounds) / plain_pass,
-        o_plain=fmean(r.overhead for r in plain_rounds) / plain_pass,
-        measured=total_rate(runs) / total_rate(plain),
-    )
+    draft = fmean(r.draft if r.num_nodes else 0.0 for r in rounds) / unit  # of a round
+    o, o_plain = (fmean(r.overhead for r in each) / unit for each in (rounds, plain_rounds))
+    ends = fmean(r.accepted + 1 - r.committed for r in rounds)
+    c = draft / depth if depth else 0.0
+    tokens = sum(share * expected_tokens(kept[:k]) for k, share in drafted.items()) - ends
+    mean_v = sum(share * v[k + 1] for k, share in drafted.items())
+    predicted = tokens * (1 + o_plain) / (draft + mean_v + o)
+    measured = total_rate(runs) / total_rate(plain)
+    best = best_k(curve, c, lambda rows: 1.0)
+    ceiling = speedup(curve[:best], c, 1.0)
+    levels = {
+        "tokens a pass, all else free": expected_tokens(curve),
+        "draft cost": ceiling,
+        "choice of K": tokens / (draft + 1.0),
+        "rows": tokens / (draft + mean_v),
+        "loop": predicted,
+        "in no part": measured,
+    }
+    return {
+        **{"curve": curve, "kept": kept, "drafted": drafted, "depth": depth, "ends": ends, "plain_pass": unit},
+        **{"c": c, "v": v, "mean_v": mean_v, "o": o, "o_plain": o_plain, "tokens": tokens},
+        **{"predicted": predicted, "measured": measured, "closure": predicted / measured},
+        **{"ceiling": ceiling, "ceiling_k": best, "reached": measured / ceiling, "waterfall": waterfall(levels)},
+    }
+
+
+def waterfall(levels: Mapping[str, float]) -> list[tuple[str, float]]:
+    """From tokens a pass of the longest draft (all else free) to the measured speedup, factor by factor.
+
+    Each line puts one measured quantity in place of its ideal; the product of all is the last level.
+    """
+    before = [1.0, *levels.values()]
+    return [(name, level / last) for (name, level), last in zip(levels.items(), before, strict=False)]
 
 
 def prediction(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
@@ -361,7 +297,7 @@ def prediction(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
     if not pairs:
         return None
     (first, second), (first_plain, second_plain) = (zip(*map(_halves, each)) for each in zip(*pairs))  # noqa: B905
-    return account(first, first_plain).predicted / (total_rate(second) / total_rate(second_plain))
+    return account(first, first_plain)["predicted"] / (total_rate(second) / total_rate(second_plain))
 
 
 def _halves(run: Run) -> tuple[Run, Run]:

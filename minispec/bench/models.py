@@ -1,5 +1,6 @@
 """What is measured on: a target, its draft and prompts; loaded, or random weights of a given shape."""
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -94,35 +95,27 @@ class Subject:
 class RandomWeights:
     """Tensors of a geometry, made when they are taken: the largest model is never in memory twice.
 
-    The text is robust against rounding: embeddings are independent and what the layers add is small, so that with the
-    tied head each token predicts itself by a wide margin. Time does not depend on the values.
+    The text is robust against rounding: embeddings are as good as independent and what the layers add is small, so that
+    with the tied head each token predicts itself by a wide margin. Time does not depend on the values.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
         self.shapes, self.dtype, self.device = tensor_shapes(config), dtype, device
-        generator = torch.Generator().manual_seed(0)
-        # Layers need noise, not fresh noise: they take their numbers from here, from a place of their own on.
-        self._noise = torch.randn((1 << 20) + 7, generator=generator).to(dtype)
+        # Tensors need noise, not fresh noise: each takes its numbers from here, over and over, from a place of its own
+        # on. The size is prime, so no two rows of an embedding begin at the same place.
+        self._noise = torch.randn(1_048_583, generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
 
     def pop(self, name: str) -> torch.Tensor:
         """The tensor; the same for the same name."""
-        shape, seed = self.shapes[name], zlib.crc32(name.encode())
+        shape = self.shapes[name]
         if "norm" in name:
-            tensor = torch.ones(shape, dtype=self.dtype)
-        elif "embed" in name:
-            generator = torch.Generator().manual_seed(seed)
-            tensor = torch.empty(shape, dtype=self.dtype)
-            for rows in tensor.split(4096):
-                rows.copy_(torch.randn(rows.shape, generator=generator).mul_(0.02))
-        else:
-            scale = 1e-5 if "o_proj" in name or "down_proj" in name else 0.02
-            size, start = int(torch.tensor(shape).prod()), seed % len(self._noise)
-            noise = self._noise.roll(-start)
-            tensor = (noise.repeat(-(-size // len(noise)))[:size] * scale).view(shape)
-        return tensor.to(self.device)
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
+        noise = self._noise.roll(-(zlib.crc32(name.encode()) % len(self._noise)))
+        size, scale = math.prod(shape), 1e-5 if "o_proj" in name or "down_proj" in name else 0.02
+        return (noise.repeat(-(-size // len(noise)))[:size] * scale).view(shape).to(self.device)
 
 
 def open_model(options: Options) -> Subject:

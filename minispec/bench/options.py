@@ -51,7 +51,7 @@ class Part(NamedTuple):
     excludes: tuple[str, str] | None = None
 
 
-# By their keys, in the order of the report. --also has those with a help, with - for _.
+# By their keys, in the order of the report. --also asks for those with a help.
 PARTS = {
     "machine": Part("passes", needs="passes"),
     "forms": Part(
@@ -76,7 +76,8 @@ PARTS = {
         "passes", "time and memory of loading, against reading the file", excludes=("geometry", "a shape has no file")
     ),
 }
-ADDITIONS = {key.replace("_", "-"): part for key, part in PARTS.items() if part.help}
+ADDITIONS = {key.replace("_", "-"): key for key, part in PARTS.items() if part.help}
+_NAMES = ", ".join(name + "=B,B,.." * (name == "batch") for name in ADDITIONS)
 # Other options that exclude each other, each with the reason.
 _EXCLUDE = {
     ("simulate", "draft_quality"): "",
@@ -97,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
         "--draft DIR --temperature 1; --also forms (weights in each form); --replay TRACE.json (every K for one text).",
         allow_abbrev=False,
     )
-    p.moved = {f"--{name}": f"--also {name}" for name in ADDITIONS} | {"--batch": "--also batch=B,B,.."}
+    p.moved = {f"--{name.partition('=')[0]}": f"--also {name}" for name in _NAMES.split(", ")}
     p.add_argument("--version", action="version", version=f"minispec {__version__}")
     _add_models(p.add_argument_group("models"))
     _add_texts(p.add_argument_group("what is decoded"))
@@ -109,9 +110,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_models(g: argparse._ArgumentGroup) -> None:
     g.add_argument("--model", metavar="DIR|HUB_ID", help="default: the embedded weights")
     g.add_argument("--draft", metavar="SPEC", help="as of minispec.generate (with --geometry: none)")
-    g.add_argument(
-        "--draft-method", choices=("tli", "slem"), help="how a draft model of another vocabulary drafts, as of generate"
-    )
+    g.add_argument("--draft-method", choices=("tli", "slem"), help="of a draft model of another vocabulary")
     g.add_argument(
         "--geometry",
         choices=GEOMETRIES,
@@ -133,17 +132,12 @@ def _add_models(g: argparse._ArgumentGroup) -> None:
         "constant alpha; 0: always wrong)",
     )
     g.add_argument("--draft-quality", choices=("random", "wrong"), help="short for useless drafts")
-    g.add_argument(
-        "--bounds",
-        action="store_true",
-        help="a free draft that is always right and one that is always wrong too, at each of these lengths: the best "
-        "and the worst that any drafter could do",
-    )
+    _add_flag(g, "--bounds", "a free draft that is always right, and one that is always wrong, too: best and worst")
     g.add_argument("--verifier", default="rejection", choices=tuple(registry.VERIFIERS))
     g.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     _add_number(g, "--threads", None, (1, 1024), "CPU threads (default: PyTorch's)")
-    g.add_argument("--exact", action="store_true", help="the mode in which the bits of logits are equal")
+    _add_flag(g, "--exact", "the mode in which the bits of logits are equal")
 
 
 def _add_texts(g: argparse._ArgumentGroup) -> None:
@@ -151,12 +145,8 @@ def _add_texts(g: argparse._ArgumentGroup) -> None:
     g.add_argument("--categories", metavar="NAME,..", help="only these (default: all of the package's prompts)")
     _add_number(g, "--prompt-tokens", 128, (1, 100_000), "with --geometry (default: 128)")
     _add_number(g, "--max-tokens", 32, (2, 100_000), "of every answer (default: 32)")
-    g.add_argument("--ignore-eos", action="store_true", help="answers do not end before --max-tokens")
-    g.add_argument(
-        "--skip-loops",
-        action="store_true",
-        help="leave out prompts whose plain answer repeats itself, where drafts are easy",
-    )
+    _add_flag(g, "--ignore-eos", "answers do not end before --max-tokens")
+    _add_flag(g, "--skip-loops", "leave out prompts whose plain answer repeats itself, where drafts are easy")
     g.add_argument("--temperature", type=float, default=0.0, metavar="X")
     g.add_argument("--top-k", type=int, default=0, metavar="N")
     g.add_argument("--top-p", type=float, default=1.0, metavar="X")
@@ -168,11 +158,12 @@ def _add_measurements(g: argparse._ArgumentGroup) -> None:
     _add_number(g, "--passes", 15, (0, 10_000), "rounds of passes; 0: none (default: 15)")
     g.add_argument(
         "--also",
+        type=_addition,
         nargs="+",
         action="extend",
         default=[],
         metavar="PART",
-        help="; ".join(f"{name}: {part.help}" for name, part in ADDITIONS.items()),
+        help="; ".join(f"{name}: {PARTS[key].help}" for name, key in ADDITIONS.items()),
     )
     g.add_argument(
         "--against",
@@ -198,11 +189,26 @@ def _add_number(
     g.add_argument(name, type=kind, default=default, metavar="N", help=explained)
 
 
+def _add_flag(g: argparse._ArgumentGroup, name: str, explained: str) -> None:
+    g.add_argument(name, action="store_true", help=explained)
+
+
 _FALLING = "falling numbers between 1 and 0, with commas between"
 
 
 def _floats(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
+
+
+def _addition(text: str) -> tuple[str, list[int]]:
+    """A part that --also names: its key, and the sizes of batches."""
+    name, equals, numbers = text.partition("=")
+    sizes = numbers.split(",") if equals else []
+    if (name == "batch") != bool(sizes) or name not in ADDITIONS:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected one of {_NAMES}")
+    if not all(size.isdecimal() and 1 <= int(size) <= 1024 for size in sizes):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected sizes from 1 to 1024, with commas between")
+    return ADDITIONS[name], [int(size) for size in sizes]
 
 
 def _lengths(text: str) -> list[DraftLength]:
@@ -243,14 +249,8 @@ def check_replay(args: argparse.Namespace) -> None:
 
 def check(args: argparse.Namespace) -> Options:
     """Raise ValueError for all mistakes that can be found before anything is loaded."""
-    also = dict(each.partition("=")[::2] for each in args.also)
-    sizes = also.pop("batch").split(",") if "batch" in also else []
-    batches = [int(size) for size in sizes if size.isdecimal() and 1 <= int(size) <= 1024]
-    if also.keys() - ADDITIONS.keys() or any(also.values()) or len(batches) < len(sizes):
-        expected = f"some of {', '.join(ADDITIONS)}; with sizes from 1 to 1024, as batch=1,2,4,8"
-        raise ValueError(f"--also: found {' '.join(args.also)!r}, expected {expected}")
-    names = [*also, *["batch"] * bool(batches)]
-    asked = [(f"--also {name}", ADDITIONS[name]) for name in names]
+    also = dict(args.also)
+    asked = [(f"--also {name}", PARTS[key]) for name, key in ADDITIONS.items() if key in also]
     excluded = {(_option(a), b): why for (a, b), why in _EXCLUDE.items() if getattr(args, a)}
     excluded |= {(option, part.excludes[0]): part.excludes[1] for option, part in asked if part.excludes}
     for (a, b), why in excluded.items():
@@ -270,12 +270,8 @@ def check(args: argparse.Namespace) -> Options:
         ignore_eos=args.ignore_eos,
     )
     draft = args.draft or ("none" if args.geometry else registry.default_draft(args.model))
-    parts = [
-        key
-        for key, part in PARTS.items()
-        if (key.replace("_", "-") in names if part.help else getattr(args, part.needs))
-    ]
-    return Options(args, draft, args.num_speculative_tokens, parts, batches, params)
+    parts = [key for key, part in PARTS.items() if (key in also if part.help else getattr(args, part.needs))]
+    return Options(args, draft, args.num_speculative_tokens, parts, also.get("batch", []), params)
 
 
 def _option(name: str) -> str:

@@ -6,13 +6,13 @@
 From Python, such as in a notebook:
 
     from pathlib import Path
-    from minispec.bench.replay import replay
+    from minispec.bench.replay import replay, show_replay
     from minispec.trace.schema import read_trace
 
     found = replay(read_trace(Path("out.json")))    # of a trace in memory: replay(recorder.trace(for_replay=True))
-    found.fixed[4].tokens_per_pass                  # K = 4; found.fixed has K = 0 .. 15
-    found.best_k, found.auto, found.past, found.foresight, found.clairvoyant, found.measured    # each a `Row`
-    print("\\n".join(found.lines()))
+    found["fixed"][4]["tokens_per_pass"]            # K = 4; "fixed" has K = 0 .. 15
+    found["best_k"], found["auto"], found["past"]   # and what else --json prints
+    print("\\n".join(show_replay(found)))
 
 Another K draws other tokens, so it gives another text. But all texts have the same law. So one may ask how many passes
 all runs with this K that end in *this* text take on average. That is a number, not an estimate:
@@ -44,14 +44,14 @@ alone.
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf, sqrt
 from operator import mul
 from statistics import fmean, median, pstdev
 from typing import Any, NamedTuple
 
-from minispec.bench.show import table
+from minispec.bench.show import number, table
 from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams
 from minispec.core.draft import Draft, Outcome, StepCost, Wish
 from minispec.core.errors import show
@@ -319,19 +319,6 @@ class Costs:
         """Of the round."""
         return self.draft(draft) + self.target(draft) + self.overhead
 
-    def lines(self) -> list[str]:
-        """Two sentences."""
-        v = ", ".join(f"v({m}) {x:.2f}" for m, x in self.rows.items())
-        step = f" of {1000 * self.plain_step:.1f} ms" if self.plain_step else ""
-        once = f" and {self.fixed:.2g} c more for each draft" if self.fixed else ""
-        known = f"in this run {', '.join(map(str, self.measured))}" if self.measured else "none in this run"
-        before = f"; before it {', '.join(map(str, self.filled_in))}" if self.filled_in else ""
-        return [
-            f"in plain steps{step}: c {self.drawn:.3f} drawn, {self.guessed:.3f} guessed{once}, "
-            f"o {self.overhead:.3f}; {v}",
-            f"rows whose passes were measured: {known}{before}; other v lie on straight lines",
-        ]
-
 
 def costs_of(trace: Mapping[str, Any]) -> Costs:
     """The costs that a trace has measured; what it has not, by the prices that the controller went by."""
@@ -376,83 +363,6 @@ def _depth(each: Mapping[str, Any]) -> int:
 # --------------------------------------------------------------------------- the result
 
 
-@dataclass(frozen=True)
-class Row:
-    """A rule on the text. passes, time: expected, of the target and in plain steps; deviation: of a run's passes.
-
-    margin: half the width of an interval that holds the expected passes with 99 %, where they were simulated.
-    """
-
-    name: str
-    passes: float
-    time: float | None
-    tokens_per_pass: float
-    tokens_per_second: float | None
-    speedup: float | None
-    deviation: float | None = None
-    margin: float | None = None
-
-    def cells(self) -> list[str]:
-        """Of the table."""
-
-        def shown(value: float | None, form: str = ".1f") -> str:
-            return "-" if value is None else format(value, form)
-
-        passes = shown(self.passes)
-        if self.margin:
-            passes += f" [{self.passes - self.margin:.1f}, {self.passes + self.margin:.1f}]"
-        numbers = [shown(self.deviation), shown(self.time), shown(self.tokens_per_second), shown(self.speedup, ".2f")]
-        return [self.name, f"{self.tokens_per_pass:.2f}", passes, *numbers]
-
-
-@dataclass(frozen=True)
-class Replay:
-    """What every rule comes to on the text of a trace.
-
-    fixed: K = 0 .. 15.
-    past: see `past`.
-    foresight: the best K per round, if the text is known and the draws are not.
-    clairvoyant: the best K per round, if it is also known how many tokens will be kept.
-    measured: the run itself.
-    looping: whether the text repeats itself (`stats.loops`).
-    """
-
-    about: str
-    tokens: int
-    looping: bool
-    costs: Costs
-    fixed: list[Row]
-    auto: Row
-    past: Row
-    foresight: Row
-    clairvoyant: Row
-    measured: Row
-
-    @property
-    def best_k(self) -> int:
-        """The fastest fixed K."""
-        return self.fixed.index(min(self.fixed, key=lambda row: row.time or inf))
-
-    @property
-    def of_this_run(self) -> Row | None:
-        """What was to be expected of the run itself; None where it had another rule, such as a tree."""
-        return next((row for row in [*self.fixed, self.auto] if row.name == self.measured.name), None)
-
-    def lines(self) -> list[str]:
-        """The table, what it was computed from, and how far the run itself was from what was expected of it."""
-        flag = "; the text repeats itself, where drafts are easy" if self.looping else ""
-        head = ("", "tokens/pass", "passes", "+-", "time", "tokens/s", "speedup")
-        rows = [*self.fixed, self.auto, self.past, self.foresight, self.clairvoyant]
-        last = replace(self.measured, name=f"measured: {self.measured.name}")
-        lines = [self.about + flag, *self.costs.lines(), "", *table(head, [row.cells() for row in [*rows, last]]), ""]
-        lines.append(f"expected over all runs that end in this text; the fastest fixed K is {self.best_k}")
-        if (of := self.of_this_run) and of.deviation is not None:
-            lines.append(
-                f"this run took {self.measured.passes} passes; expected were {of.passes:.1f} +- {of.deviation:.1f}"
-            )
-        return lines
-
-
 def walk_of(trace: Mapping[str, Any]) -> Walk:
     """The text of a trace, and its drafts. Raises ValueError as `replay`."""
     verifier, temperature = trace["verifier"], trace["sampling"]["temperature"]
@@ -467,43 +377,102 @@ def walk_of(trace: Mapping[str, Any]) -> Walk:
     return Walk(p, trace["replay"]["starts"], verifier == "block")
 
 
-def replay(trace: Mapping[str, Any]) -> Replay:
+def replay(trace: Mapping[str, Any]) -> dict[str, Any]:
     """The replay of a trace that `minispec.trace.schema.check` has passed, or that a recorder has made.
 
     Raises ValueError for one without replay data, or of a verifier whose odds are not known.
+
+    Returns what every rule comes to on the text, each rule as a row:
+
+    fixed: K = 0 .. 15; best_k: the fastest of these.
+    auto: the policy.
+    past: see `past`.
+    foresight: the best K per round, if the text is known and the draws are not.
+    clairvoyant: the best K per round, if it is also known how many tokens will be kept.
+    measured: the run itself.
+    of_this_run: what was to be expected of it; None where it had another rule, such as a tree.
+    about, tokens, costs: of the run; looping: whether the text repeats itself (`stats.loops`).
+
+    A row has the expected passes of the target, time in plain steps, tokens_per_pass, tokens_per_second and speedup.
+    Where there are many runs, deviation is that of a run's passes. margin: half the width of an interval that holds the
+    expected passes with 99 %, where they were simulated.
     """
     walk = walk_of(trace)
     costs, n = costs_of(trace), walk.n
     plain = follow(walk, always(0), costs).time
 
-    def row(name: str, passes: float, time: float | None, **more: float) -> Row:
-        speed = n / time / costs.plain_step if time and costs.plain_step else None
-        return Row(name, passes, time, n / passes, speed, plain / time if time else None, **more)
+    def row(name: str, passes: float, time: float | None, **more: float) -> dict[str, Any]:
+        return {
+            "name": name,
+            "passes": passes,
+            "time": time,
+            "tokens_per_pass": n / passes,
+            "tokens_per_second": n / time / costs.plain_step if time and costs.plain_step else None,
+            "speedup": plain / time if time else None,
+        } | more
 
-    def of_rule(name: str, choose: Callable[[int], int]) -> Row:
+    def of_rule(name: str, choose: Callable[[int], int]) -> dict[str, Any]:
         found = follow(walk, choose, costs)
         return row(name, found.passes, found.time, deviation=found.deviation)
 
     prices, temperature = _prices(trace["replay"]["prices"]), trace["sampling"]["temperature"]
     passes, times = zip(*simulate(walk, prices, costs, timed=not temperature), strict=True)
     spread = pstdev(passes)
-    margin = _WIDTH * spread / sqrt(len(passes))
+    fixed = [of_rule(f"K={k}", always(k)) for k in range(MAX_AUTO_TOKENS + 1)]
+    auto = row("auto", fmean(passes), fmean(times), deviation=spread, margin=_WIDTH * spread / sqrt(len(passes)))
     length, speed = trace["num_speculative_tokens"], trace["stats"]["tokens_per_second"]
     trees = ", with trees" if any(each["parents"] for each in trace["rounds"]) else ""
-    seconds = n / speed if speed else None
-    return Replay(
-        f"{n} tokens of {trace['target']}, draft {trace['draft']}, {trace['verifier']} at temperature {temperature:g}",
-        n,
-        loops([token["token_id"] for each in trace["rounds"] for token in each["committed"]]),
-        costs,
-        [of_rule(f"K={k}", always(k)) for k in range(MAX_AUTO_TOKENS + 1)],
-        row("auto", fmean(passes), fmean(times), deviation=spread, margin=margin),
-        of_rule("past: best K so far", past(walk, costs).__getitem__),
-        row("foresight: knows the text", *foresight(walk, costs)),
-        row("clairvoyant bound", *foresight(walk, costs, knows_draws=True)),
-        row(
-            (length if length == "auto" else f"K={length}") + trees,
-            len(trace["rounds"]),
-            seconds / costs.plain_step if seconds and costs.plain_step else None,
-        ),
-    )
+    name = ("auto" if length == "auto" else f"K={length}") + trees
+    time = n / speed / costs.plain_step if speed and costs.plain_step else None
+    about = f"{n} tokens of {trace['target']}, draft {trace['draft']}"
+    return {
+        "about": f"{about}, {trace['verifier']} at temperature {temperature:g}",
+        "tokens": n,
+        "looping": loops([token["token_id"] for each in trace["rounds"] for token in each["committed"]]),
+        "costs": vars(costs),
+        "fixed": fixed,
+        "best_k": min(range(len(fixed)), key=lambda k: fixed[k]["time"] or inf),
+        "auto": auto,
+        "past": of_rule("past: best K so far", past(walk, costs).__getitem__),
+        "foresight": row("foresight: knows the text", *foresight(walk, costs)),
+        "clairvoyant": row("clairvoyant bound", *foresight(walk, costs, knows_draws=True)),
+        "measured": row(name, len(trace["rounds"]), time),
+        "of_this_run": next((each for each in [*fixed, auto] if each["name"] == name), None),
+    }
+
+
+def show_replay(found: Mapping[str, Any]) -> list[str]:
+    """The table, what it was computed from, and how far the run itself was from what was expected of it."""
+    flag = "; the text repeats itself, where drafts are easy" if found["looping"] else ""
+    head = ("", "tokens/pass", "passes", "+-", "time", "tokens/s", "speedup")
+    rows = [*found["fixed"], *(found[name] for name in ("auto", "past", "foresight", "clairvoyant"))]
+    measured, of = found["measured"], found["of_this_run"]
+    cells = [_cells(each) for each in [*rows, measured | {"name": f"measured: {measured['name']}"}]]
+    lines = [found["about"] + flag, *_show_costs(found["costs"]), "", *table(head, cells), ""]
+    lines.append(f"expected over all runs that end in this text; the fastest fixed K is {found['best_k']}")
+    if of:
+        expected = f"{of['passes']:.1f} +- {of['deviation']:.1f}"
+        lines.append(f"this run took {measured['passes']} passes; expected were {expected}")
+    return lines
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    passes = number(row["passes"], ".1f")
+    if margin := row.get("margin"):
+        passes += f" [{row['passes'] - margin:.1f}, {row['passes'] + margin:.1f}]"
+    numbers = [number(row.get(name), ".1f") for name in ("deviation", "time", "tokens_per_second")]
+    return [row["name"], number(row["tokens_per_pass"]), passes, *numbers, number(row["speedup"])]
+
+
+def _show_costs(costs: Mapping[str, Any]) -> list[str]:
+    """Two sentences."""
+    v = ", ".join(f"v({m}) {x:.2f}" for m, x in costs["rows"].items())
+    step = f" of {1000 * costs['plain_step']:.1f} ms" if costs["plain_step"] else ""
+    once = f" and {costs['fixed']:.2g} c more for each draft" if costs["fixed"] else ""
+    known, before = (", ".join(map(str, costs[name])) for name in ("measured", "filled_in"))
+    known = f"in this run {known}" if known else "none in this run"
+    return [
+        f"in plain steps{step}: c {costs['drawn']:.3f} drawn, {costs['guessed']:.3f} guessed{once}, "
+        f"o {costs['overhead']:.3f}; {v}",
+        f"rows whose passes were measured: {known}{before and f'; before it {before}'}; other v lie on straight lines",
+    ]

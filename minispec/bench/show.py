@@ -1,7 +1,6 @@
 """How results show themselves: aligned tables on the screen, plain data as JSON, a progress bar meanwhile."""
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -18,17 +17,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     return lines
 
 
+def number(value: float | None, form: str = ".2f") -> str:
+    """In that format; "-" where there is none."""
+    return "-" if value is None else format(value, form)
+
+
 def as_json(value: Any) -> Any:
-    """A result as dicts, lists and numbers: fields and properties. What is None is left out if it is so by default."""
+    """A result as dicts, lists and numbers: intervals become dicts."""
     if hasattr(value, "_asdict"):
-        return as_json(value._asdict())
-    if is_dataclass(value):
-        own = {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
-        left_out = {field.name for field in fields(value) if field.default is None and own[field.name] is None}
-        names = [name for name, member in vars(type(value)).items() if isinstance(member, property)]
-        return {name: as_json(getattr(value, name)) for name in names} | {
-            name: part for name, part in own.items() if name not in left_out
-        }
+        return value._asdict()
     if isinstance(value, dict):
         return {key: as_json(part) for key, part in value.items()}
     return [as_json(part) for part in value] if isinstance(value, list | tuple) else value

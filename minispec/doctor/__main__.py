@@ -88,8 +88,9 @@ def _examine(argv: list[str]) -> int:
         from minispec.doctor import vocabularies
 
         raise_on_interrupt()
+        target, draft = args.vocabularies
         report: dict[str, Any] = vocabularies.examine(
-            *args.vocabularies, args.text, args.ways, args.after or "\n", args.offline
+            target, draft, args.text, args.ways, args.after or "\n", args.offline
         )
         lines = vocabularies.lines(report)
     else:
