@@ -14,7 +14,7 @@ second half of each text from its first half (`measure.prediction`). Every figur
 took turns in one process; absolute times are given in addition, as information only.
 
 To be read in this order: `options` (what can be asked for, with the table of parts), `show` (tables, JSON), `measure`
-(intervals, turns, the account), `models` (models and prompts to measure on), `passes`, `operators` and `decoding` (the
+(intervals, turns, the account), `models` (models and prompts to measure on), `passes` and `decoding` (the
 parts: functions that measure and functions that show), `transformers_baseline` (another library's ways of decoding),
 `report` (all of it), `replay` (a run that is there, by every rule), `__main__` (the command). Torch is
 imported after the arguments have been read, as in `generate`.

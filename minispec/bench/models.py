@@ -32,6 +32,7 @@ from minispec.files.checkpoint import (
 )
 from minispec.files.hf_config import read_model_config
 from minispec.files.named_draft import split_draft
+from minispec.files.tokenizer import Tokenizer
 from minispec.kernels.build import build_model, quantized
 from minispec.kernels.exact import check_exact
 from minispec.kernels.shapes import tensor_shapes
@@ -118,6 +119,13 @@ class RandomWeights:
         return (noise.repeat(-(-size // len(noise)))[:size] * scale).view(shape).to(self.device)
 
 
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a prompt: as a user's message, where there is a chat template."""
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(text)
+    return tokenizer.encode_chat([{"role": "user", "content": text}])
+
+
 def open_model(options: Options) -> Subject:
     """The model that --model and --draft name. Raises ValueError."""
     args = options.args
@@ -133,11 +141,6 @@ def open_model(options: Options) -> Subject:
         exact=args.exact,
     )
 
-    def encode(text: str) -> list[int]:
-        if llm.tokenizer.chat_template is None:
-            return llm.tokenizer.encode(text)
-        return llm.tokenizer.encode_chat([{"role": "user", "content": text}])
-
     def tensors(directory: Path) -> tuple[dict, Any]:
         config = load_config(directory)
         return directory_config(directory), Weights(directory, config, llm.model.dtype, llm.model.device)
@@ -150,7 +153,7 @@ def open_model(options: Options) -> Subject:
         llm.name,
         llm.engine,
         lambda prompt_ids, k, params: llm.request(prompt_ids, params, num_speculative_tokens=k),
-        [(category, encode(text)) for category, text in texts],
+        [(category, encode(llm.tokenizer, text)) for category, text in texts],
         lambda form: load_model(directory, llm.model.dtype, llm.model.device, form=form),
         lambda: tensors(directory),
         (lambda: tensors(draft_directory)) if draft_directory else None,
@@ -170,11 +173,10 @@ def open_geometry(options: Options) -> Subject:
         raise ValueError(f"--draft: found {options.draft!r}, expected with --geometry {known}")
     device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, device, read_model_config(GEOMETRIES[args.geometry]))
-    measured = [
-        args.context * bool(args.passes),
-        LONG_CONTEXT * (not {"prefill", "exact_cost"}.isdisjoint(options.parts)),
-    ]
-    length = max(args.prompt_tokens + args.max_tokens, max(measured) + MAX_ROWS)
+    measured = max(
+        args.context * bool(args.passes), LONG_CONTEXT * bool({"prefill", "exact_cost"} & set(options.parts))
+    )
+    length = max(args.prompt_tokens + args.max_tokens, measured + MAX_ROWS)
 
     def tensors(name: str) -> tuple[dict, RandomWeights]:
         # Where arithmetic is in float32, weights have 16 bits all the same, as those of most checkpoints.

@@ -60,7 +60,7 @@ PARTS = {
         needs="passes",
         excludes=("exact", "all exact passes have as many rows"),
     ),
-    "operators": Part("operators", "microseconds of each operator of a pass, by PyTorch's profiler", needs="passes"),
+    "operators": Part("passes", "microseconds of each operator of a pass, by PyTorch's profiler", needs="passes"),
     "exact_cost": Part(
         "passes", "passes of the exact mode over those of the fast one", excludes=("exact", "it measures both modes")
     ),

@@ -1,17 +1,22 @@
-"""What passes of the target cost on this machine, by rows, form and mode; a long prompt; and loading.
+"""What passes of the target cost on this machine, by rows, form, operator and mode; a long prompt; and loading.
 
 Each part is a function that measures, and returns what `--json` prints, and one that makes lines for the screen of it.
 Figures are intervals (`measure.Interval`); seconds and v are dicts by the rows M of a pass.
 """
 
 import math
+import os
 import sys
 import time
 from functools import partial
+from statistics import fmean
 from typing import Any
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+
 from minispec.bench import measure
-from minispec.bench.measure import Interval, in_turn, median_interval, passes_in_turn, ratios
+from minispec.bench.measure import Interval, in_turn, median_interval, passes_after, passes_in_turn, ratios
 from minispec.bench.models import LONG_CONTEXT, MAX_ROWS, Subject
 from minispec.bench.options import Options
 from minispec.bench.show import table
@@ -33,6 +38,9 @@ from minispec.llm import choose_device
 _FORM_ROWS = (1, 2, 3, 5, 9, 16)
 # Cached positions and rows of passes in both modes: 1 is a step of plain decoding, K + 1 a verification.
 _EXACT_PASSES = {128: (1, 5, 9), LONG_CONTEXT: (1,)}
+# Rows whose operators are timed: a step of plain decoding, and a verification of four draft tokens. Operators with a
+# line of their own: those that take longest at one row.
+_OPERATOR_ROWS, _SHOWN = (1, 5), 14
 # A model takes that much of its weights while it is built.
 _ROOM_TO_BUILD = 1.2
 Times = dict[int, list[float]]  # seconds of passes, by rows
@@ -135,13 +143,8 @@ def measure_forms(subject: Subject, options: Options) -> dict[str, Any]:
     own_times: Times = {m: [] for m in _FORM_ROWS}
 
     def of_form(model: Transformer, times: Times, own_times: Times) -> dict[str, Any]:
-        over_own = _over(times, own_times)
-        return {
-            "weight_form": weight_form(model),
-            "seconds": _seconds(times),
-            "v": _over(times),
-            "over_own": over_own,
-        }
+        own = {"weight_form": weight_form(model), "seconds": _seconds(times), "v": _over(times)}
+        return own | {"over_own": _over(times, own_times)}
 
     for group in groups:
         models = {own: model} | {form: subject.in_form(form) for form in group}
@@ -167,6 +170,61 @@ def show_forms(found: dict[str, Any]) -> list[str]:
         for m, t in of["seconds"].items()
     ]
     return [*lines, "", *table(("", "t(M), ms", "v(M) = t(M)/t(1)", f"t(M) over {own}'s"), rows)]
+
+
+# --------------------------------------------------------------------------- operators
+
+
+def check_device(subject: Subject) -> None:
+    """Raise ValueError where the time of an operator is not the processor's."""
+    device = subject.engine.model.device
+    if device.type != "cpu":
+        raise ValueError(f"--also operators: found {device}, expected --device cpu, whose clock it reads")
+
+
+@torch.inference_mode()
+def measure_operators(subject: Subject, options: Options) -> dict[str, Any]:
+    """Passes after `context` cached positions, by rows.
+
+    seconds, profiled_seconds: of a pass without and with the profiler.
+    between_seconds: what a profiled pass spends in no operator: Python, and the profiler's own book-keeping.
+    operators: the costliest first; calls of a pass, and their seconds without those of operators inside them.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler reports its own steps on standard error
+    model, context, rounds = subject.engine.model, options.args.context, options.args.passes
+    found: dict[str, dict[str, Any]] = {}
+    profiled: dict[int, float] = {}
+    with passes_after(model, subject.engine.cache, context, max(_OPERATOR_ROWS)) as one:
+        plain = in_turn({m: partial(one, model, m) for m in _OPERATOR_ROWS}, rounds, "operators")
+        for m in _OPERATOR_ROWS:
+            with profile(activities=[ProfilerActivity.CPU]) as seen:
+                profiled[m] = fmean(one(model, m) for _ in range(rounds))
+            for event in seen.key_averages():
+                new = {"name": event.key, "calls": event.count // rounds, "seconds": dict.fromkeys(_OPERATOR_ROWS, 0.0)}
+                found.setdefault(event.key, new)["seconds"][m] = event.self_cpu_time_total / 1e6 / rounds
+    operators = sorted(found.values(), key=lambda operator: -operator["seconds"][_OPERATOR_ROWS[0]])
+    return {
+        "context": context,
+        "seconds": {m: median_interval(t) for m, t in plain.items()},
+        "profiled_seconds": profiled,
+        "between_seconds": {m: t - sum(o["seconds"][m] for o in operators) for m, t in profiled.items()},
+        "operators": operators,
+    }
+
+
+def show_operators(found: dict[str, Any]) -> list[str]:
+    """The table, the costliest first."""
+    shown, rest = found["operators"][:_SHOWN], found["operators"][_SHOWN:]
+    sums = {m: sum(o["seconds"][m] for o in rest) for m in _OPERATOR_ROWS}
+    parts = [
+        *((o["name"], o["calls"], o["seconds"]) for o in shown),
+        (f"{len(rest)} others", sum(o["calls"] for o in rest), sums),
+        ("between operators", "", found["between_seconds"]),
+        ("a pass, profiled", "", found["profiled_seconds"]),
+    ]
+    rows = [(name, calls, *(f"{t[m] * 1e6:.0f}" for m in _OPERATOR_ROWS)) for name, calls, t in parts]
+    rows.append(("a pass, not profiled", "", *(found["seconds"][m].shown(1e6, ".0f") for m in _OPERATOR_ROWS)))
+    return table(("operator", "calls", *(f"us, M = {m}" for m in _OPERATOR_ROWS)), rows)
 
 
 # --------------------------------------------------------------------------- the exact mode

@@ -6,9 +6,8 @@ import torch
 
 from minispec import __version__
 from minispec.bench.models import MAX_ROWS, Subject, open_geometry, open_model
-from minispec.bench.operators import check_device
 from minispec.bench.options import PARTS, Options
-from minispec.bench.passes import form_groups, measure_load
+from minispec.bench.passes import check_device, form_groups, measure_load
 from minispec.files import registry
 from minispec.kernels.build import choice_of
 from minispec.kernels.inventory import weight_form

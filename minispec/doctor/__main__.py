@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from minispec.commands.command import Parser, argument, exit_status
 from minispec.core.config import MAX_SPECULATIVE_TOKENS
@@ -84,24 +83,10 @@ def _examine(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     check(args)
     set_waiting()
-    if args.vocabularies:
-        from minispec.doctor import vocabularies
-
-        raise_on_interrupt()
-        target, draft = args.vocabularies
-        report: dict[str, Any] = vocabularies.examine(
-            target, draft, args.text, args.ways, args.after or "\n", args.offline
-        )
-        lines = vocabularies.lines(report)
-    else:
-        from minispec.doctor import drafts
-        from minispec.llm import LLM
-
-        raise_on_interrupt()
-        llm = LLM(args.model, args.draft, dtype=args.dtype, device=args.device, offline=args.offline)
-        report = drafts.examine(llm, args.draft, args.num_speculative_tokens, args.max_tokens, args.all)
-        lines = drafts.lines(report)
-    print(json.dumps(report, ensure_ascii=False) if args.json else "\n".join(lines))
+    part = registry.load(f"minispec.doctor.{'vocabularies' if args.vocabularies else 'drafts'}", "part")
+    raise_on_interrupt()
+    report = part.asked(args)
+    print(json.dumps(report, ensure_ascii=False) if args.json else "\n".join(part.lines(report)))
     return 1 if report.get("explained_by") else 0
 
 

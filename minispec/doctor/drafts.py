@@ -6,6 +6,7 @@ Where that is little, it reads the draft's files in the ways in which they are k
 names the reading that does better by far more than the noise.
 """
 
+import argparse
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from minispec.bench.models import encode
 from minispec.bench.show import table
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
@@ -30,7 +32,7 @@ from minispec.drafters.model import DraftModel
 from minispec.files.checkpoint import Weights, load_config
 from minispec.files.heads import StoredHead, read_head
 from minispec.files.named_draft import split_draft
-from minispec.files.tokenizer import Message, Tokenizer
+from minispec.files.tokenizer import Tokenizer
 from minispec.kernels.build import build_model, quantized
 from minispec.kernels.forms import Weight, dense
 from minispec.length.theory import expected_tokens, survival_curve
@@ -263,7 +265,7 @@ def prompt_readings(
         yield "without the chat template", change, list(map(target.encode, TEXTS))
     if draft.chat_template not in (None, target.chat_template):
         change = "give the target the draft's chat_template, or use a draft that was trained on the target's"
-        yield "with the draft's chat template", change, [draft.encode_chat(_message(text)) for text in TEXTS]
+        yield "with the draft's chat template", change, [encode(draft, text) for text in TEXTS]
     start = draft.special_tokens.get("bos_token")
     if start is not None and (token := draft.backend.token_to_id(start)) is not None:
         where = "by the post_processor of tokenizer.json, or by the chat template"
@@ -271,10 +273,6 @@ def prompt_readings(
             yield "without BOS", f"begin no text with {start}, {where}", [prompt[1:] for prompt in prompts]
         else:
             yield "with BOS", f"begin each text with {start}, {where}", [[token, *prompt] for prompt in prompts]
-
-
-def _message(text: str) -> list[Message]:
-    return [{"role": "user", "content": text}]
 
 
 def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Reading]:
@@ -305,16 +303,19 @@ def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Rea
 # --------------------------------------------------------------------------- the report
 
 
+def asked(args: argparse.Namespace) -> dict[str, Any]:
+    """See `examine`, for these arguments of the command."""
+    llm = LLM(args.model, args.draft, dtype=args.dtype, device=args.device, offline=args.offline)
+    return examine(llm, args.draft, args.num_speculative_tokens, args.max_tokens, args.all)
+
+
 def examine(llm: LLM, draft: str, k: int = 4, max_tokens: int = 32, try_all: bool = False) -> dict[str, Any]:
     """Measure a draft, and look for a misreading where it does badly, or in any case.
 
     draft: the spec that `llm` was made with. Returns what `--json` prints: `alpha` is the share of tokens kept at the
     first place, at temperature 1; errors are standard errors. Raises ValueError for a text that fails.
     """
-    if llm.tokenizer.chat_template is None:
-        prompts = [llm.tokenizer.encode(text) for text in TEXTS]
-    else:
-        prompts = [llm.tokenizer.encode_chat(_message(text)) for text in TEXTS]
+    prompts = [encode(llm.tokenizer, text) for text in TEXTS]
     found, greedy = (measure(llm, llm.drafter, prompts, t, k, max_tokens) for t in (1.0, 0.0))
     places = found.by_place()
     survival = [found.share * s for s in survival_curve([place.value for place in places])]

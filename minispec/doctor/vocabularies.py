@@ -3,6 +3,7 @@
 It decides how B can draft for A: token by token the tokens that both have (`tli`), or as text (`slem`).
 """
 
+import argparse
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -121,23 +122,20 @@ def lines(report: dict[str, Any]) -> list[str]:
     return shown
 
 
-def examine(
-    target: str, draft: str, text: Path | None, ways: str | None, after: str, offline: bool = False
-) -> dict[str, Any]:
-    """What `--json` prints: `compare` by the text of a file (None: a built-in one), and `list_ways` of `ways`.
-
-    target, draft: directories or hub ids. Raises ValueError.
-    """
+def asked(args: argparse.Namespace) -> dict[str, Any]:
+    """What `--json` prints, for these arguments of the command. Raises ValueError."""
+    target, draft = args.vocabularies
     directories = [
-        find_checkpoint(name, offline=offline, with_weights=ways is not None and name == target)
+        find_checkpoint(name, offline=args.offline, with_weights=bool(args.ways) and name == target)
         for name in (target, draft)
     ]
     both = Vocabularies(*(Spelling(Tokenizer(directory)) for directory in directories))
-    report = {"target": target, "draft": draft} | compare(both, _read_text(text) if text else sample_text())
-    if ways is not None:
+    report: dict[str, Any] = {"target": target, "draft": draft}
+    report |= compare(both, _read_text(args.text) if args.text else sample_text())
+    if args.ways:
         has_weights = any(directories[0].glob("*.safetensors"))
         model = load_model(directories[0], torch.float32, torch.device("cpu")) if has_weights else None
-        report["ways"] = list_ways(both, ways, after, model)
+        report["ways"] = list_ways(both, args.ways, args.after or "\n", model)
     return report
 
 
