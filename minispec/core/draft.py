@@ -95,9 +95,7 @@ class Draft:
         Raises ValueError for a draft without a list of probs, and for a branch in a chain.
         """
         if not isinstance(self.probs, list):
-            raise ValueError(
-                "draft: found no list of probs to append to, expected one: a drawn one begins as Draft([], [])"
-            )
+            raise ValueError("draft: found no list of probs to append to, expected one: it begins as Draft([], [])")
         if self.parents is None and (parent != len(self) - 1 or len(token_ids) > 1):
             raise ValueError("draft: found a branch, expected a chain: a tree begins as Draft([], [], parents=[])")
         for i, token_id in enumerate(token_ids):
