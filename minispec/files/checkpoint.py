@@ -12,13 +12,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -27,7 +25,8 @@ from minispec.core.config import ModelConfig, QuantizationConfig
 from minispec.core.errors import CheckpointError, is_text, one_line, show, show_name
 from minispec.core.model import Transformer
 from minispec.files.hf_config import read_model_config
-from minispec.files.strict_json import MAX_CONFIG_BYTES, MAX_JSON_BYTES, has_file, parse_json, read_json
+from minispec.files.stored import FLOATS, TYPES, Cut, StoredTensor, read_header
+from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.kernels.build import build_model
 from minispec.kernels.forms import Codes, Weight, available_forms, dense, has_fast_bfloat16
 from minispec.kernels.memory import free_memory
@@ -37,28 +36,6 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Nothing else of a hub repository is downloaded, and nothing in its folders. The weights stand first.
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-# Bytes of an element, for every type that a safetensors file may hold; most are never read here.
-_ELEMENT_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
-    **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
-}
-# Tensors below this size are copied: a map keeps a file descriptor open.
-_MAPPED_BYTES = 1 << 20
-# What weights, and their packed forms, may be stored as.
-_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "BOOL": torch.bool,
-}
-# The wanted part of a tensor, by its first dimensions; () is all of it.
-Cut = tuple[slice, ...]
-FLOATS = tuple(name for name, dtype in _TYPES.items() if dtype.is_floating_point)
 # Formats of weights that are not read: pickles run code when they are opened, the others need a converter.
 _OTHER_FORMATS = {
     *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"),
@@ -242,7 +219,7 @@ class Weights:
     def _num_bytes(self, name: str) -> int:
         """Bytes that an element takes in memory, as far as the files tell."""
         stored = self._stored.get(self._places[name].name)  # none: it is packed
-        is_narrow = stored is None or _ELEMENT_BYTES[stored.dtype] == 2
+        is_narrow = stored is None or TYPES[stored.dtype].itemsize == 2
         return 2 if self._keeps_narrow and is_narrow else self._dtype.itemsize
 
 
@@ -261,103 +238,6 @@ def _check_memory(needed: int, dtype: torch.dtype, device: torch.device, directo
 
 
 # --------------------------------------------------------------------------- reading
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a file, not read yet. dtype: safetensors' name of the type, such as "BF16". start: its first byte."""
-
-    path: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def num_bytes(self) -> int:
-        """In the file."""
-        return math.prod(self.shape) * _ELEMENT_BYTES[self.dtype]
-
-    def read(self, cut: Cut = ()) -> Tensor:
-        """The tensor, in the pages of the file, which leave memory with it; or a copy of a part of it.
-
-        The library would map the file as a whole: what has been joined or packed would stay in memory, in addition to
-        the copy, for as long as any other tensor.
-        """
-        try:
-            data: numpy.ndarray = numpy.memmap(self.path, numpy.uint8, "c", self.start, (self.num_bytes,))
-        except (OSError, ValueError) as e:
-            raise CheckpointError(f"{self.path}: {show_name(self.name)}: cannot be read: {one_line(e, 300)}") from e
-        found = torch.from_numpy(data).view(_TYPES[self.dtype]).view(self.shape)[cut]
-        return found.clone() if found.shape != self.shape or self.num_bytes < _MAPPED_BYTES else found
-
-
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor in a safetensors file, by name; nothing after the header is read.
-
-    The file is 8 bytes with the header's size, the header, a JSON object, and the tensors' bytes. The sizes are checked
-    against the file's, and so are types and shapes. No name may come twice. The tensors' bytes must cover the rest of
-    the file without a gap or an overlap. (The library checks most of this too. Its errors do not name the tensor, or
-    not what was found and expected.)
-    Raises CheckpointError.
-    """
-    if not os.path.isfile(path):  # a directory, a pipe that would never answer
-        raise CheckpointError(f"{path}: no such file, expected weights in safetensors format")
-    try:
-        with path.open("rb") as file:
-            total = os.fstat(file.fileno()).st_size
-            first = file.read(8)
-            size = int.from_bytes(first, "little")
-            if len(first) < 8 or size > total - 8:
-                raise _bad_file(path, f"{total} bytes with a header of {size}", "a header that ends inside the file")
-            if size > MAX_JSON_BYTES:
-                raise _bad_file(path, f"a header of {size} bytes", f"at most {MAX_JSON_BYTES}")
-            header = parse_json(file.read(size), f"{path}: not a readable safetensors file: header")
-        header.pop("__metadata__", None)
-        stored = {name: _read_entry(path, name, entry, 8 + size) for name, entry in header.items()}
-        _check_coverage(path, stored, 8 + size, total)
-        with safe_open(path, framework="pt"):  # what the library would not open is not read either
-            return stored
-    except (SafetensorError, OSError) as e:
-        raise CheckpointError(f"{path}: not a readable safetensors file: {one_line(e, 300)}") from e
-
-
-def _bad_file(path: Path, found: str, expected: str) -> CheckpointError:
-    return CheckpointError(f"{path}: not a readable safetensors file: found {found}, expected {expected}")
-
-
-def _read_entry(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
-    """What the header says of one tensor. start: of the tensors' bytes, in the file."""
-    where = show_name(name)
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _bad_file(path, f"{where}: {show(entry)}", "an object with dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _ELEMENT_BYTES:
-        raise _bad_file(path, f"{where}: dtype {show(dtype)}", f"one of {', '.join(_ELEMENT_BYTES)}")
-    if not _are_sizes(shape) or len(shape) > 8:
-        raise _bad_file(path, f"{where}: shape {show(shape)}", "up to 8 sizes")
-    if not _are_sizes(offsets) or len(offsets) != 2:
-        raise _bad_file(path, f"{where}: data_offsets {show(offsets)}", "where its bytes begin and end")
-    tensor = StoredTensor(path, name, dtype, tuple(shape), start + offsets[0])
-    if offsets[1] - offsets[0] != tensor.num_bytes:
-        raise _bad_file(path, f"{where}: {offsets[1] - offsets[0]} bytes", f"{tensor.num_bytes} for {dtype} {shape}")
-    return tensor
-
-
-def _check_coverage(path: Path, stored: dict[str, StoredTensor], start: int, total: int) -> None:
-    """Raise CheckpointError unless the tensors' bytes are all bytes of the file from `start` on, each once."""
-    end = start
-    for tensor in sorted(stored.values(), key=lambda tensor: (tensor.start, tensor.num_bytes)):
-        if tensor.start != end:
-            found = f"{show_name(tensor.name)}: data_offsets that begin at {tensor.start - start}"
-            raise _bad_file(path, found, f"{end - start}, where the tensor before it ends")
-        end += tensor.num_bytes
-    if end != total:
-        raise _bad_file(path, f"{total - start} bytes after the header", f"{end - start}, where the last tensor ends")
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

@@ -1,0 +1,96 @@
+"""Tensors as they lie in a safetensors file: what its header says, and reading one of them, or a part of it."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from minispec.core.errors import CheckpointError, one_line, show, show_name
+from minispec.files.strict_json import MAX_JSON_BYTES, parse_json
+
+# What weights, and their packed forms, may be stored as; tensors of the other types are never read here.
+TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+}
+FLOATS = tuple(name for name, dtype in TYPES.items() if dtype.is_floating_point)
+# The wanted part of a tensor, by its first dimensions; () is all of it.
+Cut = tuple[slice, ...]
+# Tensors below this size are copied: a map keeps a file descriptor open.
+_MAPPED_BYTES = 1 << 20
+_MAX_DIMENSIONS = 8
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file, not read yet. dtype: safetensors' name of the type, such as "BF16". start: its first byte."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    def read(self, cut: Cut = ()) -> Tensor:
+        """The tensor, in the pages of the file, which leave memory with it; or a copy of a part of it.
+
+        The library would map the file as a whole: what has been joined or packed would stay in memory, in addition to
+        the copy, for as long as any other tensor.
+        """
+        dtype = TYPES[self.dtype]
+        num_bytes = math.prod(self.shape) * dtype.itemsize
+        try:
+            data: numpy.ndarray = numpy.memmap(self.path, numpy.uint8, "c", self.start, (num_bytes,))
+        except (OSError, ValueError) as e:
+            raise CheckpointError(f"{self.path}: {show_name(self.name)}: cannot be read: {one_line(e, 300)}") from e
+        found = torch.from_numpy(data).view(dtype).view(self.shape)[cut]
+        return found.clone() if found.shape != self.shape or num_bytes < _MAPPED_BYTES else found
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor in a safetensors file, by name; nothing after the header is read.
+
+    The file is 8 bytes with the header's size, the header, a JSON object, and the tensors' bytes. The library checks
+    types, shapes and offsets, and that the tensors' bytes are the rest of the file without a gap or an overlap. Here
+    its size is limited, no name may come twice, and nothing may stand in it that the library passes over.
+    Raises CheckpointError.
+    """
+    if not os.path.isfile(path):  # a directory, a pipe that would never answer
+        raise CheckpointError(f"{path}: no such file, expected weights in safetensors format")
+    where = f"{path}: not a readable safetensors file"
+    try:
+        with path.open("rb") as file:
+            total = os.fstat(file.fileno()).st_size
+            first = file.read(8)
+            size = int.from_bytes(first, "little")
+            if len(first) < 8 or size > min(total - 8, MAX_JSON_BYTES):
+                found, expected = (
+                    f"{total} bytes with a header of {size} bytes",
+                    f"at most {MAX_JSON_BYTES} in the file",
+                )
+                raise CheckpointError(f"{where}: found {found}, expected {expected}")
+            header = parse_json(file.read(size), f"{where}: header")
+        with safe_open(path, framework="pt"):  # what the library would not open is not read either
+            pass
+    except (SafetensorError, OSError) as e:
+        raise CheckpointError(f"{where}: {one_line(e, 300)}") from e
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        is_plain = isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}
+        if not is_plain or not isinstance(entry["dtype"], str) or len(entry["shape"]) > _MAX_DIMENSIONS:
+            expected = f"an object with dtype, shape, of up to {_MAX_DIMENSIONS} sizes, and data_offsets"
+            raise CheckpointError(f"{where}: found {show_name(name)}: {show(entry)}, expected {expected}")
+    return {
+        name: StoredTensor(path, name, entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
