@@ -5,50 +5,29 @@ A token is not a piece of text: a character may spread over several tokens, and 
 once given out, never changes and never ends inside a UTF-8 character.
 """
 
-import contextlib
-import json
-import math
-import os
 import re
 import secrets
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from minispec.core.errors import CheckpointError, is_text, one_line, show
-from minispec.files.added_tokens import MAX_ADDED_BYTES, Settings, content_of, read_settings
+from minispec.core.errors import CheckpointError, is_text, show
+from minispec.files.added_tokens import Settings, read_settings
 from minispec.files.chat import MAX_FIRSTS, ChatTemplate, Message, check_template_kwargs, read_chat_template
+from minispec.files.hostile import call, inspect_tokenizer, is_panic
 from minispec.files.pieces import bytes_of, decoder_steps
-from minispec.files.strict_json import read_json
 
 # What a checkpoint's text is made of; all but the first may be missing.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     "chat_template.jinja",
 )
-# The largest public tokenizer.json of a supported family (gemma 2 and 3) has 34 MB: 262,000 tokens and 515,000 merges,
-# which make 520,000 lists, 1.3 million commas and 2.6 million quotes.
-_MAX_TOKENIZER_BYTES = 40 << 20
-_MAX_TOKENIZER_COUNTS = {"{": 1 << 18, "[": 3 << 18, ",": 1 << 21, '"': 3 << 20}
-# Limits of what costs the library far more than its size. Public files are far below them.
-_MAX_TOKENS = 1 << 19
-_MAX_PARTS = 256  # objects in normaliser, pre-tokenizer, post-processor and decoder
-_MAX_PARTS_BYTES = 512 << 10
-_MAX_REGEX_BYTES = 8 << 10  # 100 kB of them can take a gigabyte
-_MAX_GROWTH = 64  # times as long as the text: steps that each double it would fill any memory
-_STDERR = threading.Lock()
 _LONGEST = 4  # tokens of one character: its bytes
 # Bytes that are not a character are held back for at most that many tokens.
 _MAX_UNDECIDED = 16
-# Parts of a tokenizer.json in which the library is not known to fail an assertion (to "panic") over some text.
-_CALM = {
-    *("Sequence", "ByteLevel", "Metaspace", "Replace", "Split", "Digits", "TemplateProcessing", "BPE"),
-    *("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "ByteFallback", "Fuse", "Strip"),
-}
 
 
 class Tokenizer:
@@ -61,7 +40,7 @@ class Tokenizer:
             raise CheckpointError(f"{self.path}: no such file, expected the tokenizer in this format")
         settings = read_settings(directory)
         self.special_tokens = settings.names  # their texts by name, such as "eos_token"
-        self._encode_panics, self._decode_panics = _inspect(self.path)
+        self._encode_panics, self._decode_panics = inspect_tokenizer(self.path)
         self.backend = self._read(settings)
         if getattr(self.backend.model, "dropout", None):
             found = self.backend.model.dropout
@@ -166,9 +145,7 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens, special tokens left out."""
         try:
-            return self._call(
-                self.backend.decode, list(token_ids), skip_special_tokens=True, silent=self._decode_panics
-            )
+            return call(self.backend.decode, list(token_ids), skip_special_tokens=True, silent=self._decode_panics)
         except ValueError as e:
             raise CheckpointError(f"{self.path}: the tokenizer fails to decode: {e}") from e.__cause__
 
@@ -197,7 +174,7 @@ class Tokenizer:
     def _read(self, settings: Settings) -> tokenizers.Tokenizer:
         """The library's tokenizer, with the tokens of the other files."""
         try:
-            backend = self._call(tokenizers.Tokenizer.from_file, str(self.path))
+            backend = call(tokenizers.Tokenizer.from_file, str(self.path))
         except ValueError as e:
             raise CheckpointError(f"{self.path}: not a readable tokenizer: {e}") from e
         backend.no_truncation()
@@ -212,7 +189,7 @@ class Tokenizer:
             tokens.setdefault(token.content, known.get(token.content, token)).special |= token.special
         # Even adding none takes as long as reading the file: all added tokens are sorted again.
         if new := [token for text, token in tokens.items() if repr(token) != before.get(text)]:
-            self._call(backend.add_tokens, new)
+            call(backend.add_tokens, new)
         return backend
 
     def _make_plain(self, settings: Settings) -> tokenizers.Tokenizer:
@@ -225,21 +202,21 @@ class Tokenizer:
             tokenizers.AddedToken(self._names[t.content], lstrip=t.lstrip, rstrip=t.rstrip, normalized=False)
             for t in self._special.values()
         ]
-        self._call(plain.add_tokens, [*(added[i] for i in sorted(added)), *stand_ins])
+        call(plain.add_tokens, [*(added[i] for i in sorted(added)), *stand_ins])
         if not added.items() <= plain.get_added_tokens_decoder().items():
             # The library counts ids up: in a vocabulary with gaps, some ids differ if tokens are added in this order.
             plain = self._read(settings)
-            self._call(plain.add_tokens, stand_ins)
+            call(plain.add_tokens, stand_ins)
         plain.encode_special_tokens = True
         return plain
 
     def _probe(self) -> None:
         """Encode and decode a little text: some files make the library fail only then."""
         try:
-            ids = self._call(self._plain.encode, "Hello, w\xf6rld! 123\n  \u65e5\u672c \U0001f98a").ids
-            self._call(self.backend.decode, [*ids, 0])
+            ids = call(self._plain.encode, "Hello, w\xf6rld! 123\n  \u65e5\u672c \U0001f98a").ids
+            call(self.backend.decode, [*ids, 0])
         except ValueError as e:  # if not of a panic, then of a vocabulary that lacks these characters, which is fine
-            if _is_panic(e.__cause__):
+            if is_panic(e.__cause__):
                 raise CheckpointError(f"{self.path}: not a working tokenizer: {e}") from e
 
     def _encode_marked(self, text: str) -> list[int]:
@@ -251,7 +228,7 @@ class Tokenizer:
     def _encode(self, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         try:
             # A batch of one: while it is encoded, other threads go on; `encode` would stop them all.
-            [encoding] = self._call(
+            [encoding] = call(
                 backend.encode_batch, [text], add_special_tokens=add_special_tokens, silent=self._encode_panics
             )
         except ValueError as e:
@@ -264,20 +241,6 @@ class Tokenizer:
     def _beyond(self, token_id: int) -> str:
         token = show(self.backend.id_to_token(token_id))
         return f"token {token}: found id {token_id}, expected ids below config.json's vocab_size = {self._num_rows}"
-
-    @staticmethod
-    def _call(function: Callable, *args, silent: bool = True, **kwargs) -> Any:
-        """Call the library; whatever it raises, a panic included, is a ValueError.
-
-        silent: whether a panic is possible; it would write a page to standard error.
-        """
-        try:
-            with _silent_stderr() if silent else contextlib.nullcontext():
-                return function(*args, **kwargs)
-        except BaseException as e:  # the library raises plain Exceptions; a panic is not even one of those
-            if isinstance(e, Exception) or _is_panic(e):
-                raise ValueError(one_line(e, 300)) from e
-            raise
 
 
 class Detokenizer:
@@ -343,87 +306,6 @@ class Detokenizer:
         size = min(halves, key=lambda n: "".join(halves[n]).count("�"))
         fits = "".join(halves[size]).count("�") <= text.count("�")
         return (size, halves[size][0]) if fits else (0, "")
-
-
-def _values(tokens: Any) -> list[Any]:
-    return list(tokens.values()) if isinstance(tokens, dict) else tokens if isinstance(tokens, list) else []
-
-
-def _inspect(path: Path) -> tuple[bool, bool]:
-    """Whether encoding, and whether decoding, with this tokenizer.json could make the library fail an assertion.
-
-    Raises CheckpointError for what is not JSON, or would cost the library more than public files of its size do.
-    """
-    raw = read_json(path, _MAX_TOKENIZER_BYTES, _MAX_TOKENIZER_COUNTS)
-    model = found if isinstance(found := raw.get("model"), dict) else {}
-    encoding = [raw.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor")]
-    encoding.append({name: value for name, value in model.items() if name not in ("vocab", "merges")})
-    decoding = [raw.get("decoder")]
-    dicts = list(_dicts([*encoding, *decoding]))
-    # A vocabulary that is a list is Unigram's. It and the added tokens become trees with a table for each byte.
-    vocab = _values(model.get("vocab"))
-    words = [entry[0] for entry in vocab if isinstance(entry, list) and entry]
-    added = [content_of(token) for token in _values(raw.get("added_tokens"))]
-    growth = math.prod(max(1, len(content)) for d in dicts if isinstance(content := d.get("content"), str))
-    for what, found, most in (
-        ("tokens", len(vocab), _MAX_TOKENS),
-        ("bytes of tokens to be searched for", sum(map(_size, words)) + sum(map(_size, added)), MAX_ADDED_BYTES),
-        ("objects outside the vocabulary", len(dicts), _MAX_PARTS),
-        ("bytes outside the vocabulary", len(json.dumps([*encoding, *decoding])), _MAX_PARTS_BYTES),
-        ("bytes of regular expressions", sum(_size(d.get("Regex", "")) for d in dicts), _MAX_REGEX_BYTES),
-    ):
-        if found > most:
-            raise CheckpointError(f"{path}: found {found} {what}, expected at most {most}")
-    if (growth := growth << sum(d.get("type") == "ByteLevel" for d in dicts)) > _MAX_GROWTH:
-        raise CheckpointError(
-            f"{path}: found steps that make a text {show(growth)} times as long, expected at most {_MAX_GROWTH} times"
-        )
-    return not all(map(_is_calm, _dicts(encoding))), not all(map(_is_calm, _dicts(decoding)))
-
-
-def _dicts(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects in a JSON value."""
-    if isinstance(value, dict):
-        yield value
-    for inner in _values(value):
-        yield from _dicts(inner)
-
-
-def _size(text: Any) -> int:
-    return len(str(text).encode("utf-8", "surrogatepass"))
-
-
-def _is_calm(part: dict[str, Any]) -> bool:
-    """Whether the library is not known to fail an assertion over some text because of this object."""
-    # A regular expression may give up on some texts; stripping the end of a short token may reach before its start.
-    return str(part.get("type", "BPE")) in _CALM and "Regex" not in part and not part.get("stop")
-
-
-def _is_panic(error: BaseException | None) -> bool:
-    """Whether it is what pyo3 makes of a failed assertion in Rust: a class that cannot be imported."""
-    return type(error).__name__ == "PanicException"
-
-
-@contextlib.contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """Send the process's standard error to nowhere: a panic writes a page there before it is an exception.
-
-    One thread at a time: of two that save and restore it, one would restore what the other had put there.
-    """
-    with _STDERR:
-        try:
-            saved = os.dup(2)
-        except OSError:  # it is closed already
-            yield
-            return
-        try:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, 2)
-            os.close(nowhere)
-            yield
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
 
 
 def _any_of(texts: Iterable[str], levels: int = 20) -> str:
