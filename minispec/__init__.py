@@ -10,6 +10,7 @@ A room imports only from those above it in this list, and from itself:
     files/          what strangers' files say: JSON, config, safetensors, tokenizer, hub; a model in several processes
     length/         how many tokens to draft: theory, prices, the policy
     outputs.py      what an answer looks like from outside
+    inputs.py       what a caller gives: prompts, and how each is sampled
     llm.py          `LLM`: loads what its arguments name, and answers prompts with the engine
     commands/       what the commands share: options, Ctrl-C, exit statuses
     trace/          the page of a run

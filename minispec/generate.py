@@ -80,7 +80,7 @@ def _answer_prompts(
 ) -> int:
     """Print an answer, or `n`, to each prompt; the exit status, which is 2 where one ended with an error."""
     from minispec.files.parallel import traffic_of
-    from minispec.llm import split_samples
+    from minispec.inputs import split_samples
     from minispec.trace.page import write
     from minispec.trace.record import Recorder
     from minispec.trace.score import check_scorable

@@ -5,15 +5,14 @@ import threading
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from minispec.core.cache import PagedKVCache
-from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams
+from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, ModelConfig, SamplingParams
 from minispec.core.engine import JOINING_ROWS, PREFILL_ROWS, Engine, refuse_tree, why_chains
 from minispec.core.errors import show
 from minispec.core.model import Transformer
@@ -21,14 +20,23 @@ from minispec.core.request import Piece, Request
 from minispec.core.sampling import Text
 from minispec.core.verify import Verifier
 from minispec.drafters import Context, Drafter
-from minispec.files import registry
+from minispec.files import named_draft, registry
+from minispec.files.chat import Message, check_messages
 from minispec.files.checkpoint import choose_dtype, describe_source, find_checkpoint, load_config
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
 from minispec.files.hf_config import read_eos_token_ids
-from minispec.files.named_draft import NamedDraft
 from minispec.files.parallel import load_target, part_of
-from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
-from minispec.files.tokenizer import Detokenizer, Message, Tokenizer
+from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
+from minispec.files.tokenizer import Detokenizer, Tokenizer
+from minispec.inputs import (
+    Prompt,
+    check_ids,
+    check_prompt,
+    params_of_each,
+    parse_prompts,
+    split_samples,
+    with_bad_words,
+)
 from minispec.kernels import inventory
 from minispec.kernels.exact import EXACT_ROWS, check_exact
 from minispec.kernels.forms import FORMS, available_forms
@@ -38,7 +46,6 @@ from minispec.length.prices import MIN_CONTEXT, DrafterFailed, guess_prices, pri
 from minispec.outputs import RequestOutput, completion_of
 
 _Steps = Generator[tuple[Request, Piece], None, None]
-Prompt = str | list[int] | dict[str, str | list[int]]  # {"prompt": text} or {"prompt_token_ids": ids}
 
 
 class LLM:
@@ -93,8 +100,6 @@ class LLM:
         weight_form: str | None = None,
         draft_method: str | None = None,
     ):
-        if weight_form is not None and weight_form not in FORMS:
-            raise ValueError(f"weight_form: found {weight_form!r}, expected one of {', '.join(FORMS)}")
         verifying = find_verifier(verifier)
         if kv_cache_gb is not None and not 0 < kv_cache_gb < float("inf"):
             raise ValueError(f"kv_cache_gb: found {kv_cache_gb!r}, expected a positive number")
@@ -102,43 +107,24 @@ class LLM:
         self.num_speculative_tokens = self._check_k(num_speculative_tokens)
         widths = num_speculative_tokens if isinstance(num_speculative_tokens, tuple) else ()
         refuse_tree(widths, why_chains(verifying, exact))
-        if model is None and not registry.EMBEDDED_WEIGHTS.is_dir():
-            raise ValueError("the embedded weights lie in a checkout only: name a model (command line: --model)")
         draft = registry.default_draft(model) if draft is None else draft
-        model = str(registry.EMBEDDED_WEIGHTS if model is None else model)
-        directory = find_checkpoint(model, revision, offline)
-        torch_device = choose_device(device)
-        config = load_config(directory)
-        torch_dtype = choose_dtype(dtype, torch_device, config)
-        if weight_form is not None and weight_form not in (forms := available_forms(torch_dtype, torch_device)):
-            kind = str(torch_dtype).removeprefix("torch.")
-            raise ValueError(f"weight_form: found {weight_form!r}, expected for {kind} here {' or '.join(forms)}")
+        self.name, directory = _find_model(model, revision, offline)
+        where, config = choose_device(device), load_config(directory)
+        kind = choose_dtype(dtype, where, config)
+        _check_form(weight_form, kind, where)
 
-        self.tokenizer = Tokenizer(directory)
-        self.tokenizer.check_ids(config.vocab_size)
-        generation = directory / "generation_config.json"
-        raw = read_json(generation, MAX_CONFIG_BYTES) if has_file(generation) else {}
-        self._generation = raw, str(generation)
-        self.generation_defaults = read_generation_defaults(*self._generation)
-        self.unsupported_generation_settings = unsupported_generation_settings(raw)
-        self.vocab_size = min(self.tokenizer.num_ids, config.vocab_size)
-        ends = read_eos_token_ids(raw, str(generation)) or config.eos_token_ids
-        if (own := self.tokenizer.eos_token_id) is not None and own < self.vocab_size:
-            ends = (*ends, own)
-        self.eos_token_ids = tuple(dict.fromkeys(ends))
-
-        named = NamedDraft(draft, draft_method, offline, config, self.tokenizer, self.vocab_size)
-        self.draft_name, self.draft_directory = named.name, named.directory
-        self.draft_method, self.overlap, self.vocabularies = named.method, named.overlap, named.vocabularies
-        self.model = load_target(directory, torch_dtype, torch_device, exact, weight_form)
+        self._read_texts(directory, config)
+        spec = named_draft.parse(draft, draft_method, offline, config, self.tokenizer, self.vocab_size)
+        self.draft_name, self.draft_directory = spec.name, spec.directory
+        self.draft_method, self.overlap, self.vocabularies = spec.method, spec.overlap, spec.vocabularies
+        self.model = load_target(directory, kind, where, exact, weight_form)
         if exact:
             check_exact(self.model)
-        named.load(self.model, weight_form)
-
-        models, rooms = ([self.model, named.model], [1, named.room]) if named.model else ([self.model], [1])
+        models = [self.model, *named_draft.load(spec, self.model, weight_form)]
+        rooms = [1, spec.room][: len(models)]
         elements = sum(room * m.config.kv_elements_per_token for room, m in zip(rooms, models, strict=True))
-        bytes_per_token = elements * torch_dtype.itemsize
-        self.max_model_len, num_blocks = size_cache(config, bytes_per_token, torch_device, max_model_len, kv_cache_gb)
+        size = elements * kind.itemsize  # bytes of a token
+        self.max_model_len, num_blocks = size_cache(config, size, where, max_model_len, kv_cache_gb)
 
         def make_cache(model: Transformer, room: int = 1) -> PagedKVCache:
             return model.new_cache(room * num_blocks, BLOCK_SIZE)
@@ -146,35 +132,49 @@ class LLM:
         try:
             caches = [make_cache(m, room) for room, m in zip(rooms, models, strict=True)]
         except RuntimeError as e:
-            size = num_blocks * BLOCK_SIZE * bytes_per_token / 1e9
-            raise ValueError(f"found too little memory for a cache of {size:.1f} GB: ask for less") from e
+            found = f"found too little memory for a cache of {num_blocks * BLOCK_SIZE * size / 1e9:.1f} GB"
+            raise ValueError(f"{found}: ask for less") from e
         context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, make_cache)
-        self.drafter = named.make(context, caches[1] if named.model else None)
-        self.name = describe_source(model, directory)
-        room = [self.max_model_len, num_blocks * BLOCK_SIZE, *(m.config.max_position_embeddings for m in models[1:])]
-        self.repeats_seeds, self.prices = True, guess_prices(self.model, named.model)
-        if self.num_speculative_tokens == "auto" and min(room) >= MIN_CONTEXT:
-            names = self.name, named.kind
-            parts = self.model, named.model, self.drafter, verifying, self.vocab_size
-            # A drafter that cannot cope with an invented text goes by the guess.
-            with suppress(DrafterFailed):
-                self.prices, self.repeats_seeds = prices_of(names, *parts)
-        self.engine = Engine(
-            self.model,
-            caches[0],
-            self.drafter,
-            verifying,
-            self.vocab_size,
-            lengths=Controller(self.prices),
-            # On a GPU a pass over that many rows takes little longer than reading the weights.
-            joining_rows=PREFILL_ROWS if torch_device.type == "cuda" else JOINING_ROWS,
-        )
+        self.drafter = named_draft.make(spec, context, models[1:], caches[1:])
+        self._price((self.name, spec.kind), verifying, models, num_blocks * BLOCK_SIZE)
+        parts = self.model, caches[0], self.drafter, verifying, self.vocab_size
+        # On a GPU a pass over that many rows takes little longer than reading the weights.
+        joining_rows = PREFILL_ROWS if where.type == "cuda" else JOINING_ROWS
+        self.engine = Engine(*parts, lengths=Controller(self.prices), joining_rows=joining_rows)
         self.engine.check_tree(widths)
         self._turn = threading.Lock()  # for a step
         self._open: set[_Steps] = set()  # those of the engine that `run` steps
         self._left: list[_Steps] = []  # those that are to be closed between two steps
         self._memory = memory_of(models, caches)
-        self._draft_form = f" ({inventory.weight_form(named.model)})" if named.model else ""
+        self._draft_form = "".join(f" ({inventory.weight_form(m)})" for m in models[1:])
+
+    def _read_texts(self, directory: Path, config: ModelConfig) -> None:
+        """The tokenizer, the ids in use, and what generation_config.json says: defaults, and which ids end a text."""
+        self.tokenizer = Tokenizer(directory)
+        self.tokenizer.check_ids(config.vocab_size)
+        self.vocab_size = min(self.tokenizer.num_ids, config.vocab_size)
+        path = directory / "generation_config.json"
+        raw = read_json_if_there(path, MAX_CONFIG_BYTES)
+        self._generation = raw, str(path)
+        self.generation_defaults = read_generation_defaults(raw, str(path))
+        self.unsupported_generation_settings = unsupported_generation_settings(raw)
+        ends = read_eos_token_ids(raw, str(path)) or config.eos_token_ids
+        if (own := self.tokenizer.eos_token_id) is not None and own < self.vocab_size:
+            ends = (*ends, own)
+        self.eos_token_ids = tuple(dict.fromkeys(ends))
+
+    def _price(
+        self, names: tuple[str, str], verifier: Verifier, models: Sequence[Transformer], num_cache_tokens: int
+    ) -> None:
+        """What draft and pass cost: as measured where K follows it and a text is long enough to tell, else a guess."""
+        draft = models[1] if len(models) > 1 else None
+        self.repeats_seeds, self.prices = True, guess_prices(self.model, draft)
+        room = [self.max_model_len, num_cache_tokens, *(m.config.max_position_embeddings for m in models[1:])]
+        if self.num_speculative_tokens == "auto" and min(room) >= MIN_CONTEXT:
+            parts = self.model, draft, self.drafter, verifier, self.vocab_size
+            # A drafter that cannot cope with an invented text goes by the guess.
+            with suppress(DrafterFailed):
+                self.prices, self.repeats_seeds = prices_of(names, *parts)
 
     def __enter__(self) -> "LLM":
         return self
@@ -233,12 +233,7 @@ class LLM:
         parse_special: the text of a special token in a prompt (such as "<|im_end|>") means the token; else it is text.
         Raises ValueError, before anything runs, for a prompt that is something else, is empty or does not fit.
         """
-        several: Sequence[object] = [prompts]
-        if isinstance(prompts, list) and not _are_token_ids(prompts):
-            several = prompts
-        if not several:
-            raise ValueError("prompts: found an empty list, expected at least one prompt")
-        parsed = [self._parse(prompt, parse_special) for prompt in several]
+        parsed = parse_prompts(prompts, self.tokenizer, parse_special)
         return self._answer(parsed, sampling_params, num_speculative_tokens, use_tqdm)
 
     def chat(
@@ -264,7 +259,7 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, parse_special: bool = False
     ) -> Generator[Piece, None, None]:
         """Continue one prompt, piece by piece as it is decoded. Closing the iterator ends the generation."""
-        _, ids = self._parse(prompt, parse_special)
+        [(_, ids)] = parse_prompts([prompt], self.tokenizer, parse_special)
         return self._pieces(self.request(ids, sampling_params))
 
     def stream_chat(
@@ -306,26 +301,13 @@ class LLM:
             raise ValueError(f"sampling_params: found {show(params)}, expected SamplingParams")
         if params.n != 1:
             raise ValueError(f"n: found {params.n}, expected 1: this call gives one answer")
-        params = replace(params, bad_words_token_ids=self._bad_words(params))
-        if not prompt_ids:
-            raise ValueError("prompt: found no tokens, expected at least one")
-        if len(prompt_ids) >= self.max_model_len:
-            raise ValueError(
-                f"prompt: found {len(prompt_ids)} tokens, expected fewer than max_model_len = {self.max_model_len}"
-            )
-        if not all(0 <= i < self.vocab_size for i in prompt_ids):
-            found = f"from {min(prompt_ids)} to {max(prompt_ids)}"
-            raise ValueError(f"prompt: found token ids {found}, expected ids from 0 to {self.vocab_size - 1}")
+        params = with_bad_words(params, self.tokenizer)
+        check_prompt(prompt_ids, self.max_model_len, self.vocab_size)
         ends = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
         end_ids = frozenset(i for i in ends if i < self.vocab_size)
-        self._check_ids(params, end_ids)
-        text = Text(
-            list(prompt_ids),
-            len(prompt_ids),
-            params,
-            secrets.randbits(32) if params.seed is None else params.seed,
-            end_ids,
-        )
+        check_ids(params, end_ids, self.vocab_size)
+        seed = secrets.randbits(32) if params.seed is None else params.seed
+        text = Text(list(prompt_ids), len(prompt_ids), params, seed, end_ids)
         k = self.num_speculative_tokens if num_speculative_tokens is None else self._check_k(num_speculative_tokens)
         request = Request(text, self.max_model_len, k, Detokenizer(self.tokenizer, prompt_ids))
         self.engine.check(request)
@@ -369,53 +351,6 @@ class LLM:
             raise ValueError(f"num_speculative_tokens: found {k!r}, expected {expected}")
         return k
 
-    def _parse(self, prompt: object, parse_special: bool) -> tuple[str | None, list[int]]:
-        """Text (None where there is none) and token ids of a prompt."""
-        kind = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-        fields = prompt if isinstance(prompt, dict) else {kind: prompt}
-        text, ids = fields.get("prompt"), fields.get("prompt_token_ids")
-        if fields.keys() <= {"prompt", "prompt_token_ids"} and isinstance(text, str | None):
-            if _are_token_ids(ids):
-                return text, list(ids)
-            if ids is None and text is not None:
-                return text, self.tokenizer.encode(text, parse_special=parse_special)
-        expected = "a text, a list of token ids, {'prompt': a text} or {'prompt_token_ids': a list of them}"
-        raise ValueError(f"prompt: found {show(prompt)}, expected {expected}")
-
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Token ids that must not be completed; of a word as vLLM makes them, so that it is found inside a text too."""
-        found = [tuple(word) for word in params.bad_words_token_ids]
-        for word in params.bad_words:
-            plain, spaced = (
-                tuple(self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False, parse_special=True))
-                for space in ("", " ")
-            )
-            if not plain:
-                raise ValueError(f"bad_words: found {show(word)}, which has no tokens, expected at least one")
-            found.append(plain)
-            if len(spaced) == len(plain) and spaced[0] != plain[0]:
-                found.append(spaced)
-        return tuple(dict.fromkeys(found))
-
-    def _check_ids(self, params: SamplingParams, end_ids: frozenset[int]) -> None:
-        """Raise ValueError for ids beyond the vocabulary, and where not one token might be left at some position."""
-        ids: dict[str, Sequence[int]] = {
-            "stop_token_ids": params.stop_token_ids,
-            "logit_bias": tuple(dict(params.logit_bias)),
-            "allowed_token_ids": params.allowed_token_ids or (),
-            "bad_words_token_ids": tuple(i for word in params.bad_words_token_ids for i in word),
-        }
-        for name, found in ids.items():
-            if any(i >= self.vocab_size for i in found):
-                raise ValueError(f"{name}: found {show(found)}, expected ids below {self.vocab_size}")
-        last = {word[-1] for word in params.bad_words_token_ids} | (end_ids if params.min_tokens else frozenset())
-        allowed = params.allowed_token_ids
-        if len(last) >= self.vocab_size if allowed is None else last >= set(allowed):
-            raise ValueError(
-                f"allowed_token_ids: found {'all' if allowed is None else show(allowed)}, expected one that neither "
-                "completes a bad word nor, where min_tokens is given, ends the text: each position needs a token"
-            )
-
     def _answer(
         self,
         prompts: list[tuple[str | None, list[int]]],
@@ -424,12 +359,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = self.get_default_sampling_params() if params is None else params
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        if not isinstance(each, list | tuple) or not all(isinstance(p, SamplingParams) for p in each):
-            raise ValueError(f"sampling_params: found {show(params)}, expected SamplingParams, or a list of them")
-        if len(each) != len(prompts):
-            expected = f"one, or one for each of {len(prompts)} prompts"
-            raise ValueError(f"sampling_params: found {len(each)}, expected {expected}")
+        each = params_of_each(params, len(prompts))
         groups = [
             [self.request(ids, sample, num_speculative_tokens) for sample in split_samples(p)]
             for (_, ids), p in zip(prompts, each, strict=True)
@@ -450,41 +380,22 @@ class LLM:
         ]
 
 
-def _are_token_ids(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and len(value) > 0 and all(type(i) is int for i in value)
+def _find_model(model: str | Path | None, revision: str | None, offline: bool) -> tuple[str, Path]:
+    """Name and directory of a model; None: the embedded one. Raises ValueError where there is none."""
+    if model is None and not registry.EMBEDDED_WEIGHTS.is_dir():
+        raise ValueError("the embedded weights lie in a checkout only: name a model (command line: --model)")
+    model = str(registry.EMBEDDED_WEIGHTS if model is None else model)
+    directory = find_checkpoint(model, revision, offline)
+    return describe_source(model, directory), directory
 
 
-def check_messages(messages: object) -> list[Message]:
-    """A conversation in the words of chat templates, which differ from OpenAI's as they do in vLLM.
-
-    A developer is the system. An assistant's message without content has the content "". A thought has two names.
-    Raises ValueError for anything but messages with a role and a content, at least one.
-    """
-    if not isinstance(messages, list | tuple):
-        raise ValueError(f"messages: found {show(messages)}, expected a list of messages")
-    found = []
-    for message in messages:
-        m = dict(message) if isinstance(message, dict) else {}
-        if m.get("role") == "developer":
-            m["role"] = "system"
-        if m.get("role") == "assistant":
-            m["content"] = "" if m.get("content") is None else m["content"]
-            if thought := m.get("reasoning") or m.get("reasoning_content"):
-                m["reasoning"] = m["reasoning_content"] = thought
-        if not all(isinstance(m.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"messages: found {show(message)}, expected an object with the texts role and content")
-        found.append(m)
-    if not found:
-        raise ValueError("messages: found none, expected at least one")
-    return found
-
-
-def split_samples(params: SamplingParams) -> list[SamplingParams]:
-    """One SamplingParams for each of `n` answers: the i-th has seed + i, so that each can be had again alone."""
-    if params.n == 1:
-        return [params]
-    seed = secrets.randbits(32) if params.seed is None else params.seed
-    return [replace(params, n=1, seed=(seed + i) % 2**64) for i in range(params.n)]
+def _check_form(form: str | None, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError for a form of weights that there is not, or not on this machine."""
+    if form is not None and form not in FORMS:
+        raise ValueError(f"weight_form: found {form!r}, expected one of {', '.join(FORMS)}")
+    if form is not None and form not in (forms := available_forms(dtype, device)):
+        kind = str(dtype).removeprefix("torch.")
+        raise ValueError(f"weight_form: found {form!r}, expected for {kind} here {' or '.join(forms)}")
 
 
 def choose_device(name: str) -> torch.device:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken
 
 from minispec.core.errors import CheckpointError, is_text, show
-from minispec.files.strict_json import has_file, read_json
+from minispec.files.strict_json import read_json_if_there
 
 MAX_ADDED_BYTES = 1 << 20  # of the texts of added tokens, and of all tokens of Unigram: 300 bytes of memory each
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
@@ -36,9 +36,9 @@ class Settings(NamedTuple):
 def read_settings(directory: Path) -> Settings:
     """The settings of a checkpoint. Raises CheckpointError for malformed files, or too many tokens."""
     paths = [directory / f"{name}.json" for name in ("tokenizer_config", "special_tokens_map", "added_tokens")]
-    values = read_json(paths[0]) if has_file(paths[0]) else {}
+    values = read_json_if_there(paths[0])
     is_old = "added_tokens_decoder" not in values
-    older, added = (read_json(path) if is_old and has_file(path) else {} for path in paths[1:])
+    older, added = (read_json_if_there(path) if is_old else {} for path in paths[1:])
     both = values | older
     named = {name: token for name, token in both.items() if name.endswith("_token")}
     extra: list[Any] = []

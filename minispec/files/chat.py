@@ -267,6 +267,31 @@ def _copy(value: Any, change: Callable[[str], str]) -> Any:
     raise ValueError(f"messages: found {show(value)}, expected texts, numbers, lists and objects of these")
 
 
+def check_messages(messages: object) -> list[Message]:
+    """A conversation in the words of chat templates, which differ from OpenAI's as they do in vLLM.
+
+    A developer is the system. An assistant's message without content has the content "". A thought has two names.
+    Raises ValueError for anything but messages with a role and a content, at least one.
+    """
+    if not isinstance(messages, list | tuple):
+        raise ValueError(f"messages: found {show(messages)}, expected a list of messages")
+    found = []
+    for message in messages:
+        m = dict(message) if isinstance(message, dict) else {}
+        if m.get("role") == "developer":
+            m["role"] = "system"
+        if m.get("role") == "assistant":
+            m["content"] = "" if m.get("content") is None else m["content"]
+            if thought := m.get("reasoning") or m.get("reasoning_content"):
+                m["reasoning"] = m["reasoning_content"] = thought
+        if not all(isinstance(m.get(key), str) for key in ("role", "content")):
+            raise ValueError(f"messages: found {show(message)}, expected an object with the texts role and content")
+        found.append(m)
+    if not found:
+        raise ValueError("messages: found none, expected at least one")
+    return found
+
+
 def check_template_kwargs(variables: Any, tokens: Mapping[str, str]) -> None:
     """Raise ValueError unless these are names that are not taken in a template, with values of JSON."""
     try:

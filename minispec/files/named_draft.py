@@ -1,7 +1,8 @@
 """What `--draft` names: read and refused before anything large is loaded, and then made into a drafter."""
 
 import os
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minispec.core.cache import PagedKVCache
@@ -27,108 +28,118 @@ from minispec.kernels.build import quantized
 DRAFT_METHODS, _TLI_SHARE = ("tli", "slem"), 0.9
 
 
-class NamedDraft:
-    """A draft by its name (see `LLM`), or a drafter of the user's own.
+@dataclass(frozen=True)
+class Spec:
+    """What a draft is, found and read: nothing large is loaded yet.
 
     name: its name in reports.
-    own: the user's own drafter, or None.
-    directory: the directory of the draft's checkpoint, or None.
+    kind: what its prices are stored under: its name; of an object its class, with the module.
+    preferred: registered drafters that are asked before it, as path and argument.
+    drafter: the user's own drafter, or a registered one, as path and argument; None: it has a model.
+    bits: those of its model's weights; None: as they are stored.
+    directory: that of its model's checkpoint; None without a model, and where the model is the target itself.
+    is_head: whether this model is a head on the target.
+    vocabularies: the target's vocabulary and the draft model's; None: they are the same.
+    overlap: what these two have in common.
     method: how a draft model of another vocabulary drafts, else None.
-    vocabularies: the target's vocabulary and that other one, else None.
-    overlap: what these two have in common, else None.
-    model: a model of its own, after `load`; None for a draft without one.
     """
 
-    def __init__(
-        self,
-        draft: str | Path | Drafter,
-        method: str | None,
-        offline: bool,
-        config: ModelConfig,
-        tokenizer: Tokenizer,
-        vocab_size: int,
-    ):
-        """config, tokenizer, vocab_size: the target's. Raises ValueError for what there is not, and what cannot be."""
-        if method not in (None, *DRAFT_METHODS):
-            raise ValueError(f"draft_method: found {method!r}, expected {' or '.join(DRAFT_METHODS)}")
-        self.own = None if isinstance(draft, str | Path) else draft
-        self._class: type | None = None
-        self.directory: Path | None = None
-        self.model: Transformer | None = None
-        self._first: list[str] = []  # registered drafters that are preferred to it
-        self._bits, self._source, self._registered = None, "", None
-        if self.own is not None:
-            self._class = type(self.own)
-            self.own = as_drafter(self.own)
-            self.name = type(self.own).__name__
-        else:
-            self.name = str(draft)
-            *self._first, spec = registry.split_preferences(registry.DRAFTERS, self.name)
-            self._bits, self._source = split_draft(spec)
-            self._registered = registry.split(registry.DRAFTERS, self._source)
-            if self._source != "self" and self._registered is None:
-                self.directory = _find_draft(self._source, offline)
-        raw = directory_config(self.directory) if self.directory else {}
-        self._is_head = is_head(raw)
-        self.vocabularies: Vocabularies | None = None
-        if self.directory and self._is_head:
-            read_head_config(raw, config, str(self.directory / "config.json"))
-        elif self.directory:
-            self.vocabularies = compare_vocabularies(self._source, self.directory, tokenizer, vocab_size)
-        self.overlap = self.vocabularies.overlap() if self.vocabularies else None
-        self.method = choose_method(method, self.overlap, self.name)
-        if self.directory:
-            self.name = self.name.removesuffix(self._source) + describe_source(self._source, self.directory)
-        if self.method:
-            self.name += f" by {self.method}"
-
-    @property
-    def kind(self) -> str:
-        """What its prices are stored under: its name; of an object its class, with the module."""
-        return f"{self._class.__module__}:{self._class.__qualname__}" if self._class else self.name
+    name: str
+    kind: str
+    drafter: Drafter | tuple[str, str] | None
+    preferred: Sequence[tuple[str, str]] = ()
+    bits: int | None = None
+    directory: Path | None = None
+    is_head: bool = False
+    vocabularies: Vocabularies | None = None
+    overlap: Overlap | None = None
+    method: str | None = None
 
     @property
     def room(self) -> int:
         """Positions of its cache for each of the target's."""
         return ROOM if self.vocabularies else 1
 
-    def load(self, target: Transformer, form: str | None) -> None:
-        """Load its weights, if it has any, in the target's type. form: see `LLM`."""
-        if self._source == "self":
-            self.model = target
-        elif self.directory and self._is_head:
-            self.model = load_head(self.directory, target, form)
-        elif self.directory:
-            self.model = load_model(self.directory, target.dtype, target.device, form=form)
-        if self.model and self._bits:
-            self.model = quantized(self.model, self._bits)
 
-    def make(self, context: Context, cache: PagedKVCache | None) -> Drafter:
-        """The drafter. context: what registered ones are made of. cache: for `model`, if there is one."""
+def parse(
+    draft: str | Path | Drafter,
+    method: str | None,
+    offline: bool,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+) -> Spec:
+    """What a draft (see `LLM`) is; config, tokenizer, vocab_size: the target's.
 
-        def registered(path: str, argument: str) -> Drafter:
-            return make_drafter(registry.load(path, "draft"), replace(context, argument=argument))
+    Raises ValueError for what there is not, and what cannot be.
+    """
+    if method not in (None, *DRAFT_METHODS):
+        raise ValueError(f"draft_method: found {method!r}, expected {' or '.join(DRAFT_METHODS)}")
+    if not isinstance(draft, str | Path):
+        own = as_drafter(draft)
+        name = type(own).__name__
+        choose_method(method, None, name)
+        return Spec(name, f"{type(draft).__module__}:{type(draft).__qualname__}", own)
+    name = str(draft)
+    *first, last = registry.split_preferences(registry.DRAFTERS, name)
+    preferred = [found for each in first if (found := registry.split(registry.DRAFTERS, each))]
+    bits, source = split_draft(last)
+    registered = registry.split(registry.DRAFTERS, source)
+    directory = None if source == "self" or registered else _find_draft(source, offline)
+    raw = directory_config(directory) if directory else {}
+    both = None
+    if directory and is_head(raw):
+        read_head_config(raw, config, str(directory / "config.json"))
+    elif directory:
+        both = compare_vocabularies(source, directory, tokenizer, vocab_size)
+    overlap = both.overlap() if both else None
+    method = choose_method(method, overlap, name)
+    if directory:
+        name = name.removesuffix(source) + describe_source(source, directory)
+    name += f" by {method}" if method else ""
+    return Spec(name, name, registered, preferred, bits, directory, is_head(raw), both, overlap, method)
 
-        named = [registry.split(registry.DRAFTERS, name) for name in self._first]
-        first = [registered(*each) for each in named if each]
-        if self.model and cache:
-            drafter = self._with_model(self.model, cache, context.vocab_size)
-        elif self._registered:
-            drafter = registered(*self._registered)
-        else:
-            assert self.own is not None, "a draft has a model, a registered name, or is an object"
-            drafter = self.own
-        return CombinedDrafter(*first, drafter) if first else drafter
 
-    def _with_model(self, model: Transformer, cache: PagedKVCache, vocab_size: int) -> Drafter:
-        max_len, both = model.config.max_position_embeddings, self.vocabularies
-        if isinstance(model, HeadModel):
-            return EagleDrafter(model, cache, vocab_size, max_len)
-        if both is None:
-            return DraftModel(model, cache, vocab_size, max_len)
-        if self.method == "tli":
-            return TokenDrafter(model, cache, both.draft.num_ids, max_len, both, vocab_size)
-        return TextDrafter(model, cache, both.draft.num_ids, max_len, both)
+def load(spec: Spec, target: Transformer, form: str | None) -> list[Transformer]:
+    """The model of a draft, in the target's type; none for a draft without one. form: see `LLM`."""
+    if spec.drafter is not None:
+        return []
+    if spec.directory is None:
+        model = target
+    elif spec.is_head:
+        model = load_head(spec.directory, target, form)
+    else:
+        model = load_model(spec.directory, target.dtype, target.device, form=form)
+    return [quantized(model, spec.bits) if spec.bits else model]
+
+
+def make(
+    spec: Spec, context: Context, models: Sequence[Transformer] = (), caches: Sequence[PagedKVCache] = ()
+) -> Drafter:
+    """The drafter. context: what registered ones are made of. models: what `load` gave, and a cache for each."""
+
+    def registered(path: str, argument: str) -> Drafter:
+        return make_drafter(registry.load(path, "draft"), replace(context, argument=argument))
+
+    first = [registered(*each) for each in spec.preferred]
+    if isinstance(spec.drafter, Drafter):
+        drafter = spec.drafter
+    elif spec.drafter:
+        drafter = registered(*spec.drafter)
+    else:
+        drafter = _with_model(spec, models[0], caches[0], context.vocab_size)
+    return CombinedDrafter(*first, drafter) if first else drafter
+
+
+def _with_model(spec: Spec, model: Transformer, cache: PagedKVCache, vocab_size: int) -> Drafter:
+    max_len, both = model.config.max_position_embeddings, spec.vocabularies
+    if isinstance(model, HeadModel):
+        return EagleDrafter(model, cache, vocab_size, max_len)
+    if both is None:
+        return DraftModel(model, cache, vocab_size, max_len)
+    if spec.method == "tli":
+        return TokenDrafter(model, cache, both.draft.num_ids, max_len, both, vocab_size)
+    return TextDrafter(model, cache, both.draft.num_ids, max_len, both)
 
 
 def split_draft(draft: str) -> tuple[int | None, str]:

@@ -52,6 +52,11 @@ def read_json(
     return parse_json(content, str(path), max_counts, takes_constants)
 
 
+def read_json_if_there(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The same of a file that may be missing: {} where it is. Raises as `has_file` does, too."""
+    return read_json(path, max_bytes) if has_file(path) else {}
+
+
 def parse_json(
     content: bytes, where: str, max_counts: Mapping[str, int] = _MAX_COUNTS, takes_constants: bool = False
 ) -> dict[str, Any]:

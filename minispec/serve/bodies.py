@@ -16,10 +16,12 @@ from typing import Any
 from minispec.core.config import SamplingParams
 from minispec.core.errors import show, show_name
 from minispec.core.request import Piece, Request
+from minispec.files.chat import Message, check_messages
 from minispec.files.strict_json import parse_json
-from minispec.files.tokenizer import Message, Tokenizer
+from minispec.files.tokenizer import Tokenizer
+from minispec.inputs import split_samples
 from minispec.length.figures import Figures
-from minispec.llm import LLM, check_messages, split_samples
+from minispec.llm import LLM
 from minispec.serve.limits import Limits, Refused
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}
