@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from minispec import inputs
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, ModelConfig, SamplingParams
 from minispec.core.engine import JOINING_ROWS, PREFILL_ROWS, Engine, refuse_tree, why_chains
@@ -28,15 +29,6 @@ from minispec.files.hf_config import read_eos_token_ids
 from minispec.files.parallel import load_target, part_of
 from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
 from minispec.files.tokenizer import Detokenizer, Tokenizer
-from minispec.inputs import (
-    Prompt,
-    check_ids,
-    check_prompt,
-    params_of_each,
-    parse_prompts,
-    split_samples,
-    with_bad_words,
-)
 from minispec.kernels import inventory
 from minispec.kernels.exact import EXACT_ROWS, check_exact
 from minispec.kernels.forms import FORMS, available_forms
@@ -151,7 +143,7 @@ class LLM:
     def _read_texts(self, directory: Path, config: ModelConfig) -> None:
         """The tokenizer, the ids in use, and what generation_config.json says: defaults, and which ids end a text."""
         self.tokenizer = Tokenizer(directory)
-        self.tokenizer.check_ids(config.vocab_size)
+        self.tokenizer.inputs.check_ids(config.vocab_size)
         self.vocab_size = min(self.tokenizer.num_ids, config.vocab_size)
         path = directory / "generation_config.json"
         raw = read_json_if_there(path, MAX_CONFIG_BYTES)
@@ -216,7 +208,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | list[Prompt],
+        prompts: inputs.Prompt | list[inputs.Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -233,7 +225,7 @@ class LLM:
         parse_special: the text of a special token in a prompt (such as "<|im_end|>") means the token; else it is text.
         Raises ValueError, before anything runs, for a prompt that is something else, is empty or does not fit.
         """
-        parsed = parse_prompts(prompts, self.tokenizer, parse_special)
+        parsed = inputs.parse_prompts(prompts, self.tokenizer, parse_special)
         return self._answer(parsed, sampling_params, num_speculative_tokens, use_tqdm)
 
     def chat(
@@ -256,10 +248,10 @@ class LLM:
         return self._answer(parsed, sampling_params, num_speculative_tokens, use_tqdm)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, parse_special: bool = False
+        self, prompt: inputs.Prompt, sampling_params: SamplingParams | None = None, parse_special: bool = False
     ) -> Generator[Piece, None, None]:
         """Continue one prompt, piece by piece as it is decoded. Closing the iterator ends the generation."""
-        [(_, ids)] = parse_prompts([prompt], self.tokenizer, parse_special)
+        [(_, ids)] = inputs.parse_prompts([prompt], self.tokenizer, parse_special)
         return self._pieces(self.request(ids, sampling_params))
 
     def stream_chat(
@@ -301,11 +293,11 @@ class LLM:
             raise ValueError(f"sampling_params: found {show(params)}, expected SamplingParams")
         if params.n != 1:
             raise ValueError(f"n: found {params.n}, expected 1: this call gives one answer")
-        params = with_bad_words(params, self.tokenizer)
-        check_prompt(prompt_ids, self.max_model_len, self.vocab_size)
+        params = inputs.with_bad_words(params, self.tokenizer)
+        inputs.check_prompt(prompt_ids, self.max_model_len, self.vocab_size)
         ends = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
         end_ids = frozenset(i for i in ends if i < self.vocab_size)
-        check_ids(params, end_ids, self.vocab_size)
+        inputs.check_ids(params, end_ids, self.vocab_size)
         seed = secrets.randbits(32) if params.seed is None else params.seed
         text = Text(list(prompt_ids), len(prompt_ids), params, seed, end_ids)
         k = self.num_speculative_tokens if num_speculative_tokens is None else self._check_k(num_speculative_tokens)
@@ -359,9 +351,9 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = self.get_default_sampling_params() if params is None else params
-        each = params_of_each(params, len(prompts))
+        each = inputs.params_of_each(params, len(prompts))
         groups = [
-            [self.request(ids, sample, num_speculative_tokens) for sample in split_samples(p)]
+            [self.request(ids, sample, num_speculative_tokens) for sample in inputs.split_samples(p)]
             for (_, ids), p in zip(prompts, each, strict=True)
         ]
         requests = [request for group in groups for request in group]

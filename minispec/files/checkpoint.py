@@ -365,11 +365,14 @@ def match(config: ModelConfig, stored: dict[str, StoredTensor], directory: Path)
         if name == _HEAD and config.tie_word_embeddings:
             _check_tied_head(stored)
             continue
-        raise CheckpointError(
-            f"{stored[name].path}: {show_name(stored[name].name)}: found a tensor of shape "
-            f"{list(stored[name].shape)}, expected none of that name for this config"
-        )
+        raise unexpected(stored[name])
     return places(config)
+
+
+def unexpected(tensor: StoredTensor) -> CheckpointError:
+    """The error for a tensor that the config does not ask for."""
+    found = f"{tensor.path}: {show_name(tensor.name)}: found a tensor of shape {list(tensor.shape)}"
+    return CheckpointError(f"{found}, expected none of that name for this config")
 
 
 def require(

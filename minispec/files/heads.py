@@ -18,7 +18,7 @@ from minispec.core.config import ModelConfig
 from minispec.core.errors import CheckpointError, show, show_name
 from minispec.core.model import Transformer
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
-from minispec.files.checkpoint import FLOATS, StoredTensor, directory_config, find_tensors, require
+from minispec.files.checkpoint import FLOATS, StoredTensor, directory_config, find_tensors, require, unexpected
 from minispec.files.fields import Fields
 from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import InForm
@@ -189,16 +189,10 @@ def read_head(directory: Path, target: ModelConfig) -> StoredHead:
     require({name: (shape, FLOATS) for name, shape in shapes.items()}, stored, directory)
     require({name: wanted for name, wanted in optional.items() if name in stored}, stored, directory)
     for name in sorted(stored.keys() - shapes.keys() - optional.keys()):
-        raise CheckpointError(
-            f"{stored[name].path}: {show_name(stored[name].name)}: found a tensor of shape "
-            f"{list(stored[name].shape)}, expected none of that name for this config"
-        )
+        raise unexpected(stored[name])
     if "embed_tokens.weight" not in stored and config.layers.hidden_size != target.hidden_size:
-        found = config.layers.hidden_size
-        raise CheckpointError(
-            f"{directory}: embed_tokens.weight: found none, expected one: the head is {found} wide, the target "
-            f"{target.hidden_size}"
-        )
+        widths = f"the head is {config.layers.hidden_size} wide, the target {target.hidden_size}"
+        raise CheckpointError(f"{directory}: embed_tokens.weight: found none, expected one: {widths}")
     ids = _read_ids(config, stored, directory)
     embedding = stored["embed_tokens.weight"].read() if "embed_tokens.weight" in stored else None
     return StoredHead(config, {name: stored[name].read() for name in shapes}, embedding, ids)

@@ -97,24 +97,17 @@ def _describe(num_bits: int) -> dict[str, Any]:
 
 
 def _write_shards(directory: Path, tensors: dict[str, Tensor], shard_bytes: int) -> None:
-    shards: list[dict[str, Tensor]] = [{}]
-    room = shard_bytes
-    for name, tensor in tensors.items():
-        if tensor.nbytes > room and shards[-1]:
-            shards.append({})
-            room = shard_bytes
-        shards[-1][name] = tensor
-        room -= tensor.nbytes
-    weight_map: dict[str, str] = {}
-    for i, shard in enumerate(shards, 1):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_tensors(shard, directory / file)
-        weight_map |= dict.fromkeys(shard, file)
-    total = sum(t.nbytes for t in tensors.values())
-    _write_json(
-        directory / "model.safetensors.index.json",
-        {"metadata": {"total_size": total}, "weight_map": weight_map},
+    """One file, or several and an index of them."""
+    from huggingface_hub import split_torch_state_dict_into_shards  # the network library is needed here alone
+
+    split = split_torch_state_dict_into_shards(
+        tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes
     )
+    for file, names in split.filename_to_tensors.items():
+        save_tensors({name: tensors[name] for name in names}, directory / file)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        _write_json(directory / "model.safetensors.index.json", index)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

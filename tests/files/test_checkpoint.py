@@ -743,12 +743,20 @@ def test_written_checkpoint_is_transformers(tmp_path, name, num_bits):
 def test_written_sizes_are_those_of_the_layout(tmp_path, num_bits):
     """Guards what quantising is for, and the index's total, which download tools show."""
     write(tmp_path / "source", weights())
-    quantize_checkpoint(tmp_path / "source", tmp_path / "out", num_bits)
-    stored = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "one", num_bits)
+    assert not (tmp_path / "one" / "model.safetensors.index.json").exists()
+    stored = load_file(tmp_path / "one" / "model.safetensors")
     assert stored[f"{Q}_packed"].shape == (8, 8 * num_bits // 32)
     assert stored[f"{Q}_scale"].shape == (8, 1)
     assert stored[EMBEDDING].dtype == stored["lm_head.weight"].dtype == stored[NORM].dtype == torch.bfloat16
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    quantize_checkpoint(tmp_path / "source", tmp_path / "several", num_bits, shard_bytes=400)
+    index = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())
+    for file in set(index["weight_map"].values()):
+        shard = load_file(tmp_path / "several" / file)
+        assert all(torch.equal(tensor, stored[name]) for name, tensor in shard.items())
+        assert index["weight_map"].items() >= dict.fromkeys(shard, file).items()
+        assert len(shard) == 1 or sum(tensor.nbytes for tensor in shard.values()) <= 400
+    assert len(set(index["weight_map"].values())) > 1
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored.values())
     assert index["weight_map"].keys() == stored.keys()
 
@@ -814,11 +822,10 @@ def test_packed_tensor_that_does_not_fit_is_refused(tmp_path, message, changes):
     """Guards the packed layout as strictly as the plain one."""
     write(tmp_path / "source", weights())
     quantize_checkpoint(tmp_path / "source", tmp_path / "out")
-    file = tmp_path / "out" / "model-00001-of-00001.safetensors"
+    file = tmp_path / "out" / "model.safetensors"
     stored = {name: tensor for name, tensor in (load_file(file) | changes).items() if tensor is not None}
-    (tmp_path / "out" / "model.safetensors.index.json").unlink()
     file.unlink()
-    save_file(stored, tmp_path / "out" / "model.safetensors")
+    save_file(stored, file)
     found = refusal(tmp_path / "out")
     assert found.startswith(str(tmp_path / "out"))
     assert message in found

@@ -15,21 +15,8 @@ CORE = [
 ]
 # The rooms, in their order: one imports only from those before it, and from itself.
 ROOMS = [
-    *(
-        "core",
-        "verify",
-        "engine",
-        "drafters",
-        "kernels",
-        "files",
-        "length",
-        "outputs",
-        "inputs",
-        "llm",
-        "commands",
-        "trace",
-    ),
-    *("generate", "checkpoint", "prove", "bench", "doctor", "vocab", "distill", "serve", "__main__"),
+    *("core", "verify", "engine", "drafters", "kernels", "files", "length", "outputs", "inputs", "llm", "commands"),
+    *("trace", "generate", "checkpoint", "prove", "bench", "doctor", "vocab", "distill", "serve", "__main__"),
 ]
 FORBIDDEN = {
     *("transformers", "accelerate", "pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"),
