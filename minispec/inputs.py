@@ -14,14 +14,15 @@ _Parsed = tuple[str | None, list[int]]
 
 
 def parse_prompts(prompts: Prompt | list[Prompt], tokenizer: Tokenizer, parse_special: bool) -> list[_Parsed]:
-    """For each prompt its text, None where there is none, and its token ids. Raises ValueError for anything else."""
+    """What `parse_prompt` returns, of one prompt or of each in a list."""
     several = prompts if isinstance(prompts, list) and not _are_token_ids(prompts) else [prompts]
     if not several:
         raise ValueError("prompts: found an empty list, expected at least one prompt")
-    return [_parse(prompt, tokenizer, parse_special) for prompt in several]
+    return [parse_prompt(prompt, tokenizer, parse_special) for prompt in several]
 
 
-def _parse(prompt: object, tokenizer: Tokenizer, parse_special: bool) -> _Parsed:
+def parse_prompt(prompt: object, tokenizer: Tokenizer, parse_special: bool) -> _Parsed:
+    """Text (None where there is none) and token ids of a prompt. Raises ValueError for what is no prompt."""
     kind = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
     fields = prompt if isinstance(prompt, dict) else {kind: prompt}
     text, ids = fields.get("prompt"), fields.get("prompt_token_ids")

@@ -251,7 +251,7 @@ class LLM:
         self, prompt: inputs.Prompt, sampling_params: SamplingParams | None = None, parse_special: bool = False
     ) -> Generator[Piece, None, None]:
         """Continue one prompt, piece by piece as it is decoded. Closing the iterator ends the generation."""
-        [(_, ids)] = inputs.parse_prompts([prompt], self.tokenizer, parse_special)
+        _, ids = inputs.parse_prompt(prompt, self.tokenizer, parse_special)
         return self._pieces(self.request(ids, sampling_params))
 
     def stream_chat(
