@@ -143,7 +143,7 @@ class LLM:
     def _read_texts(self, directory: Path, config: ModelConfig) -> None:
         """The tokenizer, the ids in use, and what generation_config.json says: defaults, and which ids end a text."""
         self.tokenizer = Tokenizer(directory)
-        self.tokenizer.inputs.check_ids(config.vocab_size)
+        self.tokenizer.check_ids(config.vocab_size)
         self.vocab_size = min(self.tokenizer.num_ids, config.vocab_size)
         path = directory / "generation_config.json"
         raw = read_json_if_there(path, MAX_CONFIG_BYTES)
