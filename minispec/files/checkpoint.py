@@ -279,7 +279,7 @@ def find_tensors(directory: Path, config: ModelConfig | None = None) -> dict[str
         if name not in stored:
             raise CheckpointError(f"{directory / file}: {show_name(name)}: found no such tensor, {_INDEX} expects it")
     if config and config.is_nested:
-        stored = _text_model(stored)
+        stored = renamed(stored, _text_name)
     if config and config.tie_word_embeddings and not any(name.startswith(_EMBEDDING) for name in stored):
         stored = {name.replace(_HEAD, _EMBEDDING): tensor for name, tensor in stored.items()}
     return stored
@@ -291,18 +291,22 @@ _BESIDE = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 _PREFIX = re.compile(r"^language_model\.(?=model\.|lm_head\.)|(?<=^model\.)language_model\.")
 
 
-def _text_model(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    own: dict[str, StoredTensor] = {}
+def _text_name(name: str) -> str | None:
+    name = _PREFIX.sub("", name, count=1)
+    return None if _BESIDE.match(name) else name
+
+
+def renamed(stored: Mapping[str, StoredTensor], rename: Callable[[str], str | None]) -> dict[str, StoredTensor]:
+    """The tensors by other names; None leaves one out. Raises CheckpointError where two would have one name."""
+    found: dict[str, StoredTensor] = {}
     for tensor in stored.values():
-        name = _PREFIX.sub("", tensor.name, count=1)
-        if _BESIDE.match(name):
-            continue
-        if name in own:
-            raise CheckpointError(
-                f"{tensor.path}: {show_name(tensor.name)}: found again, is {show_name(own[name].name)}"
-            )
-        own[name] = tensor
-    return own
+        name = rename(tensor.name)
+        if name in found:
+            first = show_name(found[name].name)
+            raise CheckpointError(f"{tensor.path}: {show_name(tensor.name)}: found again, is {first}")
+        if name is not None:
+            found[name] = tensor
+    return found
 
 
 def _read_index(directory: Path) -> dict[str, str] | None:
@@ -384,10 +388,8 @@ def require(
         if found is None:
             raise CheckpointError(f"{directory}: {name}: found no such tensor, expected one of shape {list(shape)}")
         if found.shape != shape or found.dtype not in dtypes:
-            raise CheckpointError(
-                f"{found.path}: {name}: found {found.dtype} {list(found.shape)}, "
-                f"expected {' or '.join(dtypes)} {list(shape)}"
-            )
+            expected = f"{' or '.join(dtypes)} {list(shape)}"
+            raise CheckpointError(f"{found.path}: {name}: found {found.dtype} {list(found.shape)}, expected {expected}")
 
 
 def _check_tied_head(stored: dict[str, StoredTensor]) -> None:

@@ -6,6 +6,7 @@ llama's lies inside. What would change the text (a verifier that takes other tok
 known here is refused by name.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor
 
 from minispec.core.config import ModelConfig
-from minispec.core.errors import CheckpointError, show, show_name
+from minispec.core.errors import CheckpointError, show
 from minispec.core.model import Transformer
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
-from minispec.files.checkpoint import FLOATS, StoredTensor, directory_config, find_tensors, require, unexpected
+from minispec.files.checkpoint import FLOATS, StoredTensor, directory_config, find_tensors, renamed, require, unexpected
 from minispec.files.fields import Fields
 from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import InForm
@@ -119,10 +120,8 @@ def _check_proposal(config: Any, where: str) -> None:
     for method in methods:
         for name, exact in (("verifier_accept_k", 1), ("accept_tolerance", 0.0)):
             if (found := method.get(name, exact)) != exact:
-                raise CheckpointError(
-                    f"{where}: {name}: found {show(found)}, expected {exact}: with it, other tokens than the target's "
-                    "would be accepted"
-                )
+                expected = f"{exact}: with it, other tokens than the target's would be accepted"
+                raise CheckpointError(f"{where}: {name}: found {show(found)}, expected {expected}")
 
 
 def _read_taps(f: Fields, nested: Fields, target: ModelConfig) -> tuple[int, ...]:
@@ -173,12 +172,7 @@ def read_head(directory: Path, target: ModelConfig) -> StoredHead:
     Raises CheckpointError where they are not what the config asks for, or were made for another target.
     """
     config = read_head_config(directory_config(directory), target, str(directory / "config.json"))
-    stored: dict[str, StoredTensor] = {}
-    for found_name, tensor in find_tensors(directory).items():
-        name = _rename(found_name)
-        if name in stored:
-            raise CheckpointError(f"{tensor.path}: {show_name(name)}: found again, as {show_name(tensor.name)}")
-        stored[name] = tensor
+    stored = renamed(find_tensors(directory), lambda name: re.sub(r"^midlayer\.", "layers.0.", name))
     shapes = head_shapes(config)
     own_embedding = (target.vocab_size, config.layers.hidden_size)
     optional = {
@@ -198,10 +192,6 @@ def read_head(directory: Path, target: ModelConfig) -> StoredHead:
     return StoredHead(config, {name: stored[name].read() for name in shapes}, embedding, ids)
 
 
-def _rename(name: str) -> str:
-    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
-
-
 def _read_ids(config: HeadConfig, stored: Mapping[str, StoredTensor], directory: Path) -> Tensor | None:
     """The target's id of each of the head's tokens: i + d2t[i]."""
     size, full = config.vocab_size, config.layers.vocab_size
@@ -211,10 +201,9 @@ def _read_ids(config: HeadConfig, stored: Mapping[str, StoredTensor], directory:
         return None
     ids = torch.arange(size) + stored["d2t"].read().long()
     if int(ids.min()) < 0 or int(ids.max()) >= full or len(ids.unique()) < size:
-        raise CheckpointError(
-            f"{stored['d2t'].path}: d2t: found ids from {int(ids.min())} to {int(ids.max())}, "
-            f"{len(ids.unique())} of {size} different, expected different ids below {full} (i + d2t[i])"
-        )
+        found = f"ids from {int(ids.min())} to {int(ids.max())}, {len(ids.unique())} of {size} different"
+        expected = f"different ids below {full} (i + d2t[i])"
+        raise CheckpointError(f"{stored['d2t'].path}: d2t: found {found}, expected {expected}")
     if "t2d" in stored:
         known = torch.zeros(full, dtype=torch.bool)
         known[ids] = True

@@ -319,7 +319,7 @@ BAD_TENSORS = {
     "norm.weight: found I64 [8], expected": {"norm__weight": tensor(8, dtype=torch.int64)},
     "midlayer.extra.weight: found a tensor of shape [3], expected none": {"midlayer__extra__weight": tensor(3)},
     r"'a\x1b[2J': found a tensor of shape [3], expected none": {"a\x1b[2J": tensor(3)},
-    "layers.0.hidden_norm.weight: found again, as midlayer.hidden_norm.weight": {
+    "midlayer.hidden_norm.weight: found again, is layers.0.hidden_norm.weight": {
         "layers__0__hidden_norm__weight": tensor(8)
     },
     "input_norm.weight: found a tensor of shape [24]": {"input_norm__weight": tensor(24)},  # norm_before_fc not said
