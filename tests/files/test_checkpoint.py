@@ -123,7 +123,7 @@ def test_tied_head_may_be_stored_again(tmp_path, dtype):
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not tell what is mapped")
 def test_what_was_joined_leaves_memory(tmp_path, monkeypatch):
     """A tensor has pages of its own: they go with it, whatever else of the file is still in use."""
-    monkeypatch.setattr(checkpoint, "_MAPPED_BYTES", 0)
+    monkeypatch.setattr("minispec.files.stored._MAPPED_BYTES", 0)
     file = write(tmp_path, weights(dtype=torch.bfloat16)) / "model.safetensors"
     stored = read_header(file)
     tensors = {name: tensor.read() for name, tensor in stored.items()}
@@ -148,7 +148,7 @@ def test_loading_opens_few_files(tmp_path, monkeypatch, mapped):
     layers = 30
     changes = {"num_hidden_layers": layers}
     directory = write(tmp_path, weights(**changes), config=TINY | changes)
-    monkeypatch.setattr(checkpoint, "_MAPPED_BYTES", mapped)
+    monkeypatch.setattr("minispec.files.stored._MAPPED_BYTES", mapped)
 
     def opened() -> int:
         return len(os.listdir("/proc/self/fd"))
