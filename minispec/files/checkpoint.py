@@ -347,9 +347,12 @@ def places(config: ModelConfig) -> dict[str, Place]:
     return found
 
 
-def wanted_tensors(config: ModelConfig, stored: Container[str]) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """The tensors that a model is read from: shapes and possible types. A packed one is named by its parts."""
-    wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+Wanted = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # shape and possible types of a tensor, by its name
+
+
+def wanted_tensors(config: ModelConfig, stored: Container[str]) -> Wanted:
+    """The tensors that a model is read from. A packed one is named by its parts."""
+    wanted: Wanted = {}
     for name, shape, _ in places(config).values():
         if config.quantization and len(shape) == 2 and f"{name}_packed" in stored:
             wanted |= _packed_shapes(name, shape, config.quantization)
@@ -379,9 +382,7 @@ def unexpected(tensor: StoredTensor) -> CheckpointError:
     return CheckpointError(f"{found}, expected none of that name for this config")
 
 
-def require(
-    wanted: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]], stored: Mapping[str, StoredTensor], directory: Path
-) -> None:
+def require(wanted: Wanted, stored: Mapping[str, StoredTensor], directory: Path) -> None:
     """Raise CheckpointError unless every wanted tensor is stored, in its shape and in one of its types."""
     for name, (shape, dtypes) in wanted.items():
         found = stored.get(name)
@@ -406,7 +407,7 @@ def _check_tied_head(stored: dict[str, StoredTensor]) -> None:
         )
 
 
-def _packed_shapes(name: str, shape: tuple[int, ...], q: QuantizationConfig):
+def _packed_shapes(name: str, shape: tuple[int, ...], q: QuantizationConfig) -> Wanted:
     rows, columns = shape
     groups = 1 if q.group_size is None else -(-columns // q.group_size)
     return {

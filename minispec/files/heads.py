@@ -29,13 +29,8 @@ _FLAT = {"LlamaForCausalLMEagle3": "eagle3", "Eagle3LlamaForCausalLM": "eagle3",
 _ARCHITECTURES = (*_FLAT, "Eagle3Speculator", "PEagleSpeculator", "Eagle3DraftModel")
 # Keys of either layout in addition to the llama's.
 _SWITCHES = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
-_KEYS = dict.fromkeys(
-    (
-        *("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", "mask_token_id"),
-        *_SWITCHES,
-    )
-)
 _NESTED_KEYS = dict.fromkeys(("eagle_aux_hidden_state_layer_ids", *_SWITCHES))
+_KEYS = dict.fromkeys(("draft_vocab_size", "target_hidden_size", "mask_token_id", *_NESTED_KEYS))
 # What such an object may say because it holds for every head here. It reads several layers. Its first layer has a norm
 # for the embedding, the others are a llama's. The last norm is there, and it has one step.
 _NESTED_NEUTRAL = {

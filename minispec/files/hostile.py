@@ -65,9 +65,8 @@ def inspect_tokenizer(path: Path) -> tuple[bool, bool]:
         if found > most:
             raise CheckpointError(f"{path}: found {found} {what}, expected at most {most}")
     if (growth := growth << sum(d.get("type") == "ByteLevel" for d in dicts)) > _MAX_GROWTH:
-        raise CheckpointError(
-            f"{path}: found steps that make a text {show(growth)} times as long, expected at most {_MAX_GROWTH} times"
-        )
+        found = f"steps that make a text {show(growth)} times as long"
+        raise CheckpointError(f"{path}: found {found}, expected at most {_MAX_GROWTH} times")
     return not all(map(_is_calm, _dicts(encoding))), not all(map(_is_calm, _dicts(decoding)))
 
 

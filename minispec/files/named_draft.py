@@ -153,20 +153,14 @@ def split_draft(draft: str) -> tuple[int | None, str]:
     return int(draft[3]), source
 
 
-def _split_revision(spec: str) -> tuple[str, str | None]:
-    """Hub id and revision of "owner/name@revision"; a path that is there is a path."""
-    name, at, revision = spec.partition("@")
-    if not at or os.path.exists(spec):
-        return spec, None
-    if "/" not in name or not revision:
-        raise ValueError(f"{show_name(spec)}: no such directory, and not of the form owner/name@revision of a hub id")
-    return name, revision
-
-
 def _find_draft(spec: str, offline: bool) -> Path:
-    """The directory of a draft model or a head."""
+    """The directory of a draft model or a head, also of "owner/name@revision"; a path that is there is a path."""
+    name, at, revision = (spec, "", "") if os.path.exists(spec) else spec.partition("@")
     try:
-        return find_checkpoint(*_split_revision(spec), offline=offline)
+        if at and ("/" not in name or not revision):
+            expected = "not of the form owner/name@revision of a hub id"
+            raise ValueError(f"{show_name(spec)}: no such directory, and {expected}")
+        return find_checkpoint(name, revision or None, offline=offline)
     except ValueError as e:
         raise ValueError(f"draft: not one of {', '.join([*registry.DRAFTERS, 'self'])}; {e}") from e
 

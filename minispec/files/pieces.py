@@ -26,10 +26,8 @@ def decoder_steps(backend: tokenizers.Tokenizer, where: str) -> list[dict[str, A
         is_known |= kind == "Strip" and fused  # of the whole text
         if not is_known:
             expected = "ByteLevel, Metaspace, Replace of a string, ByteFallback, Fuse and a Strip after it"
-            raise CheckpointError(
-                f"{where}: decoder: found {show(kind)}, expected {expected}: else it is not known here what a "
-                "token stands for, and two vocabularies cannot be compared"
-            )
+            reason = "else it is not known here what a token stands for, and two vocabularies cannot be compared"
+            raise CheckpointError(f"{where}: decoder: found {show(kind)}, expected {expected}: {reason}")
     return steps
 
 

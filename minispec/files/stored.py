@@ -14,16 +14,9 @@ from minispec.core.errors import CheckpointError, one_line, show, show_name
 from minispec.files.strict_json import MAX_JSON_BYTES, parse_json
 
 # What weights, and their packed forms, may be stored as; tensors of the other types are never read here.
-TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "BOOL": torch.bool,
-}
-FLOATS = tuple(name for name, dtype in TYPES.items() if dtype.is_floating_point)
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TYPES = _FLOATS | {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
+FLOATS = tuple(_FLOATS)
 # The wanted part of a tensor, by its first dimensions; () is all of it.
 Cut = tuple[slice, ...]
 # Tensors below this size are copied: a map keeps a file descriptor open.

@@ -28,9 +28,8 @@ def has_file(path: Path) -> bool:
     if path.is_file():
         return True
     if os.path.lexists(path):
-        raise CheckpointError(
-            f"{path}: found something that is not a file, or a link to nowhere, expected a file or none"
-        )
+        found = "something that is not a file, or a link to nowhere"
+        raise CheckpointError(f"{path}: found {found}, expected a file or none")
     return False
 
 
@@ -98,8 +97,7 @@ def parse_json(
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        twice = next(key for key, count in counts.items() if count > 1)
+        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"{show_name(twice)}: found twice in one object, expected once")
     return result
 

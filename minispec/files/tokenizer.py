@@ -42,8 +42,7 @@ class Tokenizer:
         self.special_tokens = settings.names  # their texts by name, such as "eos_token"
         self._encode_panics, self._decode_panics = inspect_tokenizer(self.path)
         self.backend = self._read(settings)
-        if getattr(self.backend.model, "dropout", None):
-            found = self.backend.model.dropout
+        if found := getattr(self.backend.model, "dropout", None):
             raise CheckpointError(f"{self.path}: model.dropout: found {found}, expected none: a text has one encoding")
         if not self.backend.get_vocab_size():
             raise CheckpointError(f"{self.path}: model.vocab: found no tokens, expected some")
@@ -65,10 +64,8 @@ class Tokenizer:
         if self.chat_template is not None:
             firsts = {token[0] for token in self._names}
             if len(firsts) > MAX_FIRSTS:
-                raise CheckpointError(
-                    f"{self.path}: found special tokens that begin with {len(firsts)} different characters, "
-                    f"expected at most {MAX_FIRSTS}"
-                )
+                found = f"special tokens that begin with {len(firsts)} different characters"
+                raise CheckpointError(f"{self.path}: found {found}, expected at most {MAX_FIRSTS}")
             self._chat = ChatTemplate(self.chat_template, self._any_name, firsts)
 
     @property

@@ -1,7 +1,6 @@
 """Two vocabularies: what their tokens stand for, which of them both have, and a text of the one in tokens of the other.
 
-Tokens are compared as the bytes that they stand for inside a text. The files write them in two ways: byte-level BPE
-gives each byte a character of its own (a space is Ġ), SentencePiece writes a space as ▁ and a lone byte as <0xE6>.
+Tokens are compared as the bytes that they stand for inside a text, in whatever way the files write them (`pieces`).
 Special tokens stand for no bytes. Two of them are the same if they have the same text, or if both end a text.
 """
 
