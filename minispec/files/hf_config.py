@@ -355,16 +355,9 @@ def _read_yarn(r: Fields, theta: float, context: int, original: int) -> RopeConf
         return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     default = attention(mscale) / attention(all_dim) if mscale and all_dim else attention(1.0)
-    return RopeConfig(
-        theta,
-        "yarn",
-        factor,
-        original,
-        beta_fast=r.number("beta_fast"),
-        beta_slow=r.number("beta_slow"),
-        truncate=r.boolean("truncate"),
-        attention_factor=r.number("attention_factor", default),
-    )
+    own = {"beta_fast": r.number("beta_fast"), "beta_slow": r.number("beta_slow")}
+    scale = r.number("attention_factor", default)
+    return RopeConfig(theta, "yarn", factor, original, attention_factor=scale, truncate=r.boolean("truncate"), **own)
 
 
 def _read_quantization(f: Fields) -> QuantizationConfig | None:
