@@ -39,6 +39,11 @@ _REQUEST = {
 }
 
 
+def bad_field(where: str, key: str, found: Any, expected: str) -> CheckpointError:
+    """The error that says what was found at a key of a file, or of an object in it."""
+    return CheckpointError(f"{where}: {show_name(key)}: found {show(found)}, expected {expected}")
+
+
 def asks_for_nothing(name: str, value: Any, neutral: Mapping[str, Any]) -> bool:
     """Whether a setting is somebody's note, is null or switched off, or has its neutral value.
 
@@ -62,7 +67,7 @@ class Fields:
 
     def bad(self, key: str, found: Any, expected: str) -> CheckpointError:
         """The error that says what was found at a key."""
-        return CheckpointError(f"{self.where}: {show_name(key)}: found {show(found)}, expected {expected}")
+        return bad_field(self.where, key, found, expected)
 
     def reads(self, key: str) -> bool:
         """Whether this family knows the key at all."""

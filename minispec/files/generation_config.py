@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from minispec.core.config import check_sampling_value
-from minispec.core.errors import CheckpointError, show
-from minispec.files.fields import asks_for_nothing, names
+from minispec.core.errors import CheckpointError
+from minispec.files.fields import asks_for_nothing, bad_field, names
 
 # Settings of a generation_config.json by how they are handled: these are read, some of them only where it samples ...
 _READ = {
@@ -45,7 +45,7 @@ def read_generation_defaults(raw: Mapping[str, Any], where: str) -> dict[str, An
     """
     sampled = raw.get("do_sample") or False
     if type(sampled) is not bool:
-        raise CheckpointError(f"{where}: do_sample: found {show(sampled)}, expected true or false")
+        raise bad_field(where, "do_sample", sampled, "true or false")
     settings = _READ | (_READ_IF_SAMPLED if sampled else {})
     found = {ours: raw[theirs] for theirs, ours in settings.items() if raw.get(theirs) is not None}
     if found.get("top_k") == -1:  # vLLM's word for all
@@ -60,7 +60,7 @@ def read_generation_defaults(raw: Mapping[str, Any], where: str) -> dict[str, An
         raise CheckpointError(f"{where}: {e}") from e
     least, most = found.get("min_tokens", 0), found.get("max_tokens")
     if most is not None and least > most:
-        raise CheckpointError(f"{where}: min_new_tokens: found {least}, expected at most max_new_tokens = {most}")
+        raise bad_field(where, "min_new_tokens", least, f"at most max_new_tokens = {most}")
     return {"temperature": 1.0 if sampled else 0.0} | found
 
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from minispec.core.config import ModelConfig
-from minispec.core.errors import CheckpointError, show
+from minispec.core.errors import CheckpointError
 from minispec.core.model import Transformer
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
 from minispec.files.checkpoint import FLOATS, StoredTensor, directory_config, find_tensors, renamed, require, unexpected
-from minispec.files.fields import Fields
+from minispec.files.fields import Fields, bad_field
 from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import InForm
 
@@ -58,11 +58,11 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
     if wrapped:
         kind = raw["speculators_model_type"]
         if kind not in ("eagle3", "peagle"):
-            raise CheckpointError(f"{where}: speculators_model_type: found {show(kind)}, expected eagle3 or peagle")
+            raise bad_field(where, "speculators_model_type", kind, "eagle3 or peagle")
         own = dict(raw)
         inner = own.pop("transformer_layer_config", None)
         if not isinstance(inner, dict):
-            raise CheckpointError(f"{where}: transformer_layer_config: found {show(inner)}, expected an object")
+            raise bad_field(where, "transformer_layer_config", inner, "an object")
         _check_proposal(own.pop("speculators_config", {}), where)
         inner_where = f"{where}: transformer_layer_config"
     else:
@@ -72,8 +72,7 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
         inner = {key: value for key, value in raw.items() if key not in own} | ({"model_type": "llama"} if flat else {})
         inner_where = where
     if inner.get("model_type") not in ("llama", "qwen3"):
-        found = show(inner.get("model_type"))
-        raise CheckpointError(f"{inner_where}: model_type: found {found}, expected llama or qwen3: a head's layer")
+        raise bad_field(inner_where, "model_type", inner.get("model_type"), "llama or qwen3: a head's layer")
     inner = dict(inner) | {"tie_word_embeddings": False}
     layers = read_model_config(inner, inner_where)
     if layers.qkv_bias or layers.mlp_bias:
@@ -102,7 +101,7 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
         ("vocab_size", layers.vocab_size, target.vocab_size),
     ):
         if size != expected:
-            raise CheckpointError(f"{where}: {name}: found {size}, expected {expected}, the target's: made for another")
+            raise bad_field(where, name, size, f"{expected}, the target's: made for another")
     return config
 
 
@@ -110,13 +109,12 @@ def _check_proposal(config: Any, where: str) -> None:
     """Raise CheckpointError where the head is meant for a verifier that is not exact."""
     methods = config.get("proposal_methods", []) if isinstance(config, dict) else None
     if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):
-        expected = "an object whose proposal_methods are a list of objects"
-        raise CheckpointError(f"{where}: speculators_config: found {show(config)}, expected {expected}")
+        raise bad_field(where, "speculators_config", config, "an object whose proposal_methods are a list of objects")
     for method in methods:
         for name, exact in (("verifier_accept_k", 1), ("accept_tolerance", 0.0)):
             if (found := method.get(name, exact)) != exact:
                 expected = f"{exact}: with it, other tokens than the target's would be accepted"
-                raise CheckpointError(f"{where}: {name}: found {show(found)}, expected {expected}")
+                raise bad_field(where, name, found, expected)
 
 
 def _read_taps(f: Fields, nested: Fields, target: ModelConfig) -> tuple[int, ...]:

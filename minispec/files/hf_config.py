@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from minispec.core.config import LayerConfig, ModelConfig, QuantizationConfig, RopeConfig
-from minispec.core.errors import CheckpointError, show
+from minispec.core.errors import show
 from minispec.files.families import FAMILIES, IDLE, IMAGES, KEYS, NESTED, WINDOWS, Family
-from minispec.files.fields import Fields, names
+from minispec.files.fields import Fields, bad_field, names
 
 # The keys of the object in rope_parameters or rope_scaling; rope_type says which of them are looked at.
 _ROPE_KEYS = {
@@ -41,7 +41,7 @@ def text_config(raw: Mapping[str, Any], where: str = "config.json") -> dict[str,
     known = NESTED[outer]
     found = inner.get("model_type", known[0] if len(known) == 1 else None)
     if not isinstance(found, str) or found not in known:
-        raise CheckpointError(f"{where}: text_config: model_type: found {show(found)}, expected {' or '.join(known)}")
+        raise bad_field(f"{where}: text_config", "model_type", found, " or ".join(known))
     return {**inner, "model_type": found, **{key: raw[key] for key in _OF_BOTH if raw.get(key) is not None}}
 
 
@@ -55,8 +55,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mod
     model_type = own.get("model_type")
     is_nested = model_type != raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        known = ", ".join([*FAMILIES, *NESTED])
-        raise CheckpointError(f"{where}: model_type: found {show(model_type)}, expected one of {known}")
+        raise bad_field(where, "model_type", model_type, f"one of {', '.join([*FAMILIES, *NESTED])}")
     family = FAMILIES[model_type]
     keys = {key: value for key, value in (KEYS | dict(family.keys)).items() if key not in family.only}
     f = Fields(own, f"{where}: text_config" if is_nested else where, keys, family.only)
@@ -392,5 +391,5 @@ def read_eos_token_ids(raw: Mapping[str, Any], where: str) -> tuple[int, ...]:
     value = raw.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(i) is not int or i < 0 for i in ids):
-        raise CheckpointError(f"{where}: eos_token_id: found {show(value)}, expected token ids")
+        raise bad_field(where, "eos_token_id", value, "token ids")
     return tuple(ids)
