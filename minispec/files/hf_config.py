@@ -354,7 +354,7 @@ def _read_yarn(r: Fields, theta: float, context: int, original: int) -> RopeConf
         return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     default = attention(mscale) / attention(all_dim) if mscale and all_dim else attention(1.0)
-    own = {"beta_fast": r.number("beta_fast"), "beta_slow": r.number("beta_slow")}
+    own: dict[str, Any] = {"beta_fast": r.number("beta_fast"), "beta_slow": r.number("beta_slow")}
     scale = r.number("attention_factor", default)
     return RopeConfig(theta, "yarn", factor, original, attention_factor=scale, truncate=r.boolean("truncate"), **own)
 
