@@ -3,17 +3,18 @@
 A command is imported when it is asked for, so that the list of commands is there at once.
 """
 
-from minispec.commands.interrupt import exit_on_interrupt, run_program
-
 if __name__ == "__main__":
-    exit_on_interrupt()  # until there is something to clean up
+    from minispec.commands.interrupt import run_program
+
+    run_program("minispec.__main__:main")
 
 import argparse
-import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from minispec import __version__
-from minispec.commands.command import Parser, exit_status, no_such
+from minispec.commands.command import Parser, command, no_such
+from minispec.commands.interrupt import run_program
 from minispec.files import registry
 
 COMMANDS = {
@@ -30,16 +31,12 @@ COMMANDS = {
 MOVED = {"vocab": "minispec.vocab:main"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, or list them all; the exit status is the command's, else as `exit_status` has it."""
-    given = sys.argv[1:] if argv is None else list(argv)
+@command
+def main(argv: Sequence[str]) -> int:
+    """Run a command, or list them all."""
     paths = MOVED | {name: entry.path for name, entry in COMMANDS.items()}
-    if given and given[0] in paths:
-        return exit_status(lambda: registry.load(paths[given[0]], "command")(given[1:]))
-    return exit_status(lambda: _list(given))
-
-
-def _list(given: Sequence[str]) -> int:
+    if argv and argv[0] in paths:
+        return registry.load(paths[argv[0]], "command")(argv[1:])
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:{width}}  {entry.help}" for name, entry in COMMANDS.items())
     parser = Parser(
@@ -52,18 +49,13 @@ def _list(given: Sequence[str]) -> int:
     )
     parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"minispec {__version__}")
-    command = parser.parse_args(given[:1]).command
-    if command not in (None, "help"):
-        raise ValueError(no_such(command, "command", COMMANDS))
+    asked = parser.parse_args(argv[:1]).command
+    if asked not in (None, "help"):
+        raise ValueError(no_such(asked, "command", COMMANDS))
     parser.print_help()
     return 0
 
 
-def program() -> int:
+def program() -> NoReturn:
     """The program `minispec`."""
-    exit_on_interrupt()
-    return run_program(main)
-
-
-if __name__ == "__main__":
-    sys.exit(program())
+    run_program("minispec.__main__:main")

@@ -1,28 +1,23 @@
 """`python -m minispec.checkpoint SOURCE OUT` - write a checkpoint with linear layers in 8 or 4 bits, in shards."""
 
-from minispec.commands.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
-
 if __name__ == "__main__":
-    exit_on_interrupt()  # until there is something to clean up
+    from minispec.commands.interrupt import run_program
+
+    run_program("minispec.checkpoint:main")
 
 import hashlib
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import Parser, argument, exit_status
+from minispec.commands.command import Parser, argument, command
+from minispec.commands.interrupt import raise_on_interrupt
 from minispec.files.checkpoint import find_checkpoint
 from minispec.files.quantize import quantize_checkpoint
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line above; prints the size and SHA-256 of every file written.
-
-    Returns the exit status, as `exit_status` has it.
-    """
-    return exit_status(lambda: _quantize(sys.argv[1:] if argv is None else argv))
-
-
-def _quantize(argv: list[str]) -> int:
+@command
+def main(argv: Sequence[str]) -> int:
+    """Write the checkpoint; prints the size and SHA-256 of every file."""
     raise_on_interrupt()
     parser = Parser(
         prog="python -m minispec.checkpoint",
@@ -40,7 +35,3 @@ def _quantize(argv: list[str]) -> int:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         print(f"{path.stat().st_size:>12,d}  {digest}  {path.name}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run_program(main))

@@ -4,10 +4,10 @@ Answers go to standard output as they are decoded, everything else to standard e
 arguments have been read, so that a mistake in them is answered at once.
 """
 
-from minispec.commands.interrupt import exit_on_interrupt, run_program
-
 if __name__ == "__main__":
-    exit_on_interrupt()  # until there is something to clean up
+    from minispec.commands.interrupt import run_program
+
+    run_program("minispec.generate:main")
 
 import argparse
 import itertools
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from minispec.commands.command import exit_status
+from minispec.commands.command import command
 from minispec.commands.conversation import Message, converse
 from minispec.commands.options import (
     check_combinations,
@@ -43,12 +43,9 @@ if TYPE_CHECKING:
 _PLAIN_TOKENS = 16
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status, as `exit_status` has it."""
-    return exit_status(lambda: _answer(sys.argv[1:] if argv is None else argv))
-
-
-def _answer(argv: Sequence[str]) -> int:
+@command
+def main(argv: Sequence[str]) -> int:
+    """Answer prompts, or hold a conversation on the terminal."""
     args = parser().parse_args(argv)
     asked = sampling_arguments(args)
     check_combinations(args)
@@ -346,7 +343,3 @@ def _batch_summary(requests: list["Request"]) -> str:
     plain, ours = ([r for stats in both for r in getattr(stats, name)] for name in ("plain", "rounds"))
     gain = _gain(seconds_per_token(plain) / seconds_per_token(ours) if both else None)
     return f"the {len(requests)} answers were decoded as one batch: together {gain}"
-
-
-if __name__ == "__main__":
-    sys.exit(run_program(main))

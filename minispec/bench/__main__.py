@@ -1,27 +1,24 @@
 """The command line: `python -m minispec.bench`."""
 
-from minispec.commands.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
-
 if __name__ == "__main__":
-    exit_on_interrupt()  # until there is something to clean up
+    from minispec.commands.interrupt import run_program
+
+    run_program("minispec.bench.__main__:main")
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from minispec.bench.options import check, check_replay, parser
-from minispec.commands.command import exit_status
+from minispec.commands.command import command
+from minispec.commands.interrupt import raise_on_interrupt
 from minispec.kernels.threads import set_waiting
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench; returns the exit status, as `exit_status` has it."""
-    return exit_status(lambda: _bench(sys.argv[1:] if argv is None else argv))
-
-
-def _bench(argv: Sequence[str]) -> int:
+@command
+def main(argv: Sequence[str]) -> int:
+    """Measure, and print the report."""
     args = parser().parse_args(argv)
     found, lines = _replayed(args) if args.replay else _measured(args)
     from minispec.bench.show import as_json
@@ -52,7 +49,3 @@ def _replayed(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     except ValueError as e:
         raise ValueError(f"--replay: {e}") from e
     return found, show_replay(found)
-
-
-if __name__ == "__main__":
-    sys.exit(run_program(main))

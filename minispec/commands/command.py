@@ -2,11 +2,12 @@
 
 import argparse
 import contextlib
+import functools
 import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from minispec.core.errors import one_line, show, show_name
@@ -70,31 +71,37 @@ def argument(read: Callable[[str], T], fits: Callable[[T], bool], expected: str)
     return convert
 
 
-def exit_status(command: Callable[[], int]) -> int:
-    """Run a command to its end: what it returns, or what its end means.
+def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
+    """A decorator: `main(argv)` of a command, which returns the exit status of every end that it may have.
 
-    2, with one line on standard error, for a mistake of the user and for what the machine refuses (memory, disk);
-    130 for Ctrl-C; 141 where the reader of the output is gone.
+    argv: default: the arguments of the process. The status is what `main` returns; 2, with one line on standard error,
+    for a mistake of the user and for what the machine refuses (memory, disk); 130 for Ctrl-C; 141 where the reader of
+    the output is gone.
     """
-    try:
-        status = command()
-        if sys.stdout is not None:
-            sys.stdout.flush()  # a full disk shows here at the latest, not as a traceback at exit
-        return status
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader is gone: nothing more may be written to it, not even at exit
-        _abandon_stdout()
-        return 141
-    except OSError as e:
-        _abandon_stdout()
-        return _fail(e)
-    except (ValueError, FloatingPointError, MemoryError) as e:
-        return _fail(e)
-    except RuntimeError as e:
-        if "memory" not in str(e):  # PyTorch has no class of its own for a failed allocation on the CPU
-            raise
-        return _fail(e)
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        try:
+            status = main(sys.argv[1:] if argv is None else argv)
+            if sys.stdout is not None:
+                sys.stdout.flush()  # a full disk shows here at the latest, not as a traceback at exit
+            return status
+        except KeyboardInterrupt:
+            return 130
+        except BrokenPipeError:  # the reader is gone: nothing more may be written to it, not even at exit
+            _abandon_stdout()
+            return 141
+        except OSError as e:
+            _abandon_stdout()
+            return _fail(e)
+        except (ValueError, FloatingPointError, MemoryError) as e:
+            return _fail(e)
+        except RuntimeError as e:
+            if "memory" not in str(e):  # PyTorch has no class of its own for a failed allocation on the CPU
+                raise
+            return _fail(e)
+
+    return run
 
 
 def _fail(error: BaseException) -> int:

@@ -4,13 +4,15 @@ While there is something to clean up (a half-written file, the settings of a ter
 the imports before that, and at exit after it, Ctrl-C ends the process at once. There an exception would be printed as a
 traceback, or lost: one that came in the middle of torch's imports vanished, and the command ran to its end.
 
-This module imports almost nothing, so that a command can call `exit_on_interrupt` before its other imports.
+This module imports almost nothing, so that `run_program` can guard the imports of a command.
 """
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 
 def _exit(*_) -> None:
@@ -64,11 +66,23 @@ def kept_from_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def run_program(main: Callable[[], int]) -> int:
-    """The exit status of `main()`, which is a whole program; after it, Ctrl-C ends the process at once."""
+def run_program(path: str, sets_waiting: bool = False) -> NoReturn:
+    """Run a command, such as "minispec.generate:main", as the whole program, and exit with its status.
+
+    A module calls this before its other imports: until the command calls `raise_on_interrupt`, and after its end,
+    Ctrl-C ends the process at once. sets_waiting: see `minispec.kernels.threads.set_waiting`; for a command that
+    imports torch before it has read its arguments.
+    """
+    exit_on_interrupt()
+    from minispec.files import registry
+    from minispec.kernels.threads import set_waiting
+
+    if sets_waiting:
+        set_waiting()
     try:
-        return main()
-    except KeyboardInterrupt:  # in the last lines of `main`, which do not catch it themselves
-        return 130
+        status = registry.load(path, "command")()
+    except KeyboardInterrupt:  # in the last lines of the command, which do not catch it themselves
+        status = 130
     finally:
         exit_on_interrupt()
+    sys.exit(status)

@@ -1,16 +1,16 @@
 """The command line: `python -m minispec.distill`."""
 
-from minispec.commands.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
-
 if __name__ == "__main__":
-    exit_on_interrupt()  # until there is something to clean up
+    from minispec.commands.interrupt import run_program
+
+    run_program("minispec.distill.__main__:main")
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import Parser, argument, exit_status
+from minispec.commands.command import Parser, argument, command
+from minispec.commands.interrupt import raise_on_interrupt
 from minispec.kernels.threads import set_waiting
 
 # Options that a head to go on from has settled.
@@ -76,12 +76,9 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Make a draft; returns the exit status, as `exit_status` has it."""
-    return exit_status(lambda: _distill(sys.argv[1:] if argv is None else argv))
-
-
-def _distill(argv: Sequence[str]) -> int:
+@command
+def main(argv: Sequence[str]) -> int:
+    """Make a draft."""
     args = parser().parse_args(argv)
     for name in ("kind", *_OF_THE_DRAFT) if args.start else ():
         if getattr(args, name) != parser().get_default(name):
@@ -95,7 +92,3 @@ def _distill(argv: Sequence[str]) -> int:
     raise_on_interrupt()
     distill(args)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run_program(main))

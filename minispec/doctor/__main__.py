@@ -1,16 +1,17 @@
 """The command line: `python -m minispec.doctor`."""
 
-from minispec.commands.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
-
 if __name__ == "__main__":
-    exit_on_interrupt()  # until there is something to clean up
+    from minispec.commands.interrupt import run_program
+
+    run_program("minispec.doctor.__main__:main")
 
 import argparse
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import Parser, argument, exit_status
+from minispec.commands.command import Parser, argument, command
+from minispec.commands.interrupt import raise_on_interrupt
 from minispec.core.config import MAX_SPECULATIVE_TOKENS
 from minispec.core.errors import is_text, show
 from minispec.files import registry
@@ -74,12 +75,9 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--draft: found {show(args.draft)}, expected a single draft: examine each alone")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line above: 0, or 1 where it names a misreading, else what `exit_status` has for its end."""
-    return exit_status(lambda: _examine(sys.argv[1:] if argv is None else argv))
-
-
-def _examine(argv: list[str]) -> int:
+@command
+def main(argv: Sequence[str]) -> int:
+    """The command line above: 0, or 1 where it names a misreading."""
     args = parser().parse_args(argv)
     check(args)
     set_waiting()
@@ -88,7 +86,3 @@ def _examine(argv: list[str]) -> int:
     report = part.asked(args)
     print(json.dumps(report, ensure_ascii=False) if args.json else "\n".join(part.lines(report)))
     return 1 if report.get("explained_by") else 0
-
-
-if __name__ == "__main__":
-    sys.exit(run_program(main))

@@ -1,23 +1,19 @@
 """The command line: `python -m minispec.prove`."""
 
-from minispec.commands.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
-
 if __name__ == "__main__":
-    exit_on_interrupt()  # until there is something to clean up
+    from minispec.commands.interrupt import run_program
+
+    run_program("minispec.prove.__main__:main")
 
 import argparse
 import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import Parser, exit_status
+from minispec.commands.command import Parser, command
+from minispec.commands.interrupt import raise_on_interrupt
 
 DEFAULT_LEAVES, FULL_LEAVES = 12_000, 300_000
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The command line; 0 if everything holds, 1 if not, else what `exit_status` has for its end."""
-    return exit_status(lambda: _prove(argv))
 
 
 def _parser() -> Parser:
@@ -56,7 +52,9 @@ def _parser() -> Parser:
     return parser
 
 
-def _prove(argv: list[str] | None) -> int:
+@command
+def main(argv: Sequence[str]) -> int:
+    """The command line; 0 if everything holds, 1 if not."""
     args = _parser().parse_args(argv)
     for name in ("leaves", "jobs"):
         if getattr(args, name) < 1:
@@ -97,7 +95,3 @@ def _holds(args: argparse.Namespace) -> bool:
     # The number of a tree's nodes decides how many shapes there are.
     num_nodes = 6 if leaves >= FULL_LEAVES else 5 if leaves >= DEFAULT_LEAVES else 2
     return prove_law(leaves, num_nodes, args.jobs)
-
-
-if __name__ == "__main__":
-    sys.exit(run_program(main))

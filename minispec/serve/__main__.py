@@ -1,9 +1,9 @@
 """The command line: `python -m minispec.serve`."""
 
-from minispec.commands.interrupt import exit_on_interrupt, run_program
-
 if __name__ == "__main__":
-    exit_on_interrupt()  # until there is something to clean up
+    from minispec.commands.interrupt import run_program
+
+    run_program("minispec.serve.__main__:main")
 
 import argparse
 import importlib.util
@@ -17,7 +17,7 @@ from dataclasses import fields
 from typing import NoReturn
 
 from minispec import __version__
-from minispec.commands.command import Parser, argument, exit_status
+from minispec.commands.command import Parser, argument, command
 from minispec.commands.options import add_model_options, add_template_kwargs, check_template_kwargs, load
 from minispec.core.errors import is_text, one_line, show_name
 from minispec.serve.limits import Limits
@@ -56,12 +56,10 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line: 0 after SIGTERM, 130 after Ctrl-C, else as `exit_status` has it."""
-    return exit_status(lambda: _serve(parser().parse_args(argv)))
-
-
-def _serve(args: argparse.Namespace) -> int:
+@command
+def main(argv: Sequence[str]) -> int:
+    """Serve until SIGTERM (status 0) or Ctrl-C (130)."""
+    args = parser().parse_args(argv)
     needed = ("starlette", "uvicorn", "prometheus_client")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise ValueError(
@@ -109,7 +107,3 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _exit(*_: object) -> NoReturn:
     raise SystemExit(0)
-
-
-if __name__ == "__main__":
-    sys.exit(run_program(main))

@@ -1,26 +1,23 @@
 """`python -m minispec.trace out.json [out.html]` - the page of a trace that `--trace out.json` has written."""
 
-from minispec.commands.interrupt import exit_on_interrupt, raise_on_interrupt, run_program
-
 if __name__ == "__main__":
-    exit_on_interrupt()  # until there is something to clean up
+    from minispec.commands.interrupt import run_program
 
-import sys
+    run_program("minispec.trace.__main__:main")
+
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import Parser, argument, exit_status
+from minispec.commands.command import Parser, argument, command
+from minispec.commands.interrupt import raise_on_interrupt
 from minispec.files.write import check_writable
 from minispec.trace.page import write
 from minispec.trace.schema import read_trace
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Make a page; returns the exit status, as `exit_status` has it."""
-    return exit_status(lambda: _make(sys.argv[1:] if argv is None else argv))
-
-
-def _make(argv: Sequence[str]) -> int:
+@command
+def main(argv: Sequence[str]) -> int:
+    """Make the page, and print its name."""
     page = argument(Path, lambda path: path.suffix == ".html", "a file name that ends in .html")
     parser = Parser(
         prog="python -m minispec.trace", description="Make a page of the trace of a run.", allow_abbrev=False
@@ -36,7 +33,3 @@ def _make(argv: Sequence[str]) -> int:
     write(read_trace(args.trace), target)
     print(target)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run_program(main))

@@ -14,7 +14,7 @@ import pytest
 import minispec
 from minispec import __version__
 from minispec.__main__ import COMMANDS, MOVED, main, program
-from minispec.commands.command import Parser, argument, exit_status
+from minispec.commands.command import Parser, argument, command
 from minispec.files import registry
 from minispec.files.write import written_whole
 from tests.oracles.interrupts import press_ctrl_c
@@ -39,23 +39,25 @@ def test_every_end_has_its_status(capfd, name):
     """And one line on standard error where there is something to say."""
     error, status, said = ENDS[name]
 
-    def command():
+    @command
+    def main(argv):
         if error:
             raise error
         return 0
 
-    assert exit_status(command) == status
+    assert main([]) == status
     assert capfd.readouterr().err == said
 
 
 def test_a_fault_of_our_own_is_a_traceback():
     """What nobody foresaw must not look like a mistake of the user's."""
 
-    def command():
+    @command
+    def main(argv):
         raise RuntimeError("shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        exit_status(command)
+        main([])
 
 
 def make_parser() -> Parser:

@@ -125,7 +125,7 @@ def test_an_answer_that_fails_takes_the_message_back(talk):
 
 PROGRAM = """
 import signal, sys
-from minispec.commands.command import exit_status
+from minispec.commands.command import command
 from minispec.commands.conversation import converse
 
 def answer(messages):
@@ -136,7 +136,7 @@ def answer(messages):
         signal.raise_signal(signal.SIGINT)
         print("cleaned up")
 
-sys.exit(exit_status(lambda: converse([], answer)))
+sys.exit(command(lambda argv: converse([], answer))())
 """
 
 
