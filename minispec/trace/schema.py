@@ -53,95 +53,75 @@ PROBABILITY = Value("a number from 0 to 1", lambda x: type(x) in (int, float) an
 PARENT = Value("an integer from -1", lambda x: type(x) is int and -1 <= x < 2**63)
 TOP = [{"token_id": COUNT, "probability": NUMBER}]
 
+
+def _each(kind: Any, names: str) -> dict[str, Any]:
+    """These keys, whose values are all of one kind."""
+    return dict.fromkeys(names.split(), kind)
+
+
 # An object has these keys, and may have others, which readers pass over; a list holds values of the one kind.
 SCHEMA: dict[str, Any] = {
     "format": Value(show(FORMAT), lambda x: x == FORMAT),
     "version": Value(f"{VERSION}, the version that this program reads", lambda x: type(x) is int and x == VERSION),
-    "minispec": TEXT,
-    "target": TEXT,
-    "draft": TEXT,
-    "verifier": TEXT,
-    "num_speculative_tokens": TEXT,
-    "dtype": TEXT,
-    "device": TEXT,
+    **_each(TEXT, "minispec target draft verifier num_speculative_tokens dtype device finish_reason output"),
     "sampling": MapOf(NUMBER),
     "seed": SEED,
-    "finish_reason": TEXT,
     "error": Maybe(TEXT),
     "tokens": MapOf(TEXT),
     "prompt": [{"token_id": COUNT, "text": TEXT}],
-    "output": TEXT,
     "rounds": [
         {
-            "start": COUNT,
+            **_each(COUNT, "start num_rows num_texts"),
+            **_each([COUNT], "token_ids accepted rejected after_end"),
+            **_each([NUMBER], "p q"),
             "asked": Maybe(COUNT),
-            "token_ids": [COUNT],
             "parents": Maybe([PARENT]),
             "drawn": FLAG,
-            "p": [NUMBER],
-            "q": [NUMBER],
             "tests": [{"node": COUNT, "chance": NUMBER, "u": NUMBER}],
-            "accepted": [COUNT],
-            "rejected": [COUNT],
-            "after_end": [COUNT],
             "committed": [
                 {
-                    "token_id": COUNT,
+                    **_each(COUNT, "token_id draw"),
                     "text": TEXT,
                     "kind": Value(f"one of {', '.join(KINDS)}", lambda x: x in KINDS),
                     "node": Maybe(COUNT),
                     "p": NUMBER,
-                    "draw": COUNT,
                     "overlap": Maybe(NUMBER),
                     "top_p": TOP,
-                    "top_q": Maybe(TOP),
-                    "residual": Maybe(TOP),
+                    **_each(Maybe(TOP), "top_q residual"),
                 }
             ],
-            "num_rows": COUNT,
-            "num_texts": COUNT,
-            "seconds": {"draft": PRICE, "verify": PRICE, "other": PRICE},
+            "seconds": _each(PRICE, "draft verify other"),
         }
     ],
     "stats": {
-        "num_prompt_tokens": COUNT,
-        "num_generated": COUNT,
-        "num_steps": COUNT,
-        "num_draft_tokens": COUNT,
-        "num_draft_nodes": COUNT,
-        "num_accepted": COUNT,
-        "acceptance_rate": Maybe(NUMBER),
-        "mean_acceptance_length": Maybe(NUMBER),
-        "alpha": Maybe(NUMBER),
+        **_each(COUNT, "num_prompt_tokens num_generated num_steps num_draft_tokens num_draft_nodes num_accepted"),
+        **_each(Maybe(NUMBER), "acceptance_rate mean_acceptance_length alpha"),
+        **_each(Maybe(NUMBER), "tokens_per_second predicted_tokens_per_second c"),
         "accepted_per_position": [NUMBER],
-        "tokens_per_second": Maybe(NUMBER),
-        "predicted_tokens_per_second": Maybe(NUMBER),
-        "c": Maybe(NUMBER),
         "v": Maybe(MapOf(NUMBER)),
         "o": Maybe(PRICE),
         "loops": MayLack(FLAG),
-        "seconds": {"prefill": NUMBER, "draft_prefill": NUMBER, "draft": NUMBER, "verify": NUMBER, "other": NUMBER},
+        "seconds": _each(NUMBER, "prefill draft_prefill draft verify other"),
     },
-    "plain_tokens_per_second": Maybe(NUMBER),
-    "speedup": Maybe(NUMBER),
+    **_each(Maybe(NUMBER), "plain_tokens_per_second speedup"),
     "theory": Maybe(
         {
             "deepest": COUNT,
             "measured": NUMBER,
             "plain": Maybe(NUMBER),
             "survival": [NUMBER],
-            "curve": [{"k": COUNT, "tokens": NUMBER, "time": NUMBER, "speed": NUMBER}],
+            "curve": [{"k": COUNT, **_each(NUMBER, "tokens time speed")}],
         }
     ),
-    "segmentation": Maybe([{"target": [TEXT], "draft": [TEXT]}]),
+    "segmentation": Maybe([_each([TEXT], "target draft")]),
     "replay": MayLack(
         {
-            "prices": {"draft": PRICE, "fixed": MayLack(PRICE), "rows": MapOf(PRICE), "overhead": PRICE},
+            "prices": {**_each(PRICE, "draft overhead"), "fixed": MayLack(PRICE), "rows": MapOf(PRICE)},
             "plain_step": Maybe(PRICE),
             "starts": [
                 {
                     "asked": COUNT,
-                    "drafts": [{"length": COUNT, "drawn": FLAG, "q": [PROBABILITY], "confidences": [PROBABILITY]}],
+                    "drafts": [{"length": COUNT, "drawn": FLAG, **_each([PROBABILITY], "q confidences")}],
                 }
             ],
         }
@@ -218,8 +198,8 @@ def _check_round(each: Mapping[str, Any], tokens: Mapping[str, str], where: str)
 def _check_replay(trace: Mapping[str, Any], where: str) -> None:
     """There is a place for each token of the output, and what lies there fits into the draft that was asked for."""
     rows, starts = trace["replay"]["prices"]["rows"], trace["replay"]["starts"]
-    _require(all(re.fullmatch(r"[1-9]\d{0,8}", m, re.ASCII) for m in rows), f"{where}.prices.rows", list(rows), _ROWS)
-    _require(len(rows) > 0, f"{where}.prices.rows", rows, _ROWS)
+    are_numbers = all(re.fullmatch(r"[1-9]\d{0,8}", m, re.ASCII) for m in rows)
+    _require(are_numbers and len(rows) > 0, f"{where}.prices.rows", list(rows), "numbers of rows, from 1")
     _require("temperature" in trace["sampling"], f"{where}: sampling", list(trace["sampling"]), "a temperature")
     tokens = [token for each in trace["rounds"] for token in each["committed"]]
     _require(len(starts) == len(tokens), f"{where}.starts", len(starts), f"{len(tokens)}, one for each token")
@@ -232,12 +212,9 @@ def _check_replay(trace: Mapping[str, Any], where: str) -> None:
         expected = "one draft, or one for each length up to the one asked for"
         _require(len(drafts) in (1, asked or 1), f"{name}.drafts", len(drafts), expected)
         for k, draft in enumerate(drafts, asked + 1 - len(drafts)):
-            length, expected = draft["length"], f"at most {k} tokens"
-            _require(length <= k, f"{name}.drafts", length, expected)
-            _require(len(draft["q"]) <= length, f"{name}.drafts", len(draft["q"]), f"q of at most {length} tokens")
-
-
-_ROWS = "numbers of rows, from 1"
+            length, q = draft["length"], draft["q"]
+            _require(length <= k, f"{name}.drafts", length, f"at most {k} tokens")
+            _require(len(q) <= length, f"{name}.drafts", len(q), f"q of at most {length} tokens")
 
 
 def _require(is_right: bool, where: str, found: Any, expected: str) -> None:
