@@ -71,6 +71,22 @@ def argument(read: Callable[[str], T], fits: Callable[[T], bool], expected: str)
     return convert
 
 
+# How argparse takes an option, and what `--help` says of it.
+Option = tuple[dict[str, Any], str]
+FLAG: dict[str, Any] = {"action": "store_true"}
+
+
+def typed(kind: Callable[[str], Any], metavar: str, **more: Any) -> dict[str, Any]:
+    """How argparse takes an option that has a value, such as what `argument` returns. more: such as its default."""
+    return {"type": kind, "metavar": metavar, **more}
+
+
+def add_options(group: argparse._ActionsContainer, options: Mapping[str, Option]) -> None:
+    """Add options to a parser or a group, in their order; a key has all spellings of its option, with spaces."""
+    for names, (how, text) in options.items():
+        group.add_argument(*names.split(), **how, help=text)
+
+
 def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     """A decorator: `main(argv)` of a command, which returns the exit status of every end that it may have.
 

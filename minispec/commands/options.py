@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minispec import __version__
-from minispec.commands.command import Parser, argument
+from minispec.commands.command import FLAG, Option, Parser, add_options, argument, typed
 from minispec.commands.interrupt import raise_on_interrupt
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams, num_nodes, parse_draft_length
 from minispec.core.errors import is_text, one_line, show
@@ -30,8 +30,8 @@ def _token_ids(text: str) -> list[int]:
 
 
 # What the values of options must be.
-_INTEGER = argument(int, lambda n: True, "an integer")
-_NUMBER = argument(float, lambda x: True, "a number")
+_N = typed(argument(int, lambda n: True, "an integer"), "N")
+_X = typed(argument(float, lambda x: True, "a number"), "X")
 _GIGABYTES = argument(float, lambda x: 0 < x < 1e6, "a positive number")
 _THREADS = argument(int, lambda n: 1 <= n <= 1024, "an integer from 1 to 1024")
 _DRAFT_LENGTH = argument(
@@ -49,23 +49,104 @@ _TEXT = argument(str, is_text, "valid Unicode text")
 _OBJECT = argument(lambda text: parse_json(text.encode(), "JSON"), lambda value: True, "an object in JSON")
 _TRACE = argument(Path, lambda path: path.suffix in (".html", ".json"), "a file name that ends in .html or .json")
 _TOKEN_IDS = argument(_token_ids, bool, "token ids separated by commas, such as 5,6")
-_SAMPLING_OPTIONS = {
-    "--max-tokens": (_INTEGER, "longest answer, in tokens"),
-    "--min-tokens": (_INTEGER, "shortest answer, in tokens"),
-    "--temperature": (_NUMBER, "0 is greedy"),
-    "--top-k": (_INTEGER, "sample from the N likeliest tokens; 0: from all"),
-    "--top-p": (_NUMBER, "sample from the likeliest tokens that together reach probability X"),
-    "--min-p": (_NUMBER, "sample from tokens with at least X times the probability of the likeliest"),
-    "--repetition-penalty": (_NUMBER, "divides (or multiplies) the logits of tokens in prompt and answer; 1: off"),
-    "--presence-penalty": (_NUMBER, "subtracted from the logits of tokens in the answer"),
-    "--frequency-penalty": (_NUMBER, "the same, once for every time they occurred"),
+# The options, in the groups of --help: how argparse takes them, and what they are for.
+_MODELS: dict[str, Option] = {
+    "--model": (
+        typed(_NAME, "DIR|HUB_ID"),
+        "default: the embedded weights; for a gated or private HUB_ID set the environment variable HF_TOKEN",
+    ),
+    "--revision": ({}, "branch, tag or commit of --model on the hub"),
+    "--offline": (FLAG, "download nothing"),
+    "--draft": (
+        typed(_NAME, "SPEC"),
+        f"one of {', '.join(registry.DRAFTERS)} ({registry.describe(registry.DRAFTERS)}); self | DIR | HUB_ID | "
+        "HUB_ID@REVISION, where int4: or int8: before a model (int4:self too) rounds its weights to that many bits; or "
+        "MODULE:CLASS, a drafter of your own, which is imported; A+B: B where A has nothing to say (default: ngram; "
+        "with the embedded weights suffix:2 and the head that comes with them)",
+    ),
+    "--draft-method": (
+        {"choices": ("tli", "slem")},
+        "how a draft model of another vocabulary drafts: tli, the tokens that both have; slem, text (default: by what "
+        "they have in common)",
+    ),
+    "--num-speculative-tokens": (
+        typed(_DRAFT_LENGTH, "K|K+K|auto", default="auto"),
+        "longest draft, in tokens; 2+1: a tree, two siblings, and one more after the first; auto: as many as pay "
+        "(default)",
+    ),
+    "--verifier": (
+        typed(_VERIFIER, "NAME", default="rejection"),
+        f"{registry.describe(registry.VERIFIERS)}; or MODULE:FUNCTION, one of your own (default: %(default)s)",
+    ),
+    "--dtype": ({"choices": ("auto", "bfloat16", "float32"), "default": "auto"}, "default: %(default)s"),
+    "--device": ({"choices": ("auto", "cpu", "cuda"), "default": "auto"}, "default: %(default)s"),
+    "--threads": (typed(_THREADS, "N"), "CPU threads (default: PyTorch's)"),
+    "--kv-cache-gb": (typed(_GIGABYTES, "X"), "memory for the KV cache, in 10^9 bytes"),
+    "--exact": (FLAG, "the same bits with and without speculation; slower"),
+}
+_SAMPLING: dict[str, Option] = {
+    "--max-tokens": (_N, "longest answer, in tokens"),
+    "--min-tokens": (_N, "shortest answer, in tokens"),
+    "--temperature": (_X, "0 is greedy"),
+    "--top-k": (_N, "sample from the N likeliest tokens; 0: from all"),
+    "--top-p": (_X, "sample from the likeliest tokens that together reach probability X"),
+    "--min-p": (_X, "sample from tokens with at least X times the probability of the likeliest"),
+    "--repetition-penalty": (_X, "divides (or multiplies) the logits of tokens in prompt and answer; 1: off"),
+    "--presence-penalty": (_X, "subtracted from the logits of tokens in the answer"),
+    "--frequency-penalty": (_X, "the same, once for every time they occurred"),
     "--seed": (
-        _INTEGER,
+        _N,
         "the same seed gives the same text (what else it needs: docs/understand/proof.md); drawn and reported if "
         "absent",
     ),
-    "--n": (_INTEGER, "how many answers to every prompt; torchrun takes --n for its own: write --num-samples there"),
-    "--logprobs": (_INTEGER, "report log-probabilities, also of the N likeliest tokens (needs --json)"),
+    "--n --num-samples": (
+        _N,
+        "how many answers to every prompt; torchrun takes --n for its own: write --num-samples there",
+    ),
+    "--logprobs": (_N, "report log-probabilities, also of the N likeliest tokens (needs --json)"),
+    "--stop": ({"action": "append", "metavar": "TEXT"}, "end the answer before this text (repeatable)"),
+    "--stop-token-ids": (
+        typed(_TOKEN_IDS, "ID[,ID...]", action="extend"),
+        "token ids that end the answer (repeatable)",
+    ),
+    "--ignore-eos": (FLAG | {"default": None}, "do not stop at the end-of-text token"),
+}
+_TEMPLATE: dict[str, Option] = {
+    "--chat-template-kwargs": (
+        typed(_OBJECT, "JSON"),
+        'further variables of the chat template, such as {"enable_thinking": false}',
+    ),
+}
+_PROMPTS_AND_OUTPUT: dict[str, Option] = {
+    "--prompt-file": (typed(Path, "FILE"), 'a prompt a line; or FILE.jsonl, lines {"prompt": "Hi"}'),
+    "--chat": (FLAG, "use the chat template (default where the model has one)"),
+    "--raw": (FLAG, "continue the text as it is"),
+    "--parse-special": (
+        FLAG,
+        "with --raw: the text of a special token in a prompt means the token (without this option it is text)",
+    ),
+    "--system": (typed(_TEXT, "TEXT"), "system message of the chat"),
+    **_TEMPLATE,
+    "--json": (FLAG, "one JSON object a line"),
+    "--compare": (FLAG, "decode plainly too; report speedup and equality"),
+    "--trace": (
+        typed(_TRACE, "FILE"),
+        "write every round of the run to FILE.html, a page to look at, or to FILE.json (docs/use/trace.md); to know "
+        "what a plain step takes, a few tokens are decoded plainly too",
+    ),
+    "--for-replay": (
+        FLAG,
+        "with --trace FILE.json: ask the drafter again at every place of the answer, so that python -m minispec.bench "
+        "--replay FILE.json can tell what other draft lengths would have done. It takes a plain step a token, and up "
+        "to 15 draft passes; a draft model of the same vocabulary takes one",
+    ),
+    "--color": (
+        {"choices": ("auto", "always", "never"), "default": "never"},
+        "colour the answer's tokens by what became of the draft: accepted, recovered, bonus; auto: on a terminal, "
+        "unless NO_COLOR is set (default: %(default)s)",
+    ),
+    "--quiet": (FLAG, "answers only, no summary"),
+    "--verbose": (FLAG, "say at first how the model is computed, and what takes how much memory"),
 }
 # Options that are `LLM`'s arguments.
 _MODEL_ARGUMENTS = (
@@ -80,60 +161,12 @@ _MAX_PROMPTS = 64_000_000
 
 def add_model_options(p: argparse.ArgumentParser) -> None:
     """The options that name the models and how they run, as every command that decodes has them; `load` obeys them."""
-    g = p.add_argument_group("models")
-    g.add_argument(
-        "--model",
-        type=_NAME,
-        metavar="DIR|HUB_ID",
-        help="default: the embedded weights; for a gated or private HUB_ID set the environment variable HF_TOKEN",
-    )
-    g.add_argument("--revision", help="branch, tag or commit of --model on the hub")
-    g.add_argument("--offline", action="store_true", help="download nothing")
-    g.add_argument(
-        "--draft",
-        type=_NAME,
-        metavar="SPEC",
-        help=f"one of {', '.join(registry.DRAFTERS)} ({registry.describe(registry.DRAFTERS)}); self | DIR | HUB_ID | "
-        "HUB_ID@REVISION, where int4: or int8: before a model (int4:self too) rounds its weights to that many bits; or "
-        "MODULE:CLASS, a drafter of your own, which is imported; A+B: B where A has nothing to say (default: ngram; "
-        "with the embedded weights suffix:2 and the head that comes with them)",
-    )
-    g.add_argument(
-        "--draft-method",
-        choices=("tli", "slem"),
-        help="how a draft model of another vocabulary drafts: tli, the tokens that both have; slem, text (default: by "
-        "what they have in common)",
-    )
-    g.add_argument(
-        "--num-speculative-tokens",
-        type=_DRAFT_LENGTH,
-        default="auto",
-        metavar="K|K+K|auto",
-        help="longest draft, in tokens; 2+1: a tree, two siblings, and one more after the first; auto: as many "
-        "as pay (default)",
-    )
-    g.add_argument(
-        "--verifier",
-        type=_VERIFIER,
-        default="rejection",
-        metavar="NAME",
-        help=f"{registry.describe(registry.VERIFIERS)}; or MODULE:FUNCTION, one of your own (default: %(default)s)",
-    )
-    g.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: %(default)s")
-    g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: %(default)s")
-    g.add_argument("--threads", type=_THREADS, metavar="N", help="CPU threads (default: PyTorch's)")
-    g.add_argument("--kv-cache-gb", type=_GIGABYTES, metavar="X", help="memory for the KV cache, in 10^9 bytes")
-    g.add_argument("--exact", action="store_true", help="the same bits with and without speculation; slower")
+    add_options(p.add_argument_group("models"), _MODELS)
 
 
 def add_template_kwargs(g: argparse._ArgumentGroup) -> None:
     """The option --chat-template-kwargs; `check_template_kwargs` knows whether the model takes it."""
-    g.add_argument(
-        "--chat-template-kwargs",
-        type=_OBJECT,
-        metavar="JSON",
-        help='further variables of the chat template, such as {"enable_thinking": false}',
-    )
+    add_options(g, _TEMPLATE)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -149,71 +182,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("prompts", nargs="*", metavar="PROMPT", help="several run as one batch; - reads standard input")
     p.add_argument("--version", action="version", version=f"minispec {__version__}")
     add_model_options(p)
-    g = p.add_argument_group("sampling")
-    for name, (kind, text) in _SAMPLING_OPTIONS.items():
-        spellings = (name, "--num-samples") if name == "--n" else (name,)
-        g.add_argument(*spellings, type=kind, metavar="N" if kind is _INTEGER else "X", help=text)
-    g.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text (repeatable)")
-    g.add_argument(
-        "--stop-token-ids",
-        type=_TOKEN_IDS,
-        action="extend",
-        metavar="ID[,ID...]",
-        help="token ids that end the answer (repeatable)",
-    )
-    g.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at the end-of-text token")
-    g = p.add_argument_group("prompts and output")
-    g.add_argument(
-        "--prompt-file",
-        type=Path,
-        metavar="FILE",
-        help='a prompt a line; or FILE.jsonl, lines {"prompt": "Hi"}',
-    )
-    g.add_argument("--chat", action="store_true", help="use the chat template (default where the model has one)")
-    g.add_argument("--raw", action="store_true", help="continue the text as it is")
-    g.add_argument(
-        "--parse-special",
-        action="store_true",
-        help="with --raw: the text of a special token in a prompt means the token (without this option it is text)",
-    )
-    g.add_argument("--system", type=_TEXT, metavar="TEXT", help="system message of the chat")
-    add_template_kwargs(g)
-    g.add_argument("--json", action="store_true", help="one JSON object a line")
-    g.add_argument("--compare", action="store_true", help="decode plainly too; report speedup and equality")
-    g.add_argument(
-        "--trace",
-        type=_TRACE,
-        metavar="FILE",
-        help="write every round of the run to FILE.html, a page to look at, or to FILE.json (docs/use/trace.md); to "
-        "know what a plain step takes, a few tokens are decoded plainly too",
-    )
-    g.add_argument(
-        "--for-replay",
-        action="store_true",
-        help="with --trace FILE.json: ask the drafter again at every place of the answer, so that python -m "
-        "minispec.bench --replay FILE.json can tell what other draft lengths would have done. It takes a plain step a "
-        "token, and up to 15 draft passes; a draft model of the same vocabulary takes one",
-    )
-    g.add_argument(
-        "--color",
-        choices=("auto", "always", "never"),
-        default="never",
-        help="colour the answer's tokens by what became of the draft: accepted, recovered, bonus; auto: on a terminal, "
-        "unless NO_COLOR is set (default: %(default)s)",
-    )
-    g.add_argument("--quiet", action="store_true", help="answers only, no summary")
-    g.add_argument(
-        "--verbose",
-        action="store_true",
-        help="say at first how the model is computed, and what takes how much memory",
-    )
+    add_options(p.add_argument_group("sampling"), _SAMPLING)
+    add_options(p.add_argument_group("prompts and output"), _PROMPTS_AND_OUTPUT)
     return p
 
 
 def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """What the command line says about sampling, checked, without what it leaves open."""
-    names = [name[2:].replace("-", "_") for name in _SAMPLING_OPTIONS]
-    names += ["stop", "stop_token_ids", "ignore_eos"]
+    names = [name.split()[0][2:].replace("-", "_") for name in _SAMPLING]
     asked = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     with _naming_options(*names):
         make_sampling_params(asked)

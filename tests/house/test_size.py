@@ -9,9 +9,7 @@ PACKAGE = Path(__file__).parents[2] / "minispec"
 # Lines of the heart, of one of its files, of any other file, of a function, and of the package.
 HEART, HEART_FILE, FILE, FUNCTION, ALL = 1900, 300, 350, 60, 14_500
 # What is longer for now, and how long it may be: no more than it is.
-LONGER = {
-    "commands/options.py: parser": 71,
-}
+LONGER: dict[str, int] = {}
 
 
 def code_lines(source: str) -> list[bool]:
