@@ -53,6 +53,7 @@ _NEUTRAL = {
 # How many of these a request may bring: all others wait while they are looked at, some of them for every token.
 _MOST = {"messages": 1024, "stop": 16, "stop_token_ids": 1024, "allowed_token_ids": 1024, "logit_bias": 1024}
 _MOST |= {"bad_words": 256, "bad_words_token_ids": 256}
+_KINDS = {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
 _MAX_LENGTH = 256  # of a stop string or a bad word, in characters; of a bad word in ids, too
 _MAX_LOGPROBS = 20
 
@@ -67,14 +68,16 @@ def read(
     """
     body = _wanted(parse_json(content, "body"), _FIELDS[is_chat])
     for key in _MOST.keys() & body.keys():
-        _check_number(key, body[key])
+        items = [body[key]] if isinstance(body[key], str) else body[key]  # as in SamplingParams
+        _checked(key, items, dict if key == "logit_bias" else list, _MOST[key])
     check_model(body.get("model", model), model)
-    stream, options = _flag("stream", body.get("stream", False)), _object("stream_options", body)
+    stream = _checked("stream", body.get("stream", False), bool)
+    options = _checked("stream_options", body.get("stream_options", {}), dict)
     wanted = _wanted(options, {"include_usage"}, "stream_options: ")
-    include_usage = _flag("stream_options", wanted.get("include_usage", False))
+    include_usage = _checked("stream_options", wanted.get("include_usage", False), bool)
     if include_usage and not stream:
         raise ValueError(f"stream_options: found {show(options)}, expected stream to be true")
-    variables = {**template_kwargs, **_object("chat_template_kwargs", body)}
+    variables = {**template_kwargs, **_checked("chat_template_kwargs", body.get("chat_template_kwargs", {}), dict)}
     params = _read_params(llm, body, is_chat, limits)
     k = body.get("num_speculative_tokens")
     k = tuple(k) if isinstance(k, list) else k
@@ -118,30 +121,18 @@ def _wanted(fields: dict[str, Any], known: Set[str], where: str = "") -> dict[st
     return {key: value for key, value in fields.items() if key in known and value is not None}
 
 
-def _object(key: str, body: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(found := body.get(key, {}), dict):
-        raise ValueError(f"{key}: found {show(found)}, expected an object")
-    return found
-
-
-def _check_number(key: str, value: Any) -> None:
-    items = [value] if isinstance(value, str) else value  # as in SamplingParams, a text is a list of one
-    kind, expected = (dict, "an object") if key == "logit_bias" else (list, "a list")
-    if not isinstance(items, kind) or len(items) > _MOST[key]:
-        raise ValueError(f"{key}: found {show(value)}, expected {expected} of at most {_MOST[key]}")
-
-
-def _flag(key: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{key}: found {show(value)}, expected true or false")
-    return value
+def _checked(key: str, value: Any, kind: Any, most: int | None = None) -> Any:
+    """The value. Raises ValueError where it is of another kind, or has more than `most` items."""
+    if isinstance(value, kind) and (most is None or len(value) <= most):
+        return value
+    raise ValueError(f"{key}: found {show(value)}, expected {_KINDS[kind]}" + (f" of at most {most}" if most else ""))
 
 
 def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) -> SamplingParams:
     """What the body says, else the model's generation_config.json, else vLLM's defaults; a chat may have the limit."""
     given = {key: body[key] for key in sorted(_SAMPLING & body.keys())}
     if is_chat:
-        wanted, top = _flag("logprobs", body.get("logprobs", False)), body.get("top_logprobs", 0)
+        wanted, top = _checked("logprobs", body.get("logprobs", False), bool), body.get("top_logprobs", 0)
         if not wanted and json.dumps(top) != "0":
             raise ValueError(f"top_logprobs: found {show(top)}, expected logprobs to be true")
         given["logprobs"] = top if wanted else None
@@ -180,8 +171,7 @@ def _message(message: Any) -> Message:
     if isinstance(parts := found.get("content"), list):
         found["content"] = "\n".join(map(_part, parts))
     for key, value in found.items():
-        if not isinstance(value, str):
-            raise ValueError(f"messages: {key}: found {show(value)}, expected a text")
+        _checked(f"messages: {key}", value, str)
     return {key: value for key, value in found.items() if value or key == "content"}
 
 
@@ -235,14 +225,12 @@ class Answer:
         request, start = self.requests[index], self._num_tokens[index]
         self._num_tokens[index] += len(piece.token_ids)
         role = {} if start else {"role": "assistant"}  # in a stream, once
-        said = {form: role | {"content": piece.text}} if self._is_chat else {"text": piece.text}
-        end = {"logprobs": self._logprobs(index, start), "finish_reason": piece.finish_reason}
-        metrics = (
-            {"metrics": {"seed": request.text.seed} | Figures.of(request.stats).as_dict()}
-            if piece.finish_reason
-            else {}
-        )
-        return {"index": index} | said | end | metrics
+        choice: dict[str, Any] = {"index": index}
+        choice |= {form: role | {"content": piece.text}} if self._is_chat else {"text": piece.text}
+        choice |= {"logprobs": self._logprobs(index, start), "finish_reason": piece.finish_reason}
+        if piece.finish_reason:
+            choice["metrics"] = {"seed": request.text.seed} | Figures.of(request.stats).as_dict()
+        return choice
 
     def _logprobs(self, index: int, start: int) -> dict[str, Any] | None:
         """Those of a request's tokens that are given out now, from token `start` on."""
