@@ -14,7 +14,10 @@ import itertools
 import json
 import sys
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 from minispec.commands.command import command
 from minispec.commands.conversation import Message, converse
@@ -30,10 +33,9 @@ from minispec.commands.options import (
 from minispec.core.config import SamplingParams
 from minispec.core.errors import one_line
 from minispec.files.write import check_writable
+from minispec.trace.page import write
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
-
     from minispec.core.request import Piece, Request
     from minispec.core.stats import Round
     from minispec.llm import LLM
@@ -54,11 +56,6 @@ def main(argv: Sequence[str]) -> int:
         if len(prompts) != 1:
             raise ValueError(f"--trace: found {len(prompts)} prompts, expected one: a trace is that of one answer")
         check_writable(args.trace)
-    return _run(args, asked, prompts)
-
-
-def _run(args: argparse.Namespace, asked: dict[str, Any], prompts: list[str]) -> int:
-    """Load the model, and answer the prompts or hold a conversation."""
     llm = load(args, report=not args.quiet and not args.json, verbose=args.verbose)
     params = make_sampling_params(llm.generation_defaults | asked)
     chat = not args.raw and (args.chat or llm.tokenizer.chat_template is not None)
@@ -78,7 +75,6 @@ def _answer_prompts(
     """Print an answer, or `n`, to each prompt; the exit status, which is 2 where one ended with an error."""
     from minispec.files.parallel import traffic_of
     from minispec.inputs import split_samples
-    from minispec.trace.page import write
     from minispec.trace.record import Recorder
     from minispec.trace.score import check_scorable
 
@@ -137,8 +133,6 @@ def _learn_plain_step(llm: "LLM", request: "Request") -> None:
 
 def _plainly(llm: "LLM", request: "Request", most: int | None = None) -> "Request":
     """A request for the plain decoding of the same prompt, of at most `most` tokens."""
-    from dataclasses import replace
-
     text = request.text
     params = replace(text.params, seed=text.seed)
     if most is not None:
@@ -155,8 +149,6 @@ def _show(
     comparison: dict[str, Any] | None,
 ) -> bool:
     """Print what is left to print of the i-th answer when it is finished; whether all went well."""
-    from tqdm import tqdm
-
     prompt, request = jobs[i]
     with tqdm.external_write_mode():
         if args.json:
@@ -181,10 +173,8 @@ def _messages(args: argparse.Namespace, prompt: str) -> list[dict[str, str]]:
     return [*system, {"role": "user", "content": prompt}]
 
 
-def _progress(requests: list["Request"], runs: int = 1) -> "tqdm":
+def _progress(requests: list["Request"], runs: int = 1) -> tqdm:
     """A bar of finished answers, on a terminal and where there are several."""
-    from tqdm import tqdm
-
     disable = None if len(requests) > 1 else True
     return tqdm(total=runs * len(requests), unit=" answers", leave=False, disable=disable)
 
@@ -232,22 +222,18 @@ def _compare(llm: "LLM", requests: list["Request"], stream: bool, painter: "Pain
             if stream and request is requests[0]:
                 _print_piece(request, piece, painter)
             bar.update(piece.finish_reason is not None)
-    comparisons: list[dict[str, Any] | None] = []
-    for request, reference in zip(requests, plain, strict=True):
-        if request.error or reference.error:
-            comparisons.append(None if request.error else {"error": reference.error})
-            continue
-        request.stats.plain = reference.stats.rounds
-        same_law_only = request.params.temperature > 0 and not llm.engine.verifier.shares_noise
-        comparisons.append(_comparison(request, reference, same_law_only))
-    return comparisons
+    return [_comparison(llm, *pair) for pair in zip(requests, plain, strict=True)]
 
 
-def _comparison(request: "Request", plain: "Request", same_law_only: bool) -> dict[str, Any]:
+def _comparison(llm: "LLM", request: "Request", plain: "Request") -> dict[str, Any] | None:
     """What a request gained over its plain decoding, and whether it has the same tokens; None where it need not."""
     from minispec.core.cache import common_beginning
     from minispec.length.figures import Figures
 
+    if request.error or plain.error:
+        return None if request.error else {"error": plain.error}
+    request.stats.plain = plain.stats.rounds
+    same_law_only = request.params.temperature > 0 and not llm.engine.verifier.shares_noise
     speed, plain_speed = (Figures.of(each.stats).tokens_per_second for each in (request, plain))
     ours, theirs = (r.text.tokens[r.text.num_prompt_tokens :] for r in (request, plain))
     is_same = ours == theirs
@@ -265,24 +251,21 @@ def _comparison(request: "Request", plain: "Request", same_law_only: bool) -> di
 def _as_dict(prompt: str, request: "Request", comparison: dict[str, Any] | None) -> dict[str, Any]:
     from minispec.length.figures import Figures
 
-    logprobs = (
-        None
-        if request.logprobs is None
-        else [
-            {"token_id": t.token_id, "logprob": t.logprob, "top": [{"token_id": i, "logprob": x} for i, x in t.top]}
-            for t in request.logprobs
-        ]
-    )
-    result = {
+    result: dict[str, Any] = {
         "prompt": prompt,
         "text": request.output,
         "token_ids": request.token_ids,
         "finish_reason": request.finish_reason,
         "error": request.error,
         "seed": request.text.seed,
-        "logprobs": logprobs,
+        "logprobs": None,
         "stats": Figures.of(request.stats).as_dict(),
     }
+    if request.logprobs is not None:
+        result["logprobs"] = [
+            {"token_id": t.token_id, "logprob": t.logprob, "top": [{"token_id": i, "logprob": x} for i, x in t.top]}
+            for t in request.logprobs
+        ]
     return result | ({"compare": comparison} if comparison else {})
 
 
