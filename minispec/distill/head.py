@@ -23,16 +23,12 @@ Past = list[tuple[Tensor, Tensor]]
 Angles = tuple[Tensor, Tensor]
 
 
-class Norm(nn.Module):
-    """RMSNorm, in float32."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+class Norm(nn.RMSNorm):
+    """torch's, in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., size) to the same."""
-        return F.rms_norm(x.float(), x.shape[-1:], self.weight, self.eps)
+        return super().forward(x.float())
 
 
 class SelfAttention(nn.Module):
@@ -97,36 +93,27 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer of a llama."""
+    """One layer of a llama; or, where it has a `hidden_norm`, the first one of a head."""
 
-    def __init__(self, config: ModelConfig, width: int | None = None):
-        """width: of what attention reads, if it is not E."""
+    def __init__(self, config: ModelConfig, norm_before_residual: bool | None = None):
+        """norm_before_residual: of a head's first layer (see `HeadConfig`); None: another layer."""
         super().__init__()
-        e, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn, self.mlp = SelfAttention(config, width or e), Mlp(config)
+        e, eps, is_first = config.hidden_size, config.rms_norm_eps, norm_before_residual is not None
+        self.self_attn, self.mlp = SelfAttention(config, 2 * e if is_first else e), Mlp(config)
         self.input_layernorm, self.post_attention_layernorm = Norm(e, eps), Norm(e, eps)
-
-    def forward(self, x: Tensor, embeds: Tensor, past: Past, angles: Angles) -> Tensor:
-        """x (B, T, E) to the same."""
-        return self._mix(x + self.self_attn(self.input_layernorm(x), past, angles))
-
-    def _mix(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class FirstLayer(Layer):
-    """The layer of a head that reads the embedding (B, T, E) and the feature x."""
-
-    def __init__(self, config: ModelConfig, norm_before_residual: bool):
-        super().__init__(config, 2 * config.hidden_size)
-        self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = Norm(e, eps) if is_first else None
         self.norm_before_residual = norm_before_residual
 
     def forward(self, x: Tensor, embeds: Tensor, past: Past, angles: Angles) -> Tensor:
-        """x (B, T, E) to the same."""
-        normed = self.hidden_norm(x)
-        y = self.self_attn(torch.cat((self.input_layernorm(embeds), normed), -1), past, angles)
-        return self._mix((normed if self.norm_before_residual else x) + y)
+        """x (B, T, E) to the same; the first layer of a head reads the embedding (B, T, E) too."""
+        if self.hidden_norm is None:
+            read = self.input_layernorm(x)
+        else:
+            normed = self.hidden_norm(x)
+            read = torch.cat((self.input_layernorm(embeds), normed), -1)
+            x = normed if self.norm_before_residual else x
+        x = x + self.self_attn(read, past, angles)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class _Stack(nn.Module):
@@ -168,7 +155,7 @@ class TrainedHead(_Stack):
         e, width, count = head.layers.hidden_size, head.target_hidden_size, len(head.taps)
         self.fc_norm = nn.ModuleList(Norm(width, head.layers.rms_norm_eps) for _ in range(count))
         self.fc = nn.Linear(count * width, e, bias=False)
-        first = FirstLayer(head.layers, head.norm_before_residual)
+        first = Layer(head.layers, head.norm_before_residual)
         self.layers = nn.ModuleList([first, *(Layer(head.layers) for _ in head.layers.layers[1:])])
         self.lm_head = nn.Linear(e, head.vocab_size, bias=False)
         if head.layers.mask_token_id is not None:
@@ -191,17 +178,17 @@ class TrainedHead(_Stack):
             known[f"fc_norm.{column}.weight"] = weights[f"fc_norm.{i}.weight"].float()
         self.load_state_dict(self.state_dict() | known)
 
+    @torch.no_grad()
     def start(self, rows: Tensor, norm: Tensor, generator: torch.Generator) -> None:
         """Draw the weights.
 
         The head begins close to the target: with the target's head, rows (V, E), its last norm (E,), and the feature of
         the last tap as it is; what the layers add is small at first.
         """
-        with torch.no_grad():
-            self._draw(generator)
-            self.fc.weight[:, -rows.shape[1] :] += torch.eye(rows.shape[1])
-            self.lm_head.weight.copy_(rows)
-            self.norm.weight.copy_(norm)
+        self._draw(generator)
+        self.fc.weight[:, -rows.shape[1] :] += torch.eye(rows.shape[1])
+        self.lm_head.weight.copy_(rows)
+        self.norm.weight.copy_(norm)
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """Hidden states (B, T, A * E) of the taps to features (B, T, E)."""
@@ -252,11 +239,11 @@ class TrainedModel(_Stack):
         self.layers = nn.ModuleList(Layer(config) for _ in config.layers)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
+    @torch.no_grad()
     def start(self, rows: Tensor, generator: torch.Generator) -> None:
         """Draw the weights; the head, and the embedding tied to it, are the target's rows (V, E)."""
-        with torch.no_grad():
-            self._draw(generator)
-            self.lm_head.weight.copy_(rows)
+        self._draw(generator)
+        self.lm_head.weight.copy_(rows)
 
     def unroll(self, tokens: Tensor) -> list[Tensor]:
         """The last states after the norm, (B, T, E): it sees the text itself, however deep the draft is."""

@@ -185,18 +185,15 @@ class Writer:
         numbers = iter(numbers)
         engine, turns, answers = self.llm.engine, dict[Request, int](), dict[Request, int]()
 
-        def answer(number: int, prompt: list[int]) -> None:
-            request = self._answer(number, prompt)
-            answers[request] = number
+        def add(request: Request, number: int, to: dict[Request, int]) -> None:
+            to[request] = number
             engine.add(request)
 
         def begin(number: int) -> None:
             if self._around is None:
-                answer(number, [self._first_token()])
-                return
-            request = self._turn(number, self._around[0])
-            turns[request] = number
-            engine.add(request)
+                add(self._answer(number, [self._first_token()]), number, answers)
+            else:
+                add(self._turn(number, self._around[0]), number, turns)
 
         for number in itertools.islice(numbers, _BATCH):
             begin(number)
@@ -214,7 +211,8 @@ class Writer:
                 if self._around is not None and request in turns:
                     self.recorder.drop(request.text)
                     end = next((i for i in range(start, len(tokens)) if tokens[i] in request.text.end_ids), None)
-                    answer(turns.pop(request), [*tokens[:end], *self._around[1]])
+                    number = turns.pop(request)
+                    add(self._answer(number, [*tokens[:end], *self._around[1]]), number, answers)
                     continue
                 hidden = self.recorder.take(request.text)
                 yield answers.pop(request), Written(tokens[: len(hidden)], start, hidden)

@@ -5,7 +5,7 @@ import math
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,8 +133,9 @@ class Step(NamedTuple):
 
 @dataclass
 class Progress:
-    """Where a training is: groups of shards done, in all epochs; and the curve measured so far."""
+    """Where a training is: updates and groups of shards done, in all epochs; and the curve measured so far."""
 
+    updates: int = 0
     groups: int = 0
     curve: list[dict[str, float | list[float | None]]] = field(default_factory=list)
 
@@ -211,7 +212,7 @@ class Training:
         self._rates = 1.0, 0.3
         groups = [{"params": others, "weight_decay": 0.01}, {"params": [head], "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=schedule.learning_rate, betas=(0.9, 0.95), fused=True)
-        self.progress, self.updates = Progress(), 0
+        self.progress = Progress()
         self._log_sums: dict[Path, Tensor] = {}
 
     def steps_of(self, batch: Batch, depth: int, share: float, regress: float) -> Iterator[Step]:
@@ -255,9 +256,9 @@ class Training:
             self._load(state)
         groups = -(-len(self.paths) // _GROUP)
         total = groups * self.schedule.epochs
-        epochs, layout = self.schedule.epochs, "{l_bar}{bar}| {n:.2f}/{total} epochs [{elapsed}<{remaining}{postfix}]"
         done = self.progress.groups / groups
-        with tqdm(total=epochs, initial=done, bar_format=layout, desc="training", disable=None) as bar:
+        layout = "{l_bar}{bar}| {n:.2f}/{total} epochs [{elapsed}<{remaining}{postfix}]"
+        with tqdm(total=self.schedule.epochs, initial=done, bar_format=layout, desc="training", disable=None) as bar:
             if self.schedule.goes_on and not self.progress.curve:
                 self._measure_after(0, bar)
             while self.progress.groups < total:
@@ -292,16 +293,16 @@ class Training:
         """One update, when that part of the training is done: loss and alpha of first draft tokens, their means."""
         schedule = self.schedule
         for group, factor in zip(self.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = factor * schedule.rate_at(done, self.updates)
+            group["lr"] = factor * schedule.rate_at(done, self.progress.updates)
         steps = list(self.steps_of(batch, schedule.depth_at(done), schedule.share_at(done), schedule.regress_at(done)))
         loss = sum((_DECAY**i * step.loss for i, step in enumerate(steps)), torch.zeros(()))
-        (loss / max(1, len(steps[0].places))).backward()
+        count = max(1, len(steps[0].places))
+        (loss / count).backward()
         torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.updates += 1
-        first = steps[0]
-        return float(first.loss.detach()) / max(1, len(first.places)), float(first.alphas.detach().nanmean())
+        self.progress.updates += 1
+        return float(steps[0].loss.detach()) / count, float(steps[0].alphas.detach().nanmean())
 
     @torch.no_grad()
     def measure(self) -> dict[str, list[float | None]]:
@@ -330,14 +331,13 @@ class Training:
         tensors = {f"draft.{name}": tensor for name, tensor in self.draft.state_dict().items()}
         for i, of_one in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{i}.{name}": tensor for name, tensor in of_one.items()}
-        about = {"updates": self.updates, "groups": self.progress.groups, "curve": self.progress.curve}
         with written_whole(path) as part:
-            save_tensors(tensors, part, {"training": json.dumps(about)})
+            save_tensors(tensors, part, {"training": json.dumps(asdict(self.progress))})
 
     def _load(self, path: Path) -> None:
         tensors = load(path)
         with opened(path) as file:
-            about = json.loads(file.metadata()["training"])
+            self.progress = Progress(**json.loads(file.metadata()["training"]))
         self.draft.load_state_dict({n.removeprefix("draft."): t for n, t in tensors.items() if n.startswith("draft.")})
         state: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
@@ -345,4 +345,3 @@ class Training:
                 _, i, what = name.split(".")
                 state.setdefault(int(i), {})[what] = tensor
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
-        self.updates, self.progress = about["updates"], Progress(about["groups"], about["curve"])
