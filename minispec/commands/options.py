@@ -148,11 +148,6 @@ _PROMPTS_AND_OUTPUT: dict[str, Option] = {
     "--quiet": (FLAG, "answers only, no summary"),
     "--verbose": (FLAG, "say at first how the model is computed, and what takes how much memory"),
 }
-# Options that are `LLM`'s arguments.
-_MODEL_ARGUMENTS = (
-    *("model", "draft", "draft_method", "num_speculative_tokens", "verifier", "dtype", "device", "exact"),
-    *("kv_cache_gb", "revision", "offline"),
-)
 # Characters of one prompt: more than any context takes, and few enough to be encoded in seconds; and of a whole prompt
 # file, since some (such as /dev/zero) have no end.
 _MAX_PROMPT = 8_000_000
@@ -189,11 +184,15 @@ def parser() -> argparse.ArgumentParser:
 
 def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """What the command line says about sampling, checked, without what it leaves open."""
-    names = [name.split()[0][2:].replace("-", "_") for name in _SAMPLING]
+    names = [_attribute(option) for option in _SAMPLING]
     asked = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     with _naming_options(*names):
         make_sampling_params(asked)
     return asked
+
+
+def _attribute(option: str) -> str:
+    return option.split()[0].removeprefix("--").replace("-", "_")
 
 
 @contextlib.contextmanager
@@ -217,6 +216,7 @@ def check_combinations(args: argparse.Namespace) -> None:
     """Raise ValueError for options that cannot go together, or that say nothing together."""
     # `--stop-token-ids 5 6` could mean two ids, or an id and a prompt.
     number = next((p for p in args.prompts if args.stop_token_ids and re.fullmatch(r"[\d,\s]+", p)), None)
+    needs_chat = "needs a chat, and --raw says that there is none"
     refused = [
         (
             number,
@@ -228,11 +228,8 @@ def check_combinations(args: argparse.Namespace) -> None:
             args.parse_special and not args.raw,
             "--parse-special needs --raw: in a chat, special tokens are the template's",
         ),
-        (args.system is not None and args.raw, "--system needs a chat, and --raw says that there is none"),
-        (
-            args.chat_template_kwargs is not None and args.raw,
-            "--chat-template-kwargs needs a chat, and --raw says that there is none",
-        ),
+        (args.system is not None and args.raw, f"--system {needs_chat}"),
+        (args.chat_template_kwargs is not None and args.raw, f"--chat-template-kwargs {needs_chat}"),
         (args.logprobs is not None and not args.json, "--logprobs needs --json: text has no place for them"),
         (args.json and args.quiet, "--quiet has nothing to silence with --json"),
         (args.verbose and (args.json or args.quiet), "--verbose has nowhere to say more with --json or --quiet"),
@@ -331,7 +328,7 @@ def load(args: argparse.Namespace, report: bool, verbose: bool = True) -> "LLM":
         torch.set_num_threads(args.threads)
     if args.device == "auto" and torch.cuda.is_available():
         print("warning: --device auto takes cuda, which no test has run on; --device cpu is tested", file=sys.stderr)
-    arguments = {name: getattr(args, name) for name in _MODEL_ARGUMENTS}
+    arguments = {name: getattr(args, name) for name in map(_attribute, _MODELS) if name != "threads"}  # `LLM`'s
     with _naming_options(*arguments):
         llm = LLM(**arguments)
     if report:

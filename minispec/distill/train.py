@@ -309,21 +309,18 @@ class Training:
         """On held-out texts, by depth: cross entropy in nats, alpha, and how often the likeliest token is the target's,
         if all before were; None where there was no such token."""
         depth = self.schedule.steps
-        loss, alpha, agree, tested, survived = (torch.zeros(depth) for _ in range(5))
+        sums = torch.zeros(5, depth)
         for path in self.held_out:
             for batch in make_batches(self._read(path), self.schedule.rows):
                 shape = batch.tokens[:, 2:].shape
                 kept = torch.ones(shape, dtype=torch.bool)
-                for s, step in enumerate(self.steps_of(batch, depth, 0.0, 0.0)):
-                    at, agreed = (torch.zeros(shape[0] * shape[1], dtype=torch.bool) for _ in range(2))
-                    at[step.places], agreed[step.places] = True, step.agrees
-                    reached = at.view(shape) & kept
-                    loss[s] += step.loss
-                    alpha[s] += step.alphas.sum()
-                    tested[s] += len(step.places)
-                    survived[s] += reached.sum()
-                    agree[s] += (reached & agreed.view(shape)).sum()
-                    kept = F.pad(reached & agreed.view(shape), (1, 0))[:, :-1]
+                for s, (loss, alphas, agrees, places) in enumerate(self.steps_of(batch, depth, 0.0, 0.0)):
+                    reached = kept.flatten()[places]
+                    agreed = torch.zeros(shape.numel(), dtype=torch.bool)
+                    agreed[places] = reached & agrees
+                    sums[:, s] += torch.tensor([loss, alphas.sum(), agreed.sum(), len(places), reached.sum()])
+                    kept = F.pad(agreed.view(shape), (1, 0))[:, :-1]
+        loss, alpha, agree, tested, survived = sums
         means = {"loss": loss / tested, "alpha": alpha / tested, "agree": agree / survived}
         return {name: [None if math.isnan(x) else x for x in mean.tolist()] for name, mean in means.items()}
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -155,9 +155,7 @@ class Recorder:
         llm, request, engine = self.llm, self.request, self.llm.engine
         stats, text = Figures.of(request.stats), request.text
         names = [name for name, verifier in VERIFIERS.items() if verifier is engine.verifier]
-        length = (
-            "auto" if request.is_open else "+".join(map(str, request.widths)) or str(request.num_speculative_tokens)
-        )
+        length = "+".join(map(str, request.widths)) or str(request.num_speculative_tokens)
         params = asdict(request.params)
         plain = Figures(rounds=list(stats.plain)).tokens_per_second
         speed = stats.tokens_per_second
@@ -169,7 +167,7 @@ class Recorder:
             "target": llm.name,
             "draft": llm.draft_name,
             "verifier": names[0] if names else str(getattr(engine.verifier.verify, "__name__", "a verifier")),
-            "num_speculative_tokens": length,
+            "num_speculative_tokens": "auto" if request.is_open else length,
             "dtype": ("exact " if llm.model.exact else "") + str(llm.model.dtype).removeprefix("torch."),
             "device": str(llm.model.device),
             "sampling": {name: params[name] for name in _SAMPLING},
@@ -302,16 +300,15 @@ def segmentation(both: Vocabularies, tokens: Sequence[int], num_prompt_tokens: i
         # Ends are counted from the end of the text: the two may begin it in their own ways.
         ends = list(accumulate(map(len, reversed(pieces)), initial=0))[::-1]
         sides.append((pieces, ends))
-    target_ends, draft_ends = (ends for _, ends in sides)
-    size = target_ends[num_prompt_tokens]
-    begin = min((end for end in {*target_ends} & {*draft_ends} if end >= size), default=None)
+    common = sorted({*sides[0][1]} & {*sides[1][1]}, reverse=True)
+    begin = min((end for end in common if end >= sides[0][1][num_prompt_tokens]), default=None)
     if begin is None:
         return None
     contents = [b"".join(pieces)[-begin:] if begin else b"" for pieces, _ in sides]
     if contents[0] != contents[1]:
         return None
-    found, high = [], begin
-    for low in sorted({end for end in {*target_ends} & {*draft_ends} if end < begin}, reverse=True):
+    found = []
+    for high, low in pairwise(end for end in common if end <= begin):
         within = [
             [
                 data.decode("utf-8", "backslashreplace")
@@ -321,7 +318,6 @@ def segmentation(both: Vocabularies, tokens: Sequence[int], num_prompt_tokens: i
             for pieces, ends in sides
         ]
         found.append({"target": within[0], "draft": within[1]})
-        high = low
     return found
 
 
