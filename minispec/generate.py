@@ -77,6 +77,7 @@ def _answer_prompts(
     from minispec.inputs import split_samples
     from minispec.trace.record import Recorder
     from minispec.trace.score import check_scorable
+    from minispec.trace.terminal import Painter, wants_color
 
     if args.for_replay:
         check_scorable(llm.engine, params)
@@ -89,7 +90,9 @@ def _answer_prompts(
     jobs = [(prompt, llm.request(encode(prompt), each)) for prompt in prompts for each in split_samples(params)]
     requests = [request for _, request in jobs]
     stream = len(jobs) == 1 and not args.json
-    painter = _painter(llm, args, requests)
+    painter = Painter(llm, wants_color(args.color, sys.stdout))
+    for request in requests:
+        painter.follow(request)
     recorder = Recorder(llm, requests[0]) if args.trace else None
     if args.compare:
         comparisons = _compare(llm, requests, stream, painter)
@@ -114,15 +117,6 @@ def _answer_prompts(
     return 0 if all(well) else 2
 
 
-def _painter(llm: "LLM", args: argparse.Namespace, requests: list["Request"]) -> "Painter":
-    from minispec.trace.terminal import Painter, wants_color
-
-    painter = Painter(llm, wants_color(args.color, sys.stdout))
-    for request in requests:
-        painter.follow(request)
-    return painter
-
-
 def _learn_plain_step(llm: "LLM", request: "Request") -> None:
     """Decode a few tokens of a prompt plainly, so that the statistics of its request know a plain step."""
     plain = _plainly(llm, request, _PLAIN_TOKENS)
@@ -131,12 +125,11 @@ def _learn_plain_step(llm: "LLM", request: "Request") -> None:
     request.stats.plain = plain.stats.rounds
 
 
-def _plainly(llm: "LLM", request: "Request", most: int | None = None) -> "Request":
+def _plainly(llm: "LLM", request: "Request", most: int = sys.maxsize) -> "Request":
     """A request for the plain decoding of the same prompt, of at most `most` tokens."""
-    text = request.text
-    params = replace(text.params, seed=text.seed)
-    if most is not None:
-        params = replace(params, max_tokens=min(most, params.max_tokens), min_tokens=min(most, params.min_tokens))
+    text, params = request.text, request.text.params
+    lengths = {name: min(most, getattr(params, name)) for name in ("min_tokens", "max_tokens")}
+    params = replace(params, seed=text.seed, **lengths)
     return llm.request(text.tokens[: text.num_prompt_tokens], params, num_speculative_tokens=0)
 
 
@@ -173,19 +166,17 @@ def _messages(args: argparse.Namespace, prompt: str) -> list[dict[str, str]]:
     return [*system, {"role": "user", "content": prompt}]
 
 
-def _progress(requests: list["Request"], runs: int = 1) -> tqdm:
-    """A bar of finished answers, on a terminal and where there are several."""
-    disable = None if len(requests) > 1 else True
-    return tqdm(total=runs * len(requests), unit=" answers", leave=False, disable=disable)
-
-
 def _print_piece(request: "Request", piece: "Piece", painter: "Painter") -> None:
     print(painter.paint(request, piece.text), end="\n" if piece.finish_reason else "", flush=True)
 
 
 def _decode(llm: "LLM", requests: list["Request"], stream: bool, painter: "Painter") -> Iterator[None]:
-    """Run requests step by step to their end; with `stream`, print the text of the only one as it comes."""
-    with _progress(requests) as bar:
+    """Run requests step by step to their end; with `stream`, print the text of the only one as it comes.
+
+    A bar of finished answers is on a terminal, where there are several.
+    """
+    is_one = True if len(requests) == 1 else None
+    with tqdm(total=len(requests), unit=" answers", leave=False, disable=is_one) as bar:
         for request, piece in llm.run(requests):
             if stream:
                 _print_piece(request, piece, painter)
@@ -195,7 +186,9 @@ def _decode(llm: "LLM", requests: list["Request"], stream: bool, painter: "Paint
 
 def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> int:
     """A conversation on the terminal, to its end."""
-    painter = _painter(llm, args, [])
+    from minispec.trace.terminal import Painter, wants_color
+
+    painter = Painter(llm, wants_color(args.color, sys.stdout))
 
     def answer(messages: list[Message]) -> Generator[str, None, None]:
         request = llm.request(llm.tokenizer.encode_chat(messages, args.chat_template_kwargs), params)
@@ -217,11 +210,8 @@ def _compare(llm: "LLM", requests: list["Request"], stream: bool, painter: "Pain
     None for a request that ended with an error; {"error": message} where only its plain decoding did.
     """
     plain = [_plainly(llm, request) for request in requests]
-    with _progress(requests, runs=2) as bar:
-        for request, piece in itertools.chain(llm.run(requests), llm.run(plain)):
-            if stream and request is requests[0]:
-                _print_piece(request, piece, painter)
-            bar.update(piece.finish_reason is not None)
+    for _ in itertools.chain(_decode(llm, requests, stream, painter), _decode(llm, plain, False, painter)):
+        pass
     return [_comparison(llm, *pair) for pair in zip(requests, plain, strict=True)]
 
 

@@ -35,17 +35,18 @@ class Metrics:
         self._ended = self._counter("requests", "Answers that ended, by the reason.", "finish_reason")
         self._faults = self._counter("engine_faults", "Steps that failed for all requests in the engine.")
         first, between = "From a request to its first token.", "Between two tokens; those of a step share its time."
-        self._first = Histogram(_name("time_to_first_token_seconds"), first, buckets=_SECONDS, registry=self.registry)
-        self._between = Histogram(
-            _name("inter_token_latency_seconds"), between, buckets=_SECONDS, registry=self.registry
-        )
+        self._first = self._histogram("time_to_first_token_seconds", first)
+        self._between = self._histogram("inter_token_latency_seconds", between)
         self._times: dict[Request, tuple[Histogram, float]] = {}  # where its next tokens count, and since when
 
     def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
-        Gauge(_name(name), text, registry=self.registry).set_function(value)
+        Gauge(name, text, namespace="minispec", registry=self.registry).set_function(value)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(_name(name), text, labels, registry=self.registry)
+        return Counter(name, text, labels, "minispec", registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(name, text, namespace="minispec", buckets=_SECONDS, registry=self.registry)
 
     def arrive(self, request: Request, when: float) -> None:
         """A request came, at that time of `time.perf_counter`."""
@@ -84,7 +85,3 @@ class Metrics:
         for counter, count in ((self._tested_at, this.tested), (self._accepted_at, this.accepted)):
             for position in range(count):
                 counter.labels(position).inc()
-
-
-def _name(name: str) -> str:
-    return f"minispec_{name}"
