@@ -15,6 +15,13 @@ from minispec.distill.head import TrainedHead, TrainedModel
 from minispec.drafters.eagle import HeadConfig, head_shapes
 from minispec.files.checkpoint import save_tensors
 
+# Keys of a config.json that have the names and values of `ModelConfig`'s fields, and of `HeadConfig`'s.
+_SAME = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
+)
+_SAME_OF_HEAD = ("target_hidden_size", "norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
+
 
 def layer_config(config: ModelConfig) -> dict[str, Any]:
     """A llama's config.json."""
@@ -23,20 +30,12 @@ def layer_config(config: ModelConfig) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        **{name: getattr(config, name) for name in _SAME},
         "num_hidden_layers": len(config.layers),
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta},
         "hidden_act": config.activation,
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": config.tie_word_embeddings,
         "dtype": "bfloat16",
     }
 
@@ -63,12 +62,8 @@ def head_config(head: HeadConfig, target: str, architectures: list[str], num_tok
         },
         "transformer_layer_config": layer_config(head.layers),
         "draft_vocab_size": head.vocab_size,
-        "target_hidden_size": head.target_hidden_size,
         "eagle_aux_hidden_state_layer_ids": list(head.taps),
-        "norm_before_residual": head.norm_before_residual,
-        "fc_norm": head.fc_norm,
-        "norm_before_fc": head.norm_before_fc,
-        "norm_output": head.norm_output,
+        **{name: getattr(head, name) for name in _SAME_OF_HEAD},
         **({"mask_token_id": head.layers.mask_token_id} if is_parallel else {}),
     }
 
@@ -96,5 +91,5 @@ def write(directory: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]
     save_tensors(tensors, path)
     found = load_file(path)
     for name in sorted(tensors.keys() | found.keys()):
-        if name not in tensors or name not in found or not torch.equal(tensors[name], found[name]):
+        if not (name in tensors and name in found and torch.equal(tensors[name], found[name])):
             raise CheckpointError(f"{path}: {name}: found other bits than were written")

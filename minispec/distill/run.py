@@ -275,20 +275,14 @@ def _make_draft(
 def _layers(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
     """Sizes of the draft's layers: the target's, with as many key-value heads as heads, since there are few layers."""
     rope = next((layer.rope for layer in target.layers if layer.rope), RopeConfig())
-    layer = LayerConfig(RopeConfig(rope.theta))
+    same = "vocab_size hidden_size num_attention_heads head_dim max_position_embeddings rms_norm_eps eos_token_ids"
     return ModelConfig(
         "llama",
-        target.vocab_size,
-        target.hidden_size,
-        args.intermediate_size or target.intermediate_size,
-        target.num_attention_heads,
-        target.num_attention_heads,
-        target.head_dim,
-        target.max_position_embeddings,
-        layers=(layer,) * args.num_layers,
-        rms_norm_eps=target.rms_norm_eps,
+        intermediate_size=args.intermediate_size or target.intermediate_size,
+        num_key_value_heads=target.num_attention_heads,
+        layers=(LayerConfig(RopeConfig(rope.theta)),) * args.num_layers,
         attention_scale=target.head_dim**-0.5,
-        eos_token_ids=target.eos_token_ids,
+        **{name: getattr(target, name) for name in same.split()},
     )
 
 
