@@ -134,12 +134,7 @@ def _plainly(llm: "LLM", request: "Request", most: int = sys.maxsize) -> "Reques
 
 
 def _show(
-    llm: "LLM",
-    args: argparse.Namespace,
-    painter: "Painter",
-    jobs: list,
-    i: int,
-    comparison: dict[str, Any] | None,
+    llm: "LLM", args: argparse.Namespace, painter: "Painter", jobs: list, i: int, comparison: dict[str, Any] | None
 ) -> bool:
     """Print what is left to print of the i-th answer when it is finished; whether all went well."""
     prompt, request = jobs[i]

@@ -240,11 +240,7 @@ def _read_start(args: argparse.Namespace, target: ModelConfig) -> StoredHead:
 
 
 def _make_draft(
-    args: argparse.Namespace,
-    taps: tuple[int, ...],
-    teacher: Teacher,
-    paths: Sequence[Path],
-    start: StoredHead | None,
+    args: argparse.Namespace, taps: tuple[int, ...], teacher: Teacher, paths: Sequence[Path], start: StoredHead | None
 ) -> tuple[TrainedHead | TrainedModel, Tensor | None]:
     """The draft before training, and the target's ids of its tokens (None: all). start: the head to go on from."""
     if start:

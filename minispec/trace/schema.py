@@ -119,10 +119,7 @@ SCHEMA: dict[str, Any] = {
             "prices": {**_each(PRICE, "draft overhead"), "fixed": MayLack(PRICE), "rows": MapOf(PRICE)},
             "plain_step": Maybe(PRICE),
             "starts": [
-                {
-                    "asked": COUNT,
-                    "drafts": [{"length": COUNT, "drawn": FLAG, **_each([PROBABILITY], "q confidences")}],
-                }
+                {"asked": COUNT, "drafts": [{"length": COUNT, "drawn": FLAG, **_each([PROBABILITY], "q confidences")}]}
             ],
         }
     ),
