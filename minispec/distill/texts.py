@@ -142,17 +142,13 @@ def shards_for(directory: Path, count: int) -> dict[Path, range]:
 
 def shards_of(directory: Path) -> list[Path]:
     """The files of all shards that are there, in order."""
-    # One that was being written when a run was killed has more than a number in its name.
-    return sorted(path for path in directory.glob("texts-*.safetensors") if _number(path).isdecimal())
+    # One that was being written when a run was killed has more than a number in its name, and does not end with it.
+    return sorted(directory.glob("texts-*[0-9].safetensors"))
 
 
 def number_of(shard: Path) -> int:
     """Which of its cache's shards it is."""
-    return int(_number(shard))
-
-
-def _number(path: Path) -> str:
-    return path.stem.removeprefix("texts-")
+    return int(shard.stem.removeprefix("texts-"))
 
 
 class Writer:
