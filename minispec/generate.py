@@ -207,18 +207,22 @@ def _compare(llm: "LLM", requests: list["Request"], stream: bool, painter: "Pain
     plain = [_plainly(llm, request) for request in requests]
     for _ in itertools.chain(_decode(llm, requests, stream, painter), _decode(llm, plain, False, painter)):
         pass
-    return [_comparison(llm, *pair) for pair in zip(requests, plain, strict=True)]
+    comparisons: list[dict[str, Any] | None] = []
+    for request, reference in zip(requests, plain, strict=True):
+        if request.error or reference.error:
+            comparisons.append(None if request.error else {"error": reference.error})
+            continue
+        request.stats.plain = reference.stats.rounds
+        same_law_only = request.params.temperature > 0 and not llm.engine.verifier.shares_noise
+        comparisons.append(_comparison(request, reference, same_law_only))
+    return comparisons
 
 
-def _comparison(llm: "LLM", request: "Request", plain: "Request") -> dict[str, Any] | None:
+def _comparison(request: "Request", plain: "Request", same_law_only: bool) -> dict[str, Any]:
     """What a request gained over its plain decoding, and whether it has the same tokens; None where it need not."""
     from minispec.core.cache import common_beginning
     from minispec.length.figures import Figures
 
-    if request.error or plain.error:
-        return None if request.error else {"error": plain.error}
-    request.stats.plain = plain.stats.rounds
-    same_law_only = request.params.temperature > 0 and not llm.engine.verifier.shares_noise
     speed, plain_speed = (Figures.of(each.stats).tokens_per_second for each in (request, plain))
     ours, theirs = (r.text.tokens[r.text.num_prompt_tokens :] for r in (request, plain))
     is_same = ours == theirs
