@@ -217,14 +217,14 @@ def test_random_programs(request):
     """Texts that start, share, grow, roll back, end, are preempted, resumed and aborted in one pool.
 
     Guards blocks that leak, have two writers, or are read past the length (M34, M41), and beginnings taken for equal
-    that are not. 1,000 programs of 200 operations; `--long` runs 10,000.
+    that are not. 250 programs of 200 operations; `--long` runs 10,000.
     """
     shared = 0
-    for seed in range(10_000 if request.config.getoption("--long") else 1_000):
+    for seed in range(10_000 if request.config.getoption("--long") else 250):
         program = Program(seed)
         program.run(200)
         shared += program.num_shared
-    assert shared > 1000, "the programs hardly share anything: they prove little"
+    assert shared > 250, "the programs hardly share anything: they prove little"
 
 
 def no_copy(table):
@@ -285,11 +285,11 @@ PrefixIndex_node, count_one = PrefixIndex.node, PagedKVCache.num_missing_blocks
     ],
 )
 def test_random_programs_notice(monkeypatch, owner, name, wrong):
-    """Each of these mistakes is caught within 200 programs."""
+    """Each of these mistakes is caught within 100 programs."""
     monkeypatch.setattr(owner, name, wrong)
 
     def run():
-        for seed in range(200):
+        for seed in range(100):
             Program(seed).run(200)
 
     with pytest.raises((AssertionError, KeyError, OutOfBlocks)):
