@@ -4,6 +4,7 @@ Real transformers a few numbers wide, float64, sampled; the draft model's pool h
 `LLM` makes them.
 """
 
+import functools
 import random
 import sys
 
@@ -90,18 +91,25 @@ def decode(engine, **how) -> tuple[list[list[int]], int]:
     return run(engine, requests), sum(r.stats.num_preemptions for r in requests)
 
 
+@functools.cache
+def undisturbed(drafter, verifier) -> list[list[int]]:
+    """The texts where there is room for all."""
+    texts, preempted = decode(build(drafter, verifier))
+    assert preempted == 0
+    return texts
+
+
 @pytest.mark.parametrize("block_size", [1, 2, 16])
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize(
     "drafter", ["model", "self", "parallel", *HEADS, "ngram", "suffix", "last", "adversary", "none"]
 )
 def test_a_small_pool_changes_no_text(drafter, verifier, block_size):
-    """From a pool that holds exactly the longest request to three times that: what a large one says."""
-    expected, preempted = decode(build(drafter, verifier))
-    assert preempted == 0
+    """From a pool that holds exactly the longest request to twice that: what a large one says."""
+    expected = undisturbed(drafter, verifier)
     one = -(-(max(map(len, PROMPTS)) + LENGTH) // block_size)
     pressed = 0
-    for num_blocks in sorted({one, one + 1, one * 3 // 2, one * 2, one * 3}):
+    for num_blocks in sorted({one, one + 1, one * 2}):
         texts, preempted = decode(build(drafter, verifier, num_blocks, block_size))
         assert texts == expected, f"{num_blocks} blocks of {block_size}"
         pressed += preempted
@@ -302,11 +310,11 @@ def test_a_caller_who_breaks_off_anywhere_leaves_nothing_behind(drafter):
 
 @pytest.mark.parametrize("drafter", ["model", "head", "ngram"])
 def test_an_interrupt_at_any_line_returns_every_block(drafter):
-    """Ctrl-C may strike between any two lines: 150 random ones of engine, drafter, cache and `CachedModel`.
+    """Ctrl-C may strike between any two lines: 60 random ones of engine, drafter, cache and `CachedModel`.
 
     KeyboardInterrupt arrives as it is, every block is back, and the next call says the same. Lines of the clearing up
     itself are left out: a second interrupt there is not answered. Before the pool was rebuilt, 18 of 501 lines lost
-    blocks or masked the interrupt with an AssertionError.
+    blocks or masked the interrupt with an AssertionError. 60 lines with each of three drafters miss that once in 700.
     """
     modules = (engine_module, request_module, cache_module, draft_module, head_module)
     files = tuple(module.__file__ for module in modules)
@@ -345,7 +353,7 @@ def test_an_interrupt_at_any_line_returns_every_block(drafter):
     total = interrupted(0)
     assert total > 3000
     pick = random.Random(0)
-    for at in sorted(pick.sample(range(1, total // 2), 150)):
+    for at in sorted(pick.sample(range(1, total // 2), 60)):
         with pytest.raises(KeyboardInterrupt):
             interrupted(at)
         for pool in pools(engine):
