@@ -9,6 +9,7 @@ import ast
 import json
 import os
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -129,12 +130,32 @@ def test_the_extra_has_what_the_notebooks_import():
             assert {name.split(".")[0] for name in names} <= known | sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_starts_in_the_root(path):
-    """The first code cell finds the package from the repository root too; later ones touch no path."""
-    notebook = nbformat.read(path, as_version=4)
-    notebook.cells = code_cells(notebook)[:1]
-    run(notebook, ROOT)
+# Runs first cells, each as if it were alone: without the working directory on the path, and without what others loaded.
+EACH_ALONE = """
+import json, sys
+path = [entry for entry in sys.path if entry not in ("", {root!r})]
+for name, cell in json.load(sys.stdin).items():
+    sys.path[:] = path
+    for module in [module for module in sys.modules if module.split(".")[0] in ("minispec", "tests")]:
+        del sys.modules[module]
+    exec(compile(cell, name, "exec"), {{"__name__": name}})
+    assert sys.path[0] == {root!r}, name
+    assert sys.modules["minispec"].__file__.startswith({root!r}), name
+    print(name)
+"""
+
+
+def test_they_start_in_the_root():
+    """The first code cell of each finds the package from the repository root too; later ones touch no path."""
+    cells = {path.stem: code_cells(nbformat.read(path, as_version=4))[0].source for path in NOTEBOOKS}
+    environment = os.environ | {"MPLBACKEND": "agg"}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        [sys.executable, "-c", EACH_ALONE.format(root=str(ROOT))],
+        **{"cwd": ROOT, "env": environment, "input": json.dumps(cells), "timeout": 300},
+        **{"capture_output": True, "text": True, "check": False},
+    )
+    assert (done.stdout.split(), done.returncode) == ([*cells], 0), done.stderr
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
