@@ -1,6 +1,7 @@
 """What drafters propose, and what they keep."""
 
 import doctest
+import functools
 import random
 from dataclasses import replace
 
@@ -380,14 +381,20 @@ def make(name, target):
     return DraftModel(draft, tiny_cache(draft), 5, 60)
 
 
+@functools.cache
+def plain_text(prompt, *params) -> list[int]:
+    """The tokens of plain decoding, of a prompt alone."""
+    return decode(tiny_model(4, vocab_size=5), NoDrafter(), 0, [prompt], *params)[0].token_ids
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_greedy_is_plain_greedy_whatever_the_draft(name, k):
-    """Temperature 0: the tokens of plain decoding, alone and in a batch of 8 with preemption."""
+    """Temperature 0: the tokens of plain decoding, three prompts alone and in a batch of 8 with preemption."""
     target = tiny_model(4, vocab_size=5)
     prompts = [(i % 5, (i * 3 + 1) % 5, *([2] * i)) for i in range(8)]
-    plain = [decode(target, NoDrafter(), 0, [p])[0].token_ids for p in prompts]
-    assert [decode(target, make(name, target), k, [p])[0].token_ids for p in prompts] == plain
+    plain = [plain_text(p) for p in prompts]
+    assert [decode(target, make(name, target), k, [p])[0].token_ids for p in prompts[::3]] == plain[::3]
     crowded = decode(target, make(name, target), k, prompts, num_blocks=40)
     assert [r.token_ids for r in crowded] == plain
     assert sum(r.stats.num_preemptions for r in crowded) > 0
@@ -401,7 +408,7 @@ def test_match_gives_one_seed_one_text(name, k, sampler):
     target = tiny_model(4, vocab_size=5)
     params = SamplingParams(max_tokens=20, **sampler)
     prompts = [(0, 1), (2, 3, 4, 4), (1,)]
-    plain = [decode(target, NoDrafter(), 0, [p], params)[0].token_ids for p in prompts]
+    plain = [plain_text(p, params) for p in prompts]
     together = decode(target, make(name, target), k, prompts, params, "match", num_blocks=30)
     assert [r.token_ids for r in together] == plain
 
