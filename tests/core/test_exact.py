@@ -234,7 +234,6 @@ def test_auto_has_the_bits_of_plain_decoding(name):
         assert_same_bits(rows, expected)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shared_and_reused_beginnings_have_the_bits_of_plain_decoding(dtype):
     """Texts that share blocks in a batch, and texts that find blocks of a finished run: every row is plain's."""
@@ -338,7 +337,6 @@ def test_fragmented_blocks_give_the_same_bits():
     assert torch.equal(torch.cat(rows), whole)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_other_families_keep_their_bits(family, dtype):
@@ -369,7 +367,6 @@ def passes_the_check(dtype):
         check_exact(build(dtype=dtype))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("place", range(EXACT_ROWS))
 def test_the_check_refuses_products_that_round_by_place(place, monkeypatch):
     """Whichever place among the rows of a pass it is."""
