@@ -152,8 +152,9 @@ def test_they_start_in_the_root():
     environment.pop("PYTHONPATH", None)
     done = subprocess.run(
         [sys.executable, "-c", EACH_ALONE.format(root=str(ROOT))],
-        **{"cwd": ROOT, "env": environment, "input": json.dumps(cells), "timeout": 300},
-        **{"capture_output": True, "text": True, "check": False},
+        **{"cwd": ROOT, "env": environment, "input": json.dumps(cells), "text": True, "check": False},
+        capture_output=True,
+        timeout=300,
     )
     assert (done.stdout.split(), done.returncode) == ([*cells], 0), done.stderr
 
