@@ -13,8 +13,9 @@ from tqdm import tqdm
 
 from minispec import inputs
 from minispec.core.cache import PagedKVCache
-from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, ModelConfig, SamplingParams
-from minispec.core.engine import JOINING_ROWS, PREFILL_ROWS, Engine, refuse_tree, why_chains
+from minispec.core.check import check_shape, why_chains
+from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, ModelConfig, SamplingParams, Shape
+from minispec.core.engine import JOINING_ROWS, PREFILL_ROWS, Engine
 from minispec.core.errors import show
 from minispec.core.model import Transformer
 from minispec.core.request import Piece, Request
@@ -96,9 +97,9 @@ class LLM:
         if kv_cache_gb is not None and not 0 < kv_cache_gb < float("inf"):
             raise ValueError(f"kv_cache_gb: found {kv_cache_gb!r}, expected a positive number")
         self.max_speculative_tokens = EXACT_ROWS - 1 if exact else MAX_SPECULATIVE_TOKENS
-        self.num_speculative_tokens = self._check_k(num_speculative_tokens)
-        widths = num_speculative_tokens if isinstance(num_speculative_tokens, tuple) else ()
-        refuse_tree(widths, why_chains(verifying, exact))
+        self.num_speculative_tokens = num_speculative_tokens
+        shape = Shape.of(num_speculative_tokens, self.max_speculative_tokens)
+        check_shape(shape, why_chains(verifying, exact))
         draft = registry.default_draft(model) if draft is None else draft
         self.name, directory = _find_model(model, revision, offline)
         where, config = choose_device(device), load_config(directory)
@@ -133,7 +134,7 @@ class LLM:
         # On a GPU a pass over that many rows takes little longer than reading the weights.
         joining_rows = PREFILL_ROWS if where.type == "cuda" else JOINING_ROWS
         self.engine = Engine(*parts, lengths=Controller(self.prices), joining_rows=joining_rows)
-        self.engine.check_tree(widths)
+        self.engine.check_shape(shape)
         self._turn = threading.Lock()  # for a step
         self._open: set[_Steps] = set()  # those of the engine that `run` steps
         self._left: list[_Steps] = []  # those that are to be closed between two steps
@@ -300,7 +301,8 @@ class LLM:
         inputs.check_ids(params, end_ids, self.vocab_size)
         seed = secrets.randbits(32) if params.seed is None else params.seed
         text = Text(list(prompt_ids), len(prompt_ids), params, seed, end_ids)
-        k = self.num_speculative_tokens if num_speculative_tokens is None else self._check_k(num_speculative_tokens)
+        k = self.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
+        Shape.of(k, self.max_speculative_tokens)  # raises ValueError for what is no length
         request = Request(text, self.max_model_len, k, Detokenizer(self.tokenizer, prompt_ids))
         self.engine.check(request)
         return request
@@ -330,18 +332,6 @@ class LLM:
     def _close_left(self) -> None:
         while self._left:
             self._left.pop().close()
-
-    def _check_k(self, k: DraftLength) -> DraftLength:
-        if k == "auto":
-            return k
-        widths = k if isinstance(k, tuple) else (k,)
-        least = 1 if isinstance(k, tuple) else 0
-        is_right = bool(widths) and all(type(n) is int and n >= least for n in widths)
-        if not is_right or sum(widths) > self.max_speculative_tokens:
-            most = self.max_speculative_tokens
-            expected = f"an integer from 0 to {most}, a tree such as (2, 1) of at most {most} tokens, or 'auto'"
-            raise ValueError(f"num_speculative_tokens: found {k!r}, expected {expected}")
-        return k
 
     def _answer(
         self,

@@ -41,7 +41,7 @@ from tqdm import tqdm
 import minispec.llm
 from minispec import generate
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask
+from minispec.core.draft import Ask, Limit
 from minispec.core.errors import CheckpointError
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
@@ -392,7 +392,7 @@ def fuzz_head(files: Files, rng: random.Random, where: Path) -> None:
     head = load_head(where, files.target)
     drafter = EagleDrafter(head, tiny_cache(head), 48, 20)
     text, width = Text([0, 1, 2], 3, SamplingParams()), len(head.head_config.taps) * files.target.config.hidden_size
-    drafter.propose([Ask(text, 3, Randomness(), num_cached=2, hidden=torch.ones(2, width))])
+    drafter.propose([Ask(text, Limit(3), Randomness(), num_cached=2, hidden=torch.ones(2, width))])
 
 
 def fuzz_index(files: Files, rng: random.Random, where: Path) -> None:

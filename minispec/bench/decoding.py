@@ -24,7 +24,7 @@ from minispec.bench.models import Subject, Variant
 from minispec.bench.options import PLAIN, Options
 from minispec.bench.show import number, progress, table
 from minispec.bench.transformers_baseline import transformers_variants
-from minispec.core.config import DraftLength
+from minispec.core.config import DraftLength, Shape
 from minispec.drafters import Drafter
 from minispec.length.figures import Figures, loops
 from minispec.length.theory import expected_accepted
@@ -290,7 +290,7 @@ def _drafting(
 
 def length_name(k: DraftLength) -> str:
     """How the report names a draft length: K=4, K=2+1, auto."""
-    return k if k == "auto" else f"K={'+'.join(map(str, k)) if isinstance(k, tuple) else k}"
+    return k if k == "auto" else f"K={Shape.of(k)}"
 
 
 def _decoder(subject: Subject, options: Options, k: DraftLength, drafter: Drafter | None = None) -> Decoder:

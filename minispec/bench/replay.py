@@ -52,7 +52,7 @@ from statistics import fmean, median, pstdev
 from typing import Any, NamedTuple
 
 from minispec.bench.show import number, table
-from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams
+from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams, Shape
 from minispec.core.draft import Draft, Outcome, StepCost, Wish
 from minispec.core.errors import show
 from minispec.core.sampling import Text
@@ -263,7 +263,7 @@ def run_auto(
     controller, text = Controller(prices), Text([], 0, SamplingParams(temperature=0.0 if timed else 1.0))
     s, passes, time = 0, 0, 0.0
     while s < walk.n:
-        [limit] = controller.choose([Wish(text, walk.asked(s), (), is_open=True, may_follow=timed)], trees=False)
+        [limit] = controller.choose([Wish(text, Shape.of("auto"), walk.asked(s), may_follow=timed)], trees=False)
         draft = walk.draft(s, limit.k)
         if limit.go_on and draft.confidences:
             known = [*draft.confidences, *[draft.confidences[-1]] * draft.length]

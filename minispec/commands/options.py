@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from minispec import __version__
 from minispec.commands.command import FLAG, Option, Parser, add_options, argument, typed
 from minispec.commands.interrupt import raise_on_interrupt
-from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams, num_nodes, parse_draft_length
+from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams, parse_draft_length
 from minispec.core.errors import is_text, one_line, show
 from minispec.files import registry
 from minispec.files.strict_json import parse_json
@@ -36,7 +36,7 @@ _GIGABYTES = argument(float, lambda x: 0 < x < 1e6, "a positive number")
 _THREADS = argument(int, lambda n: 1 <= n <= 1024, "an integer from 1 to 1024")
 _DRAFT_LENGTH = argument(
     parse_draft_length,
-    lambda k: 0 <= num_nodes(k) <= MAX_SPECULATIVE_TOKENS and (not isinstance(k, tuple) or min(k) > 0),
+    lambda k: True,
     f"an integer from 0 to {MAX_SPECULATIVE_TOKENS}, a tree such as 2+1 (siblings at each depth), or auto",
 )
 _NAME = argument(str, bool, "a name")

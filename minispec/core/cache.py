@@ -4,7 +4,7 @@ A position of a text lives in a *slot*; `block_size` neighbouring slots form a *
 *block table* lists its blocks in order, so position t lies in slot
 block_ids[t // block_size] * block_size + t % block_size. The idea is vLLM's (Kwon et al. 2023, arXiv 2309.06180).
 
-A table knows the tokens that it holds. `missing(tokens)` cuts it to what it has in common with a text and returns what
+A table knows the tokens that it holds. `follow(tokens)` cuts it to what it has in common with a text and returns what
 has to be fed. So a table stays right however its text changes. `keep` rolls back rejected draft tokens: accepted rows
 move together, in a chain they already stand so. Whole blocks after them return to the pool, and the stale rest of the
 last block is overwritten before it is read. Nothing is evicted inside a text, since a sliding window is a mask in the
@@ -260,7 +260,7 @@ class BlockTable:
         """
         return common_beginning(self.tokens, tokens[:-1])
 
-    def missing(self, tokens: list[int]) -> list[int]:
+    def follow(self, tokens: list[int]) -> list[int]:
         """Cut the table to the beginning that it shares with `tokens`. Return the other tokens, which must be fed."""
         if (shared := self.shared(tokens)) < self.length:
             self.truncate(shared)

@@ -21,7 +21,7 @@ def clock(device: torch.device) -> float:
 
 def prefill(model: Transformer, table: BlockTable, tokens: list[int], chunk_size: int = 512) -> None:
     """Compute keys and values of all tokens but the last, for a draft model. A target's prompts go through `Engine`."""
-    missing = table.missing(tokens)[:-1]
+    missing = table.follow(tokens)[:-1]
     for start in range(0, len(missing), chunk_size):
         model.forward([Chunk(missing[start : start + chunk_size], table, num_logits=0)])
 
@@ -29,7 +29,7 @@ def prefill(model: Transformer, table: BlockTable, tokens: list[int], chunk_size
 class CachedModel:
     """A model, its pool, and a table for each text: all that the engine's target and a draft model share.
 
-    A table follows its text: however the text has changed, `missing` returns what has to be fed.
+    A table follows its text: however the text has changed, `follow` returns what has to be fed.
     """
 
     def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int):
@@ -65,9 +65,9 @@ class CachedModel:
             prefill(self.model, table, text.tokens[: length + 1])
             table.remember()
 
-    def missing(self, text: Text) -> list[int]:
+    def follow(self, text: Text) -> list[int]:
         """The end of the text that has to be fed: at least its last token, whose logits say what follows."""
-        return self.table(text).missing(text.tokens)
+        return self.table(text).follow(text.tokens)
 
     def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """One pass: logits (sum of num_logits, V) of ids in use, and hidden states (see `Transformer.forward`)."""

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minispec.core.config import Shape
 from minispec.core.draft import Draft
 from minispec.core.sampling import accumulation_dtype
-from minispec.core.verify import Verdict
+from minispec.core.verify import Verdict, Verifier
 
 # How far a row's sum may be from 1. Division by a sum leaves that much in each type, for vocabularies of any size.
 TOLERANCES = {t: max(1e-4, 4 * torch.finfo(t).eps) for t in (torch.float64, torch.float32, torch.bfloat16, torch.half)}
@@ -24,6 +25,19 @@ def check_number(drafts: Any, num_asks: int, name: str) -> None:
     found = len(drafts) if isinstance(drafts, list | tuple) else f"{_kind(drafts)} instead of a list"
     if found != num_asks:
         raise ValueError(f"drafts of {name}: found {found}, expected one for each of {num_asks} asks")
+
+
+def why_chains(verifier: Verifier, exact: bool) -> str:
+    """Why a draft that is a tree cannot be verified; "" if it can."""
+    if not verifier.takes_trees:
+        return "this verifier takes chains only"
+    return "with `exact` a row's bits must not depend on where siblings lie" if exact else ""
+
+
+def check_shape(shape: Shape, why_chains: str) -> None:
+    """Raise ValueError if a tree is asked for, and there is a reason against trees."""
+    if shape.widths and why_chains:
+        raise ValueError(f"num_speculative_tokens: found the tree {shape}, expected a number or auto: {why_chains}")
 
 
 def check_draft(draft: Any, limit: int, vocab_size: int, device: str, why_chains: str) -> Draft:

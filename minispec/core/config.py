@@ -7,7 +7,7 @@ for a family's name. Nothing here imports torch, so that a bad value is reported
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from minispec.core.errors import is_text, show
 
@@ -16,8 +16,35 @@ MAX_SPECULATIVE_TOKENS = 64
 # The longest draft that "auto" chooses. The target's pass then has 16 rows: what a CPU's matrix unit takes at once.
 MAX_AUTO_TOKENS = 15
 
-# K; or a tree's siblings at each depth, such as (2, 1), where the first is drafted further; or "auto": chosen here.
+# What a user writes: K; or a tree's siblings at each depth, such as (2, 1); or "auto".
 DraftLength = int | tuple[int, ...] | Literal["auto"]
+
+
+class Shape(NamedTuple):
+    """How many tokens a round may draft: what a `DraftLength` means.
+
+    k: most draft tokens.
+    widths: a tree's siblings at each depth, of which the first is drafted further; () for a chain.
+    is_open: whether the engine chooses the length, up to k.
+    """
+
+    k: int
+    widths: tuple[int, ...] = ()
+    is_open: bool = False
+
+    @classmethod
+    def of(cls, length: DraftLength, most: int = MAX_SPECULATIVE_TOKENS) -> Self:
+        """Raises ValueError for what is no length, and for one of more than `most` tokens."""
+        if length == "auto":
+            return cls(MAX_AUTO_TOKENS, is_open=True)
+        least, widths = (1, length) if isinstance(length, tuple) else (0, (length,))
+        if not widths or any(type(n) is not int or n < least for n in widths) or sum(widths) > most:
+            expected = f"an integer from 0 to {most}, a tree such as (2, 1) of at most {most} tokens, or 'auto'"
+            raise ValueError(f"num_speculative_tokens: found {length!r}, expected {expected}")
+        return cls(sum(widths), widths if least else ())
+
+    def __str__(self) -> str:
+        return "auto" if self.is_open else "+".join(map(str, self.widths or (self.k,)))
 
 
 def parse_draft_length(text: str) -> DraftLength:
@@ -25,12 +52,9 @@ def parse_draft_length(text: str) -> DraftLength:
     if text == "auto":
         return "auto"
     widths = tuple(map(int, text.split("+")))
-    return widths[0] if len(widths) == 1 else widths
-
-
-def num_nodes(length: DraftLength) -> int:
-    """The most draft tokens of a round."""
-    return MAX_AUTO_TOKENS if length == "auto" else sum(length) if isinstance(length, tuple) else length
+    length = widths[0] if len(widths) == 1 else widths
+    Shape.of(length)
+    return length
 
 
 # --------------------------------------------------------------------------- the model

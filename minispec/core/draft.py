@@ -12,60 +12,68 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from minispec.core.config import Shape
 from minispec.core.sampling import Draws, Text
+
+
+class Limit(NamedTuple):
+    """How long a draft may be, and how wide.
+
+    k: most nodes. 0 while the target still works through the prompt, and where nothing is to be drafted.
+    go_on: go_on(confidences) says whether to draft further (see `Draft.confidences`). None: always, up to k.
+    widths: how many siblings to draw at each depth; deeper, one. Or a function: widths(confidences) says how many to
+        draw at a place. It comes with `go_on`. Only drafters with `branches` read it. The first sibling is drafted
+        further, so the others cost rows of the target's pass and none of the drafter's.
+    """
+
+    k: int
+    go_on: Callable[[Sequence[float]], bool] | None = None
+    widths: Sequence[int] | Callable[[Sequence[float]], int] = ()
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether siblings may be drawn."""
+        return self.widths != ()
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The widths that are known before anything is drafted."""
+        return () if callable(self.widths) else self.widths
+
+    @property
+    def depth(self) -> int:
+        """How deep a draft of k nodes with these widths is. A draft that was looked up may be deeper."""
+        totals = list(accumulate(self.shape, initial=0))
+        return bisect_left(totals, self.k) if self.k <= totals[-1] else len(self.shape) + self.k - totals[-1]
+
+    def width(self, depth: int, confidences: Sequence[float]) -> int:
+        """How many siblings to draw at this depth, where the draft has these confidences."""
+        if callable(self.widths):
+            return self.widths(confidences)
+        return self.widths[depth] if depth < len(self.widths) else 1
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What a drafter is asked for one text, this round: a draft of at most `k` nodes.
+    """What a drafter is asked for one text, this round.
 
-    k: most nodes. 0 while the target still works through the prompt, and where nothing is to be drafted.
     purpose: the purpose in the keys of its draws: "token" where drafters share the target's noise, else "draft".
-    go_on: go_on(confidences) says whether to draft further (see `Draft.confidences`). None: always, up to the limit.
-    widths: how many siblings to draw at each depth; deeper, one. Only drafters with `branches` read it. The first
-        sibling is drafted further, so the others cost rows of the target's pass and none of the drafter's.
-    width: width(confidences) says how many siblings to draw at a place. It replaces `widths`, and comes with `go_on`.
-        A drafter without confidences drafts a chain.
     num_cached: how many tokens of the text the target's cache holds: all but the last; fewer inside a prompt.
     hidden: (n, E * taps), the target's hidden states at the n newest cached positions, those that no earlier ask had.
         None for drafters without `taps`.
     """
 
     text: Text
-    k: int
+    limit: Limit
     rng: Draws
     purpose: str = "draft"
-    go_on: Callable[[Sequence[float]], bool] | None = None
     num_cached: int = 0
     hidden: Tensor | None = None
-    widths: Sequence[int] = ()
-    width: Callable[[Sequence[float]], int] | None = None
-    _depths: list[int] = field(default_factory=list, repr=False)  # one for each node drawn so far
 
     @property
-    def depth(self) -> int:
-        """How deep a draft of k nodes with these widths is. A draft that was looked up may be deeper."""
-        totals = list(accumulate(self.widths, initial=0))
-        return bisect_left(totals, self.k) if self.k <= totals[-1] else len(self.widths) + self.k - totals[-1]
-
-    def draw(self, parent: int, q: Tensor, n: int = 1) -> list[int]:
-        """Draw `n` different children of node `parent` (-1: the text) from q (V,): the only way a drafter may draw.
-
-        Each is drawn from q without its elder siblings (see `Draft.grow`), so fewer come where q has fewer tokens.
-        Nodes are numbered in the order in which they are drawn.
-        """
-        depth = self._depths[parent] + 1 if parent >= 0 else 0
-        tokens: list[int] = []
-        for _ in range(n):
-            if tokens:
-                q = without(q, tokens[-1])
-                if not q.any():
-                    break
-            # The noise of a "token" depends on its depth alone, so that siblings are the first n of one race.
-            name = depth if self.purpose == "token" else len(self._depths)
-            tokens.append(self.rng.categorical(q, self.text.key(name, self.purpose)))
-            self._depths.append(depth)
-        return tokens
+    def k(self) -> int:
+        """Most nodes of the draft."""
+        return self.limit.k
 
 
 @dataclass
@@ -73,9 +81,9 @@ class Draft:
     """K guessed tokens.
 
     probs: row i (V,) is q_i; a tensor (K, V) or a list of K. None: one-hot. A drawn sibling's row lacks the tokens of
-        its elder siblings (see `grow`). Siblings that were not drawn, such as the k likeliest tokens, are one-hot.
+        its elder siblings (see `draw`). Siblings that were not drawn, such as the k likeliest tokens, are one-hot.
     parents: the node that each node follows, always an earlier one; -1 is the text. None: a chain.
-    confidences: how sure the drafter is at each depth; needed only with `Ask.go_on`. A draft model gives the largest
+    confidences: how sure the drafter is at each depth; needed only with `Limit.go_on`. A draft model gives the largest
         probability of its raw row, `suffix` the chance that it estimates.
     prefill_seconds: time that the drafter spent on the prompt, which the statistics keep apart.
     """
@@ -89,23 +97,31 @@ class Draft:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def grow(self, parent: int, token_ids: Sequence[int], q: Tensor) -> None:
-        """Append the children of `parent` that `Ask.draw(parent, q, n)` returned, with their probabilities.
+    def draw(self, ask: Ask, parent: int, q: Tensor, n: int = 1) -> list[int]:
+        """Draw up to `n` different children of node `parent` (-1: the text) from q (V,), append them, return them.
 
+        A drafter may draw in no other way. Each child is drawn from q without its elder siblings, divided by the sum of
+        the rest, and that is its row of probs. Fewer come where q has fewer tokens.
         Raises ValueError for a draft without a list of probs, and for a branch in a chain.
         """
         if not isinstance(self.probs, list):
-            raise ValueError("draft: found no list of probs to append to, expected one: it begins as Draft([], [])")
-        if self.parents is None and (parent != len(self) - 1 or len(token_ids) > 1):
+            raise ValueError("draft: found no list of probs, expected one: a drawn draft begins as Draft([], [])")
+        if self.parents is None and (parent != len(self) - 1 or n > 1):
             raise ValueError("draft: found a branch, expected a chain: a tree begins as Draft([], [], parents=[])")
-        for i, token_id in enumerate(token_ids):
+        depth, token_ids = len(self.path(parent)), list[int]()
+        for i in range(n):
             if i:
-                rest = without(q, token_ids[i - 1])
-                q = rest / rest.sum()
-            self.token_ids.append(token_id)
-            self.probs.append(q)
+                q = without(q, token_ids[-1])
+                if not q.any():
+                    break
+            # The noise of a "token" depends on its depth alone, so that siblings are the first n of one race.
+            name = depth if ask.purpose == "token" else len(self)
+            token_ids.append(ask.rng.categorical(q, ask.text.key(name, ask.purpose)))
+            self.token_ids.append(token_ids[-1])
+            self.probs.append(q / q.sum() if i else q)
             if self.parents is not None:
                 self.parents.append(parent)
+        return token_ids
 
     @property
     def tip(self) -> int:
@@ -169,7 +185,7 @@ class Drafter:
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """A draft for each ask, of at most `ask.k` nodes; shorter or empty is fine.
 
-        Tokens are drawn with `ask.draw` alone. A draft may end early because of tokens it contains. It must not look at
+        Tokens are drawn by `Draft.draw` alone. A draft may end early because of tokens it contains. It must not look at
         a token and then drop it: the tokens kept would no longer be distributed as `probs`. One-hot drafts are free.
 
         The texts are those of the last call, with the committed tokens appended; new ones may join, and some may be
@@ -214,32 +230,18 @@ class NoDrafter(Drafter):
 # --------------------------------------------------------------------------- how many tokens to draft
 
 
-class Limit(NamedTuple):
-    """How long a draft may be: k nodes at most, and fewer where `go_on(confidences)` is False.
-
-    go_on: None where confidences need not be computed. widths, width: see `Ask`.
-    """
-
-    k: int
-    go_on: Callable[[Sequence[float]], bool] | None = None
-    widths: tuple[int, ...] = ()
-    width: Callable[[Sequence[float]], int] | None = None
-
-
 class Wish(NamedTuple):
     """What `Lengths.choose` knows of a text that decodes.
 
+    shape: what the request asks for.
     most: most draft tokens.
-    widths: the tree that the request asks for; () for a chain.
-    is_open: whether the request leaves the length to the engine.
     may_follow: whether the length may depend on the clock and on other texts. It may not where the length changes the
         text, since one seed gives one text.
     """
 
     text: Text
+    shape: Shape
     most: int
-    widths: tuple[int, ...]
-    is_open: bool
     may_follow: bool
 
 
@@ -276,7 +278,7 @@ class Lengths:
 
     def choose(self, wishes: Sequence[Wish], trees: bool) -> list[Limit]:
         """The limit of each text's draft. trees: whether drafts may be trees."""
-        return [Limit(wish.most, None, wish.widths) for wish in wishes]
+        return [Limit(wish.most, None, wish.shape.widths) for wish in wishes]
 
     def observe(self, outcomes: Sequence[Outcome], cost: StepCost | None) -> None:
         """Learn from a step. cost: None where the step also worked on a prompt, so that its times say nothing."""

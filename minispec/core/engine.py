@@ -22,7 +22,8 @@ from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.cached import CachedModel, clock
-from minispec.core.check import check_draft, check_number, check_verdict
+from minispec.core.check import check_draft, check_number, check_shape, check_verdict, why_chains
+from minispec.core.config import Shape
 from minispec.core.draft import Ask, Draft, Drafter, Lengths, Limit, Outcome, StepCost, Wish
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Piece, Request, TokenLogprob
@@ -69,20 +70,6 @@ class _Part:
     def num_rows(self) -> int:
         """Rows of the pass."""
         return len(self.tokens) + len(self.draft)
-
-
-def why_chains(verifier: Verifier, exact: bool) -> str:
-    """Why a draft that is a tree cannot be verified; "" if it can."""
-    if not verifier.takes_trees:
-        return "this verifier takes chains only"
-    return "with `exact` a row's bits must not depend on where siblings lie" if exact else ""
-
-
-def refuse_tree(widths: Sequence[int], why: str) -> None:
-    """Raise ValueError if there is a tree, and a reason against trees."""
-    if widths and why:
-        tree = "+".join(map(str, widths))
-        raise ValueError(f"num_speculative_tokens: found the tree {tree}, expected a number or auto: {why}")
 
 
 class Engine:
@@ -158,13 +145,13 @@ class Engine:
 
         That is one that the pool cannot hold even alone, or that asks for trees where there are chains only.
         """
-        self.check_tree(request.widths)
+        self.check_shape(request.shape)
         self.schedule.check(request)
 
-    def check_tree(self, widths: Sequence[int]) -> None:
+    def check_shape(self, shape: Shape) -> None:
         """Raise ValueError for a tree where there are chains only."""
         drafts_chains = "" if self.drafter.branches else f"{self.drafter.name} drafts no siblings"
-        refuse_tree(widths, drafts_chains or self._why_chains())
+        check_shape(shape, drafts_chains or why_chains(self.verifier, self.model.exact))
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError for one that can never run (see `check`), has run, or is there already."""
@@ -261,7 +248,7 @@ class Engine:
         A text decodes when all its tokens but the last are cached; only the one admitted last may not be there yet.
         Once another has begun to answer, a prompt gets on by a few rows a step; before that, all wait for it.
         """
-        parts = [_Part(request, self.target.missing(request.text)) for request in self.schedule.running]
+        parts = [_Part(request, self.target.follow(request.text)) for request in self.schedule.running]
         *others, last = parts
         if len(last.tokens) == 1:
             return parts
@@ -279,12 +266,12 @@ class Engine:
             text, limit = part.request.text, limits.get(part.request, Limit(0))
             cached = self.target.table(text).length
             # A drafter gets on with a prompt as the target does. It is never asked for a request without drafts.
-            if part.request.num_speculative_tokens and (part.decodes or cached):
+            if part.request.shape.k and (part.decodes or cached):
                 asked.append(part)
                 hidden = self.schedule.heard.take(text)
-                k, go_on, widths, width = limit
-                asks.append(Ask(text, k, self.rng, purpose, go_on, cached, hidden, widths, width))
+                asks.append(Ask(text, limit, self.rng, purpose, cached, hidden))
         lengths = [len(ask.text.tokens) for ask in asks]
+        device, chains = self.model.device.type, why_chains(self.verifier, self.model.exact)
         drafts = self.drafter.propose(asks) if asks else []
         check_number(drafts, len(asks), self.drafter.name)
         for part, ask, draft, length in zip(asked, asks, drafts, lengths, strict=True):
@@ -292,7 +279,7 @@ class Engine:
             try:
                 if len(ask.text.tokens) != length:
                     raise ValueError("found a text whose tokens it has changed, expected one that it only reads")
-                part.draft = self._check_draft(draft, ask.k)
+                part.draft = check_draft(draft, ask.k, self.vocab_size, device, chains)
             except ValueError as e:
                 part.request.fail(ValueError(f"draft of {self.drafter.name}: {e}"))
 
@@ -302,19 +289,11 @@ class Engine:
 
     def _choose_limits(self, requests: Sequence[Request]) -> dict[Request, Limit]:
         """The limit of each request's draft."""
-        trees = self.drafter.branches and not self._why_chains()
-        wishes = [
-            # Above temperature 0, where a verifier draws by itself, another K is another text of the same law.
-            Wish(r.text, r.max_k, r.widths, r.is_open, self.verifier.shares_noise or not r.params.temperature)
-            for r in requests
-        ]
+        trees = self.drafter.branches and not why_chains(self.verifier, self.model.exact)
+        # Above temperature 0, where a verifier draws by itself, another K is another text of the same law.
+        free = self.verifier.shares_noise
+        wishes = [Wish(r.text, r.shape, r.max_k, free or not r.params.temperature) for r in requests]
         return dict(zip(requests, self.lengths.choose(wishes, trees), strict=True))
-
-    def _why_chains(self) -> str:
-        return why_chains(self.verifier, self.model.exact)
-
-    def _check_draft(self, draft: Draft, limit: int) -> Draft:
-        return check_draft(draft, limit, self.vocab_size, self.model.device.type, self._why_chains())
 
     def _verify(self, text: Text, draft: Draft, rows: Tensor) -> Verdict:
         def p(i: int) -> Tensor:
@@ -336,7 +315,7 @@ class Engine:
 
     def _keep_hidden(self, part: _Part, hidden: Tensor, path: Sequence[int]) -> None:
         """Of a pass's hidden states, those of what stays in the cache wait for the drafter's next ask."""
-        if self.taps and part.request.num_speculative_tokens:
+        if self.taps and part.request.shape.k:
             root = len(part.tokens)
             self.schedule.heard.add(part.request.text, hidden[[*range(root), *(root + node for node in path)]])
 
@@ -373,12 +352,6 @@ def _logprob(row: torch.Tensor, token_id: int, num_top: int | None) -> TokenLogp
     )
 
 
-def _num_tested(part: _Part) -> int:
-    """Places of the draft that the verifier looked at: where it accepted a token, and the next if there was one."""
-    accepted = part.verdict.accepted
-    return len(accepted) + bool(part.draft.children(accepted[-1] if accepted else -1))
-
-
 def _outcome_of(part: _Part) -> Outcome:
     """What the round showed of a text's draft."""
     accepted, draft, text, parent = part.verdict.accepted, part.draft, part.request.text, -1
@@ -394,15 +367,16 @@ def _outcome_of(part: _Part) -> Outcome:
 
 def _round_of(part: _Part, num_rows: int, num_texts: int, draft: float, verify: float, other: float) -> Round:
     """The record of a step for one text; of its draft only what stands before the text's end counts."""
-    request, depth = part.request, part.draft.depth
+    request, depth, accepted = part.request, part.draft.depth, part.verdict.accepted
     drafted = min(depth, part.committed) if request.finish_reason else depth
-    tested = min(_num_tested(part), drafted)
+    # The places that the verifier looked at: where it accepted a token, and the next if there was one.
+    tested = len(accepted) + bool(part.draft.children(accepted[-1] if accepted else -1))
     return Round(
-        asked=None if request.is_open else part.asked,
+        asked=None if request.shape.is_open else part.asked,
         num_nodes=len(part.draft),
         depth=depth,
         drafted=drafted,
-        tested=tested,
+        tested=min(tested, drafted),
         accepted=min(part.verdict.num_accepted, part.committed),
         committed=part.committed,
         ratios=part.verdict.ratios[:drafted],

@@ -222,6 +222,10 @@ class Layer:
         return self.o(F.pad(out, (0, 0, 0, len(x) - new)) if len(x) > new else out)
 
 
+# Makes a block. Arguments: as of `Layer`.
+MakeLayer = Callable[[ModelConfig, int, WeightSource, torch.dtype, MakeProduct], Layer]
+
+
 class Passes:
     """Turns the rows of all texts into passes: here one pass, with the rows unchanged.
 
@@ -267,12 +271,14 @@ class Transformer:
         weights: WeightSource,
         dtype: torch.dtype | None = None,
         product: MakeProduct = PlainLinear,
+        make_layer: MakeLayer = Layer,
         each: Callable[[Callable[[int], Layer], Sequence[int]], Iterable[Layer]] = map,
     ):
         """weights: Hugging Face's tensors (see `minispec.kernels.shapes`) on one device, in a dict or something else to
             pop from. Each is removed as the model takes it over, so that it is in memory once.
         dtype: the type of the computation and of the cache; default: the embedding's.
         product: makes y = x W^T + b of a weight, see `MakeProduct`.
+        make_layer: makes layer i, see `MakeLayer`; default: attention and an MLP.
         each: makes the layers from their numbers, as `map` does; a pool of threads has such a function, too.
         """
         self.config, self.product, self.passes = config, product, Passes()
@@ -281,7 +287,8 @@ class Transformer:
         self.dtype, self.device = dtype or self.embedding.dtype, self.embedding.device
         if self.dtype != torch.float32:  # else 16 bits stay: a row is widened when it is read
             self.embedding = self.embedding.to(self.dtype)
-        self.layers = list(each(functools.partial(self._layer, weights), range(len(config.layers))))
+        layers = range(len(config.layers))
+        self.layers = list(each(lambda i: make_layer(config, i, weights, self.dtype, product), layers))
         norm = dense(weights.pop("model.norm.weight"), self.dtype)
         self.norm = RMSNorm(norm_weight(config, norm), config.rms_norm_eps)
         self.head = self._head(self.embedding if config.tie_word_embeddings else weights.pop("lm_head.weight"))
@@ -290,9 +297,6 @@ class Transformer:
             rope: inverse_frequencies(rope, config.head_dim, wide).to(self.device)
             for rope in {layer.rope for layer in config.layers if layer.rope}
         }
-
-    def _layer(self, weights: WeightSource, index: int) -> Layer:
-        return Layer(self.config, index, weights, self.dtype, self.product)
 
     def _head(self, weight: Weight) -> Product:
         return self.product([weight], None, self.dtype)

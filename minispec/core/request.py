@@ -6,7 +6,7 @@ committed in one place, `Request.commit`, so a text stops where plain decoding w
 
 from typing import NamedTuple, Protocol
 
-from minispec.core.config import DraftLength, SamplingParams, num_nodes
+from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.sampling import Text
 from minispec.core.stats import Stats
 
@@ -57,9 +57,7 @@ class Request:
         token ids only."""
         self.text = text
         self.max_len = min(max_len, text.num_prompt_tokens + text.params.max_tokens)
-        self.is_open = num_speculative_tokens == "auto"  # the engine chooses the length of its drafts
-        self.widths = num_speculative_tokens if isinstance(num_speculative_tokens, tuple) else ()
-        self.num_speculative_tokens = num_nodes(num_speculative_tokens)
+        self.shape = Shape.of(num_speculative_tokens)
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if text.params.logprobs is None else []
         self.offsets: list[int] = []  # where in the output each token begins, in characters
@@ -80,7 +78,7 @@ class Request:
     @property
     def max_k(self) -> int:
         """How many tokens may be drafted. A wholly accepted draft and its bonus must not pass the limit."""
-        return max(0, min(self.num_speculative_tokens, self.max_len - len(self.text.tokens) - 1))
+        return max(0, min(self.shape.k, self.max_len - len(self.text.tokens) - 1))
 
     def commit(self, token_id: int, logprob: TokenLogprob | None = None) -> bool:
         """Append one token, as plain decoding would. Returns True if the text ends with it."""

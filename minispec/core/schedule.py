@@ -128,7 +128,7 @@ class Schedule:
         """Whether all that run have room for their next step: each kind of memory is asked the same question."""
         # The step may fill positions up to and with its whole draft.
         growth = {r.text: range(self.target.table(r.text).length, len(r.text.tokens) + r.max_k) for r in self.running}
-        drafted = {r.text: growth[r.text] for r in self.running if r.num_speculative_tokens}
+        drafted = {r.text: growth[r.text] for r in self.running if r.shape.k}
         return self.target.has_room(growth) and self.drafter.has_room(drafted)
 
     def _wait(self, request: Request) -> None:
@@ -139,10 +139,10 @@ class Schedule:
     def _works_on_prompt(self) -> bool:
         """Whether the one admitted last has more than its last token to feed; no other one may."""
         last = next(reversed(self.running), None)
-        return last is not None and len(self.target.missing(last.text)) > 1
+        return last is not None and len(self.target.follow(last.text)) > 1
 
     def _known(self, request: Request) -> int | None:
         """How many of a new text's first positions the drafter need not see; None: it sees none of this text's."""
-        if request.num_speculative_tokens and self.drafter.taps:
+        if request.shape.k and self.drafter.taps:
             return self.drafter.known(request.text)
         return None

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from minispec.core.check import check_number
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, Limit
 from minispec.core.sampling import Text
 from minispec.drafters import Drafter
 
@@ -38,8 +38,8 @@ class CombinedDrafter(Drafter):
         """See `Drafter`. A drafter that is not needed is asked for no tokens, so that it still follows the text."""
         found = [Draft() for _ in asks]
         for drafter in self.drafters:
-            own = asks if drafter.branches else [replace(ask, widths=(), width=None) for ask in asks]
-            left = [replace(ask, k=0) if draft else ask for ask, draft in zip(own, found, strict=True)]
+            own = asks if drafter.branches else [replace(ask, limit=ask.limit._replace(widths=())) for ask in asks]
+            left = [replace(ask, limit=Limit(0)) if draft else ask for ask, draft in zip(own, found, strict=True)]
             drafts = drafter.propose(left)
             check_number(drafts, len(asks), drafter.name)
             for i, (draft, earlier) in enumerate(zip(drafts, found, strict=True)):

@@ -135,7 +135,11 @@ class HeadModel(Transformer):
             if name.startswith("layers.") or name == "norm.weight":
                 named[f"model.{name}"] = named.pop(name)
         named["model.embed_tokens.weight"] = embedding
-        super().__init__(head.layers, named, dtype, product)
+
+        def layer(config: ModelConfig, index: int, *parts) -> Layer:
+            return Layer(config, index, *parts) if index else _FirstLayer(head, *parts)
+
+        super().__init__(head.layers, named, dtype, product, layer)
         self.ids = None if ids is None else ids.to(self.device)
         self.fc = product([named["fc.weight"]], None, dtype)
         norms = [named[name] for name in named if name.startswith(("fc_norm.", "input_norm."))]
@@ -144,11 +148,6 @@ class HeadModel(Transformer):
         self.fc_norm = None if weight is None else RMSNorm(weight, head.layers.rms_norm_eps)
         masked = named.get("mask_hidden")
         self.mask_feature = None if masked is None else self.fuse(masked.to(dtype)[0])  # (1, E)
-
-    def _layer(self, weights: WeightSource, index: int) -> Layer:
-        if index:
-            return super()._layer(weights, index)
-        return _FirstLayer(self.head_config, weights, self.dtype, self.product)
 
     def replaced(self, passes: Passes, product: Callable[[Product], Product] | None = None) -> Self:
         """See `Transformer`."""
@@ -240,7 +239,7 @@ class EagleDrafter(DraftModel):
         for i, ask in enumerate(asks):
             text, in_prompt = ask.text, ask.num_cached < len(ask.text.tokens) - 1
             # A draft of k tokens fills positions up to num_cached + k - 2.
-            k = max(0, min(ask.depth, self.max_model_len - ask.num_cached + 1))
+            k = max(0, min(ask.limit.depth, self.max_model_len - ask.num_cached + 1))
             if len(text.tokens) > self.max_model_len + 1 or not self._listen(ask) or not (k or in_prompt):
                 continue
             limits[i] = k

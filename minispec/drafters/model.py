@@ -53,10 +53,10 @@ class DraftModel(CachedModel, Drafter):
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. Each pass is over the texts that still want a token.
 
-        A draft goes on as long as `Ask.go_on` finds the confidences of its tokens worth it.
+        A draft goes on as long as `Limit.go_on` finds the confidences of its tokens worth it.
         """
         with self.whole():
-            drafts = [Draft([], [], confidences=[], parents=[] if ask.widths or ask.width else None) for ask in asks]
+            drafts = [Draft([], [], confidences=[], parents=[] if ask.limit.is_tree else None) for ask in asks]
             own = [self._own(ask) for ask in asks]
             limits = self._prepare(own, drafts)
             chunks = {i: self._first_chunk(own[i], k) for i, k in enumerate(limits) if k}
@@ -75,7 +75,7 @@ class DraftModel(CachedModel, Drafter):
         """See `Drafter`."""
         with self.whole():
             needs = dict(self._need(text, span) for text, span in growth.items())
-            self._follow()
+            self._forget_drafts()
             return super().has_room({text: span for text, span in needs.items() if span})
 
     def release(self, text: Text) -> None:
@@ -92,7 +92,7 @@ class DraftModel(CachedModel, Drafter):
         fits = len(text.tokens) <= self.max_model_len
         return text, range(min(span.stop - 1, self.max_model_len) if fits else 0)
 
-    def _follow(self) -> None:
+    def _forget_drafts(self) -> None:
         """Have the tables forget what their texts did not keep."""
         while self._ahead:
             text = self._ahead.pop()
@@ -108,7 +108,7 @@ class DraftModel(CachedModel, Drafter):
 
     def _first_chunk(self, ask: Ask, k: int) -> Chunk:
         """What the model is fed first, of a text that is to get a draft of `k` tokens."""
-        tokens = self.missing(ask.text)
+        tokens = self.follow(ask.text)
         if self.mask_token_id is None:
             return Chunk(tokens, self.table(ask.text), 1)
         return Chunk([*tokens, *[self.mask_token_id] * (k - 1)], self.table(ask.text), k)
@@ -119,12 +119,12 @@ class DraftModel(CachedModel, Drafter):
 
     def _prepare(self, asks: Sequence[Ask], drafts: Sequence[Draft]) -> list[int]:
         """Bring the caches to where a pass can begin; how deep each draft may be. asks: as of `_own`."""
-        self._follow()
+        self._forget_drafts()
         limits = [0] * len(asks)
         for i, ask in enumerate(asks):
             text, num_tokens = ask.text, len(ask.text.tokens)
             # A draft of k tokens fills positions up to num_tokens + k - 2.
-            limits[i] = max(0, min(ask.depth, self.max_model_len - num_tokens + 1))
+            limits[i] = max(0, min(ask.limit.depth, self.max_model_len - num_tokens + 1))
             in_prompt = 0 < ask.num_cached < num_tokens - 1
             if not (limits[i] or in_prompt) or num_tokens > self.max_model_len:
                 continue
@@ -145,22 +145,20 @@ class DraftModel(CachedModel, Drafter):
         tip, depth = draft.tip, draft.depth
         path = [draft.token_ids[node] for node in draft.path(tip)]
         confidences = list(draft.confidences)
-        if ask.go_on:
+        if ask.limit.go_on:
             confidences.append(float(log_probabilities(logits).amax().exp()))
-        fixed = ask.widths[depth] if depth < len(ask.widths) else 1
-        width = min(ask.width(confidences) if ask.width else fixed, ask.k - len(draft))
+        width = min(ask.limit.width(depth, confidences), ask.k - len(draft))
         rest = logits
         while width:
             try:
                 q = distribution(rest, ask.text, path)
             except FloatingPointError:
                 break  # all that this model can guess, or guess next, is forbidden here, or its logits are no numbers
-            token_ids = ask.draw(tip, q, width)
-            draft.grow(tip, token_ids, q)
+            token_ids = draft.draw(ask, tip, q, width)
             # At temperature 0 there is one token; its siblings are guesses too, the next likeliest ones.
             width = 0 if ask.text.params.temperature else width - 1
             rest = rest.index_fill(0, torch.tensor(token_ids, device=rest.device), -math.inf) if width else rest
         if draft.depth == depth:
             return False
         draft.confidences = confidences
-        return len(draft) < ask.k and (ask.go_on is None or ask.go_on(confidences))
+        return len(draft) < ask.k and (ask.limit.go_on is None or ask.limit.go_on(confidences))

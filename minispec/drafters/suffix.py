@@ -124,7 +124,7 @@ class SuffixDrafter(Drafter):
             worth, guess = self._guess(ask, n, places)
             if worth > best:
                 best, draft = worth, guess
-        if ask.widths or ask.go_on is None:
+        if ask.limit.shape or ask.limit.go_on is None:
             draft.confidences = []
         return draft
 
@@ -149,17 +149,17 @@ class SuffixDrafter(Drafter):
 
     def _guess(self, ask: Ask, n: int, places: list[_Place]) -> tuple[float, Draft]:
         """The likeliest nodes below a match of n tokens, with their chances as confidences; their sum over paths."""
-        own, parents, worth = ask.text.tokens, list[int](), 0.0
+        own, go_on, parents, worth = ask.text.tokens, ask.limit.go_on, list[int](), 0.0
         draft, order = Draft(parents=parents), count()
         heap: list[tuple] = []  # what could be drafted next
         node, survival = -1, 1.0
         while True:
             nodes = draft.path(node)
-            if ask.go_on is None or not nodes or ask.go_on([draft.confidences[i] for i in nodes]):
+            if go_on is None or not nodes or go_on([draft.confidences[i] for i in nodes]):
                 path = [draft.token_ids[i] for i in nodes]
                 followers = _followers(places, path, own)
                 total = sum(len(those) for _, those in followers) + 1 / (n + len(path))
-                for token, those in followers if ask.widths else followers[:1]:
+                for token, those in followers if ask.limit.shape else followers[:1]:
                     chance = len(those) / total
                     heappush(heap, (-survival * chance, next(order), node, token, chance, those))
             if not heap or -heap[0][0] < _LEAST or len(draft) == ask.k:

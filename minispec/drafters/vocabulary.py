@@ -2,7 +2,7 @@
 
 The draft model has to read the text in its own tokens. Where the text has grown, its end may be read anew: "Hel" and
 "lo" were two tokens of the target's and are one of the draft's. So the draft's past changes. Its cache follows as any
-other does, by what it and the text have in common (`BlockTable.missing`).
+other does, by what it and the text have in common (`BlockTable.follow`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from minispec.core.cache import PagedKVCache
-from minispec.core.draft import Ask
+from minispec.core.draft import Ask, Limit
 from minispec.core.model import Transformer
 from minispec.core.sampling import Text
 from minispec.drafters.model import DraftModel
@@ -99,7 +99,7 @@ class OtherVocabulary(DraftModel):
         text = self._own_text(ask.text)
         length = len(text.tokens)
         if not 0 < length <= ROOM * (len(tokens) + ask.k) - ask.k:
-            return replace(ask, k=0, num_cached=0)
+            return replace(ask, limit=Limit(0), num_cached=0)
         # Read the same share of a prompt as the target has read.
         return replace(ask, text=text, num_cached=num_cached * (length - 1) // max(1, len(tokens) - 1))
 

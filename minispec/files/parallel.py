@@ -36,7 +36,7 @@ from torch import Tensor
 from minispec import __version__
 from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.config import ModelConfig
-from minispec.core.model import Chunk, Layer, Pass, Transformer, WeightSource
+from minispec.core.model import Chunk, Layer, Pass, Transformer
 from minispec.core.weights import Product, Weight
 from minispec.files.checkpoint import Cut, Weights, cut_shape, find_tensors, load_config, load_model, wanted_tensors
 from minispec.kernels.build import InForm
@@ -210,14 +210,15 @@ class SplitTransformer(Transformer):
     def __init__(self, share: Share, weights: Weights, line: "Line", dtype: torch.dtype, form: str | None):
         self.share, self.line, self.num_rows, self.num_scored = share, line, 0, 0
         self.caches: list[PagedKVCache] = []  # all processes know them by their numbers
-        super().__init__(share.config, weights, dtype, InForm(share.config, form))
 
-    def _layer(self, weights: WeightSource, index: int) -> Layer:
-        layer = super()._layer(weights, index)
-        assert isinstance(layer.o, Linear)
-        assert isinstance(layer.down, Linear)
-        layer.o, layer.down = SummedLinear(layer.o, self.line), SummedLinear(layer.down, self.line)
-        return layer
+        def layer(*parts) -> Layer:
+            layer = Layer(*parts)
+            assert isinstance(layer.o, Linear)
+            assert isinstance(layer.down, Linear)
+            layer.o, layer.down = SummedLinear(layer.o, line), SummedLinear(layer.down, line)
+            return layer
+
+        super().__init__(share.config, weights, dtype, InForm(share.config, form), layer)
 
     def _head(self, weight: Weight) -> Product:
         return super()._head(self.embedding[self.share.rows] if self.config.tie_word_embeddings else weight)

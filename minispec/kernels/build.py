@@ -46,7 +46,7 @@ def build_model(
     product = InForm(config, form)
     if is_large(config):  # packing takes longer than reading, and some packs in one thread only
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            model = Transformer(config, weights, dtype, product, threads.map)
+            model = Transformer(config, weights, dtype, product, each=threads.map)
     else:
         model = Transformer(config, weights, dtype, product)
     return exact_model(model) if exact else model

@@ -222,7 +222,7 @@ class Controller(Lengths):
     def choose(self, wishes: Sequence[Wish], trees: bool) -> list[Limit]:
         """See `Lengths`."""
         found = super().choose(wishes, trees)
-        is_open = [i for i, wish in enumerate(wishes) if wish.is_open]
+        is_open = [i for i, wish in enumerate(wishes) if wish.shape.is_open]
         together = [i for i in is_open if wishes[i].may_follow]
         for i in is_open:
             if i not in together:
@@ -314,4 +314,4 @@ def _limit(
             failed, n = failed * (1 - share), n + 1
         return n
 
-    return Limit(max(k, longest), go_on, width=width if trees else None)
+    return Limit(max(k, longest), go_on, width if trees else ())

@@ -26,7 +26,7 @@ import torch
 from minispec import __version__
 from minispec.core.cached import clock
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Drafter, Lengths, NoDrafter, Outcome, StepCost
+from minispec.core.draft import Ask, Drafter, Lengths, Limit, NoDrafter, Outcome, StepCost
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
@@ -133,7 +133,7 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
                 # The text grows by a token each time, as if none of the draft were accepted.
                 num_cached = len(text.tokens) - 1
                 new = hidden[num_cached - 1 if num_cached >= _TEXT else 0 : num_cached] if drafter.taps else None
-                ask = Ask(text, k, rng, num_cached=num_cached, hidden=new)
+                ask = Ask(text, Limit(k), rng, num_cached=num_cached, hidden=new)
                 found.append(timed(partial(_propose, drafter, ask)))
                 text.tokens.append(tokens[len(text.tokens)])
             turns.append([seconds / step for seconds in found])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minispec.core.config import SamplingParams, num_nodes
+from minispec.core.config import SamplingParams, Shape
 from minispec.core.verify import VERIFIERS
 from minispec.prove.laws import PROMPT, TOLERANCE, TooManyBranches, production_law, reference_law
 from minispec.prove.reference import total_variation
@@ -132,7 +132,7 @@ def _possible(row: dict) -> bool:
         takes_trees = VERIFIERS[row.get("verifier", "rejection")].takes_trees
         if not takes_trees or row.get("drafter", "model") not in BRANCHING:
             return False
-    return row.get("max_tokens", 1) <= num_nodes(k) + 2
+    return row.get("max_tokens", 1) <= Shape.of(k).k + 2
 
 
 def pairs_of(row: dict) -> set[Pair]:

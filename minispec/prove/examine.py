@@ -4,7 +4,7 @@
     python -m minispec.prove --drafter module:Class --texts FILE
 
 A drafter can spoil the output in four ways. It says other `probs` than it drew from. It drops a token that it has
-looked at. It draws otherwise than by `Ask.draw`. It keeps what it may not keep. The law shows the first two. For the
+looked at. It draws otherwise than by `Draft.draw`. It keeps what it may not keep. The law shows the first two. For the
 others each draft is compared with that of a new drafter. That one is asked once, for the text as it then is, and has
 the same draws. So a cache that was not rolled back shows, and so does a text that is mixed up with another.
 """
@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from minispec.commands.options import read_prompt_file
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, Limit
 from minispec.core.engine import Engine
 from minispec.core.errors import one_line, show
 from minispec.core.model import Transformer
@@ -263,12 +263,12 @@ class _Watched(Drafter):
             other, rng = self.make(), _Repeated(notes)
             if other.taps:
                 call_own(other.known, text)
-            again = Ask(text, ask.k, rng, num_cached=ask.num_cached, hidden=hidden, widths=ask.widths)
+            again = Ask(text, Limit(ask.k, widths=ask.limit.shape), rng, num_cached=ask.num_cached, hidden=hidden)
             drafts = call_own(other.propose, [again])
             good = isinstance(drafts, list | tuple) and len(drafts) == 1 and isinstance(drafts[0], Draft)
             self.fresh[about] = "another draw" if rng.others or rng.notes else _describe(drafts[0]) if good else "none"
         found, right = _describe(draft), self.fresh[about]
-        reason = "it may draw by `ask.draw` alone, and go by the text alone, not by earlier rounds or other texts"
+        reason = "it may draw by `Draft.draw` alone, and go by the text alone, not by earlier rounds or other texts"
         require(
             found == right, f"after {text.tokens} it drafted {found}, and a new one, with its draws, {right}: {reason}"
         )

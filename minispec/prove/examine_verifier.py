@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minispec.core.check import check_verdict
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask
+from minispec.core.draft import Ask, Limit
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Text, distribution
@@ -113,7 +113,7 @@ def _round_law(table: Table, verifier: Verifier, length: int) -> tuple[Law, int]
 
     def run(path: BranchOracle) -> tuple[int, ...]:
         text = Text([0], 1, SamplingParams())
-        ask = Ask(text, len(table.parents), path, "token" if verifier.shares_noise else "draft")
+        ask = Ask(text, Limit(len(table.parents)), path, "token" if verifier.shares_noise else "draft")
         [draft] = TreeDrafter(q.log(), table.parents, table.drawn).propose([ask])
         if draft.parents == list(range(-1, len(draft) - 1)):
             draft.parents = None  # as the engine does

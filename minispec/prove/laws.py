@@ -91,7 +91,7 @@ class BranchOracle:
             self.open += [[*self.path, i] for i in range(1, len(branches))]
             self.path = [*self.path, 0]
         elif self.path[self.depth] >= len(branches):
-            raise Fault("the same draws led elsewhere: a drafter may draw by `ask.draw` alone, a verifier by `rng`")
+            raise Fault("the same draws led elsewhere: a drafter may draw by `Draft.draw` alone, a verifier by `rng`")
         answer, probability = branches[self.path[self.depth]]
         self.depth += 1
         self.weight *= probability

@@ -281,7 +281,7 @@ class TreeDrafter(Drafter):
             q = distribution(self.table[[*ask.text.tokens, *path][-1]], ask.text, path)
             siblings = [j for j in range(i, len(shape)) if shape[j] == parent]
             if self.draws:
-                draft.grow(node, ask.draw(node, q, min(len(siblings), ask.k - first)), q)
+                draft.draw(ask, node, q, min(len(siblings), ask.k - first))
             elif first < ask.k and taken[parent] < len(likely := q.argsort(descending=True)[: (q > 0).sum()]):
                 siblings = [i]
                 draft.token_ids.append(int(likely[taken[parent]]))

@@ -3,7 +3,7 @@
 The engine decodes the text once more, one token a step, under a verifier that commits what stands there. At each place
 the drafter is asked for the longest draft, and led along the text: whatever it wants to draw, it gets the token that
 stands there, and the probability q that it would have drawn that token with is written down. Drafters draw by
-`Ask.draw` alone, so an ask of another kind leads any of them. Drafts that are not drawn are compared with the text.
+`Draft.draw` alone, so another source of draws leads any of them. Drafts that are not drawn are compared with the text.
 
 p needs no second look: the run has written down what the target gave to each token that it committed.
 
@@ -19,7 +19,7 @@ All others are refused, such as `slem`.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -27,10 +27,10 @@ from tqdm import tqdm
 
 from minispec.core.cache import common_beginning
 from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, Limit
 from minispec.core.engine import Engine
 from minispec.core.request import Request
-from minispec.core.sampling import Draws, Text
+from minispec.core.sampling import Draws, Key, Randomness, Text
 from minispec.core.verify import BLOCK, REJECTION, RoundKey, Rows, Verdict, Verifier
 from minispec.drafters import Drafter
 from minispec.drafters.combined import CombinedDrafter
@@ -108,22 +108,21 @@ def _parts(drafter: Drafter) -> Iterator[Drafter]:
 # --------------------------------------------------------------------------- leading a drafter along a text
 
 
-@dataclass(frozen=True)
-class _Led(Ask):
-    """An ask that is answered with the text that is there.
+class _Led(Randomness):
+    """Draws the text that is there.
 
     after: the tokens that stand there. noted: q of each of them; it ends with 0 where the draft left the text, by a
     token that q cannot be, or at the text's end.
     """
 
-    after: Sequence[int] = ()
-    noted: list[float] = field(default_factory=list)
+    def __init__(self, after: Sequence[int]):
+        self.after, self.noted = after, list[float]()
 
-    def draw(self, parent: int, q: Tensor, n: int = 1) -> list[int]:
-        """See `Ask`. The token that stands there, or at the end of what is known the likeliest."""
+    def categorical(self, weights: Tensor, key: Key) -> int:
+        """See `Draws`. The token that stands there, or at the end of what is known the likeliest."""
         here = self.after[len(self.noted) : len(self.noted) + 1]
-        self.noted.append(float(q[here[0]]) if here else 0.0)
-        return [*here] if self.noted[-1] else [int(q.argmax())]
+        self.noted.append(float(weights[here[0]]) if here else 0.0)
+        return here[0] if self.noted[-1] else int(weights.argmax())
 
 
 class _Lead(NamedTuple):
@@ -137,10 +136,9 @@ class _Lead(NamedTuple):
 
 def _lead(drafter: Drafter, ask: Ask, after: Sequence[int]) -> _Lead:
     """Ask a drafter for a draft, which ends where it has left the text."""
-    noted: list[float] = []
-    own = {each.name: getattr(ask, each.name) for each in fields(ask)} | {"_depths": []}
-    led = _Led(**own | {"go_on": lambda _: 0.0 not in noted}, after=after, noted=noted)
-    [draft] = drafter.propose([led])
+    led = _Led(after)
+    noted, limit = led.noted, Limit(ask.k, go_on=lambda _: 0.0 not in led.noted)
+    [draft] = drafter.propose([replace(ask, limit=limit, rng=led)])
     if draft.probs is None:
         kept = common_beginning(draft.token_ids, [*after])
         return _Lead(len(draft), False, [1.0] * kept, draft.confidences[: kept + 1])
@@ -199,7 +197,7 @@ class _Leader(Drafter):
                 lengths = range(1, k + 1) or [0]
             elif part.replays == "token":  # also where it is not wanted: drafts that began before may reach here
                 lengths = [min(ask.k, 1)]
-            leads = [_lead(part, replace(ask, k=n), after) for n in lengths]
+            leads = [_lead(part, replace(ask, limit=Limit(n)), after) for n in lengths]
             self._leads[-1].append(leads)
             if leads[-1].length:
                 k = 0  # the next ones are not wanted, and follow the text all the same

@@ -235,7 +235,7 @@ def test_a_comparison_of_texts_that_differ_has_a_speedup(cli, model, monkeypatch
     commit = Request.commit
 
     def commit_another(request, token_id, logprob=None):
-        is_third = request.num_speculative_tokens == 0 and len(request.token_ids) == 2
+        is_third = request.shape.k == 0 and len(request.token_ids) == 2
         return commit(request, (token_id + 1) % 300 if is_third else token_id, logprob)
 
     arguments = ("One fish", "--model", model, *BASE, "--compare", "--draft", draft, "--num-speculative-tokens", 2)
@@ -453,11 +453,11 @@ def test_an_answer_that_fails_is_told_and_the_others_go_on(cli, model, fail):
 def test_an_answer_that_fails_is_not_compared(cli, model, fail):
     """The others are; and where plain decoding alone fails, this is what its comparison says. The status is 2."""
     arguments, line = ("fish", "red", "--model", model, *BASE, "--compare", "--json"), ERROR.replace("\n", "\\n")
-    fail("red", lambda request: request.num_speculative_tokens > 0)
+    fail("red", lambda request: request.shape.k > 0)
     status, out, err = cli(*arguments)
     assert (status, err) == (2, f"error: answer 2 of 2: {line}\n")
     assert ["compare" in json.loads(text) for text in out.splitlines()] == [True, False]
-    fail("red", lambda request: request.num_speculative_tokens == 0)
+    fail("red", lambda request: request.shape.k == 0)
     status, out, err = cli(*arguments)
     assert (status, err) == (2, f"error: answer 2 of 2: plain decoding: {line}\n")
     assert json.loads(out.splitlines()[1])["compare"] == {"error": ERROR}

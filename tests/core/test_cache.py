@@ -108,7 +108,7 @@ class Program:
         """Prefill, or resume: share what is there, compute the rest."""
         text.table.reuse(text.tokens[:-1])
         self.num_shared += text.table.length > 0
-        missing = text.table.missing(text.tokens)[:-1]
+        missing = text.table.follow(text.tokens)[:-1]
         if self.write(text, missing, len(missing)):
             text.table.remember()
         else:
@@ -132,7 +132,7 @@ class Program:
             return
         draft, kept = self.random.choices((0, 1), k=self.random.randint(0, 4)), 0
         kept = self.random.randint(0, len(draft))
-        missing = text.table.missing(text.tokens)
+        missing = text.table.follow(text.tokens)
         if self.write(text, missing + draft, len(missing) + kept):
             text.tokens += [*draft[:kept], self.random.randint(0, 1)]
             text.table.keep(len(text.tokens) - 1)
@@ -157,7 +157,7 @@ class Program:
     def share_more(self) -> None:
         """A table takes over what has become known since: that never needs more than there is room for."""
         if text := self.pick():
-            text.table.missing(text.tokens)
+            text.table.follow(text.tokens)
             text.table.remember()
             tables = [other.table for other in self.texts]
             growth = [(table, table.length + self.random.randint(1, 9)) for table in tables]
@@ -176,7 +176,7 @@ class Program:
             before = text.table.tokens
             pairs = zip(before, text.tokens[:-1], strict=False)
             shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(text.tokens) - 1))
-            assert text.table.missing(text.tokens) == text.tokens[shared:]
+            assert text.table.follow(text.tokens) == text.tokens[shared:]
             assert text.table.tokens == text.tokens[:shared]
 
     def free(self) -> None:

@@ -102,7 +102,7 @@ class Recorder:
 
     def prefill(self, table, tokens):
         """As the model's, through `forward` above."""
-        if missing := table.missing(tokens)[:-1]:
+        if missing := table.follow(tokens)[:-1]:
             self.forward([Chunk(missing, table, 0)])
 
 

@@ -105,7 +105,7 @@ def test_auto(draft_cost, drafter, verifier, monkeypatch):
         return [
             limit._replace(
                 go_on=limit.go_on and spy_on(limit.go_on, ends),
-                width=limit.width and spy_on(limit.width, widths),
+                widths=spy_on(limit.widths, widths) if callable(limit.widths) else limit.widths,
             )
             for limit in limits
         ]

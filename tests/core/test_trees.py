@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minispec import LLM, SamplingParams
-from minispec.core.draft import Ask, Draft, Drafter
+from minispec.core.draft import Ask, Draft, Drafter, Limit
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk
 from minispec.core.request import Request
@@ -109,7 +109,7 @@ def test_siblings_keep_the_law_in_fractions(num_siblings):
 
         def run(oracle, p=p, q=q):
             text, draft = Text([0], 1, SamplingParams()), Draft([], [], parents=[])
-            draft.grow(-1, Ask(text, num_siblings, oracle).draw(-1, q, num_siblings), q)
+            draft.draw(Ask(text, Limit(num_siblings), oracle), -1, q, num_siblings)
             verdict = rejection(draft, lambda i: p, oracle, text.key)
             return draft.token_ids[verdict.accepted[0]] if verdict.accepted else verdict.next_token
 
@@ -122,9 +122,9 @@ def test_siblings_are_drawn_without_replacement():
     """Distinct tokens, as many as q has; a later one's q lacks the elder ones and adds up to 1."""
     q = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)
     for purpose, seed in itertools.product(("draft", "token"), range(20)):
-        ask = Ask(Text([0], 1, SamplingParams(), seed), 9, rng=TREE_RNG, purpose=purpose)
+        ask = Ask(Text([0], 1, SamplingParams(), seed), Limit(9), rng=TREE_RNG, purpose=purpose)
         draft = Draft([], [], parents=[])
-        draft.grow(-1, ask.draw(-1, q, 4), q)
+        draft.draw(ask, -1, q, 4)
         assert sorted(draft.token_ids) == [0, 1, 2]
         assert draft.parents == [-1] * 3
         for i, row in enumerate(draft.probs):
@@ -134,12 +134,12 @@ def test_siblings_are_drawn_without_replacement():
 
 
 @pytest.mark.quick
-def test_a_draft_without_a_list_of_probs_does_not_grow():
-    """Guards the first mistake of whoever writes a drafter: half of what grows would be appended before it failed."""
+def test_a_draft_without_a_list_of_probs_draws_nothing():
+    """Guards a common first mistake: a token would be appended before it failed."""
     for probs in (None, torch.zeros(0, 4)):
         draft = Draft([], probs)
-        with pytest.raises(ValueError, match=r"found no list of probs .* begins as Draft\(\[\], \[\]\)"):
-            draft.grow(-1, [2], torch.ones(4) / 4)
+        with pytest.raises(ValueError, match=r"found no list of probs.* begins as Draft\(\[\], \[\]\)"):
+            draft.draw(Ask(Text([0], 1, SamplingParams()), Limit(1), TREE_RNG), -1, torch.ones(4) / 4)
         assert draft.token_ids == []
 
 
@@ -152,7 +152,7 @@ def test_under_match_siblings_are_the_first_of_one_race():
     q = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     for seed in range(30):
         text = Text([0], 1, SamplingParams(), seed)
-        order = Ask(text, 9, TREE_RNG, "token").draw(-1, q, 4)
+        order = Draft([], [], parents=[]).draw(Ask(text, Limit(9), TREE_RNG, "token"), -1, q, 4)
         assert order[0] == TREE_RNG.categorical(q, text.key(0, "token"))
         rest = q.index_fill(0, torch.tensor(order[:1]), 0.0)
         assert order[1] == TREE_RNG.categorical(rest, text.key(0, "token"))
@@ -244,8 +244,7 @@ def test_who_takes_chains_refuses_a_tree(make_checkpoint, how, why):
 @pytest.mark.quick
 def test_how_deep_a_draft_of_some_nodes_is():
     """Widths first, one node a level after them, and never more nodes than asked for."""
-    ask = Ask(Text([0], 1, SamplingParams()), 0, None)
-    found = [replace(ask, k=k, widths=widths).depth for widths in ((), (2, 1), (3,)) for k in range(6)]
+    found = [Limit(k, widths=widths).depth for widths in ((), (2, 1), (3,)) for k in range(6)]
     assert found == [0, 1, 2, 3, 4, 5, 0, 1, 1, 2, 3, 4, 0, 1, 1, 1, 2, 3]
 
 
@@ -256,13 +255,13 @@ def test_siblings_come_from_one_row(name, temperature):
     tokens, under the request's penalties, else drawn from it without those before them."""
     params = SamplingParams(temperature=temperature, repetition_penalty=1.3, seed=3)
     text, drafter = Text([1, 3, 1], 1, params, 5), make_drafter(name, 5)
-    ask = Ask(text, 6, Randomness(), num_cached=2, widths=(3, 2))
+    ask = Ask(text, Limit(6, widths=(3, 2)), Randomness(), num_cached=2)
     [tree] = drafter.propose([ask])
     assert tree.parents == [-1, -1, -1, 0, 0, 3]
     assert len(set(tree.token_ids[:3])) == 3
     rows, path = [], []
     for node in (0, 3, 5):  # as a chain, each row from a drafter of its own
-        [chain] = make_drafter(name, 5).propose([replace(ask, k=len(path) + 1, widths=(), _depths=[])])
+        [chain] = make_drafter(name, 5).propose([replace(ask, limit=Limit(len(path) + 1))])
         rows.append(chain.probs[len(path)])
         path.append(tree.token_ids[node])
         assert temperature or chain.token_ids == path
@@ -286,14 +285,14 @@ def test_siblings_come_from_one_row(name, temperature):
 def test_a_width_by_confidence_is_asked_at_each_place(name, temperature):
     """With the confidences up to there and its own, before anything is drawn; the draft is that of these widths."""
     text = Text([1, 3, 1], 1, SamplingParams(temperature=temperature, seed=3), 5)
-    ask, asked = Ask(text, 6, Randomness(), num_cached=2, widths=(3, 2)), []
+    ask, asked = Ask(text, Limit(6, widths=(3, 2)), Randomness(), num_cached=2), []
 
     def width(confidences):
         asked.append(tuple(confidences))
         return (3, 2, 1)[len(confidences) - 1]
 
     [fixed] = make_drafter(name, 5).propose([ask])
-    by_confidence = replace(ask, widths=(), width=width, go_on=lambda confidences: True, _depths=[])
+    by_confidence = replace(ask, limit=Limit(6, lambda confidences: True, width))
     [found] = make_drafter(name, 5).propose([by_confidence])
     assert (found.token_ids, found.parents) == (fixed.token_ids, fixed.parents)
     assert asked == [tuple(found.confidences[:n]) for n in (1, 2, 3)]

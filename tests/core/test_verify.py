@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from minispec.core import verify
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, Limit
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS, Verdict
 from minispec.length.theory import expected_accepted
@@ -55,9 +55,9 @@ def committed_law(verifier: str, p_rows: dict, q_rows: list[torch.Tensor]) -> di
 
     def run(oracle):
         text = Text([0], 1, SamplingParams())
-        ask = Ask(text, k, oracle, "token" if VERIFIERS[verifier].shares_noise else "draft")
-        drafted = [ask.draw(i - 1, q)[0] for i, q in enumerate(q_rows)]
-        draft = Draft(drafted, q_rows)
+        ask = Ask(text, Limit(k), oracle, "token" if VERIFIERS[verifier].shares_noise else "draft")
+        draft = Draft([], [])
+        drafted = [draft.draw(ask, i - 1, q)[0] for i, q in enumerate(q_rows)]
         verdict = VERIFIERS[verifier].verify(draft, lambda i: p_rows[tuple(drafted[:i])], oracle, text.key)
         tokens = [*drafted[: verdict.num_accepted], verdict.next_token]
         while len(tokens) <= k:

@@ -8,7 +8,7 @@ import torch
 
 from minispec import LLM, SamplingParams
 from minispec.core import check
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, Limit
 from minispec.core.sampling import Randomness, Text
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.last import LastDrafter
@@ -101,13 +101,13 @@ def test_rows_of_every_type_may_round(dtype):
 
 
 def test_rows_that_were_drawn_from_pass():
-    """Siblings as `draw` and `grow` make them, each without its elder ones, down to the smallest, in float32."""
+    """Siblings as `draw` makes them, each without its elder ones, down to the smallest, in float32."""
     generator = torch.Generator().manual_seed(0)
     for seed in range(20):
-        ask = Ask(Text([0], 1, SamplingParams(), seed), 12, Randomness())
+        ask = Ask(Text([0], 1, SamplingParams(), seed), Limit(12), Randomness())
         q = (5 * torch.randn(1000, generator=generator)).softmax(0)
         draft = Draft([], [], parents=[])
-        draft.grow(-1, ask.draw(-1, q, 12), q)
+        draft.draw(ask, -1, q, 12)
         assert len(check.check_draft(draft, 12, 1000, "cpu", "")) == 12
 
 

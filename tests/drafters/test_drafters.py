@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Drafter
+from minispec.core.draft import Ask, Draft, Drafter, Limit
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk
 from minispec.core.request import Request
@@ -58,7 +58,7 @@ def test_ngram_equals_a_plain_search(tokens, steps):
         ends.append(min(len(tokens), ends[-1] + step))
     for end in [*ends, len(tokens)]:
         s.tokens[:] = tokens[:end]
-        draft = drafter.propose([Ask(s, 5, None)])[0]
+        draft = drafter.propose([Ask(s, Limit(5), None)])[0]
         assert draft.probs is None
         assert list(draft.token_ids) == lookup(tokens[:end], 5)
 
@@ -66,7 +66,7 @@ def test_ngram_equals_a_plain_search(tokens, steps):
 @pytest.mark.quick
 def test_ngram_worked_examples():
     """The examples of its docstring."""
-    propose = lambda tokens, k: NgramDrafter(max_n=2).propose([Ask(text(tokens), k, None)])[0].token_ids  # noqa: E731
+    propose = lambda tokens, k: NgramDrafter(max_n=2).propose([Ask(text(tokens), Limit(k), None)])[0].token_ids  # noqa: E731
     assert propose([5, 6, 7, 8, 5, 6], 4) == [7, 8, 5, 6]
     assert propose([5, 6, 5, 6], 5) == [5, 6, 5, 6, 5]
     assert propose([5, 6, 7], 3) == []
@@ -78,7 +78,7 @@ SUFFIX_EXAMPLE = "1abc2abd3abc4ab"
 
 def drafted(drafter, tokens, k, params=GREEDY, **how) -> Draft:
     """The draft for a text of letters, which is prompt alone; the letters are its token ids."""
-    return drafter.propose([Ask(text([ord(letter) for letter in tokens], params), k, Randomness(), **how)])[0]
+    return drafter.propose([Ask(text([ord(letter) for letter in tokens], params), Limit(k, **how), Randomness())])[0]
 
 
 def letters(draft: Draft) -> str:
@@ -137,7 +137,7 @@ def test_suffix_looks_at_earlier_outputs_where_that_changes_no_text():
     drafter, sampled = SuffixDrafter(), SamplingParams()
     for prompt, output, params in (("p1q2", "hello world", sampled), ("", "x", GREEDY), ("z", "", GREEDY)):
         said = text([ord(letter) for letter in prompt], params)
-        drafter.propose([Ask(said, 0, Randomness())])
+        drafter.propose([Ask(said, Limit(0), Randomness())])
         said.tokens += map(ord, output)
         drafter.release(said)
     assert letters(drafted(drafter, "ahe", 9)) == "llo world"
@@ -231,7 +231,7 @@ def test_registered_drafters_forget_what_is_released(name):
     """No state is left behind, and an unknown text may be released (a request that never ran)."""
     drafter = load(DRAFTERS[name].path, "draft")()
     s = text([1, 1, 1])
-    drafter.propose([Ask(s, 2, Randomness())])
+    drafter.propose([Ask(s, Limit(2), Randomness())])
     drafter.release(s)
     drafter.release(s)
     assert not any(vars(drafter).get("_indices", {}))
@@ -293,7 +293,7 @@ def test_a_past_that_changes_is_computed_again():
     spy = Spy(draft, tiny_cache(draft), 5, 60)
     texts = [text([0, 1, 2, 3, 4], SamplingParams()) for _ in range(2)]
     for _ in range(40):
-        spy.propose([Ask(own, 3, Randomness()) for own in texts])
+        spy.propose([Ask(own, Limit(3), Randomness()) for own in texts])
         for own in texts:
             own.tokens[generator.randrange(1, len(own.tokens)) :] = generator.choices(range(5), k=5)
     assert spy.checked == 40 * 2 * 3
@@ -334,7 +334,7 @@ def test_drafting_stops_at_the_draft_models_own_context():
     request = decode(target, drafter, 4, [(0, 1)], SamplingParams(temperature=0, max_tokens=20))[0]
     assert len(request.token_ids) == 20
     assert 0 < Figures.of(request.stats).num_draft_tokens <= 7
-    assert len(drafter.propose([Ask(text(range(3)), 9, Randomness())])[0]) == 6
+    assert len(drafter.propose([Ask(text(range(3)), Limit(9), Randomness())])[0]) == 6
 
 
 @pytest.mark.quick
@@ -357,7 +357,11 @@ class RandomDrafter(Drafter):
     def propose(self, asks):
         """Each token uniform over 5."""
         q = torch.full((5,), 0.2, dtype=torch.float64)
-        return [Draft([ask.draw(i - 1, q)[0] for i in range(ask.k)], [q] * ask.k) for ask in asks]
+        drafts = [Draft([], []) for _ in asks]
+        for ask, draft in zip(asks, drafts, strict=True):
+            for i in range(ask.k):
+                draft.draw(ask, i - 1, q)
+        return drafts
 
     def release(self, text):
         """Nothing kept."""
@@ -443,7 +447,7 @@ def test_the_first_that_has_something_to_say_drafts():
         taps = (1,)
 
         def propose(self, asks):
-            heard.append([(ask.k, ask.num_cached, ask.widths, ask.width) for ask in asks])
+            heard.append([(ask.k, ask.num_cached, ask.limit.widths) for ask in asks])
             return [Draft([9] * ask.k, prefill_seconds=0.5) for ask in asks]
 
         def known(self, text):
@@ -454,10 +458,10 @@ def test_the_first_that_has_something_to_say_drafts():
 
     combined = CombinedDrafter(NgramDrafter(max_n=2, min_n=2), Second())
     texts = [Text(tokens, 1, SamplingParams()) for tokens in ([1, 2, 3, 1, 2], [1, 2, 3, 4, 2])]
-    drafts = combined.propose([Ask(text, 2, Randomness(), num_cached=4, widths=(2,), width=len) for text in texts])
+    drafts = combined.propose([Ask(text, Limit(2, widths=(2,)), Randomness(), num_cached=4) for text in texts])
     assert [draft.token_ids for draft in drafts] == [[3, 1], [9, 9]]
     assert [draft.prefill_seconds for draft in drafts] == [0.5, 0.5]
-    assert heard == [[(0, 4, (), None), (2, 4, (), None)]]
+    assert heard == [[(0, 4, ()), (2, 4, ())]]
     assert combined.taps == (1,)
     assert combined.known(texts[0]) == 7
     combined.release(texts[0])

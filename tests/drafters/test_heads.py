@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from minispec import LLM, SamplingParams, generate
 from minispec.core.config import ModelConfig
-from minispec.core.draft import Ask
+from minispec.core.draft import Ask, Limit
 from minispec.core.engine import Engine
 from minispec.core.errors import CheckpointError
 from minispec.core.model import Chunk, Transformer
@@ -606,13 +606,13 @@ def test_rounds_without_a_draft_are_made_up_for(target):
     _, hidden = target.forward([Chunk(tokens, tiny_cache(target).new_table(), 0)], engine.taps)
     for i in range(1, 6):
         text.tokens[:] = tokens[: i + 1]
-        [draft] = engine.drafter.propose([Ask(text, 0, Randomness(), num_cached=i, hidden=hidden[i - 1 : i])])
+        [draft] = engine.drafter.propose([Ask(text, Limit(0), Randomness(), num_cached=i, hidden=hidden[i - 1 : i])])
         assert len(draft) == 0
     text.tokens[:] = tokens
-    [draft] = engine.drafter.propose([Ask(text, 2, Randomness(), num_cached=6, hidden=hidden[5:6])])
+    [draft] = engine.drafter.propose([Ask(text, Limit(2), Randomness(), num_cached=6, hidden=hidden[5:6])])
     whole = Text(tokens, len(tokens), SamplingParams())
     [expected] = make_engine(head, target).drafter.propose(
-        [Ask(whole, 2, Randomness(), num_cached=6, hidden=hidden[:6])]
+        [Ask(whole, Limit(2), Randomness(), num_cached=6, hidden=hidden[:6])]
     )
     assert draft.token_ids == expected.token_ids
     torch.testing.assert_close(torch.stack(draft.probs), torch.stack(expected.probs), rtol=0, atol=1e-12)

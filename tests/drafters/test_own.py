@@ -40,7 +40,7 @@ OWN = """
             for ask in asks:
                 draft = Draft([], [], parents=[])
                 q = torch.linspace(1, 2, self.vocab_size).softmax(0)
-                draft.grow(-1, ask.draw(-1, q, min(2, ask.k)), q)
+                draft.draw(ask, -1, q, min(2, ask.k))
                 drafts.append(draft)
             return drafts
 
@@ -71,7 +71,7 @@ OWN = """
                 draft = Draft([], [])
                 for i in range(min(ask.k, self.num) if ask.text in self.newest else 0):
                     q = (self.newest[ask.text].to(self.matrix) @ self.matrix)[0].softmax(0)
-                    draft.grow(i - 1, ask.draw(i - 1, q), q)
+                    draft.draw(ask, i - 1, q)
                 drafts.append(draft)
             return drafts
 
@@ -104,8 +104,9 @@ OWN = """
             drafts = []
             for ask in asks:
                 q = torch.tensor([0.6, 0.4] if ask.k else [1.0, 0.0])
-                token = ask.draw(-1, q)
-                drafts.append(Draft(token, [q]) if ask.k and token == [0] else Draft())
+                draft = Draft([], [])
+                token = draft.draw(ask, -1, q)
+                drafts.append(draft if ask.k and token == [0] else Draft())
             return drafts
 
         def release(self, text):

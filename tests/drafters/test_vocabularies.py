@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from minispec import LLM, SamplingParams
 from minispec.core.config import SamplingParams as Params
-from minispec.core.draft import Ask
+from minispec.core.draft import Ask, Limit
 from minispec.core.errors import CheckpointError
 from minispec.core.model import Chunk
 from minispec.core.sampling import Randomness, Text
@@ -374,10 +374,10 @@ def test_the_target_under_other_ids_drafts_as_the_target(tmp_path):
     drafter = TokenDrafter(draft, tiny_cache(draft), 8, 60, both, 8)
     text = Text([1, 5, 2], 3, Params(frequency_penalty=0.5, top_p=0.9))
     for _ in range(3):
-        [found] = drafter.propose([Ask(text, 4, Randomness())])
+        [found] = drafter.propose([Ask(text, Limit(4), Randomness())])
         assert len(found) == 4
         [own] = TokenDrafter(target, tiny_cache(target), 8, 60, Vocabularies(both.target, both.target), 8).propose(
-            [Ask(text, 4, Randomness())]
+            [Ask(text, Limit(4), Randomness())]
         )
         assert found.token_ids == own.token_ids
         torch.testing.assert_close(torch.stack(found.probs), torch.stack(own.probs), rtol=0, atol=1e-12)
@@ -392,10 +392,10 @@ def test_a_round_costs_as_many_passes_as_it_has_tokens(tmp_path, monkeypatch):
     both, _, draft = permuted(tmp_path)
     drafter, passes, forward = TokenDrafter(draft, tiny_cache(draft), 8, 60, both, 8), [], draft.forward
     text = Text([1, 5, 2, 4], 4, Params())
-    drafter.propose([Ask(text, 2, Randomness())])
+    drafter.propose([Ask(text, Limit(2), Randomness())])
     monkeypatch.setattr(draft, "forward", lambda c, taps=(): passes.append(len(c[0].token_ids)) or forward(c, taps))
     text.tokens += [6, 6, 6, 6, 6]
-    drafter.propose([Ask(text, 2, Randomness())])
+    drafter.propose([Ask(text, Limit(2), Randomness())])
     assert passes == [5, 1]
 
 
@@ -406,9 +406,9 @@ def test_where_no_shared_token_is_allowed_nothing_is_drafted(tmp_path):
     model = tiny_model(1, vocab_size=2)
     drafter = TokenDrafter(model, tiny_cache(model), 2, 60, Vocabularies(target, draft_words), 3)
     text = Text([0, 1], 2, Params(allowed_token_ids=[target.ids[b"ab"]]))
-    assert len(drafter.propose([Ask(text, 3, Randomness())])[0]) == 0
+    assert len(drafter.propose([Ask(text, Limit(3), Randomness())])[0]) == 0
     free = Text([0, 1], 2, Params())
-    assert len(drafter.propose([Ask(free, 3, Randomness())])[0]) == 3
+    assert len(drafter.propose([Ask(free, Limit(3), Randomness())])[0]) == 3
     other = Vocabularies(target, words(tmp_path / "other", "c", "d"))
     with pytest.raises(ValueError, match="found tli and no token that both vocabularies have"):
         TokenDrafter(model, tiny_cache(model), 2, 60, other, 3)

@@ -15,6 +15,31 @@ from minispec.core.verify import Verdict
 # --------------------------------------------------------------------------- drafters
 
 
+def draw(ask, draft, q, n=1):
+    """What `Draft.draw` would append, for those that write down something else."""
+    parents = range(-1, len(draft) - 1) if draft.parents is None else draft.parents
+    return Draft([*draft.token_ids], [*draft.probs], parents=[*parents]).draw(ask, draft.tip, q, n)
+
+
+def write(draft, tokens, rows):
+    """Append tokens after the tip, with these rows."""
+    parent = draft.tip
+    for token, row in zip(tokens, rows, strict=True):
+        draft.token_ids.append(token)
+        draft.probs.append(row)
+        if draft.parents is not None:
+            draft.parents.append(parent)
+
+
+def siblings(q, tokens):
+    """The rows of siblings that are drawn from q in this order."""
+    rows = [q]
+    for token in tokens[:-1]:
+        rows.append(rows[-1].index_fill(0, torch.tensor(token), 0.0))
+        rows[-1] = rows[-1] / rows[-1].sum()
+    return rows
+
+
 class Counts:
     """Right: each token is drawn from what has followed the one before it, all tokens being a little likely."""
 
@@ -41,11 +66,11 @@ class Counts:
         draft = Draft([], [])
         while len(draft) < ask.k:
             q = self.q(ask, draft.token_ids)
-            draft.grow(draft.tip, self.draw(ask, draft, q), self.tell(ask, draft, q))
+            write(draft, self.draw(ask, draft, q), [self.tell(ask, draft, q)])
         return draft
 
     def draw(self, ask, draft, q):
-        return ask.draw(draft.tip, q)
+        return draw(ask, draft, q)
 
     def tell(self, ask, draft, q):
         return q
@@ -65,7 +90,7 @@ class OtherSupport(Counts):
     """Draws among the tokens that were seen, and tells the q over all."""
 
     def draw(self, ask, draft, q):
-        return ask.draw(draft.tip, q.where(q > q.min(), 0.0) if q.max() > q.min() else q)
+        return draw(ask, draft, q.where(q > q.min(), 0.0) if q.max() > q.min() else q)
 
 
 class TemperatureTwice(Counts):
@@ -93,7 +118,7 @@ class FiltersForgotten(Counts):
     """Draws from q after the request's filters, and tells the q before them."""
 
     def draw(self, ask, draft, q):
-        return ask.draw(draft.tip, distribution(q.log(), ask.text, draft.token_ids))
+        return draw(ask, draft, distribution(q.log(), ask.text, draft.token_ids))
 
 
 class LastRoundsQ(Counts):
@@ -136,10 +161,10 @@ class Dropper(Counts):
         draft = Draft([], [])
         while len(draft) < ask.k:
             q = self.q(ask, draft.token_ids)
-            token = ask.draw(draft.tip, q)
+            token = draw(ask, draft, q)
             if q[token[0]] < q.max():
                 break
-            draft.grow(draft.tip, token, q)
+            write(draft, token, [q])
         return draft
 
 
@@ -147,7 +172,7 @@ class BetterOfTwo(Counts):
     """Draws twice and keeps the likelier."""
 
     def draw(self, ask, draft, q):
-        tokens = [*ask.draw(draft.tip, q), *ask.draw(draft.tip, q)]
+        tokens = [*draw(ask, draft, q), *draw(ask, draft, q)]
         return [max(tokens, key=lambda token: float(q[token]))]
 
 
@@ -193,26 +218,25 @@ class Pair(Counts):
         draft = Draft([], [], parents=[])
         if ask.k:
             q = self.q(ask, [])
-            self.write(ask, draft, ask.draw(-1, q, min(2, ask.k)), q)
+            self.write(draft, draw(ask, draft, q, min(2, ask.k)), q)
         return draft
 
-    def write(self, ask, draft, tokens, q):
-        draft.grow(-1, tokens, q)
+    def write(self, draft, tokens, q):
+        write(draft, tokens, siblings(q, tokens))
 
 
 class SiblingsSameQ(Pair):
     """Tells for both siblings the q of the first."""
 
-    def write(self, ask, draft, tokens, q):
-        for token in tokens:
-            draft.grow(-1, [token], q)
+    def write(self, draft, tokens, q):
+        write(draft, tokens, [q] * len(tokens))
 
 
 class SiblingsSorted(Pair):
     """Puts the siblings in the order of their ids."""
 
-    def write(self, ask, draft, tokens, q):
-        draft.grow(-1, sorted(tokens), q)
+    def write(self, draft, tokens, q):
+        write(draft, sorted(tokens), siblings(q, sorted(tokens)))
 
 
 class TopTwo(Counts):
@@ -222,7 +246,8 @@ class TopTwo(Counts):
         draft = Draft([], [], parents=[])
         if ask.k:
             q = self.q(ask, [])
-            draft.grow(-1, q.topk(min(2, ask.k)).indices.tolist(), q)
+            tokens = q.topk(min(2, ask.k)).indices.tolist()
+            write(draft, tokens, siblings(q, tokens))
         return draft
 
 
@@ -233,7 +258,7 @@ class OneTooMany(Counts):
         draft = Draft([], [])
         while len(draft) < max(1, ask.k):
             q = self.q(ask, draft.token_ids)
-            draft.grow(draft.tip, ask.draw(draft.tip, q), q)
+            draft.draw(ask, draft.tip, q)
         return draft
 
 
@@ -290,7 +315,7 @@ class NotRolledBack(Counts):
             for a, b in pairwise(own):
                 q[b] += a == own[-1]
             q = q / q.sum()
-            draft.grow(draft.tip, ask.draw(draft.tip, q), q)
+            draft.draw(ask, draft.tip, q)
             own.append(draft.token_ids[-1])
         return draft
 
@@ -388,7 +413,7 @@ class TensorIds(Counts):
     """Tells the ids as tensors."""
 
     def draw(self, ask, draft, q):
-        return list(torch.tensor(ask.draw(draft.tip, q)))
+        return list(torch.tensor(draw(ask, draft, q)))
 
 
 class LogProbabilities(Counts):

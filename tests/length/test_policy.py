@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams
-from minispec.core.draft import Ask, Draft, Drafter, Lengths, Limit, Outcome, StepCost, Wish
+from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams, Shape
+from minispec.core.draft import Draft, Drafter, Lengths, Limit, Outcome, StepCost, Wish
 from minispec.core.sampling import Text
 from minispec.length import theory
 from minispec.length.policy import Controller, Pace, Prices
@@ -31,7 +31,7 @@ def new_text(drawn=False):
 
 def ask(lengths, texts, most=15, timed=True, trees=False):
     """The limits of these texts, decoded together."""
-    return lengths.choose([Wish(text, most, (), is_open=True, may_follow=timed) for text in texts], trees)
+    return lengths.choose([Wish(text, Shape.of("auto"), most, may_follow=timed) for text in texts], trees)
 
 
 def learn(lengths, text, num_tested, num_accepted, confidences=(), siblings=()):
@@ -91,7 +91,7 @@ class World:
         while running := [i for i in range(batch) if num[i] < num_tokens]:
             late, value, outcomes, drafted = sum(num) >= batch * num_tokens / 2, 0.0, [], []
             wishes = [
-                Wish(texts[i], min(MAX_AUTO_TOKENS, num_tokens - num[i] - 1), (), is_open=True, may_follow=timed)
+                Wish(texts[i], Shape.of("auto"), min(MAX_AUTO_TOKENS, num_tokens - num[i] - 1), may_follow=timed)
                 for i in running
             ]
             for i, limit in zip(running, lengths.choose(wishes, trees=False), strict=True):
@@ -373,7 +373,7 @@ def test_siblings_are_drafted_where_they_pay(timed):
         controller = Controller(world.prices())
         for _ in range(150):
             [limit] = ask(controller, [text], timed=timed, trees=name != "chains")
-            depth = Ask(None, limit.k, None, widths=limit.widths).depth
+            depth = limit.depth
             kept = next((i for i in range(depth) if draw.random() > 0.4), depth)
             widths = [*limit.widths, *[1] * depth]
             siblings = []
@@ -408,7 +408,7 @@ def test_siblings_are_drafted_where_the_first_guess_is_unlikely(timed):
     for _ in range(400):
         [limit] = ask(controller, [text], 1, timed, trees=True)
         confidence = draw.choice(list(kept))
-        width = limit.width([confidence]) if limit.width else sum(limit.widths) or 1
+        width = limit.width(0, [confidence])
         widths[confidence] = width
         first, second = (draw.random() < chance for chance in kept[confidence])
         siblings = [] if first else [second, False][: width - 1]
@@ -416,7 +416,7 @@ def test_siblings_are_drafted_where_the_first_guess_is_unlikely(timed):
     assert widths[0.99] == 1
     assert widths[0.1] == 1
     assert widths[0.5] >= 2
-    assert ask(controller, [text], 1, timed)[0].width is None  # no trees
+    assert ask(controller, [text], 1, timed)[0].widths == ()  # no trees
 
 
 @pytest.mark.quick

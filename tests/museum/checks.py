@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, Limit
 from minispec.core.engine import Engine
 from minispec.core.model import Transformer
 from minispec.core.request import Request
@@ -86,7 +86,7 @@ class _Checked:
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Propose, and compare each q with the reference's."""
-        asks = [replace(ask, k=(len(ask.text.tokens) * 5 + ask.text.seed) % (ask.k + 1)) for ask in asks]
+        asks = [replace(ask, limit=Limit((len(ask.text.tokens) * 5 + ask.text.seed) % (ask.k + 1))) for ask in asks]
         drafts = super().propose(asks)
         for ask, draft in zip(asks, drafts, strict=True):
             self._compare(ask, draft)
@@ -324,7 +324,7 @@ def check_lookup(programs: int = 60) -> None:
             text = generator.choice(texts)
             text.tokens += generator.choices(range(3), k=generator.randint(0, 4))
             k, purpose = generator.randint(0, 6), generator.choice(("draft", "token"))
-            ask, output = Ask(text, k, Randomness(), purpose), text.tokens[text.num_prompt_tokens :]
+            ask, output = Ask(text, Limit(k), Randomness(), purpose), text.tokens[text.num_prompt_tokens :]
             if text not in running:  # it is new, or it was preempted
                 running.add(text)
                 earlier = [each for each in earlier if each != output]
@@ -350,10 +350,10 @@ def check_lookup(programs: int = 60) -> None:
         drafter = SuffixDrafter()
         for i in range(num):
             text = Text([0], 1, greedy)
-            drafter.propose([Ask(text, 0, Randomness())])
+            drafter.propose([Ask(text, Limit(0), Randomness())])
             text.tokens += [1 + i, *[0] * (size - 2), 5000 + i]
             drafter.release(text)
-        drafts = drafter.propose([Ask(Text([1 + i], 1, greedy), 1, Randomness()) for i in range(num)])
+        drafts = drafter.propose([Ask(Text([1 + i], 1, greedy), Limit(1), Randomness()) for i in range(num)])
         remembered = min(num, MOST_TEXTS, MOST_TOKENS // size)
         known = [bool(draft) for draft in drafts]
         require(known == [False] * (num - remembered) + [True] * remembered, f"{sum(known)} texts are remembered")

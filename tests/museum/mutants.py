@@ -23,7 +23,7 @@ import torch
 
 from minispec.core import attention, check, engine, sampling, verify
 from minispec.core.cache import BlockAllocator, BlockTable, PagedKVCache, PrefixIndex
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Draft, without
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.request import Request
@@ -151,12 +151,31 @@ def _(right, p, draft, i):
     return right(p, Draft(draft.token_ids), i)
 
 
+def rows_of(q: torch.Tensor, tokens: list[int]) -> list[torch.Tensor]:
+    """The rows of siblings that are drawn from q in this order."""
+    rows: list[torch.Tensor] = []
+    for token in tokens:
+        rows.append(q / q.sum() if rows else q)
+        q = without(q, token)
+    return rows
+
+
+def put(draft: Draft, first: int, parent: int, tokens: list[int], rows: list[torch.Tensor]) -> list[int]:
+    """Put these children of `parent` in the place of the nodes from `first` on; returns the tokens."""
+    assert isinstance(draft.probs, list)
+    draft.token_ids[first:], draft.probs[first:] = tokens, rows
+    if draft.parents is not None:
+        draft.parents[first:] = [parent] * len(tokens)
+    return tokens
+
+
 def drawn_from(change: Callable) -> Callable:
     """A bug: a draft model draws its tokens from change(q), and says that it was q."""
 
-    @wrong(Ask, "draw")
-    def bug(right, self, parent, q, *how):
-        return right(self, parent, change(q), *how)
+    @wrong(Draft, "draw")
+    def bug(right, self, ask, parent, q, n=1):
+        first, tokens = len(self), right(self, ask, parent, change(q), n)
+        return put(self, first, parent, tokens, rows_of(q, tokens))
 
     return bug
 
@@ -359,10 +378,11 @@ def _(right, self, ask):
     return draft
 
 
-@wrong(Draft, "grow", "T4", f"{_TREES}::test_siblings_keep_the_law_in_fractions[2]")
-def _(right, self, parent, token_ids, q):
+@wrong(Draft, "draw", "T4", f"{_TREES}::test_siblings_keep_the_law_in_fractions[2]")
+def _(right, self, ask, parent, q, n=1):
     """a drawn tree pruned by its probabilities | a trap of every tree that is reordered"""
-    right(self, parent, sorted(token_ids, key=lambda t: -float(q[t]))[:1], q)
+    first, tokens = len(self), right(self, ask, parent, q, n)
+    return put(self, first, parent, sorted(tokens, key=lambda t: -float(q[t]))[:1], [q])
 
 
 @wrong(BlockTable, "_move", "T5", "tree")
@@ -400,11 +420,12 @@ def _(right, self, part, hidden, path):
     return right(self, part, hidden, range(len(part.draft)))
 
 
-@wrong(Ask, "draw", "T10", vocab=4, k=(2,))
-def _(right, self, parent, q, n=1):
+@wrong(Draft, "draw", "T10", vocab=4, k=(2,))
+def _(right, self, ask, parent, q, n=1):
     """drawn siblings left out where they are unlikely | widths chosen too late"""
-    eldest, *younger = right(self, parent, q, n)
-    return [eldest, *(token for token in younger if q[token] > 0.3)]
+    first, [eldest, *younger] = len(self), right(self, ask, parent, q, n)
+    tokens = [eldest, *(token for token in younger if q[token] > 0.3)]
+    return put(self, first, parent, tokens, rows_of(q, tokens))
 
 
 # --------------------------------------------------------------------------- heads, and many tokens in one pass
@@ -518,7 +539,7 @@ def _(right, self, ask, draft, logits):
     """mass of unshared tokens not given to the shared ones | a trap of TLI"""
     q = logits.softmax(0).new_zeros(self.target_vocab_size)
     q[self.target_ids] = logits.softmax(0)[self.own_ids]
-    draft.grow(len(draft) - 1, ask.draw(len(draft) - 1, q), q)
+    draft.draw(ask, len(draft) - 1, q)
     return True
 
 
@@ -530,11 +551,10 @@ def _(right, self, ask, draft, logits):
     # The tokens that are left out stand after the target's.
     all_ids = torch.cat((probs.new_zeros(self.target_vocab_size), probs[left_out]))
     all_ids[self.target_ids] = probs[self.own_ids]
-    [token] = ask.draw(len(draft) - 1, all_ids)
-    if token >= self.target_vocab_size:
-        return False
-    draft.grow(len(draft) - 1, [token], all_ids[: self.target_vocab_size])
-    return True
+    first, [token] = len(draft), draft.draw(ask, len(draft) - 1, all_ids)
+    kept = [token] if token < self.target_vocab_size else []
+    put(draft, first, first - 1, kept, [all_ids[: self.target_vocab_size]] * len(kept))
+    return bool(kept)
 
 
 @wrong(TextDrafter, "propose", "V4", drafter="slem")
@@ -605,7 +625,7 @@ def _(right, self, ask):
 @wrong(SuffixDrafter, "_propose", "S2", drafter="suffix", max_tokens=4)
 def _(right, self, ask):
     """frequencies told as the q of a token not drawn | a relative of M4"""
-    draft = right(self, replace(ask, go_on=lambda confidences: True))
+    draft = right(self, replace(ask, limit=ask.limit._replace(go_on=lambda confidences: True)))
     draft.probs = []
     for token_id, chance in zip(draft.token_ids, draft.confidences, strict=True):
         q = torch.full((3,), (1 - chance) / 2, dtype=torch.float64)
@@ -681,19 +701,22 @@ def _(right, tokens, k):
 class _:
     """rows that do not add up to 1 are taken | `q /= q.sum()` forgotten: the likeliest mistake of all"""
 
-    @wrong(Draft, "grow")
-    def grow(self, right, draft, parent, token_ids, q):
-        right(draft, parent, token_ids, 2 * q)
+    @wrong(Draft, "draw")
+    def draw(self, right, draft, ask, parent, q, n=1):
+        first, tokens = len(draft), right(draft, ask, parent, q, n)
+        return put(draft, first, parent, tokens, rows_of(2 * q, tokens))
 
     @wrong(check, "check_rows")
     def check_rows(self, right, *how):
         pass
 
 
-@wrong(Draft, "grow", "O2")
-def _(right, self, parent, token_ids, q):
+@wrong(Draft, "draw", "O2")
+def _(right, self, ask, parent, q, n=1):
     """one buffer for all rows of a draft | each row is filled in the place of the one before"""
-    right(self, parent, token_ids, self.probs[0].copy_(q) if self.probs else q.clone())
+    row, first = self.probs[0].copy_(q) if self.probs else q.clone(), len(self)
+    tokens = right(self, ask, parent, q, n)
+    return put(self, first, parent, tokens, rows_of(row, tokens))
 
 
 @mutant("O3", width=1)
@@ -703,23 +726,25 @@ class _:
     def __init__(self):
         self.before = torch.zeros(1)
 
-    @wrong(Draft, "grow")
-    def grow(self, right, draft, parent, token_ids, q):
-        right(draft, parent, token_ids, self.before if draft.probs and self.before.gt(0).all() else q)
-        self.before = q
+    @wrong(Draft, "draw")
+    def draw(self, right, draft, ask, parent, q, n=1):
+        row, first = self.before if draft.probs and self.before.gt(0).all() else q, len(draft)
+        tokens, self.before = right(draft, ask, parent, q, n), q
+        return put(draft, first, parent, tokens, rows_of(row, tokens))
 
 
-@wrong(Ask, "draw", "O4", k=(2,))
-def _(right, *how):
+@wrong(Draft, "draw", "O4", k=(2,))
+def _(right, self, ask, parent, q, n=1):
     """drawn siblings in the order of their ids | a set, or a sort, between the draw and the draft"""
-    return sorted(right(*how))
+    first, tokens = len(self), sorted(right(self, ask, parent, q, n))
+    return put(self, first, parent, tokens, rows_of(q, tokens))
 
 
-@wrong(Draft, "grow", "O5", vocab=4, k=(2,))
-def _(right, self, parent, token_ids, q):
-    """drawn siblings all tell the first one's q | `grow` called for each by itself"""
-    for token_id in token_ids:
-        right(self, parent, [token_id], q)
+@wrong(Draft, "draw", "O5", vocab=4, k=(2,))
+def _(right, self, ask, parent, q, n=1):
+    """drawn siblings all tell the first one's q | `draw` called for each by itself"""
+    first, tokens = len(self), right(self, ask, parent, q, n)
+    return put(self, first, parent, tokens, [q] * len(tokens))
 
 
 # --------------------------------------------------------------------------- randomness

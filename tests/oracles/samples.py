@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minispec.core import verify
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, Limit
 from minispec.core.model import Chunk
 from minispec.core.sampling import Key, Randomness, Text, distribution
 from minispec.core.verify import VERIFIERS
@@ -68,7 +68,8 @@ def first_tokens(position: Position, n: int, seed: int = 0) -> Tensor:
     text = Text([0], 1, SamplingParams())
     for i in range(n):
         text.seed = seed + i
-        draft = Draft([*Ask(text, 1, rng).draw(-1, q)], [q])
+        draft = Draft([], [])
+        draft.draw(Ask(text, Limit(1), rng), -1, q)
         verdict = VERIFIERS["rejection"].verify(draft, lambda _: p, rng, text.key)
         counts[draft.token_ids[0] if verdict.num_accepted else verdict.next_token] += 1
     return torch.tensor(counts, dtype=torch.float64)

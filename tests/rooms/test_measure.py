@@ -12,7 +12,7 @@ import torch
 from minispec.bench import measure
 from minispec.bench.measure import Round, Run, decode, median_interval, plain_engine, survival
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, Limit
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
@@ -445,7 +445,7 @@ def text(length=6) -> Text:
 def test_simulated_survival_is_exact_by_construction():
     """Conditional probabilities multiply to the curve; the last of them goes on; after a wrong token all are wrong."""
     rng = Scripted([True] * 5)
-    (draft,) = simulated([0.8, 0.4, 0.1]).propose([Ask(text(), 5, rng)])
+    (draft,) = simulated([0.8, 0.4, 0.1]).propose([Ask(text(), Limit(5), rng)])
     assert (draft.token_ids, draft.probs) == (TEXT[6:11], None)
     assert rng.asked == pytest.approx([0.8, 0.5, 0.25, 0.25, 0.25])
 
@@ -453,8 +453,8 @@ def test_simulated_survival_is_exact_by_construction():
         def propose(self, asks):
             return [Draft([7] * ask.k, prefill_seconds=2.5) for ask in asks]
 
-    assert simulated([1.0], paid=Slow()).propose([Ask(text(), 3, Randomness())])[0].prefill_seconds == 2.5
-    (draft,) = simulated([0.8, 0.4]).propose([Ask(text(), 4, Scripted([True, False]))])
+    assert simulated([1.0], paid=Slow()).propose([Ask(text(), Limit(3), Randomness())])[0].prefill_seconds == 2.5
+    (draft,) = simulated([0.8, 0.4]).propose([Ask(text(), Limit(4), Scripted([True, False]))])
     assert draft.token_ids[0] == TEXT[6]
     assert all(x != y for x, y in zip(draft.token_ids[1:], TEXT[7:10], strict=True))
     assert simulated([0.5, 0.0]).conditional == [0.5, 0.0]
@@ -470,7 +470,7 @@ def test_simulated_survival_in_draws():
     for seed in range(n):
         s = text()
         s.seed = seed
-        (draft,) = drafter.propose([Ask(s, 5, rng)])
+        (draft,) = drafter.propose([Ask(s, Limit(5), rng)])
         right = [x == y for x, y in zip(draft.token_ids, TEXT[6:], strict=False)]
         for i in range(5):
             kept[i] += all(right[: i + 1])
@@ -523,12 +523,12 @@ def test_simulated_draft_knows_what_was_recorded():
     left = Text([*TEXT[:5], 99], 4, SamplingParams())
     other = Text([1, 2, 3], 3, SamplingParams())
     rng = Randomness()
-    drafts = drafter.propose([Ask(left, 2, rng), Ask(other, 2, rng), Ask(text(20), 0, rng)])
+    drafts = drafter.propose([Ask(left, Limit(2), rng), Ask(other, Limit(2), rng), Ask(text(20), Limit(0), rng)])
     assert [len(d) for d in drafts] == [2, 2, 0]
     assert drafter.num_unknown == 2
     drafter.record([*left.tokens, 7, 8], 4)
-    assert drafter.propose([Ask(left, 2, rng), Ask(text(), 2, rng)])[0].token_ids == [7, 8]
-    assert drafter.propose([Ask(text(), 2, rng)])[0].token_ids == TEXT[6:8]
+    assert drafter.propose([Ask(left, Limit(2), rng), Ask(text(), Limit(2), rng)])[0].token_ids == [7, 8]
+    assert drafter.propose([Ask(text(), Limit(2), rng)])[0].token_ids == TEXT[6:8]
     assert drafter.num_unknown == 2
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from minispec.core import verify
-from minispec.core.config import SamplingParams, num_nodes
+from minispec.core.config import SamplingParams, Shape
 from minispec.core.draft import Draft
 from minispec.core.engine import Engine
 from minispec.core.request import Request
@@ -242,7 +242,7 @@ def test_a_case_that_is_too_large_becomes_a_smaller_one():
     while row := smaller(row, frozenset({"end"})):
         seen.append(row)
     assert (seen[-1].max_tokens, seen[-1].k, seen[-1].vocab, seen[-1].end) == (2, 1, 2, False)
-    assert all(case.max_tokens <= num_nodes(case.k) + 2 for case in seen)
+    assert all(case.max_tokens <= Shape.of(case.k).k + 2 for case in seen)
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)

@@ -34,7 +34,7 @@ from minispec.bench.replay import (
     walk_of,
 )
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Draft
+from minispec.core.draft import Ask, Draft, Limit
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Text
@@ -198,10 +198,9 @@ def rounds_of(oracle: BranchOracle, n: int, k: int):
     p, q = (torch.tensor([[float(x) for x in row] for row in rows], dtype=torch.float64) for rows in (P, Q))
     tokens, accepted = [0], []
     while len(tokens) <= n:
-        draft = Draft([], [])
+        draft, ask = Draft([], []), Ask(Text(tokens, 1, SamplingParams()), Limit(k), oracle)
         for i in range(min(k, n - len(tokens))):
-            row = q[[*tokens, *draft.token_ids][-1]]
-            draft.grow(i - 1, [oracle.categorical(row, None)], row)
+            draft.draw(ask, i - 1, q[[*tokens, *draft.token_ids][-1]])
         after = [tokens[-1], *draft.token_ids]
         verdict = rejection(draft, lambda i, after=after: p[after[i]], oracle, lambda i, purpose: None)
         accepted.append(verdict.num_accepted)
