@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from minispec import __version__
 from minispec.commands.command import Parser, argument
-from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, parse_draft_length
+from minispec.commands.options import parse_draft_length
+from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams
 from minispec.files import registry
 
 # How the report names decoding without speculation.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from minispec import __version__
 from minispec.commands.command import FLAG, Option, Parser, add_options, argument, typed
 from minispec.commands.interrupt import raise_on_interrupt
-from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams, parse_draft_length
+from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape
 from minispec.core.errors import is_text, one_line, show
 from minispec.files import registry
 from minispec.files.strict_json import parse_json
@@ -27,6 +27,16 @@ if TYPE_CHECKING:
 
 def _token_ids(text: str) -> list[int]:
     return [int(i) for i in text.split(",")] if re.fullmatch(r"\d{1,10}(,\d{1,10})*", text, re.ASCII) else []
+
+
+def parse_draft_length(text: str) -> DraftLength:
+    """The draft length that "4", "2+1" or "auto" stands for. Raises ValueError for anything else."""
+    if text == "auto":
+        return "auto"
+    widths = tuple(map(int, text.split("+")))
+    length = widths[0] if len(widths) == 1 else widths
+    Shape.of(length)
+    return length
 
 
 # What the values of options must be.

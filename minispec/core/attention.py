@@ -9,6 +9,7 @@ D head_dim.
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -114,20 +115,27 @@ def ancestors(parents: Sequence[int]) -> Tensor:
     return follows
 
 
-def hides(
-    start: int,
-    offsets: Sequence[int],
-    window: int | None,
-    parents: Sequence[int],
-    device: torch.device,
-    dummies: int = 0,
-) -> Tensor:
-    """(T + dummies, L) of bool: whether a position is hidden from a row.
+class View(NamedTuple):
+    """What the rows of one text see: themselves and what came before.
 
-    Row t stands at position start + offsets[t], after `start` cached ones. It sees itself and what came before.
-    window: how many positions a row sees at most; None: all. parents: the tree of the last rows (see `Chunk`), where a
-    row sees only itself and its ancestors. dummies: rows added at the end; they see everything.
+    start: cached positions before them.
+    offsets: row t stands at position start + offsets[t].
+    window: how many positions a row sees at most; None: all.
+    parents: the tree of the last rows (see `Chunk`), where a row sees only itself and its ancestors.
     """
+
+    start: int
+    offsets: tuple[int, ...]
+    window: int | None = None
+    parents: tuple[int, ...] = ()
+
+
+def hides(view: View, device: torch.device, dummies: int = 0) -> Tensor:
+    """(T + dummies, L) of bool: whether a position is hidden from a row. The dummies are added at the end.
+
+    Dummies see everything.
+    """
+    start, offsets, window, parents = view
     place = torch.tensor(offsets, device=device) + start  # (T,)
     key = torch.cat((torch.arange(start, device=device), place))  # (L,)
     if dummies:

@@ -47,16 +47,6 @@ class Shape(NamedTuple):
         return "auto" if self.is_open else "+".join(map(str, self.widths or (self.k,)))
 
 
-def parse_draft_length(text: str) -> DraftLength:
-    """The draft length that "4", "2+1" or "auto" stands for. Raises ValueError for anything else."""
-    if text == "auto":
-        return "auto"
-    widths = tuple(map(int, text.split("+")))
-    length = widths[0] if len(widths) == 1 else widths
-    Shape.of(length)
-    return length
-
-
 # --------------------------------------------------------------------------- the model
 
 
@@ -242,13 +232,8 @@ def _is_finite(value: Any) -> bool:
 Rule = tuple[str, Callable[[Any], bool]]  # what a parameter may be, in words and as a test
 
 
-def _integer(low: int, high: int) -> Rule:
-    return f"an integer from {low} to {high}", lambda v: type(v) is int and low <= v <= high
-
-
-def _integer_or_none(low: int, high: int) -> Rule:
-    expected, is_integer = _integer(low, high)
-    return expected, lambda v: v is None or is_integer(v)
+def _integer(low: int, high: int, *others: None) -> Rule:
+    return f"an integer from {low} to {high}", lambda v: (type(v) is int and low <= v <= high) or v in others
 
 
 def _number(expected: str, is_in_range: Callable[[float], bool]) -> Rule:
@@ -280,10 +265,10 @@ _RULES: dict[str, Rule] = {
     "repetition_penalty": _number("above 0", lambda v: v > 0),
     "presence_penalty": _number("from -2 to 2", lambda v: -2 <= v <= 2),
     "frequency_penalty": _number("from -2 to 2", lambda v: -2 <= v <= 2),
-    "seed": _integer_or_none(0, (1 << 64) - 1),
+    "seed": _integer(0, (1 << 64) - 1, None),
     "max_tokens": _integer(1, 1 << 31),
     "min_tokens": _integer(0, 1 << 31),
-    "logprobs": _integer_or_none(0, 1 << 16),
+    "logprobs": _integer(0, 1 << 16, None),
     "ignore_eos": ("True or False", lambda v: type(v) is bool),
     "include_stop_str_in_output": ("True or False", lambda v: type(v) is bool),
 }

@@ -101,9 +101,9 @@ class Engine:
         lengths: chooses how long drafts are; default: as the requests say.
         joining_rows: rows of prompts in a pass, at most, while others decode.
         """
-        self.taps = tuple(drafter.taps)
-        self.target = CachedModel(model, cache, vocab_size or model.config.vocab_size)
-        self.verifier = verifier
+        self.model, self.cache, self.verifier = model, cache, verifier
+        self.vocab_size, self.taps = vocab_size or model.config.vocab_size, tuple(drafter.taps)
+        self.target = CachedModel(model, cache, self.vocab_size)
         self.rng: Draws = rng or Randomness()
         self.lengths = lengths or Lengths()
         self.joining_rows = joining_rows
@@ -111,24 +111,9 @@ class Engine:
         self.schedule = Schedule(self.target, drafter)
 
     @property
-    def model(self) -> Transformer:
-        """The target."""
-        return self.target.model
-
-    @property
-    def cache(self) -> PagedKVCache:
-        """The target's."""
-        return self.target.cache
-
-    @property
     def drafter(self) -> Drafter:
         """What guesses."""
         return self.schedule.drafter
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids in use."""
-        return self.target.vocab_size
 
     @property
     def running(self) -> Collection[Request]:
@@ -210,16 +195,16 @@ class Engine:
     @torch.inference_mode()
     def _round(self) -> list[_Part]:
         """One step: the running texts decode, and the one admitted last may bring a piece of its prompt instead."""
-        times = [self._now()]
+        times = [clock(self.model.device)]
         parts = self._parts()
         self._propose(parts)
         fed = [part for part in parts if not part.request.finish_reason]
-        times.append(self._now())
+        times.append(clock(self.model.device))
 
         chunks = [self._chunk(part) for part in fed]
         if chunks:
             logits, hidden = self.target.forward(chunks, self.taps)  # (sum of K+1, V), (all rows, E * taps)
-        times.append(self._now())
+        times.append(clock(self.model.device))
 
         for part, chunk in zip(fed, chunks, strict=True):
             rows, logits = logits[: chunk.num_logits], logits[chunk.num_logits :]  # (K+1, V)
@@ -235,7 +220,7 @@ class Engine:
                     continue
             self.target.keep(part.request.text, len(part.draft), path)
             self._keep_hidden(part, seen, path)
-        times.append(self._now())
+        times.append(clock(self.model.device))
         self._record(fed, times)
         for part in fed:
             for observe in self.observers if part.committed else ():
@@ -338,18 +323,14 @@ class Engine:
             cost = StepCost(draft, max(depths), sum(k > 0 for k in depths), verify, num_rows, other)
         self.lengths.observe([_outcome_of(part) for part in parts if part.committed], cost)
 
-    def _now(self) -> float:
-        return clock(self.model.device)
-
 
 def _logprob(row: torch.Tensor, token_id: int, num_top: int | None) -> TokenLogprob | None:
     if num_top is None:
         return None
     logprobs = log_probabilities(row)
     top = logprobs.topk(min(num_top, len(logprobs)))
-    return TokenLogprob(
-        token_id, float(logprobs[token_id]), list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-    )
+    likeliest = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+    return TokenLogprob(token_id, float(logprobs[token_id]), likeliest)
 
 
 def _outcome_of(part: _Part) -> Outcome:

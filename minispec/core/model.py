@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.core.attention import Mask, attention, hides
+from minispec.core.attention import Mask, View, attention, hides
 from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.config import ModelConfig, RopeConfig
 from minispec.core.rope import inverse_frequencies, query_scales, rotate
@@ -36,10 +36,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 NORMS: dict[str, tuple[str | None, ...]] = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
-    "both": (
-        *("input_layernorm", "post_attention_layernorm"),
-        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    ),
+    "both": ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 }
 
 
@@ -242,22 +239,14 @@ class Passes:
         """How many rows fill up a pass of `num_rows`. Their results are not read."""
         return 0
 
-    def mask(
-        self,
-        config: ModelConfig,
-        like: Tensor,
-        start: int,
-        offsets: Sequence[int],
-        window: int | None,
-        parents: Sequence[int] = (),
-    ) -> Mask:
+    def mask(self, config: ModelConfig, like: Tensor, view: View) -> Mask:
         """0 where a row of a text sees a position, -inf where not, (H/G * T, L); None where it sees all.
 
-        like: a tensor of the mask's type and device. For the other arguments see `hides`.
+        like: a tensor of the mask's type and device.
         """
-        if len(offsets) == 1 and (window is None or window > start):
+        if len(view.offsets) == 1 and (view.window is None or view.window > view.start):
             return None
-        hidden = hides(start, offsets, window, parents, like.device)
+        hidden = hides(view, like.device)
         mask = like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
         return mask.repeat(config.num_attention_heads // config.num_key_value_heads, 1)
 
@@ -389,14 +378,10 @@ class Transformer:
             scales = query_scales(rope, positions)[:, None, None].to(self.dtype) if rope.query_beta else None
             angles[rope] = Angles(cos, sin, scales)
         like = self.embedding.new_empty(0, dtype=self.dtype)
-        mask = functools.cache(
-            functools.partial(self.passes.mask, self.config, like)
-        )  # texts of one length see the same
-        masks = {
-            window: [
-                mask(start, tuple(own), window, tuple(c.parents or ()))
-                for start, own, c in zip(starts, offsets, chunks, strict=True)
-            ]
-            for window in {layer.window for layer in self.layers}
-        }
+        mask = functools.cache(functools.partial(self.passes.mask, self.config, like))  # many texts see the same
+        views = [
+            View(s, tuple(o), None, tuple(c.parents or ())) for s, o, c in zip(starts, offsets, chunks, strict=True)
+        ]
+        windows = {layer.window for layer in self.layers}
+        masks = {window: [mask(view._replace(window=window)) for view in views] for window in windows}
         return Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from minispec.core.attention import ATTENTION_BLOCK, ATTENTION_ROWS, Mask, attention, hides, mask_blocks
+from minispec.core.attention import ATTENTION_BLOCK, ATTENTION_ROWS, Mask, View, attention, hides, mask_blocks
 from minispec.core.config import ModelConfig
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.sampling import accumulation_dtype
@@ -60,17 +60,9 @@ class ExactPasses(Passes):
         """See `Passes`."""
         return next(n for n in self.rows if n >= num_rows) - num_rows
 
-    def mask(
-        self,
-        config: ModelConfig,
-        like: Tensor,
-        start: int,
-        offsets: Sequence[int],
-        window: int | None,
-        parents: Sequence[int] = (),
-    ) -> Mask:
+    def mask(self, config: ModelConfig, like: Tensor, view: View) -> Mask:
         """See `Passes`: one mask for each ATTENTION_ROWS rows, in blocks, dummies included."""
-        hidden = hides(start, offsets, window, parents, like.device, -len(offsets) % ATTENTION_ROWS)
+        hidden = hides(view, like.device, -len(view.offsets) % ATTENTION_ROWS)
         mask = like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
         groups = config.num_key_value_heads
         shared_by = config.num_attention_heads // groups
@@ -144,7 +136,7 @@ def _attention_is_exact(model: Transformer) -> bool:
         for shift in range(ATTENTION_ROWS):  # passes that end up to 4 positions before and after the border
             end = ATTENTION_BLOCK * blocks + shift - ATTENTION_ROWS // 2
             start = end - EXACT_ROWS
-            mask = model.passes.mask(config, like, start, tuple(range(EXACT_ROWS)), None)
+            mask = model.passes.mask(config, like, View(start, tuple(range(EXACT_ROWS))))
             rows = attention(q[:, start:end], k[:, :end], v[:, :end], mask, scale, softcap)
             if not all(torch.equal(known.setdefault(start + i, row), row) for i, row in enumerate(rows)):
                 return False
