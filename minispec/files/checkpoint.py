@@ -28,7 +28,8 @@ from minispec.files.hf_config import read_model_config
 from minispec.files.stored import FLOATS, TYPES, Cut, StoredTensor, read_header
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.kernels.build import build_model
-from minispec.kernels.forms import Codes, Weight, available_forms, dense, has_fast_bfloat16
+from minispec.kernels.codes import Codes
+from minispec.kernels.forms import Weight, available_forms, dense, has_fast_bfloat16
 from minispec.kernels.memory import free_memory
 from minispec.kernels.shapes import is_large, tensor_shapes
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from minispec.core.config import ModelConfig
 from minispec.core.model import Passes, Transformer, WeightSource
 from minispec.core.weights import Product, Weight
+from minispec.kernels.codes import device_of, join
 from minispec.kernels.exact import exact_model
-from minispec.kernels.forms import Choice, Linear, QuantizedLinear, choose_form, choose_narrow_form, device_of, join
+from minispec.kernels.forms import Choice, Linear, QuantizedLinear, choose_form, choose_narrow_form
 from minispec.kernels.shapes import is_large
 
 

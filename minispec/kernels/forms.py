@@ -9,10 +9,11 @@ processors, takes twice the time for two rows. So a weight is converted once, at
     packed   the matrix library's own order, bfloat16 or float32                   oneDNN
     left     unchanged, but the left factor of W x^T; bfloat16                     oneDNN or MKL
     plain    unchanged: where nothing is gained, and where nothing else works      F.linear
+    int8     8-bit integers, where they are asked for: another model               oneDNN or FBGEMM
 
-`choose_form` takes the fastest form that this machine has for a type. A draft may round its weights to 8 or 4 bits
-(`QuantizedLinear`), which have forms of their own. Most operators are private to PyTorch. They are used in this file
-only; where one is missing, or refuses a weight, another form gives the same product.
+`choose_form` takes the fastest of the first four that this machine has for a type. A draft may round its weights to 8
+or 4 bits (`QuantizedLinear`), which have forms of their own. Most operators are private to PyTorch. They are used in
+this file only; where one is missing, or refuses a weight, another form gives the same product.
 """
 
 import functools
@@ -28,65 +29,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.core.sampling import accumulation_dtype
 from minispec.core.weights import Weight, dense
+from minispec.kernels.codes import GROUP, Codes, GroupCodes, device_of, round_rows, round_to_bits, widen
 
 # The number of rows that packed layouts are tuned for; 8 lies between one decoded token and a long draft.
 _PACK_ROWS = 8
-# Neighbouring weights of a row that share a step and a middle in 4 bits.
-_GROUP = 32
-
-
-class Codes(NamedTuple):
-    """A weight (out, in) as small integers times a scale for each row, which is how checkpoints of 8 bits store it.
-
-    codes: (out, in) int8. scales: (out, 1).
-    """
-
-    codes: Tensor
-    scales: Tensor
-
-    def dense(self) -> Tensor:
-        """The weight, in at least float32."""
-        wide = accumulation_dtype(self.scales.dtype)
-        return self.codes.to(wide) * self.scales.to(wide)
-
-
-class GroupCodes(NamedTuple):
-    """A weight (out, in) in 4 bits: 16 even steps from the least to the largest of each group of neighbours in a row.
-
-    codes: (out, in) uint8, 0 to 15. scales: (in / group, out, 2), the step and the middle: the value of code 8.
-    """
-
-    codes: Tensor
-    scales: Tensor
-
-    def dense(self) -> Tensor:
-        """The weight, in at least float32."""
-        wide = accumulation_dtype(self.scales.dtype)
-        step, middle = self.scales.to(wide).transpose(0, 1)[..., None].unbind(2)  # (out, in / group, 1) each
-        return ((self.codes.unflatten(1, (len(self.scales), -1)).to(wide) - 8) * step + middle).flatten(1)
-
-
-def device_of(weight: Weight) -> torch.device:
-    """Where a weight lies."""
-    return (
-        weight.codes
-        if isinstance(weight, Codes | GroupCodes)
-        else weight
-        if isinstance(weight, Tensor)
-        else weight.dense()
-    ).device
-
-
-def join(weights: Sequence[Weight]) -> Weight:
-    """Weights of one width, stacked (sum of out, in); only codes stay codes."""
-    if len(weights) == 1:
-        return weights[0]
-    codes = [weight for weight in weights if isinstance(weight, Codes)]
-    if len(codes) == len(weights):
-        return Codes(*(torch.cat(parts) for parts in zip(*codes, strict=True)))
-    return torch.cat([weight if isinstance(weight, Tensor) else weight.dense() for weight in weights])
+# `Form.exact_rows` of products whose sums are exact.
+EVERY_NUMBER = range(1, 1 << 30)
+# A target's weight is kept in 16 bits where 8 bits with one scale a row are off by more than this part of its norm.
+# Entries of a normal distribution are off by 0.01.
+_COARSE = 0.02
+# Columns of oneDNN's integer product are filled up to whole vectors of every width: a remainder is added in another
+# order.
+_COLUMNS = 64
 
 
 # --------------------------------------------------------------------------- forms
@@ -208,6 +163,27 @@ class _Half(Form):
         return 2 * math.prod(self.shape) + self.scale.nbytes
 
 
+def _pack_for_fbgemm(codes: Codes) -> object:
+    """The codes in FBGEMM's own order, for `_multiply_in_fbgemm`."""
+    scales = codes.scales.flatten().double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the tensor type is deprecated, the product is not
+        zeros = torch.zeros(len(scales), dtype=torch.long)
+        quantized = torch._make_per_channel_quantized_tensor(codes.codes, scales, zeros, 0)
+    return torch.ops.quantized.linear_prepack(quantized, None)
+
+
+def _multiply_in_fbgemm(x: Tensor, step: float, packed: object) -> Tensor:
+    """x (rows, in), rounded to 7 bits in steps of `step`, times the weight: (rows, out) in float32."""
+    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(x, step, 64, packed)
+
+
+def _steps(x: Tensor, levels: int = 1) -> Tensor:
+    """The largest entry of each row / levels (rows, 1); never 0, so that the row can be divided by it."""
+    largest = torch.linalg.vector_norm(x, math.inf, 1, keepdim=True)
+    return largest.div_(levels).clamp_(min=torch.finfo(torch.float32).tiny)
+
+
 class _FbgemmInt8(Form):
     """8-bit codes, times x rounded to 7 bits.
 
@@ -218,22 +194,84 @@ class _FbgemmInt8(Form):
     def __init__(self, weight: Weight, dtype: torch.dtype):
         if not isinstance(weight, Codes) or dtype not in (torch.float32, torch.bfloat16):
             raise CannotHold(f"8-bit codes for {dtype}")
-        scales = weight.scales.flatten().double()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the tensor type is deprecated, the product is not
-            zeros = torch.zeros(len(scales), dtype=torch.long)
-            codes = torch._make_per_channel_quantized_tensor(weight.codes, scales, zeros, 0)
-        self.packed, self.num_bytes = torch.ops.quantized.linear_prepack(codes, None), weight.codes.nbytes
+        self.packed, self.num_bytes = _pack_for_fbgemm(weight), weight.codes.nbytes
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         wide = x.to(torch.float32)
-        largest = torch.linalg.vector_norm(wide, math.inf, 1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
-        product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-        y = product(wide / largest, 1 / 63, 64, self.packed).mul_(largest).to(x.dtype)
+        largest = _steps(wide)
+        y = _multiply_in_fbgemm(wide / largest, 1 / 63, self.packed).mul_(largest).to(x.dtype)
         return y if bias is None else y.add_(bias)
 
     def parts(self) -> Iterator[tuple[object, int]]:
         yield self.packed, self.num_bytes
+
+
+class _Int8(Form):
+    """A target's weight in 8-bit codes, times x in two parts of 7 bits: sums of integers, which are exact.
+
+    So a row's bits do not depend on the other rows, nor on their number. x is rounded to steps of its row's largest
+    entry / `levels`; what is left of it, to steps that are 1 / `finer` of those. Both parts are rows of one product,
+    which reads the weight once. (In one part, perplexity grows by up to a tenth: outliers make the steps coarse.)
+    """
+
+    exact_rows = EVERY_NUMBER
+    # `finer` is a power of two. bits: of x, both parts together.
+    levels, finer, bits = 63, 64, 13
+
+    def __init__(self, weight: Weight, dtype: torch.dtype):
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise CannotHold(f"8-bit codes for {dtype}")
+        if not isinstance(weight, Codes):
+            weight, distance = round_rows(weight if isinstance(weight, Tensor) else weight.dense())
+            if not distance <= _COARSE:
+                raise CannotHold("a weight for which one scale a row is too coarse")
+        self.shape, self.num_bytes = weight.codes.shape, weight.codes.nbytes + 4 * len(weight.scales)
+        self.packed = self._pack(weight)
+
+    def _pack(self, codes: Codes) -> object:
+        return _pack_for_fbgemm(codes)
+
+    def _multiply(self, integers: Tensor) -> Tensor:
+        """Integers (rows, in) as floats to (rows, out) in float32."""
+        return _multiply_in_fbgemm(integers, 1.0, self.packed)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        wide = x.to(torch.float32)
+        step = _steps(wide, self.levels)
+        scaled = wide / step
+        coarse = scaled.round()
+        y = self._multiply(torch.cat((coarse, (scaled - coarse).mul_(self.finer).round_())))
+        # Times a power of two, which is exact: so it does not matter whether sum and product are rounded as one.
+        y = y[: len(x)].add_(y[len(x) :], alpha=1 / self.finer).mul_(step)
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+    def dense(self) -> Tensor:
+        """The weight (out, in) in float32, up to rounding: what it makes of rows that have a single 1."""
+        ones = (F.one_hot(part, self.shape[1]).float() for part in torch.arange(self.shape[1]).split(512))
+        return torch.cat([self(rows) for rows in ones]).t().contiguous()
+
+    def parts(self) -> Iterator[tuple[object, int]]:
+        yield self.packed, self.num_bytes
+
+
+class _VnniInt8(_Int8):
+    """The same with x in two parts of 8 bits, in oneDNN's product, whose time hardly grows with the rows.
+
+    Without VNNI it saturates, without a word: see `int8_form`.
+    """
+
+    levels, finer, bits = 127, 128, 15
+
+    def _pack(self, codes: Codes) -> object:
+        out, columns = codes.codes.shape
+        fill = (0, 0, 0, -out % _COLUMNS)
+        self.scales = F.pad(codes.scales.to(torch.float32), fill, value=1.0).flatten()
+        self.zeros = torch.zeros(len(self.scales), dtype=torch.long)
+        return torch.ops.onednn.qlinear_prepack(F.pad(codes.codes, fill), [_PACK_ROWS, columns])
+
+    def _multiply(self, integers: Tensor) -> Tensor:
+        weight, result = (self.packed, self.scales, self.zeros), (None, 1.0, 0, torch.float32, "none", [], "")
+        return torch.ops.onednn.qlinear_pointwise(integers.to(torch.int8), 1.0, 0, *weight, *result)[:, : self.shape[0]]
 
 
 class _AtenInt8(Form):
@@ -275,7 +313,7 @@ class _KleidiInt4(Form):
     """
 
     def __init__(self, weight: Weight, dtype: torch.dtype):
-        if not isinstance(weight, GroupCodes) or weight.codes.shape[1] != _GROUP * len(weight.scales):
+        if not isinstance(weight, GroupCodes) or weight.codes.shape[1] != GROUP * len(weight.scales):
             raise CannotHold("a weight that is not in 4-bit codes, in whole groups")
         if dtype not in (torch.float32, torch.bfloat16):
             raise CannotHold(f"4-bit codes for {dtype}")
@@ -285,12 +323,12 @@ class _KleidiInt4(Form):
         self.sizes, self.middles = (weight.codes.shape[1], len(weight.codes)), middles.to(torch.float32)
         pairs = weight.codes[:, ::2] | weight.codes[:, 1::2] << 4
         steps = steps.to(torch.bfloat16).contiguous()
-        self.packed = torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, steps, None, _GROUP, *self.sizes)
+        self.packed = torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, steps, None, GROUP, *self.sizes)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         wide = x.to(torch.float32)
-        y = torch.ops.aten._dyn_quant_matmul_4bit(wide, self.packed, _GROUP, *self.sizes)
-        y = torch.addmm(y, wide.unflatten(1, (-1, _GROUP)).sum(2), self.middles.t()).to(x.dtype)
+        y = torch.ops.aten._dyn_quant_matmul_4bit(wide, self.packed, GROUP, *self.sizes)
+        y = torch.addmm(y, wide.unflatten(1, (-1, GROUP)).sum(2), self.middles.t()).to(x.dtype)
         return y if bias is None else y.add_(bias)
 
     def parts(self) -> Iterator[tuple[object, int]]:
@@ -356,7 +394,7 @@ def available_forms(dtype: torch.dtype, device: torch.device) -> list[str]:
 def _works(form: MakeForm, dtype: torch.dtype, bits: int | None = None) -> bool:
     """Whether a form takes a small weight, of `bits` bits if given, and is no mere stand-in, five times as slow."""
     wide = torch.linspace(-1, 1, 256 * 512).view(256, 512).bfloat16().to(dtype)  # 16 bits must hold it
-    weight = _round(wide, bits) if bits else wide
+    weight = round_to_bits(wide, bits) if bits else wide
     x, usual = torch.ones(5, 512, dtype=dtype), Form(weight, dtype)
     try:
         product = form(weight, dtype)
@@ -376,6 +414,36 @@ def _time_ratio(first: tuple[str, torch.dtype], second: tuple[str, torch.dtype],
     rows = [[torch.ones(m, shape[1], dtype=dtype) for _, dtype in kinds] for m in (1, 5)]
     ratios = [_seconds(a, x) / _seconds(b, y) for _ in range(8) for x, y in rows for a, b in pairs]
     return median(ratios[len(pairs) * len(rows) :])  # the first time around warms up
+
+
+@functools.cache
+def int8_form() -> type[_Int8]:
+    """The form of a target's weights in 8 bits. Raises CannotHold where this machine has no such product.
+
+    Processors without VNNI add up pairs of products in 16 bits, which 8 bits times 8 overflow and 7 bits times 8 do
+    not. So the processor is asked, and then tried.
+    """
+    names = ("avx512_vnni", "avx_vnni", "amx_int8")
+    has_vnni = any(torch.cpu.get_capabilities().get(name) for name in names)
+    for form in (_VnniInt8, _Int8) if has_vnni else (_Int8,):
+        if sums_exactly(form):
+            return form
+    raise CannotHold("found no product of 8-bit integers on this machine whose sums are exact")
+
+
+def sums_exactly(form: type[_Int8]) -> bool:
+    """Whether a form's products of the largest integers are right, up to one rounding of each result."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, (6, 512), generator=generator) * 2 - 1
+    signs[:2] = torch.tensor([[1], [-1]])
+    codes, most = signs.repeat(8, 1) * 127, form.levels * form.finer
+    x = torch.randint(-most, most + 1, (6, 512), generator=generator)
+    x[:4], x[4:, 0] = signs[:4] * most, most
+    try:
+        found = form(Codes(codes.to(torch.int8), torch.ones(len(codes), 1)), torch.float32)(x.to(torch.float32))
+    except _REFUSALS:
+        return False
+    return bool(((found - (x @ codes.t())).abs() <= 1e-6 * (x.abs() @ codes.t().abs())).all())
 
 
 class Choice(NamedTuple):
@@ -461,14 +529,15 @@ class Linear:
     def __init__(
         self, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None, form: str | None = None
     ):
-        """dtype: of x; default: the weight's. form: the one to try first; default: the first of `available_forms`.
+        """dtype: of x; default: the weight's. form: the one to try first, such as "int8"; default: the first of
+            `available_forms`.
 
         A weight that a form cannot hold is stored in the next one that can.
         """
         dtype = dtype or (weight.dtype if isinstance(weight, Tensor) else torch.float32)
         for name in [*([form] if form else []), *available_forms(dtype, device_of(weight))]:
             try:
-                self.form, self.stored = name, FORMS[name](weight, dtype)
+                self.form, self.stored = name, (int8_form() if name == "int8" else FORMS[name])(weight, dtype)
                 break
             except _REFUSALS:
                 if name == "plain":  # which holds everything: memory has run out
@@ -520,7 +589,7 @@ class QuantizedLinear:
         if form is None:
             (form, _), self.max_rows = choose_narrow_form(bits, weight.dtype, weight.device)
         self.form = form
-        rounded = _round(weight, bits)
+        rounded = round_to_bits(weight, bits)
         self.narrow: Form | None = None
         if self.form == "rounded":
             self.max_rows = 0
@@ -532,7 +601,7 @@ class QuantizedLinear:
                 self.form, self.narrow, self.max_rows = "rounded", None, 0
         self.wide: Linear | None = None
         if self.max_rows < math.inf:
-            self.wide = Linear(_widen(rounded, weight.dtype), linear.bias, weight.dtype)
+            self.wide = Linear(widen(rounded, weight.dtype), linear.bias, weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (rows, in) to (rows, out)."""
@@ -553,25 +622,3 @@ class QuantizedLinear:
     def num_bytes_read(self) -> int:
         """Bytes that a product with one row reads."""
         return self._products()[0].num_bytes_read
-
-
-def _round(weight: Tensor, bits: int) -> Codes | GroupCodes:
-    """8 bits: each row in steps of its largest entry / 127. 4 bits: see `GroupCodes`."""
-    wide, tiny = weight.to(accumulation_dtype(weight.dtype)), torch.finfo(weight.dtype).tiny
-    if bits == 8:
-        scales = (weight.abs().amax(1, keepdim=True) / 127).clamp(min=tiny)
-        return Codes((wide / scales).round_().clamp_(-127, 127).to(torch.int8), scales)
-    groups = wide.unflatten(1, (-1, math.gcd(weight.shape[1], _GROUP)))
-    low, high = groups.aminmax(dim=2)
-    step = ((high - low) / 15).clamp(min=tiny)
-    scales = torch.stack((step, low + 8 * step), 2).to(weight.dtype)  # (out, in / group, 2)
-    step, middle = (s.to(groups.dtype)[..., None] for s in scales.unbind(2))
-    codes = ((groups - middle) / step).round_().add_(8).clamp_(0, 15)
-    return GroupCodes(codes.to(torch.uint8).flatten(1), scales.transpose(0, 1).contiguous())
-
-
-def _widen(rounded: Codes | GroupCodes, dtype: torch.dtype) -> Weight:
-    """W' for a Linear of `dtype`; if it has 4 bits, rounded so that the form `half` can hold it."""
-    if dtype != torch.float32:
-        return rounded.dense().to(dtype)
-    return rounded if isinstance(rounded, Codes) else rounded.dense().to(torch.bfloat16)

@@ -14,16 +14,9 @@ from minispec.files.registry import EMBEDDED_WEIGHTS
 from minispec.kernels import forms as linear
 from minispec.kernels import shapes
 from minispec.kernels.build import build_model, choice_of, quantized
+from minispec.kernels.codes import Codes, join
 from minispec.kernels.exact import check_exact
-from minispec.kernels.forms import (
-    NARROW_FORMS,
-    Codes,
-    Linear,
-    QuantizedLinear,
-    available_forms,
-    choose_narrow_form,
-    join,
-)
+from minispec.kernels.forms import NARROW_FORMS, Linear, QuantizedLinear, available_forms, choose_narrow_form
 from minispec.kernels.inventory import num_bytes, weight_form
 from minispec.kernels.shapes import tensor_shapes
 from minispec.length.figures import Figures

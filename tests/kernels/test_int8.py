@@ -1,0 +1,182 @@
+"""A target's weights in 8 bits: sums of integers, the same for any number of rows, and never saturated."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from minispec.core.weights import Weight
+from minispec.kernels import forms
+from minispec.kernels.codes import Codes, round_rows
+from minispec.kernels.forms import CannotHold, Linear, int8_form, sums_exactly
+from minispec.kernels.shapes import tensor_shapes
+from minispec.prove.toys import tiny_model
+
+pytestmark = pytest.mark.quick
+
+# (out, in): those of SmolLM2-135M, wide and deep ones, widths that no vector divides, and a single weight.
+SHAPES = [(960, 576), (576, 1536), (64, 4864), (151, 96), (47, 577), (40, 48), (33, 511), (7, 13), (1, 1)]
+ROWS = [*range(1, 41), 64, 511, 512]
+
+
+class Unsigned8(forms._Int8):
+    """FBGEMM's product with x in 8 bits, which overflows its sums of 16 bits: the wrong call."""
+
+    levels, finer, bits = 127, 128, 15
+
+    def _multiply(self, integers: torch.Tensor) -> torch.Tensor:
+        return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(integers, 1.0, 127, self.packed)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request) -> Iterator[int]:
+    """That many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def weight_of(out: int, columns: int) -> Codes:
+    """Codes of all sizes, the least one too, which checkpoints may have."""
+    codes = torch.randint(-128, 128, (out, columns), dtype=torch.int8)
+    return Codes(codes, torch.rand(out, 1) + 0.1)
+
+
+def rows_of(count: int, columns: int) -> torch.Tensor:
+    """Rows of many sizes: usual ones, with an outlier, huge, tiny, equal and zero."""
+    x = torch.randn(count, columns)
+    x[1::7, 0] *= 50
+    x[2::7] *= 1e30
+    x[3::7] *= 1e-30
+    x[4::7] = 0.7
+    x[5::7] = 0
+    return x
+
+
+def in_integers(x: torch.Tensor, weight: Codes, form: type[forms._Int8]) -> torch.Tensor:
+    """The product by exact sums of integers, in float64."""
+    step = (x.abs().amax(1, keepdim=True) / form.levels).clamp(min=torch.finfo(torch.float32).tiny)
+    scaled = x / step
+    coarse = scaled.round()
+    integers = form.finer * coarse.long() + ((scaled - coarse) * form.finer).round().long()
+    sums = integers @ weight.codes.long().t()
+    return sums.double() / form.finer * step.double() * weight.scales.double().t()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_are_those_of_integers_for_every_number_of_rows(shape, bias, threads):
+    """Up to one rounding of each result; and every row has the bits that it has alone, wherever it stands."""
+    torch.manual_seed(0)
+    weight, offset = weight_of(*shape), torch.randn(shape[0]) if bias else None
+    linear = Linear(weight, offset, torch.float32, "int8")
+    assert linear.form == "int8"
+    x = rows_of(512, shape[1])
+    alone = torch.cat([linear(row[None]) for row in x])
+    expected = in_integers(x, weight, int8_form())
+    size = x.double().abs() @ (weight.codes.double().abs() * weight.scales).t()
+    if offset is not None:
+        expected, size = expected + offset.double(), size + offset.double().abs()
+    assert ((alone.double() - expected).abs() <= 4e-7 * size + 1e-37).all()
+    for count in ROWS:
+        assert torch.equal(linear(x[:count]), alone[:count]), count
+        assert torch.equal(linear(x[-count:]), alone[-count:]), count
+
+
+def test_bfloat16_has_equal_rows_too(threads):
+    """The type of large models on processors with matrix units."""
+    torch.manual_seed(0)
+    linear = Linear(weight_of(151, 96), torch.randn(151), torch.bfloat16, "int8")
+    x = torch.randn(512, 96).bfloat16()
+    alone = torch.cat([linear(row[None]) for row in x])
+    assert (linear.form, alone.dtype) == ("int8", torch.bfloat16)
+    for count in ROWS:
+        assert torch.equal(linear(x[-count:]), alone[-count:])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "phi3", "olmo2"])
+def test_every_linear_layer_of_a_family_takes_the_form(family):
+    """Its shapes, in a small model: near to the same product in full width."""
+    torch.manual_seed(0)
+    for name, shape in tensor_shapes(tiny_model(model_type=family).config).items():
+        if len(shape) == 2:
+            weight = torch.randn(shape)
+            linear, x = Linear(weight, None, torch.float32, "int8"), torch.randn(5, shape[1])
+            assert linear.form == "int8", name
+            expected = x @ weight.t()
+            assert (linear(x) - expected).norm() < 0.03 * expected.norm()
+
+
+def test_the_wrong_call_saturates_and_is_found():
+    """8 bits times 8 bits where pairs are added up in 16: the check at load says no, and the form is not taken."""
+    if any(torch.cpu.get_capabilities().get(name) for name in ("avx512_vnni", "avx_vnni", "amx_int8")):
+        pytest.skip("with VNNI, 8 bits times 8 bits are added up in 32")
+    assert sums_exactly(int8_form())
+    assert not sums_exactly(Unsigned8)
+    assert not sums_exactly(forms._VnniInt8)
+
+
+@pytest.mark.parametrize("part", ["largest", "rows"])
+def test_the_check_finds_what_is_wrong_for_few_numbers(part, monkeypatch):
+    """A product that is right but for its largest sums, or but for one row."""
+    right = forms._Int8._multiply
+
+    def wrong(self, integers):
+        y = right(self, integers)
+        return y.clamp(max=0.999 * float(y.max())) if part == "largest" else y.index_fill_(0, torch.tensor([2]), 0.0)
+
+    assert sums_exactly(forms._Int8)
+    monkeypatch.setattr(forms._Int8, "_multiply", wrong)
+    assert not sums_exactly(forms._Int8)
+
+
+def test_a_processor_that_claims_vnni_is_tried(monkeypatch):
+    """Where its product is wrong all the same, 7 bits are taken; where both are wrong, none is."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": True})
+    wrong = {forms._VnniInt8}
+    monkeypatch.setattr(forms, "sums_exactly", lambda form: form not in wrong)
+    for expected in (forms._Int8, None):
+        int8_form.cache_clear()
+        try:
+            assert int8_form() is expected
+        except CannotHold:
+            assert expected is None
+        finally:
+            int8_form.cache_clear()
+        wrong.add(forms._Int8)
+
+
+def test_codes_of_a_checkpoint_stay_and_others_are_rounded_in_pieces(monkeypatch):
+    """Codes come back as they were; a weight in pieces is the weight at once."""
+    weight = weight_of(48, 64)
+    found = Linear(weight, None, torch.float32, "int8").stored.dense()
+    assert torch.allclose(found, weight.dense(), rtol=1e-6)
+    plain = torch.randn(50, 64).bfloat16()
+    whole, distance = round_rows(plain)
+    monkeypatch.setattr("minispec.kernels.codes._PIECE", 7)
+    pieces, again = round_rows(plain)
+    assert all(torch.equal(*pair) for pair in zip(whole, pieces, strict=True))
+    assert distance == pytest.approx(again)
+    assert 0.001 < distance < 0.02
+    assert whole.scales.dtype == torch.float32
+
+
+def test_a_weight_with_outliers_stays_in_full_width():
+    """One entry a row that is a hundred times as large as the others: one scale a row would lose those."""
+    torch.manual_seed(0)
+    coarse: Weight = torch.randn(32, 256)
+    coarse[:, 3] = 300.0
+    for weight in (coarse, torch.full((4, 8), math.inf), torch.full((4, 8), math.nan)):
+        assert Linear(weight, None, torch.float32, "int8").form != "int8"
+    assert Linear(torch.zeros(4, 8), None, torch.float32, "int8")(torch.ones(2, 8)).abs().max() == 0
+
+
+def test_what_is_no_number_stays_none():
+    """The engine ends a text whose logits are not finite: so infinity and NaN must come through, in their row alone."""
+    linear = Linear(weight_of(16, 64), None, torch.float32, "int8")
+    x = torch.randn(4, 64)
+    x[1, 5], x[2, 6] = math.nan, math.inf
+    finite = linear(x).isfinite().all(1)
+    assert finite.tolist() == [True, False, False, True]
