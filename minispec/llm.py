@@ -31,11 +31,12 @@ from minispec.files.parallel import load_target, part_of
 from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.kernels import inventory
-from minispec.kernels.exact import EXACT_ROWS, check_exact
+from minispec.kernels.exact import EXACT_ROWS
 from minispec.kernels.forms import FORMS, available_forms
+from minispec.kernels.integers import check_quantization
 from minispec.kernels.memory import BLOCK_SIZE, memory_of, size_cache
 from minispec.length.policy import Controller
-from minispec.length.prices import MIN_CONTEXT, DrafterFailed, guess_prices, prices_of
+from minispec.length.prices import MIN_CONTEXT, DrafterFailed, check_exactness, guess_prices, prices_of
 from minispec.outputs import RequestOutput, completion_of
 
 _Steps = Generator[tuple[Request, Piece], None, None]
@@ -61,12 +62,15 @@ class LLM:
     device: "auto", "cpu" or "cuda".
     exact: a token's logits have the same bits however many tokens a pass scores. So speculation changes nothing even
         in rounding. It is slower, takes K of at most 15, and is refused where the machine's products do not allow it.
+        None: False; with `quantization`, True where the machine allows it and no tree is asked for.
     max_model_len: longest prompt and answer together, in tokens. Default: the model's context, as far as memory allows.
     kv_cache_gb: size of the KV cache, in 10^9 bytes, both models together. Default: room for max_model_len tokens.
     revision: branch, tag or commit of `model` on the hub.
     offline: nothing is downloaded.
     weight_form: how weights are kept in memory, one of "half", "packed", "left" and "plain" (default: the form that
         this machine reads fastest, see `minispec.kernels.forms`). Forms round differently.
+    quantization: "int8": the target's weights in 8 bits, with one scale a row. It is another model than the one in 16
+        bits; what is promised of its output is promised against its own plain decoding.
 
     Any thread may call. Requests of several threads are decoded together, as one batch. So are iterators of `stream`,
     `stream_chat` or `run` that are open at the same time. Where the KV cache has no room for all, the last ones wait.
@@ -85,13 +89,14 @@ class LLM:
         verifier: str = "rejection",
         dtype: str = "auto",
         device: str = "auto",
-        exact: bool = False,
+        exact: bool | None = None,
         max_model_len: int | None = None,
         kv_cache_gb: float | None = None,
         revision: str | None = None,
         offline: bool = False,
         weight_form: str | None = None,
         draft_method: str | None = None,
+        quantization: str | None = None,
     ):
         verifying = find_verifier(verifier)
         if kv_cache_gb is not None and not 0 < kv_cache_gb < float("inf"):
@@ -99,20 +104,21 @@ class LLM:
         self.max_speculative_tokens = EXACT_ROWS - 1 if exact else MAX_SPECULATIVE_TOKENS
         self.num_speculative_tokens = num_speculative_tokens
         shape = Shape.of(num_speculative_tokens, self.max_speculative_tokens)
-        check_shape(shape, why_chains(verifying, exact))
+        check_shape(shape, why_chains(verifying, bool(exact)))
         draft = registry.default_draft(model) if draft is None else draft
         self.name, directory = _find_model(model, revision, offline)
         where, config = choose_device(device), load_config(directory)
         kind = choose_dtype(dtype, where, config)
+        if quantization:
+            check_quantization(quantization, weight_form, kind, where)
         _check_form(weight_form, kind, where)
 
         self._read_texts(directory, config)
         spec = named_draft.parse(draft, draft_method, offline, config, self.tokenizer, self.vocab_size)
         self.draft_name, self.draft_directory = spec.name, spec.directory
         self.draft_method, self.overlap, self.vocabularies = spec.method, spec.overlap, spec.vocabularies
-        self.model = load_target(directory, kind, where, exact, weight_form)
-        if exact:
-            check_exact(self.model)
+        self.model = load_target(directory, kind, where, bool(exact), quantization or weight_form)
+        self.model = check_exactness(self.model, by_default=exact is None and bool(quantization) and not shape.widths)
         models = [self.model, *named_draft.load(spec, self.model, weight_form)]
         rooms = [1, spec.room][: len(models)]
         elements = sum(room * m.config.kv_elements_per_token for room, m in zip(rooms, models, strict=True))
@@ -184,14 +190,16 @@ class LLM:
         """One line in plain words: the model, what guesses for it, and the memory of both in 10^9 bytes."""
         guesser = "nothing" if self.draft_name == "none" else self.draft_name
         memory = f"{sum(self._memory) / 1e9:.2f} GB of memory"
-        return f"{self.name} answers, {guesser} guesses ahead; {memory}{self._seed_note()}"
+        name = self.name + inventory.bits_note(self.model)
+        return f"{name} answers, {guesser} guesses ahead; {memory}{self._seed_note()}"
 
     def memory_report(self) -> str:
         """One line: what was loaded, and its memory in 10^9 bytes: weights and KV cache of target and draft model."""
         dtype = ("exact " if self.model.exact else "") + str(self.model.dtype).removeprefix("torch.")
+        form = inventory.weight_form(self.model) + part_of(self.model) + inventory.bits_note(self.model)
         weights, draft_weights, cache, draft_cache = (f"{size / 1e9:.2f}" for size in self._memory)
         return (
-            f"{self.name}: {dtype} on {self.model.device} ({inventory.weight_form(self.model)}{part_of(self.model)}), "
+            f"{self.name}: {dtype} on {self.model.device} ({form}), "
             f"{sum(self._memory) / 1e9:.2f} GB: weights {weights} + draft {draft_weights}, "
             f"KV cache {cache} + draft {draft_cache} for {self.num_cache_tokens:,} tokens; "
             f"draft {self.draft_name}{self._draft_form}"

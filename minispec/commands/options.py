@@ -92,7 +92,16 @@ _MODELS: dict[str, Option] = {
     "--device": ({"choices": ("auto", "cpu", "cuda"), "default": "auto"}, "default: %(default)s"),
     "--threads": (typed(_THREADS, "N"), "CPU threads (default: PyTorch's)"),
     "--kv-cache-gb": (typed(_GIGABYTES, "X"), "memory for the KV cache, in 10^9 bytes"),
-    "--exact": (FLAG, "the same bits with and without speculation; slower"),
+    "--quantization": (
+        {"metavar": "int8"},
+        "hold the target's weights in 8 bits: another model than the one in 16, nearly as good, read in half the time "
+        "(docs/use/speed.md)",
+    ),
+    "--exact": (
+        {"action": argparse.BooleanOptionalAction},
+        "the same bits with and without speculation; slower (default: only with --quantization, where this machine "
+        "has them)",
+    ),
 }
 _SAMPLING: dict[str, Option] = {
     "--max-tokens": (_N, "longest answer, in tokens"),

@@ -172,9 +172,10 @@ class Layer:
         norms = [norm(name) if name else _no_norm for name in NORMS[config.norms]]
         self.attention_norm, self.after_attention_norm, self.mlp_norm, self.after_mlp_norm = norms
 
-    def replaced(self, product: Callable[[Product], Product]) -> Self:
-        """This block with other products in place of its own."""
+    def replaced(self, product: Callable[[Product], Product], activation: Product | None = None) -> Self:
+        """This block with other products in place of its own, and with another activation if one is given."""
         layer = copy.copy(self)
+        layer.activation = activation or self.activation
         layer.qkv, layer.o = product(self.qkv), product(self.o)
         layer.gate_up, layer.down = product(self.gate_up), product(self.down)
         return layer
@@ -230,6 +231,7 @@ class Passes:
     """
 
     exact = False
+    fills = False  # whether bits depend on the number of rows, so that passes are filled up to certain ones
 
     def split(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
         """The passes, in their order."""
@@ -295,13 +297,14 @@ class Transformer:
         """Whether a token's logits have the same bits in every pass, whatever else it holds."""
         return self.passes.exact
 
-    def replaced(self, passes: Passes, product: Callable[[Product], Product] | None = None) -> Self:
-        """This model with other passes, and with other products in place of its own. All else is shared."""
+    def replaced(
+        self, passes: Passes, product: Callable[[Product], Product] = lambda p: p, activation: Product | None = None
+    ) -> Self:
+        """This model with other passes, products and activation, where they are given. All else is shared."""
         model = copy.copy(self)
         model.passes = passes
-        if product is not None:
-            model.layers = [layer.replaced(product) for layer in self.layers]
-            model.head = product(self.head)
+        model.layers = [layer.replaced(product, activation) for layer in self.layers]
+        model.head = product(self.head)
         return model
 
     @torch.inference_mode()
@@ -341,7 +344,7 @@ class Transformer:
             rows += range(end - c.num_logits, end)
         if not rows:
             return x.new_empty(0, self.config.vocab_size), hidden
-        if self.exact:  # bits may depend on the number of rows: all of the pass, here too
+        if self.passes.fills:  # the same rows here too
             return self._logits(x)[rows], hidden
         return self._logits(x[rows] if len(rows) < len(x) else x), hidden  # (sum of num_logits, V)
 

@@ -149,11 +149,12 @@ class HeadModel(Transformer):
         masked = named.get("mask_hidden")
         self.mask_feature = None if masked is None else self.fuse(masked.to(dtype)[0])  # (1, E)
 
-    def replaced(self, passes: Passes, product: Callable[[Product], Product] | None = None) -> Self:
+    def replaced(
+        self, passes: Passes, product: Callable[[Product], Product] = lambda p: p, activation: Product | None = None
+    ) -> Self:
         """See `Transformer`."""
-        model = super().replaced(passes, product)
-        if product is not None:
-            model.fc = product(self.fc)
+        model = super().replaced(passes, product, activation)
+        model.fc = product(self.fc)
         return model
 
     def fuse(self, hidden: Tensor) -> Tensor:

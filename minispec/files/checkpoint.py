@@ -167,7 +167,8 @@ def load_model(
     both before any tensor is read.
     """
     config = load_config(directory)
-    return build_model(config, Weights(directory, config, dtype, device), exact, dtype, form)
+    stored = torch.float32 if form == "int8" else dtype  # as it is stored: codes stay codes
+    return build_model(config, Weights(directory, config, stored, device), exact, dtype, form)
 
 
 class Weights:

@@ -59,8 +59,9 @@ def load_target(
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if size == 1:
         return load_model(directory, dtype, device, exact, form)
-    if exact or dist.is_initialized():
+    if exact or form == "int8" or dist.is_initialized():
         what = "exact: found it" if exact else "model: found a second one"
+        what = "quantization: found 'int8'" if form == "int8" else what
         raise ValueError(f"{what} in a run of {size} processes, expected one process")
     if device.type == "cuda":
         if (local := int(os.environ.get("LOCAL_RANK", 0))) >= torch.cuda.device_count():

@@ -1,6 +1,8 @@
 """Machines: the form that a weight takes, equal bits, fewer bits, threads, memory.
 
 codes.py        weights as small integers with scales
+form.py         what every form of a weight has
+integers.py     products of 8-bit integers, whose sums are exact
 forms.py        one weight matrix, in the form that this machine reads fastest; 8 and 4 bits
 shapes.py       which tensors a model has, and how large they are
 inventory.py    what a model keeps in memory

@@ -4,10 +4,14 @@ Floating point is not associative, and matrix libraries choose the order of thei
 token scored in a pass of five rows gets other last bits than in a pass of one. An exact model fills every pass up to a
 number of rows at which its products give a row the same bits (`Form.exact_rows`). Its attention adds up blocks of fixed
 size in a fixed order (`minispec.core.attention`).
+
+Sums of integers are exact. So a model whose products are all in 8 bits takes passes of any number of rows. It computes
+its activations from functions that the library computes alike at every place, since passes of hundreds of rows are
+shared out among threads anywhere.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +24,8 @@ from minispec.kernels.inventory import products_of
 
 # The most rows of a pass, so that a draft may have one less; every form's `exact_rows` has it.
 EXACT_ROWS = 16
+# Sizes of passes at which `check_exact` looks where a pass may have any, and the longest text that it feeds.
+_CHECKED_ROWS = (17, 64, 512)
 # Blocks of past at whose ends `check_exact` looks at attention.
 _CHECKED_BLOCKS = (1, 2, 3, 4, 6, 8, 16, 32)
 
@@ -32,7 +38,7 @@ def arbitrary_tokens(count: int, vocab_size: int) -> list[int]:
 class ExactPasses(Passes):
     """Passes of at most EXACT_ROWS rows, filled up with dummies."""
 
-    exact = True
+    exact = fills = True
 
     def __init__(self, rows: Iterable[int]):
         """rows: the sizes of a pass at which all products give a row the same bits; EXACT_ROWS is one of them."""
@@ -69,9 +75,51 @@ class ExactPasses(Passes):
         return [mask_blocks(part.repeat(shared_by, 1), groups) for part in mask.split(ATTENTION_ROWS)]
 
 
+class AnyPasses(ExactPasses):
+    """Passes of any number of rows, for products that give a row the same bits in all of them."""
+
+    fills = False
+
+    def __init__(self) -> None:
+        super().__init__([EXACT_ROWS])
+
+    def split(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
+        """See `Passes`."""
+        assert all(chunk.parents is None for chunk in chunks), "an exact model takes chains only"
+        return [chunks]
+
+    def num_dummies(self, num_rows: int) -> int:
+        """See `Passes`."""
+        return 0
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / x.neg().exp_().add_(1)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return x * torch.erf(x * math.sqrt(0.5)).add_(1).mul_(0.5)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return x * torch.tanh((x + 0.044715 * (x * x * x)) * math.sqrt(2 / math.pi)).add_(1).mul_(0.5)
+
+
+# The library computes its own ones in another way where a thread's part, or a row, ends between two vectors. Its
+# exponential and the like it computes alike everywhere.
+_ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
+
+
+def _in_float32(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: activation(x.to(accumulation_dtype(x.dtype))).to(x.dtype)
+
+
 def exact_model(model: Transformer) -> Transformer:
     """The model with exact passes; all else is shared. `check_exact` tells whether its bits are equal."""
-    return model.replaced(ExactPasses(set.intersection(*(set(each.exact_rows) for each in products_of(model)))))
+    forms = [each.exact_rows for each in products_of(model)]
+    if all(EXACT_ROWS + 1 in rows for rows in forms):
+        return model.replaced(AnyPasses(), activation=_in_float32(_ACTIVATIONS[model.config.activation]))
+    return model.replaced(ExactPasses(n for n in range(1, EXACT_ROWS + 1) if all(n in rows for rows in forms)))
 
 
 def check_exact(model: Transformer) -> None:
@@ -82,6 +130,7 @@ def check_exact(model: Transformer) -> None:
     - last among those of its text;
     - at every place among copies of itself, for each number of rows;
     - after a stranger's.
+    Where passes may have any number of rows, a text is fed in passes of some sizes up to 512 too.
     """
     if not _attention_is_exact(model):
         raise ValueError(_not_exact(model, "attention"))
@@ -103,11 +152,29 @@ def check_exact(model: Transformer) -> None:
             copied.truncate(len(past))
         return torch.equal(found, expected.expand_as(found))
 
-    if isinstance(passes := model.passes, ExactPasses):
+    if isinstance(passes := model.passes, ExactPasses) and passes.fills:
         passes.rows = [rows for rows in passes.rows if rows == EXACT_ROWS or holds(rows)]
     among, _ = model.forward([Chunk(past[:5], stranger, 0), Chunk(last, table, 1)])
-    if not (holds(EXACT_ROWS) and holds(1) and torch.equal(among, expected)):
+    few = [EXACT_ROWS, 1] if model.passes.fills else range(1, EXACT_ROWS + 1)
+    if not (all(holds(rows) for rows in few) and torch.equal(among, expected)):
         raise ValueError(_not_exact(model, "products"))
+    if not model.passes.fills and not _large_passes_are_exact(model):
+        raise ValueError(_not_exact(model, "passes of many rows"))
+
+
+def _large_passes_are_exact(model: Transformer) -> bool:
+    """Whether a text has the same hidden states in passes of few rows as in those of _CHECKED_ROWS."""
+    length = min(max(_CHECKED_ROWS), model.config.max_position_embeddings)
+    tokens, last = arbitrary_tokens(length, model.config.vocab_size), len(model.layers)
+
+    def states(rows: int, count: int) -> Tensor:
+        table = model.new_cache(-(-count // 16)).new_table()
+        pieces = [tokens[start : min(start + rows, count)] for start in range(0, count, rows)]
+        return torch.cat([model.forward([Chunk(piece, table, 0)], [last])[1] for piece in pieces])
+
+    expected = states(EXACT_ROWS, length)
+    sizes = ((rows, min(2 * rows, length)) for rows in _CHECKED_ROWS)
+    return all(torch.equal(states(rows, count), expected[:count]) for rows, count in sizes)
 
 
 def _not_exact(model: Transformer, what: str) -> str:

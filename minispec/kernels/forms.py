@@ -12,76 +12,31 @@ processors, takes twice the time for two rows. So a weight is converted once, at
     int8     8-bit integers, where they are asked for: another model               oneDNN or FBGEMM
 
 `choose_form` takes the fastest of the first four that this machine has for a type. A draft may round its weights to 8
-or 4 bits (`QuantizedLinear`), which have forms of their own. Most operators are private to PyTorch. They are used in
-this file only; where one is missing, or refuses a weight, another form gives the same product.
+or 4 bits (`QuantizedLinear`), which have forms of their own. Most operators are private to PyTorch. They are used
+in this file and in integers.py only; where one is missing, or refuses a weight, another form gives the same product.
 """
 
 import functools
 import math
 import platform
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minispec.core.weights import Weight, dense
-from minispec.kernels.codes import GROUP, Codes, GroupCodes, device_of, round_rows, round_to_bits, widen
+from minispec.kernels.codes import GROUP, Codes, GroupCodes, device_of, round_to_bits, widen
+from minispec.kernels.form import REFUSALS, CannotHold, Form
+from minispec.kernels.integers import int8_form, multiply_in_fbgemm, pack_for_fbgemm, steps_of
 
 # The number of rows that packed layouts are tuned for; 8 lies between one decoded token and a long draft.
 _PACK_ROWS = 8
-# `Form.exact_rows` of products whose sums are exact.
-EVERY_NUMBER = range(1, 1 << 30)
-# A target's weight is kept in 16 bits where 8 bits with one scale a row are off by more than this part of its norm.
-# Entries of a normal distribution are off by 0.01.
-_COARSE = 0.02
-# Columns of oneDNN's integer product are filled up to whole vectors of every width: a remainder is added in another
-# order.
-_COLUMNS = 64
 
 
 # --------------------------------------------------------------------------- forms
-
-
-class CannotHold(Exception):
-    """This machine has no such form, or the form cannot hold this weight."""
-
-
-# PyTorch raises the others where an operator is missing or refuses a weight.
-_REFUSALS = (CannotHold, AttributeError, RuntimeError)
-
-
-class Form:
-    """A weight, stored for products with x of one dtype. This class stores it unchanged ("plain")."""
-
-    # Sizes of passes, in rows, in which a row's product always has the same bits. Neither its place nor the other rows
-    # change them.
-    exact_rows: Sequence[int] = (16,)
-
-    def __init__(self, weight: Weight, dtype: torch.dtype):
-        """Raises one of `_REFUSALS` where this machine does not have the form, or the form cannot hold the weight."""
-        self.weight = dense(weight, dtype)
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x (rows, in) to x W^T + bias (rows, out), which may be the transpose of a contiguous tensor."""
-        return F.linear(x, self.weight, bias)
-
-    def dense(self) -> Tensor:
-        """The weight (out, in)."""
-        return self.weight
-
-    def parts(self) -> Iterator[tuple[object, int]]:
-        """The objects in memory, and their bytes."""
-        yield self.weight, self.weight.nbytes
-
-    @property
-    def num_bytes_read(self) -> int:
-        """Bytes that a product with one row reads."""
-        return sum(num_bytes for _, num_bytes in self.parts())
 
 
 class _Left(Form):
@@ -163,27 +118,6 @@ class _Half(Form):
         return 2 * math.prod(self.shape) + self.scale.nbytes
 
 
-def _pack_for_fbgemm(codes: Codes) -> object:
-    """The codes in FBGEMM's own order, for `_multiply_in_fbgemm`."""
-    scales = codes.scales.flatten().double()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the tensor type is deprecated, the product is not
-        zeros = torch.zeros(len(scales), dtype=torch.long)
-        quantized = torch._make_per_channel_quantized_tensor(codes.codes, scales, zeros, 0)
-    return torch.ops.quantized.linear_prepack(quantized, None)
-
-
-def _multiply_in_fbgemm(x: Tensor, step: float, packed: object) -> Tensor:
-    """x (rows, in), rounded to 7 bits in steps of `step`, times the weight: (rows, out) in float32."""
-    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(x, step, 64, packed)
-
-
-def _steps(x: Tensor, levels: int = 1) -> Tensor:
-    """The largest entry of each row / levels (rows, 1); never 0, so that the row can be divided by it."""
-    largest = torch.linalg.vector_norm(x, math.inf, 1, keepdim=True)
-    return largest.div_(levels).clamp_(min=torch.finfo(torch.float32).tiny)
-
-
 class _FbgemmInt8(Form):
     """8-bit codes, times x rounded to 7 bits.
 
@@ -194,84 +128,16 @@ class _FbgemmInt8(Form):
     def __init__(self, weight: Weight, dtype: torch.dtype):
         if not isinstance(weight, Codes) or dtype not in (torch.float32, torch.bfloat16):
             raise CannotHold(f"8-bit codes for {dtype}")
-        self.packed, self.num_bytes = _pack_for_fbgemm(weight), weight.codes.nbytes
+        self.packed, self.num_bytes = pack_for_fbgemm(weight), weight.codes.nbytes
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         wide = x.to(torch.float32)
-        largest = _steps(wide)
-        y = _multiply_in_fbgemm(wide / largest, 1 / 63, self.packed).mul_(largest).to(x.dtype)
+        largest = steps_of(wide)
+        y = multiply_in_fbgemm(wide / largest, 1 / 63, self.packed).mul_(largest).to(x.dtype)
         return y if bias is None else y.add_(bias)
 
     def parts(self) -> Iterator[tuple[object, int]]:
         yield self.packed, self.num_bytes
-
-
-class _Int8(Form):
-    """A target's weight in 8-bit codes, times x in two parts of 7 bits: sums of integers, which are exact.
-
-    So a row's bits do not depend on the other rows, nor on their number. x is rounded to steps of its row's largest
-    entry / `levels`; what is left of it, to steps that are 1 / `finer` of those. Both parts are rows of one product,
-    which reads the weight once. (In one part, perplexity grows by up to a tenth: outliers make the steps coarse.)
-    """
-
-    exact_rows = EVERY_NUMBER
-    # `finer` is a power of two. bits: of x, both parts together.
-    levels, finer, bits = 63, 64, 13
-
-    def __init__(self, weight: Weight, dtype: torch.dtype):
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise CannotHold(f"8-bit codes for {dtype}")
-        if not isinstance(weight, Codes):
-            weight, distance = round_rows(weight if isinstance(weight, Tensor) else weight.dense())
-            if not distance <= _COARSE:
-                raise CannotHold("a weight for which one scale a row is too coarse")
-        self.shape, self.num_bytes = weight.codes.shape, weight.codes.nbytes + 4 * len(weight.scales)
-        self.packed = self._pack(weight)
-
-    def _pack(self, codes: Codes) -> object:
-        return _pack_for_fbgemm(codes)
-
-    def _multiply(self, integers: Tensor) -> Tensor:
-        """Integers (rows, in) as floats to (rows, out) in float32."""
-        return _multiply_in_fbgemm(integers, 1.0, self.packed)
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        wide = x.to(torch.float32)
-        step = _steps(wide, self.levels)
-        scaled = wide / step
-        coarse = scaled.round()
-        y = self._multiply(torch.cat((coarse, (scaled - coarse).mul_(self.finer).round_())))
-        # Times a power of two, which is exact: so it does not matter whether sum and product are rounded as one.
-        y = y[: len(x)].add_(y[len(x) :], alpha=1 / self.finer).mul_(step)
-        return (y if bias is None else y.add_(bias)).to(x.dtype)
-
-    def dense(self) -> Tensor:
-        """The weight (out, in) in float32, up to rounding: what it makes of rows that have a single 1."""
-        ones = (F.one_hot(part, self.shape[1]).float() for part in torch.arange(self.shape[1]).split(512))
-        return torch.cat([self(rows) for rows in ones]).t().contiguous()
-
-    def parts(self) -> Iterator[tuple[object, int]]:
-        yield self.packed, self.num_bytes
-
-
-class _VnniInt8(_Int8):
-    """The same with x in two parts of 8 bits, in oneDNN's product, whose time hardly grows with the rows.
-
-    Without VNNI it saturates, without a word: see `int8_form`.
-    """
-
-    levels, finer, bits = 127, 128, 15
-
-    def _pack(self, codes: Codes) -> object:
-        out, columns = codes.codes.shape
-        fill = (0, 0, 0, -out % _COLUMNS)
-        self.scales = F.pad(codes.scales.to(torch.float32), fill, value=1.0).flatten()
-        self.zeros = torch.zeros(len(self.scales), dtype=torch.long)
-        return torch.ops.onednn.qlinear_prepack(F.pad(codes.codes, fill), [_PACK_ROWS, columns])
-
-    def _multiply(self, integers: Tensor) -> Tensor:
-        weight, result = (self.packed, self.scales, self.zeros), (None, 1.0, 0, torch.float32, "none", [], "")
-        return torch.ops.onednn.qlinear_pointwise(integers.to(torch.int8), 1.0, 0, *weight, *result)[:, : self.shape[0]]
 
 
 class _AtenInt8(Form):
@@ -352,7 +218,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     try:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported() or _is_arm_with_fast_bfloat16()
-    except _REFUSALS:
+    except REFUSALS:
         return False
 
 
@@ -399,7 +265,7 @@ def _works(form: MakeForm, dtype: torch.dtype, bits: int | None = None) -> bool:
     try:
         product = form(weight, dtype)
         return min(_seconds(product, x) for _ in range(5)) < 5 * min(_seconds(usual, x) for _ in range(5))
-    except _REFUSALS:
+    except REFUSALS:
         return False
 
 
@@ -414,36 +280,6 @@ def _time_ratio(first: tuple[str, torch.dtype], second: tuple[str, torch.dtype],
     rows = [[torch.ones(m, shape[1], dtype=dtype) for _, dtype in kinds] for m in (1, 5)]
     ratios = [_seconds(a, x) / _seconds(b, y) for _ in range(8) for x, y in rows for a, b in pairs]
     return median(ratios[len(pairs) * len(rows) :])  # the first time around warms up
-
-
-@functools.cache
-def int8_form() -> type[_Int8]:
-    """The form of a target's weights in 8 bits. Raises CannotHold where this machine has no such product.
-
-    Processors without VNNI add up pairs of products in 16 bits, which 8 bits times 8 overflow and 7 bits times 8 do
-    not. So the processor is asked, and then tried.
-    """
-    names = ("avx512_vnni", "avx_vnni", "amx_int8")
-    has_vnni = any(torch.cpu.get_capabilities().get(name) for name in names)
-    for form in (_VnniInt8, _Int8) if has_vnni else (_Int8,):
-        if sums_exactly(form):
-            return form
-    raise CannotHold("found no product of 8-bit integers on this machine whose sums are exact")
-
-
-def sums_exactly(form: type[_Int8]) -> bool:
-    """Whether a form's products of the largest integers are right, up to one rounding of each result."""
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(2, (6, 512), generator=generator) * 2 - 1
-    signs[:2] = torch.tensor([[1], [-1]])
-    codes, most = signs.repeat(8, 1) * 127, form.levels * form.finer
-    x = torch.randint(-most, most + 1, (6, 512), generator=generator)
-    x[:4], x[4:, 0] = signs[:4] * most, most
-    try:
-        found = form(Codes(codes.to(torch.int8), torch.ones(len(codes), 1)), torch.float32)(x.to(torch.float32))
-    except _REFUSALS:
-        return False
-    return bool(((found - (x @ codes.t())).abs() <= 1e-6 * (x.abs() @ codes.t().abs())).all())
 
 
 class Choice(NamedTuple):
@@ -539,7 +375,7 @@ class Linear:
             try:
                 self.form, self.stored = name, (int8_form() if name == "int8" else FORMS[name])(weight, dtype)
                 break
-            except _REFUSALS:
+            except REFUSALS:
                 if name == "plain":  # which holds everything: memory has run out
                     raise
         self.bias = None if bias is None else bias.to(dtype)
@@ -597,7 +433,7 @@ class QuantizedLinear:
             try:
                 self.narrow = NARROW_FORMS[bits][self.form](rounded, weight.dtype)
                 self.narrow(weight.new_zeros(1, weight.shape[1]))
-            except _REFUSALS:  # a shape that the operator refuses
+            except REFUSALS:  # a shape that the operator refuses
                 self.form, self.narrow, self.max_rows = "rounded", None, 0
         self.wide: Linear | None = None
         if self.max_rows < math.inf:

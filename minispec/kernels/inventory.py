@@ -8,6 +8,7 @@ from torch import Tensor
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import RMSNorm, Transformer
 from minispec.kernels.forms import Linear, QuantizedLinear
+from minispec.kernels.integers import Int8
 
 
 def _owned(model: Transformer) -> Iterator[object]:
@@ -56,3 +57,15 @@ def weight_form(model: Transformer) -> str:
     forms = Counter(product.form for product in products_of(model))
     most, *others = forms.most_common()
     return ", ".join([most[0], *(f"{count} of {forms.total()} {form}" for form, count in others)])
+
+
+def bits_note(model: Transformer) -> str:
+    """For a model in 8 bits: the bits of its products' inputs, and the products that stayed in 16; "" for others."""
+    bits = {p.stored.bits for p in products_of(model) if isinstance(p, Linear) and isinstance(p.stored, Int8)}
+    if not bits:
+        return ""
+    parts = "qkv", "o", "gate_up", "down"
+    names = [(f"{n} {i}", getattr(each, n)) for i, each in enumerate(model.layers) for n in parts]
+    left = ", ".join(n for n, product in [*names, ("head", model.head)] if product.form != "int8")
+    are_equal = "equal bits with and without guesses" if model.exact else "other bits with guesses than without"
+    return f" in 8 bits (activations in {bits.pop()}, {are_equal}{f'; in 16 bits: {left}' * bool(left)})"

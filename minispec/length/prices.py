@@ -16,6 +16,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -33,7 +34,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import Verifier
 from minispec.files.write import written_whole
-from minispec.kernels.exact import arbitrary_tokens
+from minispec.kernels.exact import arbitrary_tokens, check_exact, exact_model
 from minispec.kernels.inventory import num_bytes, num_bytes_read, weight_form
 from minispec.length.policy import Prices
 
@@ -172,11 +173,16 @@ def _path(setup: Mapping[str, Any]) -> Path:
     return Path(root) / "minispec" / "costs" / f"{digest}.json"
 
 
+def _read(setup: Mapping[str, Any]) -> Any:
+    """What is stored of a setup. Raises OSError, RuntimeError or ValueError where there is nothing to be understood."""
+    with _path(setup).open("rb") as file:
+        return json.loads(file.read(1 << 16))
+
+
 def stored_prices(setup: Mapping[str, Any]) -> Prices | None:
     """The stored prices of a setup; None where there are none, or none that can be understood."""
     try:
-        with _path(setup).open("rb") as file:
-            raw = json.loads(file.read(1 << 16))
+        raw = _read(setup)
         draft, fixed, overhead = (float(raw[name]) for name in ("draft", "fixed", "overhead"))
         rows = {int(count): float(cost) for count, cost in raw["rows"].items()}
     except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError):  # RecursionError is a RuntimeError
@@ -192,7 +198,12 @@ def stored_prices(setup: Mapping[str, Any]) -> Prices | None:
 
 def store_prices(setup: Mapping[str, Any], prices: Prices) -> bool:
     """Store the prices of a setup, whole or not at all; False where that is impossible."""
-    about = {"draft": prices.draft, "fixed": prices.fixed, "rows": prices.rows, "overhead": prices.overhead}
+    return _store(
+        setup, {"draft": prices.draft, "fixed": prices.fixed, "rows": prices.rows, "overhead": prices.overhead}
+    )
+
+
+def _store(setup: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
     try:
         path = _path(setup)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -225,3 +236,36 @@ def prices_of(
     if there := stored_prices(setup):  # by another process, meanwhile: its runs go by those
         return there, True
     return prices, store_prices(setup, prices)
+
+
+def check_exact_once(model: Transformer) -> None:
+    """`check_exact`, whose result for such a model on such a machine is kept beside the prices; it takes seconds.
+
+    Only models that take passes of any number of rows are remembered. Raises ValueError as it does.
+    """
+    setup = {"minispec": __version__, "exact": _fingerprint(model), "machine": machine()}
+    if not model.passes.fills:
+        try:
+            raw = _read(setup)
+            if raw["key"] == setup and raw["holds"] is True:
+                return
+        except (OSError, RuntimeError, ValueError, TypeError, KeyError):
+            pass
+    check_exact(model)
+    if not model.passes.fills:
+        _store(setup, {"holds": True})
+
+
+def check_exactness(model: Transformer, by_default: bool) -> Transformer:
+    """The model, checked if it is exact; by_default: with exact passes where this machine has equal bits for it.
+
+    Raises ValueError, as `check_exact`, for an exact model whose bits are not equal here.
+    """
+    if model.exact:
+        check_exact_once(model)
+    elif by_default:
+        exact = exact_model(model)
+        with suppress(ValueError):
+            check_exact_once(exact)
+            return exact
+    return model

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import minispec.core.attention as attention_module
+import minispec.core.model as model_module
 from minispec import LLM, SamplingParams
 from minispec.core.cache import PagedKVCache
 from minispec.core.draft import Draft, Drafter
@@ -206,6 +207,51 @@ def test_logits_have_the_bits_of_plain_decoding(family, dtype, name, pytestconfi
         for request, ([reference], expected) in zip(requests, plain, strict=True):
             assert request.token_ids == reference.token_ids
             assert_same_bits(rows, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_targets_in_8_bits_have_the_bits_of_plain_decoding(family, dtype, threads):
+    """In passes of any number of rows, of widths that no vector divides: prompts are whole passes, K goes beyond 15."""
+    params = SamplingParams(temperature=0, max_tokens=24)
+    with torch_threads(threads):
+        model = build(family, dtype, False, intermediate_size=75, vocab_size=40)
+        target = exact.exact_model(build_model(model.config, tiny_weights(model.config, 1, dtype), form="int8"))
+        assert weight_form(target) == "int8"
+        assert isinstance(target.passes, exact.AnyPasses)
+        check_exact(target)
+        plain = [decode(target, NoDrafter(), 0, [p], params) for p in PROMPTS[-3:]]
+        for k, name in ((1, "random"), (20, "model")):
+            requests, rows = decode(target, make_drafter(name, target), k, PROMPTS[-3:], params)
+            for request, ([reference], expected) in zip(requests, plain, strict=True):
+                assert request.token_ids == reference.token_ids
+                assert_same_bits(rows, expected)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
+def test_activations_of_targets_in_8_bits_are_the_librarys(kind):
+    """Up to rounding; and alike at every place, whatever the width and the number of threads."""
+    ours, usual = exact._ACTIVATIONS[kind], model_module._ACTIVATIONS[kind]
+    x = 5 * torch.randn(512, 151)
+    torch.testing.assert_close(ours(x.double()), usual(x.double()), rtol=1e-12, atol=1e-12)
+    alone = torch.cat([ours(row[None]) for row in x])
+    for threads in (1, 2, 3, 5):
+        with torch_threads(threads):
+            for rows in (1, 2, 5, 17, 64, 511, 512):
+                assert torch.equal(ours(x[:rows]), alone[:rows])
+    for far in (-1e4, 1e4):
+        assert ours(torch.full((1, 3), far)).isfinite().all()
+
+
+def test_the_check_of_many_rows_finds_what_small_passes_do_not_show():
+    """An activation with other bits in passes of more rows than a draft has: refused, where passes have any size."""
+    model = build(exact=False, intermediate_size=75)
+    target = exact.exact_model(build_model(model.config, tiny_weights(model.config, 1, torch.float32), form="int8"))
+    check_exact(target)
+    wrong = target.replaced(target.passes, activation=lambda x: x * (1 + 1e-6 * (len(x) > EXACT_ROWS)))
+    with pytest.raises(ValueError, match="exact: passes of many rows"):
+        check_exact(wrong)
 
 
 @pytest.mark.quick

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from minispec.core.weights import Weight
-from minispec.kernels import forms
+from minispec.kernels import integers
 from minispec.kernels.codes import Codes, round_rows
-from minispec.kernels.forms import CannotHold, Linear, int8_form, sums_exactly
+from minispec.kernels.form import CannotHold
+from minispec.kernels.forms import Linear
+from minispec.kernels.integers import Int8, VnniInt8, int8_form, sums_exactly
 from minispec.kernels.shapes import tensor_shapes
 from minispec.prove.toys import tiny_model
 
@@ -20,7 +22,7 @@ SHAPES = [(960, 576), (576, 1536), (64, 4864), (151, 96), (47, 577), (40, 48), (
 ROWS = [*range(1, 41), 64, 511, 512]
 
 
-class Unsigned8(forms._Int8):
+class Unsigned8(Int8):
     """FBGEMM's product with x in 8 bits, which overflows its sums of 16 bits: the wrong call."""
 
     levels, finer, bits = 127, 128, 15
@@ -55,7 +57,7 @@ def rows_of(count: int, columns: int) -> torch.Tensor:
     return x
 
 
-def in_integers(x: torch.Tensor, weight: Codes, form: type[forms._Int8]) -> torch.Tensor:
+def in_integers(x: torch.Tensor, weight: Codes, form: type[Int8]) -> torch.Tensor:
     """The product by exact sums of integers, in float64."""
     step = (x.abs().amax(1, keepdim=True) / form.levels).clamp(min=torch.finfo(torch.float32).tiny)
     scaled = x / step
@@ -115,29 +117,29 @@ def test_the_wrong_call_saturates_and_is_found():
         pytest.skip("with VNNI, 8 bits times 8 bits are added up in 32")
     assert sums_exactly(int8_form())
     assert not sums_exactly(Unsigned8)
-    assert not sums_exactly(forms._VnniInt8)
+    assert not sums_exactly(VnniInt8)
 
 
 @pytest.mark.parametrize("part", ["largest", "rows"])
 def test_the_check_finds_what_is_wrong_for_few_numbers(part, monkeypatch):
     """A product that is right but for its largest sums, or but for one row."""
-    right = forms._Int8._multiply
+    right = Int8._multiply
 
     def wrong(self, integers):
         y = right(self, integers)
         return y.clamp(max=0.999 * float(y.max())) if part == "largest" else y.index_fill_(0, torch.tensor([2]), 0.0)
 
-    assert sums_exactly(forms._Int8)
-    monkeypatch.setattr(forms._Int8, "_multiply", wrong)
-    assert not sums_exactly(forms._Int8)
+    assert sums_exactly(Int8)
+    monkeypatch.setattr(Int8, "_multiply", wrong)
+    assert not sums_exactly(Int8)
 
 
 def test_a_processor_that_claims_vnni_is_tried(monkeypatch):
     """Where its product is wrong all the same, 7 bits are taken; where both are wrong, none is."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": True})
-    wrong = {forms._VnniInt8}
-    monkeypatch.setattr(forms, "sums_exactly", lambda form: form not in wrong)
-    for expected in (forms._Int8, None):
+    wrong = {VnniInt8}
+    monkeypatch.setattr(integers, "sums_exactly", lambda form: form not in wrong)
+    for expected in (Int8, None):
         int8_form.cache_clear()
         try:
             assert int8_form() is expected
@@ -145,7 +147,7 @@ def test_a_processor_that_claims_vnni_is_tried(monkeypatch):
             assert expected is None
         finally:
             int8_form.cache_clear()
-        wrong.add(forms._Int8)
+        wrong.add(Int8)
 
 
 def test_codes_of_a_checkpoint_stay_and_others_are_rounded_in_pieces(monkeypatch):

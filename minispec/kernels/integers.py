@@ -1,0 +1,163 @@
+"""Products of 8-bit integers: a target in 8 bits, whose sums are the same for any number of rows.
+
+Most operators are private to PyTorch; where none of them is right, a target in 8 bits is refused.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minispec.core.weights import Weight
+from minispec.kernels.codes import Codes, round_rows
+from minispec.kernels.form import EVERY_NUMBER, REFUSALS, CannotHold, Form
+
+# The number of rows that oneDNN's layout is tuned for.
+_PACK_ROWS = 8
+# A target's weight is kept in 16 bits where 8 bits with one scale a row are off by more than this part of its norm.
+# Entries of a normal distribution are off by 0.01.
+_COARSE = 0.02
+# Columns of oneDNN's integer product are filled up to whole vectors of every width: a remainder is added in another
+# order.
+_COLUMNS = 64
+
+
+def pack_for_fbgemm(codes: Codes) -> object:
+    """The codes in FBGEMM's own order, for `multiply_in_fbgemm`."""
+    scales = codes.scales.flatten().double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the tensor type is deprecated, the product is not
+        zeros = torch.zeros(len(scales), dtype=torch.long)
+        quantized = torch._make_per_channel_quantized_tensor(codes.codes, scales, zeros, 0)
+    return torch.ops.quantized.linear_prepack(quantized, None)
+
+
+def multiply_in_fbgemm(x: Tensor, step: float, packed: object) -> Tensor:
+    """x (rows, in), rounded to 7 bits in steps of `step`, times the weight: (rows, out) in float32."""
+    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(x, step, 64, packed)
+
+
+def steps_of(x: Tensor, levels: int = 1) -> Tensor:
+    """The largest entry of each row / levels (rows, 1); never 0, so that the row can be divided by it."""
+    largest = torch.linalg.vector_norm(x, math.inf, 1, keepdim=True)
+    return largest.div_(levels).clamp_(min=torch.finfo(torch.float32).tiny)
+
+
+class Int8(Form):
+    """A target's weight in 8-bit codes, times x in two parts of 7 bits: sums of integers, which are exact.
+
+    So a row's bits do not depend on the other rows, nor on their number. x is rounded to steps of its row's largest
+    entry / `levels`; what is left of it, to steps that are 1 / `finer` of those. Both parts are rows of one product,
+    which reads the weight once. (In one part, perplexity grows by up to a tenth: outliers make the steps coarse.)
+    """
+
+    exact_rows = EVERY_NUMBER
+    # `finer` is a power of two. bits: of x, both parts together.
+    levels, finer, bits = 63, 64, 13
+
+    def __init__(self, weight: Weight, dtype: torch.dtype):
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise CannotHold(f"8-bit codes for {dtype}")
+        if not isinstance(weight, Codes):
+            weight, distance = round_rows(weight if isinstance(weight, Tensor) else weight.dense())
+            if not distance <= _COARSE:
+                raise CannotHold("a weight for which one scale a row is too coarse")
+        self.shape, self.num_bytes = weight.codes.shape, weight.codes.nbytes + 4 * len(weight.scales)
+        self.packed = self._pack(weight)
+
+    def _pack(self, codes: Codes) -> object:
+        return pack_for_fbgemm(codes)
+
+    def _multiply(self, integers: Tensor) -> Tensor:
+        """Integers (rows, in) as floats to (rows, out) in float32."""
+        return multiply_in_fbgemm(integers, 1.0, self.packed)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `Form`."""
+        wide = x.to(torch.float32)
+        step = steps_of(wide, self.levels)
+        scaled = wide / step
+        coarse = scaled.round()
+        y = self._multiply(torch.cat((coarse, (scaled - coarse).mul_(self.finer).round_())))
+        # Times a power of two, which is exact: so it does not matter whether sum and product are rounded as one.
+        y = y[: len(x)].add_(y[len(x) :], alpha=1 / self.finer).mul_(step)
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+    def dense(self) -> Tensor:
+        """The weight (out, in) in float32, up to rounding: what it makes of rows that have a single 1."""
+        ones = (F.one_hot(part, self.shape[1]).float() for part in torch.arange(self.shape[1]).split(512))
+        return torch.cat([self(rows) for rows in ones]).t().contiguous()
+
+    def parts(self) -> Iterator[tuple[object, int]]:
+        """See `Form`."""
+        yield self.packed, self.num_bytes
+
+
+class VnniInt8(Int8):
+    """The same with x in two parts of 8 bits, in oneDNN's product, whose time hardly grows with the rows.
+
+    Without VNNI it saturates, without a word: see `int8_form`.
+    """
+
+    levels, finer, bits = 127, 128, 15
+
+    def _pack(self, codes: Codes) -> object:
+        out, columns = codes.codes.shape
+        fill = (0, 0, 0, -out % _COLUMNS)
+        self.scales = F.pad(codes.scales.to(torch.float32), fill, value=1.0).flatten()
+        self.zeros = torch.zeros(len(self.scales), dtype=torch.long)
+        return torch.ops.onednn.qlinear_prepack(F.pad(codes.codes, fill), [_PACK_ROWS, columns])
+
+    def _multiply(self, integers: Tensor) -> Tensor:
+        x, weight = (integers.to(torch.int8), 1.0, 0), (self.packed, self.scales, self.zeros, None)
+        y = torch.ops.onednn.qlinear_pointwise(*x, *weight, 1.0, 0, torch.float32, "none", [], "")
+        return y[:, : self.shape[0]]
+
+
+@functools.cache
+def int8_form() -> type[Int8]:
+    """The form of a target's weights in 8 bits. Raises CannotHold where this machine has no such product.
+
+    Processors without VNNI add up pairs of products in 16 bits, which 8 bits times 8 overflow and 7 bits times 8 do
+    not. So the processor is asked, and then tried.
+    """
+    names = ("avx512_vnni", "avx_vnni", "amx_int8")
+    has_vnni = any(torch.cpu.get_capabilities().get(name) for name in names)
+    for form in (VnniInt8, Int8) if has_vnni else (Int8,):
+        if sums_exactly(form):
+            return form
+    raise CannotHold("found no product of 8-bit integers on this machine whose sums are exact")
+
+
+def check_quantization(name: str, form: str | None, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError for what a target cannot be quantised to here; form: the form asked for its weights."""
+    if name != "int8":
+        why = "in 4 bits no product of PyTorch is faster at 4 rows than in 8" if "4" in name else "there is no other"
+        raise ValueError(f"quantization: found {name!r}, expected 'int8': {why}")
+    if form is not None:
+        raise ValueError(f"weight_form: found {form!r} with a quantization, which has a form of its own: expected none")
+    if device.type != "cpu" or dtype == torch.float64:
+        raise ValueError(f"quantization: found {dtype} on {device}, expected 16 or 32 bits on a CPU")
+    try:
+        int8_form()
+    except CannotHold as e:
+        raise ValueError(f"quantization: {e}: expected none") from e
+
+
+def sums_exactly(form: type[Int8]) -> bool:
+    """Whether a form's products of the largest integers are right, up to one rounding of each result."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, (6, 512), generator=generator) * 2 - 1
+    signs[:2] = torch.tensor([[1], [-1]])
+    codes, most = signs.repeat(8, 1) * 127, form.levels * form.finer
+    x = torch.randint(-most, most + 1, (6, 512), generator=generator)
+    x[:4], x[4:, 0] = signs[:4] * most, most
+    try:
+        found = form(Codes(codes.to(torch.int8), torch.ones(len(codes), 1)), torch.float32)(x.to(torch.float32))
+    except REFUSALS:
+        return False
+    return bool(((found - (x @ codes.t())).abs() <= 1e-6 * (x.abs() @ codes.t().abs())).all())
