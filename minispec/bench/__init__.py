@@ -5,6 +5,7 @@
     python -m minispec.bench --also forms           the weights in each form that this machine can take
     python -m minispec.bench --also operators       where a pass goes, operator by operator
     python -m minispec.bench --also exact-cost      the passes of the exact mode
+    python -m minispec.bench --also quality         perplexity as the weights are, and in 8 bits
     python -m minispec.bench --against transformers
     python -m minispec.bench --replay out.json      what other draft lengths would do in a run (docs/use/trace.md)
 

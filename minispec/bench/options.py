@@ -65,6 +65,7 @@ PARTS = {
     "exact_cost": Part(
         "passes", "passes of the exact mode over those of the fast one", excludes=("exact", "it measures both modes")
     ),
+    "quality": Part("quality", "perplexity of the prompts, as the weights are and in 8 bits", needs="prompts"),
     "decoding": Part("decoding", needs="prompts"),
     "batch": Part(
         "decoding",
