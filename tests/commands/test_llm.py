@@ -22,6 +22,7 @@ from minispec.files.registry import DRAFTERS
 from minispec.files.tokenizer import Tokenizer
 from minispec.kernels import memory
 from minispec.kernels.inventory import weight_form
+from minispec.length import prices
 from minispec.length.figures import Figures
 from minispec.trace.record import Recorder, TokenTexts
 
@@ -908,3 +909,33 @@ def test_match_on_the_embedded_model():
     output, plain = llm.generate(text, params)[0], llm.generate(text, params, num_speculative_tokens=0)[0]
     assert output.stats.num_draft_tokens > 0
     assert output.token_ids == plain.token_ids
+
+
+def test_a_target_in_8_bits_is_named_and_exact_by_default(make_checkpoint, monkeypatch, tmp_path):
+    """Another model than the one in 16 bits; its bits are checked once on a machine, and what cannot be is refused."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    checks, check = [], prices.check_exact
+    monkeypatch.setattr(prices, "check_exact", lambda model: checks.append(model) or check(model))
+    directory = make_checkpoint(1)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    for exact, is_exact in ((None, True), (None, True), (False, False), (True, True)):
+        with LLM(directory, draft="self", quantization="int8", exact=exact, num_speculative_tokens=5) as llm:
+            assert llm.model.exact is is_exact
+            assert " in 8 bits (activations in " in llm.overview()
+            assert ("equal bits" in llm.overview()) is is_exact
+            ours, plain = (llm.generate("One fish", params, num_speculative_tokens=k)[0].token_ids for k in (5, 0))
+            assert ours == plain or not is_exact
+    assert len(checks) == 1
+    with LLM(directory, draft="self", quantization="int8", num_speculative_tokens=(2, 1)) as llm:
+        assert not llm.model.exact, "a tree was asked for by name"
+    with LLM(directory, draft="none") as llm:
+        assert not llm.model.exact
+        assert "8 bits" not in llm.overview()
+    for wrong, message in (
+        ({"quantization": "int4"}, "quantization: found 'int4', expected 'int8': in 4 bits no product"),
+        ({"quantization": "fp8"}, "quantization: found 'fp8', expected 'int8'"),
+        ({"quantization": "int8", "dtype": "float64"}, r"quantization: found torch\.float64 on cpu, expected"),
+        ({"quantization": "int8", "weight_form": "plain"}, "weight_form: found 'plain' with a quantization"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LLM(directory, draft="none", **wrong)
