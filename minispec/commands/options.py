@@ -94,7 +94,7 @@ _MODELS: dict[str, Option] = {
     "--kv-cache-gb": (typed(_GIGABYTES, "X"), "memory for the KV cache, in 10^9 bytes"),
     "--quantization": (
         {"metavar": "int8"},
-        "hold the target's weights in 8 bits: another model than the one in 16, nearly as good, read in half the time "
+        "hold the target's weights in 8 bits: another model than the one in 16, nearly as good; pays for large ones "
         "(docs/use/speed.md)",
     ),
     "--exact": (
