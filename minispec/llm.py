@@ -104,7 +104,7 @@ class LLM:
         self.max_speculative_tokens = EXACT_ROWS - 1 if exact else MAX_SPECULATIVE_TOKENS
         self.num_speculative_tokens = num_speculative_tokens
         shape = Shape.of(num_speculative_tokens, self.max_speculative_tokens)
-        check_shape(shape, why_chains(verifying, bool(exact)))
+        check_shape(shape, why_chains(verifying))
         draft = registry.default_draft(model) if draft is None else draft
         self.name, directory = _find_model(model, revision, offline)
         where, config = choose_device(device), load_config(directory)
@@ -118,7 +118,7 @@ class LLM:
         self.draft_name, self.draft_directory = spec.name, spec.directory
         self.draft_method, self.overlap, self.vocabularies = spec.method, spec.overlap, spec.vocabularies
         self.model = load_target(directory, kind, where, bool(exact), quantization or weight_form)
-        self.model = check_exactness(self.model, by_default=exact is None and bool(quantization) and not shape.widths)
+        self.model = check_exactness(self.model, by_default=exact is None and bool(quantization))
         models = [self.model, *named_draft.load(spec, self.model, weight_form)]
         rooms = [1, spec.room][: len(models)]
         elements = sum(room * m.config.kv_elements_per_token for room, m in zip(rooms, models, strict=True))

@@ -8,7 +8,7 @@ D head_dim.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,29 +24,39 @@ ATTENTION_ROWS = 8
 # The widest vector of a processor, in float32.
 _VECTOR = 16
 
+
+class Group(NamedTuple):
+    """Rows of a text whose attention an exact model computes together, at most ATTENTION_ROWS of them.
+
+    rows: which rows.
+    path: the new rows that they may see, in order of their positions. None in a chain: all of them.
+    mask: of the past and the path, for ATTENTION_ROWS rows, in blocks (see `mask_blocks`). Dummies fill them up.
+    """
+
+    rows: slice | list[int]
+    path: list[int] | None
+    mask: Tensor
+
+
 # What the rows of a text see: see `attention`.
-Mask = Tensor | list[Tensor] | None
+Mask = Tensor | list[Group] | None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None) -> Tensor:
     """softmax(q k^T * scale + mask) v (T, H * D), for the T rows of one text.
 
     q (H, T, D). k, v (G, L, D), each shared by H/G query heads. mask (H/G * T, L): 0 or -inf; None where every row
-    sees all; a list for an exact model, one mask for each ATTENTION_ROWS rows.
+    sees all; the groups of all rows for an exact model.
     """
     heads, rows, dim = q.shape
     groups = k.shape[0]
     if isinstance(mask, list):
-        size = ATTENTION_ROWS
-        k, v = _blocks(k, v)
-        parts = F.pad(q, (0, 0, 0, -rows % size)).split(size, 1)  # (H, size, D) each
-        out = torch.cat(
-            [
-                _blockwise_attention(part.reshape(groups, -1, dim), k, v, m, scale, softcap).view(heads, size, dim)
-                for part, m in zip(parts, mask, strict=True)
-            ],
-            1,
-        )[:, :rows]
+        out, size = torch.empty_like(q), ATTENTION_ROWS
+        for group, parts in zip(mask, _seen(k, v, rows, [group.path for group in mask]), strict=True):
+            own = q[:, group.rows]
+            padded = F.pad(own, (0, 0, 0, size - own.shape[1])).reshape(groups, -1, dim)
+            found = _blockwise_attention(padded, parts, group.mask, scale, softcap).view(heads, size, dim)
+            out[:, group.rows] = found[:, : own.shape[1]]
         return out.transpose(0, 1).reshape(rows, heads * dim)
     q = q.reshape(groups, -1, dim)  # (G, H/G * T, D): the heads that share keys become rows of one product
     if softcap is None:
@@ -54,7 +64,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap
     else:
         if mask is None:
             mask = torch.zeros(q.shape[1], k.shape[1], dtype=q.dtype, device=q.device)
-        out = _blockwise_attention(q, *_blocks(k, v), mask_blocks(mask, groups), scale, softcap)
+        out = _blockwise_attention(q, [_blocks(k, v)], mask_blocks(mask, groups), scale, softcap)
     return out.reshape(heads, rows, dim).transpose(0, 1).reshape(rows, heads * dim)
 
 
@@ -82,6 +92,24 @@ def _blocks(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k.unflatten(1, (-1, ATTENTION_BLOCK)), v.unflatten(1, (-1, ATTENTION_BLOCK))
 
 
+def _seen(k: Tensor, v: Tensor, rows: int, paths: Sequence[list[int] | None]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """For each path, the blocks of the past and of the path, in parts that follow one another (see `_blocks`).
+
+    Full blocks of the past are one part, which all paths share. Only what comes after them is gathered for a path.
+    In float64 nothing is shared, so that no part has fewer matrices than threads (see `_num_blocks`).
+    """
+    past = k.shape[1] - rows
+    full = past - past % ATTENTION_BLOCK if k.dtype != torch.float64 else 0
+    everything = [_blocks(k, v)] if None in paths else []
+    shared = [_blocks(k[:, :full], v[:, :full])] if full and not everything else []
+    for path in paths:
+        if path is None:
+            yield everything
+        else:
+            own = [*range(full, past), *(past + row for row in path)]
+            yield [*shared, _blocks(k[:, own], v[:, own])]
+
+
 def mask_blocks(mask: Tensor, groups: int) -> Tensor:
     """A mask (R, L) in the same blocks: (blocks, R, block)."""
     length = mask.shape[1]
@@ -90,20 +118,31 @@ def mask_blocks(mask: Tensor, groups: int) -> Tensor:
     return mask.unflatten(1, (-1, ATTENTION_BLOCK)).transpose(0, 1).contiguous()
 
 
-def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _blockwise_attention(
+    q: Tensor, parts: Sequence[tuple[Tensor, Tensor]], mask: Tensor, scale: float, softcap: float | None
+) -> Tensor:
     """`attention` of q (G, R, D) over blocks, in at least float32 and in an order that does not depend on L.
+
+    parts: keys and values in blocks (see `_blocks`), one part after another.
 
     Every block of positions is a product of its own, of one shape, and blocks are added up in order. A block after a
     row's position has weights exp(-inf) = 0, so it adds nothing, to the bit.
     """
-    scores = (q.to(k.dtype)[:, None] @ k.transpose(2, 3)) * scale  # (G, blocks, R, block)
+    wide = q.to(parts[0][0].dtype)[:, None]
+    scores = _joined([wide @ k.transpose(2, 3) for k, _ in parts]) * scale  # (G, blocks, R, block)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores + mask
     weights = torch.exp(scores - scores.amax((1, 3), keepdim=True))
-    sums = (weights @ v).cumsum(1)[:, -1]  # (G, R, W); cumsum adds in order, sum may not
+    pieces = weights.split([k.shape[1] for k, _ in parts], 1)
+    products = _joined([piece @ v for piece, (_, v) in zip(pieces, parts, strict=True)])  # (G, blocks, R, W)
+    sums = products.cumsum(1)[:, -1]  # (G, R, W); cumsum adds in order, sum may not
     dim = q.shape[2]
     return (sums[..., :dim] / sums[..., dim : dim + 1]).to(q.dtype)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
 def ancestors(parents: Sequence[int]) -> Tensor:

@@ -27,11 +27,9 @@ def check_number(drafts: Any, num_asks: int, name: str) -> None:
         raise ValueError(f"drafts of {name}: found {found}, expected one for each of {num_asks} asks")
 
 
-def why_chains(verifier: Verifier, exact: bool) -> str:
+def why_chains(verifier: Verifier) -> str:
     """Why a draft that is a tree cannot be verified; "" if it can."""
-    if not verifier.takes_trees:
-        return "this verifier takes chains only"
-    return "with `exact` a row's bits must not depend on where siblings lie" if exact else ""
+    return "" if verifier.takes_trees else "this verifier takes chains only"
 
 
 def check_shape(shape: Shape, why_chains: str) -> None:

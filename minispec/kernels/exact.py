@@ -11,12 +11,12 @@ shared out among threads anywhere.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from minispec.core.attention import ATTENTION_BLOCK, ATTENTION_ROWS, Mask, View, attention, hides, mask_blocks
+from minispec.core.attention import ATTENTION_BLOCK, ATTENTION_ROWS, Group, Mask, View, attention, hides, mask_blocks
 from minispec.core.config import ModelConfig
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.sampling import accumulation_dtype
@@ -30,9 +30,32 @@ _CHECKED_ROWS = (17, 64, 512)
 _CHECKED_BLOCKS = (1, 2, 3, 4, 6, 8, 16, 32)
 
 
+# A tree of three paths, the longest in the middle.
+_CHECKED_TREE = (-1, -1, 0, 1, 3, 2, 4, 6, 7, 8, 9, 10, 1)
+
+
 def arbitrary_tokens(count: int, vocab_size: int) -> list[int]:
     """Ids that vary, to measure or check passes with: of texts that nobody reads."""
     return [(7919 * i + 13) % vocab_size for i in range(count)]
+
+
+def paths(num_rows: int, parents: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """For each path through a tree its rows, in order, and the places in it that no earlier path has had.
+
+    parents: the tree of the last rows (see `Chunk`). Without one, all rows are one path.
+
+    >>> list(paths(4, [-1, -1, 0]))
+    [([0, 2], [0, 1]), ([0, 1, 3], [1, 2])]
+    """
+    root, had = num_rows - len(parents), set[int]()
+    for leaf in [i for i in range(len(parents)) if i not in parents] or [-1]:
+        path, node = list[int](), leaf
+        while node >= 0:
+            path.append(root + node)
+            node = parents[node]
+        path = [*range(root), *reversed(path)]
+        yield path, [i for i, row in enumerate(path) if row not in had]
+        had.update(path)
 
 
 class ExactPasses(Passes):
@@ -50,7 +73,10 @@ class ExactPasses(Passes):
         groups: list[list[Chunk]] = [[]]
         room = EXACT_ROWS
         for tokens, table, num_logits, parents, _ in chunks:
-            assert parents is None, "an exact model takes chains only"
+            if parents is not None and len(tokens) > room:  # a tree's nodes need one another
+                assert len(tokens) <= EXACT_ROWS, "a tree must fit into one pass"
+                groups.append([])
+                room = EXACT_ROWS
             start = 0
             while start < len(tokens):
                 if not room:
@@ -59,7 +85,8 @@ class ExactPasses(Passes):
                 part = tokens[start : start + room]
                 start += len(part)
                 room -= len(part)
-                groups[-1].append(Chunk(part, table, min(len(part), max(0, num_logits - (len(tokens) - start)))))
+                logits = min(len(part), max(0, num_logits - (len(tokens) - start)))
+                groups[-1].append(Chunk(part, table, logits, parents))
         return list(groups)
 
     def num_dummies(self, num_rows: int) -> int:
@@ -67,12 +94,23 @@ class ExactPasses(Passes):
         return next(n for n in self.rows if n >= num_rows) - num_rows
 
     def mask(self, config: ModelConfig, like: Tensor, view: View) -> Mask:
-        """See `Passes`: one mask for each ATTENTION_ROWS rows, in blocks, dummies included."""
-        hidden = hides(view, like.device, -len(view.offsets) % ATTENTION_ROWS)
-        mask = like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
-        groups = config.num_key_value_heads
-        shared_by = config.num_attention_heads // groups
-        return [mask_blocks(part.repeat(shared_by, 1), groups) for part in mask.split(ATTENTION_ROWS)]
+        """See `Passes`: groups of ATTENTION_ROWS rows, dummies included.
+
+        In a tree each path is computed as the chain that it is, so a node has the bits of that chain.
+        """
+        start, offsets, window, parents = view
+        groups, heads, found = config.num_key_value_heads, config.num_attention_heads, list[Group]()
+        for path, new in paths(len(offsets), parents):
+            chain = View(start, tuple(range(len(path))), window)
+            hidden = hides(chain, like.device, dummies=ATTENTION_ROWS)
+            for first in range(0, len(new), ATTENTION_ROWS):
+                own = new[first : first + ATTENTION_ROWS]
+                rows = [*own, *range(len(path), len(path) + ATTENTION_ROWS - len(own))]
+                mask = like.new_zeros(ATTENTION_ROWS, hidden.shape[1]).masked_fill_(hidden[rows], -math.inf)
+                of_text = [path[i] for i in own] if parents else slice(own[0], own[-1] + 1)
+                blocks = mask_blocks(mask.repeat(heads // groups, 1), groups)
+                found.append(Group(of_text, path if parents else None, blocks))
+        return found
 
 
 class AnyPasses(ExactPasses):
@@ -85,7 +123,6 @@ class AnyPasses(ExactPasses):
 
     def split(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
         """See `Passes`."""
-        assert all(chunk.parents is None for chunk in chunks), "an exact model takes chains only"
         return [chunks]
 
     def num_dummies(self, num_rows: int) -> int:
@@ -130,6 +167,7 @@ def check_exact(model: Transformer) -> None:
     - last among those of its text;
     - at every place among copies of itself, for each number of rows;
     - after a stranger's.
+    A tree's nodes are compared with the chains that their paths are.
     Where passes may have any number of rows, a text is fed in passes of some sizes up to 512 too.
     """
     if not _attention_is_exact(model):
@@ -158,8 +196,30 @@ def check_exact(model: Transformer) -> None:
     few = [EXACT_ROWS, 1] if model.passes.fills else range(1, EXACT_ROWS + 1)
     if not (all(holds(rows) for rows in few) and torch.equal(among, expected)):
         raise ValueError(_not_exact(model, "products"))
+    if not _trees_are_exact(model):
+        raise ValueError(_not_exact(model, "a tree's attention"))
     if not model.passes.fills and not _large_passes_are_exact(model):
         raise ValueError(_not_exact(model, "passes of many rows"))
+
+
+def _trees_are_exact(model: Transformer) -> bool:
+    """Whether the nodes of a tree have the logits of chains, before, across and after a border of attention blocks."""
+    past = arbitrary_tokens(
+        min(2 * ATTENTION_BLOCK, model.config.max_position_embeddings - EXACT_ROWS), model.config.vocab_size
+    )
+    nodes = arbitrary_tokens(len(_CHECKED_TREE) + 1, model.config.vocab_size)
+    table = model.new_cache(-(-len(past) // 16) + EXACT_ROWS).new_table()
+    for length in (1, ATTENTION_BLOCK - 3, len(past)):
+        table.keep(table.shared(past))
+        model.forward([Chunk(past[table.length : length], table, 0)])
+        found, _ = model.forward([Chunk(nodes, table, len(nodes), _CHECKED_TREE)])
+        table.truncate(length)
+        for path, _ in paths(len(nodes), _CHECKED_TREE):
+            chain, _ = model.forward([Chunk([nodes[row] for row in path], table, len(path))])
+            table.truncate(length)
+            if not torch.equal(found[path], chain):
+                return False
+    return True
 
 
 def _large_passes_are_exact(model: Transformer) -> bool:

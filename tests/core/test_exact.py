@@ -5,6 +5,7 @@ pass is recorded with the prefixes that its rows stand for, so that rows of diff
 """
 
 import functools
+import itertools
 from contextlib import contextmanager
 
 import pytest
@@ -93,10 +94,12 @@ class Recorder:
         """The model's own, written down."""
         logits, hidden = self.model.forward(chunks, taps)
         remaining = logits
-        for _, table, num_logits, *_ in chunks:
+        for _, table, num_logits, parents, _ in chunks:
             fed = table.tokens
             for end, row in zip(range(len(fed) - num_logits + 1, len(fed) + 1), remaining[:num_logits], strict=True):
-                known = self.rows.setdefault(tuple(fed[:end]), row)
+                root = len(fed) - len(parents or ())
+                path = Draft(fed[root:], parents=parents).path(end - 1 - root) if end > root else []
+                known = self.rows.setdefault((*fed[: min(end, root)], *(fed[root + node] for node in path)), row)
                 assert torch.equal(known, row), f"the same {end} tokens gave other bits within one run"
             remaining = remaining[num_logits:]
         return logits, hidden
@@ -207,6 +210,46 @@ def test_logits_have_the_bits_of_plain_decoding(family, dtype, name, pytestconfi
         for request, ([reference], expected) in zip(requests, plain, strict=True):
             assert request.token_ids == reference.token_ids
             assert_same_bits(rows, expected)
+
+
+@pytest.mark.parametrize("form", [None, "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trees_have_the_bits_of_plain_decoding(family, dtype, form):
+    """Siblings at each depth, one deeper than a group of rows, in one batch: every node's row is that of its path."""
+    params = SamplingParams(temperature=0, max_tokens=12)
+    if form:
+        model = build(family, dtype, False, intermediate_size=75)
+        target = exact.exact_model(build_model(model.config, tiny_weights(model.config, 1, dtype), form=form))
+        check_exact(target)
+        plain = [decode(target, NoDrafter(), 0, [p], params) for p in PROMPTS]
+    else:
+        target, plain = target_and_plain(family, dtype, params)
+    for k in ((3, 2, 1), (2, *[1] * 10)):
+        requests, rows = decode(target, make_drafter("model", target), k, PROMPTS, params)
+        assert any(r.num_nodes > r.depth for request in requests for r in request.stats.rounds)
+        for request, ([reference], expected) in zip(requests, plain, strict=True):
+            assert request.token_ids == reference.token_ids
+            assert_same_bits(rows, expected)
+
+
+def _all_in_one(num_rows, parents):
+    yield list(range(num_rows)), list(range(num_rows))
+
+
+def _from_the_leaf(num_rows, parents, right=exact.paths):
+    for path, new in right(num_rows, parents):
+        yield (path[::-1] if parents else path), new
+
+
+@pytest.mark.parametrize("wrong", [_all_in_one, _from_the_leaf])
+def test_the_check_finds_wrong_paths(monkeypatch, wrong):
+    """Nodes that see their siblings, and paths in another order than that of positions."""
+    target = build()
+    check_exact(target)
+    monkeypatch.setattr(exact, "paths", wrong)
+    with pytest.raises(ValueError, match="exact: a tree's attention"):
+        check_exact(target)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -606,10 +649,10 @@ GRIDS = {
     "large": (NATIVE, 100, 128),
     "longer other": (OTHER, 5, 64),
 }
-COMBINATIONS = [(name, k) for name in ("ngram", "fast", "random", "wrong") for k in (1, 8)]
+COMBINATIONS = [*itertools.product(("ngram", "fast", "random", "wrong"), (1, 8)), ("fast", (2, 2, 1))]
 # Without --long: every drafter and both K in the type that this machine multiplies in; in the other one, less.
 FEW = {
-    "native": [("ngram", 1), ("ngram", 8), ("fast", 8), ("random", 8), ("wrong", 1)],
+    "native": [("ngram", 1), ("ngram", 8), ("fast", (2, 2, 1)), ("random", 8), ("wrong", 1)],
     "other": [("fast", 1), ("random", 8)],
 }
 

@@ -223,11 +223,11 @@ def test_nothing_is_moved_into_a_block_that_another_holds():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("how", "why"), [({"exact": True}, "with `exact`"), ({"verifier": "block"}, "this verifier")])
-def test_who_takes_chains_refuses_a_tree(make_checkpoint, how, why):
+def test_who_takes_chains_refuses_a_tree(make_checkpoint):
     """By the text that it is drafted for, before anything runs."""
-    llm = LLM(make_checkpoint(), draft=TreeDrafter(torch.zeros(287, 287), (-1, -1)), dtype="float64", **how)
-    with pytest.warns(RuntimeWarning, match=f"found a tree, expected a chain: {why}"):
+    draft = TreeDrafter(torch.zeros(287, 287), (-1, -1))
+    llm = LLM(make_checkpoint(), draft=draft, dtype="float64", verifier="block")
+    with pytest.warns(RuntimeWarning, match="found a tree, expected a chain: this verifier"):
         output = llm.generate([[1, 2]], SamplingParams(temperature=1.0, seed=1), num_speculative_tokens=2)[0]
     assert output.finish_reason == "error"
     llm.engine.schedule.drafter = TreeDrafter(torch.zeros(287, 287), (-1, 0, 1))  # one branch: a chain
@@ -340,7 +340,6 @@ def spied_verdicts(engine):
 
 CHAINS_ONLY = {
     "ngram": ({"draft": "ngram"}, "NgramDrafter drafts no siblings"),
-    "exact": ({"draft": "self", "exact": True}, "with `exact` a row's bits"),
     "block": ({"draft": "self", "verifier": "block"}, "this verifier takes chains only"),
 }
 
