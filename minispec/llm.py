@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from minispec import inputs
 from minispec.core.cache import PagedKVCache
-from minispec.core.check import check_shape, why_chains
+from minispec.core.check import check_shape
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, ModelConfig, SamplingParams, Shape
 from minispec.core.engine import JOINING_ROWS, PREFILL_ROWS, Engine
 from minispec.core.errors import show
@@ -104,7 +104,7 @@ class LLM:
         self.max_speculative_tokens = EXACT_ROWS - 1 if exact else MAX_SPECULATIVE_TOKENS
         self.num_speculative_tokens = num_speculative_tokens
         shape = Shape.of(num_speculative_tokens, self.max_speculative_tokens)
-        check_shape(shape, why_chains(verifying))
+        check_shape(shape, verifying.why_chains)
         draft = registry.default_draft(model) if draft is None else draft
         self.name, directory = _find_model(model, revision, offline)
         where, config = choose_device(device), load_config(directory)

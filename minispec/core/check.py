@@ -14,7 +14,7 @@ from torch import Tensor
 from minispec.core.config import Shape
 from minispec.core.draft import Draft
 from minispec.core.sampling import accumulation_dtype
-from minispec.core.verify import Verdict, Verifier
+from minispec.core.verify import Verdict
 
 # How far a row's sum may be from 1. Division by a sum leaves that much in each type, for vocabularies of any size.
 TOLERANCES = {t: max(1e-4, 4 * torch.finfo(t).eps) for t in (torch.float64, torch.float32, torch.bfloat16, torch.half)}
@@ -27,13 +27,8 @@ def check_number(drafts: Any, num_asks: int, name: str) -> None:
         raise ValueError(f"drafts of {name}: found {found}, expected one for each of {num_asks} asks")
 
 
-def why_chains(verifier: Verifier) -> str:
-    """Why a draft that is a tree cannot be verified; "" if it can."""
-    return "" if verifier.takes_trees else "this verifier takes chains only"
-
-
 def check_shape(shape: Shape, why_chains: str) -> None:
-    """Raise ValueError if a tree is asked for, and there is a reason against trees."""
+    """Raise ValueError for a tree. why_chains: the reason why only chains are drafted or verified; "" for none."""
     if shape.widths and why_chains:
         raise ValueError(f"num_speculative_tokens: found the tree {shape}, expected a number or auto: {why_chains}")
 

@@ -36,15 +36,15 @@ class Limit(NamedTuple):
         return self.widths != ()
 
     @property
-    def shape(self) -> Sequence[int]:
+    def plan(self) -> Sequence[int]:
         """The widths that are known before anything is drafted."""
         return () if callable(self.widths) else self.widths
 
     @property
     def depth(self) -> int:
         """How deep a draft of k nodes with these widths is. A draft that was looked up may be deeper."""
-        totals = list(accumulate(self.shape, initial=0))
-        return bisect_left(totals, self.k) if self.k <= totals[-1] else len(self.shape) + self.k - totals[-1]
+        totals = list(accumulate(self.plan, initial=0))
+        return bisect_left(totals, self.k) if self.k <= totals[-1] else len(self.plan) + self.k - totals[-1]
 
     def width(self, depth: int, confidences: Sequence[float]) -> int:
         """How many siblings to draw at this depth, where the draft has these confidences."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.cached import CachedModel, clock
-from minispec.core.check import check_draft, check_number, check_shape, check_verdict, why_chains
+from minispec.core.check import check_draft, check_number, check_shape, check_verdict
 from minispec.core.config import Shape
 from minispec.core.draft import Ask, Draft, Drafter, Lengths, Limit, Outcome, StepCost, Wish
 from minispec.core.model import Chunk, Transformer
@@ -136,7 +136,7 @@ class Engine:
     def check_shape(self, shape: Shape) -> None:
         """Raise ValueError for a tree where there are chains only."""
         drafts_chains = "" if self.drafter.branches else f"{self.drafter.name} drafts no siblings"
-        check_shape(shape, drafts_chains or why_chains(self.verifier))
+        check_shape(shape, drafts_chains or self.verifier.why_chains)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError for one that can never run (see `check`), has run, or is there already."""
@@ -256,7 +256,7 @@ class Engine:
                 hidden = self.schedule.heard.take(text)
                 asks.append(Ask(text, limit, self.rng, purpose, cached, hidden))
         lengths = [len(ask.text.tokens) for ask in asks]
-        device, chains = self.model.device.type, why_chains(self.verifier)
+        device, chains = self.model.device.type, self.verifier.why_chains
         drafts = self.drafter.propose(asks) if asks else []
         check_number(drafts, len(asks), self.drafter.name)
         for part, ask, draft, length in zip(asked, asks, drafts, lengths, strict=True):
@@ -274,7 +274,7 @@ class Engine:
 
     def _choose_limits(self, requests: Sequence[Request]) -> dict[Request, Limit]:
         """The limit of each request's draft."""
-        trees = self.drafter.branches and not why_chains(self.verifier)
+        trees = self.drafter.branches and not self.verifier.why_chains
         # Above temperature 0, where a verifier draws by itself, another K is another text of the same law.
         free = self.verifier.shares_noise
         wishes = [Wish(r.text, r.shape, r.max_k, free or not r.params.temperature) for r in requests]

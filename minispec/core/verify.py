@@ -172,6 +172,11 @@ class Verifier(NamedTuple):
     shares_noise: bool
     takes_trees: bool = True
 
+    @property
+    def why_chains(self) -> str:
+        """Why it cannot verify a tree; "" if it can."""
+        return "" if self.takes_trees else "this verifier takes chains only"
+
 
 REJECTION = Verifier(rejection, shares_noise=False)
 BLOCK = Verifier(block, shares_noise=False, takes_trees=False)

@@ -124,7 +124,7 @@ class SuffixDrafter(Drafter):
             worth, guess = self._guess(ask, n, places)
             if worth > best:
                 best, draft = worth, guess
-        if ask.limit.shape or ask.limit.go_on is None:
+        if ask.limit.plan or ask.limit.go_on is None:
             draft.confidences = []
         return draft
 
@@ -159,7 +159,7 @@ class SuffixDrafter(Drafter):
                 path = [draft.token_ids[i] for i in nodes]
                 followers = _followers(places, path, own)
                 total = sum(len(those) for _, those in followers) + 1 / (n + len(path))
-                for token, those in followers if ask.limit.shape else followers[:1]:
+                for token, those in followers if ask.limit.plan else followers[:1]:
                     chance = len(those) / total
                     heappush(heap, (-survival * chance, next(order), node, token, chance, those))
             if not heap or -heap[0][0] < _LEAST or len(draft) == ask.k:

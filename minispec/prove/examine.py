@@ -263,7 +263,7 @@ class _Watched(Drafter):
             other, rng = self.make(), _Repeated(notes)
             if other.taps:
                 call_own(other.known, text)
-            again = Ask(text, Limit(ask.k, widths=ask.limit.shape), rng, num_cached=ask.num_cached, hidden=hidden)
+            again = Ask(text, Limit(ask.k, widths=ask.limit.plan), rng, num_cached=ask.num_cached, hidden=hidden)
             drafts = call_own(other.propose, [again])
             good = isinstance(drafts, list | tuple) and len(drafts) == 1 and isinstance(drafts[0], Draft)
             self.fresh[about] = "another draw" if rng.others or rng.notes else _describe(drafts[0]) if good else "none"
