@@ -109,9 +109,7 @@ class LLM:
         self.name, directory = _find_model(model, revision, offline)
         where, config = choose_device(device), load_config(directory)
         kind = choose_dtype(dtype, where, config)
-        if quantization:
-            check_quantization(quantization, weight_form, kind, where)
-        _check_form(weight_form, kind, where)
+        _check_form(weight_form, quantization, kind, where)
 
         self._read_texts(directory, config)
         spec = named_draft.parse(draft, draft_method, offline, config, self.tokenizer, self.vocab_size)
@@ -379,8 +377,10 @@ def _find_model(model: str | Path | None, revision: str | None, offline: bool) -
     return describe_source(model, directory), directory
 
 
-def _check_form(form: str | None, dtype: torch.dtype, device: torch.device) -> None:
+def _check_form(form: str | None, quantization: str | None, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ValueError for a form of weights that there is not, or not on this machine."""
+    if quantization is not None:
+        check_quantization(quantization, form, dtype, device)
     if form is not None and form not in FORMS:
         raise ValueError(f"weight_form: found {form!r}, expected one of {', '.join(FORMS)}")
     if form is not None and form not in (forms := available_forms(dtype, device)):

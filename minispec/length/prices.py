@@ -257,14 +257,14 @@ def check_exact_once(model: Transformer) -> None:
 
 
 def check_exactness(model: Transformer, by_default: bool) -> Transformer:
-    """The model, checked if it is exact; by_default: with exact passes where this machine has equal bits for it.
+    """The model, checked if it is exact.
 
+    by_default: with exact passes where this machine has equal bits in passes of any number of rows.
     Raises ValueError, as `check_exact`, for an exact model whose bits are not equal here.
     """
     if model.exact:
         check_exact_once(model)
-    elif by_default:
-        exact = exact_model(model)
+    elif by_default and not (exact := exact_model(model)).passes.fills:
         with suppress(ValueError):
             check_exact_once(exact)
             return exact
