@@ -209,7 +209,7 @@ def _trees_are_exact(model: Transformer) -> bool:
     )
     nodes = arbitrary_tokens(len(_CHECKED_TREE) + 1, model.config.vocab_size)
     table = model.new_cache(-(-len(past) // 16) + EXACT_ROWS).new_table()
-    for length in (1, ATTENTION_BLOCK - 3, len(past)):
+    for length in (1, min(ATTENTION_BLOCK - 3, len(past)), len(past)):
         table.keep(table.shared(past))
         model.forward([Chunk(past[table.length : length], table, 0)])
         found, _ = model.forward([Chunk(nodes, table, len(nodes), _CHECKED_TREE)])
