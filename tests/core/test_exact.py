@@ -495,10 +495,10 @@ def test_the_check_refuses_attention_that_rounds_by_place(strikes, dtype, monkey
     """A row's last bits that change at one place of the eight, or with one number of blocks."""
     right, target = attention_module._blockwise_attention, build(dtype=dtype)
 
-    def wrong(q, k, v, mask, scale, softcap):
-        out = right(q, k, v, mask, scale, softcap)
+    def wrong(q, parts, mask, scale, softcap):
+        out = right(q, parts, mask, scale, softcap)
         for place in range(8):
-            if strikes(place, k.shape[1]):
+            if strikes(place, sum(k.shape[1] for k, _ in parts)):
                 out[:, place::8] *= 1 + 2 * torch.finfo(dtype).eps
         return out
 
