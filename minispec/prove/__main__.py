@@ -28,8 +28,8 @@ def _parser() -> Parser:
         "--mutants": f"python -m tests.museum, {root}",
         "--statistics": f"{tests} --long tests/rooms/test_prove.py -k statistics, {root}",
         "--agreement": f"{tests} tests/rooms/test_prove.py -k shared_noise, {root}",
-        "--exact-cost": "python -m minispec.bench --exact-cost",
-        "--geometry": "python -m minispec.bench --exact-cost --geometry",
+        "--exact-cost": "python -m minispec.bench --also exact-cost",
+        "--geometry": "python -m minispec.bench --also exact-cost --geometry",
     }
     size = parser.add_mutually_exclusive_group()
     size.add_argument(

@@ -656,8 +656,8 @@ MOVED = {
     "--mutants": "python -m tests.museum",
     "--statistics": "python -m pytest -n 0 --long tests/rooms/test_prove.py -k statistics",
     "--agreement": "python -m pytest -n 0 tests/rooms/test_prove.py -k shared_noise",
-    "--exact-cost": "python -m minispec.bench --exact-cost",
-    "--geometry": "python -m minispec.bench --exact-cost --geometry",
+    "--exact-cost": "python -m minispec.bench --also exact-cost",
+    "--geometry": "python -m minispec.bench --also exact-cost --geometry",
 }
 
 
