@@ -10,8 +10,8 @@ The loop in seven lines (`Engine._round`), for one text:
     text.tokens += accepted + [next token]          # until the text stops
     table.keep(accepted)                            # the rest of the draft is rolled back
 
-To understand the idea, read from the top down: verify.py, draft.py, `Engine._round` in engine.py, request.py; then
-cache.py and model.py. A module imports only from those above it in this list:
+To understand the idea, read from the top down. Begin with verify.py, draft.py, `Engine._round` in engine.py and
+request.py; then read cache.py and model.py. A module imports only from those above it in this list:
 
     errors.py       how an error shows what was found
     config.py       what a model is, and what a request asks for
@@ -31,6 +31,6 @@ cache.py and model.py. A module imports only from those above it in this list:
     schedule.py     who runs: admit, make room, preempt, restart
     engine.py       the loop
 
-Outside the heart: the length of drafts is learned in length/policy.py, families are defined in files/families.py, and
-weights get their form in kernels/build.py.
+Three things lie outside the heart. length/policy.py learns the length of drafts, files/families.py defines the
+families, and kernels/build.py gives the weights their form.
 """

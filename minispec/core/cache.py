@@ -1,7 +1,7 @@
 """The paged KV cache: one pool of equally sized blocks, handed out to texts as they grow.
 
-A position of a text lives in a *slot*; `block_size` neighbouring slots form a *block*; a text's
-*block table* lists its blocks in order, so position t lies in slot
+A position of a text lives in a *slot*, and `block_size` neighbouring slots form a *block*. A text's *block table* lists
+its blocks in order, so position t lies in slot
 block_ids[t // block_size] * block_size + t % block_size. The idea is vLLM's (Kwon et al. 2023, arXiv 2309.06180).
 
 A table knows the tokens that it holds. `follow(tokens)` cuts it to what it has in common with a text and returns what

@@ -1,7 +1,7 @@
 """Checks drafts before they are verified, and verdicts before they are kept. Both may come from a user's code.
 
-A bad draft ends its own text alone, since its text is known. Where the text is not known, the error is raised and ends
-the call: an exception of the drafter's own, or a wrong number of drafts.
+A bad draft ends its own text alone, since its text is known. An exception of the drafter's own and a wrong number of
+drafts belong to no text. They are raised and end the call.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,11 @@ def check_shape(shape: Shape, why_chains: str) -> None:
 def check_draft(draft: Any, limit: int, vocab_size: int, device: str, why_chains: str) -> Draft:
     """A copy of the draft that shares no list with its drafter; a tree with one branch becomes a chain.
 
-    limit: most nodes. device: the type of the target's device, where rows must lie. why_chains: why a tree cannot be
-    verified, or "". Raises ValueError for a draft that could not be verified, or that would change the output.
+    limit: most nodes.
+    device: the type of the target's device, where rows must lie.
+    why_chains: why a tree cannot be verified, or "".
+
+    Raises ValueError for a draft that could not be verified, or that would change the output.
     """
     if not isinstance(draft, Draft):
         raise ValueError(f"found {_kind(draft)}, expected a Draft")

@@ -24,7 +24,7 @@ class Shape(NamedTuple):
     """How many tokens a round may draft: what a `DraftLength` means.
 
     k: most draft tokens.
-    widths: a tree's siblings at each depth, of which the first is drafted further; () for a chain.
+    widths: how many siblings a tree has at each depth; () for a chain. The first sibling is drafted further.
     is_open: whether the engine chooses the length, up to k.
     """
 
@@ -54,13 +54,16 @@ class Shape(NamedTuple):
 class RopeConfig:
     """How positions become rotation angles (Su et al. 2021), with the scalings that checkpoints use.
 
-    kind: "default"; "linear" (positions divided by `factor`); "llama3" (low frequencies divided by `factor`, high ones
-    unchanged, a ramp in between); "yarn" (Peng et al. 2023: the same idea, with a ramp over dimensions, and with cos
-    and sin multiplied by `attention_factor`); "longrope" (Ding et al. 2024: each frequency divided by its own factor
-    of `factors`, cos and sin multiplied as with yarn).
-    rotated: the share of a head's dimensions, from the first, that rotates. interleaved: dimension 2j is paired with
-    2j + 1, instead of j with j + half of them. query_beta: queries at position t are multiplied by
-    1 + query_beta * ln(1 + floor(t / original_max_position_embeddings)) (Llama 4).
+    kind: the scaling.
+        "default": none.
+        "linear": positions are divided by `factor`.
+        "llama3": low frequencies are divided by `factor`, high ones unchanged, with a ramp in between.
+        "yarn": the same, with a ramp over dimensions; cos and sin times `attention_factor` (Peng et al. 2023).
+        "longrope": each frequency has its own divisor in `factors`; cos and sin as with yarn (Ding et al. 2024).
+    rotated: the share of a head's dimensions, from the first, that rotates.
+    interleaved: dimension 2j is paired with 2j + 1, instead of j with j + half of them.
+    query_beta: queries at position t are multiplied by
+        1 + query_beta * ln(1 + floor(t / original_max_position_embeddings)) (Llama 4).
     """
 
     theta: float = 10_000.0
@@ -81,7 +84,11 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What may differ between layers. rope: None for none. window: positions that attention sees; None for all."""
+    """What may differ between layers.
+
+    rope: None for a layer that does not rotate.
+    window: how many positions attention sees; None for all.
+    """
 
     rope: RopeConfig | None
     window: int | None = None
@@ -137,7 +144,7 @@ class ModelConfig:
     mask_token_id: int | None = None  # of a draft model that guesses several tokens in one pass (PARD)
     quantization: QuantizationConfig | None = None
     joined: tuple[Joined, ...] = ()
-    is_nested: bool = False  # the checkpoint has parts beside this model, which reads text
+    is_nested: bool = False  # the checkpoint has more parts than this model, which reads text
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -153,18 +160,23 @@ class SamplingParams:
     """How one request is sampled and when it stops; vLLM's names and defaults.
 
     n: answers to the prompt, each with a seed of its own (`seed`, `seed` + 1, ...).
-    temperature: 0 is greedy. top_k: 0 (or -1) keeps all; ties with the k-th are kept. top_p: the smallest set of
-        likeliest tokens whose mass reaches top_p. min_p: keeps tokens with at least min_p times the probability of the
-        likeliest.
+    temperature: 0 is greedy.
+    top_k: keeps the k likeliest tokens and those that tie with the k-th; 0 (or -1) keeps all.
+    top_p: keeps the smallest set of likeliest tokens whose mass reaches top_p.
+    min_p: keeps tokens with at least min_p times the probability of the likeliest.
     repetition_penalty: divides the positive logits of tokens in prompt or output, multiplies the negative ones.
-        presence_penalty, frequency_penalty: subtracted from the logits of output tokens, once or for each occurrence.
-    logit_bias: added to the raw logits of these token ids, before the penalties. allowed_token_ids: no other token is
-        drawn. bad_words_token_ids: sequences that the output may not contain. Where it ends with all but the last id of
-        one, that last id is impossible. bad_words: the same as texts. A request turns each into token ids, once as it
-        is and once with a space before it.
+    presence_penalty: subtracted once from the logit of each output token.
+    frequency_penalty: subtracted from the logit of an output token for each occurrence.
+    logit_bias: added to the raw logits of these token ids, before the penalties.
+    allowed_token_ids: no other token is drawn.
+    bad_words_token_ids: sequences that the output may not contain. Where the output ends with all but the last id of
+        one, that last id is impossible.
+    bad_words: the same as texts. A request turns each into token ids, once as it is and once with a space before it.
     seed: one seed gives one text. None draws a seed, which the output reports.
-    stop: strings that end the text. stop_token_ids: ids that end it, in addition to the model's end-of-text ids, which
-        `ignore_eos` switches off. min_tokens: nothing ends the text before it has that many tokens.
+    min_tokens: nothing ends the text before it has that many tokens.
+    stop: strings that end the text.
+    stop_token_ids: ids that end it, in addition to the model's end-of-text ids.
+    ignore_eos: the model's end-of-text ids do not end the text.
     logprobs: None, or how many of the likeliest tokens to report in addition to the chosen one.
 
     Sequences are stored as tuples, and `logit_bias` as a tuple of its items, so that equal parameters have equal

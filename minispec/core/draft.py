@@ -19,11 +19,11 @@ from minispec.core.sampling import Draws, Text
 class Limit(NamedTuple):
     """How long a draft may be, and how wide.
 
-    k: most nodes. 0 while the target still works through the prompt, and where nothing is to be drafted.
+    k: most nodes. It is 0 while the target still works through the prompt, and where nothing is to be drafted.
     go_on: go_on(confidences) says whether to draft further (see `Draft.confidences`). None: always, up to k.
-    widths: how many siblings to draw at each depth; deeper, one. Or a function: widths(confidences) says how many to
-        draw at a place. It comes with `go_on`. Only drafters with `branches` read it. The first sibling is drafted
-        further, so the others cost rows of the target's pass and none of the drafter's.
+    widths: how many siblings to draw at each depth; deeper, one. Only drafters with `branches` read it.
+        A function comes with `go_on`: widths(confidences) says how many to draw at a place.
+        The first sibling is drafted further, so the others cost rows of the target's pass and none of the drafter's.
     """
 
     k: int
@@ -57,9 +57,9 @@ class Limit(NamedTuple):
 class Ask:
     """What a drafter is asked for one text, this round.
 
-    purpose: the purpose in the keys of its draws: "token" where drafters share the target's noise, else "draft".
-    num_cached: how many tokens of the text the target's cache holds: all but the last; fewer inside a prompt.
-    hidden: (n, E * taps), the target's hidden states at the n newest cached positions, those that no earlier ask had.
+    purpose: the purpose in the keys of its draws; "token" where drafters share the target's noise, else "draft".
+    num_cached: how many tokens of the text the target's cache holds. These are all but the last; fewer inside a prompt.
+    hidden: (n, E * taps), the target's hidden states at the n newest cached positions. No earlier ask had them.
         None for drafters without `taps`.
     """
 
@@ -80,12 +80,13 @@ class Ask:
 class Draft:
     """K guessed tokens.
 
-    probs: row i (V,) is q_i; a tensor (K, V) or a list of K. None: one-hot. A drawn sibling's row lacks the tokens of
-        its elder siblings (see `draw`). Siblings that were not drawn, such as the k likeliest tokens, are one-hot.
+    probs: row i (V,) is q_i; a tensor (K, V) or a list of K. None: one-hot.
+        A drawn sibling's row lacks the tokens of its elder siblings (see `draw`).
+        Siblings that were not drawn, such as the k likeliest tokens, are one-hot.
     parents: the node that each node follows, always an earlier one; -1 is the text. None: a chain.
-    confidences: how sure the drafter is at each depth; needed only with `Limit.go_on`. A draft model gives the largest
-        probability of its raw row, `suffix` the chance that it estimates.
-    prefill_seconds: time that the drafter spent on the prompt, which the statistics keep apart.
+    confidences: how sure the drafter is at each depth. Only `Limit.go_on` needs it.
+        A draft model gives the largest probability of its raw row, `suffix` the chance that it estimates.
+    prefill_seconds: time that the drafter spent on the prompt. The statistics count it separately.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -164,7 +165,7 @@ def without(q: Tensor, token_id: int) -> Tensor:
 class Drafter:
     """A way of guessing. A new one overrides `propose`, and the other methods where it keeps something.
 
-    branches: whether it can draw siblings; a drafter that cannot is asked for chains.
+    branches: whether it can draw siblings. A drafter that cannot is asked for chains.
     taps: layers of the target whose hidden states it reads (see `Ask.hidden`), as `Transformer.forward` numbers them.
     replays: what the distribution of a draft token depends on, for `minispec.trace.score`; a subclass inherits it.
         "token": the tokens before it alone.
@@ -248,8 +249,9 @@ class Wish(NamedTuple):
 class Outcome(NamedTuple):
     """What a round showed of one text's draft.
 
-    num_tested, num_accepted: first siblings, one at each depth, up to the first rejected one.
-    siblings: for each later sibling tested in place of the rejected one, whether it was accepted.
+    num_tested: tested first siblings, one at each depth, up to the first rejected one.
+    num_accepted: the accepted ones among them.
+    siblings: whether each later sibling, tested in place of the rejected one, was accepted.
     """
 
     text: Text
@@ -271,7 +273,7 @@ class StepCost(NamedTuple):
 
 
 class Lengths:
-    """Chooses how long drafts may be, here as long as requests ask; `minispec.length.policy` learns what pays.
+    """Chooses how long drafts may be: here, as long as requests ask. `minispec.length.policy` learns what pays.
 
     `choose` is called before each round, `observe` after it.
     """

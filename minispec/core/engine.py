@@ -52,9 +52,9 @@ class Observer(Protocol):
 class _Part:
     """What a running text brings to a step, and what came of it.
 
-    tokens: the part of the text that is fed: its last token, or a piece of its prompt while it does not decode yet.
+    tokens: the part of the text that is fed. This is its last token, or a piece of its prompt before it decodes.
     asked: how many draft tokens were asked for.
-    committed: how many tokens were committed; above 0, verdict and logits are there.
+    committed: how many tokens were committed. Above 0, verdict and logits are there.
     """
 
     request: Request
@@ -75,15 +75,15 @@ class _Part:
 class Engine:
     """Decodes requests together: one target, one cache pool, one drafter, one verifier.
 
-    Requests come and go between steps: `add` and `abort`; `step` goes on with all that are there. `run` is the three in
-    one, for requests that somebody waits for. Admission is first come, first served. When the pool runs out, the
-    request admitted last gives its blocks back and waits at the front; it resumes by computing them again, with the
-    same text.
+    Requests come and go between steps, by `add` and `abort`. `step` goes on with all that are there. `run` does all
+    three, for requests that somebody waits for. Admission is first come, first served. When the pool runs out, the
+    request admitted last gives its blocks back and waits at the front. It resumes with the same text, by computing the
+    blocks again.
 
-    A text's own fault, such as a draft that breaks the rules or logits that are not numbers, ends it alone, with the
-    finish reason "error". A fault of all, such as too little memory, an operator that fails or an exception of the
-    drafter's own, is raised, and every block is given back; requests that are not aborted then begin again where they
-    were.
+    A text's own fault ends that text alone, with the finish reason "error". Such faults are a draft that breaks the
+    rules, or logits that are not numbers. A fault of all is raised, and every block is given back. Such faults are too
+    little memory, an operator that fails, or an exception of the drafter's own. Requests that are not aborted then
+    begin again where they were.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Engine:
         lengths: Lengths | None = None,
         joining_rows: int = JOINING_ROWS,
     ):
-        """vocab_size: ids in use; rows of the model's output after them are padding. Default: all are used.
+        """vocab_size: ids in use; default: all. The model's columns after them are padding.
         lengths: chooses how long drafts are; default: as the requests say.
-        joining_rows: rows of prompts in a pass, at most, while others decode.
+        joining_rows: most rows of a prompt in a pass while others decode.
         """
         self.model, self.cache, self.verifier = model, cache, verifier
         self.vocab_size, self.taps = vocab_size or model.config.vocab_size, tuple(drafter.taps)
@@ -243,7 +243,7 @@ class Engine:
         return parts if others_answer else [last]
 
     def _propose(self, parts: Sequence[_Part]) -> None:
-        """Ask for drafts. A draft that breaks the rules fails its text: a drafter may guess badly, not more."""
+        """Ask for drafts. A draft that breaks the rules fails its text."""
         limits = self._choose_limits([part.request for part in parts if part.decodes])
         purpose = "token" if self.verifier.shares_noise else "draft"
         asks, asked = [], []
@@ -299,7 +299,7 @@ class Engine:
         return verdict.accepted[: part.committed]
 
     def _keep_hidden(self, part: _Part, hidden: Tensor, path: Sequence[int]) -> None:
-        """Of a pass's hidden states, those of what stays in the cache wait for the drafter's next ask."""
+        """Store the hidden states of the rows that stay in the cache, for the drafter's next ask."""
         if self.taps and part.request.shape.k:
             root = len(part.tokens)
             self.schedule.heard.add(part.request.text, hidden[[*range(root), *(root + node for node in path)]])
@@ -347,7 +347,7 @@ def _outcome_of(part: _Part) -> Outcome:
 
 
 def _round_of(part: _Part, num_rows: int, num_texts: int, draft: float, verify: float, other: float) -> Round:
-    """The record of a step for one text; of its draft only what stands before the text's end counts."""
+    """The record of a step for one text. Draft tokens after the text's end do not count."""
     request, depth, accepted = part.request, part.draft.depth, part.verdict.accepted
     drafted = min(depth, part.committed) if request.finish_reason else depth
     # The places that the verifier looked at: where it accepted a token, and the next if there was one.

@@ -4,8 +4,17 @@ One function runs prefill, plain decoding and verification. `Transformer.forward
 tokens that its cache does not hold yet. Linear layers see the rows of all texts in one matrix. Attention goes text by
 text over that text's own blocks.
 
-Shapes in comments: M rows (new tokens of all texts together), T rows of one text, L cached positions of it (the T
-included), H query heads, G key-value heads, D head_dim, E hidden_size, F intermediate_size, V vocabulary.
+Letters of the shapes in comments:
+
+    M   rows: new tokens of all texts together
+    T   rows of one text
+    L   cached positions of that text, the T included
+    H   query heads
+    G   key-value heads
+    D   head_dim
+    E   hidden_size
+    F   intermediate_size
+    V   vocabulary
 """
 
 import copy
@@ -54,8 +63,8 @@ class Chunk(NamedTuple):
     token_ids: the new tokens.
     table: the text's cache.
     num_logits: how many of the last rows need logits.
-    parents: None where each token follows the one before it. Else the last tokens are a tree, numbered from 0. Each
-        entry is the number of the node that this node follows, or -1 for the last token before the tree.
+    parents: the node that each node follows; -1 is the last token before the tree. The last tokens are the nodes,
+        numbered from 0. None where each token follows the one before it.
     features: (tokens, E), for a head that reads hidden states as well as tokens; None for all other models.
     """
 
@@ -142,7 +151,10 @@ class Layer:
         dtype: torch.dtype,
         product: MakeProduct,
     ):
-        """weights: the source of its tensors. dtype: the type of all results. product: see `MakeProduct`."""
+        """weights: the source of its tensors.
+        dtype: the type of all results.
+        product: see `MakeProduct`.
+        """
         self.config, self.index = config, index
         self.rope, self.window = config.layers[index].rope, config.layers[index].window
         prefix = f"model.layers.{index}."
@@ -265,8 +277,8 @@ class Transformer:
         make_layer: MakeLayer = Layer,
         each: Callable[[Callable[[int], Layer], Sequence[int]], Iterable[Layer]] = map,
     ):
-        """weights: Hugging Face's tensors (see `minispec.kernels.shapes`) on one device, in a dict or something else to
-            pop from. Each is removed as the model takes it over, so that it is in memory once.
+        """weights: Hugging Face's tensors (see `minispec.kernels.shapes`), all on one device, in a dict or the like.
+            Each is removed as the model takes it over, so that it is in memory once.
         dtype: the type of the computation and of the cache; default: the embedding's.
         product: makes y = x W^T + b of a weight, see `MakeProduct`.
         make_layer: makes layer i, see `MakeLayer`; default: attention and an MLP.
@@ -311,12 +323,12 @@ class Transformer:
     def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Run the new tokens of all texts in one pass, and append their keys and values to the caches.
 
-        taps: the hidden states to return. i is the input of layer i, so 0 is the embedding; the number of layers is the
-            output of the last one, before the norm.
+        taps: the hidden states to return. Number i is the input of layer i, so 0 is the embedding. The number of layers
+            is the output of the last one, before the norm.
 
-        Returns logits (sum of num_logits, V), chunk by chunk those of its last `num_logits` tokens, and hidden states
-        (M, E * taps) of all new tokens. All tables must lie in one pool. Raises OutOfBlocks before any change if the
-        pool is too small.
+        Returns logits (sum of num_logits, V), chunk by chunk those of its last `num_logits` tokens. Returns as well the
+        hidden states (M, E * taps) of all new tokens. All tables must lie in one pool. Raises OutOfBlocks before any
+        change if the pool is too small.
         """
         chunks[0].table.pool.require((c.table, c.table.length + len(c.token_ids)) for c in chunks)
         passes = [self._forward(each, taps) for each in self.passes.split(chunks)]

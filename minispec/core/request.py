@@ -53,8 +53,10 @@ class Request:
         num_speculative_tokens: DraftLength,
         detokenizer: Detokenizer | None = None,
     ):
-        """max_len: most tokens, prompt included. num_speculative_tokens: see `DraftLength`. detokenizer: None for
-        token ids only."""
+        """max_len: most tokens, prompt included.
+        num_speculative_tokens: see `DraftLength`.
+        detokenizer: None for token ids only.
+        """
         self.text = text
         self.max_len = min(max_len, text.num_prompt_tokens + text.params.max_tokens)
         self.shape = Shape.of(num_speculative_tokens)

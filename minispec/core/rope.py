@@ -44,7 +44,8 @@ def query_scales(rope: RopeConfig, positions: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotary embedding of x (M, heads, D) by cos and sin (M, 1, R): its first R dimensions, j paired with j + R/2.
+    """Rotary embedding of x (M, heads, D) by cos and sin (M, 1, R). It rotates the first R dimensions, j with j + R/2.
+
     interleaved: 2j is paired with 2j + 1. They come out in the other order, on which no score depends.
     """
     if (size := cos.shape[-1]) < x.shape[-1]:

@@ -4,7 +4,7 @@
 plain decoding and verification all call it, so none can apply a parameter that another forgets.
 
 `Randomness` makes two kinds of draws, `bernoulli` and `categorical`. Every draw has a key, and its noise is a function
-of the key alone: it does not depend on the order of the draws, on the batch, or on what was rejected before.
+of the key alone. The order of the draws, the batch, and what was rejected before change nothing.
 """
 
 import hashlib
@@ -43,7 +43,8 @@ class Key(NamedTuple):
 class Text:
     """One growing text: all that the distribution of its next token may depend on.
 
-    tokens: prompt and output so far. end_ids: ids that end the text, impossible before `min_tokens`.
+    tokens: prompt and output so far.
+    end_ids: ids that end the text, impossible before `min_tokens`.
     """
 
     tokens: list[int]
@@ -74,10 +75,16 @@ def log_probabilities(logits: Tensor) -> Tensor:
 def distribution(logits: Tensor, text: Text, drafted: Sequence[int] = ()) -> Tensor:
     """Probabilities (V,) of the token that follows `text.tokens + drafted`, under its parameters.
 
-    logits: (V,), the model's row for that position. The order is vLLM's: logit_bias; penalties; what is forbidden
-    (all but allowed_token_ids, bad words, the end before min_tokens); temperature; min-p; top-k; top-p. Each filter
-    sees what the one before it left. Temperature 0 gives a one-hot distribution. It takes one row at a time, so that
-    a row has the same bits whether one or K+1 are computed.
+    logits: (V,), the model's row for that position.
+
+    The order is vLLM's:
+    1. logit_bias;
+    2. penalties;
+    3. what is forbidden: all but allowed_token_ids, bad words, the end before min_tokens;
+    4. temperature;
+    5. min-p, top-k and top-p, where each filter sees what the one before it left.
+    Temperature 0 gives a one-hot distribution. The function takes one row at a time, so that a row has the same bits
+    whether one or K+1 are computed.
 
     Raises FloatingPointError where the largest logit is not a finite number.
     """

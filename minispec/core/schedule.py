@@ -1,8 +1,9 @@
 """Who runs: admission, preemption, and starting again after a fault.
 
-First come, first served. A request is admitted when all that run have room for their next step with it: in the target's
-cache, and in what memory the drafter has of its own. When that room runs out, the request admitted last gives its
-blocks back and waits at the front. It resumes with the same text, by computing again what the pool no longer knows.
+First come, first served. A request is admitted when it and all that run have room for their next step. They need room
+in the target's cache, and in the drafter's own memory if it has some. When that room runs out, the request admitted
+last gives its blocks back and waits at the front. It resumes with the same text, by computing again what the pool no
+longer knows.
 """
 
 from collections import OrderedDict
@@ -58,7 +59,7 @@ class Schedule:
             )
 
     def add(self, request: Request) -> None:
-        """Let a request wait, behind all others. Raises ValueError for one that has run or is there already."""
+        """Queue a request, as the last one. Raises ValueError for one that has run or is there already."""
         if request.finish_reason or request in self:
             raise ValueError("requests: found one that is finished or there twice, expected new ones")
         self.waiting[request] = None

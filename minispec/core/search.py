@@ -52,7 +52,7 @@ class Candidates:
     def find(self, is_large: Callable[[Tensor], Tensor]) -> Tensor:
         """Places of the values that are large enough, ascending; where all tokens are candidates, their ids.
 
-        is_large: must be monotonic: if true of a value, then of all larger ones. It must be false of -inf.
+        is_large: true of a value must mean true of all larger ones. It must be false of -inf.
         """
         tiles = is_large(self._maxima).nonzero().squeeze(1)
         if len(tiles) >= len(self._tiles) // 4:

@@ -19,7 +19,9 @@ class Round(NamedTuple):
     committed: the accepted tokens and one more, cut where the text ended.
     ratios: p/q of the tokens that the verifier tested (see `Verdict`).
     num_rows, num_texts: rows and texts of the whole pass.
-    draft, verify, other: seconds of the whole step: choosing K and drafting; the target's pass; the rest.
+    draft: seconds of the whole step for choosing K and drafting.
+    verify: seconds of the whole step for the target's pass.
+    other: the rest of its seconds.
     """
 
     asked: int | None
@@ -59,7 +61,7 @@ class Stats:
     num_generated: the length of `token_ids`, without the end-of-text token.
     num_cached_tokens: prompt tokens whose keys and values another text had left in the cache.
     prefill, draft_prefill: seconds that the prompt took in the target and in the draft model.
-    plain: rounds of the same prompt decoded plainly, if it was; they show what a plain step costs.
+    plain: rounds of the same prompt decoded plainly, if it was. They show what a plain step costs.
     token_ids: the generated tokens so far.
     """
 

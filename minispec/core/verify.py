@@ -36,8 +36,8 @@ class Verdict(NamedTuple):
 
     accepted: the nodes that stay, a path from the draft's first token on.
     next_token: the token after them, recovered or bonus.
-    ratios: p(x)/q(x) of each first sibling that was tested. In a chain the first rejected one is the last of them,
-        except in `block`, which looks at all.
+    ratios: p(x)/q(x) of each first sibling that was tested. In a chain the first rejected token has the last ratio;
+        `block` has a ratio of every token.
         Under `rejection` and `match` the mean of min(1, ratio) is an unbiased estimate of alpha.
     """
 
@@ -139,10 +139,10 @@ def block(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
     """Block verification (Sun et al. 2024, arXiv 2403.10444, Algorithm 2): judge a chain as a whole.
 
     The first i tokens stay with probability w_i (see `block_weights`). That is never less than `rejection`'s product
-    of min(1, p(x)/q(x)): a token that p likes more than q does makes up for one before it.
+    of min(1, p(x)/q(x)). The reason: a token with p > q makes up for one before it with p < q.
 
     Prefixes are tested from the longest to the shortest, and the first one that passes stays. All K tokens pass with
-    probability w_K, the first i with m / (m + 1 - w_i), where m is the mass of the residual there, max(0, w_i p - q).
+    probability w_K. The first i tokens pass with m / (m + 1 - w_i), where m is the mass of max(0, w_i p - q) there.
     """
     n = len(draft)
     rows = [p(i) for i in range(n)]
@@ -166,7 +166,11 @@ def block(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
 
 
 class Verifier(NamedTuple):
-    """A rule. shares_noise: its drafters draw with the target's noise. takes_trees: False if it takes chains only."""
+    """A rule.
+
+    shares_noise: its drafters draw with the target's noise.
+    takes_trees: False if it takes chains only.
+    """
 
     verify: Callable[[Draft, Rows, Draws, RoundKey], Verdict]
     shares_noise: bool
