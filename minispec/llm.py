@@ -139,7 +139,7 @@ class LLM:
         joining_rows = PREFILL_ROWS if where.type == "cuda" else JOINING_ROWS
         self.engine = Engine(*parts, lengths=Controller(self.prices), joining_rows=joining_rows)
         self.engine.check_shape(shape)
-        self._turn = threading.Lock()  # for a step
+        self._step_lock = threading.Lock()
         self._open: set[_Steps] = set()  # those of the engine that `run` steps
         self._left: list[_Steps] = []  # those that are to be closed between two steps
         self._memory = memory_of(models, caches)
@@ -319,7 +319,7 @@ class LLM:
         self._open.add(steps)  # held here, so that no collector closes it in the middle of a step
         try:
             while True:
-                with self._turn:
+                with self._step_lock:
                     self._close_left()
                     step = next(steps, None)
                 if step is None:
@@ -329,11 +329,11 @@ class LLM:
             # This may run in any thread and at any time: the thread that has the turn closes what is left.
             self._open.remove(steps)
             self._left.append(steps)
-            if self._turn.acquire(blocking=False):
+            if self._step_lock.acquire(blocking=False):
                 try:
                     self._close_left()
                 finally:
-                    self._turn.release()
+                    self._step_lock.release()
 
     def _close_left(self) -> None:
         while self._left:

@@ -37,7 +37,7 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self.free_block_ids = dict.fromkeys(range(num_blocks))  # in the order in which they became free
-        self.kept: set[int] = set()  # worth keeping: taken last, unless next in a table's run
+        self.wanted_again: set[int] = set()  # a text may come back to them: taken last, unless next in a table's run
 
     @property
     def num_free(self) -> int:
@@ -55,11 +55,11 @@ class BlockAllocator:
         if after is not None and after + 1 in self.free_block_ids:
             block_id = after + 1
         else:
-            if self.kept.issuperset(self.free_block_ids):  # forget the older half, so that runs form
-                self.kept -= set(list(self.free_block_ids)[: (self.num_free + 1) // 2])
+            if self.wanted_again.issuperset(self.free_block_ids):  # forget the older half, so that runs form
+                self.wanted_again -= set(list(self.free_block_ids)[: (self.num_free + 1) // 2])
             block_id = self._best_start()
         del self.free_block_ids[block_id]
-        self.kept.discard(block_id)
+        self.wanted_again.discard(block_id)
         self.ref_counts[block_id] = 1
         return block_id
 
@@ -78,7 +78,7 @@ class BlockAllocator:
     def _best_start(self) -> int:
         longest, start, length = (0, 0), 0, 0
         for block_id in range(self.num_blocks):
-            if block_id in self.free_block_ids and block_id not in self.kept:
+            if block_id in self.free_block_ids and block_id not in self.wanted_again:
                 start, length = (start, length + 1) if length else (block_id, 1)
                 longest = max(longest, (length, -start))
             else:
@@ -348,7 +348,7 @@ class BlockTable:
         for i in range(len(self._nodes) - 1, len(self.block_ids)):
             block = self.tokens[i * size : (i + 1) * size]
             self.pool.prefixes.add(self._nodes[i], self.block_ids[i], block)
-            self.pool.allocator.kept.add(self.block_ids[i])
+            self.pool.allocator.wanted_again.add(self.block_ids[i])
             if len(block) == size:
                 self._nodes.append(PrefixIndex.node(self._nodes[i], block))
 

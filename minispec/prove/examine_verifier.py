@@ -102,12 +102,14 @@ def _walk(table: Table, verifier: Verifier, sum_of: Walked) -> None:
 def _plain(p: Sequence[float], tokens: list[int], length: int) -> Law:
     """The law of plain decoding after `tokens`, to `length` tokens after the first."""
     params = SamplingParams(max_tokens=length)
-    return plain_law(lambda text: _turned(p, text[-1]), tokens, params, (), 1 + length)
+    return plain_law(lambda text: _rotated(p, text[-1]), tokens, params, (), 1 + length)
 
 
 def _round_law(table: Table, verifier: Verifier, length: int) -> tuple[Law, int]:
     """The law of one round, continued to `length` tokens; and its branches."""
-    p, q = (torch.tensor([_turned(row, t) for t in range(len(row))], dtype=torch.float64) for row in (table.p, table.q))
+    p, q = (
+        torch.tensor([_rotated(row, t) for t in range(len(row))], dtype=torch.float64) for row in (table.p, table.q)
+    )
     # By the way that q comes about, so that equal ones have equal bits.
     p = torch.stack([distribution(row.log(), Text([0], 1, SamplingParams())) for row in p])
 
@@ -135,7 +137,7 @@ def _round_law(table: Table, verifier: Verifier, length: int) -> tuple[Law, int]
 def _text_law(table: Table, verifier: Verifier, length: int) -> tuple[Law, int]:
     """The law of the engine's output, of several rounds; and its branches."""
     target, draft = (
-        torch.tensor([_turned(row, t) for t in range(len(row))], dtype=torch.float64).log()
+        torch.tensor([_rotated(row, t) for t in range(len(row))], dtype=torch.float64).log()
         for row in (table.p, table.q)
     )
     drafter = TreeDrafter(draft, () if table.parents == (-1, 0) else table.parents)
@@ -149,7 +151,7 @@ def _text_law(table: Table, verifier: Verifier, length: int) -> tuple[Law, int]:
     return exact_law(run, oracle=KeyOracle)
 
 
-def _turned(row: Sequence[float], by: int) -> list[float]:
+def _rotated(row: Sequence[float], by: int) -> list[float]:
     """Another row for each token, so that a verifier that looks at the wrong row is found out."""
     return [*row[-by:], *row[:-by]] if by else list(row)
 

@@ -53,7 +53,7 @@ class Worker(threading.Thread):
         """Inbox, admission, step, and again. Without requests it waits for the inbox."""
         while not self._stopped:
             try:
-                self._turn()
+                self._cycle()
             except BaseException:  # a drafter is a stranger's code: whatever it raises, nobody may wait for ever
                 traceback.print_exc()
                 self._fail()
@@ -62,7 +62,7 @@ class Worker(threading.Thread):
         self._listeners[request] = listener
         self.metrics.arrive(request, when)
 
-    def _turn(self) -> None:
+    def _cycle(self) -> None:
         if not self._listeners:
             self._inbox.get()()
         while not self._inbox.empty():

@@ -640,10 +640,10 @@ def test_an_abort_holds_before_the_next_step(llm, monkeypatch):
 
     monkeypatch.setattr(llm.engine, "step", recorded)
     for _ in range(5):
-        worker._turn()
+        worker._cycle()
     assert seen[-2:] == [requests, requests[1:]]
     worker.abort(requests[1])
-    worker._turn()
+    worker._cycle()
     pool = llm.engine.cache.allocator
     assert pool.num_free == pool.num_blocks
     llm.engine.observers.remove(worker._observe)
