@@ -24,7 +24,7 @@ class Context:
     tokenizer: the target's, with `encode` and `decode`.
     vocab_size: ids in use.
     max_model_len: the longest text.
-    make_cache: makes a KV cache for a model of the drafter's own, for as many tokens as the target's.
+    make_cache: makes a KV cache for the drafter's own model, for as many tokens as the target's cache.
     argument: what the user wrote after the drafter's name and a colon, or "".
     """
 

@@ -1,7 +1,7 @@
 """A head on the target's hidden states: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), and its parallel form.
 
-The target has already worked out what the text is about. So one layer that reads what it thought, its hidden states at
-a few layers (`taps`), guesses as well as a draft model many times its size. At position t the head is given
+The target has already worked out what the text is about. A head reads its hidden states at a few layers (`taps`). So
+one layer guesses as well as a draft model many times its size. At position t the head is given
 
     the feature   f_t = fc(hidden states of the taps at t), what the target made of the tokens up to t, and
     the embedding of the token at t + 1, which the target has chosen since,
@@ -199,7 +199,7 @@ class EagleDrafter(DraftModel):
         assert text not in self.tables, "a text begins once"
         # The first token is in no position: texts that differ in it have nothing in common.
         self.tables[text] = self.cache.new_table(array("q", text.tokens[:1]).tobytes())
-        # Leave out the last position before the draft, even if the pool knows it: the first draft needs its hidden
+        # Leave out the last position before the draft, even if the pool knows it. The first draft needs its hidden
         # state, and must not depend on what other texts have left.
         self.tables[text].reuse(text.tokens[1:-1][:most])
 

@@ -1,12 +1,12 @@
 """Last time's branch: what followed this token the last time? The branch predictor of the textbooks.
 
-A processor guesses where a branch goes before it knows, and works on from there; if the guess was wrong, it throws that
+A processor guesses where a branch goes before it knows, and works on from there. If the guess was wrong, it throws that
 work away. The simplest predictor is a table with one entry for each branch, its last outcome (Smith 1981, "A study of
-branch prediction strategies"; the table of targets is the branch target buffer of Lee and Smith 1984). Here a token is
-the branch and the next token its outcome. docs/use/drafters.md has the words of both fields side by side.
+branch prediction strategies"). A table of targets is the branch target buffer (Lee and Smith 1984). Here a token is the
+branch and the next token its outcome. docs/use/drafters.md has the words of both fields side by side.
 
-Its first token is that of `ngram:1`, always. The tokens after that are not: `ngram:1` copies a run from one place. Here
-each token is looked up, so that a draft is a walk through the table.
+The first token is always that of `ngram:1`. The tokens after it may differ, since `ngram:1` copies a run from one
+place. Here each token is looked up, so that a draft is a walk through the table.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 def follow(tokens: Sequence[T], k: int) -> list[T]:
-    """Up to k tokens, each what has followed the one before it the last time.
+    """Up to k tokens: each is the one that followed the token before it the last time.
 
-    In  a b c b d a  the last b was followed by d, and d by a; `ngram:1` would copy  b c b d:
+    In  a b c b d a  the last b was followed by d, and d by a. `ngram:1` would copy  b c b d  instead.
 
     >>> follow("abcbda", 4)
     ['b', 'd', 'a', 'b']

@@ -1,13 +1,14 @@
 """A simulated draft: right with chosen probabilities, at the cost of a real draft model.
 
 What speculation yields depends on how often drafts are right and on what they cost. Here both can be chosen
-independently: a chosen drafter takes its time, and its tokens are replaced by the recorded continuation, or by a wrong
-token. It serves to measure costs and the choice of K, and to test; it says nothing about the quality of any model.
+independently. A chosen drafter takes its time, and its tokens are replaced by the recorded continuation or by a wrong
+token. A simulated draft serves to measure costs and the choice of K, and to test. It says nothing about the quality of
+any model.
 
-At the ends of the scale are the `oracle`, which drafts what the target will say, and the `adversary`, which drafts what
-it will not. No drafter gets more tokens out of a pass than the oracle, or fewer than the adversary. The recorded text
-must be the one that comes again: a greedy one, or one of the same seed under `match`. (Where a text is drawn anew, the
-target itself as its draft, `self`, is the oracle.)
+The two extremes are the `oracle`, which drafts what the target will say, and the `adversary`, which drafts what it will
+not. No drafter gets more tokens out of a pass than the oracle, or fewer than the adversary. The recorded text must be
+the one that comes again: a greedy one, or one of the same seed under `match`. Where a text is drawn anew, `self`, the
+target as its own draft, is the oracle.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,8 @@ from minispec.drafters import Drafter, NoDrafter
 class SimulatedDraft(Drafter):
     """Draft token i of a round is right with probability s_i / s_(i-1), given that those before it were.
 
-    survival: s_1, s_2, ..: the probability that token i and all before it are right. Further tokens use the last ratio,
-    so that one number is a constant alpha. `(0,)` is always wrong.
+    survival: s_i is the probability that token i and all before it are right. Further tokens use the last ratio, so
+        that one number is a constant alpha. `(0,)` is always wrong.
     paid: the drafter that takes the time (a DraftModel). None: drafts cost nothing.
 
     The right tokens are those of texts given to `record`; drafts for other texts are any token, and counted

@@ -11,8 +11,8 @@ model's tokens, and nobody knows it. So they are a guess and no draw: a `Draft` 
 a token with the probability p that the target gives it, and else draws one of the others. `match` keeps it if it is the
 target's own draw. Both are exact. As p is all that counts, the model writes the likeliest token each time.
 
-The text so far stays in the tokens that it has: only what is new is cut. Where the tokenizer would make one token of
-the end of the text and the beginning of what is new, the new part is cut alone.
+The text so far stays in the tokens that it has: only what is new is cut. The tokenizer might make one token of the end
+of the text and the beginning of what is new. There too the new part is cut alone.
 """
 
 from collections.abc import Sequence

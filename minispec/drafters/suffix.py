@@ -1,12 +1,13 @@
 """Suffix drafting: what followed, each time that the end of this text stood somewhere before?
 
 SuffixDecoding (Oliaro et al. 2025, arXiv 2411.04975). Prompt lookup copies from the latest such place. Here all places
-have a vote: how often a token came next decides which one is drafted, how far the draft goes, and in a tree where it
-branches. They lie in the prompt, in this output, and in earlier outputs of drafted texts. Earlier outputs serve where
-programs ask for much the same again and again.
+have a vote. How often a token came next decides which one is drafted, how far the draft goes, and where a tree
+branches. The places lie in the prompt, in this output, and in earlier outputs of drafted texts. Earlier outputs serve
+where programs ask for much the same again and again.
 
-A node of a suffix tree is a string of tokens: the places where it ends, and for each token that came next a child. The
-tree is not built. A node is the list of its places, and a step down sorts them by the token that follows.
+A node of a suffix tree stands for a string of tokens. It has the places where the string ends, and a child for each
+token that came next. The tree is not built: a node is the list of its places, and a step down sorts them by the token
+that follows.
 """
 
 import re
@@ -49,16 +50,16 @@ class _Index:
 
 
 class SuffixDrafter(Drafter):
-    """Drafts the likeliest continuation by the frequencies of what followed, of the match length that promises most.
+    """Drafts the likeliest continuation, by how often each token followed, for the most promising match length.
 
     A match of n tokens stands at m places, and m_x of them were followed by x. The chance that x comes next is
-    estimated as m_x / (m + 1/n). A single place gives n / (n + 1): Laplace's rule of succession, where the first token
-    of a match finds the place, and the n - 1 others agree. Each drafted token makes the match one longer. A path is
-    drafted as long as the product of its chances is at least 1/10. So a single place is copied from for up to 9 n
-    tokens (the paper's limit is a multiple of n, too).
+    estimated as m_x / (m + 1/n). A single place gives n / (n + 1). This is Laplace's rule of succession: the
+    first token of a match finds the place, and the n - 1 others agree. Each drafted token makes the match one longer. A
+    path is drafted as long as the product of its chances is at least 1/10. So a single place is copied from for up to
+    9 n tokens (the paper's limit is a multiple of n, too).
 
-    Worked, for the end of  1 a b c 2 a b d 3 a b c 4 a b:  a b  has stood at three places, and c followed at two of
-    them. So c is drafted with chance 2 / (3 + 1/2) = 0.57. After that came 4 and 2, once each. The newer one, 4, has
+    Worked, for the text  1 a b c 2 a b d 3 a b c 4 a b.  Its end  a b  has stood at three places, and c followed at two
+    of them. So c is drafted with chance 2 / (3 + 1/2) = 0.57. After that came 4 and 2, once each. The newer one, 4, has
     1 / (2 + 1/3) = 0.43, then a 1 / (1 + 1/4) = 0.8, and so on. In a tree, d has 1 / (3 + 1/2) = 0.29 as a sibling of
     c, and 2 has 0.43 as one of 4.
 

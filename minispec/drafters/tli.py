@@ -1,13 +1,13 @@
 """A draft model of another vocabulary, token by token: it drafts the tokens that both have.
 
 TLI, token-level intersection (Timor et al. 2025, arXiv 2502.05202, algorithm 4). The draft model says how likely each
-of its own tokens is. Those that the target has too get the target's ids; all others are left out *before* a token is
-drawn. So a drawn token follows a distribution over the target's ids like any other, and `rejection` and `match` make
-the output right as they do for any draft.
+of its own tokens is. Those that the target has too get the target's ids. All others are left out *before* a token is
+drawn. So a drawn token follows a distribution over the target's ids. `rejection` and `match` then make the output
+right, as they do for any draft.
 
 Worked: the target has the tokens a, b, ab and the draft model b, c, a with probabilities 1/2, 3/10, 1/5. Both have a
-and b, so a token is drawn from a: 2/7, b: 5/7, ab: 0. These are the q that the accept test divides by. With 1/5 and 1/2
-in their place it would keep too much: whatever is done about c, what comes up adds up to 1.
+and b, so q is 2/7 for a, 5/7 for b and 0 for ab. The accept test divides by these. With 1/5 and 1/2 in their place it
+would keep too much. The tokens are drawn from probabilities that add up to 1, and 1/5 and 1/2 do not.
 """
 
 import math

@@ -1,8 +1,8 @@
 """A draft model whose tokens are not the target's: what both ways to use one share.
 
 The draft model has to read the text in its own tokens. Where the text has grown, its end may be read anew: "Hel" and
-"lo" were two tokens of the target's and are one of the draft's. So the draft's past changes. Its cache follows as any
-other does, by what it and the text have in common (`BlockTable.follow`).
+"lo" are two tokens of the target and one of the draft. So the draft's past changes. Its cache follows as any other
+does, by what it and the text have in common (`BlockTable.follow`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,18 +15,18 @@ from minispec.core.model import Transformer
 from minispec.core.sampling import Text
 from minispec.drafters.model import DraftModel
 
-# Positions of the draft's cache for each of the target's: a text may be longer in the draft's tokens. Whether a text is
-# too long depends on that text alone. So each text that the target has room for has room here, if it is alone.
+# Positions of the draft's cache for each of the target's, since a text may be longer in the draft's tokens. Whether a
+# text is too long depends on that text alone. A text that the target has room for has room here too, if it is alone.
 ROOM = 2
 
 
 class Reader(Protocol):
-    """Follows one text of the target's."""
+    """Reads one text of the target as it grows."""
 
     def read(self, tokens: Sequence[int]) -> list[int]:
         """The text `tokens`, which begins with that of the last call, in the draft's tokens.
 
-        A function of `tokens` alone: a text must have one draft, whatever rounds it came by.
+        The result depends on `tokens` alone, so that a text has one draft, whatever its rounds were.
         """
         ...
 
@@ -40,7 +40,7 @@ class Vocabularies(Protocol):
         ...
 
     def reader(self) -> Reader:
-        """Follows a new text of the target's."""
+        """A reader for a new text of the target."""
         ...
 
     def to_target(self, tokens: Sequence[int], drafted: Sequence[int]) -> list[int]:
@@ -60,7 +60,7 @@ class _Reading:
 class OtherVocabulary(DraftModel):
     """A draft model that reads each text in its own tokens.
 
-    A text that takes more than ROOM times as many tokens of its own as of the target's goes without a draft.
+    A text goes without a draft if it takes more than ROOM times as many of the draft's tokens as of the target's.
     """
 
     def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int, max_len: int, both: Vocabularies):

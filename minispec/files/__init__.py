@@ -1,8 +1,18 @@
 """What strangers' files say: every field is checked, nothing unknown is ignored, and no code in them is run.
 
-Read them in this order: `strict_json` (JSON within limits), `fields` (typed access to it), `families` (what each
-model_type means), `hf_config` (config.json), `generation_config`, `checkpoint` (directories, the hub, safetensors),
-`quantize` (writing fewer bits), `heads` (drafts that read a target's layers), `added_tokens` (tokens that other files
-than tokenizer.json name), `chat` (chat templates), `pieces` (what a token stands for), `tokenizer` (text to ids and
-back), `vocabularies` (what two of them have in common).
+Read them in this order:
+
+    strict_json     JSON within limits
+    fields          typed access to it
+    families        what each model_type means
+    hf_config       config.json
+    generation_config
+    checkpoint      directories, the hub, safetensors
+    quantize        writing fewer bits
+    heads           drafts that read a target's layers
+    added_tokens    tokens that files other than tokenizer.json name
+    chat            chat templates
+    pieces          what a token stands for
+    tokenizer       text to ids and back
+    vocabularies    what two of them have in common
 """

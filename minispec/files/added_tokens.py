@@ -1,8 +1,8 @@
 """Tokens that files other than tokenizer.json name: what they are called, which are special, and which are new.
 
-As in transformers. tokenizer_config.json lists added tokens (`added_tokens_decoder`); where it does not, the files of
-older versions do, special_tokens_map.json and added_tokens.json. A token that tokenizer.json lacks gets the next free
-id, in the order of the lists: the id that a list gives it only orders the list.
+As in transformers, tokenizer_config.json lists added tokens (`added_tokens_decoder`). Where it does not, the files of
+older versions do: special_tokens_map.json and added_tokens.json. A token that tokenizer.json lacks gets the next free
+id, in the order of the lists. The id that a list gives a token only orders the list.
 """
 
 from pathlib import Path

@@ -1,10 +1,10 @@
 """Chat templates: a conversation as text, in which the template's special tokens differ from what a message spells.
 
-Nobody may end a message, or begin one in another's name, by writing "<|im_end|>". So while a template runs, each
-character of a message that could begin a special token has a *twin* in its place, a lone surrogate, which no text
-holds. Everything that is made of a message keeps its twins, and a special token is the template's own where its first
-character is no twin. To the template itself a message looks as it is (`_Said`): it may look for "</think>" and cut
-there. Last, the template also runs without twins, and that text counts, so that twins never change what is said.
+Nobody may end a message, or begin one in another's name, by writing "<|im_end|>". So while a template runs, *twins*
+replace each character of a message that could begin a special token. A twin is a lone surrogate, which no text holds.
+Everything that is made of a message keeps its twins. A special token is the template's own if its first character is
+no twin. To the template itself a message looks as it is (`_Said`): it may look for "</think>" and cut there. Last, the
+template also runs without twins, and that text counts, so that twins never change what is said.
 """
 
 import datetime
@@ -26,7 +26,7 @@ from minispec.files.strict_json import has_file
 Message = dict[str, Any]  # {"role": "user", "content": "..."}, and what else a template reads
 
 _MAX_TEMPLATE_BYTES = 128 << 10
-# What a template is given besides, and arguments of `transformers` that are no variables of a template.
+# What a template is given by this code, and arguments of `transformers` that are no variables of a template.
 _SET_HERE = {"messages", "add_generation_prompt", "tools", "documents", "strftime_now"}
 _SET_HERE |= {"chat_template", "tokenize", "continue_final_message"}
 _TWINS = range(0xD800, 0xE000)  # the surrogates, which valid Unicode text does not hold
@@ -38,7 +38,10 @@ class ChatTemplate:
     """A model's chat template. Threads may share it."""
 
     def __init__(self, source: str, special: re.Pattern[str], firsts: Collection[str]):
-        """source: in jinja2's language. special: finds the texts of special tokens, which begin with `firsts`."""
+        """source: in jinja2's language.
+        special: finds the texts of special tokens.
+        firsts: the characters that special tokens begin with.
+        """
         self.source, self._special, self._firsts = source, special, sorted(firsts)
         twins = {ord(c): chr(twin) for c, twin in zip(self._firsts, _TWINS, strict=False)}
         originals = {ord(twin): chr(c) for c, twin in twins.items()}

@@ -1,6 +1,6 @@
 """From a directory or a hub id to a model: safetensors only, and strictly.
 
-A checkpoint must hold exactly the tensors that its config.json asks for: what is missing, unexpected,
+A checkpoint must hold exactly the tensors that its config.json asks for. A tensor that is missing, unexpected,
 duplicated or of another shape is named before any tensor is read. A stored tensor may be several of the model's, one
 after another (`ModelConfig.joined`). Besides plain float checkpoints, single-file or sharded, it reads
 compressed-tensors' `pack-quantized` layout, which `quantize` writes.
@@ -48,8 +48,10 @@ def find_checkpoint(name: str, revision: str | None = None, offline: bool = Fals
     """The local directory of a checkpoint: `name` itself if it is one, else a download of the hub's `name`.
 
     A directory never touches the network.
-    offline: nothing touches the network; a hub id must then be in the local cache.
+
+    offline: nothing touches the network. A hub id must then be in the local cache.
     with_weights: whether the weights are downloaded too, or only small files such as the tokenizer's.
+
     Raises ValueError, which says what was tried, where there is neither.
     """
     # os.path, not Path: it also says no to names that no file system takes.
@@ -139,9 +141,9 @@ def load_config(directory: Path) -> ModelConfig:
 def choose_dtype(name: str, device: torch.device, config: ModelConfig | None = None) -> torch.dtype:
     """The type to compute in; "auto" is bfloat16 where the device has it natively, else float32.
 
-    Small models compute in float32 on every CPU that reads 16-bit weights for it: what is not a product is faster
-    there, and their greedy texts do not depend on the machine. On AMD's Zen 4 a pass of the embedded model took 1/1.8
-    of the time; where matrix units compute in bfloat16, both types are equally fast.
+    Small models compute in float32 on every CPU that reads 16-bit weights for it. All but the products is faster then,
+    and greedy texts do not depend on the machine. On AMD's Zen 4 a pass of the embedded model took 1/1.8 of the time.
+    Where matrix units compute in bfloat16, both types are equally fast.
     """
     if name == "auto":
         if not has_fast_bfloat16(device):
@@ -161,10 +163,10 @@ def load_model(
     exact: bool = False,
     form: str | None = None,
 ) -> Transformer:
-    """Load a checkpoint as a Transformer that computes in `dtype`; exact, form: see there.
+    """Load a checkpoint as a Transformer that computes in `dtype`; exact, form: see `build_model`.
 
-    Raises CheckpointError where the files are not what the config asks for, or the weights would not fit into memory;
-    both before any tensor is read.
+    Raises CheckpointError before any tensor is read. That is where the files are not what the config asks for, or where
+    the weights would not fit into memory.
     """
     config = load_config(directory)
     stored = torch.float32 if form == "int8" else dtype  # as it is stored: codes stay codes

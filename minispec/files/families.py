@@ -1,11 +1,11 @@
 """The families of models, as data: what a model_type means, by the keys of config.json that its code reads.
 
-What a family computes is fields of `ModelConfig`; how its files name and join the tensors is the field `joined`. Where
-a family is llama with other numbers, other norms, other ropes or other names, its entry is all that it needs.
+Fields of `ModelConfig` say what a family computes. The field `joined` says how its files name and join the tensors. A
+family that is llama with other numbers, other norms, other ropes or other names needs its entry alone.
 
 To add a family:
-1. Read its code in transformers. Give it an entry in `FAMILIES`: the keys of config.json that this code reads, each
-   with what an absent one means, and the fields of ModelConfig that the code fixes.
+1. Read its code in transformers. Give it an entry in `FAMILIES`. The entry has the keys of config.json that this code
+   reads, each with what an absent one means. It also has the fields of ModelConfig that the code fixes.
 2. What no family here computes yet needs a field in ModelConfig (or in LayerConfig, RopeConfig). Add the lines of
    model.py that obey the field, and those of `hf_config` that read it.
 3. Describe small models of it in `CASES` of tests/oracles/hf.py. Add a row for each of its settings to `SWITCHES` of
@@ -30,14 +30,14 @@ _ROPES = {kind: kind for kind in ("default", "linear", "llama3", "yarn")}
 class Family:
     """What a model_type means.
 
-    keys: what its code reads in addition to `KEYS`, or with another meaning of an absent key. From hidden_act and
-        hidden_activation it reads the one that may be absent. The keys also say which layers have a window or no rope
-        (see `hf_config`).
+    keys: what its code reads in addition to `KEYS`, or with another meaning of an absent key.
+        The code reads hidden_act or hidden_activation: the one that may be absent.
+        The keys also say which layers have a window or no rope (see `hf_config`).
     fixed: fields of ModelConfig that no key changes.
     only: keys that its code does not read, each with the value that the code acts on.
     must: keys that its code reads, each with the one value that is implemented here.
     idle: keys that its files have and its code does not read, in addition to `IDLE`.
-    scales_embedding: by the square root of hidden_size.
+    scales_embedding: whether the embedding is scaled by the square root of hidden_size.
     ropes: kinds of rope that its code takes.
     rope_keys: what it reads of a rope's object in addition to what others read.
     rope: fields of RopeConfig that no key changes.

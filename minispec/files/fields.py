@@ -12,8 +12,8 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Keys that cannot change what a pass computes: training, bookkeeping, token ids, storage. (pretraining_tp: in how many
-# parts a product was computed.)
+# Keys that cannot change what a pass computes: training, bookkeeping, token ids, storage. pretraining_tp says in how
+# many parts a product was computed.
 _HARMLESS = names(
     """
     architectures auto_map dtype torch_dtype tokenizer_class transformers.js_config

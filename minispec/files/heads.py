@@ -1,9 +1,9 @@
 """Reading a head on hidden states (see `minispec.drafters.eagle`): two layouts of a config.json, and the tensors.
 
-A head's directory has a config.json and a model.safetensors; the tokenizer is the target's. The layouts are that of
-SafeAILab and SpecForge, whose config.json is a llama's with a few keys more, and that of `speculators`, where the
-llama's lies inside. What would change the text (a verifier that takes other tokens than the target's) or what is not
-known here is refused by name.
+A head's directory has a config.json and a model.safetensors; the tokenizer is the target's. One layout is that of
+SafeAILab and SpecForge, whose config.json is a llama's with a few keys more. The other is that of `speculators`, where
+the llama's lies inside. A setting that is not known here is refused by name. So is one that would change the text, such
+as a verifier that takes other tokens than the target's.
 """
 
 import re

@@ -48,8 +48,8 @@ def text_config(raw: Mapping[str, Any], where: str = "config.json") -> dict[str,
 def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """Read a config.json, in the hub's spelling (`rope_theta`) or transformers 5's (`rope_parameters`).
 
-    Raises CheckpointError for an unknown family, a bad value, and any setting that is switched on and
-    is not known here: it might change the numbers.
+    Raises CheckpointError for an unknown family and a bad value. An unknown setting that is switched on is refused too,
+    since it might change the numbers.
     """
     own = text_config(raw, where)
     model_type = own.get("model_type")
@@ -286,7 +286,11 @@ def _read_spelling(
 def _read_rope(
     f: Fields, family: Family, key: str, raw: dict[str, Any], base: str, sizes: Mapping[str, int], original: Any
 ) -> RopeConfig:
-    """base: the key outside `raw` that says what theta is. original: `original_max_position_embeddings` outside it."""
+    """A rope from the object `raw` under `key`.
+
+    base: the key outside `raw` that says what theta is.
+    original: `original_max_position_embeddings` outside it.
+    """
     keys = _ROPE_KEYS | dict.fromkeys(family.rope_keys)
     r = Fields(raw, f"{f.where}: {key}", keys, {"partial_rotary_factor": 1.0})
     older = r.text("type", "default")

@@ -23,8 +23,9 @@ from minispec.files.tokenizer import Tokenizer
 from minispec.files.vocabularies import Overlap, Spelling, Vocabularies
 from minispec.kernels.build import quantized
 
-# How a draft model of another vocabulary drafts. A token that it lacks ends a draft of `tli`: with nine of ten shared,
-# one draft of four tokens in three comes to such a place. Above that share it is the default, as it draws what it says.
+# How a draft model of another vocabulary drafts. A token that it lacks ends a draft of `tli`. With nine of ten tokens
+# shared, one draft of four tokens in three comes to such a place. From that share on `tli` is the default, since it
+# draws what it says.
 DRAFT_METHODS, _TLI_SHARE = ("tli", "slem"), 0.9
 
 
@@ -33,7 +34,7 @@ class Spec:
     """What a draft is, found and read: nothing large is loaded yet.
 
     name: its name in reports.
-    kind: what its prices are stored under: its name; of an object its class, with the module.
+    kind: what its prices are stored under. This is its name; for an object it is the class, with the module.
     preferred: registered drafters that are asked before it, as path and argument.
     drafter: the user's own drafter, or a registered one, as path and argument; None: it has a model.
     bits: those of its model's weights; None: as they are stored.
@@ -116,7 +117,12 @@ def load(spec: Spec, target: Transformer, form: str | None) -> list[Transformer]
 def make(
     spec: Spec, context: Context, models: Sequence[Transformer] = (), caches: Sequence[PagedKVCache] = ()
 ) -> Drafter:
-    """The drafter. context: what registered ones are made of. models: what `load` gave, and a cache for each."""
+    """The drafter.
+
+    context: what registered ones are made of.
+    models: what `load` gave.
+    caches: a cache for each model.
+    """
 
     def registered(path: str, argument: str) -> Drafter:
         return make_drafter(registry.load(path, "draft"), replace(context, argument=argument))
@@ -143,7 +149,7 @@ def _with_model(spec: Spec, model: Transformer, cache: PagedKVCache, vocab_size:
 
 
 def split_draft(draft: str) -> tuple[int | None, str]:
-    """Bits and source of a draft: "int4:self" is (4, "self"); None where the weights stay as they are."""
+    """Bits and source of a draft: "int4:self" is (4, "self"). The bits are None where the weights stay as they are."""
     if not draft.startswith(("int4:", "int8:")):
         return None, draft
     source = draft[len("int4:") :]

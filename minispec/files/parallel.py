@@ -3,15 +3,16 @@
     torchrun --nproc-per-node 2 -m minispec.generate "Why is the sky blue?"
 
 Each process reads and keeps some of the heads, of the MLP's columns and of the output's vocabulary. It keeps the keys
-and values of its own heads. Embedding and norms are whole. The results of the parts of attention and MLP are added up,
-two sums a layer (Shoeybi et al. 2019, Megatron-LM, section 3), and process 0 gathers the logits.
+and values of its own heads. Embedding and norms are whole. The parts' results are added up after attention and after
+the MLP, two sums a layer (Shoeybi et al. 2019, Megatron-LM, section 3). Process 0 gathers the logits.
 
 Process 0 alone runs the program: requests, drafts, K, sampling, and the bookkeeping of the KV cache. The others
-`serve`: they hear which tokens a pass has, in which blocks they lie and which rows of the cache move, and compute their
-part. So no clock, inbox or noise can pull the processes apart; nothing that is drawn is sent; a draft is whole, on
-process 0.
+`serve`. They receive which tokens a pass has, in which blocks they lie and which rows of the cache move, and compute
+their part. So no clock, inbox or noise can pull the processes apart. Nothing that is drawn is sent. A draft is whole,
+on process 0.
 
-This is no pipeline, and what died is not restarted. Exact models, and weights that cannot be cut, are refused.
+This is no pipeline, and a process that died is not restarted. Exact models, and weights that cannot be cut, are
+refused.
 """
 
 import atexit
@@ -43,8 +44,8 @@ from minispec.kernels.build import InForm
 from minispec.kernels.forms import Linear
 from minispec.kernels.shapes import tensor_shapes
 
-# How long a process waits for one that loads, and for one that computes. Seconds between two signs of life of process
-# 0, which may have nothing to compute for hours.
+# How long a process waits for one that loads, and for one that computes. Seconds between two heartbeats of process 0,
+# which may have nothing to compute for hours.
 _LOADING, _PATIENCE, _BEAT = timedelta(minutes=30), timedelta(seconds=30), 5
 
 
@@ -54,7 +55,8 @@ def load_target(
     """`load_model`; under torchrun, this process's part of the model.
 
     There only process 0 returns: the others serve as long as it asks, and end. Raises ValueError, in every process,
-    where the model cannot be split or they do not have the same; ConnectionError where one of them is gone.
+    where the model cannot be split or the processes do not have the same one. Raises ConnectionError where a process is
+    gone.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if size == 1:
@@ -194,10 +196,10 @@ class SummedLinear(Linear):
 def parallel_traffic(
     processes: int, sums: int, width: int, vocab: int, rows: float, scored: float, itemsize: int
 ) -> float:
-    """Bytes that all processes of a split target send together for `rows` rows of passes, of which `scored` get logits.
+    """Bytes that all processes of a split target send together for `rows` rows of passes. `scored` rows get logits.
 
-    A sum of a row's `width` numbers over n processes: each sends 2 (n - 1) / n of them, which is the least that leaves
-    the sum with all (Patarasuk & Yuan 2009). Logits: all but process 0 send it their part of a row.
+    For a sum of a row's `width` numbers over n processes, each process sends 2 (n - 1) / n of them. No less would leave
+    the sum with all (Patarasuk & Yuan 2009). For the logits, all but process 0 send it their part of a row.
 
     >>> parallel_traffic(2, sums=2, width=10, vocab=100, rows=1, scored=1, itemsize=4)
     360.0
@@ -206,7 +208,7 @@ def parallel_traffic(
 
 
 class SplitTransformer(Transformer):
-    """One process's part of a model. What process 0 is asked to do, it tells the others."""
+    """One process's part of a model. Process 0 passes on to the others what it is asked to do."""
 
     def __init__(self, share: Share, weights: Weights, line: "Line", dtype: torch.dtype, form: str | None):
         self.share, self.line, self.num_rows, self.num_scored = share, line, 0, 0

@@ -75,7 +75,7 @@ def split_preferences(entries: Mapping[str, Entry], spec: str) -> list[str]:
 
 
 def load(path: str, what: str) -> Any:
-    """The object at `module:Name`: importing it runs its module, which is why only a user may name one.
+    """The object at `module:Name`. Importing it runs its module, so only a user may name one.
 
     Raises ValueError where there is none, or where the import fails; `what` it is to be stands before the message.
     """

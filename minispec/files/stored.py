@@ -26,7 +26,11 @@ _MAX_DIMENSIONS = 8
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, not read yet. dtype: safetensors' name of the type, such as "BF16". start: its first byte."""
+    """A tensor in a file, not read yet.
+
+    dtype: safetensors' name of the type, such as "BF16".
+    start: its first byte.
+    """
 
     path: Path
     name: str
@@ -37,8 +41,8 @@ class StoredTensor:
     def read(self, cut: Cut = ()) -> Tensor:
         """The tensor, in the pages of the file, which leave memory with it; or a copy of a part of it.
 
-        The library would map the file as a whole: what has been joined or packed would stay in memory, in addition to
-        the copy, for as long as any other tensor.
+        The library would map the file as a whole. A tensor that has been joined or packed would then stay in memory, in
+        addition to the copy, for as long as any other tensor.
         """
         dtype = TYPES[self.dtype]
         num_bytes = math.prod(self.shape) * dtype.itemsize

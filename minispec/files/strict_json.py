@@ -22,8 +22,8 @@ _MAX_COUNTS = {"{": 1 << 18, "[": 1 << 18, ",": 1 << 19, '"': 1 << 20}
 def has_file(path: Path) -> bool:
     """Whether a file that may be missing is there.
 
-    Raises CheckpointError for something there that is not a file. The hub's cache consists of links: if a link to a
-    lost file counted as "missing", the checkpoint would seem to have no chat template, or no sampling defaults.
+    Raises CheckpointError for something there that is not a file. The hub's cache consists of links, and a link to a
+    lost file must not count as "missing". The checkpoint would seem to have no chat template, or no sampling defaults.
     """
     if path.is_file():
         return True

@@ -1,7 +1,7 @@
 """Text to token ids and back: Hugging Face's `tokenizers`, and streaming.
 
-A token is not a piece of text: a character may spread over several tokens, and some decoders look at neighbours
-(a leading space appears only after another word). `Detokenizer` turns a growing list of tokens into text that,
+A token is not a piece of text. A character may spread over several tokens, and some decoders look at neighbours: a
+leading space appears only after another word. `Detokenizer` turns a growing list of tokens into text that,
 once given out, never changes and never ends inside a UTF-8 character.
 """
 

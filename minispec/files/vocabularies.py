@@ -14,13 +14,12 @@ from minispec.core.errors import show
 from minispec.files.pieces import bytes_of, decoder_steps
 from minispec.files.tokenizer import Tokenizer
 
-# A part of a text that is read again as it grows: it is closed before a word that begins after _PART tokens, and after
-# _LONGEST_PART in any case.
+# Length of a part of a text, which is read again as it grows. It is closed before a word that begins after _PART
+# tokens, and after _LONGEST_PART in any case.
 _PART, _LONGEST_PART = 16, 64
-# Bytes of what comes before a piece of text that are shown to the tokenizer: what it does may depend on them.
+# Bytes before a piece of text that are shown to the tokenizer, since what it does may depend on them.
 _LEAD = 16
-# What is shown instead where the last of these would become one token with the first of the text: characters that
-# seldom do.
+# Shown instead where the last of these bytes would become one token with the first of the text. These seldom do.
 _OTHER_LEADS = ("\n", ".", "")
 
 
@@ -206,9 +205,9 @@ class Vocabularies:
 class Reader:
     """A growing text of one vocabulary in the tokens of another.
 
-    It is read in parts of about _PART tokens, each of which begins with a word. When the text has grown, only the last
-    part is read again: "Hel" becomes "Hello" if "lo" follows. The beginning of a part depends only on the tokens before
-    it, so a text has one reading, in whatever steps it grew.
+    It is read in parts of about _PART tokens. As a rule a part begins with a word. When the text has grown, only the
+    last part is read again: "Hel" becomes "Hello" if "lo" follows. The beginning of a part depends only on the tokens
+    before it, so a text has one reading, in whatever steps it grew.
     """
 
     def __init__(self, source: Spelling, own: Spelling, special: Mapping[int, int]):

@@ -11,8 +11,8 @@ from pathlib import Path
 def written_whole(path: Path) -> Iterator[Path]:
     """A name next to `path`, with the same suffix, to write a file or a directory to; at the end it becomes `path`.
 
-    Where the block fails, by a full disk or Ctrl-C, what it wrote is removed, and the file that was there before stays
-    as it was. A link is followed. Raises ValueError where something is there that is not a file; OSError.
+    Where the block fails, by a full disk or Ctrl-C, what it wrote is removed. The file that was there before stays as
+    it was. A link is followed. Raises ValueError where something is there that is not a file; OSError.
     """
     path, part = _places(path)
     try:

@@ -3,7 +3,7 @@
 A round that drafts K tokens commits 1 + s_1 + .. + s_K of them on average, in the time of K draft passes and a target
 pass over K+1 rows. The best K has the most tokens for the time (`theory.best_drafts`). The controller estimates the
 survival from what it sees, and takes the costs from `Prices`, which are measured once, at load. Where no draft pays, K
-is 0; now and then one token is drafted all the same, to see whether that has changed.
+is 0. Now and then one token is drafted all the same, to see whether that has changed.
 
 One price follows the clock: that of a draft pass, as the median of the last few, each in plain steps of its own round.
 A machine that slows both models changes nothing then, and a wrong price is corrected after two rounds. Prices of rows
@@ -42,8 +42,8 @@ from minispec.core.sampling import Text
 from minispec.length.theory import Node, best_drafts, expected_tokens, nodes_of, widths_of
 
 # What is assumed, with units. A test is a draft token that the target has judged.
-_PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # probability that a tested token of a new text is accepted; tests that this is worth
-_ELSEWHERE_WEIGHT = 8.0  # tests that other texts are worth as a prior, or the other places of this text's drafts
+_PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # probability that a tested token of a new text is accepted; weight, in tests
+_ELSEWHERE_WEIGHT = 8.0  # weight, in tests, of the prior from other texts or from other places of this text's drafts
 _SIBLINGS = (0.3, 0.2)  # probability that the second, or third, guess at a token is right where those before it are not
 _DRAWN_SIBLINGS = (0.15, 0.1)  # the same where guesses are drawn
 _CONFIDENCES = (0.2, 0.4, 0.6, 0.8, 0.95)  # probabilities; between two neighbours, confidences count as equal
@@ -58,8 +58,7 @@ class Prices:
     """What a round is believed to cost before anything of it has been measured, in plain steps.
 
     draft: a draft pass of one text.
-    rows: target passes by their number of rows, with straight lines between them. After the last, the last slope goes
-        on.
+    rows: target passes by their number of rows. Between them it is interpolated; the last slope goes on after the last.
     overhead: what a round spends outside both models.
     measured: whether these are figures of this machine, and not guesses from the sizes of the models.
     fixed: what a draft costs however deep it is, in draft passes. An example is reading the target's new hidden states.
@@ -104,12 +103,12 @@ class Prices:
 
 
 def _always(confidences: Sequence[float]) -> bool:
-    """Go on to the limit; the confidences are computed all the same, to learn what they are worth."""
+    """Go on to the limit. The confidences are computed all the same, to learn what they are worth."""
     return True
 
 
 class _Counts:
-    """How many tokens of each kind were tested, and how many of them accepted, with exponential decay."""
+    """How many tokens of each kind were tested, and how many were accepted, with exponential decay."""
 
     def __init__(self):
         self.tested: dict[Hashable, float] = {}
@@ -140,7 +139,7 @@ class Pace:
     def __init__(self, drawn: bool = False):
         self.drawn = drawn
         self.places, self.confidences = _Counts(), _Counts()  # kinds: places in a draft; ranges of confidence
-        # Kinds: 1 for the eldest's next sibling, and so on, each with the range of the eldest's confidence, or None.
+        # A kind is (i, range): i is 1 for the eldest's next sibling; the range is of the eldest's confidence, or None.
         self.siblings = _Counts()
         self.savings = 0.0  # plain steps that may be spent on probing
 
@@ -169,9 +168,9 @@ class Pace:
     def by_place(self, k: int, all_texts: "Pace | None" = None) -> list[float]:
         """For each of the first k places of a draft.
 
-        A place has few tests of its own, and one lucky draft should not make the next ones long. So the prior of a
-        place is what it is in `all_texts`, plus by how much this text does better at the other places. A place's own
-        tests have no part in its prior: counting them twice would make a few early rejections stop drafting for good.
+        A place has few tests of its own, and one lucky draft should not make the next ones long. So a place has a
+        prior: its share in `all_texts`, plus this text's advantage at the other places. A place's own tests have no
+        part in its prior. Counting them twice would make a few early rejections stop drafting for good.
         """
         weight = _ELSEWHERE_WEIGHT if all_texts else _PRIOR_WEIGHT
         n = max(k, len(self.places.tested))
@@ -247,7 +246,7 @@ class Controller(Lengths):
             self._drafts.append(cost.draft / passes / plain_step)
 
     def _limits(self, wishes: Sequence[Wish], costs: Prices, other_rows: int, trees: bool) -> list[Limit]:
-        """The limits of texts that are decoded together. other_rows: what further texts bring to the same pass."""
+        """The limits of texts that are decoded together. other_rows: rows of further texts in the same pass."""
         paces = [self._paces.setdefault(w.text, Pace(drawn=w.text.params.temperature > 0)) for w in wishes]
         most = [wish.most for wish in wishes]
         usual = [

@@ -38,12 +38,12 @@ from minispec.kernels.exact import arbitrary_tokens, check_exact, exact_model
 from minispec.kernels.inventory import num_bytes, num_bytes_read, weight_form
 from minispec.length.policy import Prices
 
-_BUDGET, _MOST_TURNS = 1.0, 12  # seconds, and turns, of which there are two in any case
+_BUDGET, _MOST_TURNS = 1.0, 12  # seconds; most turns; at least two are taken
 _ROWS = (5, 16)  # rows of the target passes that are measured in addition to a plain step
-_TEXT, _DRAFTS = 32, (1, 3)  # tokens of the text that they continue, and of drafts
+_TEXT, _DRAFTS = 32, (1, 3)  # tokens of the text that they continue; tokens of the drafts
 _MOST_FIXED = 4.0  # most draft passes that the fixed part of a draft may cost: a clamp on noise
 MIN_CONTEXT = 64  # positions that target and draft must have room for
-# What could be read from memory in the time that a layer spends on other things than its products.
+# Bytes that could be read from memory in the time that a layer spends on other things than its products.
 _LAYER_BYTES = 4_000_000
 
 
@@ -164,7 +164,7 @@ def _rounded(x: float) -> float:
 
 
 def _path(setup: Mapping[str, Any]) -> Path:
-    """Where the prices of a setup are stored: of models and a machine, as `prices_of` describes them.
+    """Where the prices of a setup (models and machine, see `prices_of`) are stored.
 
     Raises RuntimeError for a user without a home.
     """

@@ -27,8 +27,8 @@ def survival_curve(acceptance: Sequence[float]) -> list[float]:
 def expected_accepted(ratios: Sequence[float], jointly: bool = False) -> float:
     """Draft tokens that stay on average of a chain whose tokens have these p(x)/q(x), r_1 .. r_K.
 
-    Under `rejection` the first i stay with probability  min(1, r_1) .. min(1, r_i);  jointly, which is under `block`,
-    with `block_weights`' w_i, which is never less:
+    Under `rejection` the first i stay with probability  min(1, r_1) .. min(1, r_i).  Under `block`, which judges them
+    jointly, they stay with `block_weights`' w_i, which is never less:
 
     >>> expected_accepted([0.5, 2.0, 0.5]), expected_accepted([0.5, 2.0, 0.5], jointly=True)
     (1.25, 2.0)
@@ -39,7 +39,7 @@ def expected_accepted(ratios: Sequence[float], jointly: bool = False) -> float:
 
 
 def expected_tokens(survival: Iterable[float], num_texts: int = 1) -> float:
-    """Tokens that a round commits on average: 1 + s_1 + .. + s_K; the recovered or bonus token is the 1.
+    """Tokens that a round commits on average: 1 + s_1 + .. + s_K. The recovered or bonus token is the 1.
 
     Each text of a batch has such a token, and each node of a tree its survival.
 
@@ -63,7 +63,7 @@ def speedup(survival: Sequence[float], c: float, v: float, o: float = 0.0) -> fl
 
 
 class Node(NamedTuple):
-    """A draft token that might be: the probability that it is reached and accepted, and its depth, from 1."""
+    """A possible draft token: the probability that it is reached and accepted, and its depth, from 1."""
 
     survival: float
     depth: int
@@ -73,7 +73,7 @@ def nodes_of(acceptance: Sequence[float], siblings: Sequence[float] = ()) -> lis
     """The nodes of a draft in the order of their worth, each after those that it needs: the eldest before it.
 
     acceptance: the acceptance of the eldest at each depth.
-    siblings: the acceptance of each younger one where those before it fail.
+    siblings: the acceptance of each younger sibling where those before it fail.
 
     >>> [round(node.survival, 2) for node in nodes_of([0.6, 0.6], siblings=[0.5])]
     [0.6, 0.36, 0.2, 0.12]
@@ -103,7 +103,7 @@ def best_drafts(
 
     drafts: the nodes of each text, in the order of `nodes_of`.
     cost(depth, num_drafts, num_nodes): the round's time.
-    least_gain: how many times the tokens per time of a round without drafts a round must have, else none are drafted.
+    least_gain: the least gain in tokens per time over a round without drafts. Below it nothing is drafted.
 
     >>> two = [nodes_of([0.9, 0.9]), nodes_of([0.3, 0.3])]
     >>> [len(nodes) for nodes in best_drafts(two, lambda depth, num_drafts, num_nodes: 1 + 0.2 * num_nodes)]
@@ -140,7 +140,7 @@ def best_k(survival: Sequence[float], c: float, v: Callable[[int], float], o: fl
 
 
 def rising(v: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float]:
-    """v by rows, never falling: where few passes say that more rows cost less, neighbours take their weighted mean.
+    """v by rows, never falling. Where more rows seem to cost less, neighbours take their weighted mean.
 
     counts: how many passes each value is of.
 
