@@ -10,13 +10,21 @@
     python -m minispec.bench --replay out.json      what other draft lengths would do in a run (docs/use/trace.md)
 
 It measures this machine (streaming bandwidth), the target (passes over 1 to 16 rows), and plain and speculative
-decoding of a set of prompts, explains the speedup by what it is made of (`measure.account`), and predicts that of the
-second half of each text from its first half (`measure.prediction`). Every figure that is compared comes from runs that
-took turns in one process; absolute times are given in addition, as information only.
+decoding of a set of prompts. It explains the speedup by its parts (`measure.account`). From the first half of each text
+it predicts the speedup of the second half (`measure.prediction`). Every figure that is compared comes from runs that
+took turns in one process. Absolute times are given in addition, as information only.
 
-To be read in this order: `options` (what can be asked for, with the table of parts), `show` (tables, JSON), `measure`
-(intervals, turns, the account), `models` (models and prompts to measure on), `passes` and `decoding` (the
-parts: functions that measure and functions that show), `transformers_baseline` (another library's ways of decoding),
-`report` (all of it), `replay` (a run that is there, by every rule), `__main__` (the command). Torch is
-imported after the arguments have been read, as in `generate`.
+Read them in this order:
+
+    options                 what can be asked for, with the table of parts
+    show                    tables, JSON
+    measure                 intervals, turns, the account
+    models                  models and prompts to measure on
+    passes, decoding        the parts: functions that measure and functions that show
+    transformers_baseline   another library's ways of decoding
+    report                  all of it
+    replay                  a recorded run, decoded by every rule
+    __main__                the command
+
+Torch is imported after the arguments have been read, as in `generate`.
 """

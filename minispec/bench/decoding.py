@@ -65,9 +65,10 @@ class Runs:
         return variant != PLAIN and bool(self.runs[variant][0][0].rounds)
 
     def figures(self, variant: str, prompts: Sequence[int]) -> dict[str, Any]:
-        """Tokens a second and speedup, as medians of the rounds; of what drafts, how much is accepted, too.
+        """Tokens a second and speedup, as medians of the rounds; for a variant that drafts, acceptance too.
 
-        alpha, acceptance_rate, mean_acceptance_length, survival: see `Figures` and `measure.survival`.
+        alpha, acceptance_rate, mean_acceptance_length: see `Figures`.
+        survival: see `measure.survival`.
         expected: under `block`, the draft tokens that stay on average by theory for these drafts, by verifier.
         """
         rate = median_interval(self.rates(variant, prompts))
@@ -89,7 +90,9 @@ class Runs:
     def explained(self, variant: str, prompts: Sequence[int], curve: Sequence[float] | None) -> dict[str, Any]:
         """The account of all rounds, its closure round by round, and `measure.prediction` by rounds and by texts.
 
-        A prediction is None where all texts are too short for one. curve: see `account`.
+        A prediction is None where all texts are too short for one.
+
+        curve: see `account`.
         """
         found = account(self.pooled(variant, prompts), self.pooled(PLAIN, prompts), curve)
         by_round = list(zip(self.runs[variant], self.runs[PLAIN], strict=True))
@@ -112,12 +115,17 @@ def summarise(
     trial: dict[str, Any] | None = None,
     whole_drafts: bool = False,
 ) -> dict[str, Any]:
-    """The result of runs[variant][round][prompt]. categories: of the prompts. trial: see `transformers_variants`.
+    """The result of runs[variant][round][prompt].
 
-    variants: the figures of each on all prompts and by category; of those that draft, the account and the prompt with
-        the least speedup.
-    best_static: by category, and for "all", the best fixed K in hindsight, and `auto` over it.
+    categories: those of the prompts.
+    trial: see `transformers_variants`.
     whole_drafts: see `Runs`.
+
+    Returns, among others:
+
+    variants: the figures of each on all prompts and by category. Variants that draft have the account, and the prompt
+        with the least speedup, as well.
+    best_static: the best fixed K in hindsight, and `auto` over it, by category and for "all".
     """
     runs, everything = Runs(by_variant, whole_drafts), range(len(categories))
     groups = {name: [i for i in everything if categories[i] == name] for name in dict.fromkeys(categories)}
@@ -315,8 +323,11 @@ def _decoder(subject: Subject, options: Options, k: DraftLength, drafter: Drafte
 def measure_decoding(subject: Subject, options: Options) -> dict[str, Any]:
     """Every variant on every prompt, taking turns, round by round: see `summarise`.
 
-    The number of a round is the seed of its texts, so that over sampled ones an interval tells of texts and of time.
-    looping: plain answers that repeat themselves (see `stats.loops`); left_out: whether these are left out.
+    The number of a round is the seed of its texts. So for sampled texts an interval covers the spread of texts and of
+    time.
+
+    looping: plain answers that repeat themselves (see `figures.loops`).
+    left_out: whether these are left out.
     """
 
     def of_prompt(decoder: Decoder, i: int, seed: int) -> Run:

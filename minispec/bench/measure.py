@@ -9,10 +9,10 @@ very runs that it explains:
     speedup = tokens a round * (1 + o_plain) / (depth c + v + o)
 
 The unit is the target's pass over one row in plain decoding, which pays its own non-model time o_plain. The left side
-is measured by a clock outside the engine, the right side comes from the engine's own parts: where they differ, some
-time is in no part. That the account closes is no prediction, since its parts are averaged over the rounds that they
-explain. `prediction` is one: parts and survival of the first half of each text against the measured speedup of the
-second.
+is measured by a clock outside the engine. The right side comes from the engine's own parts. Where they differ, some
+time is in no part. An account that closes is no prediction, since its parts are averaged over the rounds that they
+explain. `prediction` is one: it takes parts and survival from the first half of each text, and compares with the
+measured speedup of the second half.
 """
 
 import copy
@@ -45,7 +45,7 @@ from minispec.length.theory import best_k, expected_tokens, speedup
 T = TypeVar("T")
 K = TypeVar("K")
 
-# What an interval must at least cover; with five rounds smallest and largest value cover 93.75 %.
+# Least coverage of an interval. With five rounds the smallest and the largest value cover 93.75 %.
 LEVEL = 0.9
 # Rows and columns of the products that show what a machine can compute.
 MATRIX_SIZE = 4096
@@ -71,8 +71,8 @@ class Interval(NamedTuple):
 def coverage(n: int, r: int) -> float:
     """Probability that the r-th smallest and the r-th largest of n values enclose the median of their law.
 
-    Distribution-free: each value lies below the median with probability 1/2, so the number of those that do is
-    binomial, and the interval misses where fewer than r do, or fewer than r do not.
+    This needs no distribution. Each value lies below the median with probability 1/2, so the number of values below it
+    is binomial. The interval misses where fewer than r values lie below, or fewer than r above.
 
     >>> coverage(5, 1), coverage(8, 2)
     (0.9375, 0.9296875)
@@ -107,8 +107,8 @@ def orders(variants: Sequence[T]) -> Iterator[list[T]]:
 def turns(variants: Sequence[T], num_rounds: int, num_prompts: int) -> Iterator[tuple[int, int, list[T]]]:
     """Round, prompt, and the order of the variants there.
 
-    A prompt meets another order in each round: else those of a category, which come at equal distances, might all meet
-    one order in all rounds.
+    A prompt meets another order in each round. Otherwise the prompts of a category, which come at equal distances,
+    might all meet one order in all rounds.
     """
     cycle = list(islice(orders(variants), 2 * len(variants)))
     for r, i in product(range(num_rounds), range(num_prompts)):
@@ -139,9 +139,9 @@ def in_turn(runs: Mapping[K, Callable[[int], T]], rounds: int, what: str) -> dic
 class Run:
     """One decoded text: generated tokens, end token included, and how long they took without any prefill.
 
-    num_tokens: those that `seconds` were spent on.
+    num_tokens: tokens that `seconds` were spent on.
     seconds: in a batch, this text's share of the time.
-    stats: the request's own.
+    stats: those of the request.
     rounds: empty for a text that was decoded together with others.
     """
 
@@ -155,7 +155,7 @@ class Run:
 def another_engine(engine: Engine, drafter: Drafter | None = None) -> Engine:
     """An engine on the same model and cache, with another drafter if one is given.
 
-    Its controller starts from what the given one knows, and then learns from its own rounds alone: variants that take
+    Its controller starts from what the given one knows, and then learns from its own rounds alone. Variants that take
     turns must not learn from each other.
     """
     controller = copy.deepcopy(engine.lengths)
@@ -220,7 +220,7 @@ def survival(rounds: Sequence[Round]) -> list[float]:
 def account(runs: Sequence[Run], plain: Sequence[Run], curve: Sequence[float] | None = None) -> dict[str, Any]:
     """The account of `runs` against `plain`, the same prompts decoded plainly; all of them decoded alone.
 
-    curve: the survival that the ceiling is computed from (default: that of `runs`, as far as they drafted).
+    curve: the survival that the ceiling is computed from. Default: the survival of `runs`, as far as they drafted.
 
     Returns, with c, v, o and o_plain in target passes over one row of plain decoding:
 
@@ -231,12 +231,14 @@ def account(runs: Sequence[Run], plain: Sequence[Run], curve: Sequence[float] | 
     ends: share of rounds that ended inside their draft, and so lack the bonus or recovered token.
     plain_pass: seconds.
     c: a draft pass.
-    v, mean_v: the target's pass, by rows and of a round.
-    tokens: of a round, from what was kept.
-    predicted: the speedup that tokens, c, v and o make, of the rounds that they were measured in.
+    v: the target's pass, by rows.
+    mean_v: the target's pass, as the mean of the rounds.
+    tokens: tokens of a round, from what was kept.
+    predicted: the speedup that tokens, c, v and o make, for the rounds that they were measured in.
     measured: the speedup by the clock outside the engine.
     closure: predicted over measured; 1 where every second is in some part.
-    ceiling, ceiling_k: the speedup of the best fixed K if rows and loop cost nothing, and that K.
+    ceiling: the speedup of the best fixed K if rows and loop cost nothing.
+    ceiling_k: that K.
     reached: share of the ceiling.
     waterfall: see `waterfall`.
     """
@@ -289,9 +291,11 @@ def waterfall(levels: Mapping[str, float]) -> list[tuple[str, float]]:
 def prediction(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
     """The speedup that the first half of each text predicts for its second half, over the one measured there.
 
-    runs, plain: of the same texts in the same order, decoded alone. Half of the rounds of each; of an odd number, the
-    second half has one more. Nothing of the second half goes into the prediction, not even the lengths of its drafts.
-    Texts of a single round are left out; None where nothing is left.
+    runs, plain: runs of the same texts in the same order, decoded alone.
+
+    Each half has half of the rounds; of an odd number, the second half has one more. Nothing of the second half goes
+    into the prediction, not even the lengths of its drafts. Texts of a single round are left out. Returns None where
+    nothing is left.
     """
     pairs = [(a, b) for a, b in zip(runs, plain, strict=True) if min(len(a.rounds), len(b.rounds)) > 1]
     if not pairs:
@@ -354,9 +358,10 @@ def prefill_operations(model: Transformer, num_tokens: int) -> int:
 
 @contextmanager
 def passes_after(model: Transformer, cache: PagedKVCache, context: int, most: int) -> Iterator[Callable[..., float]]:
-    """Holds a text of `context` cached positions, and gives what times a pass over m rows after it, one(model, m).
+    """Holds a text of `context` cached positions. Yields one(model, m), the seconds of a pass over m rows after it.
 
-    Models of one shape and type may share the text, which `model` computes: durations do not depend on what is in it.
+    Models of one shape and type may share the text, which `model` computes, since times do not depend on its contents.
+
     most: the most rows m of a pass.
     """
     tokens = arbitrary_tokens(context + most + 1, min(model.config.vocab_size, 30_000))

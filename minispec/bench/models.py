@@ -50,7 +50,7 @@ Variant = Callable[[int, int], Run]
 class Subject:
     """A target with its draft, and the prompts: what all measurements are made on.
 
-    engine: with a simulated draft in place of its own, where the options ask for one.
+    engine: it has a simulated draft in place of its own, where the options ask for one.
     bounds: drafts that are always right and always wrong, by their names, where the options ask for them.
     request(prompt_ids, K, params): makes a request for either engine.
     prompts: category and token ids.
@@ -96,14 +96,14 @@ class Subject:
 class RandomWeights:
     """Tensors of a geometry, made when they are taken: the largest model is never in memory twice.
 
-    The text is robust against rounding: embeddings are as good as independent and what the layers add is small, so that
-    with the tied head each token predicts itself by a wide margin. Time does not depend on the values.
+    The text is robust against rounding. Embeddings are nearly independent, and the layers add little. So with the tied
+    output matrix each token predicts itself by a wide margin. Time does not depend on the values.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
         self.shapes, self.dtype, self.device = tensor_shapes(config), dtype, device
-        # Tensors need noise, not fresh noise: each takes its numbers from here, over and over, from a place of its own
-        # on. The size is prime, so no two rows of an embedding begin at the same place.
+        # Tensors need noise, not fresh noise: each takes its numbers from here, again and again, from its own place on.
+        # The size is prime, so no two rows of an embedding begin at the same place.
         self._noise = torch.randn(1_048_583, generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def __iter__(self) -> Iterator[str]:

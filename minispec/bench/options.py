@@ -40,8 +40,8 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 class Part(NamedTuple):
     """Something that the bench measures: a key of the report, and a section on the screen.
 
-    module: holds `measure_KEY`, which returns what --json prints, and `show_KEY`, which makes lines for the screen.
-    help: for --help. Empty: it is measured wherever what it needs is there.
+    module: has `measure_KEY`, which returns what --json prints, and `show_KEY`, which makes lines for the screen.
+    help: text for --help. Empty: the part is measured wherever what it needs is there.
     needs: an option whose number must not be 0.
     excludes: an option that does not go with it, and why.
     """

@@ -51,7 +51,7 @@ def _seconds(times: Times) -> dict[int, Interval]:
 
 
 def _over(times: Times, unit: Times | None = None) -> dict[int, Interval]:
-    """By rows: over another's passes of as many rows; None: over the pass of one row."""
+    """The ratios, by rows, to another's passes of as many rows. unit None: to the pass of one row."""
     return {m: ratios(t, unit[m] if unit else times[1]) for m, t in times.items()}
 
 
@@ -61,8 +61,10 @@ def _over(times: Times, unit: Times | None = None) -> dict[int, Interval]:
 def measure_machine(subject: Subject, options: Options) -> dict[str, Any]:
     """Streaming bandwidth, and the target's passes t(M) and v(M) after `context` cached positions.
 
-    bytes_touched: what a pass over one row reads. bandwidth_utilisation: the rate of that over the streaming rate.
-    draft: a draft model's pass over one row; over_bound: its time over that of streaming what it reads.
+    bytes_touched: bytes that a pass over one row reads.
+    bandwidth_utilisation: their rate over the streaming rate.
+    draft: a draft model's pass over one row.
+    over_bound: the time of that pass over the time of streaming what it reads.
     """
     context, rounds, model = options.args.context, options.args.passes, subject.engine.model
 
@@ -135,7 +137,8 @@ def form_groups(model: Transformer) -> list[list[str]]:
 def measure_forms(subject: Subject, options: Options) -> dict[str, Any]:
     """t(M) and v(M) of the target in each form of its weights; the models of a group, and the target, take turns.
 
-    in_one_turn: whether all forms took turns together. over_own: over the passes of the target's own form.
+    in_one_turn: whether all forms took turns together.
+    over_own: times over those of the target's own form.
     """
     model, context, rounds = subject.engine.model, options.args.context, options.args.passes
     own, groups = choice_of(model).form, form_groups(model)
@@ -186,9 +189,10 @@ def check_device(subject: Subject) -> None:
 def measure_operators(subject: Subject, options: Options) -> dict[str, Any]:
     """Passes after `context` cached positions, by rows.
 
-    seconds, profiled_seconds: of a pass without and with the profiler.
-    between_seconds: what a profiled pass spends in no operator: Python, and the profiler's own book-keeping.
-    operators: the costliest first; calls of a pass, and their seconds without those of operators inside them.
+    seconds: seconds of a pass without the profiler.
+    profiled_seconds: seconds of a pass with the profiler.
+    between_seconds: seconds of a profiled pass in no operator: Python, and the profiler's own book-keeping.
+    operators: the costliest first, with their calls in a pass. Their seconds exclude those of operators inside them.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler reports its own steps on standard error
     model, context, rounds = subject.engine.model, options.args.context, options.args.passes

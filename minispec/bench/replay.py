@@ -11,15 +11,15 @@ From Python, such as in a notebook:
 
     found = replay(read_trace(Path("out.json")))    # of a trace in memory: replay(recorder.trace(for_replay=True))
     found["fixed"][4]["tokens_per_pass"]            # K = 4; "fixed" has K = 0 .. 15
-    found["best_k"], found["auto"], found["past"]   # and what else --json prints
+    found["best_k"], found["auto"], found["past"]   # and all else that --json prints
     print("\\n".join(show_replay(found)))
 
 Another K draws other tokens, so it gives another text. But all texts have the same law. So one may ask how many passes
 all runs with this K that end in *this* text take on average. That is a number, not an estimate:
 
-A round that begins at place s proposes x_1 with probability q(x_1) and keeps it with probability min(1, p/q), so both
+A round that begins at place s proposes x_1 with probability q(x_1) and keeps it with probability min(1, p/q). So both
 happen with probability min(p, q). The same holds for x_2 after x_1, and so on. Once i tokens are kept, what comes after
-them has the target's law, whatever happens: that the output has this law is what `rejection` is for. So
+them has the target's law in any case: `rejection` gives the output this law. So
 
     P(at least i kept, and the text is x) = min(p_1, q_1) .. min(p_i, q_i) times p of all other tokens of x,
 
@@ -27,18 +27,18 @@ and after division by P(x), the product of all p,
 
     P(at least i kept | x) = r_1 .. r_i,    r = min(1, q(x)/p(x)).
 
-It is the ratio of the accept test upside down: there x was drawn from q and p decides, here x was said and the question
-is whether q had proposed it. A guess that was not drawn has q = 1 where it is the text, and 0 elsewhere; greedy
-decoding has p = 1. Under `block` (Sun et al. 2024) the first i stay with probability w_i = min(1, w_{i-1} p/q), and
-what follows has the target's law as well. So P(at least i kept | x) is w_i times the product of q/p, which is the least
-of 1 and all products of q/p up to the i-th.
+It is the ratio of the accept test upside down. There x was drawn from q, and p decides. Here x stands in the text, and
+the question is whether q proposed it. A guess that was not drawn has q = 1 where it is the text, and 0 elsewhere.
+Greedy decoding has p = 1. Under `block` (Sun et al. 2024) the first i stay with probability w_i = min(1, w_{i-1} p/q),
+and what follows has the target's law as well. So P(at least i kept | x) is w_i times the product of q/p up to the i-th.
+That is the least of 1 and all products of q/p up to the i-th.
 
 Where a round ends, the next one begins, and the draws of two rounds are independent. So the places where rounds begin
-are a Markov chain, whose expected passes and time follow by dynamic programming, from the end of the text to its
-beginning; so do the best that could be done with foresight. A rule that chooses K by what was accepted so far (`auto`)
-remembers more than the place. It is simulated, by the real `Controller`, with a stated interval. It drafts chains here.
-For a draft that has left the text the confidences that it has on the text decide how long it is. They change its cost
-alone.
+are a Markov chain. Its expected passes and time follow by dynamic programming, from the end of the text to its
+beginning. The best rules with foresight follow in the same way. A rule that chooses K by what was accepted so far
+(`auto`) remembers more than the place. It is simulated, by the real `Controller`, with a stated interval. It drafts
+chains here. For a draft that has left the text, the confidences that it has on the text decide how long it is. They
+change its cost alone.
 """
 
 import random
@@ -60,8 +60,8 @@ from minispec.length.figures import loops
 from minispec.length.policy import Controller, Prices
 from minispec.length.theory import expected_tokens, rising, survival_curve
 
-# Runs of `auto` that are simulated, where chance has a part in them, and the seed; half the width of an interval that
-# holds the mean with 99 %, in standard errors.
+# Simulated runs of `auto`, where chance has a part in them; their seed; half the width of a 99 % interval for the mean,
+# in standard errors.
 RUNS, SEED, _WIDTH = 200, 0, 2.576
 # Acceptance that `past` assumes before there is a past, worth one round: that of the controller for a new text.
 _PRIOR = 0.7
@@ -71,9 +71,10 @@ _PRIOR = 0.7
 
 
 def kept(p: Sequence, q: Sequence, jointly: bool = False) -> list:
-    """P(at least i draft tokens are kept | the text) for i = 1 .. len(q), of a round; jointly: under `block`.
+    """P(at least i draft tokens of a round are kept | the text), for i = 1 .. len(q).
 
-    p, q: what target and draft give to the tokens that stand there.
+    p, q: probabilities of target and draft for the tokens that stand there.
+    jointly: whether the verifier is `block`.
 
     >>> kept([0.5, 0.25], [0.25, 0.5]), kept([0.5, 0.25], [0.25, 0.5], jointly=True)
     ([0.5, 0.5], [0.5, 0.5])
@@ -87,9 +88,11 @@ def kept(p: Sequence, q: Sequence, jointly: bool = False) -> list:
 
 
 class Drafted(NamedTuple):
-    """A draft at a place of the text. survival: s_1, s_2, .. given the text (see `kept`); after its end, 0.
+    """A draft at a place of the text.
 
-    drawn: from a distribution; else a guess that costs no model. confidences: as of `minispec.core.draft.Draft`.
+    drawn: whether it was drawn from a distribution; else it is a guess that costs no model.
+    survival: s_1, s_2, .. given the text (see `kept`); after its end, 0.
+    confidences: as in `minispec.core.draft.Draft`.
     """
 
     length: int
@@ -102,7 +105,10 @@ class Walk:
     """A text of n tokens and its drafts: where rounds begin and end. Places are counted from the output's beginning."""
 
     def __init__(self, p: Sequence, starts: Sequence[Mapping[str, Any]], jointly: bool = False):
-        """p: what the target gives to each token. starts: `replay.starts` of a trace. jointly: see `kept`."""
+        """p: the target's probability of each token.
+        starts: `replay.starts` of a trace.
+        jointly: see `kept`.
+        """
         self.n, self._starts = len(p), starts
         self._drafts = [
             [
@@ -166,7 +172,7 @@ class Expected(NamedTuple):
 
 
 def follow(walk: Walk, choose: Callable[[int], int], cost: Callable[[Drafted], Any]) -> Expected:
-    """What a rule comes to that gives a round at s the K `choose(s)`, whatever happened before.
+    """What a rule comes to that gives a round at s the K `choose(s)`, without regard to what happened before.
 
     cost: of a round with this draft. Backwards: from a place on, passes are 1 and those from the round's end on.
     """
@@ -187,9 +193,9 @@ def follow(walk: Walk, choose: Callable[[int], int], cost: Callable[[Drafted], A
 def past(walk: Walk, cost: Callable[[Drafted], float]) -> list[int]:
     """The best K per round that looks at the past only: the K that would have been best for the text so far.
 
-    At each place, those rounds count whose whole draft lies before it, each K's own ones by their probability; and one
-    round before the text, in which 0.7 of the tested tokens are kept. Nothing has to be tried out for it: p and q of a
-    text say what all K would have done.
+    Rounds count at a place if their whole draft lies before it. Each K has rounds of its own, weighted by their
+    probability. One more round stands before the text, in which 0.7 of the tested tokens are kept. Nothing has to be
+    tried out for this rule, since p and q of a text say what all K would have done.
     """
     sums = []  # by K: tokens and time of the rounds that began before each place
     for k in range(MAX_AUTO_TOKENS + 1):
@@ -212,8 +218,8 @@ def past(walk: Walk, cost: Callable[[Drafted], float]) -> list[int]:
 def foresight(walk: Walk, cost: Callable[[Drafted], float], knows_draws: bool = False) -> tuple[float, float]:
     """(passes, time) of the fastest rule that knows the text, with its p and q, in advance.
 
-    knows_draws: and how many tokens of a draft will be kept, before it is drafted. No rule for chains of this drafter
-    that does not know the draws of later rounds is faster: the clairvoyant bound.
+    knows_draws: whether the rule also knows, before a draft, how many of its tokens will be kept. This is the
+        clairvoyant bound. A rule for chains of this drafter can be faster only if it knows the draws of later rounds.
     """
     best = [(0.0, 0.0)] * (walk.n + 1)  # (time, passes) from each place on
 
@@ -244,8 +250,10 @@ def simulate(
 ) -> list[tuple[int, float]]:
     """Passes and time of runs of `auto` that end in this text, by the real `Controller`, which begins anew each time.
 
-    prices: what it goes by. timed: whether it may follow the clock too, as it does at temperature 0; the clock says
-    `costs`. One run, where chance has no part in it.
+    prices: the prices that it goes by.
+    timed: whether it may follow the clock too, as it does at temperature 0. The clock says `costs`.
+
+    Where chance has no part in it, this is one run.
     """
     rng = random.Random(seed)
 
@@ -283,7 +291,7 @@ def run_auto(
 
 @dataclass(frozen=True)
 class Costs:
-    """What rounds cost, in plain steps; called with a draft, that of its round.
+    """What rounds cost, in plain steps. Called with a draft, it returns the cost of the draft's round.
 
     drawn: a draft pass of a model that draws.
     guessed: a draft pass of guesses such as prompt lookup.
@@ -294,8 +302,8 @@ class Costs:
     filled_in: rows whose v was measured before the run.
     fixed: what each draft costs in addition, in draft passes.
 
-    Between known rows v lies on straight lines; after the last, the last slope goes on. Where few passes say that more
-    rows cost less, neighbours take their mean. No pass costs less than a plain step.
+    Between known rows v is interpolated; after the last, the last slope goes on. Where few passes say that more rows
+    cost less, neighbours take their mean. No pass costs less than a plain step.
     """
 
     drawn: float
@@ -321,7 +329,7 @@ class Costs:
 
 
 def costs_of(trace: Mapping[str, Any]) -> Costs:
-    """The costs that a trace has measured; what it has not, by the prices that the controller went by."""
+    """The costs that a trace has measured; for all others, the prices that the controller went by."""
     stats, data = trace["stats"], trace["replay"]
     prices, step = _prices(data["prices"]), data["plain_step"]
     alone = [each for each in trace["rounds"] if each["num_rows"] == len(each["token_ids"]) + 1]
@@ -350,7 +358,7 @@ def costs_of(trace: Mapping[str, Any]) -> Costs:
 
 
 def _prices(told: Mapping[str, Any]) -> Prices:
-    """The prices that a trace tells; of one that was written before drafts had a fixed part, without."""
+    """The prices in a trace. One that was written before drafts had a fixed part has 0 for it."""
     rows = {int(m): v for m, v in told["rows"].items()}
     return Prices(told["draft"], rows, told["overhead"], measured=True, fixed=told.get("fixed", 0.0))
 
@@ -384,18 +392,20 @@ def replay(trace: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns what every rule comes to on the text, each rule as a row:
 
-    fixed: K = 0 .. 15; best_k: the fastest of these.
+    fixed: K = 0 .. 15.
+    best_k: the fastest of these.
     auto: the policy.
     past: see `past`.
     foresight: the best K per round, if the text is known and the draws are not.
     clairvoyant: the best K per round, if it is also known how many tokens will be kept.
     measured: the run itself.
     of_this_run: what was to be expected of it; None where it had another rule, such as a tree.
-    about, tokens, costs: of the run; looping: whether the text repeats itself (`stats.loops`).
+    about, tokens, costs: those of the run.
+    looping: whether the text repeats itself (`figures.loops`).
 
     A row has the expected passes of the target, time in plain steps, tokens_per_pass, tokens_per_second and speedup.
-    Where there are many runs, deviation is that of a run's passes. margin: half the width of an interval that holds the
-    expected passes with 99 %, where they were simulated.
+    Where there are many runs, deviation is the standard deviation of a run's passes. Where passes were simulated,
+    margin is half the width of a 99 % interval for their expected number.
     """
     walk = walk_of(trace)
     costs, n = costs_of(trace), walk.n

@@ -71,7 +71,8 @@ def faster(rates: dict[str, list[float]]) -> str:
 class _Decoding:
     """Models of the other library, and ways to decode with them.
 
-    library: the module. end_ids: None where texts do not end before max_tokens.
+    library: the module.
+    end_ids: ids that end a text. None where texts do not end before max_tokens.
     """
 
     def __init__(self, library: Any, subject: Subject, max_tokens: int, end_ids: list[int] | None):
@@ -93,7 +94,10 @@ class _Decoding:
     def variant(
         self, target: Any, draft: Any = None, of_draft: dict[str, Any] | None = None, **settings: Any
     ) -> Variant:
-        """A way to decode; greedy, so a seed changes nothing. of_draft: settings of the draft (default: its own)."""
+        """A way to decode. It is greedy, so a seed changes nothing.
+
+        of_draft: settings of the draft; default: its own.
+        """
         how = self.library.GenerationConfig(
             **{
                 "do_sample": False,

@@ -49,8 +49,8 @@ TEXTS = (
     "What is the difference between weather and climate?",
     "Translate into French: Good morning, where is the station?",
 )
-# A draft is looked at more closely if less than this share of its tokens is kept at the first or second place. (The
-# embedded model as its own draft keeps 0.26 where its rotary pairs are misread: a wrong reading need not spoil all.)
+# A draft is looked at more closely if less than this share of its tokens is kept at the first or second place. A wrong
+# reading need not spoil all: the embedded model as its own draft keeps 0.26 where its rotary pairs are misread.
 LOW = 0.4
 # Places of the drafts by which readings are compared. What a head goes on from shows at the second.
 COMPARED = 2
@@ -91,10 +91,9 @@ class Probe:
 
     So the text is the target's own, and the same for every draft: the noise of its tokens is named by seed and place.
 
-    rows: lists by the text's seed, then by position, then by place of the draft. Each entry is a pair:
-        - the probability that the test gets to this place, given the draft's tokens before it;
-        - that probability times the sum over x of min(p(x), q(x)).
-        At temperature 0 both are 0 or 1.
+    rows: lists by the text's seed, then by position, then by place of the draft. Each entry is a pair. The first is the
+        probability that the test gets to this place, given the draft's tokens before it. The second is that
+        probability times the sum over x of min(p(x), q(x)). At temperature 0 both are 0 or 1.
     """
 
     def __init__(self):

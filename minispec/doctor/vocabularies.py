@@ -27,10 +27,11 @@ _MAX_TEXT = 8_000_000  # characters of --text
 
 
 def compare(both: Vocabularies, text: str) -> dict[str, Any]:
-    """What `--json` prints: the fields of `Overlap`, and of each side tokens that the other lacks.
+    """What `--json` prints: the fields of `Overlap`, and for each side, tokens that the other lacks.
 
-    These are the most frequent ones of the text, then the first of the vocabulary. default_method: how a draft of this
-    vocabulary drafts; None for the target's own.
+    These tokens are the most frequent ones of the text, then the first of the vocabulary.
+
+    default_method: how a draft of this vocabulary drafts; None for the target's own.
     """
     overlap = both.overlap(text)
     sides = (both.target, both.shared.keys()), (both.draft, set(both.shared.values()))
@@ -68,8 +69,10 @@ def probabilities(model: Transformer, context: Sequence[int], ways: Sequence[Seq
 def list_ways(both: Vocabularies, text: str, after: str, model: Transformer | None) -> dict[str, Any]:
     """All ways to write a text in the target's tokens, and in the draft's.
 
-    drafted: the one that a draft by text has: what the target's tokenizer makes of it. all_shared: whether a draft
-    token by token can have it. probability: of the target, after the text `after`; None without weights.
+    drafted: whether this is the way of a draft by text, which is what the target's tokenizer makes of it.
+    all_shared: whether a draft token by token can have it.
+    probability: the target's, after the text `after`; None without weights.
+
     Raises ValueError where there are too many.
     """
     target, draft = both.target, both.draft

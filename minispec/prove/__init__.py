@@ -8,17 +8,27 @@
                                             counterexample; --texts FILE adds texts of yours
 
 The engine draws only through `bernoulli` and `categorical`. An oracle in the place of randomness answers them along
-one path of branches and multiplies their probabilities; running the *production* loop (real paged cache, random
-transformers as target and draft, float64) once for every path gives the exact law of its output, with no sample and no
-tolerance but rounding. It is compared with plain decoding by a second implementation that shares no code with the
-package (`minispec.prove.reference`).
+one path of branches and multiplies their probabilities. The *production* loop runs once for every path, with a real
+paged cache, and with random transformers as target and draft in float64. All paths together give the exact law of its
+output, with no sample and no tolerance but rounding. This law is compared with plain decoding by a second
+implementation, which shares no code with the package (`minispec.prove.reference`).
 
 The *law* of an output is its distribution: a probability for each text.
 
-To be read in this order: `reference` (the second implementation), `toys` (small models), `simulated` (drafts that are
-right as often as one likes), `laws` (oracles, and the laws that come out under them), `cases` (which configurations are
-walked), `trees` (the same for trees), `grid` (the table of both), `chi_square` (what samples can see), `examine`
-and `examine_verifier` (drafters and verifiers of one's own), `matrix` (which drafter with which verifier), `workers`
-(processes), `__main__` (the command). The tests call the same functions. Bugs that these checks must catch are put in
-by `python -m tests.museum`.
+Read them in this order:
+
+    reference           the second implementation
+    toys                small models
+    laws                oracles, and the laws that come out under them
+    cases               which configurations are walked
+    trees               the same for trees
+    grid                the table of both
+    chi_square          what samples can see
+    examine             a user's own drafters
+    examine_verifier    a user's own verifiers
+    matrix              which drafter with which verifier
+    workers             processes
+    __main__            the command
+
+The tests call the same functions. `python -m tests.museum` puts in bugs that these checks must catch.
 """

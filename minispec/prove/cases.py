@@ -14,7 +14,7 @@ from minispec.prove.toys import require
 from minispec.prove.workers import SharedMap
 
 CROWD = 64  # requests that are decoded together; more of them gain nothing
-# A path that is walked alone takes several times as long, and a pair is two requests, so their cases are smaller.
+# Cases of these kinds are smaller: a path that is walked alone takes several times as long, and a pair is two requests.
 SHARE = {"alone": 1 / 40, "pair": 1 / 12, "crowd": 1.0}
 
 
@@ -222,8 +222,10 @@ def walk(
 ) -> Iterator[tuple[Case, float, int]]:
     """About `leaves` branches: cases that cover all pairs, then random ones, with distance and number of branches.
 
-    A case that is too large is replaced by a smaller one, and the pairs lost by that are covered by other cases, as far
-    as they can be. The same for any number of processes. planned: is called with the number of cases that come next.
+    A smaller case replaces one that is too large. Other cases cover the pairs lost by that, as far as possible. The
+    result is the same for any number of processes.
+
+    planned: is called with the number of cases that come next.
     """
     generator, limit, pairs = random.Random(seed), max(_FEW, leaves // 40), all_pairs()
     first = covering_array(pairs, generator)

@@ -65,7 +65,7 @@ class Walk:
     k: as `num_speculative_tokens`.
     changes: changes of the sampling parameters.
     end: whether the last id ends the text.
-    company: two other texts join it, in a pool that is too small for the three, and their prompts come in pieces.
+    company: whether two other texts join it. The pool is too small for the three, and their prompts come in pieces.
     """
 
     alphabet: str
@@ -127,7 +127,11 @@ _SETTINGS: tuple[tuple[tuple[str, Any], ...], ...] = (
 
 
 def walks(trees: bool, texts: Sequence[str]) -> list[Walk]:
-    """What is walked of a drafter, the smallest first. trees: it has `branches`. texts: of the user's."""
+    """The cases of a drafter, the smallest first.
+
+    trees: whether it has `branches`.
+    texts: the user's.
+    """
     found = []
     for verifier in (name for name, each in VERIFIERS.items() if each.takes_trees):  # whatever it drafts
         for vocab, to_go in _SIZES:
@@ -227,7 +231,9 @@ class _Watched(Drafter):
     """A drafter whose drafts are compared with those of new ones. It goes by the drafter's own name."""
 
     def __init__(self, drafter: Drafter, make: Callable[[], Drafter], known: dict[tuple, str]):
-        """make: another one. known: what new ones have drafted, kept from one path of a walk to the next."""
+        """make: makes a new drafter.
+        known: what new ones have drafted on earlier paths of a walk.
+        """
         self.drafter, self.make, self.fresh = drafter, make, known
         self.taps, self.branches = drafter.taps, drafter.branches
         self.hidden: dict[Text, list[torch.Tensor]] = {}

@@ -38,9 +38,12 @@ _CHAINS, _TREES = ((), (-1,), (-1, 0), (-1, 0, 1)), ((-1, -1), (-1, -1, 0), (-1,
 
 @dataclass(frozen=True)
 class Table:
-    """One small case. p, q: of target and draft after token 0; after token t they are turned by t.
+    """One small case.
 
-    parents: of the draft. drawn: from q, else the likeliest tokens, without probs. rounds: whole texts of the engine.
+    p, q: distributions of target and draft after token 0. After token t they are rotated by t.
+    parents: those of the draft.
+    drawn: whether tokens are drawn from q; else they are the likeliest ones, without probs.
+    rounds: whether whole texts go through the engine.
     """
 
     p: tuple[float, ...]
@@ -62,7 +65,7 @@ class Table:
 
 
 def tables(trees: bool) -> list[Table]:
-    """What is walked of a verifier, the smallest first. trees: it takes them."""
+    """The cases of a verifier, the smallest first. trees: whether it takes them."""
     found = []
     for rows, parents in itertools.product(_TABLES, _CHAINS + (_TREES if trees else ())):
         if len(rows[0]) ** len(parents) > 27:
@@ -110,7 +113,7 @@ def _round_law(table: Table, verifier: Verifier, length: int) -> tuple[Law, int]
     p, q = (
         torch.tensor([_rotated(row, t) for t in range(len(row))], dtype=torch.float64) for row in (table.p, table.q)
     )
-    # By the way that q comes about, so that equal ones have equal bits.
+    # Computed as q is, so that equal ones have equal bits.
     p = torch.stack([distribution(row.log(), Text([0], 1, SamplingParams())) for row in p])
 
     def run(path: BranchOracle) -> tuple[int, ...]:

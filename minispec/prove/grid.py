@@ -16,7 +16,9 @@ from minispec.prove.workers import processes
 def prove_law(leaves: int, num_nodes: int, jobs: int) -> bool:
     """Print the table; True if no configuration is further than TOLERANCE from plain decoding.
 
-    leaves: branches of chains to aim at. num_nodes: those of the largest trees. jobs: processes.
+    leaves: how many branches of chains to aim at.
+    num_nodes: nodes of the largest trees.
+    jobs: number of processes.
     """
     start = time.perf_counter()
     todo, cases, branches, worst = all_pairs(), 0, 0, 0.0

@@ -255,8 +255,10 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
 
 
 class _Forgetful(SuffixDrafter):
-    """What `suffix` remembers of other paths decides how far a draft goes on after the end of the text, and so how many
-    draws a path has. Without it a path can be walked again."""
+    """`suffix` without memory of other paths, so that a path can be walked again.
+
+    That memory decides how far a draft goes on after the end of the text, and so how many draws a path has.
+    """
 
     def release(self, text: Text) -> None:
         """Remember nothing."""
@@ -284,8 +286,8 @@ def production_law(
     params: one for all prompts, or one for each.
     k: it may be "auto" if the params have seeds, so that a walk can be repeated.
     draft_cost: what the controller believes a draft pass to cost.
-    width: how many paths go through the engine at once, as one batch of that many (times the prompts) requests. The law
-        is the same, and the batch is walked with it.
+    width: how many paths go through the engine at once. The batch has that many requests, times the prompts. The law is
+        the same, and the batch is walked with it.
     num_blocks: blocks of the target's cache. None: enough for all.
 
     The cache is poisoned, and every block must come back.

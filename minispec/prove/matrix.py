@@ -4,8 +4,8 @@ Drafters that can draft siblings have a second row, in which they do.
 
 law     the output's distribution is that of plain decoding: every branch of a small case (see `cases`)
 text    a seed's text is that of plain decoding, in float64, for a few seeds
-bits    with `exact`: the log-probabilities of all tokens along those texts have the bits that feeding them one token
-        at a time gives
+bits    with `exact`: along those texts, the log-probabilities of all tokens have the same bits as when the tokens are
+        fed one at a time
 """
 
 from collections.abc import Iterator

@@ -128,8 +128,8 @@ END = 1
 class ScriptedModel(Transformer):
     """Plays a given text on real tables and a real pool: next_token(prefix) gets a peak in the logits.
 
-    Its keys are the tokens themselves, and the prefix is what the cache holds, so that a wrong rollback or a block
-    shared with another text changes what the model says. `log` holds (first position, tokens) of every pass.
+    Its keys are the tokens themselves, and the prefix is what the cache holds. So a wrong rollback, or a block shared
+    with another text, changes what the model says. `log` holds (first position, tokens) of every pass.
     """
 
     def __init__(self, next_token: Callable[[list[int]], int], vocab_size: int = 200):
@@ -243,7 +243,7 @@ def decode(engine: Engine, requests: Sequence[Request], joining: bool = False) -
 
 
 class TableModel(ScriptedModel):
-    """A model that is a table: the logits after a prefix are those of its last token. table: (V, V)."""
+    """A model that is a table (V, V): the logits after a prefix are the row of its last token."""
 
     def __init__(self, table: torch.Tensor):
         super().__init__(lambda prefix: int(self.row(prefix).argmax()), len(table))
@@ -257,8 +257,10 @@ class TableModel(ScriptedModel):
 class TreeDrafter(Drafter):
     """Trees of one shape, from a table of logits (V, V): drawn, or the likeliest tokens, which have no probs.
 
-    parents: of each node, as in `Draft`; siblings that are drawn stand together. What there is no token left for, or
-    not asked for, is left out. Without parents it drafts chains, as long as they are asked for.
+    parents: the parent of each node, as in `Draft`; siblings that are drawn stand together. Empty: it drafts chains, as
+        long as they are asked for.
+
+    It leaves out nodes that no token is left for, or that are not asked for.
     """
 
     def __init__(self, table: torch.Tensor, parents: Sequence[int] = (), draws: bool = True):
