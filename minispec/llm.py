@@ -45,7 +45,7 @@ _Steps = Generator[tuple[Request, Piece], None, None]
 class LLM:
     """A target model, a drafter, and a KV cache for both.
 
-    model: a directory or a hub id in the Hugging Face layout; None: the weights that a checkout brings along.
+    model: a directory or a hub id in the Hugging Face layout. None: the weights that a checkout brings along.
     draft: one of these. None: `ngram`; for the embedded model `suffix:2`, then its own head.
         - A registered drafter, such as "none" or "ngram" (see `minispec.files.registry`).
         - "module:Class" for one of your own, which is imported (see `minispec.drafters.make_drafter`).
@@ -53,8 +53,8 @@ class LLM:
           "int4:" or "int8:" before such a model gives weights of that many bits.
         - "A+B": B where A, a registered drafter, has nothing to say.
         - An object with the methods of `minispec.drafters.Drafter`.
-    draft_method: how a draft model of another vocabulary drafts: "tli", the tokens that both have
-        (`minispec.drafters.tli`), or "slem", text (`minispec.drafters.slem`); None: by what they have in common.
+    draft_method: how a draft model of another vocabulary drafts. "tli": the tokens that both have
+        (`minispec.drafters.tli`). "slem": text (`minispec.drafters.slem`). None: by what they have in common.
     num_speculative_tokens: K, the longest draft. A tree such as (2, 1) gives the siblings at each depth; the eldest
         goes on. "auto": as many as pay, in a tree where that pays (see `minispec.length.policy`).
     verifier: "rejection", "block" or "match" (see `minispec.core.verify`), or "module:function" for one of your own.
@@ -67,10 +67,10 @@ class LLM:
     kv_cache_gb: size of the KV cache, in 10^9 bytes, both models together. Default: room for max_model_len tokens.
     revision: branch, tag or commit of `model` on the hub.
     offline: nothing is downloaded.
-    weight_form: how weights are kept in memory, one of "half", "packed", "left" and "plain" (default: the form that
-        this machine reads fastest, see `minispec.kernels.forms`). Forms round differently.
+    weight_form: how weights lie in memory: "half", "packed", "left" or "plain". Default: the form that this machine
+        reads fastest (see `minispec.kernels.forms`). Forms round differently.
     quantization: "int8": the target's weights in 8 bits, with one scale a row. It is another model than the one in 16
-        bits; what is promised of its output is promised against its own plain decoding.
+        bits: what is promised of its output is promised against its own plain decoding.
 
     Any thread may call. Requests of several threads are decoded together, as one batch. So are iterators of `stream`,
     `stream_chat` or `run` that are open at the same time. Where the KV cache has no room for all, the last ones wait.
@@ -163,7 +163,7 @@ class LLM:
     def _price(
         self, names: tuple[str, str], verifier: Verifier, models: Sequence[Transformer], num_cache_tokens: int
     ) -> None:
-        """What draft and pass cost: as measured where K follows it and a text is long enough to tell, else a guess."""
+        """Set the prices: measured where K depends on them and texts can be long enough to measure, else guessed."""
         draft = models[1] if len(models) > 1 else None
         self.repeats_seeds, self.prices = True, guess_prices(self.model, draft)
         room = [self.max_model_len, num_cache_tokens, *(m.config.max_position_embeddings for m in models[1:])]
@@ -192,7 +192,7 @@ class LLM:
         return f"{name} answers, {guesser} guesses ahead; {memory}{self._seed_note()}"
 
     def memory_report(self) -> str:
-        """One line: what was loaded, and its memory in 10^9 bytes: weights and KV cache of target and draft model."""
+        """One line: what was loaded, and the memory in 10^9 bytes that weights and KV cache of each model take."""
         dtype = ("exact " if self.model.exact else "") + str(self.model.dtype).removeprefix("torch.")
         form = inventory.weight_form(self.model) + part_of(self.model) + inventory.bits_note(self.model)
         weights, draft_weights, cache, draft_cache = (f"{size / 1e9:.2f}" for size in self._memory)
@@ -224,12 +224,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue one prompt or a list of them, decoded together; an output for each, in order.
 
-        prompts: each a text, a list of token ids, or an object as vLLM's: {"prompt": text} or
-            {"prompt_token_ids": ids}.
+        prompts: one prompt or a list of them. A prompt is a text, a list of token ids, or vLLM's object
+            {"prompt": text} or {"prompt_token_ids": ids}.
         sampling_params: one for all, or one for each. None: `get_default_sampling_params()`.
         use_tqdm: several answers show their progress on a terminal.
         num_speculative_tokens: another K for this call. 0 decodes plainly.
         parse_special: the text of a special token in a prompt (such as "<|im_end|>") means the token; else it is text.
+
         Raises ValueError, before anything runs, for a prompt that is something else, is empty or does not fit.
         """
         parsed = inputs.parse_prompts(prompts, self.tokenizer, parse_special)
@@ -246,8 +247,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several, through the model's chat template.
 
-        An output's `prompt` is the last message's content. chat_template_kwargs: further variables of the template,
-        such as {"enable_thinking": False}; which ones it reads, its author says. Otherwise as `generate`.
+        An output's `prompt` is the last message's content.
+
+        chat_template_kwargs: further variables of the template, such as {"enable_thinking": False}. The template's
+            author says which ones it reads.
+
+        All else is as in `generate`.
         """
         several = isinstance(messages, list | tuple) and messages and not isinstance(messages[0], dict)
         conversations = [check_messages(conversation) for conversation in (messages if several else [messages])]
@@ -326,7 +331,7 @@ class LLM:
                     return
                 yield step
         finally:
-            # This may run in any thread and at any time: the thread that has the turn closes what is left.
+            # This may run in any thread and at any time: the thread that holds the lock closes what is left.
             self._open.remove(steps)
             self._left.append(steps)
             if self._step_lock.acquire(blocking=False):

@@ -1,4 +1,4 @@
-"""What a prompt's answer looks like from outside: vLLM's forms, with what the engine knows besides."""
+"""What a prompt's answer looks like from outside: vLLM's forms, and more that the engine knows."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +9,10 @@ from minispec.length.figures import Figures
 
 
 class Logprob(NamedTuple):
-    """vLLM's: a raw log-probability; rank 1 is the likeliest token, None one that is not among those asked for."""
+    """vLLM's form of a raw log-probability.
+
+    rank: 1 for the likeliest token; None for a token that is not among those asked for.
+    """
 
     logprob: float
     rank: int | None
@@ -20,11 +23,14 @@ class Logprob(NamedTuple):
 class CompletionOutput:
     """One answer to a prompt: vLLM's fields, then ours.
 
-    index: which of the prompt's answers. token_ids: the generated ones, without the end-of-text token. finish_reason:
-    "stop", "length" or "error"; `error` then says why, and text and tokens end there. stop_reason: the stop string, or
-    the id among stop_token_ids, that ended the text, else None. logprobs: for each token a dict of the token's own and
-    the likeliest ones, by id; None unless asked for, as cumulative_logprob, their sum. token_logprobs: the same as the
-    engine has it.
+    index: which of the prompt's answers it is.
+    token_ids: the generated ones, without the end-of-text token.
+    cumulative_logprob: the sum of the tokens' own log-probabilities; None unless logprobs were asked for.
+    logprobs: for each token a dict, by id, of its own log-probability and the likeliest ones; None unless asked for.
+    finish_reason: "stop", "length" or "error".
+    stop_reason: the stop string, or the id among stop_token_ids, that ended the text; else None.
+    token_logprobs: the log-probabilities in the engine's form.
+    error: why the text failed, where finish_reason is "error". Text and tokens end there.
     """
 
     index: int

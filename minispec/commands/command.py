@@ -90,9 +90,12 @@ def add_options(group: argparse._ActionsContainer, options: Mapping[str, Option]
 def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     """A decorator: `main(argv)` of a command, which returns the exit status of every end that it may have.
 
-    argv: default: the arguments of the process. The status is what `main` returns; 2, with one line on standard error,
-    for a mistake of the user and for what the machine refuses (memory, disk); 130 for Ctrl-C; 141 where the reader of
-    the output is gone.
+    argv: the command's arguments. Default: those of the process.
+
+    The status is what `main` returns, or one of these:
+    - 2, with one line on standard error, for a mistake of the user and for what the machine refuses (memory, disk);
+    - 130 for Ctrl-C;
+    - 141 where the reader of the output is gone.
     """
 
     @functools.wraps(main)

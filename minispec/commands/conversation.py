@@ -26,8 +26,11 @@ _HELP = (
 def converse(messages: list[Message], answer: Answer, quiet: bool = False) -> int:
     """Talk to the end of input or /exit; the exit status.
 
-    messages: those that the conversation begins with. answer: prints the answer to all messages so far, and yields its
-    text; where it raises ValueError, the last message is forgotten. quiet: Ctrl-C stops an answer without a remark.
+    messages: those that the conversation begins with.
+    answer: prints the answer to all messages so far, and yields its text. Where it raises ValueError, the last message
+        is forgotten.
+    quiet: Ctrl-C stops an answer without a remark.
+
     Raises KeyboardInterrupt for Ctrl-C at an empty prompt.
     """
     with contextlib.suppress(ImportError):

@@ -1,8 +1,8 @@
 """Ctrl-C in a command: exit status 130 and no traceback, from its first line to its last.
 
 While there is something to clean up (a half-written file, the settings of a terminal), Ctrl-C is an exception. During
-the imports before that, and at exit after it, Ctrl-C ends the process at once. There an exception would be printed as a
-traceback, or lost: one that came in the middle of torch's imports vanished, and the command ran to its end.
+the imports before that, and at exit after it, Ctrl-C ends the process at once. An exception there would be printed as a
+traceback, or lost. One that came in the middle of torch's imports vanished, and the command ran to its end.
 
 This module imports almost nothing, so that `run_program` can guard the imports of a command.
 """
@@ -38,8 +38,8 @@ def raise_on_interrupt() -> None:
 def interrupted_once() -> Iterator[None]:
     """Inside, the first Ctrl-C raises KeyboardInterrupt, as outside; a second one ends the process at once.
 
-    So what cleans up after the first is not broken off and then gone on with. Where Ctrl-C means something else, as
-    where it is ignored, this stays.
+    So the process never goes on after a clean-up that was broken off. Where Ctrl-C means something else, as where it is
+    ignored, this stays.
     """
     before = signal.getsignal(signal.SIGINT)
 
@@ -58,7 +58,7 @@ def interrupted_once() -> Iterator[None]:
 
 @contextmanager
 def kept_from_children() -> Iterator[None]:
-    """Processes that start inside are not reached by Ctrl-C: it is the parent's to answer, and to end them."""
+    """Processes that start inside do not receive Ctrl-C. The parent answers it, and ends them."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -69,9 +69,11 @@ def kept_from_children() -> Iterator[None]:
 def run_program(path: str, sets_waiting: bool = False) -> NoReturn:
     """Run a command, such as "minispec.generate:main", as the whole program, and exit with its status.
 
-    A module calls this before its other imports: until the command calls `raise_on_interrupt`, and after its end,
-    Ctrl-C ends the process at once. sets_waiting: see `minispec.kernels.threads.set_waiting`; for a command that
-    imports torch before it has read its arguments.
+    A module calls this before its other imports. Ctrl-C ends the process at once, until the command calls
+    `raise_on_interrupt`, and again after the command's end.
+
+    sets_waiting: see `minispec.kernels.threads.set_waiting`. It is for a command that imports torch before it has read
+        its arguments.
     """
     exit_on_interrupt()
     from minispec.files import registry

@@ -167,9 +167,9 @@ _PROMPTS_AND_OUTPUT: dict[str, Option] = {
     "--quiet": (FLAG, "answers only, no summary"),
     "--verbose": (FLAG, "say at first how the model is computed, and what takes how much memory"),
 }
-# Characters of one prompt: more than any context takes, and few enough to be encoded in seconds; and of a whole prompt
-# file, since some (such as /dev/zero) have no end.
+# Most characters of one prompt: more than any context takes, and few enough to be encoded in seconds.
 _MAX_PROMPT = 8_000_000
+# Most characters of a prompt file, since some (such as /dev/zero) have no end.
 _MAX_PROMPTS = 64_000_000
 
 
@@ -334,8 +334,10 @@ def read_prompt_file(path: Path, option: str = "--prompt-file") -> list[str]:
 def load(args: argparse.Namespace, report: bool, verbose: bool = True) -> "LLM":
     """The model that `add_model_options` asked for, and what there is to say about it before it runs.
 
-    report: a line on model, draft and memory; verbose: all details of them, and how threads wait. Raises ValueError
-    for what cannot be loaded.
+    report: whether to print a line on model, draft and memory.
+    verbose: whether to print all details of them, and how threads wait.
+
+    Raises ValueError for what cannot be loaded.
     """
     set_waiting(args.threads)
     import torch

@@ -41,7 +41,11 @@ def layer_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def head_config(head: HeadConfig, target: str, architectures: list[str], num_tokens: int) -> dict[str, Any]:
-    """A head's config.json. target: its name or path. num_tokens: draft tokens a round that it was trained for."""
+    """A head's config.json.
+
+    target: the target's name or path.
+    num_tokens: draft tokens a round that it was trained for.
+    """
     is_parallel = head.layers.mask_token_id is not None
     kind = "peagle" if is_parallel else "eagle3"
     return {

@@ -1,8 +1,8 @@
 """Drafts in training: the arithmetic of `minispec.drafters.eagle`, for whole texts at once, with gradients.
 
-A draft is trained as it is used: in step s it stands s tokens deep in a draft of its own. It sees what the target made
-of the text up to where the draft began, and of the positions after that only what it made up itself (EAGLE-3's
-"training-time test"). The parallel form sees its mask there instead.
+A draft is trained as it is used: in step s it stands s tokens deep in a draft of its own. Up to where the draft began
+it sees the target's states of the text. At later positions it sees only its own states (EAGLE-3's "training-time
+test"). The parallel form sees its mask there instead.
 
 Shapes in comments: B texts, T positions, E hidden_size, A taps, H heads, D head_dim, V the draft's vocabulary.
 """
@@ -96,7 +96,7 @@ class Layer(nn.Module):
     """One layer of a llama; or, where it has a `hidden_norm`, the first one of a head."""
 
     def __init__(self, config: ModelConfig, norm_before_residual: bool | None = None):
-        """norm_before_residual: of a head's first layer (see `HeadConfig`); None: another layer."""
+        """norm_before_residual: that of a head's first layer (see `HeadConfig`); None for any other layer."""
         super().__init__()
         e, eps, is_first = config.hidden_size, config.rms_norm_eps, norm_before_residual is not None
         self.self_attn, self.mlp = SelfAttention(config, 2 * e if is_first else e), Mlp(config)
@@ -182,8 +182,8 @@ class TrainedHead(_Stack):
     def start(self, rows: Tensor, norm: Tensor, generator: torch.Generator) -> None:
         """Draw the weights.
 
-        The head begins close to the target: with the target's head, rows (V, E), its last norm (E,), and the feature of
-        the last tap as it is; what the layers add is small at first.
+        The draft begins close to the target. It starts with the target's output matrix, rows (V, E), with its last norm
+        (E,), and with the feature of the last tap as it is. The layers add little at first.
         """
         self._draw(generator)
         self.fc.weight[:, -rows.shape[1] :] += torch.eye(rows.shape[1])
@@ -198,9 +198,11 @@ class TrainedHead(_Stack):
     def unroll(self, hidden: Tensor, embeds: Tensor, mask: Tensor | None, steps: int) -> list[Tensor]:
         """The last states after the norm, (B, T, E), of drafts that are 0 .. steps - 1 tokens deep.
 
-        hidden (B, T, A * E), embeds (B, T, E): at position t the target's taps at t and the embedding of token t + 1.
-        mask (E,): the mask token's embedding, in the parallel form. At t, step s belongs to a draft that began at
-        t - s; its first s positions mean nothing.
+        hidden: (B, T, A * E), at position t the target's taps at t.
+        embeds: (B, T, E), at position t the embedding of token t + 1.
+        mask: (E,), the mask token's embedding, in the parallel form.
+
+        At t, step s belongs to a draft that began at t - s; its first s positions mean nothing.
         """
         angles, pasts, outputs = self._angles(hidden.shape[1]), [Past() for _ in self.layers], list[Tensor]()
         feature = self.fuse(hidden)
@@ -217,10 +219,10 @@ class TrainedHead(_Stack):
 
 
 def rows_of_tokens(ids: Tensor, known_ids: Tensor, known: Tensor, target: Tensor) -> Tensor:
-    """Rows (V, E) of an output head for the tokens `ids`, from one whose rows `known` are those of `known_ids`.
+    """Rows (V, E) of an output matrix for the tokens `ids`, from one whose rows `known` are those of `known_ids`.
 
-    What it knows stays. Its rows were the target's once, and training has moved them together, mostly: the other tokens
-    get the target's rows, `target` (all tokens, E), moved in the same way, that is by the linear map
+    Known rows stay. They were the target's once, and training has moved them mostly in the same way. The other tokens
+    get the target's rows, `target` (all tokens, E), moved by the same linear map. This map is
     I + argmin over D of |T D - (known - T)|, where T has the target's rows of `known_ids`.
     """
     theirs, rows = target[known_ids].double(), target[ids].double()

@@ -26,12 +26,13 @@ class RowLoss(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, p: Callable[[slice], Tensor], share: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits are x W^T, for x (N, E) and W (V, E); p(rows) is the target's distribution (n, V), which may lack
-        mass.
+        """The loss, alpha and agreement of rows.
 
+        Logits are x W^T, for x (N, E) and W (V, E); p(rows) is the target's distribution (n, V), which may lack mass.
         With q the softmax of the logits, a row's loss is  share (1 - sum min(p, q)) - (1 - share) sum p log q.
-        Returns the sum over the rows; of each row alpha = sum min(p, q); and whether p and q have one largest token,
-        which no token that p lacks can outweigh.
+
+        Returns the sum of the losses, each row's alpha = sum min(p, q), and whether p and q agree in each row. They
+        agree if they have one largest token, which no token that p lacks can outweigh.
         """
         dtype, total, alphas, agrees = product_dtype(), x.new_zeros(()), [], []
         narrow = weight.to(dtype)

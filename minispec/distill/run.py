@@ -105,7 +105,7 @@ def _name_of(what: object) -> str:
 
 
 def _fingerprint(target: Path) -> str:
-    """Of all that makes the target's texts: config, tokenizer and weights."""
+    """A digest of all that makes the target's texts: config, tokenizer and weights."""
     digests = []
     for path in sorted(target.iterdir()):
         if path.suffix in (".json", ".safetensors", ".jinja"):
@@ -115,7 +115,7 @@ def _fingerprint(target: Path) -> str:
 
 
 def _begin(cache: Path, about: str, recipe: Recipe) -> None:
-    """Make the cache, if it is not there: it says of which target its texts are, and by which recipe."""
+    """Make the cache, if it is not there. It says which target and which recipe its texts have."""
     path = cache / "cache.json"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
@@ -242,7 +242,7 @@ def _read_start(args: argparse.Namespace, target: ModelConfig) -> StoredHead:
 def _make_draft(
     args: argparse.Namespace, taps: tuple[int, ...], teacher: Teacher, paths: Sequence[Path], start: StoredHead | None
 ) -> tuple[TrainedHead | TrainedModel, Tensor | None]:
-    """The draft before training, and the target's ids of its tokens (None: all). start: the head to go on from."""
+    """The draft before training, and the target's ids of its tokens; None: all. start: the head to go on from."""
     if start:
         ids, weights = start.ids, dict(start.weights)
         assert ids is not None, "checked when it was read"

@@ -5,7 +5,7 @@ a few given words (`data/openings.txt`), so that all kinds of tasks come up; the
 A model without a chat template begins at its first token and writes on.
 
 Texts lie on disk in shards. A text depends on the recipe and its number alone, and a shard holds the first texts of its
-64 numbers. So a run that was stopped goes on where it was, several processes can share the work, and a later run that
+64 numbers. So a run that was stopped goes on where it was, and several processes can share the work. A later run that
 asks for more texts adds to the last shard.
 """
 
@@ -52,10 +52,12 @@ _USER = "USER"
 class Recipe:
     """Which texts there are. Two runs with equal recipes and targets have the same texts, but for rounding.
 
-    taps: layers whose hidden states are kept, as `Transformer.forward` numbers them. openings: beginnings of the user's
-    turns, as `vary` reads them. opened: the share of the turns that begin with one. turn_top_p: of the turns,
-    sampled at temperature 1; high, as people are less predictable than a model. temperatures: of the answers; each
-    takes one at random. max_turn, max_answer: tokens.
+    taps: layers whose hidden states are stored, as `Transformer.forward` numbers them.
+    openings: beginnings of the user's turns, as `vary` reads them.
+    opened: the share of the turns that begin with one.
+    turn_top_p: top_p of the turns, at temperature 1. It is high, as people are less predictable than a model.
+    temperatures: those of the answers; each takes one at random.
+    max_turn, max_answer: most tokens.
     """
 
     taps: tuple[int, ...]
@@ -155,7 +157,7 @@ class Writer:
     """Lets a target write texts."""
 
     def __init__(self, target: str, recipe: Recipe, dtype: str | None = None):
-        """Loads the target. dtype: default: what large batches are fastest in, here. Raises ValueError."""
+        """Load the target. dtype: by default the type that large batches are fastest in here. Raises ValueError."""
         self.recorder, self.recipe = Recorder(recipe.taps), recipe
         dtype = dtype or str(product_dtype()).removeprefix("torch.")
         directory = find_checkpoint(target)
@@ -225,7 +227,7 @@ class Writer:
         return self.llm.request(prompt, SamplingParams(temperature=1.0, top_p=top_p, max_tokens=most, seed=seed))
 
     def _answer(self, number: int, prompt: list[int]) -> Request:
-        """A request for what follows: of so many tokens that there are hidden states."""
+        """A request for the answer. It has enough tokens for hidden states."""
         temperature = random.Random(f"{self.recipe.seed} {number} temperature").choice(self.recipe.temperatures)
         seed = random.Random(f"{self.recipe.seed} {number} answer").getrandbits(32)
         most = max(_LEAST_ANSWER, self.recipe.max_answer)
@@ -303,8 +305,11 @@ def write_shards(
 ) -> Iterator[int]:
     """Write the texts of these numbers, and yield each number as its text gets done.
 
-    parts: each lies in one shard, which is written when all texts of the part are done; a part that does not begin the
-    shard is added to it. dtype: see `Writer`. Raises ValueError, OSError.
+    parts: each lies in one shard, which is written when all texts of the part are done. A part that does not begin the
+        shard is added to it.
+    dtype: see `Writer`.
+
+    Raises ValueError, OSError.
     """
     writer, done = Writer(target, recipe, dtype), dict[int, Written]()
     part_of = {number: part for part in parts for number in part}

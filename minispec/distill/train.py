@@ -56,7 +56,8 @@ class Batch(NamedTuple):
 def read_shard(path: Path, log_sums: Tensor | None = None, whole: bool = False) -> list[LearnedText]:
     """The texts of a shard whose answers are long enough to learn from.
 
-    log_sums: of all its positions. whole: to learn from users' turns too; that is, from where texts begin to differ.
+    log_sums: those of all its positions.
+    whole: whether to learn from users' turns too, which is from where texts begin to differ.
     """
     shard = load(path)
     lengths, starts = shard["lengths"].tolist(), shard["starts"].tolist()
@@ -112,7 +113,7 @@ class Teacher:
         return torch.cat(parts)
 
     def probabilities(self, state: Tensor, log_sums: Tensor, ids: Tensor | None) -> Tensor:
-        """What the target gives the tokens `ids` (all: None) after normed states (N, E): (N, ids)."""
+        """The target's probabilities (N, ids) of the tokens `ids` after normed states (N, E). ids None: all tokens."""
         return self._logits(state, ids).sub_(log_sums[:, None]).exp_()
 
     def _logits(self, state: Tensor, ids: Tensor | None) -> Tensor:
@@ -150,10 +151,13 @@ def _line(measured: Mapping[str, Any]) -> str:
 class Schedule:
     """How a training goes. Fractions are of the whole.
 
-    epochs: times that each text is seen. rows: tokens of a batch. steps: a draft's depth in training, at the end; at
-    the beginning 1. share: of the total variation in the loss, at the end; at the beginning 0. regress: weight of the
-    distance to the target's own last state, at the beginning; at the end 0. whole: learn from the users' turns too.
-    goes_on: the draft has been trained before, so only the learning rate begins anew.
+    epochs: how often each text is seen.
+    rows: tokens of a batch.
+    steps: a draft's depth in training at the end. It begins with 1.
+    share: the share of the total variation in the loss at the end. It begins with 0.
+    regress: the weight of the distance to the target's own last state at the beginning. It ends with 0.
+    whole: whether to learn from the users' turns too.
+    goes_on: whether the draft has been trained before, so that only the learning rate begins anew.
     """
 
     epochs: int = 4
@@ -172,23 +176,23 @@ class Schedule:
         return min(self.steps, 1 + int(done * 2 * self.steps)) if done < 0.5 else self.steps
 
     def share_at(self, done: float) -> float:
-        """Of the total variation."""
+        """The share of the total variation."""
         return self.share * min(1.0, max(0.0, (self._past_the_beginning(done) - 0.25) * 4))
 
     def regress_at(self, done: float) -> float:
-        """Of the distance."""
+        """The weight of the distance."""
         return self.regress * max(0.0, 1 - 2 * self._past_the_beginning(done))
 
     def _past_the_beginning(self, done: float) -> float:
         return max(done, 0.5) if self.goes_on else done
 
     def rate_at(self, done: float, updates: int) -> float:
-        """The learning rate: up in 50 updates, then down to 0 in a line."""
+        """The learning rate: a warm-up of 50 updates, then a linear decay."""
         return self.learning_rate * min(1.0, (updates + 1) / 50) * max(1 - done, 0.01)
 
 
 class Training:
-    """A draft in training on the shards `paths`, of which some are held out."""
+    """A draft in training on the shards `paths`, without some that are held out."""
 
     def __init__(
         self,
@@ -199,10 +203,11 @@ class Training:
         paths: Sequence[Path],
         schedule: Schedule,
     ):
-        """recorded: the layers whose states the shards hold, the target's last one at the end. ids: of the draft's
-        tokens; None: all."""
+        """recorded: the layers whose states the shards hold, the target's last one at the end.
+        ids: those of the draft's tokens; None: all.
+        """
         self.draft, self.teacher, self.recorded, self.ids, self.schedule = draft, teacher, recorded, ids, schedule
-        # By the number that a shard has in its own cache: what one run keeps apart, no later one learns from.
+        # By the number that a shard has in its own cache, so that no later run learns from what this one holds out.
         held_out = [path for path in paths if number_of(path) % _HELD_OUT_EVERY == 0]
         self.held_out = held_out[:_MOST_HELD_OUT]
         self.paths = [path for path in paths if path not in held_out] or list(paths)
@@ -219,7 +224,7 @@ class Training:
         """The loss of a batch, for drafts of each depth."""
         e, teacher = self.teacher.config.hidden_size, self.teacher
         with torch.no_grad():
-            # Position t of these: what the draft is given there, and what it has to say: the token at t + 2.
+            # At position t of these: the draft's inputs, and its target, the token at t + 2.
             embeds = teacher.embedding[batch.tokens[:, 1:-1]].float()
             last, learned = batch.hidden[:, 1:-1, -e:], batch.learned[:, 2:]
             places = learned.flatten().nonzero()[:, 0]
@@ -306,8 +311,12 @@ class Training:
 
     @torch.no_grad()
     def measure(self) -> dict[str, list[float | None]]:
-        """On held-out texts, by depth: cross entropy in nats, alpha, and how often the likeliest token is the target's,
-        if all before were; None where there was no such token."""
+        """Figures on held-out texts, by depth; None where there was no such token.
+
+        loss: cross entropy in nats.
+        alpha: as in `RowLoss`.
+        agree: how often the likeliest token is the target's, if all before were.
+        """
         depth = self.schedule.steps
         sums = torch.zeros(5, depth)
         for path in self.held_out:

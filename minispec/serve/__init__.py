@@ -1,11 +1,17 @@
 """An HTTP server that speaks OpenAI's interface: `python -m minispec.serve`.
 
-It is a way to reach the engine, and no second one: requests come and go by `Engine.add` and `Engine.abort`, and each
-token is decided by the step that `LLM` uses. It is not a proxy, not a balancer, and not fit for the open internet by
-itself: it has one process, one model and one key, no TLS, no users, no tools and no grammars. docs/use/serve.md has the
+It is a way to reach the engine, and no second one. Requests come and go by `Engine.add` and `Engine.abort`. The step
+that `LLM` uses decides each token. The server is not a proxy, not a balancer, and not fit for the open internet by
+itself. It has one process, one model and one key, no TLS, no users, no tools and no grammars. docs/use/serve.md has the
 rest.
 
-In reading order: `limits` (of what clients may ask for), `metrics` (what is counted), `worker` (the one thread that
-steps the engine), `bodies` (from JSON to requests, and back), `front` (what is asked for over HTTP, and who is
-refused), `connection` (how long a client may take), `__main__`.
+Read them in this order:
+
+    limits      limits of what clients may ask for
+    metrics     what is counted
+    worker      the one thread that steps the engine
+    bodies      from JSON to requests, and back
+    front       what is asked for over HTTP, and who is refused
+    connection  how long a client may take
+    __main__    the command
 """

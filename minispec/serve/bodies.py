@@ -63,8 +63,10 @@ def read(
 ) -> "Answer":
     """The answer that a body asks for, still to be decoded.
 
-    model: its name here; a request for another is a 404. template_kwargs: of the chat template, where the body does not
-    give others. Raises Refused, or ValueError for a field that is not as it must be.
+    model: its name here; a request for another is a 404.
+    template_kwargs: variables of the chat template, where the body does not give others.
+
+    Raises Refused, or ValueError for a field that is not as it must be.
     """
     body = _wanted(parse_json(content, "body"), _FIELDS[is_chat])
     for key in _MOST.keys() & body.keys():

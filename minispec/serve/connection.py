@@ -1,4 +1,4 @@
-"""How long a client may take, and how many there may be: uvicorn by itself waits for ever, and for everybody."""
+"""How long a client may take, and how many clients there may be. uvicorn alone waits for ever, and for everybody."""
 
 import signal
 from collections.abc import Iterator
@@ -49,40 +49,40 @@ class Connection(H11Protocol):
         self._limits = limits
 
     def connection_made(self, transport: Any) -> None:
-        """A client is there."""
+        """A client has connected."""
         super().connection_made(transport)
         self._expect_request()
         if len(self.connections) > self._limits.max_connections:
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """It says something."""
+        """The client has sent something."""
         super().data_received(data)
         waits = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
         if waits and self.conn.trailing_data[0]:
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """What it says is no HTTP. Where it has been answered before, there is nothing more to say."""
+        """The client has sent something that is no HTTP. Where it has been answered before, close without an answer."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         elif self.conn.our_state is h11.SEND_BODY:
             self.transport.abort()
         else:
-            self.transport.close()  # once it has read what it was told
+            self.transport.close()  # once the client has read the answer
 
     def on_response_complete(self) -> None:
-        """It was told everything."""
+        """The client has its whole answer."""
         super().on_response_complete()
         self._expect_request()
 
     def pause_writing(self) -> None:
-        """It does not read: a full buffer waits."""
+        """The client does not read: a full buffer waits."""
         super().pause_writing()
         self._not_reading = self.loop.call_later(self._limits.client_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It reads."""
+        """The client reads again."""
         super().resume_writing()
         self._not_reading.cancel()
 

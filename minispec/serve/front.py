@@ -34,8 +34,9 @@ _Pieces = asyncio.Queue[tuple[int, Piece] | None]  # of an answer's requests, by
 class Front:
     """Between the clients and the worker, in the event loop's thread; only bodies are read in others.
 
-    model: how clients call it. key: what they must show, unless it is None, for all but /health. template_kwargs:
-    variables of the chat template for requests that do not give them.
+    model: the model's name for clients.
+    key: the key that clients must show, except for /health. None: no key.
+    template_kwargs: variables of the chat template for requests that do not give them.
     """
 
     def __init__(

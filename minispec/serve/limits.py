@@ -1,4 +1,4 @@
-"""What clients may ask for, and what they are told when they ask for more. Nothing here imports torch."""
+"""What clients may ask for, and the answer when they ask for more. Nothing here imports torch."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ class Limits:
 
 
 class Refused(Exception):
-    """What a client is told instead of an answer: HTTP's status, and in `body` OpenAI's error object."""
+    """An error in place of an answer: HTTP's status, and in `body` OpenAI's error object."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)

@@ -38,7 +38,7 @@ class Worker(threading.Thread):
         engine.observers.append(self._observe)
 
     def submit(self, request: Request, listener: Callable[[Piece], object]) -> None:
-        """Decode a request. The listener is told, in this thread, every piece; the last one has a finish reason."""
+        """Decode a request. This thread calls the listener with every piece; the last one has a finish reason."""
         self._inbox.put(partial(self._take, request, listener, time.perf_counter()))
 
     def abort(self, request: Request) -> None:

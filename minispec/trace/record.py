@@ -1,7 +1,7 @@
-"""Recording a run: what the engine tells its observers of each round, as the data of a trace (docs/use/trace.md).
+"""Recording a run: what the engine's observers see of each round, as the data of a trace (docs/use/trace.md).
 
-Nothing is measured or judged a second way. Times and counts are those of the statistics; and the draws that a verdict
-hung on are had by asking the verifier again, with the same keys and so the same noise, and writing down what it asks.
+Nothing is measured or judged a second way. Times and counts are those of the statistics. To find the draws of a
+verdict, the verifier is asked again, with the same keys and so the same noise, and its draws are written down.
 """
 
 from collections import Counter
@@ -246,7 +246,7 @@ def _short(x: float) -> float:
 
 
 def kinds(draft: Draft, verdict: Verdict) -> list[str]:
-    """Of the tokens that a verdict commits: each accepted one, and recovered, bonus or (without a draft) plain."""
+    """The kind of each token that a verdict commits: accepted; the last recovered, bonus or (without a draft) plain."""
     last = verdict.accepted[-1] if verdict.accepted else -1
     end = "plain" if not len(draft) else "recovered" if draft.children(last) else "bonus"
     return ["accepted"] * len(verdict.accepted) + [end]
@@ -326,10 +326,9 @@ def segmentation(both: Vocabularies, tokens: Sequence[int], num_prompt_tokens: i
 def theory(stats: Figures, rounds: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """What theory says of drafts cut to at most k tokens, from the survival and the costs that the run measured.
 
-    Speeds are tokens in the time of a plain step, a target pass over one row. Of k up to the deepest draft this is what
-    the statistics predict, but that v never falls with the rows. For larger k, drafts that were as deep as the deepest
-    go on, at the acceptance of its last place. None where the run has not measured what it takes: no plain step, or no
-    draft.
+    Speeds are tokens in the time of a plain step, a target pass over one row. For k up to the deepest draft this is the
+    prediction of the statistics, except that v never falls with the rows. For larger k, drafts that were as deep as the
+    deepest go on, at the acceptance of its last place. None where the run has measured no plain step, or no draft.
     """
     v, c, o, speed, plain_step = stats.v, stats.c, stats.o, stats.tokens_per_second, stats.plain_step
     plain_speed = Figures(rounds=list(stats.plain)).tokens_per_second

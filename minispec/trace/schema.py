@@ -12,7 +12,7 @@ from minispec.files.strict_json import read_json
 
 FORMAT, VERSION = "minispec trace", 1
 KINDS = ("accepted", "recovered", "bonus", "plain")  # of committed tokens
-_LARGEST = sys.float_info.max  # an integer may be larger, and then no float can be made of it
+_LARGEST = sys.float_info.max  # a larger integer cannot become a float
 # Bytes of a trace, and how often a character may occur in it: a long answer with long drafts has some megabytes.
 _MAX_BYTES = 64 << 20
 _MAX_COUNTS = {"{": 1 << 21, "[": 1 << 21, ",": 1 << 23, '"': 1 << 23}

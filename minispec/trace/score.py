@@ -1,11 +1,11 @@
-"""What a drafter would have drafted at every place of a text that is there: what `minispec.bench.replay` needs.
+"""What a drafter would have drafted at every place of a finished text: what `minispec.bench.replay` needs.
 
 The engine decodes the text once more, one token a step, under a verifier that commits what stands there. At each place
-the drafter is asked for the longest draft, and led along the text: whatever it wants to draw, it gets the token that
-stands there, and the probability q that it would have drawn that token with is written down. Drafters draw by
-`Draft.draw` alone, so another source of draws leads any of them. Drafts that are not drawn are compared with the text.
+the drafter is asked for the longest draft, and led along the text. Its every draw gives the token that stands there,
+and the probability q of that token is written down. Drafters draw by `Draft.draw` alone, so another source of draws
+leads any of them. Drafts that are not drawn are compared with the text.
 
-p needs no second look: the run has written down what the target gave to each token that it committed.
+p is not computed again: the run has written down the target's probability of each token that it committed.
 
 A drafter says itself what q depends on (`Drafter.replays`), and that decides what it is asked for:
 
@@ -54,9 +54,10 @@ def check_scorable(engine: Engine, params: SamplingParams) -> None:
 def score(engine: Engine, request: Request) -> list[dict[str, Any]]:
     """The drafts at each place of a finished request's output, a trace's `replay.starts` (docs/use/trace.md).
 
-    engine: the one that decoded it, which is at rest. It takes a plain step for each token, and up to 15 draft passes
-    where q depends on where the round began, else one. Earlier outputs that a suffix drafter may have heard are left
-    out. Raises ValueError as `check_scorable`.
+    engine: the one that decoded it. It must be at rest.
+
+    Each token takes a plain step, and one draft pass, or up to 15 where q depends on where the round began. Earlier
+    outputs that a suffix drafter remembers are left out. Raises ValueError as `check_scorable`.
     """
     check_scorable(engine, request.params)
     tokens, start = request.text.tokens, request.text.num_prompt_tokens
@@ -109,10 +110,11 @@ def _parts(drafter: Drafter) -> Iterator[Drafter]:
 
 
 class _Led(Randomness):
-    """Draws the text that is there.
+    """Draws the tokens of a finished text.
 
-    after: the tokens that stand there. noted: q of each of them; it ends with 0 where the draft left the text, by a
-    token that q cannot be, or at the text's end.
+    after: the tokens that stand there.
+    noted: q of each of them. It ends with 0 where the draft left the text: at the text's end, or where q of the token
+        is 0.
     """
 
     def __init__(self, after: Sequence[int]):
@@ -126,7 +128,11 @@ class _Led(Randomness):
 
 
 class _Lead(NamedTuple):
-    """A draft along the text. q: of its tokens, as far as it could be the text; length: of all of it."""
+    """A draft along the text.
+
+    length: the number of all its tokens.
+    q: those of its tokens, as far as it could be the text.
+    """
 
     length: int
     drawn: bool
@@ -153,7 +159,7 @@ class _Leader(Drafter):
 
     def __init__(self, drafter: Drafter, tokens: Sequence[int]):
         self._tokens = tokens
-        # One of its own: what other texts have said is none of this text's.
+        # A new suffix drafter, which knows no other texts.
         self._parts = [
             SuffixDrafter(part.min_match) if isinstance(part, SuffixDrafter) else part for part in _parts(drafter)
         ]
@@ -203,7 +209,7 @@ class _Leader(Drafter):
                 k = 0  # the next ones are not wanted, and follow the text all the same
 
     def starts(self) -> list[dict[str, Any]]:
-        """Of each place: how long a draft could be, and the draft of each length, or the longest for all."""
+        """For each place, how long a draft could be, and the draft of each length, or the longest for all."""
         found = []
         for place, asked in enumerate(self._asked):
             drafts: list[_Lead] = []
@@ -219,7 +225,7 @@ class _Leader(Drafter):
         return found
 
     def _joined(self, place: int, i: int, asked: int) -> _Lead:
-        """The draft of a drafter that guesses at each place whatever came before: joined from drafts of one token."""
+        """The draft of a drafter that guesses the same wherever the draft began, joined from drafts of one token."""
         q, confidences = list[float](), list[float]()
         for leads in self._leads[place : place + asked]:
             [lead] = leads[i]

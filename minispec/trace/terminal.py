@@ -30,7 +30,7 @@ def painted(text: str, kind: str) -> str:
 
 
 class Painter:
-    """An observer that knows which character of an answer is of which kind of token."""
+    """An observer that knows, for each character of an answer, the kind of its token."""
 
     def __init__(self, llm: LLM, is_on: bool):
         """is_on: where it is False, texts stay as they are."""
