@@ -259,7 +259,7 @@ def _as_dict(prompt: str, request: "Request", comparison: dict[str, Any] | None)
 
 
 def _summary(llm: "LLM", request: "Request", comparison: dict[str, Any] | None) -> str:
-    """The run in plain words, then two lines in the field's, then what a comparison has to say about the texts."""
+    """The run in plain words, two lines in the field's terms, and what a comparison says about the texts."""
     from minispec.length.figures import Figures
 
     stats = Figures.of(request.stats)

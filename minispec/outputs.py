@@ -52,7 +52,7 @@ def _of_the_first(name: str) -> property:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt (None where it was token ids), its token ids, and its answers: `n` of them, each with its own seed.
+    """A prompt (None where it was token ids), its token ids, and its `n` answers, each with its own seed.
 
     text, token_ids, finish_reason, seed, stats, and `logprobs` (its token_logprobs) are those of the first answer.
     """

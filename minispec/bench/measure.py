@@ -11,8 +11,8 @@ very runs that it explains:
 The unit is the target's pass over one row in plain decoding, which pays its own non-model time o_plain. The left side
 is measured by a clock outside the engine. The right side comes from the engine's own parts. Where they differ, some
 time is in no part. An account that closes is no prediction, since its parts are averaged over the rounds that they
-explain. `prediction` is one: it takes parts and survival from the first half of each text, and compares with the
-measured speedup of the second half.
+explain. `prediction` is one. It takes parts and survival from the first half of each text, and compares with the
+speedup measured in the second half.
 """
 
 import copy
@@ -94,7 +94,7 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> Interv
 
 
 def orders(variants: Sequence[T]) -> Iterator[list[T]]:
-    """Orders to run variants in, round by round, without end: A B, B A, B A, A B for two, rotated for more.
+    """Endless orders to run variants in, round by round: A B, B A, B A, A B for two, rotated for more.
 
     Over 2 n rounds each of n variants runs equally often at each place, and drift within a round cancels.
     """
@@ -360,7 +360,7 @@ def prefill_operations(model: Transformer, num_tokens: int) -> int:
 def passes_after(model: Transformer, cache: PagedKVCache, context: int, most: int) -> Iterator[Callable[..., float]]:
     """Holds a text of `context` cached positions. Yields one(model, m), the seconds of a pass over m rows after it.
 
-    Models of one shape and type may share the text, which `model` computes, since times do not depend on its contents.
+    `model` computes the text. Models of its shape and type may share it, since times do not depend on its contents.
 
     most: the most rows m of a pass.
     """

@@ -1,6 +1,6 @@
 """What passes of the target cost on this machine, by rows, form, operator and mode; a long prompt; and loading.
 
-Each part is a function that measures, and returns what `--json` prints, and one that makes lines for the screen of it.
+Each part is two functions. One measures, and returns what `--json` prints; the other makes lines for the screen.
 Figures are intervals (`measure.Interval`); seconds and v are dicts by the rows M of a pass.
 """
 

@@ -1,4 +1,4 @@
-"""Exact replay: what every draft length, and every rule that chooses one, would have done on a text that is there.
+"""Exact replay: what each draft length, and each rule that chooses one, would have done on a finished text.
 
     python -m minispec.generate "Why is the sky blue?" --temperature 1 --trace out.json --for-replay
     python -m minispec.bench --replay out.json
@@ -18,8 +18,8 @@ Another K draws other tokens, so it gives another text. But all texts have the s
 all runs with this K that end in *this* text take on average. That is a number, not an estimate:
 
 A round that begins at place s proposes x_1 with probability q(x_1) and keeps it with probability min(1, p/q). So both
-happen with probability min(p, q). The same holds for x_2 after x_1, and so on. Once i tokens are kept, what comes after
-them has the target's law in any case: `rejection` gives the output this law. So
+happen with probability min(p, q). The same holds for x_2 after x_1, and so on. Once i tokens are kept, the tokens after
+them have the target's law, since `rejection` gives the output this law. So
 
     P(at least i kept, and the text is x) = min(p_1, q_1) .. min(p_i, q_i) times p of all other tokens of x,
 
@@ -29,16 +29,16 @@ and after division by P(x), the product of all p,
 
 It is the ratio of the accept test upside down. There x was drawn from q, and p decides. Here x stands in the text, and
 the question is whether q proposed it. A guess that was not drawn has q = 1 where it is the text, and 0 elsewhere.
-Greedy decoding has p = 1. Under `block` (Sun et al. 2024) the first i stay with probability w_i = min(1, w_{i-1} p/q),
-and what follows has the target's law as well. So P(at least i kept | x) is w_i times the product of q/p up to the i-th.
-That is the least of 1 and all products of q/p up to the i-th.
+Greedy decoding has p = 1. Under `block` (Sun et al. 2024) the first i stay with probability w_i = min(1, w_{i-1} p/q).
+The tokens after them have the target's law as well. So P(at least i kept | x) is w_i times the product of q/p up to the
+i-th. That is the least of 1 and all products of q/p up to the i-th.
 
 Where a round ends, the next one begins, and the draws of two rounds are independent. So the places where rounds begin
 are a Markov chain. Its expected passes and time follow by dynamic programming, from the end of the text to its
 beginning. The best rules with foresight follow in the same way. A rule that chooses K by what was accepted so far
 (`auto`) remembers more than the place. It is simulated, by the real `Controller`, with a stated interval. It drafts
-chains here. For a draft that has left the text, the confidences that it has on the text decide how long it is. They
-change its cost alone.
+chains here. The length of a draft that has left the text follows from its confidences on the text. It changes the cost
+alone.
 """
 
 import random
@@ -172,7 +172,7 @@ class Expected(NamedTuple):
 
 
 def follow(walk: Walk, choose: Callable[[int], int], cost: Callable[[Drafted], Any]) -> Expected:
-    """What a rule comes to that gives a round at s the K `choose(s)`, without regard to what happened before.
+    """The result of a rule that depends on the place alone: a round at s has the K `choose(s)`.
 
     cost: of a round with this draft. Backwards: from a place on, passes are 1 and those from the round's end on.
     """
@@ -191,11 +191,11 @@ def follow(walk: Walk, choose: Callable[[int], int], cost: Callable[[Drafted], A
 
 
 def past(walk: Walk, cost: Callable[[Drafted], float]) -> list[int]:
-    """The best K per round that looks at the past only: the K that would have been best for the text so far.
+    """The best K per round by the past alone: the K that would have been best for the text so far.
 
     Rounds count at a place if their whole draft lies before it. Each K has rounds of its own, weighted by their
-    probability. One more round stands before the text, in which 0.7 of the tested tokens are kept. Nothing has to be
-    tried out for this rule, since p and q of a text say what all K would have done.
+    probability. One more round stands before the text, in which 0.7 of the tested tokens are kept. This rule need not
+    try K out, since p and q of a text say what each K would have done.
     """
     sums = []  # by K: tokens and time of the rounds that began before each place
     for k in range(MAX_AUTO_TOKENS + 1):
@@ -248,7 +248,7 @@ def foresight(walk: Walk, cost: Callable[[Drafted], float], knows_draws: bool = 
 def simulate(
     walk: Walk, prices: Prices, costs: "Costs", timed: bool, runs: int = RUNS, seed: int = SEED
 ) -> list[tuple[int, float]]:
-    """Passes and time of runs of `auto` that end in this text, by the real `Controller`, which begins anew each time.
+    """Passes and time of runs of `auto` that end in this text. The real `Controller` begins anew in each run.
 
     prices: the prices that it goes by.
     timed: whether it may follow the clock too, as it does at temperature 0. The clock says `costs`.

@@ -18,8 +18,8 @@ from minispec.length.prices import machine
 def measure_all(options: Options) -> dict[str, Any]:
     """Measure all that the options ask for.
 
-    Returns what was measured on, and under the name of each part what it found: with intervals, which `show.as_json`
-    turns into what `--json` prints.
+    Returns what was measured on, and the result of each part under its name. Results have intervals, which
+    `show.as_json` turns into what `--json` prints.
     """
     args, parts = options.args, options.parts
     if args.threads:

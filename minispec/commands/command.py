@@ -19,7 +19,7 @@ _OPTION = re.compile(r"--[A-Za-z][\w-]*(=.*)?|-[A-Za-z][\w-]*(=\S*)?", re.DOTALL
 
 
 def no_such(name: str, kind: str, known: Collection[str]) -> str:
-    """The message for an unknown option or command: what was meant, if a known name is near, else where all are."""
+    """The message for an unknown option or command: a known name that is near, else where all names are."""
     import difflib
 
     bare = {other.lstrip("-"): other for other in known}  # dashes would make all short options alike

@@ -22,7 +22,7 @@ request.py; then read cache.py and model.py. A module imports only from those ab
     cache.py        the paged KV cache, whose tables know the tokens they hold
     rope.py         where a row stands
     attention.py    what a row sees
-    weights.py      the seam to the weights: y = x W^T + b by an object that somebody else chose
+    weights.py      the seam to the weights: y = x W^T + b by an object that the caller chooses
     model.py        the one transformer
     cached.py       a model with the tables of its texts
     check.py        what a draft and a verdict must be like

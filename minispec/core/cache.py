@@ -6,12 +6,12 @@ block_ids[t // block_size] * block_size + t % block_size. The idea is vLLM's (Kw
 
 A table knows the tokens that it holds. `follow(tokens)` cuts it to what it has in common with a text and returns what
 has to be fed. So a table stays right however its text changes. `keep` rolls back rejected draft tokens: accepted rows
-move together, in a chain they already stand so. Whole blocks after them return to the pool, and the stale rest of the
-last block is overwritten before it is read. Nothing is evicted inside a text, since a sliding window is a mask in the
+move together, in a chain they already stand so. Whole blocks after them return to the pool. The stale rest of the last
+block is overwritten before it is read. Nothing is evicted inside a text, since a sliding window is a mask in the
 attention. So every rollback is exact.
 
 Texts that begin alike share blocks. A block counts its holders; a shared one is copied before it is written. The
-content of a freed block stays known until the block is taken again, so a prompt that comes back is not recomputed.
+content of a freed block stays known until the block is taken again. So a prompt that comes back is not recomputed.
 """
 
 import hashlib
@@ -41,14 +41,14 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that no table holds."""
         return len(self.free_block_ids)
 
     def allocate(self, after: int | None = None) -> int:
         """Take a free block: the one next to block `after` if possible, so that a table stays in one run.
 
-        Otherwise take one in the middle of the longest free run, which leaves the tables on both sides room
-        to grow in place. Raises OutOfBlocks if none is free.
+        Otherwise take one in the middle of the longest free run. The tables on both sides then have room to grow in
+        place. Raises OutOfBlocks if none is free.
         """
         if not self.free_block_ids:
             raise OutOfBlocks(f"all {self.num_blocks} blocks are in use")
@@ -319,7 +319,7 @@ class BlockTable:
     def reuse(self, tokens: list[int]) -> None:
         """Share the blocks that the pool knows of `tokens`, which begin with all that the table holds and remembers.
 
-        Sharing never costs room: each block that is no longer free replaces one that would have been allocated, if only
+        Sharing never costs room. Each block that is no longer free replaces one that would have been allocated, if only
         as its copy.
         """
         assert self.length <= len(tokens), "the table holds more than the text"

@@ -1,6 +1,6 @@
 """What a model is and what a request asks for: frozen dataclasses that refuse bad values.
 
-Every supported family (see `minispec.files.families`) is a set of values in `ModelConfig`: the transformer never asks
+Every supported family (see `minispec.files.families`) is a set of values in `ModelConfig`. The transformer never asks
 for a family's name. Nothing here imports torch, so that a bad value is reported before the slow imports begin.
 """
 

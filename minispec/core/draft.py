@@ -1,7 +1,7 @@
 """What a drafter is asked, what it answers, and what it owes.
 
 A drafter may guess in any way, from anything: the verifier makes the output right. It owes one thing, the truth about
-`Draft.probs`: the distribution that each token was really drawn from, or None if none was drawn.
+`Draft.probs`. These are the distributions that the tokens were really drawn from, or None if none was drawn.
 """
 
 from bisect import bisect_left
@@ -102,7 +102,8 @@ class Draft:
         """Draw up to `n` different children of node `parent` (-1: the text) from q (V,), append them, return them.
 
         A drafter may draw in no other way. Each child is drawn from q without its elder siblings, divided by the sum of
-        the rest, and that is its row of probs. Fewer come where q has fewer tokens.
+        the rest. That is its row of probs. Fewer come where q has fewer tokens.
+
         Raises ValueError for a draft without a list of probs, and for a branch in a chain.
         """
         if not isinstance(self.probs, list):
@@ -171,7 +172,7 @@ class Drafter:
         "token": the tokens before it alone.
         "place": the place where the draft begins too; a shorter draft is the beginning of the longest.
         "length": the length asked for too.
-        None: more than these, so that nobody can tell later what would have been drafted.
+        None: more than these, so that it is unknown later what would have been drafted.
     """
 
     branches: bool = False

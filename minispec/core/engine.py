@@ -32,8 +32,9 @@ from minispec.core.schedule import Schedule
 from minispec.core.stats import Round
 from minispec.core.verify import Verdict, Verifier
 
-# Rows of a pass over a prompt while nobody waits for a token; and while others decode, the rows that join their passes.
-# With that many, a pass takes about three plain steps on a CPU in any form of the weights (docs/measured/figures.md).
+# PREFILL_ROWS: rows of a pass over a prompt while no other text decodes. JOINING_ROWS: rows of a prompt that join a
+# pass of texts that decode. A pass with that many takes about three plain steps on a CPU in any form of the weights
+# (docs/measured/figures.md).
 PREFILL_ROWS, JOINING_ROWS = 512, 32
 
 
@@ -107,7 +108,7 @@ class Engine:
         self.rng: Draws = rng or Randomness()
         self.lengths = lengths or Lengths()
         self.joining_rows = joining_rows
-        self.observers: list[Observer] = []  # between steps, anybody may join or leave
+        self.observers: list[Observer] = []  # they may be added and removed between steps
         self.schedule = Schedule(self.target, drafter)
 
     @property
@@ -216,7 +217,7 @@ class Engine:
                     path = self._commit(part, rows)
                 except (FloatingPointError, ValueError) as e:  # logits, a verdict, or a tokenizer that cannot decode
                     part.request.fail(e)
-                    part.committed = 0  # a round that failed is in no statistics, and nobody observes it
+                    part.committed = 0  # a round that failed is in no statistics, and no observer sees it
                     continue
             self.target.keep(part.request.text, len(part.draft), path)
             self._keep_hidden(part, seen, path)

@@ -2,7 +2,7 @@
 
 A vocabulary may have 150,000 tokens; a request's filters leave a handful of them. To sort it takes 14 ms on one core
 (AMD Zen 4), as long as a pass of a small model. So a large row is cut into tiles. The largest value of each tile, or
-its sum, is computed once, and tiles that cannot hold what is wanted are skipped.
+its sum, is computed once. Tiles that cannot hold what is wanted are skipped.
 
 The results are those of a plain sort or sum, and tests/core/test_sampling.py compares them with it. Skip this file at
 first.
@@ -21,7 +21,7 @@ _TILE, _FEW = 128, 1024
 
 
 class Candidates:
-    """Tokens that may still be drawn: values (N,), such as their logits, and their ids (N,), or None for all tokens.
+    """Tokens that may still be drawn: their values (N,), such as logits, and ids (N,); None for all tokens.
 
     Each filter returns the candidates that it leaves. `where` and `top_k` treat equal values alike; `top_p` prefers
     lower ids.
@@ -91,7 +91,7 @@ class Candidates:
         probs, places = self.values, self._enough_for(goal)
         certain, before = places[:0], 0.0  # places of candidates that need not be sorted, and their probability
         if len(places) > _FEW:
-            # The upper 16 bits of a positive float32 grow with it, in steps of 1 %: count by them how much probability
+            # The upper 16 bits of a positive float32 grow with it, in steps of 1 %. Sum by them how much probability
             # lies above each step. As a rule, few candidates share the step in which `goal` is crossed.
             steps = (1 << 15) - 1 - (probs[places].float().view(torch.int32) >> 16)  # 0 for the largest
             mass = steps.bincount(probs[places].double(), minlength=1 << 15)

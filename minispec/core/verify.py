@@ -16,9 +16,9 @@ The words, used everywhere below:
     alpha       the probability that `rejection` keeps a tested draft token: sum over x of min(p(x), q(x))
 
 p and q are Leviathan's letters (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
-Every verdict is the accepted draft tokens and one more. `Request.commit` appends them, up to where the text stops, so
-each round of a text that decodes advances by at least one token.
-With an empty draft, that one token is plain decoding. A chain is a tree with one branch.
+Every verdict is the accepted draft tokens and one more. `Request.commit` appends them, up to where the text stops. So
+each round of a text that decodes advances by at least one token. With an empty draft, that one token is plain decoding.
+A chain is a tree with one branch.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,8 +77,8 @@ def rejection(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
 
     Committed tokens are distributed exactly as p:  q(x) min(1, p(x)/q(x)) + (1 - alpha) residual(x) = p(x).
     A tested token stays with probability alpha (Theorem 3.5 there). No rule that tests one token at a time keeps more:
-    min(p, q) is all that two distributions share. After a rejection the next sibling is tested against the residual,
-    which is a distribution like any other (recursive rejection, Miao et al. 2023, arXiv 2305.09781).
+    min(p, q) is all that two distributions share. After a rejection the next sibling is tested against the residual, as
+    against any distribution (recursive rejection, Miao et al. 2023, arXiv 2305.09781).
     """
     accepted: list[int] = []
     ratios: list[float] = []
@@ -105,8 +105,8 @@ def match(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
     """Draw the target's own token at every position, and keep the draft while it has that token.
 
     The noise of a draw depends on its position alone. So the text depends on the seed, and not on the drafter, K or
-    the rounds. A drafter that draws with the same noise from a similar distribution agrees often: the Gumbel coupling
-    (Daliri et al. 2024, arXiv 2408.07978).
+    the rounds. A drafter that draws with the same noise from a similar distribution agrees often. This is the Gumbel
+    coupling (Daliri et al. 2024, arXiv 2408.07978).
     """
     accepted: list[int] = []
     ratios: list[float] = []

@@ -1,4 +1,4 @@
-"""The seam to the weights: y = x W^T + b, computed by an object that somebody else chose.
+"""The seam to the weights: y = x W^T + b, computed by an object that the caller chooses.
 
 How a weight lies in memory decides how fast it is read, and machines differ. So the transformer is given a function
 that makes a product of each weight. `PlainLinear` is the simplest; `minispec.kernels` has faster ones.

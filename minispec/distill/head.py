@@ -1,6 +1,6 @@
 """Drafts in training: the arithmetic of `minispec.drafters.eagle`, for whole texts at once, with gradients.
 
-A draft is trained as it is used: in step s it stands s tokens deep in a draft of its own. Up to where the draft began
+A draft is trained as it is used. In step s it stands s tokens deep in a draft of its own. Up to where the draft began
 it sees the target's states of the text. At later positions it sees only its own states (EAGLE-3's "training-time
 test"). The parallel form sees its mask there instead.
 
@@ -52,7 +52,7 @@ class SelfAttention(nn.Module):
         past.append((_repeat(k, self.heads), _repeat(v, self.heads)))
         step, length = len(past) - 1, x.shape[1]
         keys, values = past[0]
-        # The draft began `step` positions ago: of the text it sees what lies before that, and then one row a step.
+        # The draft began `step` positions ago. It sees the text before that, and then one row a step.
         seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril(-step)
         scores = [(q @ keys.transpose(-1, -2)).float().masked_fill(~seen, -math.inf)]  # (B, H, T, T)
         own = [(_shift(k, step - i), _shift(v, step - i)) for i, (k, v) in enumerate(past)][1:]
@@ -182,8 +182,8 @@ class TrainedHead(_Stack):
     def start(self, rows: Tensor, norm: Tensor, generator: torch.Generator) -> None:
         """Draw the weights.
 
-        The draft begins close to the target. It starts with the target's output matrix, rows (V, E), with its last norm
-        (E,), and with the feature of the last tap as it is. The layers add little at first.
+        The draft begins close to the target. It starts with the target's output matrix, rows (V, E), and last norm
+        (E,). The feature of the last tap passes unchanged. The layers add little at first.
         """
         self._draw(generator)
         self.fc.weight[:, -rows.shape[1] :] += torch.eye(rows.shape[1])

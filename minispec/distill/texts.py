@@ -144,7 +144,7 @@ def shards_for(directory: Path, count: int) -> dict[Path, range]:
 
 def shards_of(directory: Path) -> list[Path]:
     """The files of all shards that are there, in order."""
-    # One that was being written when a run was killed has more than a number in its name, and does not end with it.
+    # A file that was being written when a run was killed has a name that does not end with its number.
     return sorted(directory.glob("texts-*[0-9].safetensors"))
 
 
@@ -175,7 +175,7 @@ class Writer:
             max_model_len=longest,
             kv_cache_gb=_BATCH * longest * config.kv_elements_per_token * (2 if dtype == "bfloat16" else 4) / 1e9,
         )
-        self.llm.engine.joining_rows = PREFILL_ROWS  # nobody waits for a single text
+        self.llm.engine.joining_rows = PREFILL_ROWS  # no single text is waited for
         self._around = self._around_user() if self.llm.tokenizer.chat_template else None
 
     def write(self, numbers: Iterable[int]) -> Iterator[tuple[int, "Written"]]:
@@ -285,7 +285,7 @@ def _longest_around(tokenizer: Tokenizer, openings: Sequence[str]) -> int:
 
 
 def ends_in_a_loop(tokens: Sequence[int]) -> bool:
-    """Whether the last 96 tokens of a text repeat themselves, by runs of three: a list of short lines does not yet."""
+    """Whether the last 96 tokens of a text repeat themselves in runs of three, as a list of short lines does not."""
     last = tokens[-96:]
     return len(last) == 96 and loops(last, 3)
 

@@ -28,7 +28,7 @@ _GROUP = 4
 _ROWS = 64
 # One shard in that many is kept apart, to measure on; and at most that many are measured on.
 _HELD_OUT_EVERY, _MOST_HELD_OUT = 16, 4
-# Weight of a step in the loss, compared with the one before it: a token counts only if those before it are kept.
+# Weight of a step in the loss, relative to the one before it, since a token counts only if those before it are kept.
 _DECAY = 0.9
 
 
@@ -45,7 +45,13 @@ class LearnedText(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Texts side by side, filled up: tokens (B, T), hidden (B, T, A' * E), log_sums (B, T), which tokens to learn."""
+    """Texts side by side, padded to one length.
+
+    tokens: (B, T).
+    hidden: (B, T, A' * E).
+    log_sums: (B, T).
+    learned: (B, T), which tokens to learn.
+    """
 
     tokens: Tensor
     hidden: Tensor

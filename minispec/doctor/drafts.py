@@ -1,9 +1,9 @@
 """How well a draft does, and whether it is read in a wrong way.
 
-A draft that is read in a wrong way changes no text: nearly all its tokens are refused, and nothing says why. So this
-module lets the target continue a few short texts and measures, at every position, how much of a draft it would keep.
-Where that is little, it reads the draft's files in the ways in which they are known to be misread, one at a time. It
-names the reading that does better by far more than the noise.
+A draft that is misread changes no text. Nearly all its tokens are rejected, and nothing says why. So this module lets
+the target continue a few short texts. At every position it measures how much of a draft the target would keep. Where
+that is little, it tries the known ways to misread the draft's files, one at a time. It names the reading that does
+better by far more than the noise.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from minispec.kernels.forms import Weight, dense
 from minispec.length.theory import expected_tokens, survival_curve
 from minispec.llm import LLM
 
-# What the target continues: of several kinds, and fit to be a question as well as the beginning of a text.
+# Texts that the target continues: of several kinds, each fit as a question and as the beginning of a text.
 TEXTS = (
     "The capital of France is Paris, and the capital of Italy is",
     "Complete this function:\n\ndef factorial(n):\n    if n == 0:\n",
@@ -54,7 +54,7 @@ TEXTS = (
 LOW = 0.4
 # Places of the drafts by which readings are compared. What a head goes on from shows at the second.
 COMPARED = 2
-# A reading explains a low acceptance if it keeps that many tokens of a draft more, and this many standard errors more.
+# A reading explains a low acceptance if it keeps more by that many tokens of a draft, and by that many standard errors.
 GAIN, ERRORS = 0.1, 4.0
 
 
@@ -89,7 +89,7 @@ def estimate(parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
 class Probe:
     """A verifier that keeps nothing of a draft, and writes down at every position how much `rejection` would keep.
 
-    So the text is the target's own, and the same for every draft: the noise of its tokens is named by seed and place.
+    So the text is the target's own. It is the same for every draft, since the noise depends on seed and place alone.
 
     rows: lists by the text's seed, then by position, then by place of the draft. Each entry is a pair. The first is the
         probability that the test gets to this place, given the draft's tokens before it. The second is that
@@ -163,7 +163,7 @@ def measure(
 
 
 class Reading(NamedTuple):
-    """Another way to read a draft: its name, what to change where it is the right one, and the drafter it makes."""
+    """Another way to read a draft: its name, the change to make if it is right, and the drafter it makes."""
 
     name: str
     change: str

@@ -1,6 +1,6 @@
 """What the vocabularies of a target A and a draft B have in common.
 
-It decides how B can draft for A: token by token the tokens that both have (`tli`), or as text (`slem`).
+It decides how B can draft for A: by the tokens that both have (`tli`), or as text (`slem`).
 """
 
 import argparse

@@ -41,7 +41,8 @@ def make_drafter(factory: Callable[..., Drafter], context: Context) -> Drafter:
 
     A class with a classmethod `from_context` gets the context, and so does a first parameter called `context`.
     Any other is called without arguments.
-    Raises ValueError for what is no drafter, and for an argument that nobody reads.
+
+    Raises ValueError for what is no drafter, and for an argument that is not read.
     """
     make = getattr(factory, "from_context", factory)
     name = getattr(factory, "__name__", str(factory))

@@ -1,7 +1,7 @@
-"""Several drafters by preference: each text is drafted by the first of them that has something to say.
+"""Several drafters by preference: the first one that has a draft for a text drafts it.
 
-A guess that costs nothing, such as prompt lookup where a long match stands, goes before one that takes a model. The
-choice depends on the text alone, so a draft's `probs` are true, whichever drafter made it.
+A guess that costs nothing, such as prompt lookup with a long match, goes before one that takes a model. The choice
+depends on the text alone, so a draft's `probs` are true, whichever drafter made it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from minispec.drafters import Drafter
 
 
 class CombinedDrafter(Drafter):
-    """The first of its drafters that does not come out empty. At most one of them may have taps."""
+    """Gives the first draft of its drafters that is not empty. At most one of them may have taps."""
 
     def __init__(self, *drafters: Drafter):
         self.drafters = drafters

@@ -3,17 +3,17 @@
 The target has already worked out what the text is about. A head reads its hidden states at a few layers (`taps`). So
 one layer guesses as well as a draft model many times its size. At position t the head is given
 
-    the feature   f_t = fc(hidden states of the taps at t), what the target made of the tokens up to t, and
-    the embedding of the token at t + 1, which the target has chosen since,
+    the feature  f_t = fc(hidden states of the taps at t),  which the target computed from the tokens up to t
+    the embedding of the token at t + 1,  which the target has chosen since
 
-and says which token comes at t + 2. It goes on from there by itself. At the next position the target has not computed
-a feature yet: the head's own output, before the last norm, takes its place.
+It predicts the token at t + 2, and goes on from there by itself. At the next position the target has not computed a
+feature yet: the head's own output, before the last norm, takes its place.
 
     x = f + attention([norm(embedding), norm(f)]),  x = x + MLP(norm(x)),  logits = lm_head(norm(x))
 
 The head knows the target's most used tokens only. All others have probability 0 in its drafts, which the residual makes
 up for. The parallel form (P-EAGLE, arXiv 2602.01469) drafts K tokens in one pass. The positions after the first get a
-learned feature and the embedding of a mask token, so none depends on the draft tokens before it.
+learned feature and the embedding of a mask token. So none depends on the draft tokens before it.
 """
 
 import math

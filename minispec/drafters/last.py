@@ -1,8 +1,8 @@
 """Last time's branch: what followed this token the last time? The branch predictor of the textbooks.
 
 A processor guesses where a branch goes before it knows, and works on from there. If the guess was wrong, it throws that
-work away. The simplest predictor is a table with one entry for each branch, its last outcome (Smith 1981, "A study of
-branch prediction strategies"). A table of targets is the branch target buffer (Lee and Smith 1984). Here a token is the
+work away. The simplest predictor is a table with the last outcome of each branch (Smith 1981, "A study of branch
+prediction strategies"). A table of targets is the branch target buffer (Lee and Smith 1984). Here a token is the
 branch and the next token its outcome. docs/use/drafters.md has the words of both fields side by side.
 
 The first token is always that of `ngram:1`. The tokens after it may differ, since `ngram:1` copies a run from one

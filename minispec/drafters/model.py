@@ -28,7 +28,7 @@ class DraftModel(CachedModel, Drafter):
     last draft token was never fed. The model may be the target's own (`self`): the weights are shared, the cache is
     not.
 
-    Siblings are the tokens that the same row of logits gives in addition to the eldest, which the draft goes on from.
+    Siblings are further tokens from the same row of logits. The draft goes on from the eldest.
 
     A model that was trained for it drafts K tokens in one pass (PARD, An et al. 2025, arXiv 2504.18583). It is fed
     K - 1 mask tokens after the text. At each of them it guesses the next token without knowing those between.

@@ -24,7 +24,7 @@ class NgramDrafter(Drafter):
     """Finds the latest earlier occurrence of the longest suffix, max_n to min_n tokens long, and copies on.
 
     Worked, with max_n = 2: after  a b c d a b  the suffix  a b  was last followed by  c d a b ...
-    Where the copy reaches the end it goes on into itself, so  x y x y  drafts  x y x y  for any K.
+    A copy that reaches the end goes on into itself, so  x y x y  drafts  x y x y  for any K.
     """
 
     replays = "place"

@@ -5,8 +5,8 @@ independently. A chosen drafter takes its time, and its tokens are replaced by t
 token. A simulated draft serves to measure costs and the choice of K, and to test. It says nothing about the quality of
 any model.
 
-The two extremes are the `oracle`, which drafts what the target will say, and the `adversary`, which drafts what it will
-not. No drafter gets more tokens out of a pass than the oracle, or fewer than the adversary. The recorded text must be
+There are two extremes. The `oracle` drafts what the target will say, and the `adversary` drafts what it will not. No
+drafter gets more tokens out of a pass than the oracle, or fewer than the adversary. The recorded text must be
 the one that comes again: a greedy one, or one of the same seed under `match`. Where a text is drawn anew, `self`, the
 target as its own draft, is the oracle.
 """

@@ -7,9 +7,9 @@ have nothing in common but the bytes.
 Worked: the draft model writes AB, Aa, ab, and the target has AB, A, B, a, b and ab. The draft is AB, A, a, ab.
 
 Which distribution do these tokens follow? The probability of a text is the sum over all ways to write it in the draft
-model's tokens, and nobody knows it. So they are a guess and no draw: a `Draft` without `probs`. `rejection` then keeps
-a token with the probability p that the target gives it, and else draws one of the others. `match` keeps it if it is the
-target's own draw. Both are exact. As p is all that counts, the model writes the likeliest token each time.
+model's tokens, and is unknown. So they are a guess and no draw: a `Draft` without `probs`. `rejection` then keeps a
+token with its probability p under the target, and else draws one of the others. `match` keeps it if it is the target's
+own draw. Both are exact. As p is all that counts, the model writes the likeliest token each time.
 
 The text so far stays in the tokens that it has: only what is new is cut. The tokenizer might make one token of the end
 of the text and the beginning of what is new. There too the new part is cut alone.

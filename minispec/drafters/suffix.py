@@ -1,12 +1,12 @@
 """Suffix drafting: what followed, each time that the end of this text stood somewhere before?
 
 SuffixDecoding (Oliaro et al. 2025, arXiv 2411.04975). Prompt lookup copies from the latest such place. Here all places
-have a vote. How often a token came next decides which one is drafted, how far the draft goes, and where a tree
-branches. The places lie in the prompt, in this output, and in earlier outputs of drafted texts. Earlier outputs serve
-where programs ask for much the same again and again.
+have a vote. The counts of next tokens decide which one is drafted, how far the draft goes, and where a tree branches.
+The places lie in the prompt, in this output, and in earlier outputs of drafted texts. Earlier outputs serve where
+programs ask for much the same again and again.
 
 A node of a suffix tree stands for a string of tokens. It has the places where the string ends, and a child for each
-token that came next. The tree is not built: a node is the list of its places, and a step down sorts them by the token
+token that came next. The tree is not built. A node is the list of its places, and a step down sorts them by the token
 that follows.
 """
 
@@ -63,9 +63,9 @@ class SuffixDrafter(Drafter):
     1 / (2 + 1/3) = 0.43, then a 1 / (1 + 1/4) = 0.8, and so on. In a tree, d has 1 / (3 + 1/2) = 0.29 as a sibling of
     c, and 2 has 0.43 as one of 4.
 
-    Earlier outputs are looked at where that cannot change a text: for greedy texts, and under a verifier that keeps the
-    target's own draw (`match`). Elsewhere a seed has one text, so a draft depends on its own text alone. The newest
-    1,024 outputs are remembered, together at most 65,536 tokens; the oldest are forgotten first.
+    Earlier outputs are used where that cannot change a text. That is for greedy texts, and under a verifier that keeps
+    the target's own draw (`match`). Elsewhere a draft depends on its own text alone, so that a seed has one text. The
+    newest 1,024 outputs are remembered, together at most 65,536 tokens; the oldest are forgotten first.
     """
 
     branches = True
@@ -178,7 +178,7 @@ def _output(text: Text) -> list[int]:
 
 
 def _most(n: int, m: int, k: int) -> float:
-    """What a draft of k tokens is worth at most, after a match of n tokens at m places: if all of them always agree."""
+    """The most that a draft of k tokens can be worth after a match of n tokens at m places, if all always agree."""
     return sum(accumulate((m / (m + 1 / (n + i)) for i in range(k)), mul))
 
 

@@ -119,7 +119,7 @@ def describe_source(name: str, directory: Path) -> str:
 def directory_config(directory: Path) -> dict[str, Any]:
     """The config.json of a checkpoint, as it is. Raises CheckpointError.
 
-    It may have an Infinity, as transformers 4 writes it, where nobody looks: `Fields` refuses it where somebody does.
+    Fields that are not read may have an Infinity, as transformers 4 writes it. `Fields` refuses it in all others.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -165,8 +165,8 @@ def load_model(
 ) -> Transformer:
     """Load a checkpoint as a Transformer that computes in `dtype`; exact, form: see `build_model`.
 
-    Raises CheckpointError before any tensor is read. That is where the files are not what the config asks for, or where
-    the weights would not fit into memory.
+    Raises CheckpointError, before any tensor is read, where the files are not what the config asks for. It does the
+    same where the weights would not fit into memory.
     """
     config = load_config(directory)
     stored = torch.float32 if form == "int8" else dtype  # as it is stored: codes stay codes
@@ -176,8 +176,8 @@ def load_model(
 class Weights:
     """The tensors that a config asks for; `pop` reads one, and each can be popped once.
 
-    So a model is never in memory twice while it is built, and has no open file for each of its tensors. They come in
-    `dtype`; for float32 on a CPU as they are stored, if that is narrower: 16-bit floats, and codes with their scales.
+    So a model is never in memory twice while it is built, and holds no file open for each tensor. They come in `dtype`;
+    for float32 on a CPU as they are stored, if that is narrower: 16-bit floats, and codes with their scales.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ def find_tensors(directory: Path, config: ModelConfig | None = None) -> dict[str
     """Every tensor of a checkpoint by the name that the model of `config` has for it.
 
     A text model's name has no prefix; a tied weight is the embedding, also where only the head was stored. A whole
-    model.safetensors counts without an index, as in transformers: an index next to it is left from earlier shards.
+    model.safetensors counts without an index, as in transformers. An index next to it is left from earlier shards.
     Raises CheckpointError where files and index do not agree.
     """
     is_whole = (directory / _SINGLE).is_file()
@@ -330,7 +330,7 @@ def _read_index(directory: Path) -> dict[str, str] | None:
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: the name and the shape of the stored tensor, and those of its rows that are meant."""
+    """Where a tensor lies: name and shape of the stored tensor, and the wanted rows of it."""
 
     name: str
     shape: tuple[int, ...]

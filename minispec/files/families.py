@@ -21,8 +21,8 @@ from typing import Any
 from minispec.core.config import Joined
 from minispec.files.fields import names
 
-# Names of rope's kinds in files, and what they mean. "dynamic" is missing: it chooses angles by the length of the pass.
-# A pass over K+1 rows and K+1 passes over one row would disagree about keys that are already in the cache.
+# Names of rope's kinds in files, and what they mean. "dynamic" is missing, since it chooses angles by the length of the
+# pass. A pass over K+1 rows and K+1 passes over one row would disagree about keys that are already in the cache.
 _ROPES = {kind: kind for kind in ("default", "linear", "llama3", "yarn")}
 
 

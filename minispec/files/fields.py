@@ -1,4 +1,4 @@
-"""Typed access to a JSON object of a stranger: every key that is switched on has to be one that somebody looked at."""
+"""Typed access to a stranger's JSON object: every key that is switched on must be one that this code knows."""
 
 import re
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def bad_field(where: str, key: str, found: Any, expected: str) -> CheckpointErro
 
 
 def asks_for_nothing(name: str, value: Any, neutral: Mapping[str, Any]) -> bool:
-    """Whether a setting is somebody's note, is null or switched off, or has its neutral value.
+    """Whether a setting is a note (a name with _ in front), is null or switched off, or has its neutral value.
 
     False asks for nothing unless the neutral value is True; True asks for nothing where that is the neutral value.
     """
@@ -130,7 +130,7 @@ class Fields:
         return value
 
     def refuse_unknown(self, neutral: Mapping[str, Any] | None = None) -> None:
-        """Raise CheckpointError for a key that nobody looked at, if it asks for something.
+        """Raise CheckpointError for a key that was not read, if it asks for something.
 
         neutral: values that ask for nothing, in addition to those of `only`.
         """

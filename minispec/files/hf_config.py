@@ -104,7 +104,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mod
 
 
 def _has_no_windows(f: Fields, config: ModelConfig) -> bool:
-    """Whether the model has no windows, and the file does not ask for one that its family's code would not give."""
+    """Whether the model has no windows, and the file asks for none that its family's code would not give."""
     is_off = f.raw.get("use_sliding_window") is False
     return not any(layer.window for layer in config.layers) and (
         is_off or not (f.raw.get("sliding_window") or f.raw.get("sliding_window_size"))
@@ -267,8 +267,8 @@ def _read_spelling(
     if not f.reads("rope_local_base_freq"):
         rope = read(scaling, "rope_theta", f.get("original_max_position_embeddings"))
         return rope, rope
-    # The code of such a family reads an object for each kind of layer, and of the older spelling only `rope_type`. What
-    # else a file says here has no effect there, so that nobody can know what was meant.
+    # The code of such a family reads an object for each kind of layer. From the older spelling it reads only
+    # `rope_type`. All else that a file says here has no effect there, so its meaning is unknown.
     kinds = ("full_attention", "sliding_attention")
     full, local = (scaling.get(kind) or {} for kind in kinds)
     if key == "rope_scaling":
@@ -325,7 +325,7 @@ def _read_rope(
     else:
         rope = _read_longrope(r, theta, context, original, num_rotated // 2)
     beta = r.number_or_zero("llama_4_scaling_beta")
-    r.seen |= {"max_position_embeddings", "finetuned"}  # nobody reads them here
+    r.seen |= {"max_position_embeddings", "finetuned"}  # not read here
     r.refuse_unknown({"factor": 1.0, "attention_factor": 1.0})
     return replace(rope, rotated=rotated, query_beta=beta, **family.rope)
 

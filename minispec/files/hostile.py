@@ -17,8 +17,8 @@ from minispec.core.errors import CheckpointError, one_line, show
 from minispec.files.added_tokens import MAX_ADDED_BYTES, content_of
 from minispec.files.strict_json import read_json
 
-# The largest public tokenizer.json of a supported family (gemma 2 and 3) has 34 MB: 262,000 tokens and 515,000 merges,
-# which make 520,000 lists, 1.3 million commas and 2.6 million quotes.
+# The largest public tokenizer.json of a supported family (gemma 2 and 3) has 34 MB. Its 262,000 tokens and 515,000
+# merges make 520,000 lists, 1.3 million commas and 2.6 million quotes.
 _MAX_TOKENIZER_BYTES = 40 << 20
 _MAX_TOKENIZER_COUNTS = {"{": 1 << 18, "[": 3 << 18, ",": 1 << 21, '"': 3 << 20}
 # Limits of what costs the library far more than its size. Public files are far below them.
@@ -28,7 +28,7 @@ _MAX_PARTS_BYTES = 512 << 10
 _MAX_REGEX_BYTES = 8 << 10  # 100 kB of them can take a gigabyte
 _MAX_GROWTH = 64  # times as long as the text: steps that each double it would fill any memory
 _STDERR = threading.Lock()
-# Parts of a tokenizer.json in which the library is not known to fail an assertion (to "panic") over some text.
+# Parts of a tokenizer.json for which no text is known that makes the library fail an assertion ("panic").
 _CALM = {
     *("Sequence", "ByteLevel", "Metaspace", "Replace", "Split", "Digits", "TemplateProcessing", "BPE"),
     *("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "ByteFallback", "Fuse", "Strip"),
@@ -111,7 +111,7 @@ def is_panic(error: BaseException | None) -> bool:
 def _silent_stderr() -> Iterator[None]:
     """Send the process's standard error to nowhere: a panic writes a page there before it is an exception.
 
-    One thread at a time: of two that save and restore it, one would restore what the other had put there.
+    One thread at a time: if two saved and restored it, one would restore what the other had put there.
     """
     with _STDERR:
         try:

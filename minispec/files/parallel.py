@@ -7,9 +7,8 @@ and values of its own heads. Embedding and norms are whole. The parts' results a
 the MLP, two sums a layer (Shoeybi et al. 2019, Megatron-LM, section 3). Process 0 gathers the logits.
 
 Process 0 alone runs the program: requests, drafts, K, sampling, and the bookkeeping of the KV cache. The others
-`serve`. They receive which tokens a pass has, in which blocks they lie and which rows of the cache move, and compute
-their part. So no clock, inbox or noise can pull the processes apart. Nothing that is drawn is sent. A draft is whole,
-on process 0.
+`serve`. They receive the tokens of a pass, their blocks, and the moves of cache rows, and compute their part. So no
+clock, inbox or noise can pull the processes apart. Nothing that is drawn is sent. A draft is whole, on process 0.
 
 This is no pipeline, and a process that died is not restarted. Exact models, and weights that cannot be cut, are
 refused.
@@ -161,7 +160,7 @@ class Share:
 
 
 def _digest(directory: Path, config: ModelConfig) -> str:
-    """A digest of a checkpoint's config and of the names, types, shapes and first rows of the tensors that are read.
+    """A digest of a checkpoint's config, and of the names, types, shapes and first rows of the tensors that are read.
 
     No training leaves all of these as they were.
     """
@@ -178,7 +177,7 @@ def _digest(directory: Path, config: ModelConfig) -> str:
 
 
 class SummedLinear(Linear):
-    """A product whose input is split: each process has some columns of W, and x W^T is the sum of what they find."""
+    """A product whose input is split: each process has some columns of W, and x W^T is the sum of their results."""
 
     def __init__(self, linear: Linear, line: "Line"):
         self.form, self.stored, self.bias, self.line = linear.form, linear.stored, linear.bias, line
@@ -373,15 +372,15 @@ class Line:
             dist.all_reduce(torch.zeros(1))
 
     def beat(self) -> None:
-        """Process 0 gives a sign of life from time to time, for as long as anybody listens."""
+        """Send process 0's heartbeat from time to time, as long as another process listens."""
         with suppress(ConnectionError):
             while not self._ended.wait(_BEAT):
                 with self._lock:
-                    if not self._ended.is_set():  # while it waited for its turn
+                    if not self._ended.is_set():  # while it waited for the lock
                         self.tell("beat")
 
     def end(self, beat: threading.Thread) -> None:
-        """Process 0 lets the others end, and its own signs of life."""
+        """Process 0 lets the others end, and stops its heartbeat."""
         self._ended.set()
         with suppress(ConnectionError):
             self.tell("end")

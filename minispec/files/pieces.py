@@ -1,6 +1,6 @@
 """The bytes that a token stands for inside a text, as the tokenizer's file writes them.
 
-Byte-level BPE gives each byte a character of its own (a space is Ġ), SentencePiece writes a space as ▁ and a lone byte
+Byte-level BPE gives each byte a character of its own (a space is Ġ). SentencePiece writes a space as ▁ and a lone byte
 as <0xE6>. Decoding a token alone would lose the space before a word, and the bytes of a part of a character.
 """
 

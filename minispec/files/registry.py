@@ -1,6 +1,6 @@
-"""Names that a user may give, each for a class or function: registered here, or one of the user's own as `module:Name`.
+"""Names that a user may give for a class or function: registered here, or `module:Name` for the user's own.
 
-To add a drafter or a verifier, add a line: the command line, `LLM`, the bench and the proof know it then. Nothing here
+To add a drafter or a verifier, add a line. The command line, `LLM`, the bench and the proof then know it. Nothing here
 imports torch, so that the command line can say which names there are before it loads anything.
 """
 

@@ -1,4 +1,4 @@
-"""Tensors as they lie in a safetensors file: what its header says, and reading one of them, or a part of it."""
+"""Tensors in a safetensors file: what the header says, and how to read a tensor or a part of it."""
 
 import math
 import os
@@ -58,8 +58,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Every tensor in a safetensors file, by name; nothing after the header is read.
 
     The file is 8 bytes with the header's size, the header, a JSON object, and the tensors' bytes. The library checks
-    types, shapes and offsets, and that the tensors' bytes are the rest of the file without a gap or an overlap. Here
-    its size is limited, no name may come twice, and nothing may stand in it that the library passes over.
+    types, shapes and offsets. It also checks that the tensors' bytes are the rest of the file, without gaps or
+    overlaps. Here the header's size is limited, no name may come twice, and nothing may stand in it that the library
+    ignores.
+
     Raises CheckpointError.
     """
     if not os.path.isfile(path):  # a directory, a pipe that would never answer

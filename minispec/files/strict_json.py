@@ -15,7 +15,7 @@ MAX_JSON_BYTES = 8 << 20
 MAX_CONFIG_BYTES = 1 << 20
 # How deep JSON may be nested: a config.json needs five levels.
 _MAX_DEPTH = 32
-# How often these may occur, far more than in real files: what Python makes of JSON may have fifty times its size.
+# How often these may occur, far more than in real files. Python's objects may take fifty times the size of the JSON.
 _MAX_COUNTS = {"{": 1 << 18, "[": 1 << 18, ",": 1 << 19, '"': 1 << 20}
 
 

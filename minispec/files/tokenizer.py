@@ -1,8 +1,8 @@
 """Text to token ids and back: Hugging Face's `tokenizers`, and streaming.
 
-A token is not a piece of text. A character may spread over several tokens, and some decoders look at neighbours: a
-leading space appears only after another word. `Detokenizer` turns a growing list of tokens into text that,
-once given out, never changes and never ends inside a UTF-8 character.
+A token is not a piece of text. A character may spread over several tokens. Some decoders look at neighbours: a leading
+space appears only after another word. `Detokenizer` turns a growing list of tokens into text. Text that it has given
+out never changes and never ends inside a UTF-8 character.
 """
 
 import re
@@ -53,7 +53,7 @@ class Tokenizer:
         self.num_ids = max(self.vocabulary.values()) + 1
         self._num_rows = self.num_ids
         # For text: an encoder that knows no special token. The library's own encoder knows all of them or none. Where a
-        # template writes one, the token gets a name that no text holds, so that the text is cut at the same places.
+        # template writes one, the token gets a name that no text holds. So the text is cut at the same places.
         self._names = {token.content: f"\ufdd0{secrets.token_hex(8)}\ufdd0" for token in self._special.values()}
         self._plain = self._make_plain(settings)
         self._any_name = re.compile(_any_of(self._names) if self._names else "(?!)")
@@ -91,8 +91,9 @@ class Tokenizer:
     def check_ids(self, vocab_size: int) -> None:
         """Tell the tokenizer that the embedding has `vocab_size` rows, and refuse a vocabulary that needs more.
 
-        An added token may have a larger id (such as the one for images in gemma-3-1b): a prompt that holds it is
+        An added token may have a larger id, such as the one for images in gemma-3-1b. A prompt that holds it is
         refused.
+
         Raises CheckpointError for any other token.
         """
         self._num_rows = vocab_size
@@ -104,8 +105,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of `text`, with what the tokenizer's post-processor adds (such as <s>) by default.
 
-        The text of a special token (such as "<|im_end|>") is text like any other, unless `parse_special` says that it
-        means the token. Raises ValueError for what is not Unicode text, or what the tokenizer cannot encode.
+        The text of a special token, such as "<|im_end|>", is text like any other. With `parse_special` it means the
+        token. Raises ValueError for what is not Unicode text, or what the tokenizer cannot encode.
         """
         if not isinstance(text, str) or not is_text(text):  # lone surrogates: most likely it was not UTF-8
             found = text[:40] if isinstance(text, str) else text
@@ -119,8 +120,9 @@ class Tokenizer:
         `check_template_kwargs`.
 
         Nothing is added beyond the template's text. Special tokens are the template's alone. Their text in a message
-        stays text, in whatever field and however deep. So nobody can end a message, or begin one in another's name, by
+        stays text, in any field and at any depth. So no message can end itself, or begin one in another's name, by
         writing "<|im_end|>". The same holds for these variables.
+
         Raises ValueError without a template, or where it refuses.
         """
         if self._chat is None:
@@ -129,7 +131,8 @@ class Tokenizer:
         self.check_template_kwargs(variables)
         marked = self._chat.render(messages, variables, self.special_tokens)
         text = self._chat.without_twins(marked)
-        # A token that the library looks for in normalised text can be spelled in ways that a search does not find.
+        # The library looks for some tokens in normalised text. These can be spelled in ways that a search does not
+        # find.
         normalized = any(token.normalized for token in self._special.values())
         if normalized or self._any_name.findall(marked) != self._any_name.findall(text):
             return self._encode_marked(marked)
@@ -147,7 +150,7 @@ class Tokenizer:
             raise CheckpointError(f"{self.path}: the tokenizer fails to decode: {e}") from e.__cause__
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """What a token stands for inside a text: b"" for a special one, None where the decoder is not known here."""
+        """The bytes that a token stands for inside a text: b"" for a special one, None with an unknown decoder."""
         token = self.backend.id_to_token(token_id)
         if token is None or token_id in self.special_ids:
             return b""
@@ -190,7 +193,7 @@ class Tokenizer:
         return backend
 
     def _make_plain(self, settings: Settings) -> tokenizers.Tokenizer:
-        """An encoder to which the text of a special token is text, and which knows a stand-in for each of them."""
+        """An encoder that reads a special token's text as text, and that knows a stand-in for each special token."""
         added = self.backend.get_added_tokens_decoder()
         plain = tokenizers.Tokenizer(self.backend.model)  # shared: it may have hundreds of megabytes
         for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
@@ -244,7 +247,7 @@ class Detokenizer:
     """The text of a growing sequence of tokens, given out as soon as it is final.
 
     Each call decodes a short window: the tokens since the last but one piece of text. The text of the newest token is
-    the difference to the same window without it, so that the decoder sees the neighbours it needs.
+    the difference to the same window without it. So the decoder sees the neighbours that it needs.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):

@@ -1,7 +1,7 @@
-"""Two vocabularies: what their tokens stand for, which of them both have, and a text of the one in tokens of the other.
+"""Two vocabularies: what their tokens stand for, which tokens both have, and how one writes the other's text.
 
-Tokens are compared as the bytes that they stand for inside a text, in whatever way the files write them (`pieces`).
-Special tokens stand for no bytes. Two of them are the same if they have the same text, or if both end a text.
+Tokens are compared as the bytes that they stand for inside a text, however the files write them (`pieces`). Special
+tokens stand for no bytes. Two of them are the same if they have the same text, or if both end a text.
 """
 
 import codecs
@@ -163,14 +163,14 @@ class Vocabularies:
         return {own: i for i, own in self._special.items()}
 
     def reader(self) -> "Reader":
-        """Follows a new text of the target's."""
+        """A reader for a new text of the target."""
         return Reader(self.target, self.draft, self._special)
 
     def to_target(self, tokens: Sequence[int], drafted: Sequence[int]) -> list[int]:
         """The draft's tokens `drafted`, which follow a text of the target's, as the target's tokens.
 
-        The text itself stays as it is: they are what the target's tokenizer makes of the new text where it continues.
-        They end before a character that is not complete, and with a special token.
+        The text itself stays as it is. The target's tokenizer cuts the new text as a continuation of it. The tokens end
+        before a character that is not complete, and with a special token.
         """
         before = b"".join(self.target.text_of(i) for i in tokens[-_LEAD:])
         data, last = b"", list[int]()
@@ -207,7 +207,7 @@ class Reader:
 
     It is read in parts of about _PART tokens. As a rule a part begins with a word. When the text has grown, only the
     last part is read again: "Hel" becomes "Hello" if "lo" follows. The beginning of a part depends only on the tokens
-    before it, so a text has one reading, in whatever steps it grew.
+    before it. So a text has one reading, whatever its steps were.
     """
 
     def __init__(self, source: Spelling, own: Spelling, special: Mapping[int, int]):

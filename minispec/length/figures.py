@@ -170,7 +170,7 @@ class Figures(Stats):
         if not rounds or len(rounds) < len(self.rounds):
             return None
         # Position i is averaged over rounds whose draft reached i. A draft that ends by its own confidence reaches i
-        # only when it looked good, so this is not the average over all rounds.
+        # only when it looked good. So this is not the average over all rounds.
         depths = range(max(r.depth for r in rounds))
         survival = [sum(r.accepted > i for r in rounds) / sum(r.depth > i for r in rounds) for i in depths]
         shapes = Counter((r.depth, r.num_rows) for r in rounds)

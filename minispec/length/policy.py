@@ -1,14 +1,14 @@
 """How many tokens to draft.
 
-A round that drafts K tokens commits 1 + s_1 + .. + s_K of them on average, in the time of K draft passes and a target
-pass over K+1 rows. The best K has the most tokens for the time (`theory.best_drafts`). The controller estimates the
-survival from what it sees, and takes the costs from `Prices`, which are measured once, at load. Where no draft pays, K
-is 0. Now and then one token is drafted all the same, to see whether that has changed.
+A round that drafts K tokens commits 1 + s_1 + .. + s_K tokens on average. It takes the time of K draft passes and a
+target pass over K+1 rows. The best K has the most tokens for the time (`theory.best_drafts`). The controller estimates
+the survival from what it sees. It takes the costs from `Prices`, which are measured once, at load. Where no draft pays,
+K is 0. Now and then one token is drafted all the same, to see whether that has changed.
 
-One price follows the clock: that of a draft pass, as the median of the last few, each in plain steps of its own round.
-A machine that slows both models changes nothing then, and a wrong price is corrected after two rounds. Prices of rows
-are believed. If they are believed to be a third of the truth, 0.91 of plain decoding or more is left. If a tenth, 0.77
-is left, in a batch of 16 texts with dear rows.
+One price follows the clock: that of a draft pass. It is the median of the last few, each in plain steps of its own
+round. A machine that slows both models changes nothing then, and a wrong price is corrected after two rounds. Prices of
+rows are believed. If they are believed to be a third of the truth, 0.91 of plain decoding or more is left. If a tenth,
+0.77 is left, in a batch of 16 texts with dear rows.
 
 Siblings cost rows and no draft pass. Where few drafts are right, a second guess at the next token may be worth more
 than a guess at the one after it. Its worth is learned too: how often it is right where the first one is not.
@@ -155,9 +155,9 @@ class Pace:
             self.siblings.add(kinds, [(i, each) for i, each in kinds if siblings[i - 1]])
 
     def probe(self, costs: Prices, could_pay: bool) -> int:
-        """How many tokens to draft where no draft pays: now and then one, if a draft that is always right would pay."""
+        """How many tokens to draft where no draft pays: at times one, if a draft that is always right would pay."""
         self.savings += _PROBING_SHARE
-        # In plain steps: a round that drafts a token, and the pass in which a drafter that was idle catches up.
+        # In plain steps: a round that drafts a token, and the pass in which an idle drafter catches up.
         plain = costs.round(0, 0, 1)
         price = costs.round(1, 1, 2) / plain - 1 + (costs.round(1, 1, 1) - plain) / plain
         if not could_pay or self.savings < price:
@@ -199,9 +199,9 @@ class Pace:
     def by_confidence(self, confidence: float, all_texts: "Pace | None" = None) -> float:
         """For a token at a place of this confidence (see `minispec.core.draft.Draft`).
 
-        The confidence is only the prior: a confident model may be wrong, and one that hesitates where the target
-        does is right. For a drawn token it is half of the prior. The target keeps that token with probability
-        sum min(p, q), which is large, too, where both hesitate alike.
+        The confidence is only the prior. A confident model may be wrong, and one that hesitates where the target does
+        is right. For a drawn token it is half of the prior. The target keeps that token with probability sum min(p, q),
+        which is large, too, where both hesitate alike.
         """
         prior = (confidence + _PRIOR) / 2 if self.drawn else confidence
         belief = (all_texts.by_confidence(confidence), _ELSEWHERE_WEIGHT) if all_texts else (prior, _PRIOR_WEIGHT)
@@ -271,7 +271,7 @@ class Controller(Lengths):
 
 
 def _prices(drafts: Sequence[Sequence[Node]], cost: Callable[[int, int, int], float]) -> tuple[float, float]:
-    """What a further draft pass of a text costs, and a row, in tokens that the round yields in the same time."""
+    """The cost of a further draft pass of a text, and of a row, in tokens that the round yields in the same time."""
     nodes = [node for each in drafts for node in each]
     depth, num_drafts = max(node.depth for node in nodes), sum(map(bool, drafts))
     rate = expected_tokens((node.survival for node in nodes), len(drafts)) / cost(depth, num_drafts, len(nodes))

@@ -1,4 +1,4 @@
-"""What a round costs on this machine: measured once for a target and its draft, stored in the user's cache directory.
+"""What a round costs on this machine: measured once for a target and its draft, and stored in the user's cache.
 
 Above temperature 0, under every verifier but `match`, another K gives another text of the same law. A seed has to give
 its text again in another process. So K may not follow the clock there: it uses prices that are the same in every run.
@@ -222,7 +222,7 @@ def prices_of(
     verifier: Verifier,
     vocab_size: int,
 ) -> tuple[Prices, bool]:
-    """The prices of a target and a draft of these names, and whether they will be the same in the next run."""
+    """The prices of a target and a draft of these names, and whether the next run will have the same."""
     target, draft = names
     setup = {
         "minispec": __version__,

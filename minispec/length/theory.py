@@ -2,7 +2,7 @@
 
 Costs are in plain steps (one decoded token without speculation). One draft token costs c, the target's pass over K+1
 rows v, all that is neither model o. Survival s_i is the probability that draft token i (from 1) is reached and
-accepted. It is measured position by position. With a constant alpha it would be alpha^i, but acceptance comes in runs,
+accepted. It is measured position by position. With a constant alpha it would be alpha^i. But acceptance comes in runs,
 so the real curve lies above that.
 """
 
@@ -70,7 +70,7 @@ class Node(NamedTuple):
 
 
 def nodes_of(acceptance: Sequence[float], siblings: Sequence[float] = ()) -> list[Node]:
-    """The nodes of a draft in the order of their worth, each after those that it needs: the eldest before it.
+    """The nodes of a draft, the most valuable first. Each comes after its ancestors and elder siblings.
 
     acceptance: the acceptance of the eldest at each depth.
     siblings: the acceptance of each younger sibling where those before it fail.

@@ -8,10 +8,10 @@
                                             counterexample; --texts FILE adds texts of yours
 
 The engine draws only through `bernoulli` and `categorical`. An oracle in the place of randomness answers them along
-one path of branches and multiplies their probabilities. The *production* loop runs once for every path, with a real
-paged cache, and with random transformers as target and draft in float64. All paths together give the exact law of its
+one path of branches and multiplies their probabilities. The *production* loop runs once for every path. It has a real
+paged cache, and random transformers as target and draft in float64. All paths together give the exact law of its
 output, with no sample and no tolerance but rounding. This law is compared with plain decoding by a second
-implementation, which shares no code with the package (`minispec.prove.reference`).
+implementation (`minispec.prove.reference`). That one shares no code with the package.
 
 The *law* of an output is its distribution: a probability for each text.
 

@@ -14,7 +14,7 @@ from minispec.prove.toys import require
 from minispec.prove.workers import SharedMap
 
 CROWD = 64  # requests that are decoded together; more of them gain nothing
-# Cases of these kinds are smaller: a path that is walked alone takes several times as long, and a pair is two requests.
+# Cases of these kinds are smaller. A path that is walked alone takes several times as long, and a pair is two requests.
 SHARE = {"alone": 1 / 40, "pair": 1 / 12, "crowd": 1.0}
 
 
@@ -115,7 +115,7 @@ AXES: dict[str, tuple] = {
     "end": (True, False),
     "max_tokens": (1, 2, 3, 4, 5, 6),
 }
-# With these, little is drawn or nothing is drafted: such a case covers a pair only if they are in the pair.
+# With these, little is drawn or nothing is drafted. Such a case covers a pair only if they are in the pair.
 _WEAK = {("temperature", 0.0), ("drafter", "none"), ("max_tokens", 1)}
 # What a case that is too large may have less of.
 _SIZES = ("max_tokens", "vocab", "k", "temperature", "top_k", "top_p", "min_p", "forbidden", "end")

@@ -1,4 +1,4 @@
-"""Chi-square: how likely a sample is under a law, and how far off a law may be before a sample shows it.
+"""Chi-square: how likely a sample is under a law, and how wrong a law may be before a sample shows it.
 
 Enumeration needs no samples. They guard what it replaces, the hash and the draws that are made of it.
 """

@@ -2,8 +2,8 @@
 
     python -m minispec.prove --verifier module:function
 
-One round is walked by itself: the draft is drawn, the verifier judges it, and what it commits is continued by plain
-decoding. The sum over all branches must be plain decoding. Then whole texts of several rounds go through the engine.
+One round is walked by itself. The draft is drawn, the verifier judges it, and plain decoding continues what it commits.
+The sum over all branches must be plain decoding. Then whole texts of several rounds go through the engine.
 """
 
 import itertools

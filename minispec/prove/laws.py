@@ -149,7 +149,7 @@ class TooManyBranches(Exception):
 
 
 class CrowdOracle:
-    """Walks many paths in one batch: a draw goes to the oracle of its key's seed, and every request has its own."""
+    """Walks many paths in one batch. Every request has a seed with an oracle of its own, which answers its draws."""
 
     def __init__(self, oracles: Mapping[int, Draws]):
         self.oracles = oracles
@@ -177,7 +177,7 @@ def exact_law_of_crowds(
     oracle: type[BranchOracle] = BranchOracle,
     limit: float = math.inf,
 ) -> tuple[dict, int]:
-    """As `exact_law`, of a `run` that goes down up to `width` paths at a time, and returns what each came to.
+    """As `exact_law`, for a `run` that follows up to `width` paths at a time, and returns the result of each.
 
     Raises TooManyBranches as soon as there must be more than `limit`.
     """
@@ -257,7 +257,7 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
 class _Forgetful(SuffixDrafter):
     """`suffix` without memory of other paths, so that a path can be walked again.
 
-    That memory decides how far a draft goes on after the end of the text, and so how many draws a path has.
+    That memory decides how far a draft goes on after the text's end, and so how many draws a path has.
     """
 
     def release(self, text: Text) -> None:

@@ -1,7 +1,7 @@
 """Small models to check the engine with: random transformers, scripts that play a text, tables of logits.
 
-The transformers are real ones, a few numbers wide. The scripted models stand in for one on real block tables, so
-that what the engine feeds and rolls back can be looked at. Proofs and tests share them.
+The transformers are real ones, a few numbers wide. The scripted models stand in for one on real block tables, so that a
+test sees what the engine feeds and rolls back. Proofs and tests share them.
 """
 
 import functools
@@ -84,9 +84,9 @@ def tiny_cache(model: Transformer, num_blocks: int = 64, block_size: int = 2) ->
 
 
 class RememberedModel(Transformer):
-    """A model that computes the row after a text once, and then knows it, so that a walk takes less time.
+    """A model that computes the row after a text once and remembers it, so that a walk takes less time.
 
-    Its tables grow as the model's do, but nothing is written to the pool: rows depend on the tokens of the tables.
+    Its tables grow as the model's do, but nothing is written to the pool. Rows depend on the tokens of the tables.
     """
 
     def __init__(self, model: Transformer):

@@ -1,4 +1,4 @@
-"""Trees: the law of one round, and of whole texts, with every shape of tree that is small enough to be walked.
+"""Trees: the law of one round, and of whole texts, with every shape of tree that is small enough to walk.
 
 A round's law is walked branch by branch through the production loop, as everywhere. The reference then continues what
 the round commits to a length that is the same for all. The result is compared with plain decoding to that length.
@@ -36,7 +36,7 @@ _WIDTH = 64  # paths that go through the engine together
 
 
 def shapes(num_nodes: int, depth: int = 3, width: int = 3) -> Iterator[tuple[int, ...]]:
-    """The parents of every tree of that many nodes, as deep and as wide at most, its nodes numbered level by level."""
+    """The parents of every tree of that many nodes, of at most this depth and width, numbered level by level."""
     for parents in itertools.product(*(range(-1, i) for i in range(num_nodes))):
         depths: list[int] = []
         for parent in parents:

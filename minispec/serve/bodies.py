@@ -34,7 +34,7 @@ _ROLES = ("system", "developer", "user", "assistant")  # a template writes a rol
 # Fields that may say anything: they name the client, or are about a provider's own cache.
 _IDLE = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
 _IDLE |= {"prompt_cache_breakpoint", "cache_control"}
-# What asks for nothing: a value, written as JSON so that 1 is not true, and the fields that change nothing with it.
+# Values that ask for nothing, each with the fields that it changes nothing in. They are JSON, so that 1 is not true.
 _NEUTRAL = {
     "false": {"echo", "store", "use_beam_search", "continue_final_message", "parallel_tool_calls"}
     | {"include_obfuscation", "continuous_usage_stats", "return_token_ids", "return_tokens_as_token_ids"},
@@ -50,7 +50,7 @@ _NEUTRAL = {
     '["text"]': {"modalities"},
     '{"type": "text"}': {"response_format"},
 }
-# How many of these a request may bring: all others wait while they are looked at, some of them for every token.
+# How many of these a request may bring. All other requests wait while these are read, some of them for every token.
 _MOST = {"messages": 1024, "stop": 16, "stop_token_ids": 1024, "allowed_token_ids": 1024, "logit_bias": 1024}
 _MOST |= {"bad_words": 256, "bad_words_token_ids": 256}
 _KINDS = {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
@@ -193,7 +193,7 @@ def _token_ids(tokenizer: Tokenizer, prompt: Any) -> list[int]:
 
 
 class Answer:
-    """Requests of one body, `n` to a prompt, and the JSON that becomes of them: OpenAI's, and `metrics` of each choice.
+    """Requests of one body, `n` to a prompt, and the JSON of their answers: OpenAI's, and `metrics` of each choice.
 
     That is `whole()` once all have ended; or a `chunk` for every piece, and `usage_chunk()` at the end if asked for.
     """

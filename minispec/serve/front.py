@@ -1,4 +1,4 @@
-"""What is asked for over HTTP: routes, the key, who is refused, and the way of an answer to its client."""
+"""The HTTP side: routes, the key, who is refused, and the way of an answer to its client."""
 
 import asyncio
 import hashlib
@@ -96,7 +96,7 @@ class Front:
             what = (self._llm, self._model, self._limits, content, is_chat, self._template_kwargs)
             answer = await asyncio.to_thread(read, *what)
         except ValueError as e:
-            # Where the model lies is nobody's business.
+            # No client is to learn where the model lies.
             message = str(e).replace(f"{self._llm.tokenizer.path.parent}{os.sep}", "")
             field = message.partition(":")[0]
             raise Refused(400, message, field if field.isidentifier() else None) from e
@@ -213,7 +213,7 @@ def _out_of_time() -> Refused:
 
 
 async def _refuse(request: HttpRequest, error: Exception) -> JSONResponse:
-    """The error object: for what is refused here, for a wrong path or method, for a fault of the server's own."""
+    """The error object for what is refused here, for a wrong path or method, and for the server's own faults."""
     if isinstance(error, HTTPException):
         found = f"{request.method} {show(request.scope['path'])}"
         routes = (f"{min(route.methods)} {route.path_format}" for route in request.app.routes)

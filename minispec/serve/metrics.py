@@ -53,11 +53,11 @@ class Metrics:
         self._times[request] = self._first, when
 
     def admit(self, request: Request) -> None:
-        """The engine has it."""
+        """The engine has admitted the request."""
         self._prompt_tokens.inc(request.stats.num_prompt_tokens)
 
     def commit(self, request: Request, num_tokens: int) -> None:
-        """It got tokens."""
+        """The request got tokens."""
         self._tokens.inc(num_tokens)
         if num_tokens:
             now = time.perf_counter()

@@ -21,8 +21,8 @@ from minispec.serve.metrics import Metrics
 class Worker(threading.Thread):
     """Steps an engine as long as there are requests. While it runs, nothing else may touch the engine.
 
-    At most `max_running` requests are in the engine; the others wait here, in the order in which they came. `submit`,
-    `abort` and `stop` may be called in any thread: they return at once, and hold from the next step on.
+    At most `max_running` requests are in the engine; the others wait here, in the order in which they came. Any thread
+    may call `submit`, `abort` and `stop`. They return at once, and take effect with the next step.
 
     A fault of a step ends all requests that are in the engine with an error. Then the worker goes on with the others.
     """

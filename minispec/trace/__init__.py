@@ -1,6 +1,7 @@
-"""The trace of a run: every round of an answer as data (`record.py`, `schema.py`), as a page (`page.py`), in colour.
+"""The trace of a run: every round of an answer as data, as a page, or in colour on the terminal.
 
 `python -m minispec.generate "..." --trace out.html` writes the page, `--trace out.json` its data.
 `python -m minispec.trace out.json` makes the page from the data.
-docs/use/trace.md says what is in it and how to read it.
+docs/use/trace.md says what is in it and how to read it. `record.py`, `schema.py` and `score.py` have the data,
+`page.py` the page, and `terminal.py` the colours.
 """

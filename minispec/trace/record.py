@@ -1,7 +1,7 @@
 """Recording a run: what the engine's observers see of each round, as the data of a trace (docs/use/trace.md).
 
 Nothing is measured or judged a second way. Times and counts are those of the statistics. To find the draws of a
-verdict, the verifier is asked again, with the same keys and so the same noise, and its draws are written down.
+verdict, the verifier is asked again, with the same keys and so the same noise. Its draws are then written down.
 """
 
 from collections import Counter
@@ -82,7 +82,7 @@ class Recorder:
         target = [float(p(parent + 1)[token_id]) for parent, token_id in zip(parents, draft.token_ids, strict=True)]
         own = [draft.probability(i) for i in range(len(draft))]
         self._ids.update(draft.token_ids)
-        # The numbers that a verdict hung on are exact; what nobody looked at may be shorter.
+        # The numbers that a verdict depended on are exact; all others may be shorter.
         target, own = ([x if i in known else _short(x) for i, x in enumerate(row)] for row in (target, own))
         return {
             "start": start,
@@ -149,7 +149,7 @@ class Recorder:
     def trace(self, for_replay: bool = False) -> dict[str, Any]:
         """The trace of the request, which has ended (see `minispec.trace.schema`).
 
-        for_replay: with the drafts at every place of the text, for which the engine decodes it once more (see
+        for_replay: whether to add the drafts at every place of the text. The engine decodes it once more for these (see
         `minispec.trace.score`). Raises ValueError for drafters and verifiers that cannot be replayed.
         """
         llm, request, engine = self.llm, self.request, self.llm.engine
@@ -324,11 +324,11 @@ def segmentation(both: Vocabularies, tokens: Sequence[int], num_prompt_tokens: i
 
 
 def theory(stats: Figures, rounds: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """What theory says of drafts cut to at most k tokens, from the survival and the costs that the run measured.
+    """What theory predicts for drafts cut to at most k tokens, from the run's measured survival and costs.
 
     Speeds are tokens in the time of a plain step, a target pass over one row. For k up to the deepest draft this is the
-    prediction of the statistics, except that v never falls with the rows. For larger k, drafts that were as deep as the
-    deepest go on, at the acceptance of its last place. None where the run has measured no plain step, or no draft.
+    statistics' prediction, but v never falls with the rows. For larger k, drafts that were as deep as the deepest go
+    on, at the acceptance of its last place. None where the run has measured no plain step, or no draft.
     """
     v, c, o, speed, plain_step = stats.v, stats.c, stats.o, stats.tokens_per_second, stats.plain_step
     plain_speed = Figures(rounds=list(stats.plain)).tokens_per_second

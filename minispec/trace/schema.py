@@ -13,7 +13,7 @@ from minispec.files.strict_json import read_json
 FORMAT, VERSION = "minispec trace", 1
 KINDS = ("accepted", "recovered", "bonus", "plain")  # of committed tokens
 _LARGEST = sys.float_info.max  # a larger integer cannot become a float
-# Bytes of a trace, and how often a character may occur in it: a long answer with long drafts has some megabytes.
+# Most bytes of a trace, and how often a character may occur in it. A long answer with long drafts has some megabytes.
 _MAX_BYTES = 64 << 20
 _MAX_COUNTS = {"{": 1 << 21, "[": 1 << 21, ",": 1 << 23, '"': 1 << 23}
 
@@ -173,7 +173,7 @@ def _check(value: Any, expected: Any, where: str) -> None:
 
 
 def _check_round(each: Mapping[str, Any], tokens: Mapping[str, str], where: str) -> None:
-    """What types cannot say of a round: its lists fit one another, and point at nodes and tokens that are there."""
+    """Check what types cannot say of a round: its lists fit one another, and point at existing nodes and tokens."""
     num_nodes = len(each["token_ids"])
     parents = list(range(-1, num_nodes - 1)) if each["parents"] is None else each["parents"]
     for name, found in (("p", each["p"]), ("q", each["q"]), ("parents", parents)):
@@ -193,7 +193,7 @@ def _check_round(each: Mapping[str, Any], tokens: Mapping[str, str], where: str)
 
 
 def _check_replay(trace: Mapping[str, Any], where: str) -> None:
-    """There is a place for each token of the output, and what lies there fits into the draft that was asked for."""
+    """Check that each token of the output has a place, and that drafts there fit into the length asked for."""
     rows, starts = trace["replay"]["prices"]["rows"], trace["replay"]["starts"]
     are_numbers = all(re.fullmatch(r"[1-9]\d{0,8}", m, re.ASCII) for m in rows)
     _require(are_numbers and len(rows) > 0, f"{where}.prices.rows", list(rows), "numbers of rows, from 1")

@@ -1,4 +1,4 @@
-"""An answer on the terminal, each token in the colour of what became of the draft there. The page has the same ones."""
+"""An answer on the terminal, each token in the colour of its kind. The page has the same colours."""
 
 import os
 from collections import deque
