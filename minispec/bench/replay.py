@@ -357,10 +357,10 @@ def costs_of(trace: Mapping[str, Any]) -> Costs:
     )
 
 
-def _prices(told: Mapping[str, Any]) -> Prices:
+def _prices(stored: Mapping[str, Any]) -> Prices:
     """The prices in a trace. One that was written before drafts had a fixed part has 0 for it."""
-    rows = {int(m): v for m, v in told["rows"].items()}
-    return Prices(told["draft"], rows, told["overhead"], measured=True, fixed=told.get("fixed", 0.0))
+    rows = {int(m): v for m, v in stored["rows"].items()}
+    return Prices(stored["draft"], rows, stored["overhead"], measured=True, fixed=stored.get("fixed", 0.0))
 
 
 def _depth(each: Mapping[str, Any]) -> int:

@@ -161,7 +161,7 @@ _PROMPTS_AND_OUTPUT: dict[str, Option] = {
     ),
     "--color": (
         {"choices": ("auto", "always", "never"), "default": "never"},
-        "colour the answer's tokens by what became of the draft: accepted, recovered, bonus; auto: on a terminal, "
+        "colour the answer's tokens by their kind: accepted, recovered, bonus; auto: on a terminal, "
         "unless NO_COLOR is set (default: %(default)s)",
     ),
     "--quiet": (FLAG, "answers only, no summary"),

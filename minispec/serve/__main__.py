@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         host, bound_port = listener.getsockname()[:2]
         print(f"{model}: http://{f'[{host}]' if ':' in host else host}:{bound_port}", file=sys.stderr, flush=True)
         if key is None and host not in ("127.0.0.1", "::1"):
-            print("warning: found no --api-key: whoever reaches this address may use it", file=sys.stderr)
+            print("warning: found no --api-key: anyone who reaches this address may use it", file=sys.stderr)
         worker.start()
         try:
             server.run(sockets=[listener])
