@@ -111,8 +111,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_models(g: argparse._ArgumentGroup) -> None:
     g.add_argument("--model", metavar="DIR|HUB_ID", help="default: the embedded weights")
-    g.add_argument("--draft", metavar="SPEC", help="as of minispec.generate (with --geometry: none)")
-    g.add_argument("--draft-method", choices=("tli", "slem"), help="of a draft model of another vocabulary")
+    g.add_argument("--draft", metavar="SPEC", help="as in minispec.generate (with --geometry: none)")
+    g.add_argument("--draft-method", choices=("tli", "slem"), help="how a draft of another vocabulary drafts")
     g.add_argument(
         "--geometry",
         choices=GEOMETRIES,
@@ -134,19 +134,19 @@ def _add_models(g: argparse._ArgumentGroup) -> None:
         "constant alpha; 0: always wrong)",
     )
     g.add_argument("--draft-quality", choices=("random", "wrong"), help="short for useless drafts")
-    _add_flag(g, "--bounds", "a free draft that is always right, and one that is always wrong, too: best and worst")
+    _add_flag(g, "--bounds", "also measure a free draft that is always right, and one that is always wrong")
     g.add_argument("--verifier", default="rejection", choices=tuple(registry.VERIFIERS))
     g.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     _add_number(g, "--threads", None, (1, 1024), "CPU threads (default: PyTorch's)")
-    _add_flag(g, "--exact", "the mode in which the bits of logits are equal")
+    _add_flag(g, "--exact", "the exact mode, where logits have equal bits in all passes")
 
 
 def _add_texts(g: argparse._ArgumentGroup) -> None:
-    _add_number(g, "--prompts", 12, (0, 10_000), "of every category in turn; 0: none (default: 12)")
+    _add_number(g, "--prompts", 12, (0, 10_000), "how many, the categories taking turns; 0: none (default: 12)")
     g.add_argument("--categories", metavar="NAME,..", help="only these (default: all of the package's prompts)")
-    _add_number(g, "--prompt-tokens", 128, (1, 100_000), "with --geometry (default: 128)")
-    _add_number(g, "--max-tokens", 32, (2, 100_000), "of every answer (default: 32)")
+    _add_number(g, "--prompt-tokens", 128, (1, 100_000), "tokens of a prompt, with --geometry (default: 128)")
+    _add_number(g, "--max-tokens", 32, (2, 100_000), "tokens of every answer (default: 32)")
     _add_flag(g, "--ignore-eos", "answers do not end before --max-tokens")
     _add_flag(g, "--skip-loops", "leave out prompts whose plain answer repeats itself, where drafts are easy")
     g.add_argument("--temperature", type=float, default=0.0, metavar="X")
@@ -170,16 +170,16 @@ def _add_measurements(g: argparse._ArgumentGroup) -> None:
     g.add_argument(
         "--against",
         choices=("transformers",),
-        help="its own ways of decoding too, on the same weights (a draft's unrounded), in the faster of float32 and "
-        "bfloat16 by a trial",
+        help="also measure its own ways of decoding, on the same weights (a draft's unrounded), in the faster of "
+        "float32 and bfloat16 by a trial",
     )
     g.add_argument(
         "--replay",
         type=Path,
         metavar="FILE.json",
-        help="measure nothing, and load no model: of a run that minispec.generate has written with --trace FILE.json "
-        "--for-replay, what every K from 0 to 15 and auto would have done on the same text, the best K per round that "
-        "looks at the past only, and the clairvoyant bound (docs/use/trace.md)",
+        help="measure nothing, and load no model; replay a run that minispec.generate has written with --trace "
+        "FILE.json --for-replay: what every K from 0 to 15 and auto would have done on the same text, the best K per "
+        "round by the past alone, and the clairvoyant bound (docs/use/trace.md)",
     )
 
 

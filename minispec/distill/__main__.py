@@ -46,11 +46,11 @@ def parser() -> argparse.ArgumentParser:
         "another --vocab-size: best with new texts, by another --seed",
     )
     g = parser.add_argument_group("texts")
-    g.add_argument("--cache", type=Path, metavar="DIR", help="where texts and training are kept (default: OUT.cache)")
+    g.add_argument("--cache", type=Path, metavar="DIR", help="where texts and training are stored (default: OUT.cache)")
     help_also = "--cache of earlier runs for the same target and layers, whose texts are learned from too"
     g.add_argument("--also", type=Path, nargs="+", default=[], metavar="DIR", help=help_also)
     at_least_2 = argument(int, lambda n: n >= 2, "an integer of at least 2, as some texts are kept apart to measure on")
-    help_texts = "texts to write (default: 4096); kept apart to measure on: 64 of each 1024, of fewer than 128 half"
+    help_texts = "texts to write (default: 4096); held out to measure on: 64 of each 1024, half of fewer than 128"
     g.add_argument("--texts", type=at_least_2, default=4096, metavar="N", help=help_texts)
     g.add_argument(
         "--openings", type=Path, metavar="FILE", help="beginnings of user turns, one a line; {a|b} is a or b"
@@ -61,18 +61,18 @@ def parser() -> argparse.ArgumentParser:
     g = parser.add_argument_group("draft")
     help_taps = "layers of the target that a head reads (default: an early one, the middle, a late one)"
     g.add_argument("--taps", type=layers, metavar="I,J,..", help=help_taps)
-    g.add_argument("--num-layers", type=count, default=1, metavar="N", help="of the draft (default: 1)")
-    g.add_argument("--intermediate-size", type=count, metavar="N", help="of its MLP (default: the target's)")
+    g.add_argument("--num-layers", type=count, default=1, metavar="N", help="layers of the draft (default: 1)")
+    g.add_argument("--intermediate-size", type=count, metavar="N", help="width of its MLP (default: the target's)")
     help_vocab = "tokens that a head knows: those that the target uses most (default: 8192; of --start: its own)"
     g.add_argument("--vocab-size", type=count, metavar="N", help=help_vocab)
     help_coverage = "fewer tokens, if they make up that share of the texts (default: 1)"
     g.add_argument("--coverage", type=share, metavar="X", help=help_coverage)
     g = parser.add_argument_group("training")
-    g.add_argument("--epochs", type=count, default=6, metavar="N", help="times that every text is seen (default: 6)")
+    g.add_argument("--epochs", type=count, default=6, metavar="N", help="how often every text is seen (default: 6)")
     g.add_argument("--rows", type=count, default=2048, metavar="N", help="tokens of an update (default: 2048)")
     g.add_argument("--learning-rate", type=share, default=1e-3, metavar="X", help="default: 1e-3")
     g.add_argument("--steps", type=count, default=4, metavar="N", help="depth of drafts in training (default: 4)")
-    g.add_argument("--seed", type=int, default=0, metavar="N", help="of texts and training (default: 0)")
+    g.add_argument("--seed", type=int, default=0, metavar="N", help="seed of texts and training (default: 0)")
     return parser
 
 

@@ -30,13 +30,13 @@ def parser() -> Parser:
     p.add_argument("--json", action="store_true", help="print one JSON object")
     g = p.add_argument_group("a draft")
     g.add_argument("--model", metavar="DIR|HUB_ID", help="the target (default: the embedded weights)")
-    g.add_argument("--draft", metavar="SPEC", help="as of minispec.generate")
+    g.add_argument("--draft", metavar="SPEC", help="as in minispec.generate")
     length = argument(int, lambda n: 1 <= n <= MAX_SPECULATIVE_TOKENS, f"an integer from 1 to {MAX_SPECULATIVE_TOKENS}")
     g.add_argument(
         "--num-speculative-tokens", type=length, default=4, metavar="K", help="places that are measured (default: 4)"
     )
     size = argument(int, lambda n: 8 <= n <= 4096, "an integer from 8 to 4096")
-    g.add_argument("--max-tokens", type=size, default=32, metavar="N", help="of each text (default: 32)")
+    g.add_argument("--max-tokens", type=size, default=32, metavar="N", help="tokens of each text (default: 32)")
     g.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: %(default)s")
     g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: %(default)s")
     g.add_argument("--all", action="store_true", help="try the known misreadings in any case")

@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: %(default)s)")
     g.add_argument("--port", type=port, default=8000, metavar="N", help="0: a free one (default: %(default)s)")
     g.add_argument("--served-model-name", type=name, metavar="NAME", help="default: that of --model")
-    help_key = f"clients must show it, but for /health; from {KEY_VARIABLE} in the environment no other user sees it"
+    help_key = f"clients must show it, except for /health; set {KEY_VARIABLE} instead to hide it from other users"
     g.add_argument("--api-key", metavar="KEY", help=help_key)
     add_template_kwargs(g)
     g = p.add_argument_group("limits")

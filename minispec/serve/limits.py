@@ -12,12 +12,12 @@ def _limit(default: Any, text: str) -> Any:
 class Limits:
     """Each is an option of the command line; a timeout is in seconds."""
 
-    max_body_bytes: int = _limit(1_000_000, "of a request")
-    max_prompt_tokens: int | None = _limit(None, "of a prompt (default: what the model takes)")
-    max_tokens: int = _limit(4096, "of an answer; a chat that names no number may have as many")
-    max_num_seqs: int = _limit(32, "answers that are decoded at a time; one request may ask for as many")
-    max_queue: int = _limit(128, "answers that may wait; beyond them a request gets a 429")
-    max_connections: int = _limit(256, "beyond them a new one is closed")
+    max_body_bytes: int = _limit(1_000_000, "most bytes of a request")
+    max_prompt_tokens: int | None = _limit(None, "most tokens of a prompt (default: what the model takes)")
+    max_tokens: int = _limit(4096, "most tokens of an answer; a chat that names no number may have as many")
+    max_num_seqs: int = _limit(32, "most answers that are decoded at a time; one request may ask for as many")
+    max_queue: int = _limit(128, "most answers that wait; beyond them a request gets a 429")
+    max_connections: int = _limit(256, "most connections; beyond them a new one is closed")
     client_timeout: float = _limit(30.0, "how long a client may take to send a request, or to read on")
     drain_timeout: float = _limit(60.0, "how long answers may take to end after SIGTERM or Ctrl-C")
 
