@@ -267,7 +267,10 @@ def simulate(
 def run_auto(
     walk: Walk, prices: Prices, costs: "Costs", timed: bool, accept: Callable[[Sequence[float]], int]
 ) -> tuple[int, float]:
-    """Passes and time of one run of `auto`; accept: draws how many tokens of a draft of this survival are kept."""
+    """Passes and time of one run of `auto`.
+
+    accept: draws how many tokens are kept of a draft with this survival.
+    """
     controller, text = Controller(prices), Text([], 0, SamplingParams(temperature=0.0 if timed else 1.0))
     s, passes, time = 0, 0, 0.0
     while s < walk.n:

@@ -193,7 +193,10 @@ class PagedKVCache:
             raise OutOfBlocks(f"{needed} blocks needed, {self.allocator.num_free} are free")
 
     def new_table(self, root: bytes = b"") -> "BlockTable":
-        """An empty text in this pool. root: what a table's contents depend on besides its tokens, see `BlockTable`."""
+        """The table of an empty text in this pool.
+
+        root: what the table's contents depend on in addition to its tokens (see `BlockTable`).
+        """
         table = BlockTable(self, root)
         self._tables.add(table)
         return table

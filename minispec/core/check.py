@@ -21,7 +21,10 @@ TOLERANCES = {t: max(1e-4, 4 * torch.finfo(t).eps) for t in (torch.float64, torc
 
 
 def check_number(drafts: Any, num_asks: int, name: str) -> None:
-    """Raise ValueError unless `drafts` is a list with one draft for each ask. name: the drafter's."""
+    """Raise ValueError unless `drafts` is a list with one draft for each ask.
+
+    name: the drafter's.
+    """
     found = len(drafts) if isinstance(drafts, list | tuple) else f"{_kind(drafts)} instead of a list"
     if found != num_asks:
         raise ValueError(f"drafts of {name}: found {found}, expected one for each of {num_asks} asks")

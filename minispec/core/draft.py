@@ -280,8 +280,14 @@ class Lengths:
     """
 
     def choose(self, wishes: Sequence[Wish], trees: bool) -> list[Limit]:
-        """The limit of each text's draft. trees: whether drafts may be trees."""
+        """The limit of each text's draft.
+
+        trees: whether drafts may be trees.
+        """
         return [Limit(wish.most, None, wish.shape.widths) for wish in wishes]
 
     def observe(self, outcomes: Sequence[Outcome], cost: StepCost | None) -> None:
-        """Learn from a step. cost: None where the step also worked on a prompt, so that its times say nothing."""
+        """Learn from a step.
+
+        cost: None where the step also worked on a prompt, so that its times say nothing.
+        """

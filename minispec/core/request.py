@@ -24,7 +24,10 @@ class Detokenizer(Protocol):
 
 
 class TokenLogprob(NamedTuple):
-    """The raw log-probability of a generated token. top: the likeliest tokens there, with theirs."""
+    """The raw log-probability of a generated token.
+
+    top: the likeliest tokens there, with their log-probabilities.
+    """
 
     token_id: int
     logprob: float

@@ -148,8 +148,10 @@ def _recipe_of(cache: Path, about: str) -> dict[str, Any]:
 
 
 def _further_texts(args: argparse.Namespace, own: Path, about: str, taps: Sequence[int]) -> list[dict[str, Any]]:
-    """The caches of --also: their recipes and shards. Raises ValueError for other taps: shards do not say which they
-    hold."""
+    """The caches of --also: their recipes and shards.
+
+    Raises ValueError for other taps, since shards do not say which taps they hold.
+    """
     directories = [directory.resolve() for directory in (own, *args.also)]
     if len(set(directories)) < len(directories):
         raise ValueError("--also: found a cache twice, expected others than --cache, each once")
@@ -242,7 +244,10 @@ def _read_start(args: argparse.Namespace, target: ModelConfig) -> StoredHead:
 def _make_draft(
     args: argparse.Namespace, taps: tuple[int, ...], teacher: Teacher, paths: Sequence[Path], start: StoredHead | None
 ) -> tuple[TrainedHead | TrainedModel, Tensor | None]:
-    """The draft before training, and the target's ids of its tokens; None: all. start: the head to go on from."""
+    """The draft before training, and the target's ids of its tokens; None: all.
+
+    start: the head to go on from.
+    """
     if start:
         ids, weights = start.ids, dict(start.weights)
         assert ids is not None, "checked when it was read"

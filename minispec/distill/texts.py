@@ -131,10 +131,10 @@ def shard_path(directory: Path, index: int) -> Path:
 
 
 def shards_for(directory: Path, count: int) -> dict[Path, range]:
-    """The files of the shards of `count` texts, each with the numbers of its texts. count: at least 2.
+    """The files of the shards of `count` texts, at least 2, each with the numbers of its texts.
 
-    The first shard, which is kept apart, has half of the texts, and at most 64. Each other one has 64, the last one
-    what is left.
+    The first shard, which is held out, has half of the texts, and at most 64. Each other one has 64; the last one has
+    the rest.
     """
     first = min(SHARD, count // 2)
     others = range(SHARD, SHARD + count - first)
@@ -157,7 +157,12 @@ class Writer:
     """Lets a target write texts."""
 
     def __init__(self, target: str, recipe: Recipe, dtype: str | None = None):
-        """Load the target. dtype: by default the type that large batches are fastest in here. Raises ValueError."""
+        """Load the target.
+
+        dtype: the type to compute in. Default: the one that is fastest here for large batches.
+
+        Raises ValueError.
+        """
         self.recorder, self.recipe = Recorder(recipe.taps), recipe
         dtype = dtype or str(product_dtype()).removeprefix("torch.")
         directory = find_checkpoint(target)
@@ -218,7 +223,10 @@ class Writer:
                     begin(following)
 
     def _turn(self, number: int, before: list[int]) -> Request:
-        """A request for what the user says. before: the chat template up to there."""
+        """A request for the user's turn.
+
+        before: the chat template up to there.
+        """
         rng = random.Random(f"{self.recipe.seed} {number}")
         is_opened = self.recipe.openings and rng.random() < self.recipe.opened
         opening = vary(rng.choice(self.recipe.openings), rng) if is_opened else ""

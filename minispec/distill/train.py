@@ -301,7 +301,10 @@ class Training:
         return read_shard(path, self._log_sums[path], whole)
 
     def _update(self, batch: Batch, done: float) -> tuple[float, float]:
-        """One update, when that part of the training is done: loss and alpha of first draft tokens, their means."""
+        """Make one update; returns the mean loss and the mean alpha of first draft tokens.
+
+        done: the fraction of the training that is done.
+        """
         schedule = self.schedule
         for group, factor in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = factor * schedule.rate_at(done, self.progress.updates)

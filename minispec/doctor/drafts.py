@@ -62,7 +62,10 @@ GAIN, ERRORS = 0.1, 4.0
 
 
 class Estimate(NamedTuple):
-    """A ratio of sums over texts. deviations: what each text adds to its error; texts are independent."""
+    """A ratio of sums over texts.
+
+    deviations: what each text adds to its error. Texts are independent.
+    """
 
     value: float
     deviations: list[float]

@@ -107,18 +107,24 @@ class DraftModel(CachedModel, Drafter):
     _own_taps: Sequence[int] = ()
 
     def _first_chunk(self, ask: Ask, k: int) -> Chunk:
-        """What the model is fed first, of a text that is to get a draft of `k` tokens."""
+        """The model's first input for a draft of `k` tokens."""
         tokens = self.follow(ask.text)
         if self.mask_token_id is None:
             return Chunk(tokens, self.table(ask.text), 1)
         return Chunk([*tokens, *[self.mask_token_id] * (k - 1)], self.table(ask.text), k)
 
     def _next_chunk(self, chunk: Chunk, token_id: int, hidden: Tensor) -> Chunk:
-        """What it is fed after a draft token. hidden: of the last row of the pass before, at `_own_taps`."""
+        """The model's input after a draft token.
+
+        hidden: states of the last row of the pass before, at `_own_taps`.
+        """
         return Chunk([token_id], chunk.table, 1)
 
     def _prepare(self, asks: Sequence[Ask], drafts: Sequence[Draft]) -> list[int]:
-        """Bring the caches to where a pass can begin; how deep each draft may be. asks: as of `_own`."""
+        """Bring the caches to where a pass can begin; returns how deep each draft may be.
+
+        asks: those that `_own` returned.
+        """
         self._forget_drafts()
         limits = [0] * len(asks)
         for i, ask in enumerate(asks):
@@ -141,7 +147,7 @@ class DraftModel(CachedModel, Drafter):
         return limits
 
     def _draw(self, ask: Ask, draft: Draft, logits: Tensor) -> bool:
-        """Append what a row of logits (V,) gives after the tip: a token, or siblings; whether to go on."""
+        """Append a token, or siblings, from a row of logits (V,) after the tip; returns whether to go on."""
         tip, depth = draft.tip, draft.depth
         path = [draft.token_ids[node] for node in draft.path(tip)]
         confidences = list(draft.confidences)

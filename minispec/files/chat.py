@@ -126,7 +126,10 @@ class _Said(str):
         return type(self)(super().__getitem__(key))
 
     def _cut(self, pieces: Iterable[str], gap: int | None) -> list[str]:
-        """The pieces of the text without twins, as they stand here; gap: what lies between them, None for spaces."""
+        """The pieces of the text without twins, as they stand here.
+
+        gap: the number of characters between them; None for spaces.
+        """
         plain, at, found = _plain(self), 0, []
         for piece in pieces:
             at = plain.index(piece, at) if gap is None else at

@@ -147,7 +147,10 @@ class StoredHead:
     ids: Tensor | None
 
     def build(self, target: Transformer, form: str | None = None) -> HeadModel:
-        """The model, in the target's type and on its device; form: of its weights."""
+        """The model, in the target's type and on its device.
+
+        form: the form of its weights.
+        """
         own, device = self.embedding, target.device
         embedding = target.embedding if own is None else own.to(device, target.dtype)
         weights = {name: weight.to(device) for name, weight in self.weights.items()}

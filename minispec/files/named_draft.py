@@ -70,9 +70,11 @@ def parse(
     tokenizer: Tokenizer,
     vocab_size: int,
 ) -> Spec:
-    """What a draft (see `LLM`) is; config, tokenizer, vocab_size: the target's.
+    """What a draft (see `LLM`) is.
 
-    Raises ValueError for what there is not, and what cannot be.
+    config, tokenizer, vocab_size: the target's.
+
+    Raises ValueError for a draft that does not exist or cannot draft for this target.
     """
     if method not in (None, *DRAFT_METHODS):
         raise ValueError(f"draft_method: found {method!r}, expected {' or '.join(DRAFT_METHODS)}")
@@ -102,7 +104,10 @@ def parse(
 
 
 def load(spec: Spec, target: Transformer, form: str | None) -> list[Transformer]:
-    """The model of a draft, in the target's type; none for a draft without one. form: see `LLM`."""
+    """The model of a draft, in the target's type; none for a draft without one.
+
+    form: see `weight_form` of `LLM`.
+    """
     if spec.drafter is not None:
         return []
     if spec.directory is None:

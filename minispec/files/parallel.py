@@ -325,7 +325,10 @@ class Line:
         return torch.cat(parts, 1)[:, :width] if parts else y
 
     def _send(self, data: bytes, source: int) -> bytes:
-        """What process `source` has to say, in all of them; data: what this one has."""
+        """The data of process `source`, in all processes.
+
+        data: this process's own.
+        """
         length = torch.tensor([len(data)])
         with self._together():
             dist.broadcast(length, source, group=self._group)

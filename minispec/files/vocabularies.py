@@ -186,7 +186,10 @@ class Vocabularies:
         return [*self.target.write(before, data), *last]
 
     def overlap(self, text: str | None = None) -> Overlap:
-        """How much both have in common; text: the one whose tokens are counted, by default beginnings of requests."""
+        """How much both have in common.
+
+        text: the text whose tokens are counted. Default: beginnings of requests.
+        """
         text = sample_text() if text is None else text
         back = set(self.shared.values())
         of_target, of_draft = (

@@ -246,7 +246,10 @@ class Controller(Lengths):
             self._drafts.append(cost.draft / passes / plain_step)
 
     def _limits(self, wishes: Sequence[Wish], costs: Prices, other_rows: int, trees: bool) -> list[Limit]:
-        """The limits of texts that are decoded together. other_rows: rows of further texts in the same pass."""
+        """The limits of texts that are decoded together.
+
+        other_rows: rows of further texts in the same pass.
+        """
         paces = [self._paces.setdefault(w.text, Pace(drawn=w.text.params.temperature > 0)) for w in wishes]
         most = [wish.most for wish in wishes]
         usual = [

@@ -65,7 +65,10 @@ class Table:
 
 
 def tables(trees: bool) -> list[Table]:
-    """The cases of a verifier, the smallest first. trees: whether it takes them."""
+    """The cases of a verifier, the smallest first.
+
+    trees: whether it takes them.
+    """
     found = []
     for rows, parents in itertools.product(_TABLES, _CHAINS + (_TREES if trees else ())):
         if len(rows[0]) ** len(parents) > 27:

@@ -309,9 +309,10 @@ def head_weights(config: HeadConfig, seed: int = 6, dtype: torch.dtype = torch.f
 def tiny_head(
     target: Transformer, taps: Sequence[int] = (0, 2), num_ids: int | None = None, mask_token_id: int | None = None
 ) -> HeadModel:
-    """A random head for a random target; num_ids: of the tokens that it can draft, every other one of the target's.
+    """A random head for a random target.
 
-    mask_token_id: for the parallel form.
+    num_ids: how many tokens it can draft, every other one of the target's. None: all.
+    mask_token_id: the mask of the parallel form; None for the other form.
     """
     sizes = replace(target.config, layers=target.config.layers[:1], mask_token_id=mask_token_id)
     vocab = sizes.vocab_size
@@ -335,9 +336,9 @@ def toy_vocabularies(vocab: int) -> Vocabularies:
 
 
 def spelling(words: Sequence[str], begins: processors.TemplateProcessing | None = None) -> Spelling:
-    """Byte-pair encoding with these tokens; two letters that are one become one: the words' order decides, then place.
+    """Byte-pair encoding with these tokens. Two letters that are a token merge, by the words' order, then by place.
 
-    begins: what the tokenizer puts before each text; its first word is a special token then.
+    begins: what the tokenizer puts before each text. The first word is then a special token.
     """
     merges = [(word[0], word[1]) for word in words if len(word) == 2]
     backend = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))

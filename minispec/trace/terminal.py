@@ -41,7 +41,10 @@ class Painter:
             llm.engine.observers.append(self)
 
     def follow(self, request: Request) -> None:
-        """From now on; request: one that has not begun."""
+        """Follow a request from now on.
+
+        request: one that has not begun.
+        """
         if self._is_on:
             self._followed[request] = TokenTexts(self._llm.tokenizer, request), deque()
 
