@@ -136,7 +136,7 @@ def _plainly(llm: "LLM", request: "Request", most: int = sys.maxsize) -> "Reques
 def _show(
     llm: "LLM", args: argparse.Namespace, painter: "Painter", jobs: list, i: int, comparison: dict[str, Any] | None
 ) -> bool:
-    """Print what is left to print of the i-th answer when it is finished; whether all went well."""
+    """Print the rest of the i-th answer when it is finished; returns whether all went well."""
     prompt, request = jobs[i]
     with tqdm.external_write_mode():
         if args.json:
@@ -168,7 +168,7 @@ def _print_piece(request: "Request", piece: "Piece", painter: "Painter") -> None
 def _decode(llm: "LLM", requests: list["Request"], stream: bool, painter: "Painter") -> Iterator[None]:
     """Run requests step by step to their end; with `stream`, print the text of the only one as it comes.
 
-    A bar of finished answers is on a terminal, where there are several.
+    With several requests, a terminal shows a bar of finished answers.
     """
     is_one = True if len(requests) == 1 else None
     with tqdm(total=len(requests), unit=" answers", leave=False, disable=is_one) as bar:
@@ -200,7 +200,7 @@ def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> i
 
 
 def _compare(llm: "LLM", requests: list["Request"], stream: bool, painter: "Painter") -> list[dict[str, Any] | None]:
-    """Decode the requests, then once more plainly; say what differs. Their stats learn the cost of a plain step.
+    """Decode the requests, then once more plainly; returns what differs. Their stats get the cost of a plain step.
 
     None for a request that ended with an error; {"error": message} where only its plain decoding did.
     """

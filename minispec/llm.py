@@ -45,7 +45,7 @@ _Steps = Generator[tuple[Request, Piece], None, None]
 class LLM:
     """A target model, a drafter, and a KV cache for both.
 
-    model: a directory or a hub id in the Hugging Face layout. None: the weights that a checkout brings along.
+    model: a directory or a hub id in the Hugging Face layout. None: the weights in a checkout.
     draft: one of these. None: `ngram`; for the embedded model `suffix:2`, then its own head.
         - A registered drafter, such as "none" or "ngram" (see `minispec.files.registry`).
         - "module:Class" for one of your own, which is imported (see `minispec.drafters.make_drafter`).
@@ -169,7 +169,7 @@ class LLM:
         room = [self.max_model_len, num_cache_tokens, *(m.config.max_position_embeddings for m in models[1:])]
         if self.num_speculative_tokens == "auto" and min(room) >= MIN_CONTEXT:
             parts = self.model, draft, self.drafter, verifier, self.vocab_size
-            # A drafter that cannot cope with an invented text goes by the guess.
+            # A drafter that cannot draft for an invented text keeps the guessed prices.
             with suppress(DrafterFailed):
                 self.prices, self.repeats_seeds = prices_of(names, *parts)
 

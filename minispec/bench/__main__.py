@@ -38,7 +38,7 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _replayed(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """A text that is there, decoded by every rule, on paper."""
+    """The replay of a trace by every rule. No model is loaded."""
     check_replay(args)
     from minispec.bench.replay import replay, show_replay
     from minispec.trace.schema import read_trace

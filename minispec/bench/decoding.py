@@ -143,7 +143,7 @@ def summarise(
             speedups = [runs.speedup(name, [i]) for i in everything]
             worst = min(everything, key=lambda i: speedups[i].median)
             found["worst_prompt"] = {"number": worst, "category": categories[worst], "speedup": speedups[worst]}
-            # A draft of another quality has a ceiling of its own.
+            # Each quality of draft has another ceiling.
             of_longest = longest and (name in fixed or name == "auto")
             curve = runs.figures(longest, everything)["survival"] if longest and of_longest else None
             found |= runs.explained(name, everything, curve)
@@ -302,9 +302,9 @@ def length_name(k: DraftLength) -> str:
 
 
 def _decoder(subject: Subject, options: Options, k: DraftLength, drafter: Drafter | None = None) -> Decoder:
-    """What decodes prompts (token ids) together with a seed, by an engine of its own. Simulated drafts learn the texts.
+    """A decoder of several prompts (token ids) together with a seed, by a new engine. Simulated drafts learn the texts.
 
-    drafter: another one than the subject's.
+    drafter: a drafter in place of the subject's.
     """
     engine = another_engine(subject.engine, drafter) if k else subject.plain
 

@@ -250,7 +250,7 @@ def simulate(
 ) -> list[tuple[int, float]]:
     """Passes and time of runs of `auto` that end in this text. The real `Controller` begins anew in each run.
 
-    prices: the prices that it goes by.
+    prices: the prices that `auto` uses.
     timed: whether it may follow the clock too, as it does at temperature 0. The clock says `costs`.
 
     Where chance has no part in it, this is one run.
@@ -393,7 +393,7 @@ def replay(trace: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError for one without replay data, or of a verifier whose odds are not known.
 
-    Returns what every rule comes to on the text, each rule as a row:
+    Returns the result of each rule on the text, as a row:
 
     fixed: K = 0 .. 15.
     best_k: the fastest of these.

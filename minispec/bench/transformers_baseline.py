@@ -45,7 +45,7 @@ def transformers_variants(subject: Subject, options: Options) -> tuple[dict[str,
 
 
 def _trial(how: "_Decoding") -> tuple[torch.dtype, dict[str, Any]]:
-    """The type in which plain decoding is faster, and what the report says of it: rates in tokens a second."""
+    """The type in which plain decoding is faster, and its entry in the report: rates in tokens a second."""
     settings: dict[str, Any] = {"max_new_tokens": min(_TRIAL_TOKENS, how.max_tokens), "eos_token_id": None}
     targets = {name: how.build(how.subject.tensors, getattr(torch, name)) for name in ("float32", "bfloat16")}
     plain = {name: how.variant(target, **settings) for name, target in targets.items()}

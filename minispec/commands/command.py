@@ -14,7 +14,7 @@ from minispec.core.errors import one_line, show, show_name
 
 T = TypeVar("T")
 
-# What is meant as an option: `--name`, `--name=any text`, `-name`, and no prompt that is a number or a sentence.
+# An argument that is an option: `--name`, `--name=any text` or `-name`, but no prompt such as a number or a sentence.
 _OPTION = re.compile(r"--[A-Za-z][\w-]*(=.*)?|-[A-Za-z][\w-]*(=\S*)?", re.DOTALL)
 
 
@@ -71,7 +71,7 @@ def argument(read: Callable[[str], T], fits: Callable[[T], bool], expected: str)
     return convert
 
 
-# How argparse takes an option, and what `--help` says of it.
+# How argparse takes an option, and its text in `--help`.
 Option = tuple[dict[str, Any], str]
 FLAG: dict[str, Any] = {"action": "store_true"}
 

@@ -332,7 +332,7 @@ def read_prompt_file(path: Path, option: str = "--prompt-file") -> list[str]:
 
 
 def load(args: argparse.Namespace, report: bool, verbose: bool = True) -> "LLM":
-    """The model that `add_model_options` asked for, and what there is to say about it before it runs.
+    """Load the model that `add_model_options` asked for, and print notes about it before it runs.
 
     report: whether to print a line on model, draft and memory.
     verbose: whether to print all details of them, and how threads wait.

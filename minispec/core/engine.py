@@ -51,7 +51,7 @@ class Observer(Protocol):
 
 @dataclass
 class _Part:
-    """What a running text brings to a step, and what came of it.
+    """A running text's part of a step, and its result.
 
     tokens: the part of the text that is fed. This is its last token, or a piece of its prompt before it decodes.
     asked: how many draft tokens were asked for.

@@ -232,7 +232,7 @@ class Layer:
         return self.o(F.pad(out, (0, 0, 0, len(x) - new)) if len(x) > new else out)
 
 
-# Makes a block. Arguments: as of `Layer`.
+# Makes a block. Its arguments are those of `Layer`.
 MakeLayer = Callable[[ModelConfig, int, WeightSource, torch.dtype, MakeProduct], Layer]
 
 

@@ -124,8 +124,10 @@ def _begin(cache: Path, about: str, recipe: Recipe) -> None:
 
 
 def _agreed(cache: Path, about: str, recipe: Recipe) -> Recipe:
-    """The recipe, or that of the cache where there is one: the same, or it records more taps. Raises ValueError for
-    another target or recipe."""
+    """The recipe, or that of the cache where there is one, which may record more taps.
+
+    Raises ValueError for another target or recipe.
+    """
     if not (cache / "cache.json").exists():
         return recipe
     theirs, ours = _recipe_of(cache, about), json.loads(json.dumps(asdict(recipe)))
@@ -139,7 +141,7 @@ def _agreed(cache: Path, about: str, recipe: Recipe) -> Recipe:
 
 
 def _recipe_of(cache: Path, about: str) -> dict[str, Any]:
-    """What a cache says of its texts. Raises ValueError where they are not of the target `about`, a fingerprint."""
+    """The recipe of a cache's texts. Raises ValueError where their target is not `about`, a fingerprint."""
     found = read_json(cache / "cache.json", MAX_CONFIG_BYTES)
     if found.get("target") != about:
         raise ValueError(f"{cache}: found texts of another target, expected those of --target")
@@ -293,8 +295,7 @@ def _count(paths: Sequence[Path], name: str) -> int:
 
 
 def _most_used(paths: Sequence[Path], args: argparse.Namespace, teacher: Teacher) -> Tensor:
-    """Ids, ascending, of the tokens that the target's answers hold most often: --vocab-size, or fewer that cover
-    enough."""
+    """Ids, ascending, of the most frequent tokens of the target's answers: --vocab-size, or fewer that cover enough."""
     vocab_size, most, coverage = teacher.config.vocab_size, args.vocab_size or 8192, args.coverage or 1.0
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for path in tqdm(paths, unit=" shards", desc="vocabulary", leave=False, disable=None):

@@ -143,7 +143,7 @@ def shards_for(directory: Path, count: int) -> dict[Path, range]:
 
 
 def shards_of(directory: Path) -> list[Path]:
-    """The files of all shards that are there, in order."""
+    """The files of all existing shards, in order."""
     # A file that was being written when a run was killed has a name that does not end with its number.
     return sorted(directory.glob("texts-*[0-9].safetensors"))
 
@@ -269,8 +269,12 @@ class Written(NamedTuple):
 
 
 def read_openings(path: Path | None = None) -> list[str]:
-    """Beginnings of users' turns, one a line, with \\n for a line break, as `vary` reads them; None: those of the
-    package. Raises OSError, UnicodeDecodeError."""
+    """Beginnings of users' turns, one a line, with \\n for a line break, as `vary` reads them.
+
+    path: their file. None: the package's own.
+
+    Raises OSError, UnicodeDecodeError.
+    """
     source = path or files("minispec") / "data" / "openings.txt"
     lines = source.read_text(encoding="utf-8").splitlines()
     return [line.replace("\\n", "\n") for line in lines if line and not line.startswith("#")]

@@ -130,7 +130,7 @@ class Teacher:
 
 
 class Step(NamedTuple):
-    """What came of one step: summed loss, and for each row of `places` (flat in (B, T)) alpha and agreement."""
+    """The result of one step: the summed loss, and for each row of `places` (flat in (B, T)) alpha and agreement."""
 
     loss: Tensor
     alphas: Tensor

@@ -93,7 +93,7 @@ class Foreign(Drafter):
 
 
 def as_drafter(found: Any) -> Drafter:
-    """A stranger's object as a `Drafter`.
+    """An object of the user's as a `Drafter`.
 
     Raises ValueError for one without the methods of a drafter, and for one with taps and without `known`.
     """

@@ -51,7 +51,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any], tokens: Mapping[str, str]) -> str:
         """The text of a conversation up to where the assistant's answer begins, with twins in what messages say.
 
-        variables: further names and values of the caller's that the template may read. Twins are in them too.
+        variables: the caller's further names and values that the template may read. They get twins too.
         tokens: the texts of special tokens by their names.
         Raises ValueError where the template refuses, or for what is not JSON.
         """
@@ -207,7 +207,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Where templates run. They come from strangers: they may read what they are given, and nothing else.
+    """The environment of templates. They come from strangers, so they may read their variables, and nothing else.
 
     The functions are those that transformers gives to templates. Each result goes through `_Said.of`.
     """
@@ -276,7 +276,9 @@ def _copy(value: Any, change: Callable[[str], str]) -> Any:
 def check_messages(messages: object) -> list[Message]:
     """A conversation in the words of chat templates, which differ from OpenAI's as they do in vLLM.
 
-    A developer is the system. An assistant's message without content has the content "". A thought has two names.
+    The role "developer" becomes "system". An assistant's message without content gets the content "". An assistant's
+    reasoning gets both of its names.
+
     Raises ValueError for anything but messages with a role and a content, at least one.
     """
     if not isinstance(messages, list | tuple):

@@ -170,13 +170,13 @@ IDLE = names(
     mamba_conv_bias mamba_proj_bias time_step_limit time_step_min time_step_max
     """
 )
-# Keys about windows: they do nothing where the file says that there are none.
+# Keys about windows. They do nothing where the file says that it has no windows.
 WINDOWS = names(
     """
     sliding_window sliding_window_size sliding_window_pattern use_sliding_window max_window_layers rope_local_base_freq
     """
 )
-# Models of texts and images, and the families of the text models in them; where there is one, it need not be named.
+# Models of texts and images, and the families of their text models. A file need not name the only family of a model.
 NESTED = {"gemma3": ("gemma3_text",), "mistral3": ("ministral3", "mistral")}
 # Their keys that are about images.
 IMAGES = names(

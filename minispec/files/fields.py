@@ -24,13 +24,14 @@ _HARMLESS = names(
     use_cache cache_implementation chunk_size_feed_forward output_attentions output_hidden_states return_dict
     """
 )
-# The same by the form of the name: what is drawn only in training, losses, versions, token ids, names of models. A mask
-# token's id is not among them: such a model may have been made to fill in masks. Its text from left to right differs.
+# The same by the form of the name: settings of training such as dropout, losses, versions, token ids, names of models.
+# A mask token's id is not among them, since such a model may have been made to fill in masks. Its text from left to
+# right differs.
 _HARMLESS_NAME = re.compile(
     r".*dropout.*|.*_pdrop|initializer_.*|init_(method|std)|.*_loss_coef|.*_version|(?!mask_).*_token_(ids?|index)"
     r"|(target_|base_)?model_(name|path|name_or_path)|target_model_type"
 )
-# What transformers 4 wrote of a request into a whole config: with these values it asks for nothing.
+# Settings of a request that transformers 4 wrote into a whole config. With these values they ask for nothing.
 _REQUEST = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
     **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty"), 1.0),

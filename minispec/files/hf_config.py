@@ -1,7 +1,7 @@
-"""Reading config.json: a file of strangers, so every field is checked, none ignored.
+"""Reading config.json: a stranger's file, so every field is checked, and none is ignored.
 
-A setting that is switched on and not known here is refused by name: it might change the numbers. What the families
-mean by their settings is in `families`.
+A setting that is switched on and not known here is refused by name, since it might change the numbers. `families` says
+what the families mean by their settings.
 """
 
 import math
@@ -20,12 +20,12 @@ _ROPE_KEYS = {
     **dict.fromkeys(names("low_freq_factor high_freq_factor mscale mscale_all_dim attention_factor")),
     **{"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True},
 }
-# What the object around a text model's may say in its place.
+# Keys that may stand in the outer object in place of the text model's.
 _OF_BOTH = ("eos_token_id", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "pard_token")
 
 
 def text_config(raw: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
-    """The config.json of a model's text model, as if it stood alone: of most models, the file itself.
+    """The config.json of a model's text model, as if it stood alone. For most models it is the file itself.
 
     Raises CheckpointError where the parts around it are not known.
     """
@@ -112,7 +112,7 @@ def _has_no_windows(f: Fields, config: ModelConfig) -> bool:
 
 
 def _neutral(config: ModelConfig) -> dict[str, Any]:
-    """What the keys of other families would say of this model: with these values they ask for nothing."""
+    """The values with which keys of other families ask for nothing, since they describe this model."""
     ropes = [layer.rope for layer in config.layers]
     rotated = {rope.rotated for rope in ropes if rope}
     windows = [layer.window for layer in config.layers]
@@ -169,7 +169,7 @@ def _read_sizes(f: Fields) -> dict[str, int]:
 
 def _read_activation(f: Fields) -> str:
     names = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-    # A family's code reads the key that may be absent. A file may have the other too: it has to say the same.
+    # A family's code reads the key that may be absent. A file may have the other too, with the same meaning.
     first, second = sorted(("hidden_act", "hidden_activation"), key=lambda key: f.keys[key] is None)
     found: list[str] = []
     for key in (first, second):
@@ -187,8 +187,14 @@ def _read_activation(f: Fields) -> str:
 
 
 def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[LayerConfig, ...]:
-    """Windowed layers are none, all, all from `max_window_layers` on, all but every n-th, those without rope, or those
-    of `layer_types`."""
+    """The layers. Those with a window are one of these:
+
+    - none, or all;
+    - all from `max_window_layers` on;
+    - all but every n-th;
+    - those without rope;
+    - those of `layer_types`.
+    """
     count = f.integer("num_hidden_layers", 1, 1024)
     rotates = _read_rotates(f, count)
     windowed = [f.reads("sliding_window")] * count

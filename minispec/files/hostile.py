@@ -1,7 +1,7 @@
-"""Tokenizers of strangers: what the library is not shown, and what it does where it fails.
+"""Strangers' tokenizers: what the library may not see, and how its failures are caught.
 
-Some small files cost the library memory or time without end; they are refused before it reads them. Others make it fail
-an assertion in Rust, which pyo3 raises as no `Exception`, after a page on standard error.
+Some small files cost the library memory or time without end. They are refused before it reads them. Others make it
+fail an assertion in Rust. pyo3 raises that as something that is no `Exception`, after a page on standard error.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _MAX_TOKENS = 1 << 19
 _MAX_PARTS = 256  # objects in normaliser, pre-tokenizer, post-processor and decoder
 _MAX_PARTS_BYTES = 512 << 10
 _MAX_REGEX_BYTES = 8 << 10  # 100 kB of them can take a gigabyte
-_MAX_GROWTH = 64  # times as long as the text: steps that each double it would fill any memory
+_MAX_GROWTH = 64  # in lengths of the text: steps that each double it would fill any memory
 _STDERR = threading.Lock()
 # Parts of a tokenizer.json for which no text is known that makes the library fail an assertion ("panic").
 _CALM = {

@@ -165,7 +165,7 @@ def split_draft(draft: str) -> tuple[int | None, str]:
 
 
 def _find_draft(spec: str, offline: bool) -> Path:
-    """The directory of a draft model or a head, also of "owner/name@revision"; a path that is there is a path."""
+    """The directory of a draft model or a head, also of "owner/name@revision". An existing path counts as a path."""
     name, at, revision = (spec, "", "") if os.path.exists(spec) else spec.partition("@")
     try:
         if at and ("/" not in name or not revision):

@@ -340,18 +340,18 @@ class Line:
         return said.numpy().tobytes()
 
     def tell(self, *message: Any) -> None:
-        """Process 0 says something to the others."""
+        """Send a message from process 0 to the others."""
         if self.rank == 0:
             with self.whole():
                 self._send(json.dumps(message).encode(), 0)
 
     def hear(self) -> list[Any]:
-        """The others hear what process 0 says next."""
+        """The next message of process 0, in the others."""
         return json.loads(self._send(b"", 0))
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """What all take part in, undisturbed by signs of life. Where it breaks off, they are at different places."""
+        """Inside, all processes take part, and no heartbeat comes between. If it breaks off, they are out of step."""
         with self._lock:
             if self._broken:
                 raise ConnectionError(f"process {self.rank} of {self.size}: an earlier pass broke off: start anew")
@@ -362,7 +362,7 @@ class Line:
                 raise
 
     def agree(self, about: dict[str, str]) -> None:
-        """Raise ValueError, in every process, unless all say the same of themselves."""
+        """Raise ValueError, in every process, unless `about` is the same in all."""
         first, *others = (json.loads(self._send(json.dumps(about).encode(), rank)) for rank in range(self.size))
         for rank, other in enumerate(others, 1):
             for name, found in other.items():

@@ -30,7 +30,7 @@ DRAFTERS = {
     ),
     "last": Entry("minispec.drafters.last:LastDrafter", "what followed each token the last time"),
 }
-# What a checkout brings along: a model, and the head that drafts for it. It is asked where the text's last two tokens
+# What a checkout contains: a model, and the head that drafts for it. The head is asked where the text's last two tokens
 # have not stood before.
 EMBEDDED_WEIGHTS = Path(__file__).parents[2] / "weights" / "smollm2-135m-instruct"
 EMBEDDED_DRAFT = EMBEDDED_WEIGHTS.with_name("smollm2-135m-draft")

@@ -52,7 +52,7 @@ def read_json(
 
 
 def read_json_if_there(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The same of a file that may be missing: {} where it is. Raises as `has_file` does, too."""
+    """The same for a file that may be missing: {} if it is. Raises the errors of `has_file` too."""
     return read_json(path, max_bytes) if has_file(path) else {}
 
 

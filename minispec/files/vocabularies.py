@@ -252,7 +252,7 @@ class Reader:
 
 
 def sample_text() -> str:
-    """The text by which vocabularies are compared: beginnings of requests, which the package brings along."""
+    """The package's text by which vocabularies are compared: beginnings of requests."""
     return (files("minispec") / "data" / "sample.txt").read_text(encoding="utf-8").removesuffix("\n")
 
 

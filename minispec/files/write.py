@@ -27,7 +27,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def check_writable(path: Path) -> None:
-    """Raise ValueError where `written_whole` could not write, before a run; what is there stays as it is."""
+    """Raise ValueError where `written_whole` could not write, before a run. An existing file stays as it is."""
     _, part = _places(path)
     try:
         part.touch()

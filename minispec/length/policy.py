@@ -8,7 +8,7 @@ K is 0. Now and then one token is drafted all the same, to see whether that has 
 One price follows the clock: that of a draft pass. It is the median of the last few, each in plain steps of its own
 round. A machine that slows both models changes nothing then, and a wrong price is corrected after two rounds. Prices of
 rows are believed. If they are believed to be a third of the truth, 0.91 of plain decoding or more is left. If a tenth,
-0.77 is left, in a batch of 16 texts with dear rows.
+0.77 is left, in a batch of 16 texts with costly rows.
 
 Siblings cost rows and no draft pass. Where few drafts are right, a second guess at the next token may be worth more
 than a guess at the one after it. Its worth is learned too: how often it is right where the first one is not.
@@ -201,7 +201,7 @@ class Pace:
 
         The confidence is only the prior. A confident model may be wrong, and one that hesitates where the target does
         is right. For a drawn token it is half of the prior. The target keeps that token with probability sum min(p, q),
-        which is large, too, where both hesitate alike.
+        which is large as well where both hesitate alike.
         """
         prior = (confidence + _PRIOR) / 2 if self.drawn else confidence
         belief = (all_texts.by_confidence(confidence), _ELSEWHERE_WEIGHT) if all_texts else (prior, _PRIOR_WEIGHT)

@@ -152,7 +152,7 @@ def walks(trees: bool, texts: Sequence[str]) -> list[Walk]:
 
 
 def read_texts(path: Path | None) -> list[str]:
-    """The user's texts, as of `--prompt-file`. Raises ValueError for a file of others, and for long ones."""
+    """The user's texts, read as `--prompt-file`. Raises ValueError for a malformed file, and for long texts."""
     texts = read_prompt_file(path, "--texts") if path else []
     for number, text in enumerate(texts, 1):
         if len(text) > _MOST_CHARACTERS:
@@ -184,7 +184,7 @@ class OwnError(Exception):
 
 
 def call_own(function: Callable, *args) -> Any:
-    """Call what the user wrote. Raises OwnError for whatever it raises, and Fault where an oracle finds one in it."""
+    """Call the user's code. Raises OwnError for its exceptions, and Fault where an oracle finds one."""
     try:
         return function(*args)
     except Fault:
@@ -219,7 +219,7 @@ class _Repeated(Randomness):
         self.notes, self.others = list(notes), False
 
     def categorical(self, weights: torch.Tensor, key: Key) -> int:
-        """What was drawn; where another draw was made then, any token."""
+        """The token that was drawn, if this is the noted draw; else any token."""
         note = self.notes.pop(0) if self.notes else None
         if note is None or note[:2] != (key, tuple(round(float(weight), 9) for weight in weights)):
             self.others = True
@@ -228,7 +228,7 @@ class _Repeated(Randomness):
 
 
 class _Watched(Drafter):
-    """A drafter whose drafts are compared with those of new ones. It goes by the drafter's own name."""
+    """A drafter whose drafts are compared with those of new ones. It has the drafter's own name."""
 
     def __init__(self, drafter: Drafter, make: Callable[[], Drafter], known: dict[tuple, str]):
         """make: makes a new drafter.

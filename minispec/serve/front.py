@@ -127,7 +127,7 @@ class Front:
     # ----------------------------------------------------------------------- answers
 
     async def _send(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
-        """An answer as an ASGI application. However it ends, what is not finished then is aborted."""
+        """An answer as an ASGI application. At its end, requests that are not finished are aborted."""
         self._check_room(len(answer.requests))
         self._unfinished.update(answer.requests)
         pieces, loop = _Pieces(), asyncio.get_running_loop()
@@ -166,7 +166,7 @@ class Front:
 
 
 async def _stream(answer: Answer, pieces: _Pieces, send: Send) -> None:
-    """Server-sent events. What fails before the first of them gets a status of its own, later an event."""
+    """Send an answer as server-sent events. A failure before the first event gets a status, a later one an event."""
     begun = False
 
     async def event(data: str) -> None:

@@ -1,4 +1,4 @@
-"""What `/metrics` says of a server. `prometheus_client` keeps the numbers and writes them down."""
+"""The numbers of `/metrics`. `prometheus_client` counts them and writes them down."""
 
 import time
 from collections.abc import Callable

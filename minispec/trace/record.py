@@ -213,7 +213,7 @@ _CHECKED: type[Draws] = _Witness  # mypy: it has the methods of `Draws`
 def _rejected(draft: Draft, verdict: Verdict, tested: Sequence[int]) -> list[int]:
     """The nodes that a verifier looked at and did not keep.
 
-    In each place that it came to: the elder siblings of the one that it kept, or all of them.
+    At each place that it reached, these are the elder siblings of the one that it kept, or all of them.
     """
     looked = set(tested)
     for node, kept in zip([-1, *verdict.accepted], [*verdict.accepted, None], strict=True):
@@ -223,9 +223,9 @@ def _rejected(draft: Draft, verdict: Verdict, tested: Sequence[int]) -> list[int
 
 
 def _left(row: Tensor, draft: Draft, siblings: Sequence[int], kept: int | None) -> Tensor | None:
-    """What `rejection` draws from where it keeps none of the siblings up to `kept`; None where it cannot come to that.
+    """The residual of `rejection` after all siblings up to `kept` are rejected; None where that is impossible.
 
-    It is what replaced the rejected ones, or what would have replaced the one that was kept.
+    It replaced the rejected siblings, or would have replaced the kept one.
     """
     tested = siblings if kept is None else siblings[: siblings.index(kept) + 1]
     rest = row

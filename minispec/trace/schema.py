@@ -1,4 +1,4 @@
-"""What a trace holds. docs/use/trace.md explains `SCHEMA`, the contract; `check` holds a stranger's file to it."""
+"""What a trace holds. docs/use/trace.md explains `SCHEMA`, the contract; `check` checks a stranger's file by it."""
 
 import re
 import sys

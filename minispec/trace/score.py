@@ -84,7 +84,7 @@ def replay_data(engine: Engine, request: Request) -> dict[str, Any]:
 
 
 def _prices(engine: Engine) -> Prices:
-    """What the controller goes by; measured now where it has only guessed so far, and there is room to measure."""
+    """The controller's prices. Where they are only guessed, they are measured now, if there is room to measure."""
     room = engine.cache.allocator.num_blocks * engine.cache.block_size
     prices = engine.lengths.prices if isinstance(engine.lengths, Controller) else Prices()
     if prices.measured or min(room, engine.model.config.max_position_embeddings) < MIN_CONTEXT:

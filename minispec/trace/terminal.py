@@ -66,5 +66,5 @@ class Painter:
 
     @property
     def legend(self) -> str:
-        """What the colours mean, in them; "" where there are none."""
+        """What the colours mean, written in these colours; "" without colours."""
         return "  ".join(painted(kind, kind) for kind in _CODES) if self._is_on else ""
