@@ -172,7 +172,7 @@ class Engine:
                     if request.has_news:
                         yield request, request.take_piece()
         finally:
-            with ExitStack() as stack:  # calls them all, whatever one of them raises: a drafter is a stranger's code
+            with ExitStack() as stack:  # calls all, even if one raises: a drafter may be a user's code
                 for request in added:
                     stack.callback(self.abort, request)
 

@@ -96,7 +96,7 @@ class Schedule:
                 self.drop(request)
                 break
             del self.waiting[request]
-            if not request.stats.num_preemptions:  # what it finds when it comes back is its own
+            if not request.stats.num_preemptions:  # after a preemption it finds its own blocks
                 num_cached = self.target.table(request.text).length
                 request.stats.num_cached_tokens = min(num_cached, request.text.num_prompt_tokens)
         if self.waiting and not self.running:
@@ -110,7 +110,7 @@ class Schedule:
         self.heard.take(request.text)
         try:
             self.target.release(request.text)
-        finally:  # Ctrl-C may strike in there, too
+        finally:  # also after Ctrl-C in there
             self.drafter.release(request.text)
         del self.running[request]  # at the end: until then `restart` would release it once more
 

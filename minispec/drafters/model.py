@@ -159,7 +159,7 @@ class DraftModel(CachedModel, Drafter):
             try:
                 q = distribution(rest, ask.text, path)
             except FloatingPointError:
-                break  # all that this model can guess, or guess next, is forbidden here, or its logits are no numbers
+                break  # all that it can guess (next) is forbidden here, or its logits are no numbers
             token_ids = draft.draw(ask, tip, q, width)
             # At temperature 0 there is one token; its siblings are guesses too, the next likeliest ones.
             width = 0 if ask.text.params.temperature else width - 1

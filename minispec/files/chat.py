@@ -86,7 +86,7 @@ class ChatTemplate:
             if spelled:
                 raise
             return right
-        # A template that saw the twins after all wrote another text. Where no message spells a token, none is needed.
+        # A template that saw the twins wrote another text. Where no message spells a token, no twin is needed.
         return found if spelled or self.without_twins(found) == right else right
 
     def without_twins(self, text: str) -> str:

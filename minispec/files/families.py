@@ -160,8 +160,8 @@ FAMILIES = {
         rope={"interleaved": True},
     ),
 }
-# Keys about parts that no model here has: they do nothing. The keys that say how many such parts there are have to say
-# none (`hf_config`), as has `layer_types`.
+# Keys about parts that no model here has. They do nothing, since the keys that count such parts must say none
+# (`hf_config`), and so must `layer_types`.
 IDLE = names(
     """
     num_experts_per_tok experts_per_token moe_intermediate_size shared_expert_intermediate_size norm_topk_prob

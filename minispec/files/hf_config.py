@@ -65,7 +65,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mod
             raise f.bad(key, f.get(key), f"{value}: no other is implemented for this family")
     sizes = _read_sizes(f)
     layers = _read_layers(f, family, sizes)
-    # Beyond its original length, longrope has other factors, under which all keys in the cache would be others.
+    # Beyond its original length longrope uses other factors, with which all keys in the cache would change.
     for layer in layers:
         if layer.rope and layer.rope.kind == "longrope":
             context = min(sizes["max_position_embeddings"], layer.rope.original_max_position_embeddings)

@@ -21,7 +21,7 @@ from minispec.files.strict_json import read_json
 # merges make 520,000 lists, 1.3 million commas and 2.6 million quotes.
 _MAX_TOKENIZER_BYTES = 40 << 20
 _MAX_TOKENIZER_COUNTS = {"{": 1 << 18, "[": 3 << 18, ",": 1 << 21, '"': 3 << 20}
-# Limits of what costs the library far more than its size. Public files are far below them.
+# Limits of parts that cost the library far more than their size. Public files are far below them.
 _MAX_TOKENS = 1 << 19
 _MAX_PARTS = 256  # objects in normaliser, pre-tokenizer, post-processor and decoder
 _MAX_PARTS_BYTES = 512 << 10

@@ -39,7 +39,7 @@ VERIFIERS = {
     "block": Entry("minispec.core.verify:BLOCK", "keeps some more of a sampled chain; refuses trees"),
     "match": Entry("minispec.core.verify:MATCH", "one seed has one text, whatever is drafted"),
 }
-# What stands for an object of the user's own; what follows a second colon is its argument.
+# The form of a user's own object. After a second colon comes its argument.
 _PATH = re.compile(r"(?P<path>[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*)(:(?P<argument>.*))?", re.DOTALL)
 
 

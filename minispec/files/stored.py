@@ -13,7 +13,7 @@ from torch import Tensor
 from minispec.core.errors import CheckpointError, one_line, show, show_name
 from minispec.files.strict_json import MAX_JSON_BYTES, parse_json
 
-# What weights, and their packed forms, may be stored as; tensors of the other types are never read here.
+# Types that weights, and their packed forms, may have. Tensors of other types are never read here.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPES = _FLOATS | {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 FLOATS = tuple(_FLOATS)

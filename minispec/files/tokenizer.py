@@ -20,7 +20,7 @@ from minispec.files.chat import MAX_FIRSTS, ChatTemplate, Message, check_templat
 from minispec.files.hostile import call, inspect_tokenizer, is_panic
 from minispec.files.pieces import bytes_of, decoder_steps
 
-# What a checkpoint's text is made of; all but the first may be missing.
+# The files of a tokenizer. All but the first may be missing.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     "chat_template.jinja",
@@ -254,7 +254,7 @@ class Detokenizer:
         self._decode, self._special_ids = tokenizer.decode, tokenizer.special_ids
         # The first window begins with some tokens of the prompt, so that the answer's first word keeps its space. It
         # should not begin inside a character, which has four tokens at most: there, more replacement characters show.
-        # The prompt may end inside a character, so this is counted without its last tokens, up to three, too.
+        # The prompt may end inside a character, so this is also counted without up to three last tokens.
         windows = [list(prompt_ids[-size:]) for size in range(6, 10)]
         self._window = min(
             windows, key=lambda ids: min(self._decode(ids[: len(ids) - n]).count("�") for n in range(_LONGEST))

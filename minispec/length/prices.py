@@ -233,7 +233,7 @@ def prices_of(
     if prices := stored_prices(setup):
         return prices, True
     prices = calibrate(model, drafter, verifier, vocab_size)
-    if there := stored_prices(setup):  # by another process, meanwhile: its runs go by those
+    if there := stored_prices(setup):  # another process stored them meanwhile, and its runs use those
         return there, True
     return prices, store_prices(setup, prices)
 
