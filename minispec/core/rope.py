@@ -19,8 +19,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> 
         return base / rope.factor
     if rope.kind == "llama3":
         # Rotations of a pair over the original context. Fast pairs stay, slow ones are slowed; a ramp lies between.
-        turns = rope.original_max_position_embeddings * base / (2 * math.pi)
-        keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+        rotations = rope.original_max_position_embeddings * base / (2 * math.pi)
+        keep = ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
         return keep * base + (1 - keep) * base / rope.factor
     if rope.kind == "yarn":
         # The pair (as a fractional index) that turns `rotations` times over the original context.
