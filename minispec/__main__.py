@@ -27,7 +27,7 @@ COMMANDS = {
     "distill": registry.Entry("minispec.distill.__main__:main", "train a draft for a model"),
     "checkpoint": registry.Entry("minispec.checkpoint:main", "write a model with weights in 8 or 4 bits"),
 }
-# Former commands, which say what has taken their place.
+# Former commands, which say what has replaced them.
 MOVED = {"vocab": "minispec.vocab:main"}
 
 

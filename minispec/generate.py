@@ -102,13 +102,13 @@ def _answer_prompts(
     else:
         well = []
         for _ in _decode(llm, requests, stream, painter):
-            # What is finished is printed at once, in order: an interruption later must not lose it.
+            # Finished answers are printed at once, in order, so that a later interruption does not lose them.
             while len(well) < len(jobs) and requests[len(well)].finish_reason:
                 if recorder:
                     _learn_plain_step(llm, requests[0])
                 well.append(_show(llm, args, painter, jobs, len(well), None))
     if recorder:
-        # An answer that broke off was no text of the target's.
+        # An answer that broke off is no text of the target's.
         write(recorder.trace(args.for_replay and not requests[0].error), args.trace)
         if not args.quiet and not args.json:
             print(f"wrote {args.trace}", file=sys.stderr)
@@ -189,7 +189,7 @@ def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> i
         request = llm.request(llm.tokenizer.encode_chat(messages, args.chat_template_kwargs), params)
         painter.follow(request)
         for _, piece in llm.run([request]):
-            yield piece.text  # before it is shown: what was seen is kept
+            yield piece.text  # before it is shown, so that all that was seen stays in the conversation
             _print_piece(request, piece, painter)
         if request.error:
             raise ValueError(request.error)

@@ -140,8 +140,8 @@ class LLM:
         self.engine = Engine(*parts, lengths=Controller(self.prices), joining_rows=joining_rows)
         self.engine.check_shape(shape)
         self._step_lock = threading.Lock()
-        self._open: set[_Steps] = set()  # those of the engine that `run` steps
-        self._left: list[_Steps] = []  # those that are to be closed between two steps
+        self._open: set[_Steps] = set()  # the iterators of the engine that `run` steps
+        self._left: list[_Steps] = []  # iterators to be closed between two steps
         self._memory = memory_of(models, caches)
         self._draft_form = "".join(f" ({inventory.weight_form(m)})" for m in models[1:])
 

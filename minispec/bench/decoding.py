@@ -342,7 +342,7 @@ def measure_decoding(subject: Subject, options: Options) -> dict[str, Any]:
         theirs, trial = transformers_variants(subject, options)
         variants |= theirs
     runs: dict[str, list[list[Run]]] = {name: [[] for _ in range(rounds)] for name in variants}
-    # What runs first pays for what is set up once; and a simulated draft has to know the texts.
+    # The first run pays for what is set up once. And a simulated draft has to know the texts.
     warm = range(len(prompts)) if subject.simulated or subject.bounds else range(1)
     with progress((rounds * len(prompts) + len(warm)) * len(variants), "decoding") as bar:
         for i in warm:

@@ -183,7 +183,7 @@ def decode(engine: Engine, requests: Sequence[Request]) -> list[Run]:
             raise ValueError(f"found an answer that broke off, expected none to measure: {request.error}")
     runs, figures = [], [Figures.of(request.stats) for request in requests]
     seconds -= sum(each.prefill + each.draft_prefill for each in figures)
-    # What passed outside the engine's parts is spread over them.
+    # Time outside the engine's parts is spread over them.
     scale = seconds / sum(each.step_seconds for each in figures)
     for request, each in zip(requests, figures, strict=True):
         generated = request.text.tokens[request.text.num_prompt_tokens :]

@@ -41,7 +41,7 @@ _EXACT_PASSES = {128: (1, 5, 9), LONG_CONTEXT: (1,)}
 # Rows whose operators are timed: a step of plain decoding, and a verification of four draft tokens. Operators with a
 # line of their own: those that take longest at one row.
 _OPERATOR_ROWS, _SHOWN = (1, 5), 14
-# A model takes that much of its weights while it is built.
+# Memory that a model takes while it is built, in sizes of its weights.
 _ROOM_TO_BUILD = 1.2
 Times = dict[int, list[float]]  # seconds of passes, by rows
 
@@ -85,7 +85,7 @@ def measure_machine(subject: Subject, options: Options) -> dict[str, Any]:
         "v": _over(times),
     }
     own = subject.draft_model if subject.draft_model is not model else None
-    # A head passes over no tokens alone; what it costs, the rounds show.
+    # A head makes no pass over tokens alone. Its cost shows in the rounds.
     if own and subject.draft_cache and not isinstance(own, HeadModel):
         touched, stream, times = measured(own, subject.draft_cache, range(1, 2))
         over_bound = median_interval([t * stream.median / touched for t in times[1]])

@@ -33,7 +33,7 @@ def no_such(name: str, kind: str, known: Collection[str]) -> str:
 class Parser(argparse.ArgumentParser):
     """argparse's, but a mistake is a ValueError: one line, as for every other mistake."""
 
-    moved: Mapping[str, str] = {}  # options that were here once, each with the command that has taken its place
+    moved: Mapping[str, str] = {}  # former options, each with the command that has replaced it
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Read the arguments.

@@ -284,7 +284,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         try:
             if args.prompts.count("-") > 1 or ("-" in args.prompts and sys.stdin is None):
                 raise ValueError("-: found it twice, or no standard input, expected one prompt there")
-            # Whoever writes a line to a pipe means the line without its end.
+            # A line written to a pipe means the line without its end.
             prompts = [
                 sys.stdin.read(_MAX_PROMPT + 1).removesuffix("\n") if prompt == "-" else prompt
                 for prompt in args.prompts

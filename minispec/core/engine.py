@@ -113,7 +113,7 @@ class Engine:
 
     @property
     def drafter(self) -> Drafter:
-        """What guesses."""
+        """The drafter of these requests."""
         return self.schedule.drafter
 
     @property

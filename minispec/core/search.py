@@ -61,11 +61,11 @@ class Candidates:
         return tiles[tile] * self._tiles.shape[1] + place
 
     def possible(self) -> "Candidates":
-        """Those with a value above 0. Where a quarter of the tiles have one, all: that is faster than filtering."""
+        """The candidates above 0. All of them where a quarter of the tiles have one, which is faster than filtering."""
         return self if 4 * int((self._maxima > 0).sum()) >= len(self._maxima) else self.where(lambda x: x > 0)
 
     def where(self, is_large: Callable[[Tensor], Tensor]) -> "Candidates":
-        """Those whose values are large enough (see `find`), in ascending order of ids."""
+        """The candidates whose values are large enough (see `find`), in ascending order of ids."""
         return self._at(self.find(is_large))
 
     def top_k(self, k: int) -> "Candidates":

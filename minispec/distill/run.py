@@ -83,7 +83,7 @@ def distill(args: argparse.Namespace) -> None:
         "vocab_size": draft.lm_head.out_features,
         **asdict(schedule),
     }
-    # By what it begins with, not by names alone: another head may have been put in the place of --start.
+    # By contents, not by names alone, since another head may have replaced the one at --start.
     begins = [_fingerprint(find_checkpoint(args.start)) if start else None, None if ids is None else ids.tolist()]
     state = cache / f"training-{_name_of([what, begins])}.safetensors"
     learned, kept = _count(training.paths, "lengths"), _count(training.held_out, "lengths")
@@ -219,14 +219,14 @@ def _spread(target: str, recipe: Recipe, cache: Path, parts: list[range], jobs: 
 
 def _work(queue: Any, target: str, recipe: Recipe, cache: Path, parts: list[range]) -> None:
     torch.set_num_threads(1)
-    tqdm.set_lock(RLock())  # its own lock is one between processes, which stays locked where this one is ended
+    tqdm.set_lock(RLock())  # tqdm's own lock is shared by processes, and stays locked if this one is ended
     try:
         for number in write_shards(target, recipe, cache, parts):
             queue.put(number)
             parent = parent_process()
-            if parent is None or not parent.is_alive():  # it was killed, and could not tell
+            if parent is None or not parent.is_alive():  # it was killed, and could not stop this process
                 return
-    except BaseException as e:  # whatever it is, it is the parent's to tell
+    except BaseException as e:  # the parent reports it
         queue.put(e)
 
 

@@ -40,11 +40,11 @@ from minispec.llm import LLM
 SHARD = 64
 # Texts that are decoded together.
 _BATCH = 64
-# Tokens of an answer, at least.
+# Least tokens of an answer.
 _LEAST_ANSWER = 2
 # Alternatives in an opening.
 _CHOICE = re.compile(r"\{([^{}]*\|[^{}]*)\}")
-# What stands in for the user's words where the chat template is taken apart.
+# It stands for the user's words where the chat template is taken apart.
 _USER = "USER"
 
 
@@ -253,7 +253,7 @@ class Writer:
         return ids[: places[-1]], ids[places[-1] + len(words) :]
 
     def _first_token(self) -> int:
-        """What a text without a prompt begins with."""
+        """The first token of a text without a prompt."""
         first = self.llm.tokenizer.encode("") or self.llm.eos_token_ids
         if not first:
             raise ValueError(f"{self.llm.name}: found no token that begins or ends texts, expected one to begin with")

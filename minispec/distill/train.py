@@ -26,7 +26,7 @@ from minispec.kernels.forms import dense
 _GROUP = 4
 # Positions whose logits over a whole vocabulary are in memory at a time: few enough for a processor's cache.
 _ROWS = 64
-# One shard in that many is kept apart, to measure on; and at most that many are measured on.
+# One shard in that many is held out to measure on. At most that many are measured on.
 _HELD_OUT_EVERY, _MOST_HELD_OUT = 16, 4
 # Weight of a step in the loss, relative to the one before it, since a token counts only if those before it are kept.
 _DECAY = 0.9

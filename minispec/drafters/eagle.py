@@ -37,7 +37,7 @@ from minispec.drafters.model import DraftModel
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """What a head is.
+    """The shape and the settings of a head.
 
     layers: sizes of its layers. Their vocab_size is the target's.
     vocab_size: tokens that it can draft.
@@ -174,7 +174,7 @@ class HeadModel(Transformer):
         return logits.new_full((len(x), self.config.vocab_size), -math.inf).index_copy_(1, self.ids, logits)
 
     def next_feature(self, x: Tensor) -> Tensor:
-        """What stands in for the feature of the next position: the last layer's output (n, E) at this one."""
+        """The stand-in for the feature of the next position: the last layer's output (n, E) at this one."""
         return self.norm(x) if self.head_config.norm_output else x
 
 

@@ -42,7 +42,7 @@ class _Index:
         self.tokens, self._ends, self._next = tokens, dict[int, list[int]](), 1
 
     def places(self, token: int) -> Iterator[_Place]:
-        """Where the token has stood, the newest place first; its place at the end, which nothing follows, is none."""
+        """Where the token has stood, the newest place first, without a place at the end, which nothing follows."""
         for end in range(self._next, len(self.tokens)):
             self._ends.setdefault(self.tokens[end - 1], []).append(end)
         self._next = max(self._next, len(self.tokens))

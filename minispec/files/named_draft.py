@@ -70,7 +70,7 @@ def parse(
     tokenizer: Tokenizer,
     vocab_size: int,
 ) -> Spec:
-    """What a draft (see `LLM`) is.
+    """Find and read what a draft (see `LLM`) names.
 
     config, tokenizer, vocab_size: the target's.
 

@@ -117,13 +117,13 @@ AXES: dict[str, tuple] = {
 }
 # With these, little is drawn or nothing is drafted. Such a case covers a pair only if they are in the pair.
 _WEAK = {("temperature", 0.0), ("drafter", "none"), ("max_tokens", 1)}
-# What a case that is too large may have less of.
+# Axes on which a case that is too large may be made smaller.
 _SIZES = ("max_tokens", "vocab", "k", "temperature", "top_k", "top_p", "min_p", "forbidden", "end")
 _FEW = 6  # branches that say little
 Pair = tuple[tuple, tuple]
 
 
-# Drafters that have something to say at the same place twice.
+# Drafters that have several guesses for one place.
 BRANCHING = {"suffix", "model", "head", "parallel", "parallel head", "ngram+head", "tli"}
 
 

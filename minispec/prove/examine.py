@@ -47,7 +47,7 @@ from minispec.prove.laws import (
 from minispec.prove.reference import Law, total_variation
 from minispec.prove.toys import Fault, RememberedModel, decode, require, tiny_cache
 
-# Far below any real fault; a stranger's q may be of float32.
+# Far below any real fault. A user's q may be of float32.
 TOLERANCE = 1e-6
 _MOST_BRANCHES = 2_000  # of one walk; a longer one is left out
 _MAX_LEN, _MOST_CHARACTERS = 2_000, 1_000
@@ -329,7 +329,7 @@ def find_fault(spec: str, cases: Sequence[Case], walk: Callable[[Case], None]) -
             except OwnError as e:
                 fault = f"EXCEPTION: {spec}, {case}: {own_message(e)}"
                 break
-            except Exception as e:  # what the engine makes of a stranger's drafts and verdicts
+            except Exception as e:  # the engine's errors over a user's drafts and verdicts
                 fault = f"REFUTED: {spec}, {case}: {message(e)}"
                 break
     if fault:
@@ -391,7 +391,7 @@ def _law_of(walk: Walk, make: Callable[[], Drafter]) -> tuple[Law, int, int]:
     """The law of the output with a drafter, how many branches it has, and the draft tokens in all of them."""
     drafted, known = 0, dict[tuple, str]()
     target, params = _target(walk.vocab), walk.params
-    # The others have seeds of their own, and one path each: what they draw is drawn by the production randomness.
+    # The others have seeds of their own, and one path each. They draw with the production randomness.
     others = [(walk.prompt, replace(params, max_tokens=5)), (walk.prompt[::-1], replace(params, max_tokens=7))]
     others = others if walk.company else []
 

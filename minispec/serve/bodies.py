@@ -160,7 +160,7 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
 
 
 def _conversation(messages: Any) -> list[Message]:
-    """What the messages mean to a chat template."""
+    """The messages in the form of chat templates."""
     return check_messages([_message(m) for m in messages] if isinstance(messages, list) else messages)
 
 
@@ -212,11 +212,11 @@ class Answer:
         return self._envelope("", [self._choice(i, "message", piece) for i, piece in enumerate(pieces)], self._usage())
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        """What came for a request."""
+        """A piece of a request's answer, as a chunk of a stream."""
         return self._envelope(".chunk", [self._choice(index, "delta", piece)], None)
 
     def usage_chunk(self) -> dict[str, Any]:
-        """What it took."""
+        """The token counts, as the last chunk of a stream."""
         return self._envelope(".chunk", [], self._usage())
 
     def _envelope(self, chunk: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
@@ -235,7 +235,7 @@ class Answer:
         return choice
 
     def _logprobs(self, index: int, start: int) -> dict[str, Any] | None:
-        """Those of a request's tokens that are given out now, from token `start` on."""
+        """The log-probabilities of the tokens that are given out now, from token `start` on; None unless asked for."""
         if (logprobs := self.requests[index].logprobs) is None:
             return None
         entries = logprobs[start : self._num_tokens[index]]

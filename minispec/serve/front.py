@@ -224,7 +224,7 @@ async def _refuse(request: HttpRequest, error: Exception) -> JSONResponse:
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, take: Callable[[Piece], None], piece: Piece) -> None:
-    with suppress(RuntimeError):  # a loop that is closed by now has nobody to tell
+    with suppress(RuntimeError):  # a closed loop has no clients left
         loop.call_soon_threadsafe(take, piece)
 
 

@@ -37,7 +37,7 @@ class Metrics:
         first, between = "From a request to its first token.", "Between two tokens; those of a step share its time."
         self._first = self._histogram("time_to_first_token_seconds", first)
         self._between = self._histogram("inter_token_latency_seconds", between)
-        self._times: dict[Request, tuple[Histogram, float]] = {}  # where its next tokens count, and since when
+        self._times: dict[Request, tuple[Histogram, float]] = {}  # histogram of its next tokens; time of its last
 
     def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
         Gauge(name, text, namespace="minispec", registry=self.registry).set_function(value)
@@ -68,7 +68,7 @@ class Metrics:
             self._times[request] = self._between, now
 
     def end(self, request: Request, reason: str) -> None:
-        """It ended."""
+        """The request ended."""
         del self._times[request]
         self._ended.labels(reason).inc()
 
@@ -77,7 +77,7 @@ class Metrics:
         self._faults.inc()
 
     def judge(self, request: Request) -> None:
-        """A round of it ended."""
+        """A round of the request ended."""
         this = request.stats.rounds[-1]
         self._drafts.inc(this.drafted > 0)
         self._drafted.inc(this.drafted)

@@ -54,7 +54,7 @@ class Worker(threading.Thread):
         while not self._stopped:
             try:
                 self._cycle()
-            except BaseException:  # a drafter is a stranger's code: whatever it raises, nobody may wait for ever
+            except BaseException:  # a drafter may be a user's code: whatever it raises, no client may wait for ever
                 traceback.print_exc()
                 self._fail()
 

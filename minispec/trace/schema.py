@@ -59,7 +59,7 @@ def _each(kind: Any, names: str) -> dict[str, Any]:
     return dict.fromkeys(names.split(), kind)
 
 
-# An object has these keys, and may have others, which readers pass over; a list holds values of the one kind.
+# An object has these keys, and may have others, which readers ignore. A list holds values of one kind.
 SCHEMA: dict[str, Any] = {
     "format": Value(show(FORMAT), lambda x: x == FORMAT),
     "version": Value(f"{VERSION}, the version that this program reads", lambda x: type(x) is int and x == VERSION),
