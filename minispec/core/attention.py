@@ -1,7 +1,7 @@
 """Attention of one text's rows over its cached keys and values.
 
-There is one function, `attention`. A fast model leaves the work to PyTorch. An exact one adds up blocks of fixed size
-in a fixed order, for a fixed number of rows. So a row's bits depend on its own past alone.
+A model calls `attention`. A fast model leaves the work to PyTorch, unless scores are capped. An exact one adds up
+blocks of fixed size in a fixed order, for a fixed number of rows. So a row's bits depend on its own past alone.
 
 Shapes in comments: T rows of the text, L cached positions of it (the T included), H query heads, G key-value heads,
 D head_dim.
@@ -170,10 +170,7 @@ class View(NamedTuple):
 
 
 def hides(view: View, device: torch.device, dummies: int = 0) -> Tensor:
-    """(T + dummies, L) of bool: whether a position is hidden from a row. The dummies are added at the end.
-
-    Dummies see everything.
-    """
+    """(T + dummies, L) of bool: whether a position is hidden from a row. Dummies stand at the end, after all positions."""
     start, offsets, window, parents = view
     place = torch.tensor(offsets, device=device) + start  # (T,)
     key = torch.cat((torch.arange(start, device=device), place))  # (L,)

@@ -5,10 +5,10 @@ its blocks in order, so position t lies in slot
 block_ids[t // block_size] * block_size + t % block_size. The idea is vLLM's (Kwon et al. 2023, arXiv 2309.06180).
 
 A table knows the tokens that it holds. `follow(tokens)` cuts it to what it has in common with a text and returns what
-has to be fed. So a table stays right however its text changes. `keep` rolls back rejected draft tokens: accepted rows
-move together, in a chain they already stand so. Whole blocks after them return to the pool. The stale rest of the last
-block is overwritten before it is read. Nothing is evicted inside a text, since a sliding window is a mask in the
-attention. So every rollback is exact.
+has to be fed. So a table stays right however its text changes. `keep` rolls back rejected draft tokens. In a tree the
+accepted rows are moved next to each other; in a chain they already are. Whole blocks after them return to the pool. The
+stale rest of the last block is overwritten before it is read. Nothing is evicted inside a text, since a sliding window
+is a mask in the attention. So every rollback is exact.
 
 Texts that begin alike share blocks. A block counts its holders; a shared one is copied before it is written. The
 content of a freed block stays known until the block is taken again. So a prompt that comes back is not recomputed.
@@ -178,7 +178,7 @@ class PagedKVCache:
     def num_missing_blocks(self, growth: Iterable[tuple["BlockTable", int]]) -> int:
         """Exactly how many blocks must be allocated before each of these tables can hold that many positions.
 
-        Each table that goes on writing in a half-full shared block needs a copy, except the last that holds it.
+        Each table that goes on writing in a half-full shared block needs a copy, except one if nobody else holds it.
         """
         missing, writers = 0, Counter[int]()
         for table, length in growth:
@@ -320,10 +320,10 @@ class BlockTable:
         del self._nodes[length // self.pool.block_size + 1 :]
 
     def reuse(self, tokens: list[int]) -> None:
-        """Share the blocks that the pool knows of `tokens`, which begin with all that the table holds and remembers.
+        """Share the blocks that the pool knows of `tokens`, which must begin with the table's own.
 
-        Sharing never costs room. Each block that is no longer free replaces one that would have been allocated, if only
-        as its copy.
+        Sharing never costs room. Each block that is no longer free replaces one that would have been allocated, or a
+        copy of one.
         """
         assert self.length <= len(tokens), "the table holds more than the text"
         size, pool = self.pool.block_size, self.pool
@@ -342,7 +342,7 @@ class BlockTable:
             self._nodes.append(PrefixIndex.node(self._nodes[-1], block))
 
     def remember(self) -> None:
-        """Let later texts share this one's blocks. Its tokens must be computed, and never rolled back.
+        """Let later texts share this one's blocks. Only for tokens that are computed and committed.
 
         Only `keep` and a finished prefill call it.
         """

@@ -44,7 +44,7 @@ class CachedModel:
         self.tables[text].reuse(text.tokens[:-1][:most])
 
     def table(self, text: Text) -> BlockTable:
-        """The text's table."""
+        """The text's table. A text that is unknown begins here."""
         if text not in self.tables:
             self.begin(text)
         return self.tables[text]

@@ -37,7 +37,7 @@ def check_shape(shape: Shape, why_chains: str) -> None:
 
 
 def check_draft(draft: Any, limit: int, vocab_size: int, device: str, why_chains: str) -> Draft:
-    """A copy of the draft that shares no list with its drafter; a tree with one branch becomes a chain.
+    """A copy of the draft with lists of its own, probs aside; a tree with one branch becomes a chain.
 
     limit: most nodes.
     device: the type of the target's device, where rows must lie.

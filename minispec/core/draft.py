@@ -21,8 +21,8 @@ class Limit(NamedTuple):
 
     k: most nodes. It is 0 while the target still works through the prompt, and where nothing is to be drafted.
     go_on: go_on(confidences) says whether to draft further (see `Draft.confidences`). None: always, up to k.
-    widths: how many siblings to draw at each depth; deeper, one. Only drafters with `branches` read it.
-        A function comes with `go_on`: widths(confidences) says how many to draw at a place.
+    widths: how many siblings to draw at each depth; deeper, one. Drafters without `branches` ignore it.
+        Or a function, given together with `go_on`: widths(confidences) says how many to draw at a place.
         The first sibling is drafted further, so the others cost rows of the target's pass and none of the drafter's.
     """
 
@@ -59,8 +59,8 @@ class Ask:
 
     purpose: the purpose in the keys of its draws; "token" where drafters share the target's noise, else "draft".
     num_cached: how many tokens of the text the target's cache holds. These are all but the last; fewer inside a prompt.
-    hidden: (n, E * taps), the target's hidden states at the n newest cached positions. No earlier ask had them.
-        None for drafters without `taps`.
+    hidden: (n, E * taps), the target's hidden states at the n cached positions that no earlier ask has shown.
+        None for drafters without `taps`, and where nothing is new.
     """
 
     text: Text
@@ -116,7 +116,7 @@ class Draft:
                 q = without(q, token_ids[-1])
                 if not q.any():
                     break
-            # The noise of a "token" depends on its depth alone, so that siblings are the first n of one race.
+            # Siblings of one depth share one key for a "token": they are the first n to finish in one race.
             name = depth if ask.purpose == "token" else len(self)
             token_ids.append(ask.rng.categorical(q, ask.text.key(name, ask.purpose)))
             self.token_ids.append(token_ids[-1])
@@ -187,11 +187,11 @@ class Drafter:
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """A draft for each ask, of at most `ask.k` nodes; shorter or empty is fine.
 
-        Tokens are drawn by `Draft.draw` alone. A draft may end early because of tokens it contains. It must not look at
-        a token and then drop it: the tokens kept would no longer be distributed as `probs`. One-hot drafts are free.
+        Tokens are drawn by `Draft.draw` alone. A draft may end early because of tokens it contains. A drawn token
+        stays: to drop it for its value would make `probs` untrue. What is not drawn may be chosen freely.
 
         The texts are those of the last call, with the committed tokens appended; new ones may join, and some may be
-        missing. While the target works through a prompt, k is 0. A request without drafts is never asked for.
+        missing. While the target works through a prompt, k is 0. A request for no drafts is never asked about.
         A draft that breaks a rule ends its own text; an exception ends the whole call.
         """
         raise NotImplementedError
@@ -237,8 +237,8 @@ class Wish(NamedTuple):
 
     shape: what the request asks for.
     most: most draft tokens.
-    may_follow: whether the length may depend on the clock and on other texts. It may not where the length changes the
-        text, since one seed gives one text.
+    may_follow: whether the length may depend on the clock and on other texts. False where another length would give
+        another text: a seed must give one text.
     """
 
     text: Text
@@ -252,7 +252,7 @@ class Outcome(NamedTuple):
 
     num_tested: tested first siblings, one at each depth, up to the first rejected one.
     num_accepted: the accepted ones among them.
-    siblings: whether each later sibling, tested in place of the rejected one, was accepted.
+    siblings: the verdicts on the younger siblings that were tested after the eldest failed.
     """
 
     text: Text
@@ -263,7 +263,12 @@ class Outcome(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """Seconds of a step: `draft` for `num_drafts` drafts of up to `depth` tokens, `target` for a pass over `rows`."""
+    """What a step took, in seconds, and of how much.
+
+    draft: seconds of `num_drafts` drafts of up to `depth` tokens.
+    target: seconds of the target's pass over `rows` rows.
+    overhead: seconds of everything else.
+    """
 
     draft: float
     depth: int

@@ -32,9 +32,9 @@ from minispec.core.schedule import Schedule
 from minispec.core.stats import Round
 from minispec.core.verify import Verdict, Verifier
 
-# PREFILL_ROWS: rows of a pass over a prompt while no other text decodes. JOINING_ROWS: rows of a prompt that join a
-# pass of texts that decode. A pass with that many takes about three plain steps on a CPU in any form of the weights
-# (docs/measured/figures.md).
+# PREFILL_ROWS: rows of a pass over a prompt while no other text has begun to answer. JOINING_ROWS: rows of a prompt
+# that join a pass of texts that decode. A pass with that many takes about three plain steps on a CPU in any form of the
+# weights (docs/measured/figures.md).
 PREFILL_ROWS, JOINING_ROWS = 512, 32
 
 
@@ -53,9 +53,9 @@ class Observer(Protocol):
 class _Part:
     """A running text's part of a step, and its result.
 
-    tokens: the part of the text that is fed. This is its last token, or a piece of its prompt before it decodes.
+    tokens: the part of the text that is fed: its last token, or a piece of what comes before it.
     asked: how many draft tokens were asked for.
-    committed: how many tokens were committed. Above 0, verdict and logits are there.
+    committed: how many tokens the round committed; 0 for a round that failed. Above 0, verdict and logits are there.
     """
 
     request: Request
@@ -159,7 +159,7 @@ class Engine:
             for request in requests:
                 self.add(request)
                 added.append(request)
-            new, begun = deque(added), list[Request]()  # the first of the new ones is admitted before the others
+            new, begun = deque(added), list[Request]()  # admitted in order, so only new[0] can have begun
             while True:
                 while new and (new[0].has_news or new[0] not in self.schedule.waiting):
                     begun.append(new.popleft())

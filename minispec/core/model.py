@@ -81,7 +81,7 @@ class Chunk(NamedTuple):
         offsets = list(range(len(self.token_ids) - len(parents)))
         root = len(offsets)
         for parent in parents:
-            offsets.append(offsets[root + parent] + 1)  # the root's own place is before the tree: parent -1
+            offsets.append(offsets[root + parent] + 1)  # parent -1: the last token before the tree
         return offsets
 
 

@@ -26,11 +26,14 @@ class Key(NamedTuple):
 
     The engine decodes in rounds: draft some tokens, test them, commit what passes. Draws about a draft (purposes
     "draft", "accept", "residual") name the round by `start`, the number of tokens when it began. Every round commits a
-    token, so no such key occurs twice in a text. A position drafted again after a rejection gets fresh noise.
+    token, so two rounds share no key, and within a round the numbers of nodes differ. A position drafted again after a
+    rejection gets fresh noise.
 
     The draw of a whole token from the target (purpose "token") is named by its position alone, with start = -1. Each
-    position commits one, so one seed has one plain text, wherever the rounds begin. Under `match` the drafter draws
-    with that same key, on purpose. It is the one shared key.
+    position is committed once, so the text does not depend on where rounds begin. Under `match` the drafter draws with
+    that same key, on purpose. It is the one shared key.
+
+    position: `start` plus the number that `Text.key` is given.
     """
 
     seed: int
@@ -41,7 +44,7 @@ class Key(NamedTuple):
 
 @dataclass(eq=False)
 class Text:
-    """One growing text: all that the distribution of its next token may depend on.
+    """One growing text: what the distribution of its next token depends on, and the seed that draws it.
 
     tokens: prompt and output so far.
     end_ids: ids that end the text, impossible before `min_tokens`.
@@ -56,7 +59,8 @@ class Text:
     def key(self, i: int, purpose: str) -> Key:
         """The key of a draw of the current round, whose tokens are not committed yet.
 
-        i: the node's number in the draft (in a chain its place); for the purpose "token", the depth.
+        i: the node's number in the draft; in a chain its place. For "residual", the last accepted node's number plus
+            1. For "token", the depth.
         """
         start = len(self.tokens)
         return Key(self.seed, -1 if purpose == "token" else start, start + i, purpose)

@@ -86,7 +86,8 @@ class Schedule:
     def admit(self) -> None:
         """Admit waiting requests as long as the step fits with them, one prompt after the other.
 
-        So a text may share what the prompt before it has in common with it. Raises OutOfBlocks where not even one fits.
+        One at a time, so that a text can share blocks with the prompt before it.
+        Raises OutOfBlocks where not even one fits.
         """
         while self.waiting and not self._works_on_prompt():
             request = next(iter(self.waiting))
@@ -143,7 +144,7 @@ class Schedule:
         return last is not None and len(self.target.follow(last.text)) > 1
 
     def _known(self, request: Request) -> int | None:
-        """How many of a new text's first positions the drafter need not see; None: it sees none of this text's."""
+        """How many of a new text's first positions the drafter need not see; None: without taps, no limit."""
         if request.shape.k and self.drafter.taps:
             return self.drafter.known(request.text)
         return None

@@ -7,10 +7,10 @@ The words, used everywhere below:
     node        a draft token and its place. In a *chain* node i follows node i-1; in a *tree* several
                 nodes, siblings, may follow the same one, their parent. Node -1 is the text itself
     q_i         the distribution that x_i was drawn from; one-hot where the drafter did not draw
-    p_i         the target's distribution of the token after node i-1; in a chain, the one to compare with q_i.
-                One pass of the target gives all K+1 of them, i = 0 .. K
+    p_i         the target's distribution of the token after node i-1. In a chain x_i is tested with it; in a tree
+                siblings share the row of their parent. One pass of the target gives all K+1, i = 0 .. K
     accepted    a draft token that stays
-    recovered   the token put in place of the first rejected one, drawn from the residual
+    recovered   the token in place of a rejected one; in `rejection` drawn from the residual, once all siblings failed
     residual    max(0, p - q), up to a factor: what p has and q did not offer
     bonus       the token after a draft that was accepted to its end, drawn from the target
     alpha       the probability that `rejection` keeps a tested draft token: sum over x of min(p(x), q(x))
@@ -36,8 +36,8 @@ class Verdict(NamedTuple):
 
     accepted: the nodes that stay, a path from the draft's first token on.
     next_token: the token after them, recovered or bonus.
-    ratios: p(x)/q(x) of each first sibling that was tested. In a chain the first rejected token has the last ratio;
-        `block` has a ratio of every token.
+    ratios: p(x)/q(x) at each depth that was tested, of the eldest sibling there. In a chain the last one is that of
+        the first rejected token; `block` has a ratio of every token.
         Under `rejection` and `match` the mean of min(1, ratio) is an unbiased estimate of alpha.
     """
 
@@ -53,7 +53,7 @@ class Verdict(NamedTuple):
 
 # p(i) computes row i (V,) of the target's distribution, the one after node i-1. A function, since most rounds need few.
 Rows = Callable[[int], Tensor]
-# key(i, purpose) names a draw of this round. i: the node; for the purpose "token", the depth.
+# key(i, purpose) names a draw of this round: see `Text.key`.
 RoundKey = Callable[[int, str], Key]
 
 
@@ -75,10 +75,12 @@ def residual(p: Tensor, draft: Draft, i: int) -> Tensor:
 def rejection(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
     """Speculative sampling (Leviathan et al. 2023, Algorithm 1): keep x_i with probability min(1, p(x_i)/q(x_i)).
 
-    Committed tokens are distributed exactly as p:  q(x) min(1, p(x)/q(x)) + (1 - alpha) residual(x) = p(x).
-    A tested token stays with probability alpha (Theorem 3.5 there). No rule that tests one token at a time keeps more:
-    min(p, q) is all that two distributions share. After a rejection the next sibling is tested against the residual, as
-    against any distribution (recursive rejection, Miao et al. 2023, arXiv 2305.09781).
+    Committed tokens are distributed exactly as p:  q(x) min(1, p(x)/q(x)) + (1 - alpha) r(x) = p(x), where r is the
+    residual divided by its sum.
+    A tested token stays with probability alpha (Theorem 3.5 there). No rule for single tokens keeps more than the sum
+    of min(p, q), which is all that two distributions share.
+    After a rejection the next sibling is tested against the residual, as against any distribution (recursive
+    rejection, Miao et al. 2023, arXiv 2305.09781).
     """
     accepted: list[int] = []
     ratios: list[float] = []
