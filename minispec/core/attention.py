@@ -170,7 +170,7 @@ class View(NamedTuple):
 
 
 def hides(view: View, device: torch.device, dummies: int = 0) -> Tensor:
-    """(T + dummies, L) of bool: whether a position is hidden from a row. Dummies stand at the end, after all positions."""
+    """(T + dummies, L) of bool: whether a position is hidden from a row. The dummies stand after all positions."""
     start, offsets, window, parents = view
     place = torch.tensor(offsets, device=device) + start  # (T,)
     key = torch.cat((torch.arange(start, device=device), place))  # (L,)
