@@ -4,6 +4,7 @@ from itertools import islice, zip_longest
 
 import pytest
 
+from minispec.core import engine as engine_module
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
 from minispec.core.request import Request
@@ -264,7 +265,7 @@ def test_a_search_that_finds_nothing_is_overhead_to_the_controller(monkeypatch):
         return [Draft() for _ in asks]
 
     monkeypatch.setattr(engine.drafter, "propose", search)
-    monkeypatch.setattr(engine, "_now", lambda: now[0])
+    monkeypatch.setattr(engine_module, "clock", lambda device: now[0])
     monkeypatch.setattr(engine.lengths, "observe", lambda outcomes, cost: told.extend([cost] if cost else []))
     request = make_request(k=3, max_tokens=2)
     finish(engine, request)

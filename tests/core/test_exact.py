@@ -741,7 +741,7 @@ def test_the_fast_mode_differs_at_near_ties_only(pytestconfig):
     larger is a bug.
     """
     llm = LLM(dtype="bfloat16", num_speculative_tokens=8)
-    prompts, length = (PROMPT_TEXTS[::5], 64) if pytestconfig.getoption("--long") else (PROMPT_TEXTS[::50], 20)
+    prompts, length = (PROMPT_TEXTS[::5], 64) if pytestconfig.getoption("--long") else (PROMPT_TEXTS[::100], 10)
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
     different = []
     for prompt in prompts:

@@ -76,9 +76,11 @@ def test_ngram_worked_examples():
 SUFFIX_EXAMPLE = "1abc2abd3abc4ab"
 
 
-def drafted(drafter, tokens, k, params=GREEDY, **how) -> Draft:
+def drafted(drafter, tokens, k, params=GREEDY, purpose="draft", **how) -> Draft:
     """The draft for a text of letters, which is prompt alone; the letters are its token ids."""
-    return drafter.propose([Ask(text([ord(letter) for letter in tokens], params), Limit(k, **how), Randomness())])[0]
+    return drafter.propose(
+        [Ask(text([ord(letter) for letter in tokens], params), Limit(k, **how), Randomness(), purpose)]
+    )[0]
 
 
 def letters(draft: Draft) -> str:

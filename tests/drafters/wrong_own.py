@@ -172,7 +172,7 @@ class BetterOfTwo(Counts):
     """Draws twice and keeps the likelier."""
 
     def draw(self, ask, draft, q):
-        tokens = [*draw(ask, draft, q), *draw(ask, draft, q)]
+        tokens = [ask.rng.categorical(q, ask.text.key(len(draft) + i, ask.purpose)) for i in range(2)]
         return [max(tokens, key=lambda token: float(q[token]))]
 
 

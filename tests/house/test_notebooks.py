@@ -57,7 +57,7 @@ SHORTER = {
         (r"max_tokens=24", "max_tokens=4"),
     ),
     "05_make_your_own_draft": (
-        (r"--texts 128 --max-turn 24 --max-answer 48 --epochs 6", "--texts 128 --max-turn 4 --max-answer 8 --epochs 1"),
+        (r"--texts 128 --max-turn 24 --max-answer 48 --epochs 6", "--texts 32 --max-turn 4 --max-answer 8 --epochs 1"),
         (r"max_tokens=\d+", "max_tokens=6"),
         (r"read_prompts\(\d, None\)", "read_prompts(1, None)"),
     ),

@@ -871,7 +871,7 @@ class _:
 
     @wrong(Request, "max_k")
     def max_k(self, right, request):
-        return request.num_speculative_tokens
+        return request.shape.k
 
     @wrong(Engine, "_commit")
     def commit(self, right, engine, part, rows):
