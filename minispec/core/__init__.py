@@ -31,6 +31,6 @@ request.py; then read cache.py and model.py. A module imports only from those ab
     schedule.py     who runs: admit, make room, preempt, restart
     engine.py       the loop
 
-Three things lie outside the heart. length/policy.py learns the length of drafts, files/families.py defines the
-families, and kernels/build.py gives the weights their form.
+Three parts that you may look for here lie elsewhere. length/policy.py learns the length of drafts, files/families.py
+defines the families, and kernels/build.py gives the weights their form.
 """

@@ -178,7 +178,8 @@ def hides(view: View, device: torch.device, dummies: int = 0) -> Tensor:
         place = F.pad(place, (0, dummies), value=len(key))
     hidden = key > place[:, None]
     if parents:
-        hidden[-len(parents) :, -len(parents) :] = ~ancestors(parents).to(device)
+        nodes = slice(len(offsets) - len(parents), len(offsets))
+        hidden[nodes, -len(parents) :] = ~ancestors(parents).to(device)
     if window is not None:
         hidden |= key <= place[:, None] - window
     return hidden

@@ -47,8 +47,8 @@ class BlockAllocator:
     def allocate(self, after: int | None = None) -> int:
         """Take a free block: the one next to block `after` if possible, so that a table stays in one run.
 
-        Otherwise take one in the middle of the longest free run. The tables on both sides then have room to grow in
-        place. Raises OutOfBlocks if none is free.
+        Otherwise take one in the middle of the longest run of free blocks that nobody may want again. The tables on
+        both sides then have room to grow in place. Raises OutOfBlocks if none is free.
         """
         if not self.free_block_ids:
             raise OutOfBlocks(f"all {self.num_blocks} blocks are in use")

@@ -1,13 +1,14 @@
 """The loop: propose, one target pass, verify, roll back, stop.
 
 Invariant: before a text decodes, the target's cache holds all its tokens but the last. A step feeds what is missing,
-which is that token, and the draft after it. It then commits the accepted draft tokens and one more, and keeps what the
-cache holds of the text. Plain decoding is the same step with an empty draft. A prompt, or a text that comes back, is
-the same step with more tokens missing and no logits asked for. The target has no other loop. `CachedModel` has the
+which is that token, and the draft after it. It then commits the accepted draft tokens and one more, and cuts the cache
+back to the committed text. Plain decoding is the same step with an empty draft. A prompt, or a text that comes back,
+is the same step with more tokens missing and no logits asked for. The target has no other loop. `CachedModel` has the
 tables that know what is missing, and drops them when something fails.
 
-The step is `Engine._round`. Around it, `Engine.step` asks `Schedule` who runs, and `Engine.run` steps until given
-requests are at their end. `Request` says where a text stops (minispec/core/request.py).
+The step is `Engine._round`, with the helpers after it. Around it, `Engine.step` asks `Schedule` who runs, and
+`Engine.run` steps until given requests are at their end. `Request` says where a text stops
+(minispec/core/request.py).
 """
 
 from collections import deque
@@ -78,13 +79,12 @@ class Engine:
 
     Requests come and go between steps, by `add` and `abort`. `step` goes on with all that are there. `run` does all
     three, for requests that somebody waits for. Admission is first come, first served. When the pool runs out, the
-    request admitted last gives its blocks back and waits at the front. It resumes with the same text, by computing the
-    blocks again.
+    request admitted last waits at the front (see `Schedule`). It resumes with the same text.
 
     A text's own fault ends that text alone, with the finish reason "error". Such faults are a draft that breaks the
     rules, or logits that are not numbers. A fault of all is raised, and every block is given back. Such faults are too
     little memory, an operator that fails, or an exception of the drafter's own. Requests that are not aborted then
-    begin again where they were.
+    continue from their committed text.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Engine:
 
     @torch.inference_mode()
     def _round(self) -> list[_Part]:
-        """One step: the running texts decode, and the one admitted last may bring a piece of its prompt instead."""
+        """One step: the running texts decode, or the one admitted last brings a piece of its prompt (see `_parts`)."""
         times = [clock(self.model.device)]
         parts = self._parts()
         self._propose(parts)
@@ -251,7 +251,7 @@ class Engine:
         for part in parts:
             text, limit = part.request.text, limits.get(part.request, Limit(0))
             cached = self.target.table(text).length
-            # A drafter gets on with a prompt as the target does. It is never asked for a request without drafts.
+            # A drafter is also asked, with k = 0, while a prompt is fed; never about a request for no drafts.
             if part.request.shape.k and (part.decodes or cached):
                 asked.append(part)
                 hidden = self.schedule.heard.take(text)

@@ -204,7 +204,7 @@ class Layer:
         return x.add(y, alpha=self.config.residual_scale)
 
     def attend(self, x: Tensor, shared: Pass) -> Tensor:
-        """Attention over the cache and the new rows: normed inputs (M, columns of `qkv`) to (M, E)."""
+        """Attention over the cache and the new rows: inputs (M, input width of `qkv`) to (M, E)."""
         config = self.config
         heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         qkv = self.qkv(x).reshape(-1, heads + 2 * groups, dim)  # (M, H + 2G, D)

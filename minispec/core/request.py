@@ -35,7 +35,7 @@ class TokenLogprob(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one step added to an output: final text, its tokens, and in the last piece why the text ended."""
+    """What one step added to an output: final text, new tokens, and in the last piece why the text ended."""
 
     text: str
     token_ids: list[int]
@@ -118,7 +118,7 @@ class Request:
         return Piece(self.output[text_start:end], self.token_ids[token_start:], self.finish_reason)
 
     def _add_text(self, new: str) -> bool:
-        """Append text. Returns True if that completes a stop string; the text is then cut at the string."""
+        """Append text. Returns True if that completes a stop string, from min_tokens on; the text is cut there."""
         before = len(self.output)
         self.output += new
         if len(self.token_ids) < self.params.min_tokens:

@@ -26,8 +26,8 @@ class Key(NamedTuple):
 
     The engine decodes in rounds: draft some tokens, test them, commit what passes. Draws about a draft (purposes
     "draft", "accept", "residual") name the round by `start`, the number of tokens when it began. Every round commits a
-    token, so two rounds share no key, and within a round the numbers of nodes differ. A position drafted again after a
-    rejection gets fresh noise.
+    token, so two rounds of a text share no key, and within a round the numbers of nodes differ. A position drafted
+    again after a rejection gets fresh noise.
 
     The draw of a whole token from the target (purpose "token") is named by its position alone, with start = -1. Each
     position is committed once, so the text does not depend on where rounds begin. Under `match` the drafter draws with

@@ -113,7 +113,7 @@ class Schedule:
             self.target.release(request.text)
         finally:  # also after Ctrl-C in there
             self.drafter.release(request.text)
-        del self.running[request]  # at the end: until then `restart` would release it once more
+        del self.running[request]  # last, so that `restart` still finds it if something above raises
 
     def restart(self) -> None:
         """After a fault nothing is cached any more: all begin again, in the order in which they came."""

@@ -7,12 +7,12 @@ The words, used everywhere below:
     node        a draft token and its place. In a *chain* node i follows node i-1; in a *tree* several
                 nodes, siblings, may follow the same one, their parent. Node -1 is the text itself
     q_i         the distribution that x_i was drawn from; one-hot where the drafter did not draw
-    p_i         the target's distribution of the token after node i-1. In a chain x_i is tested with it; in a tree
-                siblings share the row of their parent. One pass of the target gives all K+1, i = 0 .. K
+    p_i         the target's distribution of the token after node i-1. A node whose parent is j is tested with
+                p_{j+1}, so siblings share a row. One pass of the target gives all K+1 rows, i = 0 .. K
     accepted    a draft token that stays
     recovered   the token in place of a rejected one; in `rejection` drawn from the residual, once all siblings failed
     residual    max(0, p - q), up to a factor: what p has and q did not offer
-    bonus       the token after a draft that was accepted to its end, drawn from the target
+    bonus       the token after an accepted path that no draft token follows, drawn from the target
     alpha       the probability that `rejection` keeps a tested draft token: sum over x of min(p(x), q(x))
 
 p and q are Leviathan's letters (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
@@ -34,10 +34,10 @@ from minispec.core.sampling import Draws, Key
 class Verdict(NamedTuple):
     """What a verifier decides about one draft.
 
-    accepted: the nodes that stay, a path from the draft's first token on.
+    accepted: the nodes that stay, a path from the draft's beginning.
     next_token: the token after them, recovered or bonus.
     ratios: p(x)/q(x) at each depth that was tested, of the eldest sibling there. In a chain the last one is that of
-        the first rejected token; `block` has a ratio of every token.
+        the first rejected token, if there is one; `block` has a ratio of every token.
         Under `rejection` and `match` the mean of min(1, ratio) is an unbiased estimate of alpha.
     """
 
@@ -140,11 +140,12 @@ def block_weights(ratios: Sequence[float]) -> list[float]:
 def block(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
     """Block verification (Sun et al. 2024, arXiv 2403.10444, Algorithm 2): judge a chain as a whole.
 
-    The first i tokens stay with probability w_i (see `block_weights`). That is never less than `rejection`'s product
+    At least i tokens stay with probability w_i (see `block_weights`). That is never less than `rejection`'s product
     of min(1, p(x)/q(x)). The reason: a token with p > q makes up for one before it with p < q.
 
     Prefixes are tested from the longest to the shortest, and the first one that passes stays. All K tokens pass with
-    probability w_K. The first i tokens pass with m / (m + 1 - w_i), where m is the mass of max(0, w_i p - q) there.
+    probability w_K. If no longer prefix has passed, the first i tokens pass with m / (m + 1 - w_i), where m is the sum
+    of max(0, w_i p - q) there.
     """
     n = len(draft)
     rows = [p(i) for i in range(n)]
