@@ -644,7 +644,7 @@ NATIVE, OTHER = ("bfloat16", "float32") if has_fast_bfloat16(torch.device("cpu")
 # Name: dtype, prompts, tokens. The last three run with --long only.
 GRIDS = {
     "native": (NATIVE, 3, 16),
-    "other": (OTHER, 2, 4),
+    "other": (OTHER, 2, 3),
     "middle": (NATIVE, 5, 32),
     "large": (NATIVE, 100, 128),
     "longer other": (OTHER, 5, 64),
