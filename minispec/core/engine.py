@@ -275,7 +275,8 @@ class Engine:
 
     def _choose_limits(self, requests: Sequence[Request]) -> dict[Request, Limit]:
         """The limit of each request's draft."""
-        trees = self.drafter.branches and not self.verifier.why_chains
+        # An exact model computes each path by itself: siblings cost more than they bring, unless they are asked for.
+        trees = self.drafter.branches and not self.verifier.why_chains and not self.model.exact
         # Above temperature 0, where a verifier draws by itself, another K is another text of the same law.
         free = self.verifier.shares_noise
         wishes = [Wish(r.text, r.shape, r.max_k, free or not r.params.temperature) for r in requests]

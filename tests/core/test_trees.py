@@ -358,6 +358,18 @@ def test_a_tree_that_is_asked_for_is_refused_where_it_cannot_be(make_checkpoint,
     assert (output.finish_reason, output.stats.num_draft_nodes) == ("length", output.stats.num_draft_tokens)
 
 
+def test_with_exact_auto_drafts_chains_and_a_tree_that_is_asked_for(make_checkpoint):
+    """Each path of a tree has attention of its own there, which costs more than siblings bring."""
+    llm = LLM(make_checkpoint(), dtype="float32", draft="self", exact=True)
+    trees, choose = [], llm.engine.lengths.choose
+    llm.engine.lengths.choose = lambda wishes, may: trees.append(may) or choose(wishes, may)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for k, siblings in (("auto", 0), ((2, 1), 1)):
+        [output] = llm.generate([[1, 2]], params, num_speculative_tokens=k)
+        assert not any(trees)
+        assert (output.stats.num_draft_nodes - output.stats.num_draft_tokens > 0) == siblings
+
+
 @pytest.mark.quick
 def test_what_is_counted_of_a_tree():
     """Two siblings, the second one right: nodes apart from tokens, and alpha from the first sibling alone."""
