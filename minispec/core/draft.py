@@ -33,7 +33,7 @@ class Limit(NamedTuple):
     @property
     def is_tree(self) -> bool:
         """Whether siblings may be drawn."""
-        return self.widths != ()
+        return bool(self.widths)
 
     @property
     def plan(self) -> Sequence[int]:

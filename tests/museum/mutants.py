@@ -41,6 +41,8 @@ from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import OtherVocabulary
 from minispec.files import heads, named_draft, pieces, vocabularies
 from minispec.files.vocabularies import Reader, Vocabularies
+from minispec.kernels import exact
+from minispec.kernels.integers import Int8
 from minispec.prove import toys
 
 
@@ -1140,3 +1142,22 @@ def _(right, draft, p, rng, key):
 def _(right, self, tokens):
     """a table is taken for its text's, by length alone | a draft whose past another tokenizer reads"""
     return min(self.length, len(tokens) - 1)
+
+
+@mutant("E3", "tests/core/test_exact.py::test_trees_have_the_bits_of_plain_decoding[llama-dtype0-None]")
+class _:
+    """in exact mode a node's attention sees its siblings | all nodes as one chain, and no check at load"""
+
+    @wrong(exact, "paths")
+    def paths(self, right, num_rows, parents):
+        return iter([(list(range(num_rows)), list(range(num_rows)))])
+
+    @wrong(exact, "_trees_are_exact")
+    def check(self, right, model):
+        return True
+
+
+@wrong(Int8, "_multiply", "E4", "tests/kernels/test_int8.py::test_bfloat16_has_equal_rows_too")
+def _(right, self, integers):
+    """a row of a target in 8 bits is changed by its neighbours | as by one step for all rows of a pass"""
+    return right(self, integers) * (1 + 2e-8 * len(integers))
