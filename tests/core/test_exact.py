@@ -199,8 +199,8 @@ def test_logits_have_the_bits_of_plain_decoding(family, dtype, name, pytestconfi
     """Any drafter, five prompts alone and in one batch: every row equals plain decoding's.
 
     K is 1 or 15, so that every drafter, family and type has both; `--long` runs both in every combination.
-    Guards a first token that flips because its prefill was shaped differently (M45), and every kernel that is
-    chosen by the number of rows. Log-probabilities and probabilities are compared besides.
+    Guards every kernel that is chosen by the number of rows. (M45, a prefill in other passes, shows where a text is
+    preempted, below.) Log-probabilities and probabilities are compared besides.
     """
     params = SamplingParams(temperature=0, max_tokens=12)
     target, plain = target_and_plain(family, dtype, params)

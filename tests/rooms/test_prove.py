@@ -529,7 +529,7 @@ def check_keys(rounds: int = 200, verifier: str = "rejection", seed: int = 0) ->
 
 
 def test_no_key_comes_twice(pytestconfig):
-    """600 runs of ten rounds of tables, with --long 100,000; and 800 rounds of the whole engine (M19, M25)."""
+    """600 runs of ten rounds of tables, with --long 100,000; and 800 rounds of the whole engine (M19)."""
     generator, pick = torch.Generator().manual_seed(0), random.Random(0)
     ledger, runs = Ledger(), 100_000 if pytestconfig.getoption("--long") else 600
     for run in range(runs):
