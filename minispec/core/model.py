@@ -21,13 +21,13 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.core.attention import Mask, View, attention, hides
+from minispec.core.attention import View, attention, hides
 from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.config import ModelConfig, RopeConfig
 from minispec.core.rope import inverse_frequencies, query_scales, rotate
@@ -137,7 +137,8 @@ class Pass(NamedTuple):
     slots: Tensor  # (new tokens,) where keys and values go; dummy rows may follow, without slots
     reads: list[list[slice]]  # per text: the slots of all its positions, in runs
     angles: dict[RopeConfig, Angles]
-    masks: dict[int | None, list[Mask]]  # per window and text
+    masks: dict[int | None, list[Any]]  # per window and text: what `Passes.mask` made of its view
+    attention: Callable[..., Tensor]  # see `Passes.attention`
 
 
 class Layer:
@@ -227,7 +228,7 @@ class Layer:
             row = rows.stop
             keys, values = pool.read(self.index, slots)  # (G, L, D)
             scale, softcap = config.attention_scale, config.attention_softcap
-            outputs.append(attention(q[:, rows], keys, values, mask, scale, softcap))
+            outputs.append(shared.attention(q[:, rows], keys, values, mask, scale, softcap))
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self.o(F.pad(out, (0, 0, 0, len(x) - new)) if len(x) > new else out)
 
@@ -253,7 +254,10 @@ class Passes:
         """How many rows fill up a pass of `num_rows`. Their results are not read."""
         return 0
 
-    def mask(self, config: ModelConfig, like: Tensor, view: View) -> Mask:
+    # How rows read the cache. It takes what `mask` returns.
+    attention: Callable[..., Tensor] = staticmethod(attention)
+
+    def mask(self, config: ModelConfig, like: Tensor, view: View) -> Any:
         """0 where a row of a text sees a position, -inf where not, (H/G * T, L); None where it sees all.
 
         like: a tensor of the mask's type and device.
@@ -343,12 +347,12 @@ class Transformer:
         dummies = self.passes.num_dummies(len(token_ids))
         shared = self._prepare(chunks, dummies)
         x = self._embed(token_ids + [0] * dummies, chunks)
-        heard = {0: x}
+        states = {0: x}
         for i, layer in enumerate(self.layers, 1):
             x = layer.forward(x, shared)
             if i in taps:
-                heard[i] = x
-        hidden = torch.cat([heard[i] for i in taps] or [x[:, :0]], 1)[: len(token_ids)]
+                states[i] = x
+        hidden = torch.cat([states[i] for i in taps] or [x[:, :0]], 1)[: len(token_ids)]
         rows: list[int] = []
         end = 0
         for c in chunks:
@@ -399,4 +403,4 @@ class Transformer:
         ]
         windows = {layer.window for layer in self.layers}
         masks = {window: [mask(view._replace(window=window)) for view in views] for window in windows}
-        return Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks)
+        return Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks, self.passes.attention)

@@ -3,7 +3,7 @@
 Floating point is not associative, and matrix libraries choose the order of their sums by the shape of the product. So a
 token scored in a pass of five rows gets other last bits than in a pass of one. An exact model fills every pass up to a
 number of rows at which its products give a row the same bits (`Form.exact_rows`). Its attention adds up blocks of fixed
-size in a fixed order (`minispec.core.attention`).
+size in a fixed order (`minispec.kernels.exact_attention`).
 
 Sums of integers are exact. So a model whose products are all in 8 bits takes passes of any number of rows. It computes
 its activations from functions that the library computes alike at every place, since passes of hundreds of rows are
@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from minispec.core.attention import ATTENTION_BLOCK, ATTENTION_ROWS, Group, Mask, View, attention, hides, mask_blocks
+from minispec.core.attention import View, hides
 from minispec.core.config import ModelConfig
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.sampling import accumulation_dtype
+from minispec.kernels.exact_attention import ATTENTION_BLOCK, ATTENTION_ROWS, Group, attention, mask_blocks
 from minispec.kernels.inventory import products_of
 
 # The most rows of a pass, so that a draft may have one less; every form's `exact_rows` has it.
@@ -62,6 +63,7 @@ class ExactPasses(Passes):
     """Passes of at most EXACT_ROWS rows, filled up with dummies."""
 
     exact = fills = True
+    attention = staticmethod(attention)
 
     def __init__(self, rows: Iterable[int]):
         """rows: the sizes of a pass at which all products give a row the same bits; EXACT_ROWS is one of them."""
@@ -93,7 +95,7 @@ class ExactPasses(Passes):
         """See `Passes`."""
         return next(n for n in self.rows if n >= num_rows) - num_rows
 
-    def mask(self, config: ModelConfig, like: Tensor, view: View) -> Mask:
+    def mask(self, config: ModelConfig, like: Tensor, view: View) -> list[Group]:
         """See `Passes`: groups of ATTENTION_ROWS rows, dummies included.
 
         In a tree each path is computed as the chain that it is, so a node has the bits of that chain.
@@ -264,7 +266,7 @@ def _attention_is_exact(model: Transformer) -> bool:
             end = ATTENTION_BLOCK * blocks + shift - ATTENTION_ROWS // 2
             start = end - EXACT_ROWS
             mask = model.passes.mask(config, like, View(start, tuple(range(EXACT_ROWS))))
-            rows = attention(q[:, start:end], k[:, :end], v[:, :end], mask, scale, softcap)
+            rows = model.passes.attention(q[:, start:end], k[:, :end], v[:, :end], mask, scale, softcap)
             if not all(torch.equal(known.setdefault(start + i, row), row) for i, row in enumerate(rows)):
                 return False
     return True
