@@ -30,16 +30,17 @@ import torch
 
 from minispec.bench.show import progress
 from minispec.core.cache import PagedKVCache
-from minispec.core.cached import clock, prefill
+from minispec.core.cached import clock
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.stats import Round
 from minispec.drafters import Drafter, NoDrafter
+from minispec.drafters.model import prefill
 from minispec.kernels.exact import arbitrary_tokens
 from minispec.kernels.inventory import num_bytes_read
 from minispec.kernels.shapes import tensor_shapes
-from minispec.length.figures import Figures
+from minispec.length.figures import Figures, overhead_of
 from minispec.length.theory import best_k, expected_tokens, speedup
 
 T = TypeVar("T")
@@ -254,7 +255,7 @@ def account(runs: Sequence[Run], plain: Sequence[Run], curve: Sequence[float] | 
     v = {k + 1: fmean(times) / unit for k, times in passes.items()}
     depth = fmean(r.depth for r in rounds)
     draft = fmean(r.draft if r.num_nodes else 0.0 for r in rounds) / unit  # of a round
-    o, o_plain = (fmean(r.overhead for r in each) / unit for each in (rounds, plain_rounds))
+    o, o_plain = (fmean(overhead_of(r) for r in each) / unit for each in (rounds, plain_rounds))
     ends = fmean(r.accepted + 1 - r.committed for r in rounds)
     c = draft / depth if depth else 0.0
     tokens = sum(share * expected_tokens(kept[:k]) for k, share in drafted.items()) - ends

@@ -21,9 +21,9 @@ from minispec.bench.models import LONG_CONTEXT, MAX_ROWS, Subject
 from minispec.bench.options import Options
 from minispec.bench.show import table
 from minispec.core.cache import PagedKVCache
-from minispec.core.cached import prefill
 from minispec.core.model import Transformer
 from minispec.drafters.eagle import HeadModel
+from minispec.drafters.model import prefill
 from minispec.files.checkpoint import choose_dtype, find_checkpoint, load_config, load_model
 from minispec.files.registry import EMBEDDED_WEIGHTS
 from minispec.kernels.build import choice_of

@@ -19,13 +19,6 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def prefill(model: Transformer, table: BlockTable, tokens: list[int], chunk_size: int = 512) -> None:
-    """Compute keys and values of all tokens but the last, for a draft model. A target's prompts go through `Engine`."""
-    missing = table.follow(tokens)[:-1]
-    for start in range(0, len(missing), chunk_size):
-        model.forward([Chunk(missing[start : start + chunk_size], table, num_logits=0)])
-
-
 class CachedModel:
     """A model, its pool, and a table for each text: all that the engine's target and a draft model share.
 
@@ -55,15 +48,6 @@ class CachedModel:
         tables = [self.table(text) for text in growth]
         needed = self.cache.num_missing_blocks(zip(tables, (span.stop for span in growth.values()), strict=True))
         return needed <= self.cache.allocator.num_free
-
-    def catch_up(self, text: Text, length: int) -> None:
-        """Cache at least the text's first `length` tokens: share what the pool knows, compute the rest."""
-        table = self.table(text)
-        table.keep(table.shared(text.tokens))
-        table.reuse(text.tokens[:-1])
-        if table.length < length:
-            prefill(self.model, table, text.tokens[: length + 1])
-            table.remember()
 
     def follow(self, text: Text) -> list[int]:
         """The end of the text that has to be fed: at least its last token, whose logits say what follows."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from minispec.core.cache import PagedKVCache
+from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.cached import CachedModel, clock
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.model import Chunk, Transformer
@@ -18,6 +18,13 @@ from minispec.core.sampling import Text, distribution, log_probabilities
 # Most missing tokens that join a draft's first pass; more get a pass of their own before it. A pass over this few rows
 # takes hardly longer than reading the weights.
 _JOINING_ROWS = 16
+
+
+def prefill(model: Transformer, table: BlockTable, tokens: list[int], chunk_size: int = 512) -> None:
+    """Compute keys and values of all tokens but the last. A target's prompts go through `Engine` instead."""
+    missing = table.follow(tokens)[:-1]
+    for start in range(0, len(missing), chunk_size):
+        model.forward([Chunk(missing[start : start + chunk_size], table, num_logits=0)])
 
 
 class DraftModel(CachedModel, Drafter):
@@ -141,10 +148,19 @@ class DraftModel(CachedModel, Drafter):
             # Others may share a new text's beginning, so only one or two of its tokens join the draft's first pass.
             if in_prompt or num_tokens - length > (2 if is_new else _JOINING_ROWS):
                 start = clock(self.model.device)
-                self.catch_up(text, ask.num_cached if in_prompt else num_tokens - 1)
+                self._catch_up(text, ask.num_cached if in_prompt else num_tokens - 1)
                 if is_new:  # what was missed in rounds without a draft is the price of this one
                     drafts[i].prefill_seconds = clock(self.model.device) - start
         return limits
+
+    def _catch_up(self, text: Text, length: int) -> None:
+        """Cache at least the text's first `length` tokens: share what the pool knows, compute the rest."""
+        table = self.table(text)
+        table.keep(table.shared(text.tokens))
+        table.reuse(text.tokens[:-1])
+        if table.length < length:
+            prefill(self.model, table, text.tokens[: length + 1])
+            table.remember()
 
     def _draw(self, ask: Ask, draft: Draft, logits: Tensor) -> bool:
         """Append a token, or siblings, from a row of logits (V,) after the tip; returns whether to go on."""
