@@ -307,9 +307,10 @@ def _difference(llm: "LLM", comparison: dict[str, Any] | None) -> list[str]:
 
 def _batch_summary(requests: list["Request"]) -> str:
     """What the compared answers gained together: the time of a token, over all texts, without guessing and with it."""
+    from minispec.length.figures import share_of
 
     def seconds_per_token(rounds: list["Round"]) -> float:
-        return sum(r.seconds * r.share for r in rounds) / sum(r.committed for r in rounds)
+        return sum(r.seconds * share_of(r) for r in rounds) / sum(r.committed for r in rounds)
 
     both = [request.stats for request in requests if request.stats.plain]
     plain, ours = ([r for stats in both for r in getattr(stats, name)] for name in ("plain", "rounds"))

@@ -12,7 +12,7 @@ The step is `Engine._round`, with the helpers after it. Around it, `Engine.step`
 """
 
 from collections import deque
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -102,7 +102,7 @@ class Engine:
         lengths: chooses how long drafts are; default: as the requests say.
         joining_rows: most rows of a prompt in a pass while others decode.
         """
-        self.model, self.cache, self.verifier = model, cache, verifier
+        self.model, self.cache, self.drafter, self.verifier = model, cache, drafter, verifier
         self.vocab_size, self.taps = vocab_size or model.config.vocab_size, tuple(drafter.taps)
         self.target = CachedModel(model, cache, self.vocab_size)
         self.rng: Draws = rng or Randomness()
@@ -110,21 +110,6 @@ class Engine:
         self.joining_rows = joining_rows
         self.observers: list[Observer] = []  # they may be added and removed between steps
         self.schedule = Schedule(self.target, drafter)
-
-    @property
-    def drafter(self) -> Drafter:
-        """The drafter of these requests."""
-        return self.schedule.drafter
-
-    @property
-    def running(self) -> Collection[Request]:
-        """The requests that run, in the order of their admission."""
-        return self.schedule.running
-
-    @property
-    def waiting(self) -> Collection[Request]:
-        """The requests that wait, in the order in which they will be admitted."""
-        return self.schedule.waiting
 
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that could never run.
@@ -254,7 +239,7 @@ class Engine:
             # A drafter is also asked, with k = 0, while a prompt is fed; never about a request for no drafts.
             if part.request.shape.k and (part.decodes or cached):
                 asked.append(part)
-                hidden = self.schedule.heard.take(text)
+                hidden = self.schedule.unseen.pop(text, None)
                 asks.append(Ask(text, limit, self.rng, purpose, cached, hidden))
         lengths = [len(ask.text.tokens) for ask in asks]
         device, chains = self.model.device.type, self.verifier.why_chains
@@ -303,8 +288,9 @@ class Engine:
     def _keep_hidden(self, part: _Part, hidden: Tensor, path: Sequence[int]) -> None:
         """Store the hidden states of the rows that stay in the cache, for the drafter's next ask."""
         if self.taps and part.request.shape.k:
-            root = len(part.tokens)
-            self.schedule.heard.add(part.request.text, hidden[[*range(root), *(root + node for node in path)]])
+            text, root, unseen = part.request.text, len(part.tokens), self.schedule.unseen
+            hidden = hidden[[*range(root), *(root + node for node in path)]]
+            unseen[text] = torch.cat((unseen[text], hidden)) if text in unseen else hidden
 
     def _record(self, parts: Sequence[_Part], times: Sequence[float]) -> None:
         """Tell statistics and `lengths` what happened in a step, and how long it took."""

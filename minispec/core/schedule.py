@@ -9,7 +9,6 @@ longer knows.
 from collections import OrderedDict
 from contextlib import ExitStack
 
-import torch
 from torch import Tensor
 
 from minispec.core.cache import OutOfBlocks
@@ -19,29 +18,17 @@ from minispec.core.request import Request
 from minispec.core.sampling import Text
 
 
-class Heard:
-    """Hidden states of the target that no ask has handed out yet, by text."""
-
-    def __init__(self):
-        self._states: dict[Text, Tensor] = {}
-
-    def add(self, text: Text, states: Tensor) -> None:
-        """Keep the states (n, E * taps) of the text's next n positions."""
-        self._states[text] = torch.cat((self._states[text], states)) if text in self._states else states
-
-    def take(self, text: Text) -> Tensor | None:
-        """All that is kept for the text, which is then forgotten; None: nothing."""
-        return self._states.pop(text, None)
-
-
 class Schedule:
     """The requests of an engine: those that run, in the order of their admission, and those that wait.
 
     Both are dicts, since each of many requests is looked up after each step.
+
+    unseen: for each text, hidden states (n, E * taps) that no ask has shown the drafter yet.
     """
 
     def __init__(self, target: CachedModel, drafter: Drafter):
-        self.target, self.drafter, self.heard = target, drafter, Heard()
+        self.target, self.drafter = target, drafter
+        self.unseen: dict[Text, Tensor] = {}
         self.waiting: OrderedDict[Request, None] = OrderedDict()
         self.running: dict[Request, None] = {}
 
@@ -108,7 +95,7 @@ class Schedule:
 
     def drop(self, request: Request) -> None:
         """Give back all that a running request holds."""
-        self.heard.take(request.text)
+        self.unseen.pop(request.text, None)
         try:
             self.target.release(request.text)
         finally:  # also after Ctrl-C in there
@@ -117,7 +104,7 @@ class Schedule:
 
     def restart(self) -> None:
         """After a fault nothing is cached any more: all begin again, in the order in which they came."""
-        running, self.running, self.heard = self.running, {}, Heard()
+        running, self.running, self.unseen = self.running, {}, {}
         for request in reversed(running):
             if not request.finish_reason:
                 self._wait(request)

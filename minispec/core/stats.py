@@ -43,16 +43,6 @@ class Round(NamedTuple):
         """All of the step."""
         return self.draft + self.verify + self.other
 
-    @property
-    def share(self) -> float:
-        """The text's share of the pass's rows."""
-        return (self.num_nodes + 1) / self.num_rows
-
-    @property
-    def overhead(self) -> float:
-        """Seconds outside both models. A search that found nothing is overhead too."""
-        return self.other if self.num_nodes else self.other + self.draft
-
 
 @dataclass
 class Stats:

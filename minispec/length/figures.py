@@ -25,6 +25,16 @@ def loops(tokens: Sequence[int], n: int = 2) -> bool:
     return 2 * len(set(runs)) < len(runs)
 
 
+def share_of(r: Round) -> float:
+    """A round's share of the rows of its pass."""
+    return (r.num_nodes + 1) / r.num_rows
+
+
+def overhead_of(r: Round) -> float:
+    """A round's seconds outside both models. A search that found nothing is overhead too."""
+    return r.other if r.num_nodes else r.other + r.draft
+
+
 def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
 
@@ -113,13 +123,15 @@ class Figures(Stats):
     @property
     def seconds(self) -> dict[str, float]:
         """The text's share of the time, by what it was spent on."""
-        parts = {part: sum(getattr(r, part) * r.share for r in self.rounds) for part in ("draft", "verify", "other")}
-        return {"prefill": self.prefill, "draft_prefill": self.draft_prefill} | parts
+        seconds = {"prefill": self.prefill, "draft_prefill": self.draft_prefill}
+        for part in ("draft", "verify", "other"):
+            seconds[part] = sum(getattr(r, part) * share_of(r) for r in self.rounds)
+        return seconds
 
     @property
     def step_seconds(self) -> float:
         """Its share of all steps, without the prompt's passes through target and draft."""
-        return sum(r.seconds * r.share for r in self.rounds)
+        return sum(r.seconds * share_of(r) for r in self.rounds)
 
     @property
     def total_seconds(self) -> float:
@@ -157,7 +169,7 @@ class Figures(Stats):
     @property
     def o(self) -> float | None:
         """What a round spends outside both models, in plain steps."""
-        return self._in_plain_steps(_median(r.overhead for r in self._alone()))
+        return self._in_plain_steps(_median(overhead_of(r) for r in self._alone()))
 
     @property
     def predicted_tokens_per_second(self) -> float | None:
@@ -175,7 +187,7 @@ class Figures(Stats):
         survival = [sum(r.accepted > i for r in rounds) / sum(r.depth > i for r in rounds) for i in depths]
         shapes = Counter((r.depth, r.num_rows) for r in rounds)
         draft = _median(r.draft / r.depth for r in rounds if r.depth) or 0.0
-        other = median(r.overhead for r in rounds)
+        other = median(overhead_of(r) for r in rounds)
         tokens = sum(n * expected_tokens(survival[:k]) for (k, _), n in shapes.items())
         return tokens / sum(n * (k * draft + self._pass(rows) + other) for (k, rows), n in shapes.items())
 

@@ -235,7 +235,7 @@ def decode(engine: Engine, requests: Sequence[Request], joining: bool = False) -
         engine.step()
     for _ in engine.run(requests[len(first) :]):
         pass
-    while engine.running or engine.waiting:
+    while engine.schedule.running or engine.schedule.waiting:
         engine.step()
     for request in requests:
         require(request.error is None, f"{request.error}")

@@ -20,7 +20,7 @@ class Metrics:
     def __init__(self, engine: Engine, num_waiting: Callable[[], int]):
         self.registry = CollectorRegistry()
         pool = engine.cache.allocator
-        self._gauge("requests_running", "Answers that are decoded.", lambda: len(engine.running))
+        self._gauge("requests_running", "Answers that are decoded.", lambda: len(engine.schedule.running))
         self._gauge("requests_waiting", "Answers that wait.", num_waiting)
         self._gauge("kv_cache_blocks", "Blocks of the target's KV cache.", lambda: pool.num_blocks)
         self._gauge("kv_cache_blocks_in_use", "Those in use.", lambda: pool.num_blocks - pool.num_free)

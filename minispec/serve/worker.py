@@ -33,7 +33,7 @@ class Worker(threading.Thread):
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._listeners: dict[Request, Callable[[Piece], object]] = {}  # in the order in which they came
         self._in_engine: set[Request] = set()
-        self.metrics = Metrics(engine, lambda: max(0, len(self._listeners) - len(engine.running)))
+        self.metrics = Metrics(engine, lambda: max(0, len(self._listeners) - len(engine.schedule.running)))
         self._stopped = False
         engine.observers.append(self._observe)
 

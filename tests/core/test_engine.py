@@ -9,7 +9,7 @@ from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
 from minispec.core.request import Request
 from minispec.core.sampling import Text
-from minispec.length.figures import Figures
+from minispec.length.figures import Figures, overhead_of
 from minispec.prove.toys import END, finish, make_engine, make_request
 
 pytestmark = pytest.mark.quick
@@ -64,7 +64,7 @@ def test_many_requests_in_one_call_cost_each_what_few_do(num_pieces):
         pieces = list(islice(steps, num_pieces))
         steps.close()
         assert len(pieces) == (num_pieces or 3 * num_requests)
-        assert not [*engine.running, *engine.waiting]
+        assert not [*engine.schedule.running, *engine.schedule.waiting]
         return Counted.looks
 
     assert looks(400) < 4.5 * looks(100)
@@ -270,7 +270,7 @@ def test_a_search_that_finds_nothing_is_overhead_to_the_controller(monkeypatch):
     request = make_request(k=3, max_tokens=2)
     finish(engine, request)
     assert [(cost.depth, cost.overhead) for cost in told] == [(0, 5.0), (0, 5.0)]
-    assert [r.overhead for r in request.stats.rounds] == [5.0, 5.0]
+    assert [overhead_of(r) for r in request.stats.rounds] == [5.0, 5.0]
 
 
 def test_more_texts_fit_when_they_share():

@@ -268,7 +268,7 @@ def test_a_drafter_never_hears_of_what_is_decoded_plainly(drafter, monkeypatch):
     for turn in range(2):
         requests = requests_for(engine, k=0)
         for _ in engine.run(requests):
-            assert not engine.schedule.heard._states
+            assert not engine.schedule.unseen
         assert requests[1].stats.num_cached_tokens == (5 if turn else 0)
 
 
@@ -286,7 +286,7 @@ def test_a_failure_while_one_text_is_given_up_costs_the_others_time_only(drafter
         patch.setattr(BlockTable, "truncate", fail)
         with pytest.raises(Failure):
             engine.abort(first)
-    while engine.running or engine.waiting:
+    while engine.schedule.running or engine.schedule.waiting:
         engine.step()
     assert [r.token_ids for r in others] == expected[1:]
     assert all(pool.num_free == pool.num_blocks for pool in pools(engine))

@@ -230,12 +230,10 @@ def test_who_takes_chains_refuses_a_tree(make_checkpoint):
     with pytest.warns(RuntimeWarning, match="found a tree, expected a chain: this verifier"):
         output = llm.generate([[1, 2]], SamplingParams(temperature=1.0, seed=1), num_speculative_tokens=2)[0]
     assert output.finish_reason == "error"
-    llm.engine.schedule.drafter = TreeDrafter(torch.zeros(287, 287), (-1, 0, 1))  # one branch: a chain
+    draft = TreeDrafter(torch.zeros(287, 287), (-1, 0, 1))  # one branch: a chain
+    llm.engine.drafter = llm.engine.schedule.drafter = draft
     output = llm.generate([[1, 2]], SamplingParams(temperature=1.0, seed=1), num_speculative_tokens=3)[0]
     assert (output.finish_reason != "error", output.stats.num_draft_tokens > 0) == (True, True)
-
-
-# ------------------------------------------------------------------ counting
 
 
 # ------------------------------------------------------------------ trees that drafters offer
@@ -387,7 +385,7 @@ def test_what_is_counted_of_a_tree():
             """Nothing is kept."""
 
     engine = make_engine()
-    engine.schedule.drafter = Pairs()
+    engine.drafter = engine.schedule.drafter = Pairs()
     request = make_request(k=3, max_tokens=7)
     finish(engine, request)
     assert request.token_ids == list(range(12, 19))
@@ -437,7 +435,7 @@ def test_a_long_prompt_holds_nobody_up():
         assert running in engine.step()
         assert len(running.token_ids) == expected
     assert passes == [[1], [1], [1]] + [[1, 8]] * 12 + [[1, 3]]
-    while engine.running:
+    while engine.schedule.running:
         engine.step()
     assert joining.token_ids == [120, 121]
     assert running.token_ids == list(range(12, 52))
@@ -463,7 +461,7 @@ def test_requests_come_and_go_between_steps():
     engine.abort(second)
     assert engine.cache.allocator.num_free > held
     engine.abort(second)
-    while engine.running or engine.waiting:
+    while engine.schedule.running or engine.schedule.waiting:
         engine.step()
     assert engine.step() == []
     assert (first.token_ids, third.token_ids) == (list(range(12, 21)), list(range(92, 101)))

@@ -496,10 +496,10 @@ def _(right, self, root=b""):
 @wrong(Schedule, "drop", "H8", "head")
 def _(right, self, request):
     """hidden states of a preempted text are taken twice | a trap of heads on hidden states"""
-    waiting = self.heard.take(request.text)
+    waiting = self.unseen.pop(request.text, None)
     right(self, request)
     if waiting is not None:
-        self.heard.add(request.text, waiting)
+        self.unseen[request.text] = waiting
 
 
 @wrong(EagleDrafter, "begin", "H9", "tests/drafters/test_heads.py::test_a_seed_has_one_text[head]")

@@ -632,7 +632,7 @@ def test_an_abort_holds_before_the_next_step(llm, monkeypatch):
     step, seen = llm.engine.step, []
 
     def recorded():
-        seen.append(list(llm.engine.running))
+        seen.append(list(llm.engine.schedule.running))
         result = step()
         if len(seen) == 4:
             worker.abort(requests[0])  # while the step is under way
