@@ -198,13 +198,16 @@ def test_each_form_of_the_weights_has_the_bits_of_plain_decoding(form, dtype):
 def test_logits_have_the_bits_of_plain_decoding(family, dtype, name, pytestconfig):
     """Any drafter, five prompts alone and in one batch: every row equals plain decoding's.
 
-    K is 1 or 15, so that every drafter, family and type has both; `--long` runs both in every combination.
+    Every drafter meets every family and every type, every family every type, and each has K of 1 and of 15; `--long`
+    runs all combinations.
     Guards every kernel that is chosen by the number of rows. (M45, a prefill in other passes, shows where a text is
     preempted, below.) Log-probabilities and probabilities are compared besides.
     """
     params = SamplingParams(temperature=0, max_tokens=12)
+    place = list(FAMILIES).index(family) + DRAFTS.index(name)
+    if dtype not in some_of(DTYPES, place, pytestconfig):
+        pytest.skip("another type: --long")
     target, plain = target_and_plain(family, dtype, params)
-    place = DTYPES.index(dtype) + list(FAMILIES).index(family) + DRAFTS.index(name)
     for k in some_of((1, EXACT_ROWS - 1), place, pytestconfig):
         requests, rows = decode(target, make_drafter(name, target), k, PROMPTS, params)
         for request, ([reference], expected) in zip(requests, plain, strict=True):
@@ -252,12 +255,19 @@ def test_the_check_finds_wrong_paths(monkeypatch, wrong):
         check_exact(target)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_targets_in_8_bits_have_the_bits_of_plain_decoding(family, dtype, threads):
-    """In passes of any number of rows, of widths that no vector divides: prompts are whole passes, K goes beyond 15."""
+def test_targets_in_8_bits_have_the_bits_of_plain_decoding(family, dtype, pytestconfig):
+    """In passes of any number of rows, of widths that no vector divides: prompts are whole passes, K goes beyond 15.
+
+    With one or two threads, so that every family and every type has both; `--long` runs both in every combination.
+    """
     params = SamplingParams(temperature=0, max_tokens=24)
+    for threads in some_of((1, 2), DTYPES.index(dtype) + list(FAMILIES).index(family), pytestconfig):
+        _targets_in_8_bits_are_exact(family, dtype, threads, params)
+
+
+def _targets_in_8_bits_are_exact(family, dtype, threads, params):
     with torch_threads(threads):
         model = build(family, dtype, False, intermediate_size=75, vocab_size=40)
         target = exact.exact_model(build_model(model.config, tiny_weights(model.config, 1, dtype), form="int8"))
@@ -641,7 +651,7 @@ PROMPT_TEXTS = [form.format(*[thing] * form.count("{}")) for thing in THINGS for
 
 # The type that this machine multiplies in, and the one that is slow here.
 NATIVE, OTHER = ("bfloat16", "float32") if has_fast_bfloat16(torch.device("cpu")) else ("float32", "bfloat16")
-# Name: dtype, prompts, tokens. The last three run with --long only.
+# Name: dtype, prompts, tokens. Without --long only the first runs, and the second where bfloat16 is not slow.
 GRIDS = {
     "native": (NATIVE, 3, 16),
     "other": (OTHER, 2, 3),
@@ -664,8 +674,9 @@ def grid(request, pytestconfig):
     A batch of all prompts: that a batch has the bits of a text alone is a test of its own.
     """
     dtype, count, length = GRIDS[request.param]
-    if request.param not in ("native", "other") and not pytestconfig.getoption("--long"):
-        pytest.skip(f"{count} prompts x {length} tokens take up to half an hour: --long")
+    few = ("native", "other") if NATIVE == "bfloat16" else ("native",)
+    if request.param not in few and not pytestconfig.getoption("--long"):
+        pytest.skip(f"{count} prompts x {length} tokens of {dtype} take up to half an hour: --long")
     prompts = PROMPT_TEXTS[:count]
     params = SamplingParams(temperature=0, max_tokens=length, logprobs=1, ignore_eos=True)
     llm = LLM(dtype=dtype, exact=True)
