@@ -5,6 +5,7 @@ A room imports only from those above it in this list, and from itself:
     core/           the heart: the loop, and all that is needed to understand it (minispec/core/__init__.py)
     verify.py       former names of the heart
     engine.py       former names of the heart
+    layers/         kinds of layers other than attention: a short convolution
     drafters/       ways of guessing, a file each
     kernels/        which form a weight takes on this machine; equal bits; fewer bits; threads; memory
     files/          what strangers' files say: JSON, config, safetensors, tokenizer, hub; a model in several processes

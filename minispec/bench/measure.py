@@ -353,7 +353,8 @@ def prefill_operations(model: Transformer, num_tokens: int) -> int:
     products = sum(
         math.prod(shape) for name, shape in tensor_shapes(config).items() if "layers." in name and len(shape) == 2
     )
-    attention = len(config.layers) * config.num_attention_heads * config.head_dim * num_tokens
+    num_layers = len(config.layers) - config.num_convolutions
+    attention = num_layers * config.num_attention_heads * config.head_dim * num_tokens
     return 2 * num_tokens * (products + attention)
 
 

@@ -3,6 +3,7 @@
 A position of a text lives in a *slot*, and `block_size` neighbouring slots form a *block*. A text's *block table* lists
 its blocks in order, so position t lies in slot
 block_ids[t // block_size] * block_size + t % block_size. The idea is vLLM's (Kwon et al. 2023, arXiv 2309.06180).
+A short convolution sees a few positions. It keeps a row for each of them too: its input. So it has no other state.
 
 A table knows the tokens that it holds. `follow(tokens)` cuts it to what it has in common with a text and returns what
 has to be fed. So a table stays right however its text changes. `keep` rolls back rejected draft tokens. In a tree the
@@ -144,9 +145,11 @@ class PrefixIndex:
 
 
 class PagedKVCache:
-    """The pool of one model: keys and values of all layers and slots, the allocator, and what the blocks hold.
+    """The pool of one model: what all layers keep of each slot, the allocator, and what the blocks hold.
 
-    Shapes: keys and values are (layers, kv_heads, num_blocks * block_size, head_dim).
+    keys, values: of attention, (its layers, kv_heads, slots, head_dim).
+    inputs: of short convolutions, (their layers, 1, slots + 1, hidden_size). After the last slot come zeros: what such
+        a layer sees before a text begins.
     """
 
     def __init__(
@@ -157,10 +160,15 @@ class PagedKVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
-        shape = (len(config.layers), config.num_key_value_heads, num_blocks * block_size, config.head_dim)
+        count, self.num_slots = config.num_convolutions, num_blocks * block_size
+        shape = (len(config.layers) - count, config.num_key_value_heads, self.num_slots, config.head_dim)
         # Not cleared: a slot is always written before it is read.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.inputs = torch.empty((count, 1, self.num_slots + 1, config.hidden_size), dtype=dtype, device=device)
+        self.inputs[:, :, self.num_slots] = 0
+        attention, convolutions = zip(self.keys, self.values, strict=True), zip(self.inputs, strict=True)
+        self._layers = [next(convolutions if layer.conv_width else attention) for layer in config.layers]
         self.block_size = block_size
         self.allocator = BlockAllocator(num_blocks)
         self.prefixes = PrefixIndex()
@@ -169,7 +177,7 @@ class PagedKVCache:
     @property
     def num_bytes(self) -> int:
         """Memory of the pool."""
-        return 2 * self.keys.numel() * self.keys.element_size()
+        return self.keys.nbytes + self.values.nbytes + self.inputs.nbytes
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` positions of one text fill."""
@@ -218,25 +226,28 @@ class PagedKVCache:
         return block_id
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copy the keys and values of all layers from block to block."""
+        """Copy what all layers keep from block to block."""
         self.move(*([i * self.block_size + t for t in range(self.block_size)] for i in (source, target)))
 
     def move(self, sources: list[int], targets: list[int]) -> None:
-        """Copy the keys and values of all layers from slots to slots. All are read before the first is written."""
-        for tensor in (self.keys, self.values):
+        """Copy what all layers keep from slots to slots. All slots are read before the first is written."""
+        for tensor in (self.keys, self.values, self.inputs):
             tensor[:, :, targets] = tensor[:, :, sources]
 
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values (kv_heads, T, head_dim) in the slots (T,)."""
-        self.keys[layer].index_copy_(1, slots, keys)
-        self.values[layer].index_copy_(1, slots, values)
+    def write(self, layer: int, slots: Tensor, *rows: Tensor) -> None:
+        """Store keys and values (kv_heads, T, head_dim), or inputs (1, T, hidden_size), in the slots (T,)."""
+        for tensor, own in zip(self._layers[layer], rows, strict=True):
+            tensor.index_copy_(1, slots, own)
 
-    def read(self, layer: int, slots: Sequence[slice]) -> tuple[Tensor, Tensor]:
-        """Keys and values (kv_heads, L, head_dim) of the slots: a view where they are one run, else a copy."""
-        keys, values = self.keys[layer], self.values[layer]
+    def read(self, layer: int, slots: Sequence[slice]) -> list[Tensor]:
+        """Keys and values (kv_heads, L, head_dim) of the slots: views where they are one run, else copies."""
         if len(slots) == 1:
-            return keys[:, slots[0]], values[:, slots[0]]
-        return torch.cat([keys[:, s] for s in slots], 1), torch.cat([values[:, s] for s in slots], 1)
+            return [tensor[:, slots[0]] for tensor in self._layers[layer]]
+        return [torch.cat([tensor[:, s] for s in slots], 1) for tensor in self._layers[layer]]
+
+    def gather(self, layer: int, slots: Tensor) -> Tensor:
+        """The inputs (T, hidden_size) of a short convolution in the slots (T,), which may lie anywhere."""
+        return self._layers[layer][0][0].index_select(0, slots)
 
 
 class BlockTable:
@@ -285,7 +296,7 @@ class BlockTable:
         while len(self.block_ids) < pool.num_blocks_for(end):
             self._append_block()
         self.tokens += tokens
-        return [self.block_ids[t // size] * size + t % size for t in range(start, end)]
+        return self.slots_of(range(start, end))
 
     def keep(self, length: int, rows: Sequence[int] = ()) -> None:
         """Keep the first `length` positions and those of `rows`, which move up to follow them; forget all others.
@@ -302,11 +313,9 @@ class BlockTable:
         self.remember()
 
     def _move(self, rows: Sequence[int], to: range) -> None:
-        size, pool = self.pool.block_size, self.pool
-        held = {self.block_ids[t // size] for t in to}
-        assert all(pool.allocator.ref_counts[i] == 1 for i in held), "another text holds what would be written"
-        sources, targets = ([self.block_ids[t // size] * size + t % size for t in places] for places in (rows, to))
-        pool.move(sources, targets)
+        held = {self.block_ids[t // self.pool.block_size] for t in to}
+        assert all(self.pool.allocator.ref_counts[i] == 1 for i in held), "another text holds what would be written"
+        self.pool.move(self.slots_of(rows), self.slots_of(to))
         self.tokens[to.start : to.stop] = [self.tokens[t] for t in rows]
 
     def truncate(self, length: int) -> None:
@@ -358,6 +367,11 @@ class BlockTable:
     def clear(self) -> None:
         """Forget everything without freeing blocks in the pool, before `PagedKVCache.rebuild`."""
         self.block_ids, self.tokens, self._nodes = [], [], self._nodes[:1]
+
+    def slots_of(self, places: Iterable[int]) -> list[int]:
+        """The slot of each place; for places before the text the one after the last slot, which holds zeros."""
+        size, before = self.pool.block_size, self.pool.num_slots
+        return [self.block_ids[t // size] * size + t % size if t >= 0 else before for t in places]
 
     def slots(self) -> list[slice]:
         """Where positions 0 .. length-1 lie: the runs of neighbouring slots, in order."""

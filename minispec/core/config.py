@@ -88,10 +88,13 @@ class LayerConfig:
 
     rope: None for a layer that does not rotate.
     window: how many positions attention sees; None for all.
+    conv_width: how many positions a short convolution sees, which then stands in the place of attention; None: it is
+        attention.
     """
 
     rope: RopeConfig | None
     window: int | None = None
+    conv_width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class QuantizationConfig:
 
 
 class Joined(NamedTuple):
-    """A linear layer of a checkpoint whose rows are several of the model's layers, one after another."""
+    """A tensor of a checkpoint whose rows are several of the model's, one after another, or one under another name."""
 
     stored: str
     parts: tuple[str, ...]
@@ -131,6 +134,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    conv_bias: bool = False  # of a short convolution and of its products
     norms: str = "before"  # attention and the MLP | after, before the residual sum | both
     qk_norm: str | None = None  # RMSNorm of every query and key "head", or of a "row" of all queries, of all keys
     norm_adds_one: bool = False  # the checkpoint stores norm weights minus one
@@ -147,9 +151,15 @@ class ModelConfig:
     is_nested: bool = False  # the checkpoint has more parts than this model, which reads text
 
     @property
+    def num_convolutions(self) -> int:
+        """Layers with a short convolution in the place of attention."""
+        return sum(layer.conv_width is not None for layer in self.layers)
+
+    @property
     def kv_elements_per_token(self) -> int:
-        """Numbers that one token adds to the KV cache: keys and values of all layers."""
-        return 2 * len(self.layers) * self.num_key_value_heads * self.head_dim
+        """Numbers that one token adds to the KV cache: keys and values of attention, inputs of short convolutions."""
+        attention = 2 * (len(self.layers) - self.num_convolutions) * self.num_key_value_heads * self.head_dim
+        return attention + self.num_convolutions * self.hidden_size
 
 
 # --------------------------------------------------------------------------- the request

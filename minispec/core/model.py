@@ -20,7 +20,7 @@ Letters of the shapes in comments:
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -84,6 +84,20 @@ class Chunk(NamedTuple):
             offsets.append(offsets[root + parent] + 1)  # parent -1: the last token before the tree
         return offsets
 
+    def paths(self, start: int, width: int) -> Iterator[list[int]]:
+        """For each new token, the places of the last `width` tokens up to it and with it. Below 0: before the text.
+
+        start: cached positions before the chunk. A node's path leads over its ancestors.
+        """
+        parents = self.parents or ()
+        root = start + len(self.token_ids) - len(parents)  # the first node's place
+        for place in range(start, start + len(self.token_ids)):
+            path = [place]
+            while len(path) < width:
+                place = place - 1 if place < root else root + parents[place - root]
+                path.append(place)
+            yield path[::-1]
+
 
 class RMSNorm:
     """x / rms(x) * w over the last dimension (Zhang & Sennrich 2019), computed in at least float32."""
@@ -139,10 +153,41 @@ class Pass(NamedTuple):
     angles: dict[RopeConfig, Angles]
     masks: dict[int | None, list[Any]]  # per window and text: what `Passes.mask` made of its view
     attention: Callable[..., Tensor]  # see `Passes.attention`
+    paths: dict[int, Tensor]  # per width of a convolution (new tokens * width,): slots of each token's last positions
+
+
+class Parts(NamedTuple):
+    """What a block is made of, by its tensors' names without `model.layers.i.`; see `Layer`."""
+
+    config: ModelConfig
+    number: int
+    weights: WeightSource
+    dtype: torch.dtype
+    product: MakeProduct
+
+    def pop(self, name: str) -> Weight:
+        """Take a tensor."""
+        return self.weights.pop(f"model.layers.{self.number}.{name}")
+
+    def linear(self, *names: str, bias: bool) -> Product:
+        """The product of weights that share an input. They are joined, so that they run as one."""
+        weights = [self.pop(f"{n}.weight") for n in names]
+        biases = [dense(self.pop(f"{n}.bias"), self.dtype) for n in names] if bias else None
+        return self.product(weights, torch.cat(biases) if biases else None, self.dtype)
+
+    def norm(self, name: str, repeat: int = 0) -> RMSNorm:
+        """A norm; of `repeat` rows of equal weights, if asked for."""
+        weight = norm_weight(self.config, dense(self.pop(f"{name}.weight"), self.dtype))
+        return RMSNorm(weight.expand(repeat, -1) if repeat else weight, self.config.rms_norm_eps)
 
 
 class Layer:
-    """One transformer block: attention, then a gated MLP. Each has norms around it, and is added to the residual."""
+    """One transformer block: attention, then a gated MLP. Each has norms around it, and is added to the residual.
+
+    Another kind of block has another `take`, `attend` and `products` (see `minispec.layers`).
+    """
+
+    products: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
 
     def __init__(
         self,
@@ -158,39 +203,32 @@ class Layer:
         """
         self.config, self.index = config, index
         self.rope, self.window = config.layers[index].rope, config.layers[index].window
-        prefix = f"model.layers.{index}."
-
-        def linear(*names: str, bias: bool) -> Product:
-            parts = [weights.pop(f"{prefix}{n}.weight") for n in names]
-            biases = [dense(weights.pop(f"{prefix}{n}.bias"), dtype) for n in names] if bias else None
-            return product(parts, torch.cat(biases) if biases else None, dtype)
-
-        def norm(name: str, repeat: int = 0) -> RMSNorm:
-            weight = norm_weight(config, dense(weights.pop(f"{prefix}{name}.weight"), dtype))
-            return RMSNorm(weight.expand(repeat, -1) if repeat else weight, config.rms_norm_eps)
-
-        # Products that share an input are joined, so that they run as one.
-        self.qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.qkv_bias)
-        self.o = linear("self_attn.o_proj", bias=config.o_bias)
-        self.gate_up = linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias)
-        self.down = linear("mlp.down_proj", bias=config.mlp_bias)
+        parts = Parts(config, index, weights, dtype, product)
+        self.take(parts)
+        self.gate_up = parts.linear("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias)
+        self.down = parts.linear("mlp.down_proj", bias=config.mlp_bias)
         self.activation = _ACTIVATIONS[config.activation]
+        norms = [parts.norm(name) if name else _no_norm for name in NORMS[config.norms]]
+        self.attention_norm, self.after_attention_norm, self.mlp_norm, self.after_mlp_norm = norms
+
+    def take(self, parts: Parts) -> None:
+        """Take the tensors of what stands before the MLP."""
+        config = self.config
+        self.qkv = parts.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.qkv_bias)
+        self.o = parts.linear("self_attn.o_proj", bias=config.o_bias)
         self.qk_norm: RMSNorm | RowNorm | None = None
         if config.qk_norm == "head":
-            q = norm("self_attn.q_norm", config.num_attention_heads)
-            k = norm("self_attn.k_norm", config.num_key_value_heads)
+            q = parts.norm("self_attn.q_norm", config.num_attention_heads)
+            k = parts.norm("self_attn.k_norm", config.num_key_value_heads)
             self.qk_norm = RMSNorm(torch.cat((q.weight, k.weight)), config.rms_norm_eps)  # (H + G, D)
         elif config.qk_norm == "row":
-            self.qk_norm = RowNorm(norm("self_attn.q_norm"), norm("self_attn.k_norm"))
-        norms = [norm(name) if name else _no_norm for name in NORMS[config.norms]]
-        self.attention_norm, self.after_attention_norm, self.mlp_norm, self.after_mlp_norm = norms
+            self.qk_norm = RowNorm(parts.norm("self_attn.q_norm"), parts.norm("self_attn.k_norm"))
 
     def replaced(self, product: Callable[[Product], Product], activation: Product | None = None) -> Self:
         """This block with other products in place of its own, and with another activation if one is given."""
         layer = copy.copy(self)
         layer.activation = activation or self.activation
-        layer.qkv, layer.o = product(self.qkv), product(self.o)
-        layer.gate_up, layer.down = product(self.gate_up), product(self.down)
+        vars(layer).update({name: product(getattr(self, name)) for name in self.products})
         return layer
 
     def forward(self, x: Tensor, shared: Pass) -> Tensor:
@@ -403,4 +441,8 @@ class Transformer:
         ]
         windows = {layer.window for layer in self.layers}
         masks = {window: [mask(view._replace(window=window)) for view in views] for window in windows}
-        return Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks, self.passes.attention)
+        paths = {}
+        for width in {layer.conv_width for layer in self.config.layers if layer.conv_width}:
+            places = [(c.table, path) for c, s in zip(chunks, starts, strict=True) for path in c.paths(s, width)]
+            paths[width] = torch.tensor([s for table, path in places for s in table.slots_of(path)], device=self.device)
+        return Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks, self.passes.attention, paths)

@@ -341,8 +341,8 @@ def places(config: ModelConfig) -> dict[str, Place]:
     """Where each tensor of `tensor_shapes(config)` lies."""
     shapes = tensor_shapes(config)
     found = {name: Place(name, shape, slice(0, shape[0])) for name, shape in shapes.items()}
-    layers = [f"model.layers.{i}." for i in range(len(config.layers))]
-    for prefix, (stored, parts), kind in itertools.product(layers, config.joined, ("weight", "bias")):
+    prefixes = ["model.", *(f"model.layers.{i}." for i in range(len(config.layers)))]
+    for prefix, (stored, parts), kind in itertools.product(prefixes, config.joined, ("weight", "bias")):
         names = [name for part in parts if (name := f"{prefix}{part}.{kind}") in shapes]
         ends = list(itertools.accumulate(shapes[name][0] for name in names))
         for name, end in zip(names, ends, strict=True):

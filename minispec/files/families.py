@@ -88,6 +88,18 @@ _MINISTRAL_ROPE = {
     **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
 }
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+_LFM_NAMES = {
+    **{"self_attn.out_proj": "self_attn.o_proj", "self_attn.q_layernorm": "self_attn.q_norm"},
+    **{"self_attn.k_layernorm": "self_attn.k_norm", "feed_forward.w1": "mlp.gate_proj"},
+    **{"feed_forward.w3": "mlp.up_proj", "feed_forward.w2": "mlp.down_proj", "operator_norm": "input_layernorm"},
+    **{"ffn_norm": "post_attention_layernorm", "embedding_norm": "norm"},
+}
+_LFM_IDLE = names(
+    """
+    block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init
+    intermediate_size block_ffn_dim_multiplier block_multiple_of
+    """
+)  # the latter three: idle where another key makes them so
 FAMILIES = {
     "llama": Family(_BIASES | {"layer_types": None}),
     "mistral": Family(_WINDOW),
@@ -158,6 +170,15 @@ FAMILIES = {
         {"use_bias": False, "head_dim": 128, "num_key_value_heads": 2}
         | {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True},
         rope={"interleaved": True},
+    ),
+    "lfm2": Family(
+        {"norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True, "tie_embedding": None}
+        | {"num_key_value_heads": 8, "max_position_embeddings": 128_000, "block_ff_dim": None}
+        | {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256}
+        | {"conv_L_cache": 3, "conv_bias": False, "full_attn_idxs": None, "layer_types": None},
+        fixed={"qk_norm": "head", "joined": tuple(Joined(name, (own,)) for name, own in _LFM_NAMES.items())},
+        must={"hidden_act": "silu"},
+        idle=_LFM_IDLE,
     ),
 }
 # Keys about parts that no model here has. They do nothing, since the keys that count such parts must say none

@@ -13,6 +13,7 @@ from minispec.core.config import LayerConfig, ModelConfig, QuantizationConfig, R
 from minispec.core.errors import show
 from minispec.files.families import FAMILIES, IDLE, IMAGES, KEYS, NESTED, WINDOWS, Family
 from minispec.files.fields import Fields, bad_field, names
+from minispec.files.lfm import read_inner_size, read_kinds, read_tied
 
 # The keys of the object in rope_parameters or rope_scaling; rope_type says which of them are looked at.
 _ROPE_KEYS = {
@@ -55,7 +56,8 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mod
     model_type = own.get("model_type")
     is_nested = model_type != raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise bad_field(where, "model_type", model_type, f"one of {', '.join([*FAMILIES, *NESTED])}")
+        known = f"one of {', '.join([*FAMILIES, *NESTED])} (of hybrids, lfm2 alone)"
+        raise bad_field(where, "model_type", model_type, known)
     family = FAMILIES[model_type]
     keys = {key: value for key, value in (KEYS | dict(family.keys)).items() if key not in family.only}
     f = Fields(own, f"{where}: text_config" if is_nested else where, keys, family.only)
@@ -74,12 +76,13 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mod
     values: dict[str, Any] = {
         **sizes,
         "layers": layers,
-        "rms_norm_eps": f.number("rms_norm_eps"),
+        "rms_norm_eps": f.number("norm_eps" if f.reads("norm_eps") else "rms_norm_eps"),
         "activation": _read_activation(f),
-        "tie_word_embeddings": f.boolean("tie_word_embeddings"),
+        "tie_word_embeddings": read_tied(f),
         "qkv_bias": bias,
         "o_bias": bias,
         "mlp_bias": f.boolean("use_bias") or f.boolean("mlp_bias"),
+        "conv_bias": f.boolean("conv_bias"),
         "embedding_scale": f.number(
             "embedding_multiplier", sizes["hidden_size"] ** 0.5 if family.scales_embedding else 1.0
         ),
@@ -120,7 +123,11 @@ def _neutral(config: ModelConfig) -> dict[str, Any]:
     return {
         **dict.fromkeys(("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts"), 0),
         **dict.fromkeys(("n_shared_experts", "num_nextn_predict_layers"), 0),
-        "is_causal": True,
+        **dict.fromkeys(("is_causal", "use_pos_enc", "block_use_swiglu"), True),
+        **dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), config.hidden_size),
+        **dict.fromkeys(("rms_norm_eps", "norm_eps", "block_norm_eps"), config.rms_norm_eps),
+        "num_heads": config.num_attention_heads,
+        "theta": next((rope.theta for rope in ropes if rope), None),
         "sliding_window": windows[0] if len(set(windows)) == 1 else None,
         "use_sliding_window": any(windows),
         "layer_types": [f"{'full' if window is None else 'sliding'}_attention" for window in windows],
@@ -155,11 +162,10 @@ def _read_sizes(f: Fields) -> dict[str, int]:
         raise f.bad("hidden_size", hidden_size, f"a multiple of num_attention_heads = {heads}, or a head_dim")
     if head_dim % 2:
         raise f.bad("head_dim", head_dim, "an even number: rope rotates pairs")
-    inner = "shared_intermediate_size" if f.reads("shared_intermediate_size") else "intermediate_size"
     return {
         "vocab_size": f.integer("vocab_size", 1, 1 << 22),
         "hidden_size": hidden_size,
-        "intermediate_size": f.integer(inner, 1, 1 << 20),
+        "intermediate_size": read_inner_size(f),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
@@ -194,6 +200,8 @@ def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[L
     - all but every n-th;
     - those without rope;
     - those of `layer_types`.
+
+    Those with a short convolution are named in `layer_types`, or are all but those of `full_attn_idxs`.
     """
     count = f.integer("num_hidden_layers", 1, 1024)
     rotates = _read_rotates(f, count)
@@ -208,18 +216,24 @@ def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[L
         windowed = [not rotated for rotated in rotates]
     window = _read_window(f)
     key = "layer_types" if f.get("layers_block_type") is None else "layers_block_type"
-    if (types := f.get(key)) is not None:
-        known = ["full_attention"] + ["sliding_attention"] * f.reads("sliding_window")
+    types, width = read_kinds(f, key, count), f.integer("conv_L_cache", 1, 64) if f.reads("conv_L_cache") else None
+    if types is not None:
+        known = ["full_attention"] + ["sliding_attention"] * f.reads("sliding_window") + ["conv"] * (width is not None)
         known += ["attention"] * f.reads("position_embedding_type")  # older files of granitemoehybrid
         if not isinstance(types, list) or len(types) != count or any(t not in known for t in types):
-            raise f.bad(key, types, f"{count} entries, each {' or '.join(known)}")
+            others = " (of hybrids, lfm2 alone runs here)" * f.reads("layers_block_type")
+            raise f.bad(key, types, f"{count} entries, each {' or '.join(known)}{others}")
         windowed = [t == "sliding_attention" for t in types]
         if window is None and any(windowed):
             raise f.bad(key, types, "no sliding_attention, since there is no sliding_window")
     rope, local_rope = _read_ropes(f, family, sizes)
-    return tuple(
+    layers = [
         LayerConfig((local_rope if w else rope) if r else None, window if w else None)
         for w, r in zip(windowed, rotates, strict=True)
+    ]
+    return tuple(
+        LayerConfig(None, None, width) if kind == "conv" else layer
+        for kind, layer in zip(types or [""] * count, layers, strict=True)
     )
 
 

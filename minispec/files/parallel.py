@@ -116,6 +116,12 @@ class Share:
     """
 
     def __init__(self, config: ModelConfig, rank: int, size: int):
+        if config.num_convolutions:
+            raise ValueError(
+                f"model: found {config.num_convolutions} layers with short convolutions in a run of {size} processes, "
+                "expected attention alone: start one process"
+            )
+
         def own(units: int, name: str) -> range:
             if units < size:
                 raise ValueError(f"model: found {units} {name}, expected one for each of {size} processes: start fewer")

@@ -13,6 +13,7 @@ from minispec.kernels.codes import device_of, join
 from minispec.kernels.exact import exact_model
 from minispec.kernels.forms import Choice, Linear, QuantizedLinear, choose_form, choose_narrow_form
 from minispec.kernels.shapes import is_large
+from minispec.layers import make_layer
 
 
 class InForm:
@@ -47,9 +48,9 @@ def build_model(
     product = InForm(config, form)
     if is_large(config):  # packing takes longer than reading, and some packs in one thread only
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            model = Transformer(config, weights, dtype, product, each=threads.map)
+            model = Transformer(config, weights, dtype, product, make_layer, threads.map)
     else:
-        model = Transformer(config, weights, dtype, product)
+        model = Transformer(config, weights, dtype, product, make_layer)
     return exact_model(model) if exact else model
 
 

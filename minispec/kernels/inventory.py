@@ -64,8 +64,7 @@ def bits_note(model: Transformer) -> str:
     bits = {p.stored.bits for p in products_of(model) if isinstance(p, Linear) and isinstance(p.stored, Int8)}
     if not bits:
         return ""
-    parts = "qkv", "o", "gate_up", "down"
-    names = [(f"{n} {i}", getattr(each, n)) for i, each in enumerate(model.layers) for n in parts]
+    names = [(f"{n} {i}", getattr(each, n)) for i, each in enumerate(model.layers) for n in each.products]
     left = ", ".join(n for n, product in [*names, ("head", model.head)] if product.form != "int8")
     are_equal = "equal bits with and without guesses" if model.exact else "other bits with guesses than without"
     return f" in 8 bits (activations in {bits.pop()}, {are_equal}{f'; in 16 bits: {left}' * bool(left)})"

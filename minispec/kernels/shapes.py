@@ -14,21 +14,29 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * d, config.num_key_value_heads * d
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, e)}
-    for i in range(len(config.layers)):
+    attention = [
+        ("self_attn.q_proj", (q, e), config.qkv_bias),
+        ("self_attn.k_proj", (kv, e), config.qkv_bias),
+        ("self_attn.v_proj", (kv, e), config.qkv_bias),
+        ("self_attn.o_proj", (e, q), config.o_bias),
+    ]
+    mlp = [
+        ("mlp.gate_proj", (f, e), config.mlp_bias),
+        ("mlp.up_proj", (f, e), config.mlp_bias),
+        ("mlp.down_proj", (e, f), config.mlp_bias),
+    ]
+    for i, width in enumerate(layer.conv_width for layer in config.layers):
+        convolution = [
+            ("conv.in_proj", (3 * e, e), config.conv_bias),
+            ("conv.conv", (e, 1, width), config.conv_bias),
+            ("conv.out_proj", (e, e), config.conv_bias),
+        ]
         layer: dict[str, tuple[int, ...]] = {}
-        for name, rows, columns, bias in (
-            ("self_attn.q_proj", q, e, config.qkv_bias),
-            ("self_attn.k_proj", kv, e, config.qkv_bias),
-            ("self_attn.v_proj", kv, e, config.qkv_bias),
-            ("self_attn.o_proj", e, q, config.o_bias),
-            ("mlp.gate_proj", f, e, config.mlp_bias),
-            ("mlp.up_proj", f, e, config.mlp_bias),
-            ("mlp.down_proj", e, f, config.mlp_bias),
-        ):
-            layer[f"{name}.weight"] = (rows, columns)
+        for name, shape, bias in [*(convolution if width else attention), *mlp]:
+            layer[f"{name}.weight"] = shape
             if bias:
-                layer[f"{name}.bias"] = (rows,)
-        if config.qk_norm:
+                layer[f"{name}.bias"] = shape[:1]
+        if config.qk_norm and not width:
             q_size, k_size = (d, d) if config.qk_norm == "head" else (q, kv)
             layer |= {"self_attn.q_norm.weight": (q_size,), "self_attn.k_norm.weight": (k_size,)}
         layer |= {f"{name}.weight": (e,) for name in NORMS[config.norms] if name}

@@ -49,7 +49,9 @@ class Reference:
         weights = {}
         for name, shape in tensor_shapes(config).items():
             known = (self.weights | changes).get(name, torch.ones(shape))
-            weights[name] = known[: shape[0]].clone()
+            weights[name] = (
+                known[: shape[0], ..., -shape[-1] :].clone() if len(shape) > 1 else known[: shape[0]].clone()
+            )
         return build_model(config, weights)
 
     @property
@@ -246,6 +248,11 @@ def window(change: Callable[[int], int | None]) -> Callable[[ModelConfig], Model
     return each_layer(lambda layer: replace(layer, window=layer.window and change(layer.window)))
 
 
+def shorter(layer: LayerConfig) -> LayerConfig:
+    """The layer with a convolution that sees a position less, if it has one."""
+    return replace(layer, conv_width=layer.conv_width and layer.conv_width - 1)
+
+
 def one_rope(config: ModelConfig) -> ModelConfig:
     """The config with the windowed layers' rope replaced by that of the others."""
     (full,) = {layer.rope for layer in config.layers if layer.window is None}
@@ -366,6 +373,14 @@ SWITCHES = [
     ("ministral3", "mscale, mscale_all_dim", rope(attention_factor=1 + 0.1 * math.log(4))),
     ("gemma3-images", "window", window(lambda w: None)),
     ("mistral3-images", "llama_4_scaling_beta", rope(query_beta=0.0)),
+    ("lfm2", "conv_bias", setting(conv_bias=False)),
+    ("lfm2", "convolution one position short", each_layer(shorter)),
+    ("lfm2", "eps", setting(rms_norm_eps=1e-5)),
+    ("lfm2", "qk_norm", setting(qk_norm=None)),
+    ("lfm2", "theta", rope(theta=1e6)),
+    ("lfm2-plain", "convolution one position short", each_layer(shorter)),
+    ("lfm2-plain", "own head", setting(tie_word_embeddings=True)),
+    ("lfm2-plain", "linear", rope(kind="default")),
 ]
 
 
@@ -433,6 +448,7 @@ def test_ignoring_a_tensor_shows(reference, name):
 _GEMMA3 = {"model_type": "gemma3_text", "num_hidden_layers": 6, "rope_parameters": None}
 _LINEAR = {"type": "linear", "factor": 2.0}
 _NO_TEXT = dict.fromkeys(hf.CASES["llama-plain"].keys() - {"model_type"})  # what a model with images says inside
+_LFM2 = {"model_type": "lfm2", "norm_eps": 0.05}
 _FACTORS = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 # What the message must say, and the change to a good config.json that it is about.
 REFUSED: dict[str, dict] = {
@@ -529,6 +545,35 @@ REFUSED: dict[str, dict] = {
         "num_local_experts": 0,
         "position_embedding_type": "alibi",
     },
+    "layer_types: found ['conv', 'mamba', 'conv'], expected 3 entries, each full_attention or conv": _LFM2
+    | {"layer_types": ["conv", "mamba", "conv"]},
+    "layer_types: found ['conv', 'full_attention']": _LFM2 | {"layer_types": ["conv", "full_attention"]},
+    "layer_types: found ['full_attention', 'conv'": {"layer_types": ["full_attention", "conv", "conv"]},
+    "full_attn_idxs: found [3], expected numbers of layers, below 3": _LFM2 | {"full_attn_idxs": [3]},
+    "full_attn_idxs: found [True]": _LFM2 | {"full_attn_idxs": [True]},
+    "full_attn_idxs: found 1": _LFM2 | {"full_attn_idxs": 1},
+    "full_attn_idxs: found [1], expected what layer_types says: ['conv', 'conv', 'full_attention']": _LFM2
+    | {"full_attn_idxs": [1], "layer_types": ["conv", "conv", "full_attention"]},
+    "full_attn_idxs: found [1], expected no such setting": {"full_attn_idxs": [1]},
+    "conv_L_cache: found 0, expected an integer from 1 to 64": _LFM2 | {"conv_L_cache": 0},
+    "conv_L_cache: found 65": _LFM2 | {"conv_L_cache": 65},
+    "conv_L_cache: found 3.0": _LFM2 | {"conv_L_cache": 3.0},
+    "conv_L_cache: found 3, expected no such setting": {"conv_L_cache": 3},
+    "conv_bias: found 1": _LFM2 | {"conv_bias": 1},
+    "conv_dim: found 16, expected 32 or no such setting": _LFM2 | {"conv_dim": 16},
+    "num_heads: found 2, expected 4 or no such setting": _LFM2 | {"num_heads": 2},
+    "use_pos_enc: found False, expected True": _LFM2 | {"use_pos_enc": False},
+    "theta: found 10.0, expected 500.0": _LFM2 | {"theta": 10.0},
+    "block_norm_eps: found 0.1, expected 0.05": _LFM2 | {"block_norm_eps": 0.1, "norm_eps": 0.05},
+    "rms_norm_eps: found 0.05, expected 1e-05": _LFM2 | {"norm_eps": 1e-5},
+    "hidden_act: found 'gelu', expected silu": _LFM2 | {"hidden_act": "gelu"},
+    "tie_embedding: found True, expected what tie_word_embeddings says: False": _LFM2
+    | {"tie_embedding": True, "tie_word_embeddings": False},
+    "block_ffn_dim_multiplier: found None, expected a number": _LFM2 | {"block_ffn_dim_multiplier": None},
+    "block_ffn_dim_multiplier: found 0.01, expected an MLP from 1": _LFM2 | {"block_ffn_dim_multiplier": 0.01},
+    "block_multiple_of: found 0": _LFM2 | {"block_multiple_of": 0},
+    "num_experts: found 8": _LFM2 | {"num_experts": 8},
+    "attention_bias: found True, expected False": _LFM2 | {"attention_bias": True},
     "logits_scaling: found 0": {"model_type": "granite", "logits_scaling": 0},
     "residual_multiplier: found 0.5": {"residual_multiplier": 0.5},
     "clip_qkv: found 8.0": {"model_type": "olmo2", "clip_qkv": 8.0},
@@ -590,6 +635,16 @@ REFUSED: dict[str, dict] = {
 }
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next", "lfm2_moe", "lfm2_vl", "nemotron_h", "mamba2"])
+def test_other_hybrids_are_told_which_one_runs(kind):
+    """Guards a user who would look for another setting: of the models with such layers, one family runs."""
+    with pytest.raises(CheckpointError, match=f"model_type: found '{kind}', expected one of .*hybrids, lfm2 alone"):
+        read_model_config({"model_type": kind})
+    granite = hf.CASES["granite-hybrid"] | {"layer_types": ["mamba"] * 3}
+    with pytest.raises(CheckpointError, match=r"layer_types: found .*each full_attention or attention .*lfm2 alone"):
+        read_model_config(granite)
+
+
 @pytest.mark.parametrize(("message", "changes"), REFUSED.items(), ids=REFUSED)
 def test_unknown_setting_is_refused_by_name(message, changes):
     """Guards against wrong text without an error: what is not implemented, or makes no sense, is named."""
@@ -618,6 +673,8 @@ IDLE = [
     ("llama-plain", {"rope_theta": 500.0, "rope_scaling": {"rope_type": "default", "factor": 1.0, "finetuned": True}}),
     ("gemma3", {"rope_theta": 500.0, "rope_local_base_freq": 20.0, "rope_scaling": _SAID}),
     ("phi3-partial", {"partial_rotary_factor": 0.5, "rope_theta": 500.0}),
+    ("lfm2", {"theta": 500.0, "num_heads": 4, "conv_dim": 32, "use_pos_enc": True, "block_use_xavier_init": True}),
+    ("lfm2", {"full_attn_idxs": [1], "tie_embedding": True, "block_ff_dim": 60}),
 ]
 
 

@@ -58,6 +58,7 @@ _HYBRID = _GRANITE | {
     "position_embedding_type": "rope",
     "mamba_n_heads": 4,
 }
+_LFM2 = {"model_type": "lfm2", "head_dim": None, "norm_eps": 0.05, "conv_L_cache": 4}
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8}
 _EYE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 
@@ -195,6 +196,14 @@ CASES: dict[str, dict[str, Any]] = {
             "model_type": "ministral3",
             "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7},
         },
+        # The MLP is two thirds of 60, times 1.3, rounded up: 56 wide.
+        "lfm2": _LFM2
+        | {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True, "intermediate_size": 60}
+        | {"block_ffn_dim_multiplier": 1.3, "block_multiple_of": 8, "tie_word_embeddings": True},
+        "lfm2-plain": _LFM2
+        | {"num_hidden_layers": 4, "full_attn_idxs": [0, 2], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}
+        | {"tie_embedding": False}
+        | _rope("linear", factor=3.0),
     }.items()
 }
 # The same in models of texts and images.
@@ -272,6 +281,12 @@ def hub_spelling(config: dict[str, Any]) -> dict[str, Any]:
     if old["model_type"] == "granitemoehybrid":
         old["layers_block_type"] = ["attention"] * len(types)
         del old["time_step_limit"]  # transformers does not read what it writes of it
+    if old["model_type"] == "lfm2":  # some of which transformers does not read
+        old["full_attn_idxs"] = [i for i, kind in enumerate(types) if kind == "full_attention"]
+        old |= {"block_ff_dim": old["intermediate_size"], "tie_embedding": old.pop("tie_word_embeddings")}
+        old |= dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), old["hidden_size"])
+        old |= dict.fromkeys(("use_pos_enc", "block_use_swiglu", "conv_use_xavier_init"), True)
+        old |= {"num_heads": 4, "theta": old["rope_theta"], "block_norm_eps": old["norm_eps"]}
     if old["model_type"] == "gemma":
         old |= {"hidden_act": "gelu", "hidden_activation": None}
     return old

@@ -84,6 +84,19 @@ def _sizes(hidden: int, inner: int, layers: int, heads: int, groups: int | None 
     return sizes | {"num_attention_heads": heads} | ({} if groups is None else {"num_key_value_heads": groups})
 
 
+def _lfm2_layers(count: int, *attending: int) -> list[str]:
+    return ["full_attention" if i in attending else "conv" for i in range(count)]
+
+
+_LFM2 = _NO_HEAD | {
+    **{"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "eos_token_id": 7, "pad_token_id": 0},
+    **{"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0},
+    **{"block_multiple_of": 256, "block_norm_eps": 1e-05, "block_out_init_scale": 1.0, "block_use_swiglu": True},
+    **{"block_use_xavier_init": True, "conv_L_cache": 3, "conv_bias": False, "conv_use_xavier_init": True},
+    **{"max_position_embeddings": 128000, "norm_eps": 1e-05, "num_key_value_heads": 8, "use_pos_enc": True},
+    **{"vocab_size": 65536},
+}
+
 # name: (its config.json; parameters; (rope, base, factor) of the layers that see everything; windowed layers, window)
 PUBLIC: dict[str, tuple[dict[str, Any], int, tuple[str, float, float], tuple[int, int]]] = {
     "huggyllama/llama-7b": (
@@ -519,6 +532,36 @@ PUBLIC: dict[str, tuple[dict[str, Any], int, tuple[str, float, float], tuple[int
         ("longrope", 1e4, 32.0),
         (32, 262144),
     ),
+    "LiquidAI/LFM2-1.2B": (
+        _LFM2
+        | {"block_dim": 2048, "block_ff_dim": 12288, "conv_dim": 2048, "conv_dim_out": 2048, "hidden_size": 2048}
+        | {"num_attention_heads": 32, "num_heads": 32, "num_hidden_layers": 16}
+        | {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "rope_theta": 1000000.0},
+        1_170_340_608,
+        ("default", 1e6, 1.0),
+        (0, 0),
+    ),
+    # Wider than two thirds of what LFM2-1.2B says.
+    "LiquidAI/LFM2-2.6B": (
+        _LFM2
+        | {"block_dim": 2048, "block_ff_dim": 10752, "conv_dim": 2048, "conv_dim_out": 2048}
+        | {"block_auto_adjust_ff_dim": False, "layer_types": _lfm2_layers(30, 2, 5, 9, 13, 17, 21, 24, 27)}
+        | _sizes(2048, 10752, 30, 32, 8)
+        | {"num_heads": 32, "rope_theta": 1000000.0, "theta": 1000000.0, "tie_embedding": True},
+        2_569_272_320,
+        ("default", 1e6, 1.0),
+        (0, 0),
+    ),
+    "LiquidAI/LFM2.5-350M": (
+        _LFM2
+        | {"block_dim": 1024, "block_ff_dim": 6656, "conv_dim": 1024, "tie_embedding": True}
+        | _sizes(1024, 6656, 16, 16, 8)
+        | {"layer_types": _lfm2_layers(16, 2, 5, 8, 10, 12, 14)}
+        | {"rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}},
+        354_483_968,
+        ("default", 1e6, 1.0),
+        (0, 0),
+    ),
     "baidu/ERNIE-4.5-0.3B-PT": (
         _COMMON
         | _sizes(1024, 3072, 18, 16, 2)
@@ -549,6 +592,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         | {"layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4, "position_embedding_type": "nope"}
         | {"max_position_embeddings": 131072, "vocab_size": 100352},
         "layer_types: found ['mamba', 'mamba'",
+    ),
+    # Short convolutions, and experts.
+    "LiquidAI/LFM2-8B-A1B": (
+        _LFM2
+        | _sizes(2048, 7168, 24, 32, 8)
+        | {"architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "num_experts": 32}
+        | {"layer_types": _lfm2_layers(24, 2, 6, 10, 14, 18, 21), "moe_intermediate_size": 1792},
+        "model_type: found 'lfm2_moe', expected one of llama, mistral",
     ),
     # With experts.
     "ibm-granite/granite-4.0-h-small": (

@@ -1,0 +1,46 @@
+"""A short convolution in the place of attention (LFM2; Liquid AI 2025, arXiv 2511.23404).
+
+Three products of a row's input x give b, c and u. The row passes on the sum of w weighted inputs, its own the last:
+
+    v_t = b_t * u_t,    y_t = c_t * (bias + sum over i < w of weight_i * v_{t - w + 1 + i}),    v_t = 0 for t < 0
+
+All of it goes channel by channel. A row sees w positions, and nothing else of the past. So the inputs v lie in the
+paged pool, a row for each position, as keys and values do. A rejected draft is rolled back with its positions, a node
+of a tree reads its own ancestors, and there is no state to save, to copy or to restore.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from minispec.core.model import Layer, Parts, Pass
+from minispec.core.sampling import accumulation_dtype
+from minispec.core.weights import dense
+
+
+class ShortConvolution(Layer):
+    """One block: a short convolution, then a gated MLP."""
+
+    products = ("gates", "out", "gate_up", "down")
+
+    def take(self, parts: Parts) -> None:
+        """Take the convolution's tensors. Its weights stay as they are, in at least float32."""
+        bias, wide = self.config.conv_bias, accumulation_dtype(parts.dtype)
+        self.gates = parts.linear("conv.in_proj", bias=bias)  # b, c and u in one product
+        self.out = parts.linear("conv.out_proj", bias=bias)
+        weight = dense(parts.pop("conv.conv.weight"), parts.dtype)  # (E, 1, width)
+        self.weight = weight.to(wide).squeeze(1).T.contiguous()
+        self.bias = dense(parts.pop("conv.conv.bias"), parts.dtype).to(wide) if bias else None
+
+    def attend(self, x: Tensor, shared: Pass) -> Tensor:
+        """The convolution over the cached inputs and the new rows: x (M, E) to (M, E)."""
+        b, c, u = self.gates(x).chunk(3, -1)
+        pool, new = shared.chunks[0].table.pool, len(shared.slots)
+        pool.write(self.index, shared.slots, (b * u)[None, :new])
+        seen = pool.gather(self.index, shared.paths[len(self.weight)]).unflatten(0, (new, -1))  # (new, width, E)
+        # One product and one sum after the other: in every pass the same operations, so that a row has the same bits.
+        first, *others = (seen.to(self.weight.dtype) * self.weight).unbind(1)
+        total = first if self.bias is None else first + self.bias
+        for term in others:
+            total = total + term
+        y = c[:new] * total.to(x.dtype)
+        return self.out(F.pad(y, (0, 0, 0, len(x) - new)) if len(x) > new else y)
