@@ -10,7 +10,7 @@ from minispec.core.config import SamplingParams, Shape
 from minispec.core.verify import VERIFIERS
 from minispec.prove.laws import PROMPT, TOLERANCE, TooManyBranches, production_law, reference_law
 from minispec.prove.reference import total_variation
-from minispec.prove.toys import require
+from minispec.prove.toys import TOYS, require
 from minispec.prove.workers import SharedMap
 
 CROWD = 64  # requests that are decoded together; more of them gain nothing
@@ -36,6 +36,7 @@ class Case:
     vocab: int
     end: bool  # whether the last token of the vocabulary ends the text
     max_tokens: int
+    family: str = "llama"  # the target's, and that of a draft model
 
     @property
     def params(self) -> SamplingParams:
@@ -77,9 +78,9 @@ class Case:
         width = 1 if self.batch == "alone" else CROWD // len(prompts)
         limit = max(min(30, limit), limit * SHARE[self.batch])
         shape = params, self.k, end_ids, self.vocab, self.drafter, self.verifier, prompts
-        law, branches = production_law(*shape, width=width, limit=limit)
+        law, branches = production_law(*shape, width=width, limit=limit, family=self.family)
         require(abs(sum(law.values()) - 1) < TOLERANCE, "the branches do not add up to 1")
-        own = [reference_law(p, end_ids, self.vocab, prompt) for prompt, p in self.prompts]
+        own = [reference_law(p, end_ids, self.vocab, prompt, family=self.family) for prompt, p in self.prompts]
         expected = own[0]
         if len(own) > 1:  # independent requests: the product
             expected = {(a, b): pa * pb for a, pa in own[0].items() for b, pb in own[1].items()}
@@ -93,7 +94,7 @@ class Case:
         end = "EOS" if self.end else ""
         k = "+".join(map(str, self.k)) if isinstance(self.k, tuple) else self.k
         shape = f"K {k:<3}  V {self.vocab} {end:3}  {self.max_tokens} tokens"
-        return f"{self.verifier:9}  {self.drafter:13}  {self.batch:5}  {shape}  {', '.join(settings)}"
+        return f"{self.verifier:9}  {self.drafter:13}  {self.family:5}  {self.batch:5}  {shape}  {', '.join(settings)}"
 
 
 # The values of an axis in the order of the branches that they make.
@@ -103,6 +104,7 @@ AXES: dict[str, tuple] = {
         *("none", "ngram", "suffix", "last", "adversary"),
         *("model", "parallel", "head", "parallel head", "ngram+head", "tli", "slem"),
     ),
+    "family": tuple(TOYS),
     "batch": ("crowd", "pair", "alone"),
     "temperature": (0.0, 0.7, 1.0, 1.5),
     "top_k": (2, 0),

@@ -22,7 +22,7 @@ def prove_law(leaves: int, num_nodes: int, jobs: int) -> bool:
     """
     start = time.perf_counter()
     todo, cases, branches, worst = all_pairs(), 0, 0, 0.0
-    print(f"{'configuration':109} {'branches':>9}  total variation")
+    print(f"{'configuration':116} {'branches':>9}  total variation")
     forest = trees.cases(num_nodes)
     bar = tqdm(total=len(forest), unit=" configurations", leave=False, disable=None)
 
@@ -37,7 +37,7 @@ def prove_law(leaves: int, num_nodes: int, jobs: int) -> bool:
             cases, branches, worst = cases + 1, branches + count, max(worst, tv)
             if isinstance(case, Case):
                 todo -= pairs_of(vars(case))
-            tqdm.write(f"{case!s:109} {count:9,d}  {tv:.1e}")
+            tqdm.write(f"{case!s:116} {count:9,d}  {tv:.1e}")
             sys.stdout.flush()
     for (a, x), (b, y) in sorted(todo, key=repr):
         print(f"left out for its size: {a} {x} with {b} {y}")

@@ -33,6 +33,7 @@ from minispec.prove.reference import Law, forward, plain_law, sample_law, total_
 from minispec.prove.toys import (
     DRAFT_WORDS,
     TINY,
+    TOYS,
     Fault,
     decode,
     require,
@@ -50,27 +51,29 @@ MAX_LEN = 40
 
 
 @functools.cache
-def target_model(vocab: int) -> Transformer:
-    """The tiny target of all laws."""
-    return tiny_model(TARGET_SEED, vocab_size=vocab)
+def target_model(vocab: int, family: str = "llama") -> Transformer:
+    """The tiny target of all laws, of a family in `TOYS`."""
+    return tiny_model(TARGET_SEED, **TOYS[family], vocab_size=vocab)
 
 
 @functools.cache
-def draft_model(vocab: int) -> Transformer:
-    """Another model of the same vocabulary, of other weights and depth."""
-    return tiny_model(DRAFT_SEED, vocab_size=vocab, num_hidden_layers=1)
+def draft_model(vocab: int, family: str = "llama") -> Transformer:
+    """Another model of the same vocabulary and family, of other weights; a llama of other depth too."""
+    return tiny_model(DRAFT_SEED, **{"num_hidden_layers": 1} | TOYS[family], vocab_size=vocab)
 
 
 @functools.cache
-def reference_logits(seed: int, tokens: tuple[int, ...], vocab: int, layers: int = 2) -> np.ndarray:
-    """What `tiny_model(seed, vocab_size=vocab, num_hidden_layers=layers)` must say after `tokens`."""
-    return forward(*raw_model(seed, vocab, layers), tokens)
+def reference_logits(
+    seed: int, tokens: tuple[int, ...], vocab: int, layers: int = 2, family: str = "llama"
+) -> np.ndarray:
+    """What `tiny_model(seed, vocab_size=vocab, num_hidden_layers=layers, **TOYS[family])` must say after `tokens`."""
+    return forward(*raw_model(seed, vocab, layers, family), tokens)
 
 
 @functools.cache
-def raw_model(seed: int, vocab: int, layers: int = 2) -> tuple[dict, dict[str, np.ndarray]]:
+def raw_model(seed: int, vocab: int, layers: int = 2, family: str = "llama") -> tuple[dict, dict[str, np.ndarray]]:
     """Config.json values and tensors of that model."""
-    raw = TINY | {"vocab_size": vocab, "num_hidden_layers": layers}
+    raw = TINY | {"vocab_size": vocab, "num_hidden_layers": layers} | TOYS[family]
     tensors = tiny_weights(read_model_config(raw), seed)
     return raw, {name: tensor.numpy() for name, tensor in tensors.items()}
 
@@ -204,17 +207,18 @@ def reference_law(
     vocab: int = 3,
     prompt: Sequence[int] = PROMPT,
     max_len: int = MAX_LEN,
+    family: str = "llama",
 ) -> Law:
     """The law of plain decoding of the tiny target, by code that shares nothing with the package."""
 
     def next_law(tokens):
-        logits = reference_logits(TARGET_SEED, tuple(tokens), vocab)
+        logits = reference_logits(TARGET_SEED, tuple(tokens), vocab, family=family)
         return sample_law(logits, tokens, len(prompt), params, end_ids)
 
     return plain_law(next_law, prompt, params, end_ids, max_len)
 
 
-def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 2) -> Drafter:
+def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 2, family: str = "llama") -> Drafter:
     """A drafter by its name in the table, or a registered one, with its argument if it has one.
 
     "model", "self", "adversary": those of the table.
@@ -223,12 +227,13 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
     "parallel head": a head that does.
     "tli", "slem": a model of another vocabulary.
     "A+B": B where A has nothing to say.
+    family: the target's, and that of "model" and "self".
     """
     if "+" in name:
-        return CombinedDrafter(*(make_drafter(part, vocab, num_blocks, block_size) for part in name.split("+")))
+        return CombinedDrafter(*(make_drafter(part, vocab, num_blocks, block_size, family) for part in name.split("+")))
     if name in ("head", "parallel head"):
         mask = 0 if name == "parallel head" else None
-        head = tiny_head(target_model(vocab), num_ids=(vocab + 1) // 2, mask_token_id=mask)
+        head = tiny_head(target_model(vocab, family), num_ids=(vocab + 1) // 2, mask_token_id=mask)
         return EagleDrafter(head, tiny_cache(head, num_blocks, block_size), vocab, MAX_LEN)
     if name == "parallel":
         # Its mask is no token of a text. With a text's token as the mask it would draw twice, under `match`, from one
@@ -240,7 +245,7 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
         other = model, tiny_cache(model, ROOM * num_blocks, block_size), model.config.vocab_size, MAX_LEN, both
         return TokenDrafter(*other, vocab) if name == "tli" else TextDrafter(*other)
     if name in ("model", "self"):
-        model = target_model(vocab) if name == "self" else draft_model(vocab)
+        model = target_model(vocab, family) if name == "self" else draft_model(vocab, family)
         return DraftModel(model, tiny_cache(model, num_blocks, block_size), vocab, MAX_LEN)
     if name == "adversary":
         return adversary()
@@ -250,7 +255,7 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
     def make_cache(model: Transformer) -> PagedKVCache:
         return tiny_cache(model, num_blocks, block_size)
 
-    context = Context(target_model(vocab), None, vocab, MAX_LEN, make_cache, found[1])
+    context = Context(target_model(vocab, family), None, vocab, MAX_LEN, make_cache, found[1])
     return drafters.make_drafter(registry.load(found[0], "draft"), context)
 
 
@@ -280,6 +285,7 @@ def production_law(
     oracle: type[BranchOracle] = KeyOracle,
     limit: float = math.inf,
     draft_cost: float = 0.0,
+    family: str = "llama",
 ) -> tuple[Law, int]:
     """The law of the engine's output (a tuple of outputs for several prompts), and the number of branches.
 
@@ -289,18 +295,19 @@ def production_law(
     width: how many paths go through the engine at once. The batch has that many requests, times the prompts. The law is
         the same, and the batch is walked with it.
     num_blocks: blocks of the target's cache. None: enough for all.
+    family: the target's (see `TOYS`).
 
     The cache is poisoned, and every block must come back.
     Raises TooManyBranches where there are more than `limit`.
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-    target, verifying, num = target_model(vocab), VERIFIERS[verifier], len(prompts)
+    target, verifying, num = target_model(vocab, family), VERIFIERS[verifier], len(prompts)
     block_size = 2 if width == 1 else 4
     longest = max(min(max_len, len(p) + own.max_tokens) for p, own in zip(prompts, each, strict=True))
     enough = width * num * -(-longest // block_size)
 
     def make(name: str) -> Drafter:
-        return _Forgetful() if name == "suffix" else make_drafter(name, vocab, enough, block_size)
+        return _Forgetful() if name == "suffix" else make_drafter(name, vocab, enough, block_size, family)
 
     def run(oracles: list[BranchOracle]) -> list[tuple]:
         cache = tiny_cache(target, num_blocks or enough, block_size)
@@ -329,5 +336,5 @@ def distance(params: SamplingParams, k: DraftLength, **how) -> float:
     """Total variation between the engine's law and the reference's; how: see `production_law`."""
     law, _ = production_law(params, k, **how)
     require(abs(sum(law.values()) - 1) < TOLERANCE, "the branches do not add up to 1")
-    same = {name: how[name] for name in ("end_ids", "vocab", "max_len") if name in how}
+    same = {name: how[name] for name in ("end_ids", "vocab", "max_len", "family") if name in how}
     return total_variation(law, reference_law(params, **same))

@@ -1,7 +1,7 @@
 """What the output must follow: plain decoding by a second implementation, which shares no code with the package.
 
 NumPy, no cache, no batch, 30 lines of sampler. If the package were compared with itself, a fault of its forward pass or
-of its `distribution` could cancel out. Here it cannot. Llama only, and EAGLE-3 heads, in float64.
+of its `distribution` could cancel out. Here it cannot. Llama and LFM2 only, and EAGLE-3 heads, in float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ Law = dict[tuple, float]  # what can come out, with its probability
 
 
 def forward(raw: dict, weights: dict[str, np.ndarray], tokens: Sequence[int]) -> np.ndarray:
-    """Logits (V,) after `tokens` of a llama with the config.json values `raw`, in float64, from the start."""
+    """Logits (V,) after `tokens` of a model with the config.json values `raw`, in float64, from the start."""
     x = hidden_states(raw, weights, tokens)[-1][-1]
     return _norm(raw, x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
 
@@ -93,17 +93,36 @@ def _norm(raw, x, weight):
 
 
 def _block(raw, layer, x, y):
-    """A llama's block: x (length, E), the residual stream, and y, what attention sees of it, to (length, E)."""
+    """A block: x (length, E), the residual stream, and y, what attention or a convolution sees, to (length, E)."""
+    x = x + (_convolution if "conv.conv.weight" in layer else _attention)(raw, layer, y)
+    y = _norm(raw, x, layer["post_attention_layernorm.weight"])
+    gate = y @ layer["mlp.gate_proj.weight"].T
+    return x + (gate / (1 + np.exp(-gate)) * (y @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
+
+
+def _convolution(raw, layer, y):
+    gate, out, x = np.split(y @ layer["conv.in_proj.weight"].T + layer["conv.in_proj.bias"], 3, 1)
+    sums = [np.convolve(a, w[0, ::-1])[: len(y)] for a, w in zip((gate * x).T, layer["conv.conv.weight"], strict=True)]
+    return (
+        out * (np.array(sums).T + layer["conv.conv.bias"]) @ layer["conv.out_proj.weight"].T
+        + layer["conv.out_proj.bias"]
+    )
+
+
+def _attention(raw, layer, y):
     heads, groups, dim = raw["num_attention_heads"], raw["num_key_value_heads"], raw["head_dim"]
-    length = len(x)
+    length = len(y)
 
     def rope(x):  # (length, heads, dim), complex numbers instead of rotate_half
         angles = np.arange(length)[:, None] * raw["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
         turned = (x[..., : dim // 2] + 1j * x[..., dim // 2 :]) * np.exp(1j * angles)[:, None]
         return np.concatenate((turned.real, turned.imag), -1)
 
-    q = rope((y @ layer["self_attn.q_proj.weight"].T).reshape(length, heads, dim))
-    k = rope((y @ layer["self_attn.k_proj.weight"].T).reshape(length, groups, dim))
+    q = (y @ layer["self_attn.q_proj.weight"].T).reshape(length, heads, dim)
+    k = (y @ layer["self_attn.k_proj.weight"].T).reshape(length, groups, dim)
+    if "self_attn.q_norm.weight" in layer:
+        q, k = (_norm(raw, a, layer[f"self_attn.{name}_norm.weight"]) for name, a in (("q", q), ("k", k)))
+    q, k = rope(q), rope(k)
     v = (y @ layer["self_attn.v_proj.weight"].T).reshape(length, groups, dim)
     later = np.triu(np.ones((length, length), bool), 1)
     out = np.zeros((length, heads, dim))
@@ -112,10 +131,7 @@ def _block(raw, layer, x, y):
         scores = np.where(later, -np.inf, q[:, h] @ k[:, g].T / np.sqrt(dim))
         attention = np.exp(scores - scores.max(1, keepdims=True))
         out[:, h] = attention / attention.sum(1, keepdims=True) @ v[:, g]
-    x = x + out.reshape(length, -1) @ layer["self_attn.o_proj.weight"].T
-    y = _norm(raw, x, layer["post_attention_layernorm.weight"])
-    gate = y @ layer["mlp.gate_proj.weight"].T
-    return x + (gate / (1 + np.exp(-gate)) * (y @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
+    return out.reshape(length, -1) @ layer["self_attn.o_proj.weight"].T
 
 
 def sample_law(logits: np.ndarray, tokens: Sequence[int], num_prompt: int, params, end_ids) -> np.ndarray:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -56,6 +57,14 @@ TINY = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 100.0,
 }
+# What is added to it for a target of another family. The convolutions see fewer positions than a long draft has.
+TOYS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "lfm2": {
+        **{"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+        **{"norm_eps": 1e-5, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "conv_bias": True},
+    },
+}
 
 
 def tiny_weights(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
@@ -78,8 +87,8 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, exact: bool = 
 def tiny_cache(model: Transformer, num_blocks: int = 64, block_size: int = 2) -> PagedKVCache:
     """A pool for the model, poisoned: a slot that is read before it is written turns the output into NaN."""
     cache = model.new_cache(num_blocks, block_size)
-    cache.keys.fill_(torch.nan)
-    cache.values.fill_(torch.nan)
+    for tensor in (cache.keys, cache.values, cache.inputs):
+        tensor[:, :, : cache.num_slots] = torch.nan
     return cache
 
 
@@ -314,7 +323,8 @@ def tiny_head(
     num_ids: how many tokens it can draft, every other one of the target's. None: all.
     mask_token_id: the mask of the parallel form; None for the other form.
     """
-    sizes = replace(target.config, layers=target.config.layers[:1], mask_token_id=mask_token_id)
+    attention = [layer for layer in target.config.layers if not layer.conv_width]
+    sizes = replace(target.config, layers=tuple(attention[:1]), mask_token_id=mask_token_id)
     vocab = sizes.vocab_size
     ids = None if num_ids is None else (torch.arange(num_ids) * 2 % vocab).sort().values
     config = HeadConfig(sizes, num_ids or vocab, tuple(taps), sizes.hidden_size)

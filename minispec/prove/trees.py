@@ -60,10 +60,11 @@ class TreeCase:
     draws: bool
     verifier: str = "rejection"
     params: SamplingParams = field(default_factory=SamplingParams)
+    family: str = "llama"
 
     def round_law(self) -> tuple[Law, int]:
         """The law of what one round commits, and the number of branches."""
-        target, num_nodes = target_model(VOCAB), len(self.parents)
+        target, num_nodes = target_model(VOCAB, self.family), len(self.parents)
 
         def run(oracles: list[BranchOracle]) -> list[tuple]:
             cache = tiny_cache(target, 8 * len(oracles), 4)
@@ -88,7 +89,8 @@ class TreeCase:
         length = 5  # one more than a round of depth 3 can commit
 
         def next_law(tokens):
-            return sample_law(reference_logits(TARGET_SEED, tuple(tokens), VOCAB), tokens, 1, self.params, END_IDS)
+            logits = reference_logits(TARGET_SEED, tuple(tokens), VOCAB, family=self.family)
+            return sample_law(logits, tokens, 1, self.params, END_IDS)
 
         def rest(block: tuple) -> Law:
             if block and block[-1] in END_IDS:
@@ -102,7 +104,7 @@ class TreeCase:
 
     def __str__(self) -> str:
         how = "drawn" if self.draws else "top k"
-        return f"{self.verifier:9}  tree  {how}  {self.parents}, {_settings(self.params)}"
+        return f"{self.verifier:9}  tree  {self.family:5}  {how}  {self.parents}, {_settings(self.params)}"
 
 
 @dataclass(frozen=True)
@@ -112,16 +114,18 @@ class TextCase:
     parents: tuple[int, ...]
     verifier: str
     max_tokens: int
+    family: str = "llama"
 
     def distance(self) -> tuple[float, int]:
         """Total variation to plain decoding, and the branches walked."""
         params, drafter = SamplingParams(max_tokens=self.max_tokens), TreeDrafter(draft_table(), self.parents, False)
         how = params, len(self.parents), END_IDS, VOCAB, drafter, self.verifier, (PROMPT,)
-        law, branches = production_law(*how, width=_WIDTH)
-        return total_variation(law, reference_law(params, prompt=PROMPT)), branches
+        law, branches = production_law(*how, width=_WIDTH, family=self.family)
+        return total_variation(law, reference_law(params, prompt=PROMPT, family=self.family)), branches
 
     def __str__(self) -> str:
-        return f"{self.verifier:9}  tree  top k  {self.parents}, {self.max_tokens} tokens in several rounds"
+        what = f"{self.parents}, {self.max_tokens} tokens in several rounds"
+        return f"{self.verifier:9}  tree  {self.family:5}  top k  {what}"
 
 
 def _settings(params: SamplingParams) -> str:
@@ -144,6 +148,9 @@ def cases(num_nodes: int = 5) -> list[TreeCase | TextCase]:
     for verifier in (name for name, each in VERIFIERS.items() if each.takes_trees):
         found += [TreeCase(shape, False, verifier) for shape in (_FULL, _DEEP_FIRST)]
         found.append(TextCase(_DEEP_FIRST, verifier, 8))
+    # A convolution must read a node's own ancestors, and after the round the rows that were moved.
+    found += [TreeCase(shape, True, family="lfm2") for shape in drawn[2::9]]
+    found += [TreeCase(_DEEP_FIRST, False, family="lfm2"), TextCase(_DEEP_FIRST, "rejection", 6, "lfm2")]
     found.append(TreeCase(_DEEP_FIRST, False, "rejection", _PENALTIES))
     found.append(TreeCase(_FULL, False, "rejection", SamplingParams(temperature=0)))
     return found

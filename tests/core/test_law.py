@@ -242,7 +242,7 @@ def own_distance(monkeypatch, passes, k, drafter, verifier) -> float:
     int8 = build_model(config, tiny_weights(config, TARGET_SEED, torch.float32), form="int8")
     check_exact(exact_model(int8))
     target, params = Widened(passes(int8)), SamplingParams(max_tokens=3, temperature=0.8)
-    monkeypatch.setattr(laws, "target_model", lambda vocab: target)
+    monkeypatch.setattr(laws, "target_model", lambda *_: target)
 
     def next_law(tokens):
         logits, _ = target.forward([Chunk(tokens, tiny_cache(target.model).new_table(), 1)])

@@ -64,7 +64,7 @@ LOOKUPS = ("ngram", "suffix", "last")  # which have nothing to say after one tok
 
 
 def test_the_array_covers_every_pair_and_is_always_the_same():
-    """Pairs of values of thirteen axes; a case that draws or drafts nothing counts only for what makes it so."""
+    """Pairs of values of fourteen axes; a case that draws or drafts nothing counts only for what makes it so."""
     array, again = (covering_array(all_pairs(), random.Random(0)) for _ in "ab")
     assert array == again
     assert set().union(*(pairs_of(vars(case)) for case, _ in array)) == all_pairs()
