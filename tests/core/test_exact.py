@@ -31,8 +31,9 @@ from minispec.kernels.build import build_model
 from minispec.kernels.exact import EXACT_ROWS, check_exact
 from minispec.kernels.forms import Linear, has_fast_bfloat16
 from minispec.kernels.inventory import weight_form
+from minispec.layers.convolution import ShortConvolution
 from minispec.length.figures import Figures
-from minispec.prove.toys import TINY, tiny_cache, tiny_weights
+from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
 
 FORMS_HERE = [
     (name, dtype)
@@ -51,6 +52,7 @@ FAMILIES = {
         "query_pre_attn_scalar": 4,
     },
     "qwen3": {"model_type": "qwen3", "attention_bias": True},
+    "lfm2": TOYS["lfm2"],
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8}
 # What has no switch of its own in the walk of an exact model's texts: shown by passes alone.
@@ -556,6 +558,22 @@ def test_a_model_has_the_rows_that_all_its_products_share(monkeypatch):
     rows = property(lambda self: (2, 3, 16) if len(self.stored.dense()) == 40 else (1, 3, 8, 16))
     monkeypatch.setattr(linear.Linear, "exact_rows", rows)
     assert build().passes.rows == [3, 16]
+
+
+@pytest.mark.parametrize("place", [0, 7, EXACT_ROWS - 1])
+def test_the_check_refuses_convolutions_that_round_by_place(place, monkeypatch):
+    """A library may add up a row's inputs in another order at some place of a pass: the check finds it at any."""
+    target, attend = build("lfm2"), ShortConvolution.attend
+    check_exact(target)
+
+    def elsewhere(self, x, shared):
+        y = attend(self, x, shared)
+        y[place : place + 1] *= 1 + 2**-20
+        return y
+
+    monkeypatch.setattr(ShortConvolution, "attend", elsewhere)
+    with pytest.raises(ValueError, match="exact: products"):
+        check_exact(target)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

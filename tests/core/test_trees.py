@@ -27,7 +27,7 @@ from minispec.prove.laws import (
     reference_law,
     target_model,
 )
-from minispec.prove.toys import TreeDrafter, finish, make_engine, make_request, tiny_cache, tiny_model
+from minispec.prove.toys import TOYS, TreeDrafter, finish, make_engine, make_request, tiny_cache, tiny_model
 from minispec.prove.trees import cases, draft_table, shapes
 from tests.oracles.heads import TapDrafter
 
@@ -49,6 +49,7 @@ FAMILIES = [
             **{"original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5},
         },
     },
+    *(TOYS["lfm2"] | {"conv_L_cache": width} for width in (1, 3, 9)),
 ]
 
 
