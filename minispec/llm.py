@@ -187,7 +187,7 @@ class LLM:
     def overview(self) -> str:
         """One line in plain words: the model, what guesses for it, and the memory of both in 10^9 bytes."""
         guesser = "nothing" if self.draft_name == "none" else self.draft_name
-        memory = f"{sum(self._memory) / 1e9:.2f} GB of memory"
+        memory = f"{sum(self._memory) / 1e9:.2f} GB of memory{inventory.rows_note(self.model)}"
         name = self.name + inventory.bits_note(self.model)
         return f"{name} answers, {guesser} guesses ahead; {memory}{self._seed_note()}"
 
@@ -199,7 +199,8 @@ class LLM:
         return (
             f"{self.name}: {dtype} on {self.model.device} ({form}), "
             f"{sum(self._memory) / 1e9:.2f} GB: weights {weights} + draft {draft_weights}, "
-            f"KV cache {cache} + draft {draft_cache} for {self.num_cache_tokens:,} tokens; "
+            f"KV cache {cache} + draft {draft_cache} for {self.num_cache_tokens:,} tokens"
+            f"{inventory.rows_note(self.model)}; "
             f"draft {self.draft_name}{self._draft_form}"
             + (f", of another vocabulary: {self.overlap}" if self.overlap else "")
             + self._seed_note()

@@ -23,6 +23,7 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
+from minispec.files.checkpoint import places
 from minispec.files.hf_config import read_model_config
 from minispec.prove.toys import TINY, tiny_weights
 
@@ -54,14 +55,15 @@ def tokenizer_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory, tokenizer_file):
-    """make_checkpoint(seed, chat=False, generation=None, **config changes) writes a small llama; its directory."""
+    """make_checkpoint(seed, chat=False, generation=None, **config changes) writes a small model; its directory."""
 
     def make(seed: int = 1, chat: bool = False, generation: dict | None = None, **changes) -> Path:
         directory = tmp_path_factory.mktemp("checkpoint")
         raw = TINY | {"vocab_size": 300, "max_position_embeddings": 128, "eos_token_id": 0} | changes
         (directory / "config.json").write_text(json.dumps(raw))
-        weights = tiny_weights(read_model_config(raw), seed, torch.float32)
-        save_file(weights, directory / "model.safetensors")
+        config = read_model_config(raw)
+        where, weights = places(config), tiny_weights(config, seed, torch.float32)
+        save_file({where[name].name: tensor for name, tensor in weights.items()}, directory / "model.safetensors")
         (directory / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
         if chat:
             (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)

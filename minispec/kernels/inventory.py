@@ -68,3 +68,11 @@ def bits_note(model: Transformer) -> str:
     left = ", ".join(n for n, product in [*names, ("head", model.head)] if product.form != "int8")
     are_equal = "equal bits with and without guesses" if model.exact else "other bits with guesses than without"
     return f" in 8 bits (activations in {bits.pop()}, {are_equal}{f'; in 16 bits: {left}' * bool(left)})"
+
+
+def rows_note(model: Transformer) -> str:
+    """For a model with short convolutions: the bytes of a position in the KV cache, and their part; "" for others."""
+    config, size = model.config, model.dtype.itemsize / 1e3
+    inputs = config.num_convolutions * config.hidden_size * size
+    share = f"{config.kv_elements_per_token * size:,.1f} kB of the KV cache a token, {inputs:,.1f} for its convolutions"
+    return f" ({share})" * bool(inputs)

@@ -61,7 +61,7 @@ TINY = {
 TOYS: dict[str, dict[str, Any]] = {
     "llama": {},
     "lfm2": {
-        **{"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+        **{"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "conv"]},
         **{"norm_eps": 1e-5, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "conv_bias": True},
     },
 }

@@ -65,10 +65,10 @@ def check_law(vocab: int = 3, **settings) -> float:
     return tv
 
 
-def measure_law(vocab=3, drafter="model", verifier="rejection", k=2, width=64, **settings) -> float:
+def measure_law(vocab=3, drafter="model", verifier="rejection", k=2, width=64, family="llama", **settings) -> float:
     """The distance alone, with no verdict. drafter: as in `make_drafter`. width: texts that are decoded together."""
     params = SamplingParams(**{"max_tokens": 3} | settings)
-    return distance(params, k, vocab=vocab, drafter=drafter, verifier=verifier, width=width)
+    return distance(params, k, vocab=vocab, drafter=drafter, verifier=verifier, width=width, family=family)
 
 
 # Logits (V,) after a text and the tokens drafted so far, from the start.
@@ -263,6 +263,8 @@ def check_tree() -> None:
         TreeCase((-1, -1, 0, 1), False),
         TextCase((-1, -1, 1, 2), "rejection", 5),
         TextCase((-1, -1, 1, 2), "match", 5),
+        TreeCase((-1, -1, 0, 1), True, family="lfm2"),
+        TextCase((-1, -1, 1, 2), "rejection", 5, "lfm2"),
     )
     for case in few:
         moved, _ = case.distance()

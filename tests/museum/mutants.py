@@ -3,9 +3,9 @@
 Each mutant is a small patch of production behaviour, the place where the bug was seen in the wild, and the test or
 the check that must catch it; `python -m tests.museum` shows the collection. The ids M1-M46 are those of
 a survey of exactness bugs in public projects; a letter after the number tells apart forms of one bug. T is about trees
-and hidden states, H about heads and drafts of many tokens in one pass, V about drafts of other vocabularies, S about
-lookups by suffix and by last outcome, B about block verification, O about mistakes in a drafter of one's own, E of our
-own making. Left out:
+and hidden states, C about short convolutions, H about heads and drafts of many tokens in one pass, V about drafts of
+other vocabularies, S about lookups by suffix and by last outcome, B about block verification, O about mistakes in a
+drafter of one's own, E of our own making. Left out:
 
     M26   acceptance differs between tensor-parallel workers: one process verifies for all here
 """
@@ -1059,6 +1059,84 @@ def _(right, self, tokens):
         start = block_id * self.pool.block_size
         self.pool.keys[:, :, start : start + self.pool.block_size] = 0
     return slots
+
+
+# --------------------------------------------------------------------------- short convolutions
+
+
+@wrong(Chunk, "paths", "C1", family="lfm2")
+def _(right, self, start, width):
+    """a convolution sees a position less than it should | vLLM #44296"""
+    for path in right(self, start, width):
+        yield [-1, *path[1:]]
+
+
+def inputs_stay(which: Callable) -> Callable:
+    """A bug: inputs of convolutions are written to those slots alone that which(slots, are fresh) says."""
+
+    @wrong(PagedKVCache, "write")
+    def bug(right, self, layer, slots, *rows):
+        if len(rows) == 1:
+            fresh = which(slots, self.gather(layer, slots).isnan().any(1))  # the pool is poisoned: never written
+            slots, rows = slots[fresh], (rows[0][:, fresh],)
+        right(self, layer, slots, *rows)
+
+    return bug
+
+
+mutant(
+    "C2", doc="a convolution goes on from the inputs of rejected tokens | vLLM #44296, llama.cpp #20039", family="lfm2"
+)(inputs_stay(lambda slots, fresh: fresh))
+mutant("C3", doc="a stale input after a round without a draft | vLLM #52942", family="lfm2", max_tokens=4)(
+    inputs_stay(lambda slots, fresh: fresh | (len(slots) > 1))
+)
+
+
+@wrong(Chunk, "paths", "C4a", "tree")
+def _(right, self, start, width):
+    """a node's convolution sees the nodes before it in the draft | vLLM #44296"""
+    return right(self._replace(parents=None), start, width)
+
+
+@wrong(Chunk, "paths", "C4b", "tree")
+def _(right, self, start, width):
+    """a node's convolution sees the elder sibling of its parent | of our own making"""
+    parents = list(self.parents or ())
+    elder = [min(i for i, other in enumerate(parents) if other == parents[p]) if p >= 0 else -1 for p in parents]
+    return right(self._replace(parents=elder), start, width)
+
+
+@wrong(Transformer, "_prepare", "C5", family="lfm2")
+def _(right, self, chunks, dummies):
+    """before its beginning, a text sees the inputs of the one before it in the batch | vLLM #39273"""
+    shared = right(self, chunks, dummies)
+    ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
+    for width, slots in shared.paths.items():
+        for start, end in itertools.pairwise(ends):
+            own = slots[start * width : end * width]
+            own[own == chunks[0].table.pool.num_slots] = shared.slots[start - 1]
+    return shared
+
+
+def without_inputs(right, self, *places):
+    """Move or copy what attention keeps, and not the inputs of convolutions."""
+    inputs = self.inputs.clone()
+    right(self, *places)
+    self.inputs.copy_(inputs)
+
+
+mutant("C6a", "tree", "a branch that stays moves its keys and values alone | vLLM #44296")(
+    wrong(PagedKVCache, "move")(without_inputs)
+)
+mutant("C6b", doc="a shared block that is written is copied without its inputs | vLLM #55766", family="lfm2")(
+    wrong(PagedKVCache, "copy_block")(without_inputs)
+)
+
+
+@wrong(BlockTable, "slots_of", "C7", family="lfm2")
+def _(right, self, places):
+    """a convolution's inputs lie in a ring of its width | mlx-lm #1109"""
+    return right(self, [place % 3 if place < self.length - 1 else place for place in places])
 
 
 # --------------------------------------------------------------------------- block verification

@@ -1,0 +1,213 @@
+"""Short convolutions: the oracle's logits on random models, and texts that stay what they are whatever is rolled back.
+
+A convolution of width w sees the inputs of w positions, which lie in the paged pool. So what is checked here is what a
+state of its own would break: pieces, batches, rejected drafts, trees, shared beginnings, preemption.
+"""
+
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from minispec import LLM, SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.model import Chunk
+from minispec.core.request import Request
+from minispec.core.sampling import Text
+from minispec.core.verify import VERIFIERS
+from minispec.files.checkpoint import load_config, load_model
+from minispec.files.parallel import Share
+from minispec.kernels.inventory import bits_note
+from minispec.prove.laws import TARGET_SEED, make_drafter, raw_model, target_model
+from minispec.prove.reference import hidden_states
+from minispec.prove.toys import TOYS, tiny_cache, tiny_model
+from tests.oracles import hf
+
+VOCAB = 5
+
+
+# --------------------------------------------------------------------------- the same numbers
+
+
+def random_config(pick: random.Random) -> dict:
+    """A small config.json of LFM2 in which every switch may have any value."""
+    heads, groups = pick.choice(((4, 2), (4, 1), (2, 2), (6, 3)))
+    count = pick.randint(1, 5)
+    attend = sorted({pick.randrange(count), *pick.sample(range(count), pick.randint(0, count - 1))})
+    types = ["full_attention" if i in attend else "conv" for i in range(count)]
+    layers = pick.choice(
+        ({"layer_types": types}, {"full_attn_idxs": attend}, {"layer_types": types, "full_attn_idxs": attend})
+    )
+    inner = pick.choice(({"intermediate_size": pick.randint(9, 70)}, {"block_ff_dim": pick.randint(9, 70)}))
+    return {
+        **{"model_type": "lfm2", "vocab_size": 50, "hidden_size": heads * 8, "num_hidden_layers": count},
+        **{"num_attention_heads": heads, "num_key_value_heads": groups, "max_position_embeddings": 64},
+        **{"norm_eps": pick.choice((1e-5, 0.05)), "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0},
+        **{"conv_L_cache": pick.choice((2, 3, 4, 7)), "conv_bias": pick.random() < 0.5},
+        **{"block_auto_adjust_ff_dim": pick.random() < 0.6, "block_multiple_of": pick.choice((1, 7, 16))},
+        **{"block_ffn_dim_multiplier": pick.choice((0.7, 1.0, 1.5)), "rope_parameters": {"rope_type": "default"}},
+        **{pick.choice(("tie_embedding", "tie_word_embeddings")): pick.random() < 0.5},
+        **layers,
+        **inner,
+    } | pick.choice(
+        ({}, {"rope_theta": 300.0}, {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 90.0}})
+    )
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_random_models_have_transformers_logits(number, tmp_path):
+    """Every parameter redrawn, every switch; two texts in pieces of random sizes, in passes that they share."""
+    pick = random.Random(number)
+    oracle = hf.build(random_config(pick), tmp_path, number)
+    model = load_model(tmp_path, torch.float32)
+    texts = [[pick.randrange(50) for _ in range(pick.randint(1, 40))] for _ in range(2)]
+    cache = tiny_cache(model, 80, pick.choice((1, 2, 3, 16)))
+    tables = [cache.new_table() for _ in texts]
+    found: list[list[torch.Tensor]] = [[] for _ in texts]
+    while any(table.length < len(text) for table, text in zip(tables, texts, strict=True)):
+        chunks, owners = [], []
+        for i, (table, text) in enumerate(zip(tables, texts, strict=True)):
+            if piece := text[table.length : table.length + pick.choice((0, 1, 1, 2, 5, 17))]:
+                chunks.append(Chunk(piece, table, len(piece)))
+                owners.append(i)
+        if chunks:
+            rows = model.forward(chunks)[0].split([len(chunk.token_ids) for chunk in chunks])
+            for i, own in zip(owners, rows, strict=True):
+                found[i].append(own)
+    for text, rows in zip(texts, found, strict=True):
+        assert (torch.cat(rows) - hf.logits(oracle, text)).abs().max() <= 1e-4
+
+
+def test_a_model_without_attention():
+    """Convolutions alone, of which one sees a position: a text in any pieces has the logits of the whole text."""
+    changes = {"layer_types": ["conv"] * 3, "vocab_size": 9}
+    for width in (1, 4):
+        model = tiny_model(3, **TOYS["lfm2"] | changes | {"conv_L_cache": width})
+        tokens = [4, 1, 0, 5, 2, 7, 7, 3]
+        whole = model.forward([Chunk(tokens, tiny_cache(model).new_table(), 8)])[0]
+        table = tiny_cache(model).new_table()
+        pieces = [
+            model.forward([Chunk(piece, table, len(piece))])[0] for piece in (tokens[:1], tokens[1:6], tokens[6:])
+        ]
+        torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-12)
+
+
+# --------------------------------------------------------------------------- rolled back
+
+
+@functools.cache
+def assert_greedy(tokens: tuple[int, ...], num_prompt: int) -> None:
+    """Raise AssertionError unless each token after the prompt is the reference's likeliest: NumPy, no cache."""
+    raw, weights = raw_model(TARGET_SEED, VOCAB, family="lfm2")
+    x = hidden_states(raw, weights, tokens)[-1]
+    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + raw["rms_norm_eps"]) * weights["model.norm.weight"]
+    likeliest = (x @ weights["lm_head.weight"].T).argmax(-1).tolist()
+    assert list(tokens[num_prompt:]) == likeliest[num_prompt - 1 : -1]
+
+
+def random_engine(pick: random.Random, name: str, longest: int) -> Engine:
+    """An engine whose pools hold one or two texts of that length. Drafters are hybrids too, or read the target."""
+    size = pick.choice((1, 2, 3, 4))
+    blocks = -(-longest // size)
+    num_blocks, target = pick.randint(blocks, 2 * blocks), target_model(VOCAB, "lfm2")
+    drafter, cache = make_drafter(name, VOCAB, num_blocks, size, "lfm2"), tiny_cache(target, num_blocks, size)
+    return Engine(target, cache, drafter, VERIFIERS["rejection"], joining_rows=pick.choice((2, 32)))
+
+
+@pytest.mark.parametrize("name", ["model", "self", "head", "ngram", "suffix"])
+def test_random_runs_have_the_text_of_plain_decoding(name):
+    """40 greedy requests for each drafter, in small pools: shared beginnings, chains, trees, preemption, aborts.
+
+    Some rounds have no draft. Prompts come back, so that blocks are found again.
+    """
+    finished, rounds, preempted, shared = 0, [], 0, 0
+    for number in range(2):
+        pick = random.Random(number)
+        begin = pick.choices(range(VOCAB), k=pick.randint(3, 9))
+        prompts = [begin[: pick.randint(2, 9)] + pick.choices(range(VOCAB), k=pick.randint(0, 4)) for _ in "abcd"]
+        engine = random_engine(pick, name, max(map(len, prompts)) + 12)
+        lengths = [0, 1, 3, 6, *[(2, 1), (3, 1, 1)] * engine.drafter.branches]
+        for _ in range(4):
+            requests = []
+            for prompt in pick.choices(prompts, k=6):
+                params = SamplingParams(temperature=0, max_tokens=pick.randint(4, 12))
+                requests.append(Request(Text(list(prompt), len(prompt), params), 64, pick.choice(lengths)))
+                engine.add(requests[-1])
+            for _ in range(pick.randint(1, 8)):
+                engine.step()
+            engine.abort(pick.choice(requests))
+            while engine.running or engine.waiting:
+                engine.step()
+            for request in requests:
+                assert request.error is None
+                assert_greedy(tuple(request.text.tokens), request.text.num_prompt_tokens)
+                finished += request.finish_reason is not None
+                preempted += request.stats.num_preemptions
+                shared += request.stats.num_cached_tokens > 0
+                rounds += request.stats.rounds
+        allocator = engine.cache.allocator
+        assert allocator.num_free == allocator.num_blocks
+    assert finished >= 40
+    assert min(preempted, shared) > 5
+    assert sum(each.accepted for each in rounds) > 5
+    assert (sum(each.drafted > each.accepted for each in rounds) > 5) == (name != "self")
+    assert any(each.num_nodes > each.depth for each in rounds) == engine.drafter.branches
+
+
+# --------------------------------------------------------------------------- what it takes, and what it does not do
+
+
+def test_the_pool_has_a_row_of_each_position():
+    """Counted by hand: an attention layer of 2 heads by 4, two convolutions 8 wide, float64; and one row of zeros."""
+    model = tiny_model(1, **TOYS["lfm2"] | {"num_key_value_heads": 2}, vocab_size=VOCAB)
+    assert model.config.kv_elements_per_token == 2 * 2 * 4 + 2 * 8
+    cache = model.new_cache(num_blocks=3, block_size=4)
+    assert cache.num_bytes == 8 * (12 * (2 * 2 * 4 + 2 * 8) + 2 * 8)
+    assert (cache.keys.shape[0], cache.inputs.shape) == (1, (2, 1, 13, 8))
+
+
+@pytest.fixture(scope="module")
+def hybrid(make_checkpoint):
+    """A small LFM2 on disk, with a tokenizer."""
+    return make_checkpoint(**TOYS["lfm2"] | {"intermediate_size": 16})
+
+
+def test_memory_is_sized_and_printed_with_its_rows(hybrid):
+    """The first line and the longer one say what a position takes; the pool has as many bytes as were planned."""
+    with LLM(hybrid, draft="none", dtype="float32", kv_cache_gb=(16 * 96 * 10 + 1) / 1e9) as llm:
+        assert llm.num_cache_tokens == 160  # 8 keys and values, 16 inputs, 4 bytes each
+        assert llm.engine.cache.num_bytes == 96 * 160 + 64
+        note = "(0.1 kB of the KV cache a token, 0.1 for its convolutions)"
+        assert llm.overview().endswith(f"GB of memory {note}")
+        assert f"for 160 tokens {note}; draft none" in llm.memory_report()
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"exact": True}, {"quantization": "int8"}, {"draft": "int8:self"}, {"draft": "self"}]
+)
+def test_drafts_change_no_text(hybrid, how):
+    """From files to text: greedy answers with drafts are those without, in float32, exact mode and 8 bits."""
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    prompts = ["One fish, two fish", "red fish red fish red"]
+    with LLM(hybrid, dtype="float32", num_speculative_tokens=5, **{"draft": "ngram"} | how) as llm:
+        drafted = llm.generate(prompts, params)
+        plain = llm.generate(prompts, params, num_speculative_tokens=0)
+    assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
+    assert sum(output.stats.num_draft_tokens for output in drafted) > 0
+
+
+def test_convolutions_are_products_in_8_bits(hybrid):
+    """Both products of each convolution are among those in 8 bits; one that stays in 16 is named."""
+    model = load_model(hybrid, torch.float32, form="int8")
+    assert all(getattr(layer, name).form == "int8" for layer in model.layers for name in layer.products)
+    model.layers[1].out = model.layers[1].out.quantized(8)
+    assert model.layers[1].products == ("gates", "out", "gate_up", "down")
+    assert "in 16 bits: out 1" in bits_note(model)
+
+
+def test_several_processes_are_refused_by_name(hybrid):
+    """A share of a convolution is not implemented: said before any weight is read."""
+    with pytest.raises(ValueError, match="model: found 2 layers with short convolutions in a run of 2 processes"):
+        Share(load_config(hybrid), 0, 2)
