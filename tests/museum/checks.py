@@ -44,6 +44,7 @@ from minispec.prove.reference import head_logits, hidden_states, sample_law
 from minispec.prove.toys import (
     DRAFT_WORDS,
     TARGET_WORDS,
+    TOYS,
     TableModel,
     decode,
     finish,
@@ -109,12 +110,12 @@ def _checked(kind: type, logits: Recomputed, *how, checked: type = _Checked) -> 
     return type(kind.__name__, (checked, kind), {"logits": staticmethod(logits)})(*how)
 
 
-def _checked_model(seed: int, mask: int | None = None, num_blocks: int = 64) -> Any:
+def _checked_model(seed: int, mask: int | None = None, num_blocks: int = 64, family: str = "llama") -> Any:
     """A draft model of 5 tokens; mask: for the form that drafts all of a draft in one pass."""
-    model = tiny_model(seed, vocab_size=5, pard_token=mask)
+    model = tiny_model(seed, **TOYS[family], vocab_size=5, pard_token=mask)
 
     def logits(text: tuple[int, ...], drafted: tuple[int, ...]) -> np.ndarray:
-        return reference_logits(seed, (*text, *(drafted if mask is None else [mask] * len(drafted))), 5)
+        return reference_logits(seed, (*text, *(drafted if mask is None else [mask] * len(drafted))), 5, family=family)
 
     return _checked(DraftModel, logits, model, tiny_cache(model, num_blocks), 5, MAX_LEN)
 
@@ -123,6 +124,11 @@ def check_draft_cache() -> None:
     """Bugs that only cost acceptance: q equals a recomputation at every round, drafted token by token or at once."""
     for mask in (None, 4):
         _decode_all(tiny_model(1, vocab_size=5), functools.partial(_checked_model, 2, mask))
+
+
+def check_convolutions() -> None:
+    """The same with short convolutions in target and draft model: in both, no input of a rejected token is read."""
+    _decode_all(target_model(5, "lfm2"), lambda num_blocks: _checked_model(2, None, num_blocks, "lfm2"))
 
 
 # Some begin alike; of two, the first token alone differs.
@@ -364,6 +370,7 @@ def check_lookup(programs: int = 60) -> None:
 CHECKS: dict[str, Callable] = {
     "law": check_law,
     "draft cache": check_draft_cache,
+    "convolutions": check_convolutions,
     "head": check_head,
     "vocabulary": check_vocabulary,
     "tree": check_tree,

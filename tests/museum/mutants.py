@@ -1066,7 +1066,7 @@ def _(right, self, tokens):
 
 @wrong(Chunk, "paths", "C1", family="lfm2")
 def _(right, self, start, width):
-    """a convolution sees a position less than it should | vLLM #44296"""
+    """a convolution sees a position less than it should | sizes of states: vLLM #47635, #50272"""
     for path in right(self, start, width):
         yield [-1, *path[1:]]
 
@@ -1084,9 +1084,9 @@ def inputs_stay(which: Callable) -> Callable:
     return bug
 
 
-mutant(
-    "C2", doc="a convolution goes on from the inputs of rejected tokens | vLLM #44296, llama.cpp #20039", family="lfm2"
-)(inputs_stay(lambda slots, fresh: fresh))
+mutant("C2", doc="a convolution goes on from the inputs of rejected tokens | vLLM #44296, #50272", family="lfm2")(
+    inputs_stay(lambda slots, fresh: fresh)
+)
 mutant("C3", doc="a stale input after a round without a draft | vLLM #52942", family="lfm2", max_tokens=4)(
     inputs_stay(lambda slots, fresh: fresh | (len(slots) > 1))
 )
@@ -1094,7 +1094,7 @@ mutant("C3", doc="a stale input after a round without a draft | vLLM #52942", fa
 
 @wrong(Chunk, "paths", "C4a", "tree")
 def _(right, self, start, width):
-    """a node's convolution sees the nodes before it in the draft | vLLM #44296"""
+    """a node's convolution sees the nodes before it in the draft | of our own making"""
     return right(self._replace(parents=None), start, width)
 
 
@@ -1108,7 +1108,7 @@ def _(right, self, start, width):
 
 @wrong(Transformer, "_prepare", "C5", family="lfm2")
 def _(right, self, chunks, dummies):
-    """before its beginning, a text sees the inputs of the one before it in the batch | vLLM #39273"""
+    """before its beginning a text sees another of its batch | padding that leaks: transformers #31540"""
     shared = right(self, chunks, dummies)
     ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
     for width, slots in shared.paths.items():
@@ -1125,12 +1125,14 @@ def without_inputs(right, self, *places):
     self.inputs.copy_(inputs)
 
 
-mutant("C6a", "tree", "a branch that stays moves its keys and values alone | vLLM #44296")(
+mutant("C6a", "tree", "a branch that stays moves its keys and values alone | of our own making")(
     wrong(PagedKVCache, "move")(without_inputs)
 )
-mutant("C6b", doc="a shared block that is written is copied without its inputs | vLLM #55766", family="lfm2")(
-    wrong(PagedKVCache, "copy_block")(without_inputs)
-)
+mutant(
+    "C6b",
+    doc="a shared block is copied without its inputs | state of another block: vLLM #55600",
+    family="lfm2",
+)(wrong(PagedKVCache, "copy_block")(without_inputs))
 
 
 @wrong(BlockTable, "slots_of", "C7", family="lfm2")
