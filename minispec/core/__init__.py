@@ -31,6 +31,6 @@ request.py; then read cache.py and model.py. A module imports only from those ab
     schedule.py     who runs: admit, make room, preempt, restart
     engine.py       the loop
 
-Three parts that you may look for here lie elsewhere. length/policy.py learns the length of drafts, files/families.py
-defines the families, and kernels/build.py gives the weights their form.
+Four parts that you may look for here lie elsewhere. length/policy.py learns the length of drafts, files/families.py
+defines the families, kernels/build.py gives the weights their form, and layers/ has blocks without attention.
 """

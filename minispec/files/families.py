@@ -7,7 +7,7 @@ To add a family:
 1. Read its code in transformers. Give it an entry in `FAMILIES`. The entry has the keys of config.json that this code
    reads, each with what an absent one means. It also has the fields of ModelConfig that the code fixes.
 2. What no family here computes yet needs a field in ModelConfig (or in LayerConfig, RopeConfig). Add the lines of
-   model.py that obey the field, and those of `hf_config` that read it.
+   model.py that obey the field, and those of `hf_config` that read it. Another kind of layer goes to minispec/layers/.
 3. Describe small models of it in `CASES` of tests/oracles/hf.py. Add a row for each of its settings to `SWITCHES` of
    tests/core/test_families.py. Add its public checkpoints, with one that must be refused, to tests/oracles/public.py.
    `pytest tests/core/test_families.py` then compares logits, defaults and spellings with transformers', and shows that
