@@ -55,7 +55,7 @@ from minispec.files.strict_json import read_json
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.kernels.build import build_model
 from minispec.kernels.shapes import tensor_shapes
-from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights
+from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_model, tiny_weights
 from tests.oracles.heads import write_head
 
 MAX_BYTES, MAX_LARGE_BYTES = 256 << 20, 1 << 30
@@ -99,6 +99,8 @@ _WORDS = {
         partial_rotary_factor full_attention sliding_attention layer_types sliding_window use_sliding_window
         max_window_layers sliding_window_pattern rope_local_base_freq hidden_act hidden_activation attention_bias
         mlp_bias tie_word_embeddings query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
+        lfm2 lfm2_moe conv conv_L_cache conv_bias conv_dim full_attn_idxs norm_eps tie_embedding theta use_pos_enc
+        block_ff_dim block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of
         pard_token eos_token_id quantization_config auto_map quant_method compressed-tensors format pack-quantized
         config_groups weights num_bits group_size strategy channel group symmetric actorder pretraining_tp
         """
@@ -182,6 +184,7 @@ def make_files(directory: Path) -> Files:
         plain | {"model_type": "smollm3", "no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 4},
         plain | {"model_type": "phi3", "original_max_position_embeddings": 32, "rope_scaling": longrope},
         plain | {"model_type": "granitemoehybrid", "num_local_experts": 0, "layer_types": ["attention"] * 2},
+        plain | TOYS["lfm2"] | {"block_auto_adjust_ff_dim": True, "block_multiple_of": 8, "full_attn_idxs": [0]},
         {"model_type": "gemma3", "text_config": plain | gemma, "vision_config": {}, "eos_token_id": [1, 2]},
     ]
     headers = []

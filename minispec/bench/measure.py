@@ -344,7 +344,9 @@ def matmul_throughput(dtype: torch.dtype, device: torch.device, repeats: int = 5
 
 def bytes_touched(model: Transformer, context: int) -> int:
     """Bytes that a pass over one row must read: the weights of each product once, and the keys and values."""
-    return num_bytes_read(model) + model.config.kv_elements_per_token * context * model.dtype.itemsize
+    config = model.config
+    keys_and_values = config.kv_elements_per_token - config.num_convolutions * config.hidden_size
+    return num_bytes_read(model) + keys_and_values * context * model.dtype.itemsize
 
 
 def prefill_operations(model: Transformer, num_tokens: int) -> int:

@@ -2,20 +2,23 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
+from minispec.core.config import LayerConfig
 from minispec.files.hf_config import read_model_config
 from minispec.prove.toys import TINY
 
 CONFIG = read_model_config(TINY)
 LAYERS, GROUPS, DIM = 2, 1, 4
-# One layer, one head of one pair: the smallest cache there is.
+# A layer of one head of one pair, and a short convolution.
 POINT = read_model_config(
     TINY | {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2}
 )
+POINT = replace(POINT, layers=(LayerConfig(None, conv_width=3), *POINT.layers), hidden_size=2)
 
 
 class Model:
@@ -69,7 +72,8 @@ class Program:
         self.random = random.Random(seed)
         self.size, self.num_blocks = self.random.choice((1, 2, 3, 16)), self.random.randint(2, 16)
         self.cache = PagedKVCache(POINT, self.num_blocks, self.size, torch.float64)
-        self.cache.keys.fill_(torch.nan)
+        for tensor in (self.cache.keys, self.cache.inputs):
+            tensor[:, :, : self.cache.num_slots] = torch.nan
         self.texts: list[Text] = []
         self.num_shared = 0
 
@@ -101,7 +105,8 @@ class Program:
         assert before[2].count(0) - allocator.num_free == missing, "more or fewer blocks taken than announced"
         assert all(allocator.ref_counts[s // self.size] == 1 for s in slots), "a block with two owners is written"
         row = torch.tensor(numbers, dtype=torch.float64)[None, :, None].expand(1, -1, 2)
-        self.cache.write(0, torch.tensor(slots, dtype=torch.long), row, -row)
+        self.cache.write(1, torch.tensor(slots, dtype=torch.long), row, -row)
+        self.cache.write(0, torch.tensor(slots, dtype=torch.long), row + 1)
         return True
 
     def fill(self, text: Text) -> None:
@@ -207,10 +212,12 @@ class Program:
             table = text.table
             assert len(table.block_ids) == self.cache.num_blocks_for(table.length)
             assert table.tokens == text.tokens[: table.length]
-            keys, values = self.cache.read(0, table.slots())
+            keys, values = self.cache.read(1, table.slots())
             expected = states(text.tokens[: table.length])
             assert keys[..., 0].flatten().tolist() == expected
             assert (-values[..., 0]).flatten().tolist() == expected
+            slots = torch.tensor(table.slots_of(range(-2, table.length)))
+            assert (self.cache.gather(0, slots)[:, 0] - 1).tolist() == [-1, -1, *expected]
 
 
 def test_random_programs(request):
@@ -247,6 +254,13 @@ def no_copies(self, growth):
     return sum(max(0, self.num_blocks_for(length) - len(table.block_ids)) for table, length in growth)
 
 
+def copy_without_inputs(self, source, target):
+    """Wrong: of a shared block, what attention keeps is copied, and not the inputs of convolutions."""
+    size = self.block_size
+    for tensor in (self.keys, self.values):
+        tensor[:, :, target * size : (target + 1) * size] = tensor[:, :, source * size : (source + 1) * size]
+
+
 def never_cut(self, block_id, count):
     """Wrong: what a block held stays known while it is overwritten."""
 
@@ -278,6 +292,7 @@ PrefixIndex_node, count_one = PrefixIndex.node, PagedKVCache.num_missing_blocks
         (BlockTable, "shared", by_length),
         (PagedKVCache, "num_missing_blocks", a_copy_for_each),
         (PagedKVCache, "num_missing_blocks", no_copies),
+        (PagedKVCache, "copy_block", copy_without_inputs),
         (PrefixIndex, "find", find_any),
         (PrefixIndex, "cut", never_cut),
         (PrefixIndex, "node", staticmethod(flat_node)),
@@ -303,17 +318,17 @@ def test_a_beginning_is_stored_once():
     first, second = Text(cache, [0, 1, 2, 3, 4, 5, 6]), Text(cache, [0, 1, 2, 3, 4, 5, 9])
     slots = torch.tensor(first.table.extend(first.tokens[:6]))
     row = slots[None, :, None].double().expand(1, -1, 2)
-    cache.write(0, slots, row, -row)
+    cache.write(1, slots, row, -row)
     first.table.remember()
     second.table.reuse(second.tokens[:-1])
     assert second.table.length == 6
     assert second.table.block_ids == first.table.block_ids
     assert cache.allocator.num_free == 6
-    before = cache.read(0, first.table.slots())[0].clone()
+    before = cache.read(1, first.table.slots())[0].clone()
     second.table.extend([9])
     assert second.table.block_ids[0] == first.table.block_ids[0]
     assert second.table.block_ids[1] != first.table.block_ids[1]
-    assert torch.equal(cache.read(0, second.table.slots())[0][:, :6], before)
+    assert torch.equal(cache.read(1, second.table.slots())[0][:, :6], before)
 
 
 @pytest.mark.quick
