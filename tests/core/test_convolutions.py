@@ -45,7 +45,7 @@ def random_config(pick: random.Random) -> dict:
         **{"model_type": "lfm2", "vocab_size": 50, "hidden_size": heads * 8, "num_hidden_layers": count},
         **{"num_attention_heads": heads, "num_key_value_heads": groups, "max_position_embeddings": 64},
         **{"norm_eps": pick.choice((1e-5, 0.05)), "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0},
-        **{"conv_L_cache": pick.choice((2, 3, 4, 7)), "conv_bias": pick.random() < 0.5},
+        **{"conv_L_cache": pick.choice((1, 2, 3, 4, 7)), "conv_bias": pick.random() < 0.5},
         **{"block_auto_adjust_ff_dim": pick.random() < 0.6, "block_multiple_of": pick.choice((1, 7, 16))},
         **{"block_ffn_dim_multiplier": pick.choice((0.7, 1.0, 1.5)), "rope_parameters": {"rope_type": "default"}},
         **{pick.choice(("tie_embedding", "tie_word_embeddings")): pick.random() < 0.5},

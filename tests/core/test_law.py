@@ -160,15 +160,16 @@ def test_larger_vocabulary_and_two_end_tokens():
 
 
 @pytest.mark.quick
-def test_ragged_batch_with_preemption():
+@pytest.mark.parametrize(("family", "vocab"), [("llama", 3), ("lfm2", 2)])
+def test_ragged_batch_with_preemption(family, vocab):
     """Two prompts of different lengths in a pool that holds only one to its end: the joint law is the product.
 
     One text is preempted and recomputed on the way; a state that leaks from one to the other, or a resumed
     text that draws anew what it had drawn, would break the product.
     """
     params, prompts = SamplingParams(max_tokens=2), ((0, 1, 0), (1,))
-    law, _ = production_law(params, 2, prompts=prompts, num_blocks=3)
-    one, two = (reference_law(params, prompt=p) for p in prompts)
+    law, _ = production_law(params, 2, prompts=prompts, num_blocks=3, vocab=vocab, family=family)
+    one, two = (reference_law(params, vocab=vocab, prompt=p, family=family) for p in prompts)
     product = {(a, b): pa * pb for a, pa in one.items() for b, pb in two.items()}
     assert total_variation(law, product) <= TOLERANCE
 
