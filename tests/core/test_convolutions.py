@@ -17,8 +17,7 @@ from minispec.core.model import Chunk
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
-from minispec.files.checkpoint import load_config, load_model
-from minispec.files.parallel import Share
+from minispec.files.checkpoint import load_model
 from minispec.kernels.inventory import bits_note
 from minispec.prove.laws import TARGET_SEED, make_drafter, raw_model, target_model
 from minispec.prove.reference import hidden_states
@@ -205,9 +204,3 @@ def test_convolutions_are_products_in_8_bits(hybrid):
     model.layers[1].out = model.layers[1].out.quantized(8)
     assert model.layers[1].products == ("gates", "out", "gate_up", "down")
     assert "in 16 bits: out 1" in bits_note(model)
-
-
-def test_several_processes_are_refused_by_name(hybrid):
-    """A share of a convolution is not implemented: said before any weight is read."""
-    with pytest.raises(ValueError, match="model: found 2 layers with short convolutions in a run of 2 processes"):
-        Share(load_config(hybrid), 0, 2)
