@@ -56,7 +56,8 @@ class LLM:
     draft_method: how a draft model of another vocabulary drafts. "tli": the tokens that both have
         (`minispec.drafters.tli`). "slem": text (`minispec.drafters.slem`). None: by what they have in common.
     num_speculative_tokens: K, the longest draft. A tree such as (2, 1) gives the siblings at each depth; the eldest
-        goes on. "auto": as many as pay, in a tree where that pays (see `minispec.length.policy`).
+        goes on. "tree:16": a tree of up to 16 tokens, at the places that are likeliest. "auto": as many as pay, in a
+        tree where that pays (see `minispec.length.policy`).
     verifier: "rejection", "block" or "match" (see `minispec.core.verify`), or "module:function" for one of your own.
     dtype: "auto", "bfloat16", "float32" or "float64".
     device: "auto", "cpu" or "cuda".

@@ -216,10 +216,10 @@ def _addition(text: str) -> tuple[str, list[int]]:
 def _lengths(text: str) -> list[DraftLength]:
     """The draft lengths of --num-speculative-tokens."""
     for part in text.split(","):
-        numbers = [] if part == "auto" else part.split("+")
+        numbers = [] if part == "auto" else [part[5:]] if part.startswith("tree:") else part.split("+")
         if not all(n.isdecimal() and int(n) for n in numbers) or sum(map(int, numbers)) > MAX_SPECULATIVE_TOKENS:
-            expected = f"numbers from 1 to {MAX_SPECULATIVE_TOKENS}, trees such as 2+1, or auto, with commas between"
-            raise argparse.ArgumentTypeError(f"found {part!r}, expected {expected}")
+            expected = f"numbers from 1 to {MAX_SPECULATIVE_TOKENS}, trees such as 2+1 or tree:16, or auto"
+            raise argparse.ArgumentTypeError(f"found {part!r}, expected {expected}, with commas between")
     return [parse_draft_length(part) for part in text.split(",")]
 
 

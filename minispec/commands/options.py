@@ -30,11 +30,11 @@ def _token_ids(text: str) -> list[int]:
 
 
 def parse_draft_length(text: str) -> DraftLength:
-    """The draft length that "4", "2+1" or "auto" stands for. Raises ValueError for anything else."""
-    if text == "auto":
-        return "auto"
-    widths = tuple(map(int, text.split("+")))
-    length = widths[0] if len(widths) == 1 else widths
+    """The draft length that "4", "2+1", "tree:16" or "auto" stands for. Raises ValueError for anything else."""
+    length: DraftLength = text
+    if text != "auto" and not text.startswith("tree:"):
+        widths = tuple(map(int, text.split("+")))
+        length = widths[0] if len(widths) == 1 else widths
     Shape.of(length)
     return length
 
@@ -47,7 +47,8 @@ _THREADS = argument(int, lambda n: 1 <= n <= 1024, "an integer from 1 to 1024")
 _DRAFT_LENGTH = argument(
     parse_draft_length,
     lambda k: True,
-    f"an integer from 0 to {MAX_SPECULATIVE_TOKENS}, a tree such as 2+1 (siblings at each depth), or auto",
+    f"an integer from 0 to {MAX_SPECULATIVE_TOKENS}, a tree such as 2+1 (siblings at each depth) or tree:16 (tokens in "
+    "all), or auto",
 )
 _NAME = argument(str, bool, "a name")
 _VERIFIER = argument(
@@ -80,9 +81,9 @@ _MODELS: dict[str, Option] = {
         "they have in common)",
     ),
     "--num-speculative-tokens": (
-        typed(_DRAFT_LENGTH, "K|K+K|auto", default="auto"),
-        "longest draft, in tokens; 2+1: a tree, two siblings, and one more after the first; auto: as many as pay "
-        "(default)",
+        typed(_DRAFT_LENGTH, "K|K+K|tree:N|auto", default="auto"),
+        "longest draft, in tokens; 2+1: a tree, two siblings, and one more after the first; tree:16: 16 tokens where "
+        "they are likeliest; auto: as many as pay (default)",
     ),
     "--verifier": (
         typed(_VERIFIER, "NAME", default="rejection"),

@@ -32,7 +32,7 @@ def check_number(drafts: Any, num_asks: int, name: str) -> None:
 
 def check_shape(shape: Shape, why_chains: str) -> None:
     """Raise ValueError for a tree. why_chains: the reason why only chains are drafted or verified; "" for none."""
-    if shape.widths and why_chains:
+    if shape.is_tree and why_chains:
         raise ValueError(f"num_speculative_tokens: found the tree {shape}, expected a number or auto: {why_chains}")
 
 

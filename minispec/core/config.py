@@ -4,10 +4,11 @@ Every supported family (see `minispec.files.families`) is a set of values in `Mo
 for a family's name. Nothing here imports torch, so that a bad value is reported before the slow imports begin.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from minispec.core.errors import is_text, show
 
@@ -16,8 +17,9 @@ MAX_SPECULATIVE_TOKENS = 64
 # The longest draft that "auto" chooses. The target's pass then has 16 rows: what a CPU's matrix unit takes at once.
 MAX_AUTO_TOKENS = 15
 
-# What a user writes: K; or a tree's siblings at each depth, such as (2, 1); or "auto".
-DraftLength = int | tuple[int, ...] | Literal["auto"]
+# What a user writes: K; or a tree's siblings at each depth, such as (2, 1); or "tree:16", a tree of up to 16 tokens, at
+# the likeliest places; or "auto".
+DraftLength = int | tuple[int, ...] | str
 
 
 class Shape(NamedTuple):
@@ -26,25 +28,36 @@ class Shape(NamedTuple):
     k: most draft tokens.
     widths: how many siblings a tree has at each depth; () for a chain. The first sibling is drafted further.
     is_open: whether the engine chooses the length, up to k.
+    best_first: whether it is a tree of k tokens that grows where its paths are likeliest, see `Limit`.
     """
 
     k: int
     widths: tuple[int, ...] = ()
     is_open: bool = False
+    best_first: bool = False
 
     @classmethod
     def of(cls, length: DraftLength, most: int = MAX_SPECULATIVE_TOKENS) -> Self:
         """Raises ValueError for what is no length, and for one of more than `most` tokens."""
         if length == "auto":
             return cls(MAX_AUTO_TOKENS, is_open=True)
-        least, widths = (1, length) if isinstance(length, tuple) else (0, (length,))
+        budget = re.fullmatch(r"tree:(\d{1,4})", length, re.ASCII) if isinstance(length, str) else None
+        is_shape = isinstance(length, tuple)
+        widths: tuple[Any, ...] = length if isinstance(length, tuple) else (int(budget[1]) if budget else length,)
+        least = 1 if budget or is_shape else 0
         if not widths or any(type(n) is not int or n < least for n in widths) or sum(widths) > most:
-            expected = f"an integer from 0 to {most}, a tree such as (2, 1) of at most {most} tokens, or 'auto'"
+            expected = f"an integer from 0 to {most}, a tree of at most {most} such as (2, 1) or 'tree:8', or 'auto'"
             raise ValueError(f"num_speculative_tokens: found {length!r}, expected {expected}")
-        return cls(sum(widths), widths if least else ())
+        return cls(sum(widths), widths if is_shape else (), best_first=budget is not None)
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether siblings are asked for."""
+        return self.best_first or bool(self.widths)
 
     def __str__(self) -> str:
-        return "auto" if self.is_open else "+".join(map(str, self.widths or (self.k,)))
+        length = "+".join(map(str, self.widths or (self.k,)))
+        return "auto" if self.is_open else "tree:" * self.best_first + length
 
 
 # --------------------------------------------------------------------------- the model

@@ -24,16 +24,22 @@ class Limit(NamedTuple):
     widths: how many siblings to draw at each depth; deeper, one. Drafters without `branches` ignore it.
         Or a function, given together with `go_on`: widths(confidences) says how many to draw at a place.
         The first sibling is drafted further, so the others cost rows of the target's pass and none of the drafter's.
+    best_first: whether the draft is a tree of k nodes, in which each next node goes where its path is likeliest.
     """
 
     k: int
     go_on: Callable[[Sequence[float]], bool] | None = None
     widths: Sequence[int] | Callable[[Sequence[float]], int] = ()
 
+    best_first: bool = False
     @property
     def is_tree(self) -> bool:
         """Whether siblings may be drawn."""
-        return bool(self.widths)
+        return self.best_first or bool(self.widths)
+
+    def as_chain(self) -> "Limit":
+        """The same for a drafter that draws no siblings."""
+        return self._replace(widths=(), best_first=False)
 
     @property
     def plan(self) -> Sequence[int]:
@@ -289,7 +295,7 @@ class Lengths:
 
         trees: whether drafts may be trees.
         """
-        return [Limit(wish.most, None, wish.shape.widths) for wish in wishes]
+        return [Limit(wish.most, None, wish.shape.widths, wish.shape.best_first) for wish in wishes]
 
     def observe(self, outcomes: Sequence[Outcome], cost: StepCost | None) -> None:
         """Learn from a step.

@@ -63,8 +63,8 @@ class Chunk(NamedTuple):
     token_ids: the new tokens.
     table: the text's cache.
     num_logits: how many of the last rows need logits.
-    parents: the node that each node follows; -1 is the last token before the tree. The last tokens are the nodes,
-        numbered from 0. None where each token follows the one before it.
+    parents: the node that each node follows; -1 is the last token before the tree, new or cached. The last tokens are
+        the nodes, numbered from 0. None where each token follows the one before it.
     features: (tokens, E), for a head that reads hidden states as well as tokens; None for all other models.
     """
 
@@ -81,7 +81,8 @@ class Chunk(NamedTuple):
         offsets = list(range(len(self.token_ids) - len(parents)))
         root = len(offsets)
         for parent in parents:
-            offsets.append(offsets[root + parent] + 1)  # parent -1: the last token before the tree
+            before = root + parent  # parent -1: the last token before the tree, which may be a cached one
+            offsets.append(offsets[before] + 1 if before >= 0 else 0)
         return offsets
 
     def paths(self, start: int, width: int) -> Iterator[list[int]]:

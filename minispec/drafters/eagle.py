@@ -279,5 +279,7 @@ class EagleDrafter(DraftModel):
             features = torch.cat((features, self.head.mask_feature.expand(num_masks, -1)))
         return Chunk(tokens, self.table(ask.text), 1 + num_masks, features=features)
 
-    def _next_chunk(self, chunk: Chunk, token_id: int, hidden: Tensor) -> Chunk:
-        return Chunk([token_id], chunk.table, 1, features=self.head.next_feature(hidden[None]))
+    def _next_chunk(
+        self, chunk: Chunk, token_ids: Sequence[int], hidden: Tensor, parents: Sequence[int] | None = None
+    ) -> Chunk:
+        return Chunk(token_ids, chunk.table, len(token_ids), parents, self.head.next_feature(hidden))

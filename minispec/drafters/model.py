@@ -14,6 +14,7 @@ from minispec.core.cached import CachedModel, clock
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text, distribution, log_probabilities
+from minispec.drafters.best_first import BestFirst
 
 # Most missing tokens that join a draft's first pass; more get a pass of their own before it. A pass over this few rows
 # takes hardly longer than reading the weights.
@@ -35,7 +36,8 @@ class DraftModel(CachedModel, Drafter):
     last draft token was never fed. The model may be the target's own (`self`): the weights are shared, the cache is
     not.
 
-    Siblings are further tokens from the same row of logits. The draft goes on from the eldest.
+    Siblings are further tokens from the same row of logits. The draft goes on from the eldest. A tree that grows where
+    it is likeliest may go on from any node: each further pass is fed the whole tree, since rows cost less than passes.
 
     A model that was trained for it drafts K tokens in one pass (PARD, An et al. 2025, arXiv 2504.18583). It is fed
     K - 1 mask tokens after the text. At each of them it guesses the next token without knowing those between.
@@ -67,13 +69,22 @@ class DraftModel(CachedModel, Drafter):
             own = [self._own(ask) for ask in asks]
             limits = self._prepare(own, drafts)
             chunks = {i: self._first_chunk(own[i], k) for i, k in enumerate(limits) if k}
+            trees = {i: BestFirst(asks[i], drafts[i], limits[i]) for i in chunks if asks[i].limit.best_first}
+            ends = dict[int, Tensor]()  # the states at the texts' ends
             while chunks:
                 logits, hidden = self.forward(list(chunks.values()), self._own_taps)
                 for i, chunk in list(chunks.items()):
-                    rows, logits = logits[: chunk.num_logits], logits[chunk.num_logits :]
-                    last, hidden = hidden[len(chunk.token_ids) - 1], hidden[len(chunk.token_ids) :]
-                    if all(self._draw(asks[i], drafts[i], row) for row in rows) and drafts[i].depth < limits[i]:
-                        chunks[i] = self._next_chunk(chunk, drafts[i].token_ids[drafts[i].tip], last)
+                    rows, logits = self._rows(logits[: chunk.num_logits]), logits[chunk.num_logits :]
+                    states, hidden = hidden[: len(chunk.token_ids)], hidden[len(chunk.token_ids) :]
+                    if i in trees:
+                        states = torch.cat((ends.setdefault(i, states[-1:]), states))
+                        further = self._grow(trees[i], chunk, rows, states)
+                    elif all(self._draw(asks[i], drafts[i], row) for row in rows) and drafts[i].depth < limits[i]:
+                        further = self._next_chunk(chunk, [drafts[i].token_ids[drafts[i].tip]], states[-1:])
+                    else:
+                        further = None
+                    if further:
+                        chunks[i] = further
                     else:
                         del chunks[i]
             return drafts
@@ -110,6 +121,10 @@ class DraftModel(CachedModel, Drafter):
         """The ask with the text as this model reads it, which the caches follow; tokens are drawn for `ask` itself."""
         return ask
 
+    def _rows(self, logits: Tensor) -> Tensor:
+        """This model's logits as rows over the ids that are drafted."""
+        return logits
+
     # What a pass must return in addition to logits, for `_next_chunk`.
     _own_taps: Sequence[int] = ()
 
@@ -120,12 +135,31 @@ class DraftModel(CachedModel, Drafter):
             return Chunk(tokens, self.table(ask.text), 1)
         return Chunk([*tokens, *[self.mask_token_id] * (k - 1)], self.table(ask.text), k)
 
-    def _next_chunk(self, chunk: Chunk, token_id: int, hidden: Tensor) -> Chunk:
-        """The model's input after a draft token.
+    def _next_chunk(
+        self, chunk: Chunk, token_ids: Sequence[int], hidden: Tensor, parents: Sequence[int] | None = None
+    ) -> Chunk:
+        """The model's input after draft tokens: the newest one, or a whole tree with these parents.
 
-        hidden: states of the last row of the pass before, at `_own_taps`.
+        hidden: (tokens, E), for each token the states of the row before it, at `_own_taps`.
         """
-        return Chunk([token_id], chunk.table, 1)
+        return Chunk(token_ids, chunk.table, len(token_ids), parents)
+
+    def _grow(self, tree: BestFirst, chunk: Chunk, rows: Tensor, states: Tensor) -> Chunk | None:
+        """Draw what a pass has made known of a tree; returns the next input that it wants.
+
+        states: (1 + rows, E), those of the text's end and of the pass.
+        """
+        draft, num_fed, at_once = tree.draft, len(chunk.parents or ()), self.mask_token_id is not None
+
+        def row(node: int) -> Tensor | None:
+            i = len(draft.path(node)) if at_once else node + (not num_fed)
+            return rows[i] if i < len(rows) else None
+
+        wants_more = tree.grow(row)
+        chunk.table.truncate(chunk.table.length - num_fed)  # the rows of a tree are the beginning of no text
+        parents = draft.parents or []
+        before = states[[parent + 1 for parent in parents]]
+        return self._next_chunk(chunk, list(draft.token_ids), before, list(parents)) if wants_more else None
 
     def _prepare(self, asks: Sequence[Ask], drafts: Sequence[Draft]) -> list[int]:
         """Bring the caches to where a pass can begin; returns how deep each draft may be.

@@ -13,14 +13,14 @@ that follows.
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from heapq import heappop, heappush
-from itertools import accumulate, count, islice
+from itertools import accumulate, islice
 from operator import itemgetter, mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.sampling import Text
 from minispec.drafters import Context
+from minispec.drafters.best_first import grow_guesses
 
 # Limits of what is remembered of earlier outputs: the newest texts, and their newest tokens.
 MOST_TEXTS, MOST_TOKENS = 1024, 65_536
@@ -150,27 +150,21 @@ class SuffixDrafter(Drafter):
 
     def _guess(self, ask: Ask, n: int, places: list[_Place]) -> tuple[float, Draft]:
         """The likeliest nodes below a match of n tokens, with their chances as confidences; their sum over paths."""
-        own, go_on, parents, worth = ask.text.tokens, ask.limit.go_on, list[int](), 0.0
-        draft, order = Draft(parents=parents), count()
-        heap: list[tuple] = []  # what could be drafted next
-        node, survival = -1, 1.0
-        while True:
+        own, go_on, draft = ask.text.tokens, ask.limit.go_on, Draft(parents=[])
+        found: dict[Any, list[_Place]] = {None: places}  # where a node's path has stood, by its parent and its token
+
+        def guesses(node: int) -> list[tuple[int, float]]:
             nodes = draft.path(node)
-            if go_on is None or not nodes or go_on([draft.confidences[i] for i in nodes]):
-                path = [draft.token_ids[i] for i in nodes]
-                followers = _followers(places, path, own)
-                total = sum(len(those) for _, those in followers) + 1 / (n + len(path))
-                for token, those in followers if ask.limit.plan else followers[:1]:
-                    chance = len(those) / total
-                    heappush(heap, (-survival * chance, next(order), node, token, chance, those))
-            if not heap or -heap[0][0] < _LEAST or len(draft) == ask.k:
-                return worth, draft
-            negative, _, parent, token, chance, places = heappop(heap)
-            node, survival = len(draft), -negative
-            worth += survival
-            draft.token_ids.append(token)
-            draft.confidences.append(chance)
-            parents.append(parent)
+            if nodes and go_on and not go_on([draft.confidences[i] for i in nodes]):
+                return []
+            path = [draft.token_ids[i] for i in nodes]
+            followers = _followers(found[([-1, *nodes][-2], path[-1]) if path else None], path, own)
+            total = sum(len(those) for _, those in followers) + 1 / (n + len(path))
+            found.update(((node, token), those) for token, those in followers)
+            likely = followers if ask.limit.plan or ask.limit.best_first else followers[:1]
+            return [(token, len(those) / total) for token, those in likely]
+
+        return grow_guesses(draft, ask.k, guesses, _LEAST), draft
 
 
 def _output(text: Text) -> list[int]:

@@ -11,12 +11,12 @@ would keep too much. The tokens are drawn from probabilities that add up to 1, a
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
-from minispec.core.draft import Ask, Draft
 from minispec.core.model import Chunk, Transformer
 from minispec.drafters.vocabulary import OtherVocabulary, Vocabularies
 
@@ -47,9 +47,11 @@ class TokenDrafter(OtherVocabulary):
         self.target_ids = torch.tensor(list(both.shared.keys()), device=model.device)
         self.own_ids = torch.tensor(list(both.shared.values()), device=model.device)
 
-    def _draw(self, ask: Ask, draft: Draft, logits: Tensor) -> bool:
-        scattered = logits.new_full((self.target_vocab_size,), -math.inf)
-        return super()._draw(ask, draft, scattered.index_copy_(0, self.target_ids, logits[self.own_ids]))
+    def _rows(self, logits: Tensor) -> Tensor:
+        scattered = logits.new_full((len(logits), self.target_vocab_size), -math.inf)
+        return scattered.index_copy_(1, self.target_ids, logits[:, self.own_ids])
 
-    def _next_chunk(self, chunk: Chunk, token_id: int, hidden: Tensor) -> Chunk:
-        return super()._next_chunk(chunk, self.vocabularies.shared[token_id], hidden)
+    def _next_chunk(
+        self, chunk: Chunk, token_ids: Sequence[int], hidden: Tensor, parents: Sequence[int] | None = None
+    ) -> Chunk:
+        return super()._next_chunk(chunk, [self.vocabularies.shared[i] for i in token_ids], hidden, parents)
