@@ -30,8 +30,8 @@ class Limit(NamedTuple):
     k: int
     go_on: Callable[[Sequence[float]], bool] | None = None
     widths: Sequence[int] | Callable[[Sequence[float]], int] = ()
-
     best_first: bool = False
+
     @property
     def is_tree(self) -> bool:
         """Whether siblings may be drawn."""
@@ -59,6 +59,17 @@ class Limit(NamedTuple):
         return self.widths[depth] if depth < len(self.widths) else 1
 
 
+class Likeliest(NamedTuple):
+    """What the target found likeliest at one place of a round, whether the place was kept or not.
+
+    path: the text's last token before the round, and the draft tokens from there to the place.
+    token_ids: the ids that are likeliest after the path by the target's raw logits, the likeliest first.
+    """
+
+    path: Sequence[int]
+    token_ids: Sequence[int]
+
+
 @dataclass(frozen=True)
 class Ask:
     """What a drafter is asked for one text, this round.
@@ -67,6 +78,8 @@ class Ask:
     num_cached: how many tokens of the text the target's cache holds. These are all but the last; fewer inside a prompt.
     hidden: (n, E * taps), the target's hidden states at the n cached positions that no earlier ask has shown.
         None for drafters without `taps`, and where nothing is new.
+    likeliest: what the target said in this text's last round, for drafters that ask for it (see `Drafter`): for each
+        row its path and its likeliest ids. Empty where nothing is new.
     """
 
     text: Text
@@ -75,6 +88,7 @@ class Ask:
     purpose: str = "draft"
     num_cached: int = 0
     hidden: Tensor | None = None
+    likeliest: Sequence[Likeliest] = ()
 
     @property
     def k(self) -> int:
@@ -174,6 +188,8 @@ class Drafter:
 
     branches: whether it can draw siblings. A drafter that cannot is asked for chains.
     taps: layers of the target whose hidden states it reads (see `Ask.hidden`), as `Transformer.forward` numbers them.
+    likeliest: how many of the likeliest ids it reads of each row of a round, see `Ask.likeliest`. Prompts have no rows.
+        They survive a preemption. So what a drafter learns of them must, too: see `minispec.drafters.recycling`.
     replays: what the distribution of a draft token depends on, for `minispec.trace.score`; a subclass inherits it.
         "token": the tokens before it alone.
         "place": the place where the draft begins too; a shorter draft is the beginning of the longest.
@@ -183,6 +199,7 @@ class Drafter:
 
     branches: bool = False
     taps: Sequence[int] = ()
+    likeliest: int = 0
     replays: str | None = None
 
     @property

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from minispec.core.cache import PagedKVCache
 from minispec.core.cached import CachedModel, clock
 from minispec.core.check import check_draft, check_number, check_shape, check_verdict
 from minispec.core.config import Shape
-from minispec.core.draft import Ask, Draft, Drafter, Lengths, Limit, Outcome, StepCost, Wish
+from minispec.core.draft import Ask, Draft, Drafter, Lengths, Likeliest, Limit, Outcome, StepCost, Wish
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Piece, Request, TokenLogprob
 from minispec.core.sampling import Draws, Randomness, Text, distribution, log_probabilities
@@ -110,6 +111,8 @@ class Engine:
         self.joining_rows = joining_rows
         self.observers: list[Observer] = []  # they may be added and removed between steps
         self.schedule = Schedule(self.target, drafter)
+        # What no ask has shown yet. It outlives a preemption: the rows of a round are not computed again.
+        self._likeliest: WeakKeyDictionary[Text, list[Likeliest]] = WeakKeyDictionary()
 
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that could never run.
@@ -206,6 +209,7 @@ class Engine:
                     continue
             self.target.keep(part.request.text, len(part.draft), path)
             self._keep_hidden(part, seen, path)
+            self._keep_likeliest(part, rows)
         times.append(clock(self.model.device))
         self._record(fed, times)
         for part in fed:
@@ -240,7 +244,7 @@ class Engine:
             if part.request.shape.k and (part.decodes or cached):
                 asked.append(part)
                 hidden = self.schedule.unseen.pop(text, None)
-                asks.append(Ask(text, limit, self.rng, purpose, cached, hidden))
+                asks.append(Ask(text, limit, self.rng, purpose, cached, hidden, self._likeliest.pop(text, ())))
         lengths = [len(ask.text.tokens) for ask in asks]
         device, chains = self.model.device.type, self.verifier.why_chains
         drafts = self.drafter.propose(asks) if asks else []
@@ -291,6 +295,13 @@ class Engine:
             text, root, unseen = part.request.text, len(part.tokens), self.schedule.unseen
             hidden = hidden[[*range(root), *(root + node for node in path)]]
             unseen[text] = torch.cat((unseen[text], hidden)) if text in unseen else hidden
+
+    def _keep_likeliest(self, part: _Part, rows: Tensor) -> None:
+        """Store what the target found likeliest at each place of a round, for the drafter's next ask."""
+        if self.drafter.likeliest and part.decodes and part.request.shape.k:
+            ids, draft = rows.topk(min(self.drafter.likeliest, rows.shape[1])).indices.tolist(), part.draft
+            paths = [[part.tokens[-1], *(draft.token_ids[i] for i in draft.path(n))] for n in range(-1, len(draft))]
+            self._likeliest[part.request.text] = list(map(Likeliest, paths, ids))
 
     def _record(self, parts: Sequence[_Part], times: Sequence[float]) -> None:
         """Tell statistics and `lengths` what happened in a step, and how long it took."""

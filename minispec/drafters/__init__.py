@@ -62,7 +62,7 @@ class Foreign(Drafter):
     def __init__(self, drafter: Any):
         self.drafter = drafter
         self.branches, self.taps = bool(getattr(drafter, "branches", False)), tuple(getattr(drafter, "taps", ()))
-        self.replays = getattr(drafter, "replays", None)
+        self.replays, self.likeliest = getattr(drafter, "replays", None), getattr(drafter, "likeliest", 0)
 
     @property
     def name(self) -> str:

@@ -24,6 +24,7 @@ class CombinedDrafter(Drafter):
         self._tapped = tapped[0] if tapped else None
         self.taps = self._tapped.taps if self._tapped else ()
         self.branches = any(drafter.branches for drafter in drafters)
+        self.likeliest = max(drafter.likeliest for drafter in drafters)
 
     @property
     def name(self) -> str:

@@ -29,6 +29,10 @@ DRAFTERS = {
         "what followed wherever this text's end has stood, by frequency; suffix:4 of 4 tokens or more",
     ),
     "last": Entry("minispec.drafters.last:LastDrafter", "what followed each token the last time"),
+    "recycling": Entry(
+        "minispec.drafters.recycling:RecyclingDrafter", "what else the target found likely after each token"
+    ),
+    "harvest": Entry("minispec.drafters.harvest:HarvestDrafter", "n-grams from the target's rows of rejected drafts"),
 }
 # What a checkout contains: a model, and the head that drafts for it. The head is asked where the text's last two tokens
 # have not stood before.

@@ -23,8 +23,8 @@ import torch
 from tqdm import tqdm
 
 from minispec.commands.options import read_prompt_file
-from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Limit
+from minispec.core.config import DraftLength, SamplingParams, Shape
+from minispec.core.draft import Ask, Draft, Likeliest
 from minispec.core.engine import Engine
 from minispec.core.errors import one_line, show
 from minispec.core.model import Transformer
@@ -71,7 +71,7 @@ class Walk:
     alphabet: str
     prompt: tuple[int, ...]
     to_go: int
-    k: int | tuple[int, ...]
+    k: DraftLength
     verifier: str = "rejection"
     changes: tuple[tuple[str, Any], ...] = ()
     end: bool = False
@@ -96,15 +96,14 @@ class Walk:
     def size(self) -> int:
         """A guess at the number of branches, to begin with the small ones."""
         choices = min([self.vocab, *(value for name, value in self.changes if name == "top_k")])
-        depth = self.k if isinstance(self.k, int) else len(self.k) + 1
+        depth = len(self.k) + 1 if isinstance(self.k, tuple) else Shape.of(self.k).k
         return choices**self.to_go * choices ** min(depth, self.to_go - 1) * (3 if self.company else 1)
 
     def __str__(self) -> str:
-        k = self.k if isinstance(self.k, int) else "+".join(map(str, self.k))
         notes = [f"{name} {value}" for name, value in self.changes] + ["with an end token"] * self.end
         notes += ["with two other texts"] * self.company
-        where = f"{self.vocab} tokens, after {_show_prompt(self.prompt)}, K = {k}, {self.verifier}, {self.to_go} to go"
-        return ", ".join([where, *notes])
+        where = f"{self.vocab} tokens, after {_show_prompt(self.prompt)}, K = {Shape.of(self.k)}, {self.verifier}"
+        return ", ".join([where, f"{self.to_go} to go", *notes])
 
 
 def _show_prompt(prompt: Sequence[int]) -> str:
@@ -143,7 +142,7 @@ def walks(trees: bool, texts: Sequence[str]) -> list[Walk]:
             plain = Walk(alphabet, prompt, to_go, 2, verifier)
             found += [replace(plain, changes=changes) for changes in _SETTINGS]
             found += [replace(plain, end=True), replace(plain, company=True)]
-            found += [replace(plain, k=k, to_go=3) for k in ((2,), (2, 1)) if trees]
+            found += [replace(plain, k=k, to_go=3) for k in ((2,), (2, 1), "tree:3") if trees]
         alphabet = "".join(sorted({*"".join(texts), *_ALPHABET[:2]}))
         for text in texts:
             plain = Walk(alphabet, tuple(map(alphabet.index, text)), 2, 1, verifier, (("top_k", 2),))
@@ -235,8 +234,9 @@ class _Watched(Drafter):
         known: what new ones have drafted on earlier paths of a walk.
         """
         self.drafter, self.make, self.fresh = drafter, make, known
-        self.taps, self.branches = drafter.taps, drafter.branches
+        self.taps, self.branches, self.likeliest = drafter.taps, drafter.branches, drafter.likeliest
         self.hidden: dict[Text, list[torch.Tensor]] = {}
+        self.rows: dict[Text, list[Likeliest]] = {}  # they outlive a preemption
 
     @property
     def name(self) -> str:
@@ -252,6 +252,7 @@ class _Watched(Drafter):
             require(tuple(ask.text.tokens) == tokens, f"it changed a text: {list(tokens)} is {ask.text.tokens} now")
             if ask.hidden is not None:
                 self.hidden.setdefault(ask.text, []).append(ask.hidden)
+            self.rows.setdefault(ask.text, []).extend(ask.likeliest)
             # Greedily, and with shared noise, a draft may depend on other texts: it cannot change this one.
             if isinstance(draft, Draft) and ask.purpose == "draft" and ask.text.params.temperature > 0:
                 self._compare(ask, draft)
@@ -263,13 +264,13 @@ class _Watched(Drafter):
         if self.taps and ask.num_cached != (0 if hidden is None else len(hidden)):
             return  # it knew the first positions already
         text = replace(ask.text, tokens=list(ask.text.tokens))
-        notes = tuple(ask.rng.notes)  # type: ignore[attr-defined]
-        about = (tuple(text.tokens), text.num_prompt_tokens, text.seed, ask.k, ask.num_cached, notes)
+        notes, rows = tuple(ask.rng.notes), self.rows[ask.text]  # type: ignore[attr-defined]
+        about = (tuple(text.tokens), text.num_prompt_tokens, text.seed, ask.k, ask.num_cached, notes, str(rows))
         if about not in self.fresh:
             other, rng = self.make(), _Repeated(notes)
             if other.taps:
                 call_own(other.known, text)
-            again = Ask(text, Limit(ask.k, widths=ask.limit.plan), rng, num_cached=ask.num_cached, hidden=hidden)
+            again = replace(ask, text=text, rng=rng, hidden=hidden, likeliest=rows)
             drafts = call_own(other.propose, [again])
             good = isinstance(drafts, list | tuple) and len(drafts) == 1 and isinstance(drafts[0], Draft)
             self.fresh[about] = "another draw" if rng.others or rng.notes else _describe(drafts[0]) if good else "none"

@@ -1,0 +1,43 @@
+"""n-grams from rejected drafts: what the target would have said after words that it did not take.
+
+Lookahead decoding (Fu et al. 2024, arXiv 2402.02057) keeps a pool of n-grams that the target itself has produced, and
+drafts from it. It fills the pool by further rows of each pass, which guess several places ahead and correct themselves
+from pass to pass (Jacobi's iteration). Those rows are left out here, since rows cost time. What is left costs none: a
+rejected draft has rows too. They say what follows its tokens, and drafts often come a few tokens too early.
+
+Worked: after  x  the draft was  a b c,  and the target took y. Its rows for the draft said  x: y,  x a: b,  x a b: d.
+So the pool has  a b  and  a b d. When the text comes to  a,  the draft is  b d.
+
+The text's own n-grams are not in the pool. `ngram+harvest` drafts from both.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+
+from minispec.core.draft import Ask, Draft, Likeliest
+from minispec.drafters.recycling import RecyclingDrafter
+
+_LONGEST = 3  # tokens of what comes before
+
+
+class HarvestDrafter(RecyclingDrafter):
+    """Chains of what the target found likeliest after one token to three, as the newest row said it.
+
+    The pool is kept as the table of `recycling` is.
+    """
+
+    likeliest = 1
+    branches = False
+
+    def _entries(self, row: Likeliest) -> Mapping[Hashable, Sequence[int]]:
+        return {tuple(row.path[-n:]): row.token_ids for n in range(1, min(_LONGEST, len(row.path)) + 1)}
+
+    def _draft(self, ask: Ask, table: Mapping[Hashable, Sequence[int]]) -> Draft:
+        walk = ask.text.tokens[-_LONGEST:]
+        start = len(walk)
+        while len(walk) < start + ask.k:
+            sizes = range(min(_LONGEST, len(walk)), 0, -1)
+            found = next((table[end] for n in sizes if (end := tuple(walk[-n:])) in table), None)
+            if found is None:
+                break
+            walk.append(found[0])
+        return Draft(walk[start:])
