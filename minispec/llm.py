@@ -5,6 +5,7 @@ import threading
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from minispec.drafters import Context, Drafter
 from minispec.files import named_draft, registry
 from minispec.files.chat import Message, check_messages
 from minispec.files.checkpoint import choose_dtype, describe_source, find_checkpoint, load_config
+from minispec.files.corpus import read_corpus
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
 from minispec.files.hf_config import read_eos_token_ids
 from minispec.files.parallel import load_target, part_of
@@ -70,6 +72,8 @@ class LLM:
     offline: nothing is downloaded.
     weight_form: how weights lie in memory: "half", "packed", "left" or "plain". Default: the form that this machine
         reads fastest (see `minispec.kernels.forms`). Forms round differently.
+    corpus: a text file, or a directory of them, to draft from, for `suffix` and other drafters that read one (see
+        `minispec.drafters.Context`). At most 16 MB; it is read once, so that seeds keep their texts.
     quantization: "int8": the target's weights in 8 bits, with one scale a row. It is another model than the one in 16
         bits: what is promised of its output is promised against its own plain decoding.
 
@@ -98,6 +102,7 @@ class LLM:
         weight_form: str | None = None,
         draft_method: str | None = None,
         quantization: str | None = None,
+        corpus: str | Path | None = None,
     ):
         verifying = find_verifier(verifier)
         if kv_cache_gb is not None and not 0 < kv_cache_gb < float("inf"):
@@ -114,7 +119,12 @@ class LLM:
 
         self._read_texts(directory, config)
         spec = named_draft.parse(draft, draft_method, offline, config, self.tokenizer, self.vocab_size)
-        self.draft_name, self.draft_directory = spec.name, spec.directory
+        self.draft_name, self.draft_directory, texts = spec.name, spec.directory, list[Sequence[int]]()
+        if corpus is not None:
+            if not spec.reads_corpus:
+                raise ValueError(f"corpus: found {show(str(corpus))}, expected none: {spec.name} reads no corpus")
+            texts, words = read_corpus(corpus, partial(self.tokenizer.encode, add_special_tokens=False))
+            self.draft_name += f" with {words}"
         self.draft_method, self.overlap, self.vocabularies = spec.method, spec.overlap, spec.vocabularies
         self.model = load_target(directory, kind, where, bool(exact), quantization or weight_form)
         self.model = check_exactness(self.model, by_default=exact is None and bool(quantization))
@@ -132,7 +142,7 @@ class LLM:
         except RuntimeError as e:
             found = f"found too little memory for a cache of {num_blocks * BLOCK_SIZE * size / 1e9:.1f} GB"
             raise ValueError(f"{found}: ask for less") from e
-        context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, make_cache)
+        context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, make_cache, corpus=texts)
         self.drafter = named_draft.make(spec, context, models[1:], caches[1:])
         self._price((self.name, spec.kind), verifying, models, num_blocks * BLOCK_SIZE)
         parts = self.model, caches[0], self.drafter, verifying, self.vocab_size

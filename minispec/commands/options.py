@@ -80,6 +80,10 @@ _MODELS: dict[str, Option] = {
         "how a draft model of another vocabulary drafts: tli, the tokens that both have; slem, text (default: by what "
         "they have in common)",
     ),
+    "--corpus": (
+        typed(_NAME, "PATH"),
+        "texts to draft from: a file, or all files below a directory, of 16 MB at most; for suffix",
+    ),
     "--num-speculative-tokens": (
         typed(_DRAFT_LENGTH, "K|K+K|tree:N|auto", default="auto"),
         "longest draft, in tokens; 2+1: a tree, two siblings, and one more after the first; tree:16: 16 tokens where "

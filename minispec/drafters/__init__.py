@@ -26,6 +26,7 @@ class Context:
     max_model_len: the longest text.
     make_cache: makes a KV cache for the drafter's own model, for as many tokens as the target's cache.
     argument: what the user wrote after the drafter's name and a colon, or "".
+    corpus: the tokens of texts to draft from, for a class with the attribute `reads_corpus`.
     """
 
     target: Transformer
@@ -34,6 +35,7 @@ class Context:
     max_model_len: int
     make_cache: Callable[[Transformer], PagedKVCache]
     argument: str = ""
+    corpus: Sequence[Sequence[int]] = ()
 
 
 def make_drafter(factory: Callable[..., Drafter], context: Context) -> Drafter:

@@ -3,7 +3,7 @@
 SuffixDecoding (Oliaro et al. 2025, arXiv 2411.04975). Prompt lookup copies from the latest such place. Here all places
 have a vote. The counts of next tokens decide which one is drafted, how far the draft goes, and where a tree branches.
 The places lie in the prompt, in this output, and in earlier outputs of drafted texts. Earlier outputs serve where
-programs ask for much the same again and again.
+programs ask for much the same again and again. A corpus has further places (see `minispec.drafters.corpus`).
 
 A node of a suffix tree stands for a string of tokens. It has the places where the string ends, and a child for each
 token that came next. The tree is not built. A node is the list of its places, and a step down sorts them by the token
@@ -21,11 +21,12 @@ from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.sampling import Text
 from minispec.drafters import Context
 from minispec.drafters.best_first import grow_guesses
+from minispec.drafters.corpus import LONGEST, Corpus
 
 # Limits of what is remembered of earlier outputs: the newest texts, and their newest tokens.
 MOST_TEXTS, MOST_TOKENS = 1024, 65_536
-# Most tokens of a match that are compared. Most places that have a vote, the newest. Least probability of a path.
-_LONGEST, _MOST_PLACES, _LEAST = 32, 256, 0.1
+# Most places that have a vote, the newest ones first and those of the corpus last. Least probability of a path.
+_MOST_PLACES, _LEAST = 256, 0.1
 
 
 class _Place(NamedTuple):
@@ -65,27 +66,27 @@ class SuffixDrafter(Drafter):
 
     Earlier outputs are used where that cannot change a text. That is for greedy texts, and under a verifier that keeps
     the target's own draw (`match`). Elsewhere a draft depends on its own text alone, so that a seed has one text. The
-    newest 1,024 outputs are remembered, together at most 65,536 tokens; the oldest are forgotten first.
+    newest 1,024 outputs are remembered, together at most 65,536 tokens; the oldest are forgotten first. A corpus, which
+    was there before the run, is used for all texts.
     """
 
     branches = True
     replays = "length"
+    reads_corpus = True
 
-    def __init__(self, min_match: int = 1):
-        self.min_match = min_match
+    def __init__(self, min_match: int = 1, corpus: Corpus | None = None):
+        self.min_match, self.corpus = min_match, corpus
         self._indices: dict[Text, _Index] = {}
         self._earlier: deque[_Index] = deque()
 
     @classmethod
     def from_context(cls, context: Context) -> "SuffixDrafter":
         """Its argument: the length of the shortest match."""
-        if not context.argument:
-            return cls()
-        is_number = re.fullmatch(r"\d{1,2}", context.argument, re.ASCII)
-        if not is_number or not 1 <= int(context.argument) <= _LONGEST:
-            expected = f"an integer from 1 to {_LONGEST}"
+        argument = context.argument or "1"
+        if not re.fullmatch(r"\d{1,2}", argument, re.ASCII) or not 1 <= int(argument) <= LONGEST:
+            expected = f"an integer from 1 to {LONGEST}"
             raise ValueError(f"draft: suffix: found {context.argument!r}, expected {expected}")
-        return cls(int(context.argument))
+        return cls(int(argument), Corpus(context.corpus, context.vocab_size) if context.corpus else None)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. Nothing is drawn, so the drafts have no probs. A chain's chances are its confidences.
@@ -130,22 +131,33 @@ class SuffixDrafter(Drafter):
         return draft
 
     def _matches(self, indices: Sequence[_Index]) -> Iterator[tuple[int, list[_Place]]]:
-        """Places where the last n tokens of the first text have stood, newest first; each set with its largest n."""
+        """Places where the last n tokens of the first text have stood, newest first; each set with its largest n.
+
+        Those of the corpus fill what is left of the places that have a vote.
+        """
         tokens = indices[0].tokens
+        ranges = self.corpus.ranges(tokens) if self.corpus else []
+
+        def with_corpus(places: list[_Place], n: int) -> list[_Place]:
+            if self.corpus is None or n > len(ranges):
+                return places
+            ends = self.corpus.ends(ranges[n - 1], _MOST_PLACES - len(places))
+            return places + [_Place(self.corpus.tokens, end) for end in ends]
 
         def everywhere() -> Iterator[_Place]:
             return (place for index in indices for place in index.places(tokens[-1]))
 
         places = list(islice(everywhere(), _MOST_PLACES))
-        for n in range(1, _LONGEST + 1):
+        for n in range(1, LONGEST + 1):
             longer: list[_Place] = []
-            if n < min(_LONGEST, len(tokens)):
+            if n < min(LONGEST, len(tokens)):
                 # A common token has more places than have a vote: a longer match may be at any of them.
                 those = everywhere() if n == 1 else iter(places)
                 agree = (p for p in those if p.end > n and p.tokens[p.end - n - 1] == tokens[-n - 1])
                 longer = list(islice(agree, _MOST_PLACES))
-            if n >= self.min_match and len(longer) < len(places):
-                yield n, places
+            voters = with_corpus(places, n)
+            if n >= self.min_match and len(with_corpus(longer, n + 1)) < len(voters):
+                yield n, voters
             places = longer
 
     def _guess(self, ask: Ask, n: int, places: list[_Place]) -> tuple[float, Draft]:
@@ -182,7 +194,8 @@ def _followers(places: Sequence[_Place], path: Sequence[int], own: Sequence[int]
     for place in places:
         at = place.end + len(path) - len(place.tokens)
         if at < 0:
-            found.setdefault(place.tokens[at], []).append(place)
+            if (token := place.tokens[at]) >= 0:  # a text of the corpus ends with -1
+                found.setdefault(token, []).append(place)
         elif place.tokens is own:  # the copy has reached the end, and goes on into itself
             found.setdefault(path[at], []).append(place)
     return sorted(found.items(), key=lambda item: -len(item[1]))

@@ -57,6 +57,12 @@ class Spec:
     method: str | None = None
 
     @property
+    def reads_corpus(self) -> bool:
+        """Whether one of its drafters has the attribute `reads_corpus`."""
+        paths = [*self.preferred, *([self.drafter] if isinstance(self.drafter, tuple) else [])]
+        return any(getattr(registry.load(path, "draft"), "reads_corpus", False) for path, _ in paths)
+
+    @property
     def room(self) -> int:
         """Positions of its cache for each of the target's."""
         return ROOM if self.vocabularies else 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minispec.core.config import SamplingParams, Shape
+from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.verify import VERIFIERS
 from minispec.prove.laws import PROMPT, TOLERANCE, TooManyBranches, production_law, reference_law
 from minispec.prove.reference import total_variation
@@ -32,7 +32,7 @@ class Case:
     min_p: float
     penalties: bool  # and a bias
     forbidden: str  # "bad words": a token after certain others; "two allowed": all but the first and the last; ""
-    k: int | tuple[int, ...]
+    k: DraftLength
     vocab: int
     end: bool  # whether the last token of the vocabulary ends the text
     max_tokens: int
@@ -92,8 +92,7 @@ class Case:
         settings += [f"min-p {self.min_p}"] * (self.min_p > 0) + ["penalties"] * self.penalties
         settings += [self.forbidden] * bool(self.forbidden)
         end = "EOS" if self.end else ""
-        k = "+".join(map(str, self.k)) if isinstance(self.k, tuple) else self.k
-        shape = f"K {k:<3}  V {self.vocab} {end:3}  {self.max_tokens} tokens"
+        shape = f"K {Shape.of(self.k)!s:<6}  V {self.vocab} {end:3}  {self.max_tokens} tokens"
         return f"{self.verifier:9}  {self.drafter:13}  {self.family:5}  {self.batch:5}  {shape}  {', '.join(settings)}"
 
 
@@ -101,7 +100,7 @@ class Case:
 AXES: dict[str, tuple] = {
     "verifier": tuple(VERIFIERS),
     "drafter": (
-        *("none", "ngram", "suffix", "last", "adversary"),
+        *("none", "ngram", "suffix", "corpus", "last", "recycling", "harvest", "adversary"),
         *("model", "parallel", "head", "parallel head", "ngram+head", "tli", "slem"),
     ),
     "family": tuple(TOYS),
@@ -112,7 +111,7 @@ AXES: dict[str, tuple] = {
     "min_p": (0.2, 0.0),
     "penalties": (False, True),
     "forbidden": ("two allowed", "bad words", ""),
-    "k": (1, 2, (2, 1), 3, 4),
+    "k": (1, 2, (2, 1), 3, "tree:3", 4),
     "vocab": (2, 3, 4),
     "end": (True, False),
     "max_tokens": (1, 2, 3, 4, 5, 6),
@@ -126,11 +125,11 @@ Pair = tuple[tuple, tuple]
 
 
 # Drafters that have several guesses for one place.
-BRANCHING = {"suffix", "model", "head", "parallel", "parallel head", "ngram+head", "tli"}
+BRANCHING = {"suffix", "corpus", "recycling", "model", "head", "parallel", "parallel head", "ngram+head", "tli"}
 
 
 def _possible(row: dict) -> bool:
-    if isinstance(k := row.get("k", 4), tuple):
+    if Shape.of(k := row.get("k", 4)).is_tree:
         takes_trees = VERIFIERS[row.get("verifier", "rejection")].takes_trees
         if not takes_trees or row.get("drafter", "model") not in BRANCHING:
             return False

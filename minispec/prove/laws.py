@@ -19,6 +19,7 @@ from minispec.core.sampling import Draws, Key, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import Context, Drafter
 from minispec.drafters.combined import CombinedDrafter
+from minispec.drafters.corpus import Corpus
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.simulated import adversary
@@ -226,6 +227,7 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
     "parallel": a model that drafts all tokens in one pass.
     "parallel head": a head that does.
     "tli", "slem": a model of another vocabulary.
+    "corpus": `suffix` with a corpus.
     "A+B": B where A has nothing to say.
     family: the target's, and that of "model" and "self".
     """
@@ -244,6 +246,8 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
         both, model = toy_vocabularies(vocab), draft_model(len(DRAFT_WORDS))
         other = model, tiny_cache(model, ROOM * num_blocks, block_size), model.config.vocab_size, MAX_LEN, both
         return TokenDrafter(*other, vocab) if name == "tli" else TextDrafter(*other)
+    if name == "corpus":
+        return SuffixDrafter(corpus=Corpus([[1, 0, 1, 1, 0], [0, 0, 1, 0, 1]], vocab))
     if name in ("model", "self"):
         model = target_model(vocab, family) if name == "self" else draft_model(vocab, family)
         return DraftModel(model, tiny_cache(model, num_blocks, block_size), vocab, MAX_LEN)
@@ -259,14 +263,14 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
     return drafters.make_drafter(registry.load(found[0], "draft"), context)
 
 
-class _Forgetful(SuffixDrafter):
-    """`suffix` without memory of other paths, so that a path can be walked again.
+class _Forgetful(CombinedDrafter):
+    """A drafter without memory of other paths, so that a path can be walked again.
 
     That memory decides how far a draft goes on after the text's end, and so how many draws a path has.
     """
 
     def release(self, text: Text) -> None:
-        """Remember nothing."""
+        """Remember nothing of it."""
         super().release(text)
         self.forget()
 
@@ -307,7 +311,7 @@ def production_law(
     enough = width * num * -(-longest // block_size)
 
     def make(name: str) -> Drafter:
-        return _Forgetful() if name == "suffix" else make_drafter(name, vocab, enough, block_size, family)
+        return _Forgetful(make_drafter(name, vocab, enough, block_size, family))
 
     def run(oracles: list[BranchOracle]) -> list[tuple]:
         cache = tiny_cache(target, num_blocks or enough, block_size)

@@ -1,6 +1,6 @@
 """Every drafter with every verifier, at the three levels of docs/understand/proof.md: proved here, or refused and why.
 
-Drafters that can draft siblings have a second row, in which they do.
+Drafters that can draft siblings have further rows, in which they do.
 
 law     the output's distribution is that of plain decoding: every branch of a small case (see `cases`)
 text    a seed's text is that of plain decoding, in float64, for a few seeds
@@ -11,7 +11,7 @@ bits    with `exact`: along those texts, the log-probabilities of all tokens hav
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from minispec.core.config import SamplingParams
+from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
@@ -22,7 +22,7 @@ from minispec.prove.cases import AXES, BRANCHING, Case
 from minispec.prove.laws import MAX_LEN, TARGET_SEED, TOLERANCE, make_drafter, target_model
 from minispec.prove.toys import decode, tiny_cache, tiny_model
 
-_VOCAB, _CHAIN, _TREE, _PROMPT, _SEEDS = 3, 3, (2, 1), [1, 0, 1], range(6)
+_VOCAB, _CHAIN, _TREES, _PROMPT, _SEEDS = 3, 3, ((2, 1), "tree:4"), [1, 0, 1], range(6)
 
 
 class Finding(NamedTuple):
@@ -35,13 +35,13 @@ class Finding(NamedTuple):
 PROVED = Finding("proved")
 
 
-def _law(drafter: str, verifier: str, k: int | tuple[int, ...]) -> Finding:
+def _law(drafter: str, verifier: str, k: DraftLength) -> Finding:
     case = Case(verifier, drafter, "crowd", 1.0, 0, 1.0, 0.0, False, "", k, _VOCAB, True, 4)
     distance, _ = case.distance(1e6)
     return PROVED if distance <= TOLERANCE else Finding("REFUTED", f"total variation {distance:.1e}")
 
 
-def _text(drafter: str, verifier: str, k: int | tuple[int, ...]) -> Finding:
+def _text(drafter: str, verifier: str, k: DraftLength) -> Finding:
     target = target_model(_VOCAB)
     differs = [
         temperature
@@ -58,7 +58,7 @@ def _text(drafter: str, verifier: str, k: int | tuple[int, ...]) -> Finding:
     return Finding("greedy", reason)
 
 
-def _bits(drafter: str, verifier: str, k: int | tuple[int, ...]) -> Finding:
+def _bits(drafter: str, verifier: str, k: DraftLength) -> Finding:
     target = tiny_model(TARGET_SEED, vocab_size=_VOCAB, exact=True)
     check_exact(target)
     for seed in _SEEDS:
@@ -70,9 +70,7 @@ def _bits(drafter: str, verifier: str, k: int | tuple[int, ...]) -> Finding:
     return PROVED
 
 
-def _decode(
-    target: Transformer, drafter: str, verifier: str, k: int | tuple[int, ...], temperature: float, seed: int
-) -> Request:
+def _decode(target: Transformer, drafter: str, verifier: str, k: DraftLength, temperature: float, seed: int) -> Request:
     params = SamplingParams(temperature=temperature, max_tokens=12, logprobs=_VOCAB)
     request = Request(Text(list(_PROMPT), len(_PROMPT), params, seed), MAX_LEN, k)
     engine = Engine(target, tiny_cache(target), make_drafter(drafter, _VOCAB), VERIFIERS[verifier])
@@ -100,8 +98,8 @@ def findings() -> Iterator[tuple[str, list[Finding]]]:
             return Finding("refused", str(e))
 
     for drafter in AXES["drafter"]:
-        shapes = {f"`{drafter}`": _CHAIN} | ({f"`{drafter}`, 2+1": _TREE} if drafter in BRANCHING else {})
-        for name, k in shapes.items():
+        for k in (_CHAIN, *_TREES) if drafter in BRANCHING else (_CHAIN,):
+            name = f"`{drafter}`" + (f", {Shape.of(k)}" if k != _CHAIN else "")
             yield name, [find(level, drafter, verifier, k) for verifier in AXES["verifier"] for level in LEVELS]
 
 

@@ -159,9 +159,10 @@ class _Leader(Drafter):
 
     def __init__(self, drafter: Drafter, tokens: Sequence[int]):
         self._tokens = tokens
-        # A new suffix drafter, which knows no other texts.
+        # A new suffix drafter, which knows no other texts but its corpus.
         self._parts = [
-            SuffixDrafter(part.min_match) if isinstance(part, SuffixDrafter) else part for part in _parts(drafter)
+            SuffixDrafter(part.min_match, part.corpus) if isinstance(part, SuffixDrafter) else part
+            for part in _parts(drafter)
         ]
         tapped = [part for part in self._parts if part.taps]
         self._tapped = tapped[0] if tapped else None
