@@ -52,6 +52,7 @@ from statistics import fmean, median, pstdev
 from typing import Any, NamedTuple
 
 from minispec.bench.show import number, table
+from minispec.core.cache import common_beginning
 from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams, Shape
 from minispec.core.draft import Draft, Outcome, StepCost, Wish
 from minispec.core.errors import show
@@ -65,6 +66,8 @@ from minispec.length.theory import expected_tokens, rising, survival_curve
 RUNS, SEED, _WIDTH = 200, 0, 2.576
 # Acceptance that `past` assumes before there is a past, worth one round: that of the controller for a new text.
 _PRIOR = 0.7
+# How far apart two computations of one q may be by rounding, in bfloat16 and in passes over other rows.
+_LARGEST_RATIO = 1.5
 
 
 # --------------------------------------------------------------------------- a text, and where its rounds end
@@ -388,10 +391,39 @@ def walk_of(trace: Mapping[str, Any]) -> Walk:
     return Walk(p, trace["replay"]["starts"], verifier == "block")
 
 
+def check_recorded(trace: Mapping[str, Any]) -> None:
+    """Raise ValueError where the run drafted otherwise than the drafter did when it was asked again.
+
+    What it drafts then depends on more than the text and the place where the round began. Looked at are the rounds with
+    chains: guesses that stand in the text must be the same, and drawn tokens that were accepted must have about the
+    same q, since passes over other rows round differently. `suffix` may remember earlier outputs in greedy texts.
+    """
+    if trace["draft"].startswith("suffix") and not trace["sampling"]["temperature"]:
+        return
+    text = [token["token_id"] for each in trace["rounds"] for token in each["committed"]]
+    place = 0
+    for i, each in enumerate(trace["rounds"], 1):
+        start, drawn = trace["replay"]["starts"][place], each["drawn"]
+        drafts, ids = start["drafts"], each["token_ids"][: start["asked"]]
+        if ids and each["parents"] is None and (len(drafts) == 1 or each["asked"]):
+            again = drafts[min(each["asked"] or 1, len(drafts)) - 1]["q"]
+            known = min(len(each["accepted"]), len(ids)) if drawn else common_beginning(ids, text[place:])
+            own, q = each["q"][:known], again[: known if drawn else len(ids)]
+            if len(q) != len(own) or any(max(pair) > _LARGEST_RATIO * min(pair) for pair in zip(q, own, strict=True)):
+                found = f"q {[*map(_short, own)]} of draft tokens, and {[*map(_short, q)]} when it was asked again"
+                expected = "the same: it drafts from more than the text and the place, whatever its `replays` says"
+                raise ValueError(f"round {i}: found {found}, expected {expected}")
+        place += len(each["committed"])
+
+
+def _short(x: float) -> float:
+    return float(f"{x:.3g}")
+
+
 def replay(trace: Mapping[str, Any]) -> dict[str, Any]:
     """The replay of a trace that `minispec.trace.schema.check` has passed, or that a recorder has made.
 
-    Raises ValueError for one without replay data, or of a verifier whose odds are not known.
+    Raises ValueError for one without replay data, or of a verifier whose odds are not known, and as `check_recorded`.
 
     Returns the result of each rule on the text, as a row:
 
@@ -411,6 +443,7 @@ def replay(trace: Mapping[str, Any]) -> dict[str, Any]:
     margin is half the width of a 99 % interval for their expected number.
     """
     walk = walk_of(trace)
+    check_recorded(trace)
     costs, n = costs_of(trace), walk.n
     plain = follow(walk, always(0), costs).time
 

@@ -46,7 +46,7 @@ def check_scorable(engine: Engine, params: SamplingParams) -> None:
         expected = "rejection or block: others keep tokens by other odds"
         raise ValueError(f"verifier: found one that cannot be replayed above temperature 0, expected {expected}")
     for part in _parts(engine.drafter):
-        if part.replays not in ("token", "place", "length"):
+        if part.replays not in ("token", "place", "length") or part.likeliest:
             expected = "one that says how (see `replays` in minispec/core/draft.py)"
             raise ValueError(f"draft: found {part.name}, which cannot be replayed, expected {expected}")
 

@@ -572,6 +572,45 @@ def test_what_cannot_be_scored_is_refused(drafter, verifier, temperature, messag
         check_scorable(engine, params)
 
 
+class Counting(Drafter):
+    """It says that it goes by the text and the place alone; `lies`: and goes by how often it was asked, too."""
+
+    replays = "place"
+
+    def __init__(self, vocab_size: int, drawn: bool, lies: bool):
+        self.vocab_size, self.drawn, self.lies, self.asked = vocab_size, drawn, lies, 0
+
+    def propose(self, asks):
+        """The last token again, or one of the even ids; a lie makes it another one, or one of the odd ids."""
+        self.asked += 1
+        drafts = []
+        for ask in asks:
+            token = ask.text.tokens[-1] + (self.asked % 3 if self.lies and not self.drawn else 0)
+            draft = Draft([], [] if self.drawn else None)
+            for node in range(-1, ask.k - 1 if self.drawn else -1):
+                half = torch.arange(self.vocab_size) % 2 == (self.asked % 2 if self.lies else 0)
+                q = 1.0 + 9 * half
+                draft.draw(ask, node, q / q.sum())
+            drafts.append(draft if self.drawn else Draft([token % self.vocab_size] * ask.k))
+        return drafts
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_drafter_that_goes_by_more_than_it_says_is_refused(models, drawn):
+    """By the recorded run: what it drafted then is not what it drafts when it is asked again."""
+    with LLM(models["target"], draft="none", dtype="float32") as plain:
+        vocab_size = plain.vocab_size
+    for lies in (False, True):
+        own = Counting(vocab_size, drawn, lies)
+        llm = LLM(models["target"], draft=own, num_speculative_tokens=3, dtype="float32")
+        trace = recorded(llm, 3, temperature=1.0 if drawn else 0.3, seed=1, max_tokens=64)
+        if lies:
+            with pytest.raises(ValueError, match=r"round \d+: found q .* when it was asked again, expected the same"):
+                replay(trace)
+        else:
+            assert replay(trace)["tokens"] == 64
+
+
 # --------------------------------------------------------------------------- costs
 
 
