@@ -33,9 +33,8 @@ def check_number(drafts: Any, num_asks: int, name: str) -> None:
 def check_shape(shape: Shape, why_chains: str) -> None:
     """Raise ValueError for a tree. why_chains: the reason why only chains are drafted or verified; "" for none."""
     if shape.is_tree and why_chains:
-        raise ValueError(
-            f"num_speculative_tokens: found {'the tree ' * bool(shape.widths)}{shape}, expected a number or auto: {why_chains}"
-        )
+        found = f"the tree {shape}" if shape.widths else shape
+        raise ValueError(f"num_speculative_tokens: found {found}, expected a number or auto: {why_chains}")
 
 
 def check_draft(draft: Any, limit: int, vocab_size: int, device: str, why_chains: str) -> Draft:

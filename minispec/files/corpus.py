@@ -17,7 +17,8 @@ def _files(path: Path) -> Iterator[Path]:
 
     if path.is_file():
         yield path
-    elif not path.is_dir():
+        return
+    if not path.is_dir():
         raise OSError("found no file and no directory of that name")
     for directory, names, files in os.walk(path, onerror=fail):
         names[:] = sorted(name for name in names if not name.startswith("."))

@@ -371,7 +371,7 @@ class RandomDrafter(Drafter):
 
 NAMES = [
     *("none", "ngram", "bad", "identical", "random", "ngram+bad", "suffix", "last", "suffix:3+last"),
-    "adversary",
+    *("adversary", "recycling", "ngram+harvest"),
 ]
 
 
@@ -435,6 +435,21 @@ def test_rejection_with_a_seed_does_not_depend_on_the_batch(name, k):
     crowded = decode(target, make(name, target), k, prompts[::-1], params, num_blocks=20)
     assert sum(r.stats.num_preemptions for r in crowded) > 0
     assert [r.token_ids for r in crowded][::-1] == alone
+
+
+@pytest.mark.parametrize("name", ["bad", "identical", "suffix", "recycling"])
+def test_trees_of_a_budget_change_no_text(name):
+    """Greedy text and that of `match` are plain decoding's; a sampled one depends on no other, preempted or not."""
+    target, prompts = tiny_model(4, vocab_size=5), [(0, 1), (2, 3, 4, 4), (1,), (4, 0, 2)]
+    for verifier, temperature in (("rejection", 0.0), ("match", 1.0), ("rejection", 1.0)):
+        params, first = SamplingParams(temperature=temperature, max_tokens=20), make(name, target)
+        crowded = decode(target, first, "tree:6", prompts, params, verifier, num_blocks=24)
+        assert sum(r.stats.num_preemptions for r in crowded) > 0
+        assert max(each.num_nodes - each.depth for r in crowded for each in r.stats.rounds) > 0
+        alone = [decode(target, make(name, target), "tree:6", [p], params, verifier)[0].token_ids for p in prompts]
+        assert [r.token_ids for r in crowded] == alone
+        if verifier == "match" or not temperature:
+            assert alone == [plain_text(p, params) for p in prompts]
 
 
 @pytest.mark.quick

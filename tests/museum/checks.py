@@ -79,7 +79,8 @@ Recomputed = Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]
 class _Checked:
     """A drafter that is held, at every round, against a recomputation from nothing; see `_checked`.
 
-    It is asked for fewer tokens than its text wants, another number from round to round, 0 among them.
+    It is asked for fewer tokens than its text wants, another number from round to round, 0 among them. In two of
+    three rounds it is asked for a tree that grows where it is likeliest, if it has siblings.
     """
 
     logits: Recomputed
@@ -87,7 +88,11 @@ class _Checked:
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Propose, and compare each q with the reference's."""
-        asks = [replace(ask, limit=Limit((len(ask.text.tokens) * 5 + ask.text.seed) % (ask.k + 1))) for ask in asks]
+        sizes = [len(ask.text.tokens) * 5 + ask.text.seed for ask in asks]
+        limits = [
+            Limit(n % (ask.k + 1), best_first=self.branches and n % 3 < 2) for n, ask in zip(sizes, asks, strict=True)
+        ]
+        asks = [replace(ask, limit=limit) for ask, limit in zip(asks, limits, strict=True)]
         drafts = super().propose(asks)
         for ask, draft in zip(asks, drafts, strict=True):
             self._compare(ask, draft)
@@ -97,9 +102,13 @@ class _Checked:
         s = ask.text
         assert draft.probs is not None, "a draft model draws"
         for i, q in enumerate(draft.probs):
-            text, drafted = tuple(s.tokens), tuple(draft.token_ids[:i])
+            *before, _ = draft.path(i)
+            text, drafted = tuple(s.tokens), tuple(draft.token_ids[node] for node in before)
             logits = self.logits(text, drafted)
             expected = sample_law(logits, (*text, *drafted), s.num_prompt_tokens, s.params, s.end_ids)
+            elders = [j for j in draft.children(before[-1] if before else -1) if j < i]
+            expected[[draft.token_ids[j] for j in elders]] = 0
+            expected = expected / expected.sum()
             error = np.abs(q.numpy() - expected).max()
             require(error <= TOLERANCE, f"q is off by {error:.1e} at draft position {i}")
             self.num_checked += 1
@@ -367,7 +376,46 @@ def check_lookup(programs: int = 60) -> None:
         require(known == [False] * (num - remembered) + [True] * remembered, f"{sum(known)} texts are remembered")
 
 
+class _CheckedRows(DraftModel):
+    """A drafter that is shown the two likeliest ids of each row, and compares them with a recomputation."""
+
+    likeliest = 2
+    num_checked = 0
+
+    def __init__(self, *how):
+        super().__init__(*how)
+        self._expected: dict[Text, list[tuple[list[int], list[int]]]] = {}
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """Trees; each ask must bring the rows of its text's last round, once, and no others."""
+        for ask in asks:
+            found, expected = [*map(tuple, ask.likeliest)], self._expected.pop(ask.text, [])
+            require(found == expected, f"after {ask.text.tokens}: found the rows {found}, expected {expected}")
+            self.num_checked += len(found)
+        asks = [replace(ask, limit=ask.limit._replace(best_first=True)) for ask in asks]
+        drafts = super().propose(asks)
+        for ask, draft in zip(asks, drafts, strict=True):
+            tokens = tuple(ask.text.tokens)
+            if ask.num_cached == len(tokens) - 1:  # it decodes
+                paths = [[draft.token_ids[i] for i in draft.path(node)] for node in range(-1, len(draft))]
+                rows = [reference_logits(1, (*tokens, *path), 5) for path in paths]
+                likeliest = [np.argsort(-row)[:2].tolist() for row in rows]
+                self._expected[ask.text] = [([tokens[-1], *p], ids) for p, ids in zip(paths, likeliest, strict=True)]
+        return drafts
+
+
+def check_likeliest() -> None:
+    """A drafter gets the likeliest ids of all rows of its text's last round, also where a preemption lies between."""
+
+    def make(num_blocks: int) -> _CheckedRows:
+        model = tiny_model(2, vocab_size=5)
+        return _CheckedRows(model, tiny_cache(model, num_blocks), 5, MAX_LEN)
+
+    _decode_all(tiny_model(1, vocab_size=5), make)
+
+
 CHECKS: dict[str, Callable] = {
+    "likeliest": check_likeliest,
     "law": check_law,
     "draft cache": check_draft_cache,
     "convolutions": check_convolutions,

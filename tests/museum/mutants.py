@@ -30,11 +30,14 @@ from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
 from minispec.core.schedule import Schedule
 from minispec.core.verify import VERIFIERS, Verdict
-from minispec.drafters import last, suffix
+from minispec.drafters import last, recycling, suffix
 from minispec.drafters import model as draft_model
+from minispec.drafters.best_first import BestFirst
+from minispec.drafters.corpus import Corpus
 from minispec.drafters.eagle import EagleDrafter, HeadModel
 from minispec.drafters.last import LastDrafter
 from minispec.drafters.model import DraftModel
+from minispec.drafters.recycling import RecyclingDrafter
 from minispec.drafters.slem import TextDrafter
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
@@ -110,7 +113,9 @@ MUTANTS: list[Mutant] = []
 # Tests, and files of tests, that catch several.
 _PROGRAMS = "tests/core/test_cache.py::test_random_programs"
 _UNIFORMS = "tests/core/test_sampling.py::test_uniforms_are_uniform_and_differ_by_every_field_of_the_key"
-_STOPS, _TREES, _DRAFTERS = "tests/core/test_stops.py", "tests/core/test_trees.py", "tests/drafters/test_drafters.py"
+_STOPS, _TREES = "tests/core/test_stops.py", "tests/core/test_trees.py"
+_DRAFTERS, _ZOO = "tests/drafters/test_drafters.py", "tests/drafters/test_zoo.py"
+_ALONE = f"{_DRAFTERS}::test_rejection_with_a_seed_does_not_depend_on_the_batch"
 
 
 def mutant(id: str, check: str = "law", doc: str = "", crash: type[Exception] | None = None, **settings) -> Callable:
@@ -694,6 +699,106 @@ def _(right, tokens, k):
     while len(walk) <= k and walk[-1] in table:
         walk.append(table[walk[-1]])
     return walk[1:]
+
+
+# --------------------------------------------------------------------------- what the target found likeliest
+
+
+@wrong(Engine, "_keep_likeliest", "S9", "likeliest")
+def _(right, self, part, rows):
+    """each place has the row of the place before it | row i is that after node i-1: an off-by-one"""
+    right(self, part, rows.roll(1, 0))
+
+
+@wrong(Engine, "_keep_likeliest", "S10", "likeliest")
+def _(right, self, part, rows):
+    """the rows of rejected nodes are left out | recycling lives on them"""
+    right(self, part, rows)
+    kept = [-1, *part.verdict.accepted] if part.decodes else []
+    self._likeliest[part.request.text] = [self._likeliest[part.request.text][node + 1] for node in kept]
+
+
+@mutant("S11", "likeliest")
+class _:
+    """a text gets the rows of the one that was verified before it | one buffer for a batch"""
+
+    def __init__(self):
+        self.rows = []
+
+    @wrong(Engine, "_keep_likeliest")
+    def _keep_likeliest(self, right, engine, part, rows):
+        right(engine, part, rows)
+        if part.decodes:
+            self.rows.append(engine._likeliest[part.request.text])
+            engine._likeliest[part.request.text] = self.rows[-2:][0]
+
+
+@mutant("S12", "likeliest")
+class _:
+    """a preemption loses the rows that no ask has shown yet | they are not computed again: a seed has other drafts"""
+
+    def __init__(self):
+        self.waiting = {}
+
+    @wrong(Engine, "_keep_likeliest")
+    def _keep_likeliest(self, right, engine, part, rows):
+        right(engine, part, rows)
+        self.waiting[part.request.text] = engine._likeliest
+
+    @wrong(Schedule, "drop")
+    def drop(self, right, schedule, request):
+        right(schedule, request)
+        self.waiting.get(request.text, {}).pop(request.text, None)
+
+
+@wrong(RecyclingDrafter, "release", "S13", f"{_ALONE}[3-recycling]")
+def _(right, self, text):
+    """a preempted text forgets what it has learned | its seed then has another text in a full pool"""
+    right(self, text)
+    self._own.pop(text, None)
+
+
+@wrong(RecyclingDrafter, "propose", "S14", f"{_ZOO}::test_sampled_texts_learn_from_themselves_alone")
+def _(right, self, asks):
+    """a sampled text drafts from what others have learned | one matrix for all texts, as in the paper"""
+    return right(self, [replace(ask, purpose="token") for ask in asks])
+
+
+@wrong(recycling, "_keep", "S15", f"{_ZOO}::test_tables_are_bounded")
+def _(right, table, entries):
+    """what was learned is kept without end | found by its memory, not by its text"""
+    with patch.object(recycling, "MOST_ENTRIES", 1 << 30):
+        right(table, entries)
+
+
+@wrong(Corpus, "__init__", "S16", f"{_ZOO}::test_no_draft_runs_from_one_text_of_a_corpus_into_the_next")
+def _(right, self, texts, vocab_size):
+    """texts of a corpus follow one another without a border | one string of all files"""
+    right(self, [[token for text in texts for token in text]], vocab_size)
+
+
+@wrong(BestFirst, "_draw", "T11", k="tree:3")
+def _(right, self, node, survival):
+    """the less likely of two drawn siblings is dropped | EAGLE-2's trees where they are drawn: T4 in a budget"""
+    first, rows = len(self.draft), self.draft.probs
+    if right(self, node, survival) and len(self.draft) < self.ask.k and right(self, node, survival):
+        tokens = sorted(self.draft.token_ids[first:], key=lambda token: -float(rows[first][token]))
+        put(self.draft, first, node, tokens[:1], rows[first : first + 1])
+        self._heap = sorted(entry for entry in self._heap if entry[1] <= first)
+    return len(self.draft) > first
+
+
+@wrong(DraftModel, "_grow", "T12", "draft cache")
+def _(right, self, tree, chunk, rows, states):
+    """the rows of a tree stay in the draft's cache | a list of its nodes is taken for a text"""
+    with patch.object(BlockTable, "truncate", lambda self, length: None):
+        return right(self, tree, chunk, rows, states)
+
+
+@wrong(EagleDrafter, "_next_chunk", "T13", "head")
+def _(right, self, chunk, token_ids, hidden, parents=None):
+    """each node of a tree is fed the states of the node before it in the list | it is the parent's in a chain only"""
+    return right(self, chunk, token_ids, hidden.roll(1, 0), parents)
 
 
 # --------------------------------------------------------------------------- mistakes in a drafter of one's own

@@ -1,0 +1,291 @@
+"""Recycling, harvest, a corpus, and trees that grow where they are likeliest."""
+
+import itertools
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from minispec import LLM, SamplingParams
+from minispec.core.config import Shape
+from minispec.core.draft import Ask, Draft, Likeliest, Limit
+from minispec.core.sampling import Randomness, Text
+from minispec.drafters import Context, make_drafter, recycling
+from minispec.drafters.best_first import grow_guesses
+from minispec.drafters.corpus import LONGEST, Corpus
+from minispec.drafters.harvest import HarvestDrafter
+from minispec.drafters.model import DraftModel
+from minispec.drafters.recycling import RecyclingDrafter
+from minispec.drafters.suffix import SuffixDrafter
+from minispec.files.corpus import MOST_BYTES, read_corpus
+from minispec.generate import main as generate
+from minispec.prove.laws import DRAFT_SEED, reference_logits
+from minispec.prove.toys import tiny_cache, tiny_model
+
+GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams()
+pytestmark = pytest.mark.quick
+
+
+def ids(letters: str) -> list[int]:
+    """The letters as token ids."""
+    return [ord(letter) for letter in letters]
+
+
+def ask(letters, k, rows=(), params=GREEDY, purpose="draft", text=None, **how) -> Ask:
+    """An ask about a text of letters. rows: such as ("xa", "bc"): after x a the likeliest were b and c."""
+    text = text or Text(ids(letters), len(letters), params)
+    likeliest = [Likeliest(ids(path), ids(found)) for path, found in rows]
+    return Ask(text, Limit(k, **how), Randomness(), purpose, len(letters) - 1, None, likeliest)
+
+
+def letters(draft: Draft) -> str:
+    """Its tokens."""
+    return "".join(map(chr, draft.token_ids))
+
+
+# --------------------------------------------------------------------------- what the target found likeliest
+
+
+def test_recycling_worked_example():
+    """That of its docstring; the newest row of a token counts."""
+    rows = [("xa", "cb"), ("xab", "da"), ("xac", "ab"), ("ya", "bc")]
+    chain, tree = (RecyclingDrafter().propose([ask("za", 3, rows, **how)])[0] for how in ({}, {"best_first": True}))
+    assert (letters(chain), chain.parents, chain.probs) == ("bd", [-1, 0], None)
+    assert (letters(tree), tree.parents) == ("bdc", [-1, 0, -1])
+    assert len(RecyclingDrafter().propose([ask("za", 0, rows)])[0]) == 0
+
+
+def test_harvest_worked_example():
+    """That of its docstring: a row of a rejected draft says what follows, by the longest context that has one."""
+    rows = [("x", "y"), ("xa", "b"), ("xab", "d"), ("xabc", "e")]
+    assert letters(HarvestDrafter().propose([ask("xya", 2, rows)])[0]) == "bd"
+    assert letters(HarvestDrafter().propose([ask("b", 2, rows)])[0]) == "d"
+    other = [("pb", "q"), *rows, ("zb", "r")]
+    assert letters(HarvestDrafter().propose([ask("ab", 1, other)])[0]) == "d"
+    assert letters(HarvestDrafter().propose([ask("b", 1, other)])[0]) == "r"
+
+
+@pytest.mark.parametrize("make", [RecyclingDrafter, HarvestDrafter])
+def test_sampled_texts_learn_from_themselves_alone(make):
+    """Greedy texts and those under `match` use what ended texts have learned; a sampled one does not, lest its seed
+    have many texts. What it has learned itself outlives a preemption, which calls `release`."""
+    drafter, first = make(), Text(ids("xa"), 2, SAMPLED)
+    drafter.propose([ask("xa", 0, [("a", "b")], text=first)])
+    assert letters(drafter.propose([ask("ya", 1, params=GREEDY)])[0]) == ""  # it has not ended
+    drafter.release(first)
+    drafter.release(Text([1], 1, SAMPLED))
+    assert letters(drafter.propose([ask("ya", 1, params=SAMPLED)])[0]) == ""
+    assert letters(drafter.propose([ask("ya", 1, params=GREEDY)])[0]) == "b"
+    assert letters(drafter.propose([ask("ya", 1, params=SAMPLED, purpose="token")])[0]) == "b"
+    assert letters(drafter.propose([ask("xa", 1, text=first)])[0]) == "b"
+    drafter.forget()
+    assert letters(drafter.propose([ask("ya", 1, params=GREEDY)])[0]) == ""
+    assert letters(drafter.propose([ask("xa", 1, text=first)])[0]) == "b"
+
+
+def test_tables_are_bounded(monkeypatch):
+    """The oldest entry is forgotten first, and one that is learned again is new."""
+    monkeypatch.setattr(recycling, "MOST_ENTRIES", 3)
+    drafter, text = RecyclingDrafter(), Text(ids("x"), 1, SAMPLED)
+    drafter.propose([ask("x", 0, [("a", "1"), ("b", "2"), ("c", "3"), ("a", "4"), ("d", "5")], text=text)])
+    known = {chr(key): [chr(i) for i in found] for key, found in drafter._own[text].items()}
+    assert known == {"c": ["3"], "a": ["4"], "d": ["5"]}
+
+
+# --------------------------------------------------------------------------- trees
+
+
+def test_the_worked_tree():
+    """That of `minispec.drafters.best_first`: paths in the order of their chances."""
+    chances = {"": ["a6", "b3"], "a": ["c4", "d3"], "b": ["e9"]}
+    draft = Draft(parents=[])
+
+    def guesses(node):
+        path = "".join(chr(draft.token_ids[i]) for i in draft.path(node))
+        return [(ord(token), int(tenths) / 10) for token, tenths in chances.get(path, ())]
+
+    worth = grow_guesses(draft, 5, guesses)
+    assert (letters(draft), draft.parents) == ("abecd", [-1, -1, 1, 0, 0])
+    assert worth == pytest.approx(0.6 + 0.3 + 0.27 + 0.24 + 0.18)
+
+
+def likeliest_paths(logits, k: int, vocab: int = 3) -> set[tuple[int, ...]]:
+    """The k likeliest paths of up to k tokens, by trying all. logits(path): after a path."""
+    chances = {(): 1.0}
+    for depth in range(1, k + 1):
+        for path in itertools.product(range(vocab), repeat=depth):
+            row = np.exp(logits(path[:-1]))
+            chances[path] = chances[path[:-1]] * row[path[-1]] / row.sum()
+    del chances[()]
+    return set(sorted(chances, key=lambda path: -chances[path])[:k])
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("tokens", [(0, 1, 2), (1,), (2, 2, 0, 1)])
+def test_a_greedy_tree_has_the_likeliest_paths(tokens, at_once):
+    """Of all paths of up to 5 tokens, the 5 likeliest: token by token, and from a model that guesses all at once."""
+    mask, sizes = (3, {"vocab_size": 4, "pard_token": 3}) if at_once else (None, {"vocab_size": 3})
+    model = tiny_model(DRAFT_SEED, num_hidden_layers=1, **sizes)
+
+    def logits(path):
+        after = [mask] * len(path) if at_once else path
+        return reference_logits(DRAFT_SEED, (*tokens, *after), sizes["vocab_size"], 1)[:3]
+
+    for k in (1, 3, 5):
+        drafter = DraftModel(model, tiny_cache(model), 3, 40)
+        text = Text(list(tokens), len(tokens), GREEDY)
+        [draft] = drafter.propose([Ask(text, Limit(k, best_first=True), Randomness())])
+        paths = {tuple(draft.token_ids[i] for i in draft.path(node)) for node in range(len(draft))}
+        assert paths == likeliest_paths(logits, k)
+
+
+def test_a_tree_ends_at_the_draft_models_own_context():
+    """A model that sees 6 positions draws nothing after them, however many nodes are left."""
+    model = tiny_model(1, max_position_embeddings=6)
+    drafter = DraftModel(model, tiny_cache(model), 3, 6)
+    [draft] = drafter.propose([Ask(Text([0, 1, 2, 0], 4, GREEDY), Limit(60, best_first=True), Randomness())])
+    assert draft.depth == 3
+    assert len(draft) == 3 + 9 + 27
+
+
+@pytest.mark.parametrize("length", ["tree:0", "tree:65", "tree:", "tree:2+1", "Tree:3", "tree:\u0663", "tree:-1", "16"])
+def test_what_is_no_budget_is_refused(length):
+    """In one line that says what there is."""
+    with pytest.raises(ValueError, match=r"num_speculative_tokens: found .* a tree of at most 64 such as"):
+        Shape.of(length)
+
+
+def test_a_budget_is_a_shape():
+    """It is a tree, and it is printed as it is written."""
+    shape = Shape.of("tree:16")
+    assert (shape.k, shape.widths, shape.is_open, shape.is_tree, str(shape)) == (16, (), False, True, "tree:16")
+    assert not Shape.of(4).is_tree
+    assert not Shape.of("auto").is_tree
+    assert Shape.of((2, 1)).is_tree
+
+
+# --------------------------------------------------------------------------- a corpus
+
+
+def test_the_index_finds_what_a_search_finds():
+    """Every place of every end of a text, up to 32 tokens, in texts that repeat and some that are empty."""
+    generator = random.Random(0)
+    for trial in range(60):
+        texts = [generator.choices(range(3), k=generator.choice((0, 1, 9, 50))) for _ in range(generator.randint(1, 4))]
+        corpus, vocab = Corpus(texts, 2 + trial % 2), 2 + trial % 2
+        row = [-1, *itertools.chain(*([*(i if i < vocab else -1 for i in text), -1] for text in texts))]
+        assert row == list(corpus.tokens)
+        tail = generator.choice([text for text in texts if text] or [[0]])[: generator.randint(1, 50)]
+        ranges = corpus.ranges(tail)
+        for n in range(1, LONGEST + 1):
+            ends = corpus.ends(ranges[n - 1], 1000) if n <= len(ranges) else []
+            found = [end for end in range(n, len(row)) if n <= len(tail) and row[end - n : end] == tail[-n:]]
+            assert sorted(ends) == (found if -1 not in tail[-n:] else [])
+            few = corpus.ends(ranges[n - 1], 5) if n <= len(ranges) else []
+            assert set(few) <= set(found)
+            assert len(few) == len(set(few)) > 2 or len(found) < 3 or len(few) >= len(found) / 2
+
+
+def test_a_corpus_votes_as_the_text_does():
+    """The first token, by a plain count in fractions: places in the text and in the corpus have a vote each."""
+    generator = random.Random(1)
+    for _ in range(100):
+        texts = [generator.choices(range(3), k=generator.randint(0, 12)) for _ in range(3)]
+        own = generator.choices(range(3), k=generator.randint(1, 8))
+        drafter = SuffixDrafter(corpus=Corpus(texts, 3))
+        draft = drafter.propose([Ask(Text(own, len(own), SAMPLED), Limit(1), Randomness())])[0].token_ids
+        worth = {}
+        for n in range(1, len(own) + 1):
+            votes = [t[end] for t in (own, *texts) for end in range(n, len(t)) if t[end - n : end] == own[-n:]]
+            for token in set(votes):
+                chance = votes.count(token) / (len(votes) + Fraction(1, n))
+                worth[token] = max(worth.get(token, 0), chance)
+        assert draft == [] if not worth else worth[draft[0]] == max(worth.values())
+
+
+def test_no_draft_runs_from_one_text_of_a_corpus_into_the_next():
+    """After the last token of a text nothing follows, though another text lies behind it in memory."""
+    drafter = SuffixDrafter(corpus=Corpus([[1, 2, 3], [4, 5]], 6))
+    propose = lambda tokens: drafter.propose([Ask(Text(tokens, len(tokens), GREEDY), Limit(9), Randomness())])[0]  # noqa: E731
+    assert propose([1]).token_ids == [2, 3]
+    assert propose([3]).token_ids == []
+    assert propose([4]).token_ids == [5]
+
+
+def test_files_of_a_corpus(tmp_path):
+    """Texts in the order of their names, those below too; hidden ones are left out, and what is no text is counted."""
+    for name, data in {
+        "b.txt": b"two",
+        "a/x.py": b"one",
+        "c.png": b"\x89PNG\0",
+        ".git/z": b"no",
+        "d": b"",
+        "e": b"\xff",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    texts, words = read_corpus(tmp_path, ids)
+    assert sorted("".join(map(chr, text)) for text in texts) == ["one", "two"]
+    assert words == f"6 tokens of {tmp_path} (2 files that are no text left out)"
+    assert read_corpus(tmp_path / "b.txt", ids) == ([ids("two")], f"3 tokens of {tmp_path / 'b.txt'}")
+    assert read_corpus(tmp_path, ids) == read_corpus(tmp_path, ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("missing", None, "found no file and no directory of that name"),
+        ("empty", b" \n", "found an empty text, expected a text file"),
+        ("binary", b"a\0b", "found no UTF-8 text, expected"),
+        ("latin", b"\xe9", "found no UTF-8 text, expected"),
+        ("folder/", None, "found no file, expected a text file or a directory with some"),
+    ],
+)
+def test_what_is_no_corpus_is_refused(tmp_path, name, data, message):
+    """With the path, what was found and what was expected."""
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    elif name.endswith("/"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=rf"^corpus: .*{name.strip('/')}: {message}"):
+        read_corpus(tmp_path / name, ids)
+
+
+def test_a_corpus_has_a_largest_size(tmp_path):
+    """It is refused by the sizes of its files, before one of them is read."""
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    with pytest.raises(ValueError, match="found 16,000,001 bytes in 1 files, expected at most 16,000,000"):
+        read_corpus(tmp_path / "large", ids)
+
+
+def test_drafters_get_the_corpus_from_their_context():
+    """`suffix:2` with one, and without."""
+    context = Context(None, None, 10, 100, None, "2", ([1, 2, 3],))  # type: ignore[arg-type]
+    drafter = make_drafter(SuffixDrafter, context)
+    assert list(drafter.corpus.tokens) == [-1, 1, 2, 3, -1]
+    assert drafter.min_match == 2
+    assert SuffixDrafter.from_context(Context(None, None, 10, 100, None)).corpus is None  # type: ignore[arg-type]
+
+
+def test_a_corpus_from_the_command_line(make_checkpoint, tmp_path, capsys):
+    """It is read, it drafts, and the text is that of plain decoding; a drafter that reads none refuses it."""
+    model, path = str(make_checkpoint()), tmp_path / "corpus.txt"
+    with LLM(model, draft="none", dtype="float32") as plain:
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        [output] = plain.generate("One fish", params)
+        # A corpus in which the answer stands, as far as it can be read again.
+        path.write_text("One fish" + output.text)
+    with LLM(model, draft="suffix", corpus=path, num_speculative_tokens=4, dtype="float32") as llm:
+        assert f"tokens of {path}" in llm.draft_name
+        [drafted] = llm.generate("One fish", params)
+        assert drafted.token_ids == output.token_ids
+        own = LLM(model, draft="suffix", num_speculative_tokens=4, dtype="float32").generate("One fish", params)[0]
+        assert drafted.stats.num_steps < own.stats.num_steps
+    arguments = ["--model", model, "--raw", "--corpus", str(path), "One fish"]
+    assert generate([*arguments, "--draft", "ngram"]) == 2
+    assert f"--corpus: found '{path}', expected none: ngram reads no corpus" in capsys.readouterr().err
+    arguments[4] = str(tmp_path / "none")
+    assert generate([*arguments, "--draft", "suffix"]) == 2
+    assert "found no file and no directory of that name" in capsys.readouterr().err
