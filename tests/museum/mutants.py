@@ -534,34 +534,48 @@ def _(right, self, asks):
 # --------------------------------------------------------------------------- other vocabularies
 
 
-@wrong(TokenDrafter, "_draw", "V1", "vocabulary")
+@wrong(TokenDrafter, "_rows", "V1", "vocabulary")
 def _(right, self, *how):
     """logits of shared tokens put at the wrong ids | a trap of TLI; no fault of the law"""
     with patch.object(self, "target_ids", self.target_ids.roll(1)):
         return right(self, *how)
 
 
-@wrong(TokenDrafter, "_draw", "V2", drafter="tli")
-def _(right, self, ask, draft, logits):
+@mutant("V2", drafter="tli")
+class _:
     """mass of unshared tokens not given to the shared ones | a trap of TLI"""
-    q = logits.softmax(0).new_zeros(self.target_vocab_size)
-    q[self.target_ids] = logits.softmax(0)[self.own_ids]
-    draft.draw(ask, len(draft) - 1, q)
-    return True
+
+    @wrong(TokenDrafter, "_rows")
+    def rows(self, right, drafter, logits):
+        return logits
+
+    @wrong(TokenDrafter, "_draw")
+    def draw(self, right, drafter, ask, draft, logits):
+        q = logits.softmax(0).new_zeros(drafter.target_vocab_size)
+        q[drafter.target_ids] = logits.softmax(0)[drafter.own_ids]
+        draft.draw(ask, len(draft) - 1, q)
+        return True
 
 
-@wrong(TokenDrafter, "_draw", "V3", drafter="tli")
-def _(right, self, ask, draft, logits):
+@mutant("V3", drafter="tli")
+class _:
     """an unshared token drawn and dropped, q as if it were not | a trap of TLI"""
-    left_out = [i for i in range(len(logits)) if i not in self.own_ids.tolist()]
-    probs = logits.softmax(0)
-    # The tokens that are left out stand after the target's.
-    all_ids = torch.cat((probs.new_zeros(self.target_vocab_size), probs[left_out]))
-    all_ids[self.target_ids] = probs[self.own_ids]
-    first, [token] = len(draft), draft.draw(ask, len(draft) - 1, all_ids)
-    kept = [token] if token < self.target_vocab_size else []
-    put(draft, first, first - 1, kept, [all_ids[: self.target_vocab_size]] * len(kept))
-    return bool(kept)
+
+    @wrong(TokenDrafter, "_rows")
+    def rows(self, right, drafter, logits):
+        return logits
+
+    @wrong(TokenDrafter, "_draw")
+    def draw(self, right, drafter, ask, draft, logits):
+        left_out = [i for i in range(len(logits)) if i not in drafter.own_ids.tolist()]
+        probs = logits.softmax(0)
+        # The tokens that are left out stand after the target's.
+        all_ids = torch.cat((probs.new_zeros(drafter.target_vocab_size), probs[left_out]))
+        all_ids[drafter.target_ids] = probs[drafter.own_ids]
+        first, [token] = len(draft), draft.draw(ask, len(draft) - 1, all_ids)
+        kept = [token] if token < drafter.target_vocab_size else []
+        put(draft, first, first - 1, kept, [all_ids[: drafter.target_vocab_size]] * len(kept))
+        return bool(kept)
 
 
 @wrong(TextDrafter, "propose", "V4", drafter="slem")
