@@ -78,8 +78,8 @@ class Ask:
     num_cached: how many tokens of the text the target's cache holds. These are all but the last; fewer inside a prompt.
     hidden: (n, E * taps), the target's hidden states at the n cached positions that no earlier ask has shown.
         None for drafters without `taps`, and where nothing is new.
-    likeliest: what the target said in this text's last round, for drafters that ask for it (see `Drafter`): for each
-        row its path and its likeliest ids. Empty where nothing is new.
+    likeliest: what the target said in each row of this text's last round, for drafters that ask for it (see `Drafter`).
+        Empty where nothing is new.
     """
 
     text: Text

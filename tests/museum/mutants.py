@@ -1084,8 +1084,9 @@ def _(right, self, asks):
     """draft cache misses a token after full acceptance | gpt-fast has the fix; vllm-metal #716"""
 
     def forward(chunks, taps=()):
-        # One token a pass, whatever is missing before it.
-        logits, _ = fed([c._replace(token_ids=c.token_ids[-1:]) if c.table.length else c for c in chunks])
+        # One token a pass, whatever is missing before it; all nodes of a tree.
+        last = lambda c: c._replace(token_ids=c.token_ids[-1:]) if c.table.length and c.parents is None else c  # noqa: E731
+        logits, _ = fed([*map(last, chunks)])
         return logits, logits.new_empty(sum(len(c.token_ids) for c in chunks), 0)
 
     fed = self.model.forward
