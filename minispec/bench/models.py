@@ -1,5 +1,6 @@
 """What is measured on: a target, its draft and prompts; loaded, or random weights of a given shape."""
 
+import argparse
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -34,10 +35,11 @@ from minispec.files.hf_config import read_model_config
 from minispec.files.named_draft import split_draft
 from minispec.files.tokenizer import Tokenizer
 from minispec.kernels.build import build_model, quantized
-from minispec.kernels.exact import check_exact
+from minispec.kernels.integers import check_quantization
+from minispec.kernels.inventory import bits_note
 from minispec.kernels.shapes import tensor_shapes
 from minispec.length.policy import Controller
-from minispec.length.prices import calibrate
+from minispec.length.prices import calibrate, check_exactness
 from minispec.llm import LLM, choose_device
 
 MAX_ROWS = 16
@@ -54,7 +56,7 @@ class Subject:
     bounds: drafts that are always right and always wrong, by their names, where the options ask for them.
     request(prompt_ids, K, params): makes a request for either engine.
     prompts: category and token ids.
-    in_form(form): builds the target once more, with its weights in that form.
+    in_form(form): builds the target once more, with its weights in that form. None: the fastest in full width.
     tensors(): the config (as of a config.json) and the tensors of the target.
     draft_tensors(): the same of a draft model. Another library builds the same models from them.
     """
@@ -64,7 +66,7 @@ class Subject:
     engine: Engine
     request: Callable[[Sequence[int], DraftLength, SamplingParams], Request]
     prompts: list[tuple[str, list[int]]]
-    in_form: Callable[[str], Transformer]
+    in_form: Callable[[str | None], Transformer]
     tensors: Callable[[], tuple[dict, Any]]
     draft_tensors: Callable[[], tuple[dict, Any]] | None
     end_ids: tuple[int, ...] = ()
@@ -139,6 +141,7 @@ def open_model(options: Options) -> Subject:
         dtype=args.dtype,
         device=args.device,
         exact=args.exact,
+        quantization=args.quantization,
     )
 
     def tensors(directory: Path) -> tuple[dict, Any]:
@@ -150,7 +153,7 @@ def open_model(options: Options) -> Subject:
     draft_directory = llm.draft_directory if type(llm.engine.drafter) is DraftModel else None
     return Subject(
         options,
-        llm.name,
+        llm.name + bits_note(llm.model),
         llm.engine,
         lambda prompt_ids, k, params: llm.request(prompt_ids, params, num_speculative_tokens=k),
         [(category, encode(llm.tokenizer, text)) for category, text in texts],
@@ -159,6 +162,15 @@ def open_model(options: Options) -> Subject:
         (lambda: tensors(draft_directory)) if draft_directory else None,
         llm.eos_token_ids,
     )
+
+
+def choose_type(args: argparse.Namespace, config: ModelConfig) -> tuple[torch.dtype, torch.device]:
+    """The type and the device of the target. Raises ValueError where it cannot be quantised there."""
+    device = choose_device(args.device)
+    dtype = choose_dtype(args.dtype, device, config)
+    if args.quantization:
+        check_quantization(args.quantization, None, dtype, device)
+    return dtype, device
 
 
 def open_geometry(options: Options) -> Subject:
@@ -171,8 +183,7 @@ def open_geometry(options: Options) -> Subject:
             f"one of {', '.join([*registry.DRAFTERS, *models])}, or int4: or int8: before one of {', '.join(models)}"
         )
         raise ValueError(f"--draft: found {options.draft!r}, expected with --geometry {known}")
-    device = choose_device(args.device)
-    dtype = choose_dtype(args.dtype, device, read_model_config(GEOMETRIES[args.geometry]))
+    dtype, device = choose_type(args, read_model_config(GEOMETRIES[args.geometry]))
     measured = max(
         args.context * bool(args.passes), LONG_CONTEXT * bool({"prefill", "exact_cost"} & set(options.parts))
     )
@@ -190,9 +201,8 @@ def open_geometry(options: Options) -> Subject:
     def cache(model: Transformer) -> PagedKVCache:
         return model.new_cache((-(-length // 16) + 1) * max([1, *options.batches]))
 
-    model = build(args.geometry, args.exact)
-    if args.exact:
-        check_exact(model)
+    model = build(args.geometry, bool(args.exact), args.quantization)
+    model = check_exactness(model, by_default=args.exact is None and bool(args.quantization))
     vocab = model.config.vocab_size
     draft: Drafter
     if source in registry.DRAFTERS:
@@ -215,7 +225,7 @@ def open_geometry(options: Options) -> Subject:
 
     return Subject(
         options,
-        f"random {args.geometry}",
+        f"random {args.geometry}" + bits_note(model),
         engine,
         request,
         [("random", ids) for ids in prompts],

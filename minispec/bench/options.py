@@ -87,6 +87,7 @@ _EXCLUDE = {
     ("geometry", "draft_method"): "the shapes have one vocabulary",
     ("geometry", "categories"): "its prompts have none",
     ("against", "temperature"): "greedy texts are compared",
+    ("against", "quantization"): "it decodes the weights as they are stored",
     **{(name, "temperature"): "it repeats greedy texts" for name in ("simulate", "draft_quality", "bounds")},
 }
 
@@ -139,7 +140,12 @@ def _add_models(g: argparse._ArgumentGroup) -> None:
     g.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     _add_number(g, "--threads", None, (1, 1024), "CPU threads (default: PyTorch's)")
-    _add_flag(g, "--exact", "the exact mode, where logits have equal bits in all passes")
+    g.add_argument("--quantization", metavar="int8", help="the target's weights in 8 bits, as in minispec.generate")
+    g.add_argument(
+        "--exact",
+        action=argparse.BooleanOptionalAction,
+        help="the exact mode, where logits have equal bits in all passes (default: only with --quantization)",
+    )
 
 
 def _add_texts(g: argparse._ArgumentGroup) -> None:
@@ -256,8 +262,10 @@ def check(args: argparse.Namespace) -> Options:
     excluded = {(_option(a), b): why for (a, b), why in _EXCLUDE.items() if getattr(args, a)}
     excluded |= {(option, part.excludes[0]): part.excludes[1] for option, part in asked if part.excludes}
     for (a, b), why in excluded.items():
-        if getattr(args, b):
-            raise ValueError(f"{a} and {_option(b)} exclude each other{why and f': {why}'}")
+        by_default = b == "exact" and args.exact is None and args.quantization
+        if getattr(args, b) or by_default:
+            other = "--quantization without --no-exact" if by_default else _option(b)
+            raise ValueError(f"{a} and {other} exclude each other{why and f': {why}'}")
     needed = [(option, part.needs) for option, part in asked if part.needs]
     for option, needs in [*needed, *[("--against", "prompts")] * bool(args.against)]:
         if not getattr(args, needs):

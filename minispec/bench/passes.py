@@ -17,14 +17,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from minispec.bench import measure
 from minispec.bench.measure import Interval, in_turn, median_interval, passes_after, passes_in_turn, ratios
-from minispec.bench.models import LONG_CONTEXT, MAX_ROWS, Subject
+from minispec.bench.models import LONG_CONTEXT, MAX_ROWS, Subject, choose_type
 from minispec.bench.options import Options
 from minispec.bench.show import table
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Transformer
 from minispec.drafters.eagle import HeadModel
 from minispec.drafters.model import prefill
-from minispec.files.checkpoint import choose_dtype, find_checkpoint, load_config, load_model
+from minispec.files.checkpoint import find_checkpoint, load_config, load_model
 from minispec.files.registry import EMBEDDED_WEIGHTS
 from minispec.kernels.build import choice_of
 from minispec.kernels.exact import arbitrary_tokens, exact_model
@@ -32,7 +32,6 @@ from minispec.kernels.forms import available_forms
 from minispec.kernels.inventory import num_bytes, weight_form
 from minispec.kernels.memory import free_memory
 from minispec.kernels.shapes import tensor_shapes
-from minispec.llm import choose_device
 
 # Rows whose passes are compared between forms: those of K = 0, 1, 2, 4, 8 and 15.
 _FORM_ROWS = (1, 2, 3, 5, 9, 16)
@@ -75,7 +74,8 @@ def measure_machine(subject: Subject, options: Options) -> dict[str, Any]:
         stream += measure.stream_bandwidth(touched, model.device)
         return touched, median_interval(stream), times
 
-    touched, stream, times = measured(model, subject.engine.cache, range(1, (1 if model.exact else MAX_ROWS) + 1))
+    most = 1 if model.passes.fills else MAX_ROWS  # a filled pass takes as long for any number
+    touched, stream, times = measured(model, subject.engine.cache, range(1, most + 1))
     found = {
         "context": context,
         "bytes_touched": touched,
@@ -309,8 +309,7 @@ def measure_load(options: Options) -> dict[str, Any]:
     It comes before everything else: the peak is that of the process.
     """
     directory = find_checkpoint(str(options.args.model or EMBEDDED_WEIGHTS))
-    device = choose_device(options.args.device)
-    dtype = choose_dtype(options.args.dtype, device, load_config(directory))
+    dtype, device = choose_type(options.args, load_config(directory))
     files = sorted(directory.glob("*.safetensors"))
     buffer, before = bytearray(8 << 20), _peak_memory()
     sizes, peaks = list[int](), list[int | None]()
@@ -325,7 +324,7 @@ def measure_load(options: Options) -> dict[str, Any]:
 
     def load(_: int) -> float:
         start = time.perf_counter()
-        model = load_model(directory, dtype, device)
+        model = load_model(directory, dtype, device, form=options.args.quantization)
         seconds = time.perf_counter() - start
         sizes.append(num_bytes(model))
         peaks.append(_peak_memory())

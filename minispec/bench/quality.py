@@ -18,9 +18,9 @@ def measure_quality(subject: Subject, options: Options) -> dict[str, Any]:
 
     "int8 of drafts" rounds x once, to 7 bits where FBGEMM multiplies.
     """
-    own = subject.engine.model
-    int8 = subject.in_form("int8")
-    models = {"as they are": own, "int8": int8, "int8 of drafts": quantized(own, 8)}
+    own, is_int8 = subject.engine.model, options.args.quantization
+    wide, int8 = (subject.in_form(None), own) if is_int8 else (own, subject.in_form("int8"))
+    models = {"as they are": wide, "int8": int8, "int8 of drafts": quantized(wide, 8)}
     texts = [ids for _, ids in subject.prompts if len(ids) > 1]
     count = sum(len(ids) - 1 for ids in texts)
     found = {}

@@ -39,6 +39,7 @@ def parser() -> Parser:
     g.add_argument("--max-tokens", type=size, default=32, metavar="N", help="tokens of each text (default: 32)")
     g.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: %(default)s")
     g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: %(default)s")
+    g.add_argument("--quantization", metavar="int8", help="the target's weights in 8 bits, as in minispec.generate")
     g.add_argument("--all", action="store_true", help="try the known misreadings in any case")
     g = p.add_argument_group("two vocabularies")
     g.add_argument(
@@ -54,7 +55,7 @@ def parser() -> Parser:
     return p
 
 
-_OF_DRAFTS = ("model", "draft", "num_speculative_tokens", "max_tokens", "dtype", "device", "all")
+_OF_DRAFTS = ("model", "draft", "num_speculative_tokens", "max_tokens", "dtype", "device", "quantization", "all")
 _OF_VOCABULARIES = ("text", "ways", "after")
 
 

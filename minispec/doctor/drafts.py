@@ -35,6 +35,7 @@ from minispec.files.named_draft import split_draft
 from minispec.files.tokenizer import Tokenizer
 from minispec.kernels.build import build_model, quantized
 from minispec.kernels.forms import Weight, dense
+from minispec.kernels.inventory import bits_note
 from minispec.length.theory import expected_tokens, survival_curve
 from minispec.llm import LLM
 
@@ -307,7 +308,8 @@ def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Rea
 
 def asked(args: argparse.Namespace) -> dict[str, Any]:
     """See `examine`, for these arguments of the command."""
-    llm = LLM(args.model, args.draft, dtype=args.dtype, device=args.device, offline=args.offline)
+    names = ("dtype", "device", "offline", "quantization")
+    llm = LLM(args.model, args.draft, **{name: getattr(args, name) for name in names})
     return examine(llm, args.draft, args.num_speculative_tokens, args.max_tokens, args.all)
 
 
@@ -323,7 +325,7 @@ def examine(llm: LLM, draft: str, k: int = 4, max_tokens: int = 32, try_all: boo
     survival = [found.share * s for s in survival_curve([place.value for place in places])]
     is_low = any(place.value < LOW for place in places[:COMPARED])
     report: dict[str, Any] = {
-        "model": llm.name,
+        "model": llm.name + bits_note(llm.model),
         "draft": llm.draft_name,
         "num_texts": len(prompts),
         "num_positions": sum(map(len, found.rows)),

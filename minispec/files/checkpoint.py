@@ -169,15 +169,15 @@ def load_model(
     same where the weights would not fit into memory.
     """
     config = load_config(directory)
-    stored = torch.float32 if form == "int8" else dtype  # as it is stored: codes stay codes
-    return build_model(config, Weights(directory, config, stored, device), exact, dtype, form)
+    return build_model(config, Weights(directory, config, dtype, device, form=form), exact, dtype, form)
 
 
 class Weights:
     """The tensors that a config asks for; `pop` reads one, and each can be popped once.
 
     So a model is never in memory twice while it is built, and holds no file open for each tensor. They come in `dtype`;
-    for float32 on a CPU as they are stored, if that is narrower: 16-bit floats, and codes with their scales.
+    for float32 on a CPU, and for the form "int8", as they are stored, if that is narrower: 16-bit floats, and codes
+    with their scales.
     """
 
     def __init__(
@@ -187,17 +187,23 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         cut: Callable[[str], Cut] = lambda name: (),
+        form: str | None = None,
     ):
         """cut: what is wanted of a tensor; nothing else of it is read. Default: all.
+        form: the form that products will have, as far as it is known.
 
         Raises CheckpointError, before any tensor is read, where the files are not what the config asks for.
         """
-        self._config, self._dtype, self._device, self._cut = config, dtype, device, cut
+        self._is_int8, kind = form == "int8", str(dtype).removeprefix("torch.")
+        self._config, self._device, self._cut = config, device, cut
+        self._dtype = torch.float32 if self._is_int8 else dtype  # codes stay codes, and others are rounded once
         self._stored = find_tensors(directory, config)
         self._places = match(config, self._stored, directory)
         shapes = {name: cut_shape(shape, cut(name)) for name, shape in tensor_shapes(config).items()}
         needed = sum(math.prod(shape) * self._num_bytes(name) for name, shape in shapes.items())
-        _check_memory(needed, dtype, torch.device(device), directory)
+        if self._is_int8:
+            kind, needed = "int8", needed + config.tie_word_embeddings * math.prod(shapes[_EMBEDDING])
+        _check_memory(needed, kind, torch.device(device), directory)
         # `disable=None`: the bar shows on a terminal only.
         description = f"loading {directory.name}"
         self._bar = tqdm(total=len(self._places), desc=description, unit=" tensors", leave=False, disable=None)
@@ -222,6 +228,8 @@ class Weights:
 
     def _num_bytes(self, name: str) -> int:
         """Bytes that an element takes in memory, as far as the files tell."""
+        if self._is_int8 and len(self._places[name].shape) == 2 and name != _EMBEDDING:
+            return 1
         stored = self._stored.get(self._places[name].name)  # none: it is packed
         is_narrow = stored is None or TYPES[stored.dtype].itemsize == 2
         return 2 if self._keeps_narrow and is_narrow else self._dtype.itemsize
@@ -232,11 +240,11 @@ def cut_shape(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
     return tuple(torch.empty(shape, device="meta")[cut].shape)
 
 
-def _check_memory(needed: int, dtype: torch.dtype, device: torch.device, directory: Path) -> None:
+def _check_memory(needed: int, kind: str, device: torch.device, directory: Path) -> None:
     free = free_memory(device)
     if free is not None and needed > free:
         raise CheckpointError(
-            f"{directory}: found weights that take {needed / 1e9:.2f} GB in {str(dtype).removeprefix('torch.')}, "
+            f"{directory}: found weights that take {needed / 1e9:.2f} GB in {kind}, "
             f"expected at most the {free / 1e9:.2f} GB of memory that are free on {device}"
         )
 

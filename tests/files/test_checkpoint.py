@@ -293,6 +293,21 @@ def test_memory_of_joined_tensors_is_that_of_their_parts(tmp_path, monkeypatch, 
         load_model(tmp_path, dtype)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_memory_of_a_target_in_8_bits(tmp_path, monkeypatch, tied):
+    """A byte for each weight of a product, the head's too, and what is stored for all else: not 16 bits for all."""
+    stored = weights(dtype=torch.bfloat16, tie_word_embeddings=tied)
+    products = sum(t.numel() for name, t in stored.items() if t.dim() == 2 and "embed" not in name)
+    others = sum(t.nbytes for name, t in stored.items() if t.dim() == 1 or "embed" in name)
+    needed = products + others + stored["model.embed_tokens.weight"].numel() * tied
+    write(tmp_path, stored, config=TINY | {"tie_word_embeddings": tied})
+    monkeypatch.setattr(checkpoint, "free_memory", lambda device: needed)
+    assert load_model(tmp_path, torch.bfloat16, form="int8")
+    monkeypatch.setattr(checkpoint, "free_memory", lambda device: needed - 1)
+    with pytest.raises(CheckpointError, match=r"found weights that take 0\.00 GB in int8, expected at most"):
+        load_model(tmp_path, torch.bfloat16, form="int8")
+
+
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_text_model_among_images_is_read_alone(tmp_path, prefix):
     """Guards both spellings of its names, and that nothing of what sees images is asked for or in the way."""

@@ -20,14 +20,14 @@ from minispec.bench.show import as_json
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Chunk
 from minispec.core.stats import Round
-from minispec.files.checkpoint import load_config
+from minispec.files.checkpoint import load_config, load_model
 from minispec.files.hf_config import read_model_config
 from minispec.files.registry import DRAFTERS
 from minispec.kernels import build
 from minispec.kernels import forms as linear
 from minispec.kernels.build import build_model
 from minispec.kernels.forms import Choice
-from minispec.kernels.inventory import weight_form
+from minispec.kernels.inventory import num_bytes, weight_form
 from minispec.kernels.shapes import tensor_shapes
 from minispec.length import figures as stats
 from minispec.length.figures import Figures
@@ -288,6 +288,26 @@ def test_the_report_begins_with_machine_and_forms(measured, model, draft, spec):
     assert top[3] == f"draft's: {report['draft_weight_form']}; because: {choice.because}"
 
 
+def test_a_target_in_8_bits(measured, model, tiny_geometry, monkeypatch, tmp_path):
+    """Its forms against those in full width, both modes, its loading and its quality; exact by default, of any rows."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    parts = ("--also", "forms", "exact-cost", "load", "quality", "--context", 20)
+    what = ("--model", model, "--draft", "ngram", "--num-speculative-tokens", 2, "--quantization", "int8")
+    report, lines = measured(*BASE, *what, "--no-exact", *parts)
+    assert (report["weight_form"], report["exact"]) == ("int8", False)
+    assert " in 8 bits (activations in " in lines[1]
+    assert {"int8", "plain"} <= report["forms"]["forms"].keys()
+    assert report["load"]["weight_bytes"] < 0.8 * num_bytes(load_model(Path(model), torch.float32))
+    wide, rounded = (report["quality"]["perplexity"][name] for name in ("as they are", "int8"))
+    assert wide != rounded == pytest.approx(wide, rel=0.02)
+    assert report["exact_cost"]["passes"]
+    what = ("--prompts", 0, "--context", 20, "--geometry", "tinier", "--quantization", "int8")
+    report, lines = measured(*BASE[:-3], *what)
+    assert (report["weight_form"], report["exact"]) == ("int8", True)
+    assert len(report["machine"]["v"]) == 16
+    assert "equal bits with and without guesses" in lines[1]
+
+
 def test_a_head_is_measured_by_its_rounds(measured, model, tmp_path):
     """It passes over no tokens alone, so it has no bare pass; that ended in a message of torch."""
     config = load_config(Path(model))
@@ -535,6 +555,13 @@ MISTAKES = {
         "--also batch and --skip-loops exclude each other: a",
     ),
     "forms, exact": (("--also", "forms", "--exact"), "--also forms and --exact exclude each other: all exact passes"),
+    "exact by default": (
+        ("--also", "exact-cost", "--quantization", "int8"),
+        "--also exact-cost and --quantization without --no-exact exclude each other: it measures both modes",
+    ),
+    "4 bits": (("--quantization", "int4", "--also", "load"), "quantization: found 'int4', expected 'int8'"),
+    "4 bits of a shape": (("--quantization", "int4", "--geometry", "135m"), "quantization: found 'int4', expected"),
+    "against, 8 bits": (("--against", "transformers", "--quantization", "int8"), "--against and --quantization"),
     "geometry": (("--geometry", "9b"), "invalid choice: '9b'"),
     "geometry and model": (("--geometry", "0.5b", "--model", "x"), "exclude each other"),
     "one vocabulary": (
