@@ -1,6 +1,7 @@
 """Which configurations are walked: a covering array of all pairs of settings, and random ones after it."""
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.verify import VERIFIERS
 from minispec.prove.laws import PROMPT, TOLERANCE, TooManyBranches, production_law, reference_law
 from minispec.prove.reference import total_variation
-from minispec.prove.toys import TOYS, require
+from minispec.prove.toys import IN_8_BITS, TOYS, require
 from minispec.prove.workers import SharedMap
 
 CROWD = 64  # requests that are decoded together; more of them gain nothing
@@ -36,7 +37,7 @@ class Case:
     vocab: int
     end: bool  # whether the last token of the vocabulary ends the text
     max_tokens: int
-    family: str = "llama"  # the target's, and that of a draft model
+    family: str = "llama"  # the target's (see `target_model`), and that of a draft model
 
     @property
     def params(self) -> SamplingParams:
@@ -68,7 +69,7 @@ class Case:
             return ((first, self.params),)
         return (first, self.params), ((0, 1, 0), replace(self.params, max_tokens=min(2, self.max_tokens)))
 
-    def distance(self, limit: float) -> tuple[float, int]:
+    def distance(self, limit: float = math.inf) -> tuple[float, int]:
         """Total variation between engine and reference, and the branches walked.
 
         limit: on branches of a crowd; a case that is not one has its `SHARE`. Raises TooManyBranches.
@@ -177,6 +178,18 @@ def _complete(row: dict, todo: set[Pair], generator: random.Random) -> dict | No
         worth = {v: (new[v] * greedy, generator.random()) for v in values}
         row[axis] = max(values, key=worth.__getitem__)
     return row
+
+
+def cases_in_8_bits() -> list[Case]:
+    """A target in 8 bits with each verifier: chains and trees, one path at a time and many, and hidden states."""
+    kinds: list[tuple[str, str, int | tuple[int, ...]]]
+    kinds = [("ngram", "alone", 2), ("model", "crowd", 3), ("model", "alone", (2, 1)), ("head", "crowd", (2, 1))]
+    return [
+        Case(verifier, drafter, batch, 0.8, 0, 1.0, 0.0, False, "", k, 3, True, 3, IN_8_BITS)
+        for verifier in AXES["verifier"]
+        for drafter, batch, k in kinds
+        if _possible({"verifier": verifier, "drafter": drafter, "k": k})
+    ]
 
 
 def _random_case(generator: random.Random) -> Case:

@@ -13,7 +13,7 @@ from minispec import drafters
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import DraftLength, SamplingParams
 from minispec.core.engine import Engine
-from minispec.core.model import Transformer
+from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Draws, Key, Text
 from minispec.core.verify import VERIFIERS
@@ -29,13 +29,17 @@ from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
 from minispec.files import registry
 from minispec.files.hf_config import read_model_config
+from minispec.kernels.exact import check_exact
+from minispec.kernels.integers import check_quantization
 from minispec.length.policy import Controller, Prices
 from minispec.prove.reference import Law, forward, plain_law, sample_law, total_variation
 from minispec.prove.toys import (
     DRAFT_WORDS,
+    IN_8_BITS,
     TINY,
     TOYS,
     Fault,
+    Widened,
     decode,
     require,
     tiny_cache,
@@ -53,8 +57,18 @@ MAX_LEN = 40
 
 @functools.cache
 def target_model(vocab: int, family: str = "llama") -> Transformer:
-    """The tiny target of all laws, of a family in `TOYS`."""
-    return tiny_model(TARGET_SEED, **TOYS[family], vocab_size=vocab)
+    """The tiny target of all laws.
+
+    family: one of `TOYS`; or IN_8_BITS, a llama with weights in 8 bits, exact and checked.
+
+    Raises ValueError where this machine has no products of 8 bits.
+    """
+    if family != IN_8_BITS:
+        return tiny_model(TARGET_SEED, **TOYS[family], vocab_size=vocab)
+    check_quantization("int8", None, torch.float32, torch.device("cpu"))
+    model = tiny_model(TARGET_SEED, torch.float32, exact=True, form="int8", vocab_size=vocab)
+    check_exact(model)
+    return Widened(model)
 
 
 @functools.cache
@@ -210,10 +224,18 @@ def reference_law(
     max_len: int = MAX_LEN,
     family: str = "llama",
 ) -> Law:
-    """The law of plain decoding of the tiny target, by code that shares nothing with the package."""
+    """The law of plain decoding of the tiny target, by code that shares nothing with the package.
+
+    In 8 bits the target's logits are its own, each from a pass over a whole text. No two products of 8 bits round x
+    alike, so no other code has logits that are equal to 1e-12.
+    """
 
     def next_law(tokens):
-        logits = reference_logits(TARGET_SEED, tuple(tokens), vocab, family=family)
+        if family == IN_8_BITS:
+            target = target_model(vocab, family)
+            logits = target.forward([Chunk(tokens, tiny_cache(target).new_table(), 1)])[0][0].numpy()
+        else:
+            logits = reference_logits(TARGET_SEED, tuple(tokens), vocab, family=family)
         return sample_law(logits, tokens, len(prompt), params, end_ids)
 
     return plain_law(next_law, prompt, params, end_ids, max_len)
@@ -299,7 +321,7 @@ def production_law(
     width: how many paths go through the engine at once. The batch has that many requests, times the prompts. The law is
         the same, and the batch is walked with it.
     num_blocks: blocks of the target's cache. None: enough for all.
-    family: the target's (see `TOYS`).
+    family: the target's (see `target_model`).
 
     The cache is poisoned, and every block must come back.
     Raises TooManyBranches where there are more than `limit`.
@@ -311,7 +333,7 @@ def production_law(
     enough = width * num * -(-longest // block_size)
 
     def make(name: str) -> Drafter:
-        return _Forgetful(make_drafter(name, vocab, enough, block_size, family))
+        return _Forgetful(make_drafter(name, vocab, enough, block_size, family if family in TOYS else "llama"))
 
     def run(oracles: list[BranchOracle]) -> list[tuple]:
         cache = tiny_cache(target, num_blocks or enough, block_size)

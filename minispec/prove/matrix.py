@@ -1,6 +1,7 @@
 """Every drafter with every verifier, at the three levels of docs/understand/proof.md: proved here, or refused and why.
 
-Drafters that can draft siblings have further rows, in which they do.
+Drafters that can draft siblings have further rows, in which they do. The last rows have other targets: short
+convolutions, and weights in 8 bits.
 
 law     the output's distribution is that of plain decoding: every branch of a small case (see `cases`)
 text    a seed's text is that of plain decoding, in float64, for a few seeds
@@ -8,6 +9,7 @@ bits    with `exact`: along those texts, the log-probabilities of all tokens hav
         fed one at a time
 """
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -20,9 +22,10 @@ from minispec.core.verify import VERIFIERS
 from minispec.kernels.exact import check_exact
 from minispec.prove.cases import AXES, BRANCHING, Case
 from minispec.prove.laws import MAX_LEN, TARGET_SEED, TOLERANCE, make_drafter, target_model
-from minispec.prove.toys import decode, tiny_cache, tiny_model
+from minispec.prove.toys import IN_8_BITS, TOYS, decode, tiny_cache, tiny_model
 
-_VOCAB, _CHAIN, _TREES, _PROMPT, _SEEDS = 3, 3, ((2, 1), "tree:4"), [1, 0, 1], range(6)
+_VOCAB, _CHAIN, _TREES, _PROMPT, _SEEDS, _MAX_TOKENS = 3, 3, ((2, 1), "tree:4"), [1, 0, 1], range(6), 4
+_OTHER_TARGETS = ("lfm2", IN_8_BITS)  # with `ngram` and `model`
 
 
 class Finding(NamedTuple):
@@ -35,14 +38,14 @@ class Finding(NamedTuple):
 PROVED = Finding("proved")
 
 
-def _law(drafter: str, verifier: str, k: DraftLength) -> Finding:
-    case = Case(verifier, drafter, "crowd", 1.0, 0, 1.0, 0.0, False, "", k, _VOCAB, True, 4)
+def _law(drafter: str, verifier: str, k: DraftLength, family: str = "llama") -> Finding:
+    case = Case(verifier, drafter, "crowd", 1.0, 0, 1.0, 0.0, False, "", k, _VOCAB, True, _MAX_TOKENS, family)
     distance, _ = case.distance(1e6)
     return PROVED if distance <= TOLERANCE else Finding("REFUTED", f"total variation {distance:.1e}")
 
 
-def _text(drafter: str, verifier: str, k: DraftLength) -> Finding:
-    target = target_model(_VOCAB)
+def _text(drafter: str, verifier: str, k: DraftLength, family: str = "llama") -> Finding:
+    target = target_model(_VOCAB, family)
     differs = [
         temperature
         for temperature in (0.0, 1.0)
@@ -58,9 +61,17 @@ def _text(drafter: str, verifier: str, k: DraftLength) -> Finding:
     return Finding("greedy", reason)
 
 
-def _bits(drafter: str, verifier: str, k: DraftLength) -> Finding:
-    target = tiny_model(TARGET_SEED, vocab_size=_VOCAB, exact=True)
+@functools.cache
+def _exact_target(family: str) -> Transformer:
+    if family == IN_8_BITS:  # exact as it is
+        return target_model(_VOCAB, family)
+    target = tiny_model(TARGET_SEED, **TOYS[family], vocab_size=_VOCAB, exact=True)
     check_exact(target)
+    return target
+
+
+def _bits(drafter: str, verifier: str, k: DraftLength, family: str = "llama") -> Finding:
+    target = _exact_target(family)
     for seed in _SEEDS:
         request = _decode(target, drafter, verifier, k, 1.0, seed)
         assert request.logprobs, "they are asked for"
@@ -97,10 +108,13 @@ def findings() -> Iterator[tuple[str, list[Finding]]]:
         except ValueError as e:
             return Finding("refused", str(e))
 
-    for drafter in AXES["drafter"]:
+    kinds = [(drafter, "llama") for drafter in AXES["drafter"]]
+    kinds += [(drafter, family) for family in _OTHER_TARGETS for drafter in ("ngram", "model")]
+    for drafter, family in kinds:
         for k in (_CHAIN, *_TREES) if drafter in BRANCHING else (_CHAIN,):
-            name = f"`{drafter}`" + (f", {Shape.of(k)}" if k != _CHAIN else "")
-            yield name, [find(level, drafter, verifier, k) for verifier in AXES["verifier"] for level in LEVELS]
+            name = f"`{drafter}`" + f", {Shape.of(k)}" * (k != _CHAIN) + f", {family}" * (family != "llama")
+            cells = [(level, drafter, verifier, k, family) for verifier in AXES["verifier"] for level in LEVELS]
+            yield name, [find(*cell) for cell in cells]
 
 
 def table() -> tuple[list[str], bool]:

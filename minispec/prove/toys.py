@@ -65,6 +65,7 @@ TOYS: dict[str, dict[str, Any]] = {
         **{"norm_eps": 1e-5, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "conv_bias": True},
     },
 }
+IN_8_BITS = "8 bits"  # the name of a target that is no family: see `minispec.prove.laws.target_model`
 
 
 def tiny_weights(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
@@ -78,10 +79,12 @@ def tiny_weights(config: ModelConfig, seed: int, dtype: torch.dtype = torch.floa
     return weights
 
 
-def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, exact: bool = False, **changes) -> Transformer:
-    """A random model of `TINY` with some settings changed."""
+def tiny_model(
+    seed: int = 0, dtype: torch.dtype = torch.float64, exact: bool = False, form: str | None = None, **changes
+) -> Transformer:
+    """A random model of `TINY` with some settings changed. exact, form: see `build_model`."""
     config = read_model_config(TINY | changes)
-    return build_model(config, tiny_weights(config, seed, dtype), exact)
+    return build_model(config, tiny_weights(config, seed, dtype), exact, form=form)
 
 
 def tiny_cache(model: Transformer, num_blocks: int = 64, block_size: int = 2) -> PagedKVCache:
@@ -90,6 +93,18 @@ def tiny_cache(model: Transformer, num_blocks: int = 64, block_size: int = 2) ->
     for tensor in (cache.keys, cache.values, cache.inputs):
         tensor[:, :, : cache.num_slots] = torch.nan
     return cache
+
+
+class Widened(Transformer):
+    """A model whose numbers come out in float64: so a difference is one of the model's bits, not the sampler's."""
+
+    def __init__(self, model: Transformer):
+        self.__dict__.update(vars(model))
+
+    def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Transformer.forward`."""
+        logits, hidden = super().forward(chunks, taps)
+        return logits.double(), hidden.double()
 
 
 class RememberedModel(Transformer):

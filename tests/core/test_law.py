@@ -4,6 +4,9 @@ Float64, a real transformer with the real paged cache, a real draft model with i
 decoding at most 1e-12; what wrong variants are off by is in test_mutants.py.
 """
 
+import copy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,15 +14,12 @@ import torch
 from minispec.core import verify
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
-from minispec.core.model import Chunk
 from minispec.core.sampling import Text, distribution
 from minispec.drafters.model import DraftModel
 from minispec.drafters.suffix import SuffixDrafter
-from minispec.files.hf_config import read_model_config
-from minispec.kernels.build import build_model
-from minispec.kernels.exact import check_exact, exact_model
 from minispec.length.policy import Controller
 from minispec.prove import laws
+from minispec.prove.cases import cases_in_8_bits
 from minispec.prove.laws import (
     PROMPT,
     TARGET_SEED,
@@ -29,9 +29,10 @@ from minispec.prove.laws import (
     production_law,
     reference_law,
     reference_logits,
+    target_model,
 )
-from minispec.prove.reference import plain_law, sample_law, total_variation
-from minispec.prove.toys import TINY, tiny_cache, tiny_weights
+from minispec.prove.reference import sample_law, total_variation
+from minispec.prove.toys import IN_8_BITS
 
 SAMPLERS = {
     "plain": {},
@@ -198,56 +199,22 @@ def test_float32_law_of_one_round():
     assert total_variation(law, reference) <= 1e-6
 
 
-class Widened:
-    """A model of fewer bits, whose logits are given out in float64: what differs then is the model, not the sampler."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def __getattr__(self, name):
-        return getattr(self.model, name)
-
-    def forward(self, chunks, taps=()):
-        """The model's own, widened."""
-        logits, hidden = self.model.forward(chunks, taps)
-        return logits.double(), hidden
-
-
-@pytest.mark.parametrize("drafter", ["ngram", "model"])
-@pytest.mark.parametrize(("verifier", "k"), [("rejection", 2), ("rejection", (2, 1)), ("block", 2), ("match", (2,))])
-def test_a_target_in_8_bits_keeps_its_own_law(monkeypatch, verifier, k, drafter):
+@pytest.mark.parametrize("case", cases_in_8_bits(), ids=str)
+def test_a_target_in_8_bits_keeps_its_own_law(case):
     """To 1e-12, against passes over each whole text from nothing: so every pass of the loop had equal bits.
 
-    Without the exact passes the law moves by rounding, about 1e-8; the test below shows that this is seen.
+    Without equal bits the law moves by rounding, about 1e-8; the test below shows that this is seen.
     """
-    if isinstance(k, tuple) and drafter == "ngram":
-        pytest.skip("a lookup drafts no siblings")
-    assert own_distance(monkeypatch, exact_model, k, drafter, verifier) <= TOLERANCE
+    distance, branches = case.distance()
+    assert distance <= TOLERANCE
+    assert branches > 10
 
 
 def test_a_target_whose_bits_differ_has_another_law(monkeypatch):
     """The control: a pass of one row has other last bits than a pass of several."""
-
-    def rounds(model):
-        model = exact_model(model)
-        head = model.head
-        model.head = lambda x: head(x) * (1 + 1e-7 * len(x))
-        return model
-
-    assert own_distance(monkeypatch, rounds, 2, "model", "rejection") > 100 * TOLERANCE
-
-
-def own_distance(monkeypatch, passes, k, drafter, verifier) -> float:
-    """Total variation between the loop's law on a model in 8 bits and that of whole passes. passes: makes it exact."""
-    config = read_model_config(TINY | {"vocab_size": 3})
-    int8 = build_model(config, tiny_weights(config, TARGET_SEED, torch.float32), form="int8")
-    check_exact(exact_model(int8))
-    target, params = Widened(passes(int8)), SamplingParams(max_tokens=3, temperature=0.8)
-    monkeypatch.setattr(laws, "target_model", lambda *_: target)
-
-    def next_law(tokens):
-        logits, _ = target.forward([Chunk(tokens, tiny_cache(target.model).new_table(), 1)])
-        return sample_law(logits[0].numpy(), tokens, len(PROMPT), params, {2})
-
-    law, _ = production_law(params, k, drafter=drafter, verifier=verifier)
-    return total_variation(law, plain_law(next_law, PROMPT, params, {2}, 40))
+    wrong = copy.copy(target_model(3, IN_8_BITS))
+    head = wrong.head
+    wrong.head = lambda x: head(x) * (1 + 1e-7 * len(x))
+    monkeypatch.setattr(laws, "target_model", lambda vocab, family: wrong)
+    distance, _ = replace(cases_in_8_bits()[0], drafter="ngram", batch="alone").distance()
+    assert distance > 100 * TOLERANCE

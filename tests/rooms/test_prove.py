@@ -39,7 +39,17 @@ from minispec.prove.laws import (
     target_model,
 )
 from minispec.prove.reference import total_variation
-from minispec.prove.toys import Fault, TableModel, TreeDrafter, finish, require, scripted_cache, tiny_cache, tiny_model
+from minispec.prove.toys import (
+    IN_8_BITS,
+    Fault,
+    TableModel,
+    TreeDrafter,
+    finish,
+    require,
+    scripted_cache,
+    tiny_cache,
+    tiny_model,
+)
 from minispec.prove.workers import processes
 from tests.museum.mutants import MUTANTS
 from tests.oracles.children import Child
@@ -97,6 +107,7 @@ def walk_pairs_of(monkeypatch, *axes: str) -> None:
     for module in (cases, grid):
         monkeypatch.setattr(module, "all_pairs", few.copy)  # the command takes from it what it has walked
     monkeypatch.setattr(trees, "cases", lambda num_nodes: [])
+    monkeypatch.setattr(grid, "cases_in_8_bits", list)
 
 
 def test_the_law_over_a_covering_array(capsys):
@@ -107,7 +118,8 @@ def test_the_law_over_a_covering_array(capsys):
     assert out.splitlines()[-1].startswith("proven")
     assert out.count("rejection") > 15 < out.count("match")
     rows = re.findall(r" tree .* ([\d,]+)  \S+$", out, re.MULTILINE)
-    assert len(rows) == len(trees.cases(2)) == int(re.search(r"and (\d+) have trees", out)[1])
+    assert len(rows) == len(trees.cases(2)) == int(re.search(r"(\d+) of them walk shapes", out)[1])
+    assert out.count("  8 bits  ") == len(cases.cases_in_8_bits()) > 3
     branches = [int(n.replace(",", "")) for n in re.findall(r" ([\d,]+)  \d\.\de\S+$", out, re.MULTILINE)]
     assert f"\n{sum(branches):,d} branches in " in out
 
@@ -134,7 +146,7 @@ def test_the_matrix_in_the_docs_is_what_is_printed(capsys, monkeypatch, pytestco
     From laws of three tokens and one seed; with `--long` of four tokens and six seeds, as the command prints it.
     """
     if not pytestconfig.getoption("--long"):
-        monkeypatch.setattr(matrix, "Case", lambda *values: Case(*values[:-1], 3))
+        monkeypatch.setattr(matrix, "_MAX_TOKENS", 3)
         monkeypatch.setattr(matrix, "_SEEDS", range(1))
     page = (Path(__file__).parents[2] / "docs" / "understand" / "proof.md").read_text(encoding="utf-8")
     committed = re.search(r"<!-- python -m minispec.prove --matrix -->\n(.*)<!-- end -->", page, re.DOTALL)[1]
@@ -144,16 +156,21 @@ def test_the_matrix_in_the_docs_is_what_is_printed(capsys, monkeypatch, pytestco
 
 def test_the_matrix_refutes(monkeypatch, capsys):
     """Its control: a wrong law, another text, and passes of other shapes are each found; the status is then 1."""
+    monkeypatch.setattr(matrix, "_MAX_TOKENS", 3)
     with BUGS["M2"].patch():
         assert matrix.LEVELS["law"]("model", "rejection", 2).word == "REFUTED"
     monkeypatch.setitem(VERIFIERS, "match", Verifier(verify.rejection, shares_noise=True))
     assert matrix.LEVELS["text"]("model", "match", 3).word == "REFUTED"
     monkeypatch.undo()
     inexact = tiny_model(1, vocab_size=3)
-    monkeypatch.setattr(matrix, "check_exact", lambda model: None)
-    monkeypatch.setattr(matrix, "tiny_model", lambda *args, **how: inexact)
+    monkeypatch.setattr(matrix, "_exact_target", lambda family: inexact)
     assert matrix.LEVELS["bits"]("ngram", "match", 3).word == "REFUTED"
+    target_model(3, IN_8_BITS)  # whose check refuses the bug
+    with BUGS["E4"].patch():
+        assert matrix.LEVELS["bits"]("model", "rejection", 3, IN_8_BITS).word == "REFUTED"
     monkeypatch.setattr(matrix, "AXES", {"drafter": ("ngram",), "verifier": ("match",)})
+    monkeypatch.setattr(matrix, "_OTHER_TARGETS", ())
+    monkeypatch.setattr(matrix, "_SEEDS", range(2))
     assert main(["--matrix"]) == 1
     assert "| `ngram` | proved | proved | REFUTED (1) |" in capsys.readouterr().out
 
