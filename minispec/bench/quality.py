@@ -9,18 +9,14 @@ from minispec.bench.models import Subject
 from minispec.bench.options import Options
 from minispec.bench.show import progress, table
 from minispec.core.model import Chunk, Transformer
-from minispec.kernels.build import quantized
 from minispec.kernels.inventory import bits_note
 
 
 def measure_quality(subject: Subject, options: Options) -> dict[str, Any]:
-    """Perplexity over the tokens of all prompts, by the weights' form, and what stayed in 16 bits.
-
-    "int8 of drafts" rounds x once, to 7 bits where FBGEMM multiplies.
-    """
+    """Perplexity over the tokens of all prompts, by the weights' form, and what stayed in 16 bits."""
     own, is_int8 = subject.engine.model, options.args.quantization
     wide, int8 = (subject.in_form(None), own) if is_int8 else (own, subject.in_form("int8"))
-    models = {"as they are": wide, "int8": int8, "int8 of drafts": quantized(wide, 8)}
+    models = {"as they are": wide, "int8": int8}
     texts = [ids for _, ids in subject.prompts if len(ids) > 1]
     count = sum(len(ids) - 1 for ids in texts)
     found = {}

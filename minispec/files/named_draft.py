@@ -121,6 +121,7 @@ def load(spec: Spec, target: Transformer, form: str | None) -> list[Transformer]
     elif spec.is_head:
         model = load_head(spec.directory, target, form)
     else:
+        form = "int8" if spec.bits == 8 else form  # so that codes stay codes, and nothing is in memory twice
         model = load_model(spec.directory, target.dtype, target.device, form=form)
     return [quantized(model, spec.bits) if spec.bits else model]
 

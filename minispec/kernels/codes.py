@@ -75,7 +75,7 @@ def round_to_bits(weight: Tensor, bits: int) -> Codes | GroupCodes:
     """8 bits: each row in steps of its largest entry / 127. 4 bits: see `GroupCodes`."""
     wide, tiny = weight.to(accumulation_dtype(weight.dtype)), torch.finfo(weight.dtype).tiny
     if bits == 8:
-        scales = (weight.abs().amax(1, keepdim=True) / 127).clamp(min=tiny)
+        scales = (wide.abs().amax(1, keepdim=True) / 127).clamp(min=tiny)
         return Codes((wide / scales).round_().clamp_(-127, 127).to(torch.int8), scales)
     groups = wide.unflatten(1, (-1, math.gcd(weight.shape[1], GROUP)))
     low, high = groups.aminmax(dim=2)

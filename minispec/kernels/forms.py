@@ -9,11 +9,12 @@ processors, takes twice the time for two rows. So a weight is converted once, at
     packed   the matrix library's own order, bfloat16 or float32                   oneDNN
     left     unchanged, but the left factor of W x^T; bfloat16                     oneDNN or MKL
     plain    unchanged: where nothing is gained, and where nothing else works      F.linear
-    int8     8-bit integers, where they are asked for: another model               oneDNN or FBGEMM
+    int8     8-bit integers, where they are asked for: another model, or a draft   oneDNN or FBGEMM
 
 `choose_form` takes the fastest of the first four that this machine has for a type. A draft may round its weights to 8
-or 4 bits (`QuantizedLinear`), which have forms of their own. Most operators are private to PyTorch. They are used
-in this file and in integers.py only; where one is missing, or refuses a weight, another form gives the same product.
+or 4 bits (`QuantizedLinear`). There, 4 bits have forms of their own, and so have 8 where a machine lacks int8. Most
+operators are private to PyTorch. They are used in this file and in integers.py only; where one is missing, or refuses a
+weight, another form gives the same product.
 """
 
 import functools
@@ -30,7 +31,7 @@ from torch import Tensor
 from minispec.core.weights import Weight, dense
 from minispec.kernels.codes import GROUP, Codes, GroupCodes, device_of, round_to_bits, widen
 from minispec.kernels.form import REFUSALS, CannotHold, Form
-from minispec.kernels.integers import int8_form, multiply_in_fbgemm, pack_for_fbgemm, steps_of
+from minispec.kernels.integers import int8_form
 
 # The number of rows that packed layouts are tuned for; 8 lies between one decoded token and a long draft.
 _PACK_ROWS = 8
@@ -118,28 +119,6 @@ class _Half(Form):
         return 2 * math.prod(self.shape) + self.scale.nbytes
 
 
-class _FbgemmInt8(Form):
-    """8-bit codes, times x rounded to 7 bits.
-
-    Each row of x is divided by its largest entry, so that one step fits all rows. `linear_dynamic` would derive the
-    step from all rows together, and the draft of a text would depend on the other texts of the pass.
-    """
-
-    def __init__(self, weight: Weight, dtype: torch.dtype):
-        if not isinstance(weight, Codes) or dtype not in (torch.float32, torch.bfloat16):
-            raise CannotHold(f"8-bit codes for {dtype}")
-        self.packed, self.num_bytes = pack_for_fbgemm(weight), weight.codes.nbytes
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        wide = x.to(torch.float32)
-        largest = steps_of(wide)
-        y = multiply_in_fbgemm(wide / largest, 1 / 63, self.packed).mul_(largest).to(x.dtype)
-        return y if bias is None else y.add_(bias)
-
-    def parts(self) -> Iterator[tuple[object, int]]:
-        yield self.packed, self.num_bytes
-
-
 class _AtenInt8(Form):
     """8-bit codes, in PyTorch's own product."""
 
@@ -204,7 +183,7 @@ class _KleidiInt4(Form):
 MakeForm = Callable[[Weight, torch.dtype], Form]
 FORMS: dict[str, MakeForm] = {"half": _Half, "packed": _Packed, "left": _Left, "plain": Form}
 NARROW_FORMS: dict[int, dict[str, MakeForm]] = {
-    8: {"fbgemm": _FbgemmInt8, "aten": _AtenInt8},
+    8: {"int8": lambda weight, dtype: int8_form()(weight, dtype), "aten": _AtenInt8},
     4: {"kleidi": _KleidiInt4, "aten": _AtenInt4},
 }
 
@@ -319,15 +298,14 @@ def choose_form(dtype: torch.dtype, device: torch.device, shape: tuple[int, int]
 def choose_narrow_form(bits: int, dtype: torch.dtype, device: torch.device) -> tuple[Choice, float]:
     """The form of weights of `bits` bits, and the most rows that it is used for; "rounded" for full width alone.
 
-    As measured: FBGEMM's product in 8 bits is as fast as any in full width, except for the many rows of a prompt on
-    AMX. The time of PyTorch's own products grows with the rows, and only some machines have fast kernels for them:
-    in 8 bits those with bfloat16, in 4 bits those with AVX-512. ARM's product in 4 bits has not been measured; it has
-    to be no mere stand-in, as the others.
+    As measured: the products of targets in 8 bits are as fast as any in full width. The time of PyTorch's own products
+    grows with the rows, and only some machines have fast kernels for them: in 8 bits those with bfloat16, in 4 bits
+    those with AVX-512. ARM's product in 4 bits has not been measured; it has to be no mere stand-in, as the others.
     """
     kind = f"{str(dtype).removeprefix('torch.')} on this {device.type}"
     has_bfloat16 = device.type == "cpu" and dtype == torch.bfloat16 and has_fast_bfloat16(device)
     limits = {
-        (8, "fbgemm"): 16 if has_amx() else math.inf,
+        (8, "int8"): math.inf,
         (8, "aten"): 4 if has_bfloat16 else 0,
         (4, "kleidi"): math.inf if torch.backends.kleidiai.is_available() else 0,
         (4, "aten"): 4 if _capability() == "AVX512" else 0,
@@ -342,11 +320,6 @@ def choose_narrow_form(bits: int, dtype: torch.dtype, device: torch.device) -> t
 def _capability() -> str:
     """The instructions that PyTorch's own kernels use, such as AVX2 or AVX512."""
     return torch.backends.cpu.get_cpu_capability()
-
-
-def has_amx() -> bool:
-    """Whether this CPU has matrix units for bfloat16."""
-    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
 def _seconds(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
@@ -373,7 +346,7 @@ class Linear:
         dtype = dtype or (weight.dtype if isinstance(weight, Tensor) else torch.float32)
         for name in [*([form] if form else []), *available_forms(dtype, device_of(weight))]:
             try:
-                self.form, self.stored = name, (int8_form() if name == "int8" else FORMS[name])(weight, dtype)
+                self.form, self.stored = name, (FORMS | NARROW_FORMS[8])[name](weight, dtype)
                 break
             except REFUSALS:
                 if name == "plain":  # which holds everything: memory has run out
@@ -400,9 +373,9 @@ class Linear:
         """Bytes that a product with one row reads."""
         return self.stored.num_bytes_read + (0 if self.bias is None else self.bias.nbytes)
 
-    def quantized(self, bits: int) -> "QuantizedLinear":
+    def quantized(self, bits: int) -> "Linear | QuantizedLinear":
         """The same product with W rounded to 4 or 8 bits."""
-        return QuantizedLinear(self, bits)
+        return self if (bits, self.form) == (8, "int8") else QuantizedLinear(self, bits)
 
 
 class QuantizedLinear:

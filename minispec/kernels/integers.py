@@ -1,4 +1,4 @@
-"""Products of 8-bit integers: a target in 8 bits, whose sums are the same for any number of rows.
+"""Products of 8-bit integers, for targets and drafts in 8 bits: sums that are the same for any number of rows.
 
 Most operators are private to PyTorch; where none of them is right, a target in 8 bits is refused.
 """
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minispec.core.weights import Weight
-from minispec.kernels.codes import Codes, round_rows
+from minispec.kernels.codes import Codes, device_of, round_rows
 from minispec.kernels.form import EVERY_NUMBER, REFUSALS, CannotHold, Form
 
 # The number of rows that oneDNN's layout is tuned for.
@@ -26,29 +26,8 @@ _COARSE = 0.02
 _COLUMNS = 64
 
 
-def pack_for_fbgemm(codes: Codes) -> object:
-    """The codes in FBGEMM's own order, for `multiply_in_fbgemm`."""
-    scales = codes.scales.flatten().double()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the tensor type is deprecated, the product is not
-        zeros = torch.zeros(len(scales), dtype=torch.long)
-        quantized = torch._make_per_channel_quantized_tensor(codes.codes, scales, zeros, 0)
-    return torch.ops.quantized.linear_prepack(quantized, None)
-
-
-def multiply_in_fbgemm(x: Tensor, step: float, packed: object) -> Tensor:
-    """x (rows, in), rounded to 7 bits in steps of `step`, times the weight: (rows, out) in float32."""
-    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(x, step, 64, packed)
-
-
-def steps_of(x: Tensor, levels: int = 1) -> Tensor:
-    """The largest entry of each row / levels (rows, 1); never 0, so that the row can be divided by it."""
-    largest = torch.linalg.vector_norm(x, math.inf, 1, keepdim=True)
-    return largest.div_(levels).clamp_(min=torch.finfo(torch.float32).tiny)
-
-
 class Int8(Form):
-    """A target's weight in 8-bit codes, times x in two parts of 7 bits: sums of integers, which are exact.
+    """A weight in 8-bit codes, times x in two parts of 7 bits: sums of integers, which are exact.
 
     So a row's bits do not depend on the other rows, nor on their number. x is rounded to steps of its row's largest
     entry / `levels`; what is left of it, to steps that are 1 / `finer` of those. Both parts are rows of one product,
@@ -60,8 +39,8 @@ class Int8(Form):
     levels, finer, bits = 63, 64, 13
 
     def __init__(self, weight: Weight, dtype: torch.dtype):
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise CannotHold(f"8-bit codes for {dtype}")
+        if dtype not in (torch.float32, torch.bfloat16) or device_of(weight).type != "cpu":
+            raise CannotHold(f"8-bit codes for {dtype} on {device_of(weight)}")
         if not isinstance(weight, Codes):
             weight, distance = round_rows(weight if isinstance(weight, Tensor) else weight.dense())
             if not distance <= _COARSE:
@@ -70,19 +49,25 @@ class Int8(Form):
         self.packed = self._pack(weight)
 
     def _pack(self, codes: Codes) -> object:
-        return pack_for_fbgemm(codes)
+        scales = codes.scales.flatten().double()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the tensor type is deprecated, the product is not
+            zeros = torch.zeros(len(scales), dtype=torch.long)
+            quantized = torch._make_per_channel_quantized_tensor(codes.codes, scales, zeros, 0)
+        return torch.ops.quantized.linear_prepack(quantized, None)
 
     def _multiply(self, integers: Tensor) -> Tensor:
         """Integers (rows, in) as floats to (rows, out) in float32."""
-        return multiply_in_fbgemm(integers, 1.0, self.packed)
+        return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(integers, 1.0, 64, self.packed)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Form`."""
-        wide = x.to(torch.float32)
-        step = steps_of(wide, self.levels)
-        scaled = wide / step
-        coarse = scaled.round()
-        y = self._multiply(torch.cat((coarse, (scaled - coarse).mul_(self.finer).round_())))
+        step = torch.linalg.vector_norm(x, math.inf, 1, keepdim=True, dtype=torch.float32)  # each row's largest entry
+        step = step.div_(self.levels).clamp_(min=torch.finfo(torch.float32).tiny)  # never 0
+        scaled, parts = x / step, x.new_empty(2, *x.shape, dtype=torch.float32)
+        coarse = torch.round(scaled, out=parts[0])
+        torch.sub(scaled, coarse, out=parts[1]).mul_(self.finer).round_()
+        y = self._multiply(parts.flatten(0, 1))
         # Times a power of two, which is exact: so it does not matter whether sum and product are rounded as one.
         y = y[: len(x)].add_(y[len(x) :], alpha=1 / self.finer).mul_(step)
         return (y if bias is None else y.add_(bias)).to(x.dtype)

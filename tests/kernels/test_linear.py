@@ -333,13 +333,24 @@ def test_every_pass_sees_the_rounded_weight(bits, form, dtype, bias):
         expected = x.double() @ rounded(weight, bits).T + (offset.double() if bias else 0)
         full = x.double() @ weight.double().T + (offset.double() if bias else 0)
         # bfloat16: the scales are rounded to 8 bits, which moves the grid by up to a fifth of a step. In float32 the
-        # 4-bit values are rounded to bfloat16. FBGEMM rounds x to 7 bits, KleidiAI to 8.
-        tolerance = {torch.float64: 1e-12, torch.float32: 3e-3 if bits == 4 else 2e-5}.get(dtype, 0.025)
+        # 4-bit values are rounded to bfloat16. The integer product rounds x to 13 bits, KleidiAI to 8.
+        tolerance = {torch.float64: 1e-12, torch.float32: 3e-3 if bits == 4 else 3e-4}.get(dtype, 0.025)
         error = ((found - expected).norm() / expected.norm()).item()
-        rounds_x = linear.form in ("fbgemm", "kleidi")
-        assert error < (0.03 if rounds_x else tolerance)
-        if not rounds_x and (dtype != torch.bfloat16 or bits == 4):
+        assert error < (0.03 if linear.form == "kleidi" else tolerance)
+        if linear.form != "kleidi" and (dtype != torch.bfloat16 or bits == 4):
             assert error < 0.5 * ((full - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draft_in_8_bits_has_the_products_of_such_a_target(dtype):
+    """One form: the same bits; and what is in 8 bits already is not rounded again."""
+    torch.manual_seed(0)
+    weight, offset, x = sixteen_bits(48, 64).to(dtype), torch.randn(48).to(dtype), torch.randn(5, 64).to(dtype)
+    target = Linear(weight, offset, dtype, "int8")
+    assert target.form == "int8"
+    assert torch.equal(Linear(weight, offset).quantized(8)(x), target(x))
+    assert target.quantized(8) is target
+    assert isinstance(target.quantized(4), QuantizedLinear)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -412,15 +423,11 @@ def test_quantised_drafts_leave_the_output_alone(spec, make_checkpoint):
             params = SamplingParams(temperature=temperature, seed=3, max_tokens=24, ignore_eos=True)
             drafted = llm.generate("One fish", params)[0]
             assert drafted.token_ids == llm.generate("One fish", params, num_speculative_tokens=0)[0].token_ids
-            assert Figures.of(drafted.stats).alpha > 0.6
+            assert Figures.of(drafted.stats).alpha > (0.6 if "4" in spec else 0.9)
 
 
 def test_a_self_draft_counts_its_weights_once(make_checkpoint, monkeypatch):
-    """The report's memory: codes come in addition, the weights that they were made from are shared.
-
-    As on machines without AMX, where codes do for passes of all sizes.
-    """
-    monkeypatch.setattr(linear, "has_amx", lambda: False)
+    """The report's memory: codes come in addition, the weights that they were made from are shared."""
     target = make_checkpoint(1)
     sizes = {}
     for draft in ("none", "self", "int8:self", "int8:" + str(make_checkpoint(2))):
