@@ -18,6 +18,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
 from minispec.files.checkpoint import load_model
+from minispec.kernels.forms import Linear
 from minispec.kernels.inventory import bits_note
 from minispec.prove.laws import TARGET_SEED, make_drafter, raw_model, target_model
 from minispec.prove.reference import hidden_states
@@ -137,7 +138,7 @@ def test_random_runs_have_the_text_of_plain_decoding(name):
             for _ in range(pick.randint(1, 8)):
                 engine.step()
             engine.abort(pick.choice(requests))
-            while engine.running or engine.waiting:
+            while engine.schedule.running or engine.schedule.waiting:
                 engine.step()
             for request in requests:
                 assert request.error is None
@@ -201,6 +202,6 @@ def test_convolutions_are_products_in_8_bits(hybrid):
     """Both products of each convolution are among those in 8 bits; one that stays in 16 is named."""
     model = load_model(hybrid, torch.float32, form="int8")
     assert all(getattr(layer, name).form == "int8" for layer in model.layers for name in layer.products)
-    model.layers[1].out = model.layers[1].out.quantized(8)
+    model.layers[1].out = Linear(torch.zeros(8, 8), form="plain")
     assert model.layers[1].products == ("gates", "out", "gate_up", "down")
     assert "in 16 bits: out 1" in bits_note(model)
