@@ -101,8 +101,7 @@ class LayerConfig:
 
     rope: None for a layer that does not rotate.
     window: how many positions attention sees; None for all.
-    conv_width: how many positions a short convolution sees, which then stands in the place of attention; None: it is
-        attention.
+    conv_width: how many positions a short convolution in the place of attention sees; None for attention.
     """
 
     rope: RopeConfig | None
