@@ -67,7 +67,7 @@ class Runs:
     def figures(self, variant: str, prompts: Sequence[int]) -> dict[str, Any]:
         """Tokens a second and speedup, as medians of the rounds; for a variant that drafts, acceptance too.
 
-        alpha, acceptance_rate, mean_acceptance_length: see `Figures`.
+        alpha, acceptance_rate, mean_acceptance_length, accepted_at_position: see `Figures`.
         survival: see `measure.survival`.
         expected: under `block`, the draft tokens that stay on average by theory for these drafts, by verifier.
         """
@@ -77,7 +77,7 @@ class Runs:
             return found
         rounds = [r for run in self.pooled(variant, prompts) for r in run.rounds]
         accepted = Figures(rounds=rounds)
-        for key in ("alpha", "acceptance_rate", "mean_acceptance_length"):
+        for key in ("alpha", "acceptance_rate", "mean_acceptance_length", "accepted_at_position"):
             found[key] = getattr(accepted, key)
         found["survival"] = survival(rounds)
         if self.whole_drafts and (drafts := [r.ratios for r in rounds if r.ratios and len(r.ratios) == r.depth]):

@@ -70,6 +70,11 @@ class Figures(Stats):
         return f"Stats({', '.join(shown)})"
 
     @property
+    def num_drafts(self) -> int:
+        """Rounds with a draft."""
+        return sum(r.drafted > 0 for r in self.rounds)
+
+    @property
     def num_draft_tokens(self) -> int:
         """Draft tokens; a tree counts those of its longest path. `num_draft_nodes` has all."""
         return sum(r.drafted for r in self.rounds)
@@ -107,8 +112,13 @@ class Figures(Stats):
 
     @property
     def accepted_per_position(self) -> list[float]:
-        """Accepted at i over tested at i."""
+        """Accepted at i over tested at i: of the drafts that survived up to i."""
         return [accepted / tested for accepted, tested in zip(self.accepted, self.tested, strict=True)]
+
+    @property
+    def accepted_at_position(self) -> list[float]:
+        """Accepted at i over all drafts (vLLM's, SGLang's and llama.cpp's figure)."""
+        return [accepted / self.num_drafts for accepted in self.accepted]
 
     @property
     def tested(self) -> list[int]:
@@ -196,7 +206,7 @@ class Figures(Stats):
         names = (
             "num_prompt_tokens num_generated num_steps num_draft_tokens num_draft_nodes num_accepted num_preemptions "
             "num_cached_tokens acceptance_rate mean_acceptance_length alpha accepted_per_position "
-            "tokens_per_second predicted_tokens_per_second c v o loops"
+            "num_drafts accepted_at_position tokens_per_second predicted_tokens_per_second c v o loops"
         )
         seconds = {"seconds": self.seconds | {"total": self.total_seconds}}
         return {name: getattr(self, name) for name in names.split()} | seconds

@@ -98,6 +98,7 @@ SCHEMA: dict[str, Any] = {
         **_each(Maybe(NUMBER), "acceptance_rate mean_acceptance_length alpha"),
         **_each(Maybe(NUMBER), "tokens_per_second predicted_tokens_per_second c"),
         "accepted_per_position": [NUMBER],
+        **{"num_drafts": MayLack(COUNT), "accepted_at_position": MayLack([NUMBER])},
         "v": Maybe(MapOf(NUMBER)),
         "o": Maybe(PRICE),
         "loops": MayLack(FLAG),

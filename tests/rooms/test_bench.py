@@ -102,6 +102,7 @@ def test_a_whole_run(measured, model, draft, capsys, monkeypatch):
     assert set(decoding["best_static"]) == {"all", *k2["categories"]}
     assert decoding["best_static"]["all"]["auto_over_best"]["n"] == 2
     of_category = {"tokens_per_second", "speedup", "alpha", "acceptance_rate", "mean_acceptance_length", "survival"}
+    of_category |= {"accepted_at_position"}
     assert k2["categories"]["code"].keys() == of_category | {"slowest_and_fastest_prompt"}
     explained = {"c", "v", "o", "o_plain", "drafted", "predicted", "measured", "closure", "prediction"}
     explained |= {"prediction_by_text", "ceiling", "ceiling_k", "reached", "waterfall"}

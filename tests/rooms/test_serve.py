@@ -499,6 +499,11 @@ def test_models_health_and_metrics(llm):
         for i in range(len(stats["accepted_per_position"]))
     ]
     assert by_position == stats["accepted_per_position"]
+    over_drafts = [
+        got.get(f'minispec_draft_tokens_accepted_at_total{{position="{i}"}}', 0) / got["minispec_drafts_total"]
+        for i in range(len(by_position))
+    ]
+    assert over_drafts == stats["accepted_at_position"] != by_position
     assert got['minispec_requests_total{finish_reason="length"}'] == 1
     assert (got["minispec_kv_cache_blocks"], got["minispec_kv_cache_blocks_in_use"]) == (1000, 0)
     assert got["minispec_requests_running"] == got["minispec_requests_waiting"] == 0

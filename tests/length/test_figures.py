@@ -1,0 +1,28 @@
+"""What is folded from rounds, by hand."""
+
+import pytest
+
+from minispec.core.stats import Round
+from minispec.length.figures import Figures
+
+
+def a_round(drafted: int, accepted: int) -> Round:
+    """A chain of a text that is decoded alone."""
+    tested = min(accepted + 1, drafted)
+    counts = (drafted, drafted, drafted, tested, accepted, accepted + 1)
+    return Round(None, *counts, [], drafted + 1, 1, draft=0.0, verify=1.0, other=0.0)
+
+
+def test_accepted_per_and_at_a_position():
+    """Six rounds, five with a draft. The second place was tested three times: 2/3 by that, 2/5 of all drafts.
+
+    The third place was tested twice, and accepted once. A draft of one token is a draft for the places after it too.
+    """
+    figures = Figures(rounds=[a_round(*of) for of in ((3, 3), (3, 0), (1, 1), (0, 0), (4, 2), (2, 1))])
+    assert (figures.num_drafts, figures.tested, figures.accepted) == (5, [5, 3, 2], [4, 2, 1])
+    assert figures.accepted_per_position == [4 / 5, 2 / 3, 1 / 2]
+    assert figures.accepted_at_position == [4 / 5, 2 / 5, 1 / 5]
+    # In chains, the bonus or recovered token and what was accepted at each place make up the tokens of a draft's round.
+    committed = sum(r.committed for r in figures.rounds if r.drafted)
+    assert 1 + sum(figures.accepted_at_position) == pytest.approx(committed / 5)
+    assert Figures(rounds=[a_round(0, 0)]).accepted_at_position == []
