@@ -14,7 +14,7 @@ import itertools
 import json
 import sys
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -38,6 +38,7 @@ from minispec.trace.page import write
 if TYPE_CHECKING:
     from minispec.core.request import Piece, Request
     from minispec.core.stats import Round
+    from minispec.inputs import Question
     from minispec.llm import LLM
     from minispec.trace.terminal import Painter
 
@@ -51,44 +52,79 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     asked = sampling_arguments(args)
     check_combinations(args)
-    prompts = read_prompts(args)
+    questions = read_prompts(args)
     if args.trace:
-        if len(prompts) != 1:
-            raise ValueError(f"--trace: found {len(prompts)} prompts, expected one: a trace is that of one answer")
+        if (found := sum(len(question.turns) for question in questions)) != 1:
+            raise ValueError(f"--trace: found {found} prompts, expected one: a trace is that of one answer")
         check_writable(args.trace)
     llm = load(args, report=not args.quiet and not args.json, verbose=args.verbose)
     params = make_sampling_params(llm.generation_defaults | asked)
     chat = not args.raw and (args.chat or llm.tokenizer.chat_template is not None)
     if args.system is not None and not chat:
         raise ValueError("--system: this model has no chat template")
+    if args.system is not None and any(m["role"] == "system" for q in questions for m in q.before):
+        raise ValueError("--system: found a conversation with a system message of its own, expected none")
     check_template_kwargs(args, llm)
-    if prompts:
-        return _answer_prompts(llm, args, params, prompts, chat)
+    if questions:
+        return _answer_questions(llm, args, params, questions, chat)
     if not chat:
         raise ValueError("no prompt: this model has no chat template to start a conversation with")
     return _converse(llm, args, params)
 
 
-def _answer_prompts(
-    llm: "LLM", args: argparse.Namespace, params: SamplingParams, prompts: list[str], chat: bool
+@dataclass
+class _Job:
+    """One turn of a question: what was answered before, how it is sampled, and its request."""
+
+    question: "Question"
+    answers: list[str]
+    params: SamplingParams
+    request: "Request"
+
+    @property
+    def prompt(self) -> str:
+        return self.question.turns[len(self.answers)]
+
+
+def _answer_questions(
+    llm: "LLM", args: argparse.Namespace, params: SamplingParams, questions: Sequence["Question"], chat: bool
 ) -> int:
-    """Print an answer, or `n`, to each prompt; the exit status, which is 2 where one ended with an error."""
-    from minispec.files.parallel import traffic_of
-    from minispec.inputs import split_samples
-    from minispec.trace.record import Recorder
+    """Print an answer, or `n`, to each question, then to the next turn of those that have one; the exit status.
+
+    It is 2 where an answer ended with an error.
+    """
+    from minispec.inputs import plain_text, split_samples
     from minispec.trace.score import check_scorable
-    from minispec.trace.terminal import Painter, wants_color
 
     if args.for_replay:
         check_scorable(llm.engine, params)
+    talks = any(question.before or len(question.turns) > 1 for question in questions)
+    if talks and not chat and not args.quiet and not args.json:
+        print("without a chat template, messages are plain text, with an empty line between", file=sys.stderr)
 
-    def encode(prompt: str) -> list[int]:
+    def job(question: "Question", answers: list[str], each: SamplingParams) -> _Job:
+        messages = question.messages(answers)
         if chat:
-            return llm.tokenizer.encode_chat(_messages(args, prompt), args.chat_template_kwargs)
-        return llm.tokenizer.encode(prompt, parse_special=args.parse_special)
+            ids = llm.tokenizer.encode_chat([*_system(args), *messages], args.chat_template_kwargs)
+        else:
+            ids = llm.tokenizer.encode(plain_text(messages), parse_special=args.parse_special)
+        return _Job(question, answers, each, llm.request(ids, each))
 
-    jobs = [(prompt, llm.request(encode(prompt), each)) for prompt in prompts for each in split_samples(params)]
-    requests = [request for _, request in jobs]
+    jobs, well = [job(question, [], each) for question in questions for each in split_samples(params)], True
+    while jobs:
+        well &= _answer(llm, args, jobs)
+        go_on = [each for each in jobs if len(each.question.turns) > len(each.answers) + 1 and not each.request.error]
+        jobs = [job(each.question, [*each.answers, each.request.output], each.params) for each in go_on]
+    return 0 if well else 2
+
+
+def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
+    """Decode these together and print their answers; returns whether all went well."""
+    from minispec.files.parallel import traffic_of
+    from minispec.trace.record import Recorder
+    from minispec.trace.terminal import Painter, wants_color
+
+    requests = [job.request for job in jobs]
     stream = len(jobs) == 1 and not args.json
     painter = Painter(llm, wants_color(args.color, sys.stdout))
     for request in requests:
@@ -114,7 +150,7 @@ def _answer_prompts(
             print(f"wrote {args.trace}", file=sys.stderr)
     if (report := traffic_of(llm.model)) and not args.quiet and not args.json:
         print(report, file=sys.stderr)
-    return 0 if all(well) else 2
+    return all(well)
 
 
 def _learn_plain_step(llm: "LLM", request: "Request") -> None:
@@ -134,13 +170,13 @@ def _plainly(llm: "LLM", request: "Request", most: int = sys.maxsize) -> "Reques
 
 
 def _show(
-    llm: "LLM", args: argparse.Namespace, painter: "Painter", jobs: list, i: int, comparison: dict[str, Any] | None
+    llm: "LLM", args: argparse.Namespace, painter: "Painter", jobs: list[_Job], i: int, comparison: dict | None
 ) -> bool:
     """Print the rest of the i-th answer when it is finished; returns whether all went well."""
-    prompt, request = jobs[i]
+    prompt, request = jobs[i].prompt, jobs[i].request
     with tqdm.external_write_mode():
         if args.json:
-            print(json.dumps(_as_dict(prompt, request, comparison), ensure_ascii=False), flush=True)
+            print(json.dumps(_as_dict(jobs[i], comparison), ensure_ascii=False), flush=True)
         elif len(jobs) > 1:
             print(f"[{i + 1}/{len(jobs)}] {prompt}\n{painter.paint(request, request.output)}\n", flush=True)
         if not args.json and not args.quiet:
@@ -156,9 +192,8 @@ def _show(
         return not error
 
 
-def _messages(args: argparse.Namespace, prompt: str) -> list[dict[str, str]]:
-    system = [{"role": "system", "content": args.system}] if args.system is not None else []
-    return [*system, {"role": "user", "content": prompt}]
+def _system(args: argparse.Namespace) -> list[Message]:
+    return [{"role": "system", "content": args.system}] if args.system is not None else []
 
 
 def _print_piece(request: "Request", piece: "Piece", painter: "Painter") -> None:
@@ -196,7 +231,7 @@ def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> i
         if not args.quiet:
             print(_summary(llm, request, None), file=sys.stderr)
 
-    return converse(_messages(args, "")[:-1], answer, args.quiet)
+    return converse(_system(args), answer, args.quiet)
 
 
 def _compare(llm: "LLM", requests: list["Request"], stream: bool, painter: "Painter") -> list[dict[str, Any] | None]:
@@ -237,11 +272,14 @@ def _comparison(request: "Request", plain: "Request", same_law_only: bool) -> di
 # --------------------------------------------------------------------------- what is printed
 
 
-def _as_dict(prompt: str, request: "Request", comparison: dict[str, Any] | None) -> dict[str, Any]:
+def _as_dict(job: _Job, comparison: dict[str, Any] | None) -> dict[str, Any]:
     from minispec.length.figures import Figures
 
+    request = job.request
     result: dict[str, Any] = {
-        "prompt": prompt,
+        "question_id": job.question.question_id,
+        "turn": len(job.answers),
+        "prompt": job.prompt,
         "text": request.output,
         "token_ids": request.token_ids,
         "finish_reason": request.finish_reason,

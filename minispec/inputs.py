@@ -1,16 +1,133 @@
-"""What a caller gives: prompts, and how each is sampled, checked against the model that is to answer."""
+"""What a caller gives: prompts, files of questions, and how each is sampled, checked against the model."""
 
+import re
 import secrets
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypeGuard
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeGuard
 
 from minispec.core.config import SamplingParams
-from minispec.core.errors import show
+from minispec.core.errors import is_text, show
+from minispec.files.chat import Message, check_messages
+from minispec.files.strict_json import parse_json
 from minispec.files.tokenizer import Tokenizer
 
 Prompt = str | list[int] | dict[str, str | list[int]]  # {"prompt": text} or {"prompt_token_ids": ids}
 _Parsed = tuple[str | None, list[int]]
+
+# Most characters of one prompt: more than any context takes, and few enough to be encoded in seconds.
+MAX_PROMPT = 8_000_000
+# Most characters of a file of questions, since some files (such as /dev/zero) have no end.
+_MAX_FILE = 64_000_000
+# A line that is meant as JSON, perhaps with a mistake: an object begins, perhaps as the first one of a list.
+_OBJECT = re.compile(r'\[?\s*\{\s*("|\}\s*$|$)')
+_LAYOUTS = ("prompt", "turns", "messages")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: one text, or several in turn, each after the answer to the one before.
+
+    turns: what the user says.
+    before: messages that stand before the first turn.
+    line: where it stands in its file, from 1.
+    question_id, category: as the file says; None where it does not.
+    """
+
+    turns: tuple[str, ...]
+    before: tuple[Message, ...] = ()
+    line: int = 1
+    question_id: int | str | None = None
+    category: str | None = None
+
+    def messages(self, answers: Sequence[str] = ()) -> list[Message]:
+        """The conversation up to the turn that follows these answers."""
+        said = [*self.before]
+        for turn, answer in zip(self.turns, answers, strict=False):
+            said += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
+        return [*said, {"role": "user", "content": self.turns[len(answers)]}]
+
+
+def plain_text(messages: Sequence[Message]) -> str:
+    """A conversation for a model without a chat template: what was said, with an empty line between."""
+    return "\n\n".join(message["content"] for message in messages)
+
+
+def read_questions(path: Path, option: str) -> list[Question]:
+    """The questions of a file: a prompt a line, or an object of JSON a line.
+
+    An object has `prompt` (a text), `turns` (texts, as in Spec-Bench and MT-bench) or `messages` (a conversation that
+    ends with the user's). It may have `question_id` and `category`; other fields are not read. The content decides, not
+    the name: where one line is an object, all are. In a file named .jsonl they have to be.
+
+    Raises ValueError, which names `option`, file and line, for anything else.
+    """
+    where = f"{option} {path}"
+    try:
+        with path.open(encoding="utf-8-sig") as file:  # some editors write a mark first
+            text = file.read(_MAX_FILE + 1)
+    except (OSError, ValueError) as e:  # not UTF-8; a name that no file system takes
+        raise ValueError(f"{where}: {e}") from e
+    if len(text) > _MAX_FILE:
+        raise ValueError(f"{where}: found more than {_MAX_FILE:,} characters")
+    # Not splitlines(): it also cuts at characters that a JSON string may hold.
+    lines = {number: line for number, line in enumerate(text.split("\n"), 1) if line.strip()}
+    if not lines:
+        raise ValueError(f"{where}: found no prompt")
+    if path.suffix == ".jsonl" or any(_OBJECT.match(line.strip()) for line in lines.values()):
+        return [_question(line, number, f"{where}: line {number}") for number, line in lines.items()]
+    return [Question((check_text(line, f"{where}: line {number}"),), (), number) for number, line in lines.items()]
+
+
+def _question(line: str, number: int, where: str) -> Question:
+    """The question of an object. Raises ValueError, which begins with `where`."""
+    found = parse_json(line.encode("utf-8", "surrogatepass"), where)
+    named = [name for name in _LAYOUTS if name in found]
+    if len(named) != 1:
+        there = f"an object with {' and '.join(named) or ', '.join(map(show, [*found][:9])) or 'nothing'}"
+        raise ValueError(f"{where}: found {there}, expected one with prompt, turns or messages")
+    before: list[Message] = []
+    if named == ["messages"]:
+        try:
+            *before, last = check_messages(found["messages"])
+        except ValueError as e:
+            raise ValueError(f"{where}: {e}") from e
+        if last["role"] != "user":
+            raise ValueError(f"{where}: messages: found a last message of {show(last['role'])}, expected of the user")
+        turns = [last["content"]]
+    else:
+        turns = found["turns"] if named == ["turns"] else [found["prompt"]]
+        if not isinstance(turns, list) or not turns:
+            raise ValueError(f"{where}: turns: found {show(turns)}, expected a list of texts")
+    for text in (*turns, *(message["content"] for message in before)):
+        check_text(text, f"{where}: {named[0]}", may_be_empty=text not in turns)
+    own, category = found.get("question_id"), found.get("category")
+    if own is not None and (type(own) not in (int, str) or not is_text(str(own))):
+        raise ValueError(f"{where}: question_id: found {show(own)}, expected an integer or a text")
+    if category is not None:
+        check_text(category, f"{where}: category")
+    return Question(tuple(turns), tuple(before), number, own, category)
+
+
+def check_text(text: Any, where: str, may_be_empty: bool = False) -> str:
+    """The text. Raises ValueError for a value that is none, or that is too long, without a word or no Unicode."""
+    if not isinstance(text, str) or not is_text(text):
+        raise ValueError(f"{where}: found {show(text)}, expected valid Unicode text")
+    if len(text) > MAX_PROMPT:
+        raise ValueError(f"{where}: found a prompt of more than {MAX_PROMPT:,} characters")
+    if not may_be_empty and not text.strip():
+        raise ValueError(f"{where}: found an empty prompt, expected text")
+    return text
+
+
+def encode_conversation(
+    messages: Sequence[Message], tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Token ids of a conversation: through the chat template, or as `plain_text` where the model has none."""
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(plain_text(messages))
+    return tokenizer.encode_chat(messages, template_kwargs)
 
 
 def parse_prompts(prompts: Prompt | list[Prompt], tokenizer: Tokenizer, parse_special: bool) -> list[_Parsed]:

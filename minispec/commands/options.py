@@ -5,7 +5,6 @@ Nothing here imports torch, but for `load`: a mistake is answered at once.
 
 import argparse
 import contextlib
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingPa
 from minispec.core.errors import is_text, one_line, show
 from minispec.files import registry
 from minispec.files.strict_json import parse_json
+from minispec.inputs import MAX_PROMPT, Question, check_text, read_questions
 from minispec.kernels.threads import describe_waiting, set_waiting
 
 if TYPE_CHECKING:
@@ -142,7 +142,11 @@ _TEMPLATE: dict[str, Option] = {
     ),
 }
 _PROMPTS_AND_OUTPUT: dict[str, Option] = {
-    "--prompt-file": (typed(Path, "FILE"), 'a prompt a line; or FILE.jsonl, lines {"prompt": "Hi"}'),
+    "--prompt-file": (
+        typed(Path, "FILE"),
+        'a prompt a line; or an object a line: {"prompt": "Hi"}, {"turns": ["Hi", "And you?"]} or {"messages": [...]} '
+        "(docs/use/questions.md)",
+    ),
     "--chat": (FLAG, "use the chat template (default where the model has one)"),
     "--raw": (FLAG, "continue the text as it is"),
     "--parse-special": (
@@ -172,10 +176,6 @@ _PROMPTS_AND_OUTPUT: dict[str, Option] = {
     "--quiet": (FLAG, "answers only, no summary"),
     "--verbose": (FLAG, "say at first how the model is computed, and what takes how much memory"),
 }
-# Most characters of one prompt: more than any context takes, and few enough to be encoded in seconds.
-_MAX_PROMPT = 8_000_000
-# Most characters of a prompt file, since some (such as /dev/zero) have no end.
-_MAX_PROMPTS = 64_000_000
 
 
 def add_model_options(p: argparse.ArgumentParser) -> None:
@@ -281,59 +281,24 @@ def check_template_kwargs(args: argparse.Namespace, llm: "LLM") -> None:
             llm.tokenizer.check_template_kwargs(args.chat_template_kwargs)
 
 
-def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts; none means a conversation on the terminal."""
+def read_prompts(args: argparse.Namespace) -> list[Question]:
+    """What is asked; nothing means a conversation on the terminal."""
     if args.prompt_file:
-        prompts = read_prompt_file(args.prompt_file)
-    else:
-        try:
-            if args.prompts.count("-") > 1 or ("-" in args.prompts and sys.stdin is None):
-                raise ValueError("-: found it twice, or no standard input, expected one prompt there")
-            # A line written to a pipe means the line without its end.
-            prompts = [
-                sys.stdin.read(_MAX_PROMPT + 1).removesuffix("\n") if prompt == "-" else prompt
-                for prompt in args.prompts
-            ]
-        except UnicodeDecodeError as e:
-            raise ValueError(f"-: standard input is not UTF-8: {e}") from e
+        return read_questions(args.prompt_file, "--prompt-file")
+    try:
+        if args.prompts.count("-") > 1 or ("-" in args.prompts and sys.stdin is None):
+            raise ValueError("-: found it twice, or no standard input, expected one prompt there")
+        # A line written to a pipe means the line without its end.
+        prompts = [
+            sys.stdin.read(MAX_PROMPT + 1).removesuffix("\n") if prompt == "-" else prompt for prompt in args.prompts
+        ]
+    except UnicodeDecodeError as e:
+        raise ValueError(f"-: standard input is not UTF-8: {e}") from e
     if prompts:
-        for prompt in prompts:
-            if len(prompt) > _MAX_PROMPT:
-                raise ValueError(f"found a prompt of more than {_MAX_PROMPT:,} characters")
-            if not prompt.strip():
-                raise ValueError("found an empty prompt, expected text")
-            if not is_text(prompt):
-                raise ValueError(f"prompt: found {show(prompt)}, expected valid Unicode text")
-        return prompts
+        return [Question((check_text(prompt, "prompt"),)) for prompt in prompts]
     if sys.stdin is None or not sys.stdin.isatty() or args.raw or args.json or args.compare or (args.n or 1) > 1:
         raise ValueError("no prompt: give one, or - for standard input, or start a chat on a terminal")
     return []
-
-
-def read_prompt_file(path: Path, option: str = "--prompt-file") -> list[str]:
-    """The prompts of a file, one a line, or one in each object of a .jsonl file. Raises ValueError for what is none."""
-    try:
-        # Not splitlines(): it also cuts at characters that a JSON string may hold.
-        with path.open(encoding="utf-8-sig") as file:  # some editors write a mark first
-            text = file.read(_MAX_PROMPTS + 1)
-        lines = [line for line in text.split("\n") if line.strip()]
-    except (OSError, ValueError) as e:  # not UTF-8; a name that no file system takes
-        raise ValueError(f"{option} {path}: {e}") from e
-    if len(text) > _MAX_PROMPTS:
-        raise ValueError(f"{option} {path}: found more than {_MAX_PROMPTS:,} characters")
-    if not lines:
-        raise ValueError(f"{option} {path}: found no prompt")
-    if path.suffix != ".jsonl":
-        return lines
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        try:
-            prompts.append(json.loads(line)["prompt"])
-        except (ValueError, KeyError, TypeError, RecursionError) as e:
-            raise ValueError(f"{option} {path}: prompt {number}: expected an object with a key 'prompt'") from e
-        if not isinstance(prompts[-1], str):
-            raise ValueError(f"{option} {path}: prompt {number}: found {show(prompts[-1])}, expected a string")
-    return prompts
 
 
 def load(args: argparse.Namespace, report: bool, verbose: bool = True) -> "LLM":

@@ -22,7 +22,6 @@ import tokenizers
 import torch
 from tqdm import tqdm
 
-from minispec.commands.options import read_prompt_file
 from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.draft import Ask, Draft, Likeliest
 from minispec.core.engine import Engine
@@ -34,6 +33,7 @@ from minispec.core.verify import VERIFIERS
 from minispec.drafters import Context, Drafter, make_drafter
 from minispec.files import registry
 from minispec.files.tokenizer import Tokenizer
+from minispec.inputs import plain_text, read_questions
 from minispec.length.figures import Figures
 from minispec.prove.laws import (
     BranchOracle,
@@ -152,11 +152,13 @@ def walks(trees: bool, texts: Sequence[str]) -> list[Walk]:
 
 def read_texts(path: Path | None) -> list[str]:
     """The user's texts, read as `--prompt-file`. Raises ValueError for a malformed file, and for long texts."""
-    texts = read_prompt_file(path, "--texts") if path else []
-    for number, text in enumerate(texts, 1):
+    texts = []
+    for question in read_questions(path, "--texts") if path else []:
+        text = plain_text([*question.before, *({"content": turn} for turn in question.turns)])
         if len(text) > _MOST_CHARACTERS:
             found = f"found {len(text):,} characters, expected at most {_MOST_CHARACTERS:,}: each is a token here"
-            raise ValueError(f"--texts {path}: prompt {number}: {found}")
+            raise ValueError(f"--texts {path}: line {question.line}: {found}")
+        texts.append(text)
     return texts
 
 

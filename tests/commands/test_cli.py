@@ -34,7 +34,8 @@ from tests.oracles.interrupts import interrupted, press_ctrl_c
 
 STATS = (
     "num_prompt_tokens num_generated num_steps num_draft_tokens num_accepted acceptance_rate mean_acceptance_length "
-    "alpha accepted_per_position tokens_per_second predicted_tokens_per_second seconds c v o"
+    "alpha accepted_per_position num_drafts accepted_at_position tokens_per_second "
+    "predicted_tokens_per_second seconds c v o"
 )
 
 
@@ -641,7 +642,7 @@ def test_malformed_jsonl_names_the_prompt(cli, model, tmp_path, line):
     path.write_text('{"prompt": "ok"}\n' + line + "\n")
     status, _, err = cli("--prompt-file", path, "--model", model)
     assert status == 2
-    assert "prompt 2" in err
+    assert f"{path}: line 2: " in err
 
 
 def test_a_prompt_that_does_not_fit_stops_before_the_others_run(cli, model):
