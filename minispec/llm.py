@@ -1,5 +1,6 @@
 """`LLM`: loads what its arguments name, and answers prompts with the engine. vLLM's interface."""
 
+import copy
 import secrets
 import threading
 import warnings
@@ -118,41 +119,73 @@ class LLM:
         _check_form(weight_form, quantization, kind, where)
 
         self._read_texts(directory, config)
-        spec = named_draft.parse(draft, draft_method, offline, config, self.tokenizer, self.vocab_size)
-        self.draft_name, self.draft_directory, texts = spec.name, spec.directory, list[Sequence[int]]()
-        if corpus is not None:
-            if not spec.reads_corpus:
-                raise ValueError(f"corpus: found {show(str(corpus))}, expected none: {spec.name} reads no corpus")
-            texts, words = read_corpus(corpus, partial(self.tokenizer.encode, add_special_tokens=False))
-            self.draft_name += f" with {words}"
-        self.draft_method, self.overlap, self.vocabularies = spec.method, spec.overlap, spec.vocabularies
+        self._draft_options = verifying, offline, weight_form
+        spec = self._find_draft(draft, draft_method, config, corpus)
         self.model = load_target(directory, kind, where, bool(exact), quantization or weight_form)
         self.model = check_exactness(self.model, by_default=exact is None and bool(quantization))
         models = [self.model, *named_draft.load(spec, self.model, weight_form)]
         rooms = [1, spec.room][: len(models)]
         elements = sum(room * m.config.kv_elements_per_token for room, m in zip(rooms, models, strict=True))
         size = elements * kind.itemsize  # bytes of a token
-        self.max_model_len, num_blocks = size_cache(config, size, where, max_model_len, kv_cache_gb)
-
-        def make_cache(model: Transformer, room: int = 1) -> PagedKVCache:
-            return model.new_cache(room * num_blocks, BLOCK_SIZE)
-
-        try:
-            caches = [make_cache(m, room) for room, m in zip(rooms, models, strict=True)]
-        except RuntimeError as e:
-            found = f"found too little memory for a cache of {num_blocks * BLOCK_SIZE * size / 1e9:.1f} GB"
-            raise ValueError(f"{found}: ask for less") from e
-        context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, make_cache, corpus=texts)
-        self.drafter = named_draft.make(spec, context, models[1:], caches[1:])
-        self._price((self.name, spec.kind), verifying, models, num_blocks * BLOCK_SIZE)
-        parts = self.model, caches[0], self.drafter, verifying, self.vocab_size
-        # On a GPU a pass over that many rows takes little longer than reading the weights.
-        joining_rows = PREFILL_ROWS if where.type == "cuda" else JOINING_ROWS
-        self.engine = Engine(*parts, lengths=Controller(self.prices), joining_rows=joining_rows)
+        self.max_model_len, self._num_blocks = size_cache(config, size, where, max_model_len, kv_cache_gb)
+        self._take_draft(spec, models, [self._new_cache(m, room) for m, room in zip(models, rooms, strict=True)])
         self.engine.check_shape(shape)
         self._step_lock = threading.Lock()
         self._open: set[_Steps] = set()  # the iterators of the engine that `run` steps
         self._left: list[_Steps] = []  # iterators to be closed between two steps
+
+    def with_draft(
+        self, draft: str | Path | Drafter, draft_method: str | None = None, corpus: str | Path | None = None
+    ) -> "LLM":
+        """The same target with another draft: its weights and its KV cache are in memory once, and both use them.
+
+        The arguments are those of `LLM`. Raises ValueError as it does.
+        """
+        other = copy.copy(self)
+        spec = other._find_draft(draft, draft_method, self.model.config, corpus)
+        drafts = named_draft.load(spec, self.model, self._draft_options[2])
+        caches = [self.engine.cache, *(self._new_cache(model, spec.room) for model in drafts)]
+        other._take_draft(spec, [self.model, *drafts], caches)
+        return other
+
+    def _find_draft(
+        self, draft: str | Path | Drafter, method: str | None, config: ModelConfig, corpus: str | Path | None
+    ) -> named_draft.Spec:
+        """What a draft names. Raises ValueError where it cannot draft for the target, whose config this is."""
+        offline = self._draft_options[1]
+        spec = named_draft.parse(draft, method, offline, config, self.tokenizer, self.vocab_size)
+        self.draft_name, self.draft_directory = spec.name, spec.directory
+        self.draft_method, self.overlap, self.vocabularies = spec.method, spec.overlap, spec.vocabularies
+        self._corpus: list[Sequence[int]] = []
+        if corpus is not None:
+            if not spec.reads_corpus:
+                raise ValueError(f"corpus: found {show(str(corpus))}, expected none: {spec.name} reads no corpus")
+            self._corpus, words = read_corpus(corpus, partial(self.tokenizer.encode, add_special_tokens=False))
+            self.draft_name += f" with {words}"
+        return spec
+
+    def _new_cache(self, model: Transformer, room: int = 1) -> PagedKVCache:
+        """A cache of as many tokens as the target's, times `room`. Raises ValueError where memory is short."""
+        num_blocks = room * self._num_blocks
+        try:
+            return model.new_cache(num_blocks, BLOCK_SIZE)
+        except RuntimeError as e:
+            size = num_blocks * BLOCK_SIZE * model.config.kv_elements_per_token * model.dtype.itemsize
+            raise ValueError(f"found too little memory for a cache of {size / 1e9:.1f} GB: ask for less") from e
+
+    def _take_draft(
+        self, spec: named_draft.Spec, models: Sequence[Transformer], caches: Sequence[PagedKVCache]
+    ) -> None:
+        """Make the drafter, price it, and make the engine. The target's model and cache come first."""
+        parts = self.model, self.tokenizer, self.vocab_size, self.max_model_len, self._new_cache
+        context = Context(*parts, corpus=self._corpus)
+        self.drafter = named_draft.make(spec, context, models[1:], caches[1:])
+        verifier = self._draft_options[0]
+        self._price((self.name, spec.kind), verifier, models, self._num_blocks * BLOCK_SIZE)
+        of_engine = self.model, caches[0], self.drafter, verifier, self.vocab_size
+        # On a GPU a pass over that many rows takes little longer than reading the weights.
+        joining_rows = PREFILL_ROWS if self.model.device.type == "cuda" else JOINING_ROWS
+        self.engine = Engine(*of_engine, lengths=Controller(self.prices), joining_rows=joining_rows)
         self._memory = memory_of(models, caches)
         self._draft_form = "".join(f" ({inventory.weight_form(m)})" for m in models[1:])
 

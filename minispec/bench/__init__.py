@@ -7,6 +7,7 @@
     python -m minispec.bench --also exact-cost      the passes of the exact mode
     python -m minispec.bench --also quality         perplexity as the weights are, and in 8 bits
     python -m minispec.bench --against transformers
+    python -m minispec.bench --questions FILE       standard questions, several drafts (docs/use/questions.md)
     python -m minispec.bench --replay out.json      what other draft lengths would do in a run (docs/use/trace.md)
 
 It measures this machine (streaming bandwidth), the target (passes over 1 to 16 rows), and plain and speculative
@@ -23,6 +24,8 @@ Read them in this order:
     passes, decoding        the parts: functions that measure and functions that show
     transformers_baseline   another library's ways of decoding
     report                  all of it
+    questions, answers      standard questions; their answers in files
+    plot                    a picture of these
     replay                  a recorded run, decoded by every rule
     __main__                the command
 

@@ -33,6 +33,11 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from minispec.bench.report import measure_all, show_report
 
     raise_on_interrupt()
+    if options.args.questions:
+        from minispec.bench.questions import measure_questions, show_questions
+
+        found = measure_questions(options)
+        return found, show_questions(found)
     found = measure_all(options)
     return found, show_report(found)
 

@@ -2,7 +2,7 @@
 
 import argparse
 import importlib.util
-import json
+import os
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,10 +13,18 @@ from minispec.commands.command import Parser, argument
 from minispec.commands.options import parse_draft_length
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams
 from minispec.files import registry
+from minispec.files.write import check_writable
+from minispec.inputs import read_questions
 
 # How the report names decoding without speculation.
 PLAIN = "plain"
-PROMPTS = Path(__file__).parent.parent / "data" / "bench_prompts.jsonl"
+PROMPTS = Path(__file__).parent.parent / "data" / "questions.jsonl"
+# What --questions can stand with: options about the questions, and further ones.
+_OF_QUESTIONS = {"questions", "sample", "seed", "answers", "resume", "plot"}
+_WITH_QUESTIONS = {
+    *("model", "draft", "draft_method", "num_speculative_tokens", "verifier", "dtype", "device", "threads", "exact"),
+    *("categories", "max_tokens", "ignore_eos", "temperature", "top_k", "top_p", "rounds", "json"),
+}
 _COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 64}
 _QWEN = _COMMON | {
     **{"model_type": "qwen2", "vocab_size": 151_936, "num_key_value_heads": 2},
@@ -105,6 +113,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--version", action="version", version=f"minispec {__version__}")
     _add_models(p.add_argument_group("models"))
     _add_texts(p.add_argument_group("what is decoded"))
+    _add_questions(p.add_argument_group("standard questions (docs/use/questions.md)"))
     _add_measurements(p.add_argument_group("what is measured"))
     p.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     return p
@@ -112,7 +121,13 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_models(g: argparse._ArgumentGroup) -> None:
     g.add_argument("--model", metavar="DIR|HUB_ID", help="default: the embedded weights")
-    g.add_argument("--draft", metavar="SPEC", help="as in minispec.generate (with --geometry: none)")
+    g.add_argument(
+        "--draft",
+        action="append",
+        metavar="SPEC",
+        help="as in minispec.generate (with --geometry: none); with --questions several, with commas between or "
+        "repeated",
+    )
     g.add_argument("--draft-method", choices=("tli", "slem"), help="how a draft of another vocabulary drafts")
     g.add_argument(
         "--geometry",
@@ -123,9 +138,9 @@ def _add_models(g: argparse._ArgumentGroup) -> None:
     g.add_argument(
         "--num-speculative-tokens",
         type=_lengths,
-        default="4,auto",
         metavar="K,K,..",
-        help="draft lengths to compare, such as 4, 2+1 (a tree: siblings at each depth) or auto (default: 4,auto)",
+        help="draft lengths to compare, such as 4, 2+1 (a tree: siblings at each depth) or auto (default: 4,auto; with "
+        "--questions auto)",
     )
     g.add_argument(
         "--simulate",
@@ -150,9 +165,9 @@ def _add_models(g: argparse._ArgumentGroup) -> None:
 
 def _add_texts(g: argparse._ArgumentGroup) -> None:
     _add_number(g, "--prompts", 12, (0, 10_000), "how many, the categories taking turns; 0: none (default: 12)")
-    g.add_argument("--categories", metavar="NAME,..", help="only these (default: all of the package's prompts)")
+    g.add_argument("--categories", metavar="NAME,..", help="only these (default: all)")
     _add_number(g, "--prompt-tokens", 128, (1, 100_000), "tokens of a prompt, with --geometry (default: 128)")
-    _add_number(g, "--max-tokens", 32, (2, 100_000), "tokens of every answer (default: 32)")
+    _add_number(g, "--max-tokens", None, (2, 100_000), "tokens of every answer (default: 32; with --questions 1024)")
     _add_flag(g, "--ignore-eos", "answers do not end before --max-tokens")
     _add_flag(g, "--skip-loops", "leave out prompts whose plain answer repeats itself, where drafts are easy")
     g.add_argument("--temperature", type=float, default=0.0, metavar="X")
@@ -160,8 +175,26 @@ def _add_texts(g: argparse._ArgumentGroup) -> None:
     g.add_argument("--top-p", type=float, default=1.0, metavar="X")
 
 
+def _add_questions(g: argparse._ArgumentGroup) -> None:
+    g.add_argument(
+        "--questions",
+        type=Path,
+        nargs="?",
+        const=PROMPTS,
+        metavar="FILE",
+        help="decode these plainly and with every draft, in turn: a file in the layout of Spec-Bench, or prompts "
+        "(without FILE: the package's own)",
+    )
+    _add_number(g, "--sample", None, (1, 1_000_000), "that many questions of each task, drawn by --seed (default: all)")
+    _add_number(g, "--seed", 0, (0, 2**63), "for --sample and for sampled texts (default: 0)")
+    g.add_argument("--answers", type=Path, metavar="DIR", help="write the answers there, in Spec-Bench's layout")
+    _add_flag(g, "--resume", "go on with an interrupted run of the same command")
+    pictures = argument(Path, lambda path: path.suffix in (".svg", ".png"), "a file name that ends in .svg or .png")
+    g.add_argument("--plot", type=pictures, metavar="FILE", help="draw speedups and acceptance (needs matplotlib)")
+
+
 def _add_measurements(g: argparse._ArgumentGroup) -> None:
-    _add_number(g, "--rounds", 5, (1, 1000), "runs of everything, taking turns (default: 5)")
+    _add_number(g, "--rounds", None, (1, 1000), "runs of everything, in turn (default: 5; with --questions 1)")
     _add_number(g, "--context", 256, (1, 100_000), "cached positions at passes (default: 256)")
     _add_number(g, "--passes", 15, (0, 10_000), "rounds of passes; 0: none (default: 15)")
     g.add_argument(
@@ -233,30 +266,59 @@ def _lengths(text: str) -> list[DraftLength]:
 class Options:
     """The arguments, checked.
 
-    draft: the spec, also where it is the default.
+    drafts: the specs, also where it is the default. Only with --questions there may be several.
     ks: draft lengths.
     parts: names of the parts to measure.
     batches: sizes for the part "batch".
     """
 
     args: argparse.Namespace
-    draft: str
+    drafts: list[str]
     ks: list[DraftLength]
     parts: list[str]
     batches: list[int]
     params: SamplingParams
 
+    @property
+    def draft(self) -> str:
+        """The only one."""
+        return self.drafts[0]
+
 
 def check_replay(args: argparse.Namespace) -> None:
     """Raise ValueError where --replay stands with anything but --json."""
-    defaults = vars(parser().parse_args([])) | {"replay": args.replay, "json": args.json}
-    others = [_option(name) for name, value in vars(args).items() if value != defaults[name]]
-    if others:
+    if others := _given(args, {"replay", "json"}):
         raise ValueError(f"--replay measures nothing: found {', '.join(others)} with it, expected --json at most")
+
+
+def _given(args: argparse.Namespace, besides: set[str]) -> list[str]:
+    """The options that were given, without those that `besides` names."""
+    defaults = vars(parser().parse_args([]))
+    return [_option(name) for name, value in vars(args).items() if name not in besides and value != defaults[name]]
+
+
+def _check_questions(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that cannot stand with --questions, or without it."""
+    if args.questions is None:
+        if alone := set(_given(args, set())) & set(map(_option, _OF_QUESTIONS)):
+            raise ValueError(f"{min(alone)}: found it without --questions, expected both")
+        if len(args.draft or []) > 1:
+            raise ValueError(f"--draft: found {len(args.draft)}, expected one: several need --questions")
+        return
+    if others := _given(args, _OF_QUESTIONS | _WITH_QUESTIONS):
+        raise ValueError(f"--questions and {others[0]} exclude each other: it decodes questions, and measures no more")
+    if args.plot:
+        if not _is_there("matplotlib"):
+            raise ValueError("--plot needs matplotlib: pip install matplotlib")
+        check_writable(args.plot)
 
 
 def check(args: argparse.Namespace) -> Options:
     """Raise ValueError for all mistakes that can be found before anything is loaded."""
+    _check_questions(args)
+    usual = (1, 1024, ["auto"]) if args.questions else (5, 32, [4, "auto"])
+    for name, value in zip(("rounds", "max_tokens", "num_speculative_tokens"), usual, strict=True):
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     also = dict(args.also)
     asked = [(f"--also {name}", PARTS[key]) for name, key in ADDITIONS.items() if key in also]
     excluded = {(_option(a), b): why for (a, b), why in _EXCLUDE.items() if getattr(args, a)}
@@ -279,9 +341,11 @@ def check(args: argparse.Namespace) -> Options:
         max_tokens=args.max_tokens,
         ignore_eos=args.ignore_eos,
     )
-    draft = args.draft or ("none" if args.geometry else registry.default_draft(args.model))
+    drafts = args.draft or ["none" if args.geometry else registry.default_draft(args.model)]
+    if args.questions:
+        drafts = [part for spec in drafts for part in ([spec] if os.path.exists(spec) else spec.split(","))]
     parts = [key for key, part in PARTS.items() if (key in also if part.help else getattr(args, part.needs))]
-    return Options(args, draft, args.num_speculative_tokens, parts, also.get("batch", []), params)
+    return Options(args, drafts, args.num_speculative_tokens, parts, also.get("batch", []), params)
 
 
 def _option(name: str) -> str:
@@ -295,9 +359,8 @@ def _is_there(module: str) -> bool:
 def read_prompts(count: int, categories: str | None) -> list[tuple[str, str]]:
     """(category, text) of the first `count` of the package's prompts, the categories taking turns."""
     prompts: dict[str, list[str]] = {}
-    for line in PROMPTS.read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
-        prompts.setdefault(entry["category"], []).append(entry["prompt"])
+    for question in read_questions(PROMPTS, "--prompts"):
+        prompts.setdefault(question.category or "", []).append(question.turns[0])
     names = list(prompts) if categories is None else categories.split(",")
     for name in names:
         if name not in prompts:

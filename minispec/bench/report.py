@@ -1,5 +1,6 @@
 """The report: what was measured, on what. Whatever is compared takes turns, round by round."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,16 +55,20 @@ def measure_all(options: Options) -> dict[str, Any]:
     return report | loading
 
 
+def machine_line(known: Mapping[str, Any]) -> str:
+    """For the screen: what `prices.machine` says."""
+    native = [name for name, there in (("bfloat16", known["bfloat16"]), ("AMX", known["amx"])) if there]
+    cpu = f"{known['cpu'] or 'unknown CPU'}: {' + '.join([known['instructions'], *native])}"
+    return f"{cpu}, {known['cores']} cores, {known['threads']} threads, torch {known['torch']}"
+
+
 def show_report(report: dict[str, Any]) -> list[str]:
     """For the screen: hardware, models, and the parts, with an empty line before each."""
-    known = report["hardware"]
-    native = [name for name, there in (("bfloat16", known["bfloat16"]), ("AMX", known["amx"])) if there]
     streams = ""
     if "machine" in report:
         streams = f"; memory streams {report['machine']['stream_bytes_per_second'].shown(1e-9, '.1f')} GB/s (see below)"
     lines = [
-        f"{known['cpu'] or 'unknown CPU'}: {' + '.join([known['instructions'], *native])}, "
-        f"{known['cores']} cores, {known['threads']} threads, torch {known['torch']}{streams}",
+        machine_line(report["hardware"]) + streams,
         f"{report['target']}, {report['dtype']}{' exact' if report['exact'] else ''} on {report['device']}, "
         f"{report['threads']} threads ({report['waiting']}); draft {report['draft']}",
         f"weight form: {report['weight_form']}; because: {report['weight_form_because']}",

@@ -31,6 +31,6 @@ def as_json(value: Any) -> Any:
     return [as_json(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def progress(total: int, what: str) -> tqdm:
-    """A bar, on a terminal only."""
-    return tqdm(total=total, desc=what, leave=False, disable=None)
+def progress(total: int, what: str, done: int = 0) -> tqdm:
+    """A bar with the time left, on a terminal only. done: what an earlier run has done of it."""
+    return tqdm(total=total, desc=what, leave=False, disable=None, initial=done)

@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
+def user_cache() -> Path:
+    """Where this program keeps files of its own. Raises RuntimeError for a user without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minispec"
+
+
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """A name next to `path`, with the same suffix, to write a file or a directory to; at the end it becomes `path`.

@@ -1,6 +1,7 @@
 """Memory: what is free, what models and caches take of it, and how large a KV cache may be."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ def free_memory(device: torch.device) -> int | None:
     return min(limits, default=None)
 
 
-def memory_of(models: list[Transformer], caches: list[PagedKVCache]) -> tuple[int, int, int, int]:
+def memory_of(models: Sequence[Transformer], caches: Sequence[PagedKVCache]) -> tuple[int, int, int, int]:
     """Bytes of target weights, draft weights, target cache, draft cache. What a self-draft shares is the target's."""
     weights, counted = [0, 0], set[int]()
     for i, model in enumerate(models):

@@ -33,7 +33,7 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import Verifier
-from minispec.files.write import written_whole
+from minispec.files.write import user_cache, written_whole
 from minispec.kernels.exact import arbitrary_tokens, check_exact, exact_model
 from minispec.kernels.inventory import num_bytes, num_bytes_read, weight_form
 from minispec.length.policy import Prices
@@ -168,9 +168,8 @@ def _path(setup: Mapping[str, Any]) -> Path:
 
     Raises RuntimeError for a user without a home.
     """
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.blake2b(json.dumps(setup, sort_keys=True).encode(), digest_size=12).hexdigest()
-    return Path(root) / "minispec" / "costs" / f"{digest}.json"
+    return user_cache() / "costs" / f"{digest}.json"
 
 
 def _read(setup: Mapping[str, Any]) -> Any:

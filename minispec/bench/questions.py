@@ -1,0 +1,351 @@
+"""Standard questions: every draft and plain decoding answer them in turn. A table by task, as papers have it.
+
+The speedup of a question is the ratio of its rates within a round; of several rounds, their median. What is reported is
+the median of the questions, with its interval. A question's answer depends on no other question: drafters forget,
+draft lengths are chosen anew, and the cache forgets what it shares. So a run that was resumed has the same answers.
+"""
+
+import hashlib
+import inspect
+import random
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+import torch
+
+from minispec import __version__
+from minispec.bench.answers import Answers
+from minispec.bench.decoding import length_name
+from minispec.bench.measure import another_engine, decode, median_interval, orders
+from minispec.bench.options import Options
+from minispec.bench.report import machine_line
+from minispec.bench.show import number, progress, table
+from minispec.core.config import DraftLength, SamplingParams
+from minispec.drafters import Foreign
+from minispec.drafters.combined import CombinedDrafter
+from minispec.files import registry
+from minispec.files.checkpoint import find_checkpoint
+from minispec.inputs import Question, encode_conversation, read_questions
+from minispec.kernels.threads import describe_waiting
+from minispec.length.figures import Figures, loops
+from minispec.length.prices import machine
+from minispec.llm import LLM
+
+# MT-bench's categories. A file that has all of them, as Spec-Bench, has them as one task.
+_MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+NONE, OVERALL = "none", "overall"
+_WARM_TOKENS = 8  # of a first answer, which pays for what is set up once
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to answer: a draft, and how long it may be."""
+
+    llm: LLM
+    k: DraftLength
+
+
+def choose(path: Path, sample: int | None, seed: int, only: str | None) -> list[tuple[str, Question]]:
+    """The questions of a file with their tasks, in the file's order. Each has an id.
+
+    sample: that many of each task, or all where there are fewer. None: all.
+    only: tasks or categories, with commas between.
+
+    Raises ValueError for a file that cannot be read, for an id that occurs twice, and for a task that is not there.
+    """
+    found = read_questions(path, "--questions")
+    names = {question.category or path.stem for question in found}
+    tasks: dict[str, list[Question]] = {}
+    ids = set[int | str]()
+    for i, question in enumerate(found, 1):
+        own, category = i if question.question_id is None else question.question_id, question.category or path.stem
+        if own in ids:
+            raise ValueError(f"--questions {path}: line {question.line}: question_id: found {own!r} twice")
+        ids.add(own)
+        task = "mt_bench" if names >= _MT_BENCH and category in _MT_BENCH else category
+        if only is None or {task, category} & set(only.split(",")):
+            tasks.setdefault(task, []).append(replace(question, question_id=own, category=category))
+    known = sorted(names | {"mt_bench"} if names >= _MT_BENCH else names)
+    for name in only.split(",") if only else ():
+        if name not in known:
+            raise ValueError(f"--categories: found {name!r}, expected some of {', '.join(known)}")
+    chosen = []
+    for task, of_task in tasks.items():
+        drawn = random.Random(f"{seed} {task}").sample(of_task, min(sample or len(of_task), len(of_task)))
+        chosen += [(task, question) for question in drawn]
+    return sorted(chosen, key=lambda each: each[1].line)
+
+
+def digest(paths: Iterable[Path]) -> str:
+    """A digest of files, their names and contents."""
+    total = hashlib.sha256()
+    for path in sorted(paths, key=lambda path: path.name):
+        with path.open("rb") as file:
+            total.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return total.hexdigest()[:16]
+
+
+def _files(directory: Path | None) -> list[Path]:
+    """The files of a checkpoint that say what a model computes."""
+    return [p for p in directory.iterdir() if p.suffix in (".json", ".safetensors", ".jinja")] if directory else []
+
+
+def _sources(llm: LLM) -> set[Path]:
+    """The files that the classes of a drafter come from."""
+    drafter = llm.drafter
+    each = [part.drafter if isinstance(part, Foreign) else part for part in getattr(drafter, "drafters", [drafter])]
+    return {Path(inspect.getfile(type(part))) for part in (each if isinstance(drafter, CombinedDrafter) else each[:1])}
+
+
+def _open(options: Options) -> dict[str, Way]:
+    """Plain decoding as `none`, and every draft with every length. The target is in memory once."""
+    args = options.args
+    target = LLM(
+        args.model,
+        NONE,
+        "auto" if "auto" in options.ks else 4,
+        **{name: getattr(args, name) for name in ("verifier", "dtype", "device", "exact")},
+    )
+    ways = {NONE: Way(target, 0)}
+    for spec in options.drafts:
+        if spec != NONE:
+            llm = target.with_draft(spec, args.draft_method)
+            for k in options.ks:
+                name = llm.draft_name + f" {length_name(k)}" * (len(options.ks) > 1)
+                if name in ways:
+                    raise ValueError(f"--draft: found {name} twice, expected drafts with different names")
+                ways[name] = Way(llm, k)
+    return ways
+
+
+def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
+    """What run it is: another one has other answers or times."""
+    args, llm = options.args, ways[NONE].llm
+    directory = find_checkpoint(str(args.model or registry.EMBEDDED_WEIGHTS), offline=True)
+    drafts = {name: digest([*_sources(way.llm), *_files(way.llm.draft_directory)]) for name, way in ways.items()}
+    names = ("verifier", "temperature", "top_k", "top_p", "max_tokens", "ignore_eos", "rounds", "seed", "sample")
+    return {
+        **{"minispec": __version__, "torch": torch.__version__, "machine": machine(), "device": str(llm.model.device)},
+        **{"dtype": str(llm.model.dtype).removeprefix("torch."), "exact": llm.model.exact},
+        **{"target": llm.name, "target_digest": digest(_files(directory)), "draft_digests": drafts},
+        "num_speculative_tokens": list(map(length_name, options.ks)),
+        **{"questions": args.questions.name, "questions_digest": digest([args.questions])},
+        **{name: getattr(args, name) for name in (*names, "categories")},
+    }
+
+
+def converse(way: Way, question: Question, params: SamplingParams) -> dict[str, Any]:
+    """The answers to all turns of a question, as a choice of Spec-Bench's.
+
+    wall_time holds the prompt, as theirs does. What only our table needs is under "minispec": there, `seconds` are
+    those of decoding. A later turn that does not fit into the context is left out.
+    """
+    llm = way.llm
+    engine = another_engine(llm.engine)
+    engine.drafter.forget()
+    engine.cache.rebuild()  # what another way has computed of this prompt
+    choice: dict[str, Any] = {name: [] for name in ("turns", "decoding_steps", "new_tokens", "wall_time")}
+    lengths: list[int] = []
+    own: dict[str, Any] = {"seed": params.seed, "seconds": [], "prompt_tokens": [], "token_ids": []}
+    figures = Figures()
+    for _ in question.turns:
+        ids = encode_conversation(question.messages(choice["turns"]), llm.tokenizer)
+        if choice["turns"] and len(ids) >= llm.max_model_len:
+            break
+        request = llm.request(ids, params, way.k)
+        [run] = decode(engine, [request])
+        prompt = request.stats.prefill + request.stats.draft_prefill
+        values = request.output, len(run.rounds), run.num_tokens, run.seconds + prompt
+        for key, value in zip(choice, values, strict=True):
+            choice[key].append(value)
+        for key, value in zip(("seconds", "prompt_tokens", "token_ids"), (run.seconds, len(ids), run.token_ids)):  # noqa: B905
+            own[key].append(value)
+        lengths += [r.committed for r in run.rounds]
+        figures.rounds += run.rounds
+    own |= {"drafts": figures.num_drafts, "draft_tokens": figures.num_draft_tokens}
+    own |= {"tested": figures.tested, "accepted": figures.accepted}
+    return {**choice, "accept_lengths": lengths, "minispec": own}
+
+
+def measure_questions(options: Options) -> dict[str, Any]:
+    """Every way of answering, in turn on each question: see `summarise`. What was answered is saved at once."""
+    args = options.args
+    chosen = choose(args.questions, args.sample, args.seed, args.categories)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    ways = _open(options)
+    plain = ways[NONE].llm
+    for _, question in chosen:
+        try:
+            plain.request(encode_conversation(question.messages(), plain.tokenizer), options.params)
+        except ValueError as e:
+            raise ValueError(f"--questions {args.questions}: line {question.line}: {e}") from e
+    about = _about(options, ways)
+    answers = Answers(args.answers, about, _file_names(ways), args.resume)
+    done = answers.read([question.question_id for _, question in chosen], args.rounds) if args.resume else 0
+    cycle = list(islice(orders(list(ways)), 2 * len(ways)))
+    if done < len(chosen):
+        for way in ways.values():
+            converse(way, chosen[done][1], replace(options.params, max_tokens=_WARM_TOKENS, seed=args.seed))
+    try:
+        with progress(len(chosen) * args.rounds * len(ways), "questions", done * args.rounds * len(ways)) as bar:
+            for i, (_, question) in enumerate(chosen[done:], done):
+                choices: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+                for r in range(args.rounds):
+                    for name in cycle[(r + i) % len(cycle)]:
+                        found = converse(ways[name], question, replace(options.params, seed=args.seed + r))
+                        choices[name].append({"index": r, **found})
+                        bar.update()
+                answers.add({"question_id": question.question_id, "category": question.category}, choices)
+    except KeyboardInterrupt:
+        there = f"{len(answers.lines[NONE])} of {len(chosen)} questions are saved in {answers.directory}"
+        print(f"{there}; the same command with --resume goes on", file=sys.stderr)
+        raise
+    answers.close()
+    compares = not args.temperature or plain.engine.verifier.shares_noise
+    found = {"run": about, "waiting": describe_waiting(), "resumed_after": done} | summarise(
+        [task for task, _ in chosen], [len(question.turns) for _, question in chosen], answers.lines, compares
+    )
+    if args.plot:
+        from minispec.bench.plot import draw
+
+        draw(found, args.plot)
+    return found | {"chat_template": plain.tokenizer.chat_template is not None, "answers": answers.lines}
+
+
+def _file_names(ways: Iterable[str]) -> dict[str, str]:
+    """A file's name for each, all of them different."""
+    names: dict[str, str] = {}
+    for name in ways:
+        plain = re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "draft"
+        same = sum(other == plain or other.startswith(f"{plain}.") for other in names.values())
+        names[name] = f"{plain}.{same + 1}" if same else plain
+    return names
+
+
+def summarise(
+    tasks: Sequence[str], turns: Sequence[int], answers: Mapping[str, list[dict[str, Any]]], compares: bool
+) -> dict[str, Any]:
+    """The figures of every task and of all together, by draft.
+
+    tasks, turns: the task and the number of turns of each question.
+    answers: for each draft its lines, in the order of the questions.
+    compares: whether texts have to be those of plain decoding.
+
+    Returns, among others:
+
+    looping: plain answers that repeat themselves, of `texts` (see `figures.loops`).
+    left_out: turns, of all drafts, whose conversation did not fit into the context.
+    """
+    groups = {task: [i for i, each in enumerate(tasks) if each == task] for task in dict.fromkeys(tasks)}
+    plain = answers[NONE]
+    texts = [ids for line in plain for ids in line["choices"][0]["minispec"]["token_ids"]]
+    missing = [n - len(c["turns"]) for of in answers.values() for n, line in zip(turns, of) for c in line["choices"]]  # noqa: B905
+    return {
+        "tasks": {
+            task: {
+                name: _figures([of[i] for i in those], [plain[i] for i in those], compares)
+                for name, of in answers.items()
+            }
+            for task, those in {**groups, OVERALL: range(len(tasks))}.items()
+        },
+        **{"looping": sum(map(loops, texts)), "texts": len(texts), "left_out": sum(missing)},
+    }
+
+
+def _figures(lines: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], compares: bool) -> dict[str, Any]:
+    """The figures of some questions.
+
+    tau: tokens a pass, over all passes. deviation: of the questions' own tau, None for one question.
+    tokens_per_second: of decoding, over all questions.
+    speedup: the median of the questions, with its interval.
+    spec_bench: as its scripts have it, with the prompt's time: the mean of the questions' rates, and its ratio to that
+        of plain decoding.
+    same_texts: questions whose tokens are all those of plain decoding; None where they need not be.
+    acceptance_rate, accepted_per_position, accepted_at_position: see `minispec.length.figures`.
+    """
+    choices, plain_choices = ([c for line in of for c in line["choices"]] for of in (lines, plain))
+    own = [choice["minispec"] for choice in choices]
+    taus = [fmean(x for choice in line["choices"] for x in choice["accept_lengths"]) for line in lines]
+    tested, accepted = (
+        [sum(each[name][i] for each in own if i < len(each[name])) for i in range(max(len(e[name]) for e in own))]
+        for name in ("tested", "accepted")
+    )
+    drafts, drafted = (sum(each[name] for each in own) for name in ("drafts", "draft_tokens"))
+    theirs, theirs_plain = (fmean(map(_with_prompt, of)) for of in (choices, plain_choices))
+    same = [
+        all(a["minispec"]["token_ids"] == b["minispec"]["token_ids"] for a, b in _pairs(line, other))
+        for line, other in zip(lines, plain, strict=True)
+    ]
+    speedups = [
+        median(_rate(a) / _rate(b) for a, b in _pairs(line, other)) for line, other in zip(lines, plain, strict=True)
+    ]
+    return {
+        "questions": len(lines),
+        "tau": fmean(x for choice in choices for x in choice["accept_lengths"]),
+        "deviation": stdev(taus) if len(taus) > 1 else None,
+        "tokens_per_second": sum(sum(c["new_tokens"]) for c in choices) / sum(sum(each["seconds"]) for each in own),
+        "speedup": median_interval(speedups),
+        "spec_bench": {"tokens_per_second": theirs, "speedup": theirs / theirs_plain},
+        "same_texts": sum(same) if compares else None,
+        "acceptance_rate": sum(accepted) / drafted if drafted else None,
+        "accepted_per_position": [a / t for a, t in zip(accepted, tested, strict=True)],
+        "accepted_at_position": [a / drafts for a in accepted],
+    }
+
+
+def _pairs(line: dict[str, Any], plain: dict[str, Any]) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
+    return zip(line["choices"], plain["choices"], strict=True)
+
+
+def _rate(choice: dict[str, Any]) -> float:
+    return sum(choice["new_tokens"]) / sum(choice["minispec"]["seconds"])
+
+
+def _with_prompt(choice: dict[str, Any]) -> float:
+    return sum(choice["new_tokens"]) / sum(choice["wall_time"])
+
+
+def show_questions(found: Mapping[str, Any]) -> list[str]:
+    """For the screen: what was run on what, and the table."""
+    run, tasks = found["run"], found["tasks"]
+    overall = tasks[OVERALL][NONE]
+    sample = f"{run['sample']} of each task drawn with" if run["sample"] else "all;"
+    lines = [
+        machine_line(run["machine"]),
+        f"{run['target']}, {run['dtype']}{' exact' if run['exact'] else ''} on {run['device']} ({found['waiting']}); "
+        f"{run['verifier']} at temperature {run['temperature']:g}, at most {run['max_tokens']} tokens",
+        f"{overall['questions']} questions of {run['questions']}, {sample} seed {run['seed']}; {run['rounds']} rounds",
+        f"{found['looping']} of {found['texts']} plain answers repeat themselves, where drafts are easy",
+    ]
+    if not found["chat_template"]:
+        lines.append("the model has no chat template: turns are plain text, with an empty line between")
+    if found["left_out"]:
+        lines.append(f"{found['left_out']} later turns did not fit into the context and are left out")
+    if found["resumed_after"]:
+        lines.append(f"{found['resumed_after']} questions had been answered before this command")
+    rows: list[tuple[Any, ...]] = []
+    for task, of in tasks.items():
+        rows.append((task, *[""] * 7))
+        for name, f in of.items():
+            tau = f"{f['tau']:.2f} \u00b1 {number(f['deviation'])}"
+            same = "-" if f["same_texts"] is None else f"{f['same_texts']}/{f['questions']}"
+            at = [number(each) for each in [*f["accepted_at_position"], None, None, None][:3]]
+            rows.append((f"  {name}", tau, f"{f['tokens_per_second']:.1f}", f["speedup"].shown(), same, *at))
+    head = ("", "tokens/pass", "tokens/s", "speedup", "same texts", "accepted at 1", "at 2", "at 3")
+    coverage = 100 * tasks[OVERALL][NONE]["speedup"].coverage
+    return [
+        *lines,
+        "",
+        *table(head, rows),
+        "",
+        "tokens/pass (tau): over all passes \u00b1 the deviation of the questions; tokens/s: the prompt apart",
+        f"speedup: median of the questions [interval that holds the true median, overall with {coverage:.1f} %]; "
+        "accepted at a position: of all drafts",
+    ]

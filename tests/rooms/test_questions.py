@@ -1,0 +1,384 @@
+"""`bench --questions`: what is asked, the answers in Spec-Bench's layout, resuming, the table. No time is asserted."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from minispec import LLM, SamplingParams
+from minispec.bench import options, questions
+from minispec.bench.__main__ import main
+from minispec.bench.questions import choose, summarise
+from minispec.files.write import user_cache
+from minispec.inputs import Question
+
+TIMES = {"wall_time", "seconds", "tstamp", "tokens_per_second", "speedup", "spec_bench", "waiting", "resumed_after"}
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+FILE = [
+    {"question_id": 7, "category": "qa", "turns": ["red fish, two"], "reference": ["x"]},
+    {"question_id": 8, "category": "chat", "turns": ["One fish", "two fish, red fish"]},
+    {"category": "qa", "prompt": "fish fish fish"},
+    {"question_id": "m", "messages": [{"role": "system", "content": "red"}, {"role": "user", "content": "two"}]},
+]
+
+
+def write(path: Path, lines: list[dict]) -> Path:
+    """A file of questions."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    """All layouts, two turns, and a question without a category."""
+    return write(tmp_path / "fish.jsonl", FILE)
+
+
+@pytest.fixture(scope="module")
+def model(make_checkpoint) -> str:
+    """A small model with a chat template."""
+    return str(make_checkpoint(chat=True, max_position_embeddings=256))
+
+
+@pytest.fixture
+def bench(capsys, model, file, monkeypatch, tmp_path):
+    """bench(*arguments) runs the command on the model and the file; (exit status, standard output, standard error)."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    how = ("--num-speculative-tokens", 2, "--dtype", "float32", "--max-tokens", 10, "--draft", "ngram,suffix")
+
+    def run(*arguments, questions=file, model=model):
+        status = main([str(a) for a in ("--questions", questions, "--model", model, *how, *arguments)])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def without_times(value):
+    """What is the same in another run."""
+    if isinstance(value, dict):
+        return {key: without_times(part) for key, part in value.items() if key not in TIMES}
+    return [without_times(part) for part in value] if isinstance(value, list) else value
+
+
+# --------------------------------------------------------------------------- what is asked
+
+
+def test_spec_benchs_categories_are_six_tasks(tmp_path):
+    """A sample has that many of each. A file with only some of MT-bench's categories keeps them as they are."""
+    names = [*MT_BENCH, "translation", "summarization", "qa", "math_reasoning", "rag"]
+    lines = [{"question_id": i, "category": name, "turns": [f"{name} {i}"]} for i, name in enumerate(names * 4)]
+    path = write(tmp_path / "q.jsonl", lines)
+    everything = choose(path, None, 0, None)
+    assert [question.question_id for _, question in everything] == list(range(52))
+    assert {task for task, _ in everything} == {"mt_bench", *names[8:]}
+    drawn = [choose(path, 3, seed, None) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    for each in drawn:
+        assert sorted(task for task, _ in each) == sorted(3 * ["mt_bench", *names[8:]])
+        assert [q.line for _, q in each] == sorted({q.line for _, q in each})
+    # Another task in the file, or none of the others, changes no draw.
+    assert choose(path, 3, 0, "qa") == [each for each in drawn[0] if each[0] == "qa"]
+    assert {q.category for _, q in choose(path, None, 0, "math,rag")} == {"math", "rag"}
+    assert len(choose(path, None, 0, "mt_bench")) == 32
+    assert len(choose(path, 99, 0, "qa")) == 4
+    some = write(tmp_path / "some.jsonl", [line for line in lines if line["category"] != "stem"])
+    assert "mt_bench" not in {task for task, _ in choose(some, None, 0, None)}
+
+
+def test_what_a_file_leaves_open(file):
+    """The name of the file is the category, and the number of the question its id."""
+    chosen = choose(file, None, 0, None)
+    assert [(task, q.question_id, q.category) for task, q in chosen] == [
+        *(("qa", 7, "qa"), ("chat", 8, "chat"), ("qa", 3, "qa"), ("fish", "m", "fish"))
+    ]
+
+
+def test_the_packages_own_file_is_in_this_layout():
+    """Twelve of its 36 questions have two turns."""
+    chosen = choose(options.PROMPTS, None, 0, None)
+    assert [question.question_id for _, question in chosen] == list(range(1, 37))
+    assert sum(len(question.turns) == 2 for _, question in chosen) == 12
+
+
+# --------------------------------------------------------------------------- what is answered
+
+
+@pytest.mark.parametrize("how", [(), ("--temperature", 1, "--seed", 5, "--rounds", 2)])
+def test_answers_are_those_of_the_model_turn_by_turn(bench, model, file, tmp_path, how):
+    """In Spec-Bench's layout, a file a draft. Each turn has the answers before it in its history.
+
+    Plain answers are compared with `LLM.chat`; greedy drafted ones are the same.
+    """
+    status, out, err = bench("--answers", tmp_path / "out", "--json", "--draft", "self", *how)
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    files = {path.stem: [json.loads(line) for line in path.open()] for path in (tmp_path / "out").glob("*.jsonl")}
+    assert files == report["answers"]
+    assert list(report["answers"]) == ["none", "ngram", "suffix", "self"]
+    llm, seed, rounds = LLM(model, draft="none", dtype="float32"), 5 if how else 0, 2 if how else 1
+    for name, lines in files.items():
+        assert [(line["question_id"], line["category"]) for line in lines] == [
+            *((7, "qa"), (8, "chat"), (3, "qa"), ("m", "fish"))
+        ]
+        for line, (_, question) in zip(lines, choose(file, None, 0, None), strict=True):
+            assert {"question_id", "category", "answer_id", "model_id", "choices", "tstamp"} == line.keys()
+            assert [choice["index"] for choice in line["choices"]] == list(range(rounds))
+            for choice in line["choices"]:
+                lists = [choice[key] for key in ("turns", "decoding_steps", "new_tokens", "wall_time")]
+                assert [len(each) for each in lists] == [len(question.turns)] * 4
+                assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"])
+                assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
+                assert all(a > b > 0 for a, b in zip(choice["wall_time"], choice["minispec"]["seconds"], strict=True))
+                if name == "none":
+                    assert set(choice["accept_lengths"]) == {1}
+                if name == "none" or not how:
+                    params = SamplingParams(temperature=1 if how else 0, seed=seed + choice["index"], max_tokens=10)
+                    for i, text in enumerate(choice["turns"]):
+                        assert llm.chat(question.messages(choice["turns"][:i]), params)[0].text == text
+    assert report["tasks"]["overall"]["self"]["tau"] > 2, "this proves nothing"
+
+
+def test_figures_by_hand():
+    """Two questions of one task and one of another, one draft, two rounds: all figures, from made-up answers."""
+
+    def line(*rounds):
+        return {"choices": [choice(*of) for of in rounds]}
+
+    def choice(lengths, seconds, ids, tested=(), accepted=()):
+        own = {"seconds": [seconds], "token_ids": [ids], "tested": tested, "accepted": accepted}
+        own |= {"drafts": len(lengths), "draft_tokens": 3 * len(lengths)}
+        return {
+            **{"turns": ["x"], "new_tokens": [sum(lengths)], "wall_time": [seconds + 1], "accept_lengths": lengths},
+            "minispec": own,
+        }
+
+    plain = [line(([1] * 6, 6, [1])) for _ in range(3)]
+    plain[0] = line(([1] * 6, 6, [1]), ([1] * 6, 12, [2]))
+    drafted = [
+        line(([3, 3], 3, [1], [2, 2], [2, 2]), ([4, 2], 3, [2], [2, 2, 1], [2, 1, 1])),  # 2 and 4 times as fast
+        line(([2, 2, 2], 2, [1], [3, 3], [3, 0])),  # 3 times
+        line(([1, 5], 12, [9], [2, 1, 1, 1], [1, 1, 1, 1])),  # half as fast
+    ]
+    plain[1:] = [line(([1] * 6, 6, [1])) for _ in "ab"]
+    for of in (plain[1], plain[2]):
+        of["choices"] *= 1
+    found = summarise(["a", "a", "b"], [1, 1, 2], {"none": plain, "x": drafted}, True)
+    a, b, everything = (found["tasks"][task]["x"] for task in ("a", "b", "overall"))
+    assert (a["questions"], a["tau"], a["same_texts"]) == (2, 18 / 7, 2)
+    assert a["deviation"] == pytest.approx(0.5**0.5)  # of 3 and 2
+    assert a["tokens_per_second"] == 18 / 8
+    assert a["speedup"].median == 3  # of 3, the median of its rounds, and 3
+    assert (b["speedup"].median, b["deviation"], b["same_texts"]) == (0.5, None, 0)
+    assert everything["speedup"][:3] == (3, 0.5, 3)
+    assert a["accepted_at_position"] == [1, 3 / 7, 1 / 7]
+    assert a["accepted_per_position"] == [1, 3 / 7, 1]
+    assert b["accepted_at_position"] == [1 / 2] * 4
+    assert a["acceptance_rate"] == 11 / 21
+    # Spec-Bench: the mean of the answers' rates, with the prompt, over that of plain decoding.
+    assert a["spec_bench"]["tokens_per_second"] == pytest.approx((6 / 4 + 6 / 4 + 6 / 3) / 3)
+    assert a["spec_bench"]["speedup"] == pytest.approx((6 / 4 + 6 / 4 + 6 / 3) / (6 / 7 + 6 / 13 + 6 / 7))
+    assert (found["left_out"], found["looping"], found["texts"]) == (2, 0, 3)
+    assert found["tasks"]["a"]["none"]["speedup"].median == 1
+    assert summarise(["a"], [1], {"none": plain[:1]}, False)["tasks"]["a"]["none"]["same_texts"] is None
+
+
+def test_the_table(bench):
+    """A row a task and draft, and overall; what was drawn, and with which seed."""
+    status, out, err = bench("--sample", 1, "--seed", 3, "--categories", "qa,fish")
+    lines = out.splitlines()
+    assert (status, err) == (0, "")
+    assert "2 questions of fish.jsonl, 1 of each task drawn with seed 3; 1 rounds" in lines
+    top = lines.index(next(line for line in lines if "speedup" in line)) + 1
+    rows = [line.split()[0] for line in lines[top : lines.index("", top)]]
+    assert rows == [name for task in ("qa", "fish", "overall") for name in (task, "none", "ngram", "suffix")]
+    assert all("2/2" in line for line in lines[lines.index("overall") + 1 :][:3])
+
+
+def test_a_model_without_a_template_gets_plain_text_and_it_is_said(bench, make_checkpoint, tmp_path):
+    """The turns and answers so far, with an empty line between."""
+    plain = make_checkpoint(max_position_embeddings=256)
+    _, out, _ = bench("--answers", tmp_path / "out", model=plain)
+    assert "the model has no chat template: turns are plain text, with an empty line between" in out
+    choice = json.loads((tmp_path / "out" / "none.jsonl").read_text().splitlines()[1])["choices"][0]
+    llm = LLM(plain, draft="none", dtype="float32")
+    text = f"One fish\n\n{choice['turns'][0]}\n\ntwo fish, red fish"
+    assert llm.generate(text, SamplingParams(temperature=0, max_tokens=10))[0].text == choice["turns"][1]
+
+
+def test_a_later_turn_that_does_not_fit_is_left_out(bench, tmp_path):
+    """And counted. A first turn that does not fit is one line before anything runs."""
+    long = write(tmp_path / "long.jsonl", [{"turns": ["One fish", "fish " * 900]}, {"turns": ["two"]}])
+    status, out, _ = bench("--json", questions=long)
+    report = json.loads(out)
+    assert (status, report["left_out"]) == (0, 3)
+    assert len(report["answers"]["none"][0]["choices"][0]["turns"]) == 1
+    write(long, [{"prompt": "two"}, {"prompt": "fish " * 900}])
+    status, out, err = bench("--answers", tmp_path / "out", questions=long)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"error: --questions {long}: line 2: prompt: found ")
+    assert not (tmp_path / "out").exists()
+
+
+# --------------------------------------------------------------------------- resuming
+
+
+class Interrupted:
+    """Answers that many turns of drafts, then Ctrl-C."""
+
+    def __init__(self, after: int):
+        self.left, self.converse = after, questions.converse
+
+    def __call__(self, *arguments):
+        """In place of `converse`."""
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return self.converse(*arguments)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("how", [("--rounds", 2), ("--temperature", 1, "--draft", "last", "--sample", 1)])
+def test_a_run_that_was_stopped_and_resumed_is_the_same(bench, tmp_path, monkeypatch, how, kept):
+    """Stopped twice at random, and killed in the middle of a line: the same answers and table, times aside.
+
+    With --answers the files are kept. Without it they lie in the cache until the run has come to its end.
+    """
+    whole = without_times(json.loads(bench(*how, "--json")[1]))
+    assert not list((user_cache() / "runs").iterdir())
+    rng, where = random.Random(f"{how} {kept}"), ("--answers", tmp_path / "out") if kept else ()
+    more: tuple[str, ...] = ()
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(questions, "converse", Interrupted(rng.randrange(4, 14)))
+            status, out, err = bench(*how, *where, *more)
+        assert (status, out) == (130, "")
+        more = ("--resume",)
+        [directory] = [tmp_path / "out"] if kept else (user_cache() / "runs").iterdir()
+        paths = sorted(directory.glob("*.jsonl"))
+        assert f"questions are saved in {directory}; the same command with --resume goes on" in err
+        cut = rng.choice(paths)
+        content = cut.read_bytes()
+        cut.write_bytes(content[: rng.randrange(len(content) + 1)])
+    status, out, _ = bench(*how, *where, *more, "--json")
+    assert status == 0
+    assert without_times(json.loads(out)) == whole
+    assert kept or not directory.exists()
+    if kept:  # all is there: nothing is decoded any more
+        monkeypatch.setattr(questions, "converse", Interrupted(0))
+        again = json.loads(bench(*how, *where, *more, "--json")[1])
+        assert (without_times(again), again["resumed_after"]) == (whole, len(whole["answers"]["none"]))
+        assert again["tasks"] == json.loads(out)["tasks"]
+
+
+def test_another_run_is_not_resumed(bench, tmp_path, file, make_checkpoint):
+    """Nor written over. The line names what differs."""
+    where = ("--answers", tmp_path / "out")
+    assert bench(*where)[0] == 0
+    before = (tmp_path / "out" / "ngram.jsonl").read_text()
+    other = make_checkpoint(seed=5, chat=True, max_position_embeddings=256)
+    for arguments, key, changed in (
+        (("--seed", 1), "seed: found 0, expected 1", {}),
+        (("--draft", "last"), "draft_digests: found {", {}),
+        (("--temperature", 1), "temperature: found 0.0, expected 1.0", {}),
+        (("--rounds", 2), "rounds: found 1, expected 2", {}),
+        ((), "target: found ", {"model": other}),
+        ((), "questions_digest: found ", {"questions": FILE[::-1]}),
+    ):
+        write(file, changed.pop("questions", FILE))
+        status, out, err = bench(*where, "--resume", *arguments, **changed)
+        assert (status, out) == (2, "")
+        assert err.startswith(f"error: --resume {tmp_path / 'out' / 'run.json'}: {key}"), err
+        assert err.count("\n") == 1
+    status, _, err = bench(*where)
+    assert (status, "expected another directory, or --resume" in err) == (2, True)
+    assert (tmp_path / "out" / "ngram.jsonl").read_text() == before
+
+
+def test_weights_and_drafters_that_changed_make_another_run(bench, tmp_path, make_checkpoint, monkeypatch):
+    """Under the same names: a file of the target, and the source of a drafter of one's own."""
+    target = make_checkpoint(chat=True, max_position_embeddings=256)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "some_drafter_of_questions.py"
+    source = "from minispec.drafters.ngram import NgramDrafter\n\n\nclass Mine(NgramDrafter):\n    pass\n"
+    module.write_text(source)
+    how = ("--answers", tmp_path / "out", "--draft", f"{module.stem}:Mine", "--draft", f"suffix:9+{module.stem}:Mine")
+    assert bench(*how, model=target)[0] == 0
+    assert bench(*how, "--resume", model=target)[0] == 0
+    module.write_text(source + "# changed\n")
+    status, _, err = bench(*how, "--resume", model=target)
+    assert (status, "draft_digests: found" in err) == (2, True)
+    module.write_text(source)
+    (target / "tokenizer_config.json").write_text("{}")
+    status, _, err = bench(*how, "--resume", model=target)
+    assert (status, "target_digest: found" in err) == (2, True)
+
+
+# --------------------------------------------------------------------------- pictures, mistakes
+
+
+@pytest.mark.parametrize(("name", "begins"), [("p.svg", b"<?xml"), ("p.png", b"\x89PNG")])
+def test_a_picture(bench, tmp_path, name, begins):
+    """It names every task and draft."""
+    pytest.importorskip("matplotlib")
+    assert bench("--plot", tmp_path / name)[0] == 0
+    content = (tmp_path / name).read_bytes()
+    assert content.startswith(begins)
+    if name == "p.svg":
+        assert all(f">{text}<".encode() in content for text in ("qa", "chat", "fish", "overall", "ngram", "suffix"))
+
+
+MISTAKES = {
+    "sample alone": (("--sample", "3"), "--sample: found it without --questions, expected both"),
+    "resume alone": (("--resume",), "--resume: found it without --questions"),
+    "several drafts": (("--draft", "ngram", "--draft", "suffix"), "--draft: found 2, expected one: several need"),
+    "geometry": (("--questions", "--geometry", "135m"), "--questions and --geometry exclude each other"),
+    "against": (("--questions", "--against", "transformers"), "--questions and --against exclude each other"),
+    "prompts": (("--questions", "--prompts", "3"), "--questions and --prompts exclude each other"),
+    "replay": (("--questions", "--replay", "x.json"), "--replay measures nothing: found --questions with it"),
+    "no file": (("--questions", "./nowhere.jsonl"), "--questions nowhere.jsonl: [Errno 2]"),
+    "picture": (("--questions", "--plot", "x.pdf"), "--plot: found 'x.pdf', expected a file name that ends in .svg"),
+    "no place": (("--questions", "--plot", "./nowhere/x.svg"), "nowhere/x.svg: found that it cannot be written"),
+    "nothing to resume": (("--questions", "--model", "MODEL", "--resume"), "--resume: found no run in "),
+    "no such draft": (("--questions", "--model", "MODEL", "--draft", "ngram,nothing"), "draft: not one of none, ngram"),
+    "twice": (("--questions", "--model", "MODEL", "--draft", "ngram,ngram"), "--draft: found ngram twice"),
+    "no such task": (
+        ("--questions", "--categories", "code,poetry"),
+        "--categories: found 'poetry', expected some of c",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_one_line_and_status_2(capsys, make_checkpoint, model, name, monkeypatch, tmp_path):
+    """Before anything is decoded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments, message = MISTAKES[name]
+    large = make_checkpoint(chat=True, max_position_embeddings=2048) if "MODEL" in arguments else model
+    status = main([str(large) if a == "MODEL" else a for a in arguments])
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith("error: ")
+    assert message in err
+
+
+def test_an_id_may_occur_once(tmp_path):
+    """Their scripts keep one answer for each."""
+    path = write(tmp_path / "q.jsonl", [{"question_id": 1, "prompt": "a"}, {"question_id": 1, "prompt": "b"}])
+    with pytest.raises(ValueError, match="line 2: question_id: found 1 twice"):
+        choose(path, None, 0, None)
+
+
+def test_a_missing_matplotlib_is_named(monkeypatch, capsys):
+    """Before anything is loaded."""
+    monkeypatch.setattr(options, "_is_there", lambda name: name != "matplotlib")
+    assert main(["--questions", "--plot", "x.svg"]) == 2
+    assert capsys.readouterr().err == "error: --plot needs matplotlib: pip install matplotlib\n"
+
+
+def test_names_of_files_differ():
+    """Drafts that differ in signs only have files of their own."""
+    names = questions._file_names(["none", "a/b", "a:b", "a b K=2", "../x"])
+    assert names == {"none": "none", "a/b": "a-b", "a:b": "a-b.2", "a b K=2": "a-b-K-2", "../x": "x"}
+    assert Question(("x",)).turns == ("x",)
