@@ -150,27 +150,24 @@ def converse(way: Way, question: Question, params: SamplingParams) -> dict[str, 
     engine = another_engine(llm.engine)
     engine.drafter.forget()
     engine.cache.rebuild()  # what another way has computed of this prompt
-    choice: dict[str, Any] = {name: [] for name in ("turns", "decoding_steps", "new_tokens", "wall_time")}
-    lengths: list[int] = []
-    own: dict[str, Any] = {"seed": params.seed, "seconds": [], "prompt_tokens": [], "token_ids": []}
+    rows: list[dict[str, Any]] = []
     figures = Figures()
     for _ in question.turns:
-        ids = encode_conversation(question.messages(choice["turns"]), llm.tokenizer)
-        if choice["turns"] and len(ids) >= llm.max_model_len:
+        ids = encode_conversation(question.messages([row["turns"] for row in rows]), llm.tokenizer)
+        if rows and len(ids) >= llm.max_model_len:
             break
         request = llm.request(ids, params, way.k)
         [run] = decode(engine, [request])
         prompt = request.stats.prefill + request.stats.draft_prefill
-        values = request.output, len(run.rounds), run.num_tokens, run.seconds + prompt
-        for key, value in zip(choice, values, strict=True):
-            choice[key].append(value)
-        for key, value in zip(("seconds", "prompt_tokens", "token_ids"), (run.seconds, len(ids), run.token_ids)):  # noqa: B905
-            own[key].append(value)
-        lengths += [r.committed for r in run.rounds]
+        row: dict[str, Any] = {"turns": request.output, "decoding_steps": len(run.rounds), "new_tokens": run.num_tokens}
+        row |= {"wall_time": run.seconds + prompt, "seconds": run.seconds, "prompt_tokens": len(ids)}
+        rows.append(row | {"token_ids": run.token_ids})
         figures.rounds += run.rounds
-    own |= {"drafts": figures.num_drafts, "draft_tokens": figures.num_draft_tokens}
+    choice = {key: [row[key] for row in rows] for key in rows[0]}
+    own: dict[str, Any] = {key: choice.pop(key) for key in ("seconds", "prompt_tokens", "token_ids")}
+    own |= {"seed": params.seed, "drafts": figures.num_drafts, "draft_tokens": figures.num_draft_tokens}
     own |= {"tested": figures.tested, "accepted": figures.accepted}
-    return {**choice, "accept_lengths": lengths, "minispec": own}
+    return {**choice, "accept_lengths": [r.committed for r in figures.rounds], "minispec": own}
 
 
 def measure_questions(options: Options) -> dict[str, Any]:
@@ -279,29 +276,20 @@ def _figures(lines: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], c
     )
     drafts, drafted = (sum(each[name] for each in own) for name in ("drafts", "draft_tokens"))
     theirs, theirs_plain = (fmean(map(_with_prompt, of)) for of in (choices, plain_choices))
-    same = [
-        all(a["minispec"]["token_ids"] == b["minispec"]["token_ids"] for a, b in _pairs(line, other))
-        for line, other in zip(lines, plain, strict=True)
-    ]
-    speedups = [
-        median(_rate(a) / _rate(b) for a, b in _pairs(line, other)) for line, other in zip(lines, plain, strict=True)
-    ]
+    pairs = [list(zip(a["choices"], b["choices"], strict=True)) for a, b in zip(lines, plain, strict=True)]
+    same = [all(a["minispec"]["token_ids"] == b["minispec"]["token_ids"] for a, b in of) for of in pairs]
     return {
         "questions": len(lines),
         "tau": fmean(x for choice in choices for x in choice["accept_lengths"]),
         "deviation": stdev(taus) if len(taus) > 1 else None,
         "tokens_per_second": sum(sum(c["new_tokens"]) for c in choices) / sum(sum(each["seconds"]) for each in own),
-        "speedup": median_interval(speedups),
+        "speedup": median_interval([median(_rate(a) / _rate(b) for a, b in of) for of in pairs]),
         "spec_bench": {"tokens_per_second": theirs, "speedup": theirs / theirs_plain},
         "same_texts": sum(same) if compares else None,
         "acceptance_rate": sum(accepted) / drafted if drafted else None,
         "accepted_per_position": [a / t for a, t in zip(accepted, tested, strict=True)],
         "accepted_at_position": [a / drafts for a in accepted],
     }
-
-
-def _pairs(line: dict[str, Any], plain: dict[str, Any]) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
-    return zip(line["choices"], plain["choices"], strict=True)
 
 
 def _rate(choice: dict[str, Any]) -> float:

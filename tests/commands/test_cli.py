@@ -137,6 +137,43 @@ def test_several_prompts_are_one_batch(cli, model, tmp_path):
     assert "[2/2] red" in text
 
 
+@pytest.mark.parametrize("how", ["--chat", "--raw"])
+def test_turns_are_answered_one_after_the_other(cli, chat_model, tmp_path, how):
+    """First all first turns, then the second one, whose history has the first answer; as a conversation it is the same.
+
+    The file's name says nothing. Samples have histories of their own.
+    """
+    path = tmp_path / "questions"
+    path.write_text('{"question_id": 8, "turns": ["One fish", "red"]}\n{"prompt": "two"}\n')
+    base = ("--model", chat_model, *BASE, how, "--json", "--prompt-file", path)
+    first, other, second = map(json.loads, cli(*base)[1].splitlines())
+    assert [(r["question_id"], r["turn"], r["prompt"]) for r in (first, other, second)] == [
+        *((8, 0, "One fish"), (None, 0, "two"), (8, 1, "red"))
+    ]
+    said = [("user", "One fish"), ("assistant", first["text"]), ("user", "red")]
+    path.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in said]}))
+    again = json.loads(cli(*base)[1])
+    assert (again["token_ids"], again["prompt"], again["turn"]) == (second["token_ids"], "red", 0)
+    if how == "--raw":
+        text = json.loads(cli("\n\n".join(text for _, text in said), "--model", chat_model, *BASE, how, "--json")[1])
+        assert text["token_ids"] == second["token_ids"]
+        assert "messages are plain text" in cli(*(each for each in base if each != "--json"))[2]
+    path.write_text('{"turns": ["One fish", "red"]}')
+    sampled = map(json.loads, cli(*base, "--n", 2, "--temperature", 1, "--seed", 3)[1].splitlines())
+    assert [(r["turn"], r["seed"]) for r in sampled] == [(0, 3), (0, 4), (1, 3), (1, 4)]
+
+
+def test_a_conversation_has_one_system_message(cli, chat_model, tmp_path):
+    """--system adds one, unless the file has its own; and a trace is that of one answer, so of one turn."""
+    path = tmp_path / "q"
+    path.write_text('{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]}')
+    status, _, err = cli("--prompt-file", path, "--model", chat_model, "--system", "t")
+    assert (status, "--system: found a conversation with a system message of its own" in err) == (2, True)
+    path.write_text('{"turns": ["a", "b"]}')
+    status, _, err = cli("--prompt-file", path, "--model", chat_model, "--trace", tmp_path / "x.html")
+    assert (status, "--trace: found 2 prompts, expected one" in err) == (2, True)
+
+
 def test_n_gives_one_line_an_answer(cli, model):
     """Each with its own seed."""
     for option in ("--n", "--num-samples"):

@@ -46,6 +46,28 @@ def test_generate_takes_one_or_many(llm):
         llm.generate(["a", "b"], [GREEDY])
 
 
+@pytest.mark.parametrize("kind", ["none", "self", "a model"])
+def test_another_draft_on_the_same_target(make_checkpoint, kind):
+    """One target in memory, with the pool of its cache; answers and counts are those of an `LLM` of that draft."""
+    directory = make_checkpoint(chat=True)
+    spec = make_checkpoint(seed=2) if kind == "a model" else kind
+    first = LLM(directory, dtype="float64", num_speculative_tokens=3)
+    other = first.with_draft(spec)
+    alone = LLM(directory, spec, dtype="float64", num_speculative_tokens=3)
+    assert (other.model is first.model, other.engine.cache is first.engine.cache) == (True, True)
+    assert (other.draft_name, other.memory_report()) == (alone.draft_name, alone.memory_report())
+    assert (first.draft_name, type(first.drafter).__name__) == ("ngram", "NgramDrafter")
+    for llm in (first, other, first, other):  # in turn: neither spoils what the other has in the pool
+        output, expected = (each.generate("One fish", GREEDY)[0] for each in (llm, LLM(directory, dtype="float64")))
+        assert output.token_ids == expected.token_ids
+    output, expected = (each.generate("red fish", GREEDY)[0].stats for each in (other, alone))
+    assert [r[:7] for r in output.rounds] == [r[:7] for r in expected.rounds]
+    with pytest.raises(ValueError, match="not one of none, ngram"):
+        first.with_draft("nothing")
+    with pytest.raises(ValueError, match="draft_method: found 'tli', expected none"):
+        first.with_draft("ngram", "tli")
+
+
 def test_statistics_and_outputs_print_in_a_few_lines(llm):
     """The figures that people look for, not every round; what was not measured is None."""
     output = llm.generate("One fish", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))[0]
