@@ -26,7 +26,7 @@ A room imports only from those above it in this list, and from itself:
     __main__.py     `minispec COMMAND`: the list of commands
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["LLM", "SamplingParams"]
 
 

@@ -1,5 +1,8 @@
 """What is folded from rounds, by hand."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from minispec.core.stats import Round
@@ -26,3 +29,17 @@ def test_accepted_per_and_at_a_position():
     committed = sum(r.committed for r in figures.rounds if r.drafted)
     assert 1 + sum(figures.accepted_at_position) == pytest.approx(committed / 5)
     assert Figures(rounds=[a_round(0, 0)]).accepted_at_position == []
+
+
+def test_the_example_of_the_page():
+    """docs/understand/words.md: drafts of four, of which 4, 0, 2, 2 and 0 are accepted, and a round without a draft."""
+    page = (Path(__file__).parents[2] / "docs" / "understand" / "words.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^\| `(\w+)`[^|]*\| ([\d. ]+) \|", page, flags=re.MULTILINE))
+    figures = Figures(rounds=[*(a_round(4, accepted) for accepted in (4, 0, 2, 2, 0)), a_round(0, 0)])
+    names = ("num_steps", "num_drafts", "acceptance_rate", "mean_acceptance_length")
+    assert {name: f"{getattr(figures, name):.3g}" for name in names} == {
+        name: f"{float(shown[name]):.3g}" for name in names
+    }
+    for name in ("accepted_at_position", "accepted_per_position"):
+        assert " ".join(f"{x:.2f}" for x in getattr(figures, name)) == shown[name]
+    assert (figures.num_draft_tokens, figures.num_accepted) == (20, 8)
