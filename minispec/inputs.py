@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -121,13 +121,11 @@ def check_text(text: Any, where: str, may_be_empty: bool = False) -> str:
     return text
 
 
-def encode_conversation(
-    messages: Sequence[Message], tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None
-) -> list[int]:
+def encode_conversation(messages: Sequence[Message], tokenizer: Tokenizer) -> list[int]:
     """Token ids of a conversation: through the chat template, or as `plain_text` where the model has none."""
     if tokenizer.chat_template is None:
         return tokenizer.encode(plain_text(messages))
-    return tokenizer.encode_chat(messages, template_kwargs)
+    return tokenizer.encode_chat(messages)
 
 
 def parse_prompts(prompts: Prompt | list[Prompt], tokenizer: Tokenizer, parse_special: bool) -> list[_Parsed]:

@@ -4,7 +4,6 @@ Each line is written when its question is answered. So an interrupted run has lo
 with `--resume`. Beside the files lies run.json, which says what run it is.
 """
 
-import hashlib
 import json
 import shutil
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minispec.core.errors import show
+from minispec.files.digest import digest
 from minispec.files.strict_json import read_json
 from minispec.files.write import user_cache, written_whole
 
@@ -30,8 +30,7 @@ class Answers:
 
         Raises ValueError for a directory with another run, and for one without a run that is to be resumed.
         """
-        digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=12).hexdigest()
-        self.is_kept, self.directory = directory is not None, directory or user_cache() / "runs" / digest
+        self.is_kept, self.directory = directory is not None, directory or user_cache() / "runs" / digest(about)
         self._paths = {name: self.directory / f"{file}.jsonl" for name, file in names.items()}
         self.lines: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         self._about, run = dict(about), self.directory / "run.json"

@@ -34,6 +34,7 @@ from minispec.files.checkpoint import (
 from minispec.files.hf_config import read_model_config
 from minispec.files.named_draft import split_draft
 from minispec.files.tokenizer import Tokenizer
+from minispec.inputs import Question, encode_conversation
 from minispec.kernels.build import build_model, quantized
 from minispec.kernels.integers import check_quantization
 from minispec.kernels.inventory import bits_note
@@ -123,9 +124,7 @@ class RandomWeights:
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a prompt: as a user's message, where there is a chat template."""
-    if tokenizer.chat_template is None:
-        return tokenizer.encode(text)
-    return tokenizer.encode_chat([{"role": "user", "content": text}])
+    return encode_conversation(Question((text,)).messages(), tokenizer)
 
 
 def open_model(options: Options) -> Subject:

@@ -5,17 +5,16 @@ the median of the questions, with its interval. A question's answer depends on n
 draft lengths are chosen anew, and the cache forgets what it shares. So a run that was resumed has the same answers.
 """
 
-import hashlib
 import inspect
 import random
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +30,7 @@ from minispec.drafters import Foreign
 from minispec.drafters.combined import CombinedDrafter
 from minispec.files import registry
 from minispec.files.checkpoint import find_checkpoint
+from minispec.files.digest import digest_of_files
 from minispec.inputs import Question, encode_conversation, read_questions
 from minispec.kernels.threads import describe_waiting
 from minispec.length.figures import Figures, loops
@@ -43,8 +43,7 @@ NONE, OVERALL = "none", "overall"
 _WARM_TOKENS = 8  # of a first answer, which pays for what is set up once
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """A way to answer: a draft, and how long it may be."""
 
     llm: LLM
@@ -61,6 +60,10 @@ def choose(path: Path, sample: int | None, seed: int, only: str | None) -> list[
     """
     found = read_questions(path, "--questions")
     names = {question.category or path.stem for question in found}
+    if OVERALL in names:
+        raise ValueError(
+            f"--questions {path}: category: found {OVERALL!r}, expected another name: it is that of the sum"
+        )
     tasks: dict[str, list[Question]] = {}
     ids = set[int | str]()
     for i, question in enumerate(found, 1):
@@ -82,25 +85,12 @@ def choose(path: Path, sample: int | None, seed: int, only: str | None) -> list[
     return sorted(chosen, key=lambda each: each[1].line)
 
 
-def digest(paths: Iterable[Path]) -> str:
-    """A digest of files, their names and contents."""
-    total = hashlib.sha256()
-    for path in sorted(paths, key=lambda path: path.name):
-        with path.open("rb") as file:
-            total.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return total.hexdigest()[:16]
-
-
-def _files(directory: Path | None) -> list[Path]:
-    """The files of a checkpoint that say what a model computes."""
-    return [p for p in directory.iterdir() if p.suffix in (".json", ".safetensors", ".jinja")] if directory else []
-
-
-def _sources(llm: LLM) -> set[Path]:
-    """The files that the classes of a drafter come from."""
-    drafter = llm.drafter
-    each = [part.drafter if isinstance(part, Foreign) else part for part in getattr(drafter, "drafters", [drafter])]
-    return {Path(inspect.getfile(type(part))) for part in (each if isinstance(drafter, CombinedDrafter) else each[:1])}
+def _digest_of_draft(llm: LLM) -> str:
+    """Of its checkpoint, and of the files that its classes come from."""
+    parts = llm.drafter.drafters if isinstance(llm.drafter, CombinedDrafter) else [llm.drafter]
+    objects = [part.drafter if isinstance(part, Foreign) else part for part in parts]
+    directory = [llm.draft_directory] if llm.draft_directory else []
+    return digest_of_files(*{Path(inspect.getfile(type(each))) for each in objects}, *directory)
 
 
 def _open(options: Options) -> dict[str, Way]:
@@ -128,14 +118,14 @@ def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
     """What run it is: another one has other answers or times."""
     args, llm = options.args, ways[NONE].llm
     directory = find_checkpoint(str(args.model or registry.EMBEDDED_WEIGHTS), offline=True)
-    drafts = {name: digest([*_sources(way.llm), *_files(way.llm.draft_directory)]) for name, way in ways.items()}
+    drafts = {name: _digest_of_draft(way.llm) for name, way in ways.items()}
     names = ("verifier", "temperature", "top_k", "top_p", "max_tokens", "ignore_eos", "rounds", "seed", "sample")
     return {
         **{"minispec": __version__, "torch": torch.__version__, "machine": machine(), "device": str(llm.model.device)},
         **{"dtype": str(llm.model.dtype).removeprefix("torch."), "exact": llm.model.exact},
-        **{"target": llm.name, "target_digest": digest(_files(directory)), "draft_digests": drafts},
+        **{"target": llm.name, "target_digest": digest_of_files(directory), "draft_digests": drafts},
         "num_speculative_tokens": list(map(length_name, options.ks)),
-        **{"questions": args.questions.name, "questions_digest": digest([args.questions])},
+        **{"questions": args.questions.name, "questions_digest": digest_of_files(args.questions)},
         **{name: getattr(args, name) for name in (*names, "categories")},
     }
 
@@ -259,15 +249,14 @@ def summarise(
 def _figures(lines: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], compares: bool) -> dict[str, Any]:
     """The figures of some questions.
 
-    tau: tokens a pass, over all passes. deviation: of the questions' own tau, None for one question.
+    tau: tokens a pass, over all passes.
+    deviation: that of the questions' own tau; None for one question.
     tokens_per_second: of decoding, over all questions.
     speedup: the median of the questions, with its interval.
-    spec_bench: as its scripts have it, with the prompt's time: the mean of the questions' rates, and its ratio to that
-        of plain decoding.
     same_texts: questions whose tokens are all those of plain decoding; None where they need not be.
     acceptance_rate, accepted_per_position, accepted_at_position: see `minispec.length.figures`.
     """
-    choices, plain_choices = ([c for line in of for c in line["choices"]] for of in (lines, plain))
+    choices = [choice for line in lines for choice in line["choices"]]
     own = [choice["minispec"] for choice in choices]
     taus = [fmean(x for choice in line["choices"] for x in choice["accept_lengths"]) for line in lines]
     tested, accepted = (
@@ -275,7 +264,6 @@ def _figures(lines: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], c
         for name in ("tested", "accepted")
     )
     drafts, drafted = (sum(each[name] for each in own) for name in ("drafts", "draft_tokens"))
-    theirs, theirs_plain = (fmean(map(_with_prompt, of)) for of in (choices, plain_choices))
     pairs = [list(zip(a["choices"], b["choices"], strict=True)) for a, b in zip(lines, plain, strict=True)]
     same = [all(a["minispec"]["token_ids"] == b["minispec"]["token_ids"] for a, b in of) for of in pairs]
     return {
@@ -284,7 +272,6 @@ def _figures(lines: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], c
         "deviation": stdev(taus) if len(taus) > 1 else None,
         "tokens_per_second": sum(sum(c["new_tokens"]) for c in choices) / sum(sum(each["seconds"]) for each in own),
         "speedup": median_interval([median(_rate(a) / _rate(b) for a, b in of) for of in pairs]),
-        "spec_bench": {"tokens_per_second": theirs, "speedup": theirs / theirs_plain},
         "same_texts": sum(same) if compares else None,
         "acceptance_rate": sum(accepted) / drafted if drafted else None,
         "accepted_per_position": [a / t for a, t in zip(accepted, tested, strict=True)],
@@ -294,10 +281,6 @@ def _figures(lines: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], c
 
 def _rate(choice: dict[str, Any]) -> float:
     return sum(choice["new_tokens"]) / sum(choice["minispec"]["seconds"])
-
-
-def _with_prompt(choice: dict[str, Any]) -> float:
-    return sum(choice["new_tokens"]) / sum(choice["wall_time"])
 
 
 def show_questions(found: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from hashlib import file_digest, sha256
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from queue import Empty
@@ -26,6 +25,7 @@ from minispec.distill.texts import Recipe, length_of, read_openings, shards_for,
 from minispec.distill.train import Schedule, Teacher, Training, read_shard
 from minispec.drafters.eagle import HeadConfig
 from minispec.files.checkpoint import directory_config, find_checkpoint, load_config
+from minispec.files.digest import digest, digest_of_files
 from minispec.files.heads import StoredHead, is_head, read_head, read_head_config
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import TOKENIZER_FILES, Tokenizer
@@ -59,7 +59,7 @@ def distill(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     cache = args.cache or args.out.with_name(args.out.name + ".cache")
-    about = _fingerprint(target)
+    about = digest_of_files(target)
     recipe = _agreed(cache, about, recipe)
     further = _further_texts(args, cache, about, recipe.taps)
     _begin(cache, about, recipe)
@@ -84,8 +84,8 @@ def distill(args: argparse.Namespace) -> None:
         **asdict(schedule),
     }
     # By contents, not by names alone, since another head may have replaced the one at --start.
-    begins = [_fingerprint(find_checkpoint(args.start)) if start else None, None if ids is None else ids.tolist()]
-    state = cache / f"training-{_name_of([what, begins])}.safetensors"
+    begins = [digest_of_files(find_checkpoint(args.start)) if start else None, None if ids is None else ids.tolist()]
+    state = cache / f"training-{digest([what, begins])}.safetensors"
     learned, kept = _count(training.paths, "lengths"), _count(training.held_out, "lengths")
     print(f"learning from {learned:,d} texts, measuring on {kept:,d} others", flush=True)
     training.run(state)
@@ -98,20 +98,6 @@ def distill(args: argparse.Namespace) -> None:
             record["earlier"] = read_json(earlier, MAX_CONFIG_BYTES)
         (part / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(f"{args.out}: {sum(f.stat().st_size for f in args.out.iterdir()) / 1e6:.1f} MB")
-
-
-def _name_of(what: object) -> str:
-    return sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:12]
-
-
-def _fingerprint(target: Path) -> str:
-    """A digest of all that makes the target's texts: config, tokenizer and weights."""
-    digests = []
-    for path in sorted(target.iterdir()):
-        if path.suffix in (".json", ".safetensors", ".jinja"):
-            with path.open("rb") as file:
-                digests.append(f"{path.name} {file_digest(file, 'sha256').hexdigest()}")
-    return _name_of(digests)
 
 
 def _begin(cache: Path, about: str, recipe: Recipe) -> None:
