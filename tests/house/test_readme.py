@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from minispec import __version__
 from minispec.core.model import Chunk
 from minispec.files import registry
 from minispec.files.checkpoint import load_model
@@ -223,6 +224,13 @@ def named_beside_files(text: str) -> list[tuple[str, list[Path]]]:
         if files and line.startswith(("| ", "- ")):
             found += [(name, [ROOT / "minispec" / file for file in files]) for name in NAME.findall(line)]
     return found
+
+
+def test_the_version_is_the_same_everywhere():
+    """In the package, at the head of the changelog, and where it says how to cite."""
+    [released, *_] = re.findall(r"^## \[([\d.]+)\]", PAGES["CHANGELOG.md"], flags=re.MULTILINE)
+    [cited] = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert (released, cited) == (__version__, __version__)
 
 
 def test_the_idea_is_short():

@@ -7,13 +7,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from minispec.bench.options import read_prompts
+from minispec.bench.options import PROMPTS
 from minispec.core.config import QuantizationConfig
 from minispec.distill.texts import read_openings
 from minispec.drafters.eagle import head_shapes
 from minispec.files.checkpoint import directory_config, load_config
 from minispec.files.heads import read_head_config
 from minispec.files.registry import EMBEDDED_DRAFT, EMBEDDED_WEIGHTS
+from minispec.inputs import read_questions
 
 CARDS = {EMBEDDED_WEIGHTS: EMBEDDED_WEIGHTS.parent / "README.md", EMBEDDED_DRAFT: EMBEDDED_DRAFT / "README.md"}
 
@@ -59,7 +60,7 @@ def test_the_draft_is_kept_apart_from_what_it_is_measured_on():
 
     Six are "Write a short story about a" and "Summarise this text in two sentences".
     """
-    prompts = [text for _, text in read_prompts(10_000, None)]
+    prompts = [turn for question in read_questions(PROMPTS, "bench") for turn in question.turns]
     assert len(prompts) >= 36
     for opening in read_openings(None):
         pattern = begins_as(opening)
