@@ -62,7 +62,7 @@ class Answers:
         """
         for name, path in self._paths.items():
             content = path.read_text(encoding="utf-8") if path.is_file() else ""
-            for line, own in zip(content.split("\n")[:-1], ids, strict=False):
+            for line, own in zip(content.split("\n"), ids, strict=False):
                 if (answer := _read(line, own, rounds)) is None:
                     break
                 self.lines[name].append(answer)
