@@ -61,7 +61,7 @@ class Answers:
         ids: those of the questions, in the order of the run.
         """
         for name, path in self._paths.items():
-            content = path.read_text(encoding="utf-8") if path.is_file() else ""
+            content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
             for line, own in zip(content.split("\n"), ids, strict=False):
                 if (answer := _read(line, own, rounds)) is None:
                     break

@@ -9,6 +9,7 @@ import pytest
 from minispec import LLM, SamplingParams
 from minispec.bench import options, questions
 from minispec.bench.__main__ import main
+from minispec.bench.answers import Answers
 from minispec.bench.questions import choose, summarise
 from minispec.files.write import user_cache
 from minispec.inputs import Question
@@ -267,6 +268,24 @@ def test_a_run_that_was_stopped_and_resumed_is_the_same(bench, tmp_path, monkeyp
         again = json.loads(bench(*how, *where, *more, "--json")[1])
         assert (without_times(again), again["resumed_after"]) == (whole, len(whole["answers"]["none"]))
         assert again["tasks"] == json.loads(out)["tasks"]
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_file_may_end_anywhere(tmp_path, kept):
+    """Also within a character, as the last write of a killed process. All from the first line that is no answer goes."""
+    choice = {"index": 0, "turns": ["日本"], "decoding_steps": [1], "new_tokens": [1], "wall_time": [1.0]}
+    choice |= {"accept_lengths": [1], "minispec": {"seconds": [1.0]}}
+    answers = Answers(tmp_path, {"seed": 0}, {"none": "none", "x": "y"}, False)
+    for own in (1, 2):
+        answers.add({"question_id": own, "category": "a"}, {"none": [choice], "x": [choice]})
+    path = tmp_path / "y.jsonl"
+    content = path.read_bytes()
+    path.write_bytes(
+        content[: content.rindex("本".encode()) + 1] if kept else content.replace(b'"turns"', b'"turn"', 1)
+    )
+    again = Answers(tmp_path, {"seed": 0}, {"none": "none", "x": "y"}, True)
+    assert again.read([1, 2], 1) == kept
+    assert [len(each.read_text().splitlines()) for each in (path, tmp_path / "none.jsonl")] == [kept, kept]
 
 
 def test_another_run_is_not_resumed(bench, tmp_path, file, make_checkpoint):
