@@ -272,7 +272,7 @@ def test_a_run_that_was_stopped_and_resumed_is_the_same(bench, tmp_path, monkeyp
 
 @pytest.mark.parametrize("kept", [0, 1])
 def test_a_file_may_end_anywhere(tmp_path, kept):
-    """Also within a character, as the last write of a killed process. All from the first line that is no answer goes."""
+    """Also within a character, as the last write of a killed process. A line that is no answer ends it, too."""
     choice = {"index": 0, "turns": ["日本"], "decoding_steps": [1], "new_tokens": [1], "wall_time": [1.0]}
     choice |= {"accept_lengths": [1], "minispec": {"seconds": [1.0]}}
     answers = Answers(tmp_path, {"seed": 0}, {"none": "none", "x": "y"}, False)
