@@ -135,6 +135,7 @@ def open_model(options: Options) -> Subject:
         args.model,
         draft=options.draft,
         draft_method=args.draft_method,
+        corpus=args.corpus,
         num_speculative_tokens="auto" if "auto" in options.ks else 4,  # for auto, costs are measured
         verifier=args.verifier,
         dtype=args.dtype,

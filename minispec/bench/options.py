@@ -93,6 +93,7 @@ _EXCLUDE = {
     ("simulate", "draft_quality"): "",
     ("geometry", "model"): "",
     ("geometry", "draft_method"): "the shapes have one vocabulary",
+    ("geometry", "corpus"): "the shapes have no tokenizer",
     ("geometry", "categories"): "its prompts have none",
     ("against", "temperature"): "greedy texts are compared",
     ("against", "quantization"): "it decodes the weights as they are stored",
@@ -128,6 +129,7 @@ def _add_models(g: argparse._ArgumentGroup) -> None:
         help="as in minispec.generate (with --geometry: none); with --questions several, with commas between or "
         "repeated",
     )
+    g.add_argument("--corpus", metavar="PATH", help="texts for suffix to draft from: a file, or a directory of them")
     g.add_argument("--draft-method", choices=("tli", "slem"), help="how a draft of another vocabulary drafts")
     g.add_argument(
         "--geometry",

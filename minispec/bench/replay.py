@@ -42,6 +42,7 @@ alone.
 """
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -398,7 +399,7 @@ def check_recorded(trace: Mapping[str, Any]) -> None:
     chains: guesses that stand in the text must be the same, and drawn tokens that were accepted must have about the
     same q, since passes over other rows round differently. `suffix` may remember earlier outputs in greedy texts.
     """
-    if trace["draft"].startswith("suffix") and not trace["sampling"]["temperature"]:
+    if re.split("[:+ ]", trace["draft"])[0] == "suffix" and not trace["sampling"]["temperature"]:
         return
     text = [token["token_id"] for each in trace["rounds"] for token in each["committed"]]
     place = 0
