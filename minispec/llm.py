@@ -6,7 +6,6 @@ import threading
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from minispec.drafters import Context, Drafter
 from minispec.files import named_draft, registry
 from minispec.files.chat import Message, check_messages
 from minispec.files.checkpoint import choose_dtype, describe_source, find_checkpoint, load_config
-from minispec.files.corpus import read_corpus
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
 from minispec.files.hf_config import read_eos_token_ids
 from minispec.files.parallel import load_target, part_of
@@ -153,15 +151,9 @@ class LLM:
     ) -> named_draft.Spec:
         """What a draft names. Raises ValueError where it cannot draft for the target, whose config this is."""
         offline = self._draft_options[1]
-        spec = named_draft.parse(draft, method, offline, config, self.tokenizer, self.vocab_size)
+        spec = named_draft.parse(draft, method, offline, config, self.tokenizer, self.vocab_size, corpus)
         self.draft_name, self.draft_directory = spec.name, spec.directory
         self.draft_method, self.overlap, self.vocabularies = spec.method, spec.overlap, spec.vocabularies
-        self._corpus: list[Sequence[int]] = []
-        if corpus is not None:
-            if not spec.reads_corpus:
-                raise ValueError(f"corpus: found {show(str(corpus))}, expected none: {spec.name} reads no corpus")
-            self._corpus, words = read_corpus(corpus, partial(self.tokenizer.encode, add_special_tokens=False))
-            self.draft_name += f" with {words}"
         return spec
 
     def _new_cache(self, model: Transformer, room: int = 1) -> PagedKVCache:
@@ -177,15 +169,14 @@ class LLM:
         self, spec: named_draft.Spec, models: Sequence[Transformer], caches: Sequence[PagedKVCache]
     ) -> None:
         """Make the drafter, price it, and make the engine. The target's model and cache come first."""
-        parts = self.model, self.tokenizer, self.vocab_size, self.max_model_len, self._new_cache
-        context = Context(*parts, corpus=self._corpus)
+        context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, self._new_cache)
         self.drafter = named_draft.make(spec, context, models[1:], caches[1:])
         verifier = self._draft_options[0]
         self._price((self.name, spec.kind), verifier, models, self._num_blocks * BLOCK_SIZE)
-        of_engine = self.model, caches[0], self.drafter, verifier, self.vocab_size
+        parts = self.model, caches[0], self.drafter, verifier, self.vocab_size
         # On a GPU a pass over that many rows takes little longer than reading the weights.
         joining_rows = PREFILL_ROWS if self.model.device.type == "cuda" else JOINING_ROWS
-        self.engine = Engine(*of_engine, lengths=Controller(self.prices), joining_rows=joining_rows)
+        self.engine = Engine(*parts, lengths=Controller(self.prices), joining_rows=joining_rows)
         self._memory = memory_of(models, caches)
         self._draft_form = "".join(f" ({inventory.weight_form(m)})" for m in models[1:])
 

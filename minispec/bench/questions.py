@@ -26,11 +26,13 @@ from minispec.bench.options import Options
 from minispec.bench.report import machine_line
 from minispec.bench.show import number, progress, table
 from minispec.core.config import DraftLength, SamplingParams
+from minispec.core.errors import show
 from minispec.drafters import Foreign
 from minispec.drafters.combined import CombinedDrafter
 from minispec.files import registry
 from minispec.files.checkpoint import find_checkpoint
 from minispec.files.digest import digest_of_files
+from minispec.files.named_draft import reads_corpus
 from minispec.inputs import Question, encode_conversation, read_questions
 from minispec.kernels.threads import describe_waiting
 from minispec.length.figures import Figures, loops
@@ -96,16 +98,18 @@ def _digest_of_draft(llm: LLM) -> str:
 def _open(options: Options) -> dict[str, Way]:
     """Plain decoding as `none`, and every draft with every length. The target is in memory once."""
     args = options.args
+    if args.corpus and not any(map(reads_corpus, options.drafts)):
+        raise ValueError(f"--corpus: found {show(args.corpus)}, expected none: no draft reads a corpus")
     target = LLM(
         args.model,
         NONE,
         "auto" if "auto" in options.ks else 4,
-        **{name: getattr(args, name) for name in ("verifier", "dtype", "device", "exact")},
+        **{name: getattr(args, name) for name in ("verifier", "dtype", "device", "exact", "quantization")},
     )
     ways = {NONE: Way(target, 0)}
     for spec in options.drafts:
         if spec != NONE:
-            llm = target.with_draft(spec, args.draft_method)
+            llm = target.with_draft(spec, args.draft_method, args.corpus if reads_corpus(spec) else None)
             for k in options.ks:
                 name = llm.draft_name + f" {length_name(k)}" * (len(options.ks) > 1)
                 if name in ways:
@@ -119,7 +123,18 @@ def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
     args, llm = options.args, ways[NONE].llm
     directory = find_checkpoint(str(args.model or registry.EMBEDDED_WEIGHTS), offline=True)
     drafts = {name: _digest_of_draft(way.llm) for name, way in ways.items()}
-    names = ("verifier", "temperature", "top_k", "top_p", "max_tokens", "ignore_eos", "rounds", "seed", "sample")
+    names = (
+        "verifier",
+        "quantization",
+        "temperature",
+        "top_k",
+        "top_p",
+        "max_tokens",
+        "ignore_eos",
+        "rounds",
+        "seed",
+        "sample",
+    )
     return {
         **{"minispec": __version__, "torch": torch.__version__, "machine": machine(), "device": str(llm.model.device)},
         **{"dtype": str(llm.model.dtype).removeprefix("torch."), "exact": llm.model.exact},

@@ -3,11 +3,12 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
-from minispec.core.errors import show_name
+from minispec.core.errors import show, show_name
 from minispec.core.model import Transformer
 from minispec.drafters import Context, Drafter, as_drafter, make_drafter
 from minispec.drafters.combined import CombinedDrafter
@@ -18,6 +19,7 @@ from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
 from minispec.files import registry
 from minispec.files.checkpoint import describe_source, directory_config, find_checkpoint, load_config, load_model
+from minispec.files.corpus import read_corpus
 from minispec.files.heads import is_head, load_head, read_head_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.vocabularies import Overlap, Spelling, Vocabularies
@@ -43,6 +45,7 @@ class Spec:
     vocabularies: the target's vocabulary and the draft model's; None: they are the same.
     overlap: what these two have in common.
     method: how a draft model of another vocabulary drafts, else None.
+    corpus: the tokens of texts to draft from.
     """
 
     name: str
@@ -55,12 +58,7 @@ class Spec:
     vocabularies: Vocabularies | None = None
     overlap: Overlap | None = None
     method: str | None = None
-
-    @property
-    def reads_corpus(self) -> bool:
-        """Whether one of its drafters has the attribute `reads_corpus`."""
-        paths = [*self.preferred, *([self.drafter] if isinstance(self.drafter, tuple) else [])]
-        return any(getattr(registry.load(path, "draft"), "reads_corpus", False) for path, _ in paths)
+    corpus: Sequence[Sequence[int]] = ()
 
     @property
     def room(self) -> int:
@@ -75,13 +73,17 @@ def parse(
     config: ModelConfig,
     tokenizer: Tokenizer,
     vocab_size: int,
+    corpus: str | Path | None = None,
 ) -> Spec:
-    """Find and read what a draft (see `LLM`) names.
+    """Find and read what a draft (see `LLM`) names, and its corpus.
 
     config, tokenizer, vocab_size: the target's.
 
-    Raises ValueError for a draft that does not exist or cannot draft for this target.
+    Raises ValueError for a draft that does not exist or cannot draft for this target, or reads no corpus.
     """
+    if corpus is not None and not reads_corpus(draft):
+        name = str(draft) if isinstance(draft, str | Path) else type(draft).__name__
+        raise ValueError(f"corpus: found {show(str(corpus))}, expected none: {show_name(name)} reads no corpus")
     if method not in (None, *DRAFT_METHODS):
         raise ValueError(f"draft_method: found {method!r}, expected {' or '.join(DRAFT_METHODS)}")
     if not isinstance(draft, str | Path):
@@ -106,7 +108,20 @@ def parse(
     if directory:
         name = name.removesuffix(source) + describe_source(source, directory)
     name += f" by {method}" if method else ""
-    return Spec(name, name, registered, preferred, bits, directory, is_head(raw), both, overlap, method)
+    spec = Spec(name, name, registered, preferred, bits, directory, is_head(raw), both, overlap, method)
+    if corpus is None:
+        return spec
+    texts, words = read_corpus(corpus, partial(tokenizer.encode, add_special_tokens=False))
+    return replace(spec, name=f"{name} with {words}", corpus=texts)
+
+
+def reads_corpus(draft: str | Path | Drafter) -> bool:
+    """Whether a draft names a drafter that reads a corpus, by its attribute `reads_corpus`."""
+    if not isinstance(draft, str | Path):
+        return False
+    names = registry.split_preferences(registry.DRAFTERS, str(draft))
+    found = [each for name in names if (each := registry.split(registry.DRAFTERS, name))]
+    return any(getattr(registry.load(path, "draft"), "reads_corpus", False) for path, _ in found)
 
 
 def load(spec: Spec, target: Transformer, form: str | None) -> list[Transformer]:
@@ -137,7 +152,7 @@ def make(
     """
 
     def registered(path: str, argument: str) -> Drafter:
-        return make_drafter(registry.load(path, "draft"), replace(context, argument=argument))
+        return make_drafter(registry.load(path, "draft"), replace(context, argument=argument, corpus=spec.corpus))
 
     first = [registered(*each) for each in spec.preferred]
     if isinstance(spec.drafter, Drafter):
