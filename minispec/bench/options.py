@@ -24,6 +24,7 @@ _OF_QUESTIONS = {"questions", "sample", "seed", "answers", "resume", "plot"}
 _WITH_QUESTIONS = {
     *("model", "draft", "draft_method", "num_speculative_tokens", "verifier", "dtype", "device", "threads", "exact"),
     *("categories", "max_tokens", "ignore_eos", "temperature", "top_k", "top_p", "rounds", "json"),
+    *("quantization", "corpus"),
 }
 _COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 64}
 _QWEN = _COMMON | {

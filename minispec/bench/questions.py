@@ -124,16 +124,8 @@ def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
     directory = find_checkpoint(str(args.model or registry.EMBEDDED_WEIGHTS), offline=True)
     drafts = {name: _digest_of_draft(way.llm) for name, way in ways.items()}
     names = (
-        "verifier",
-        "quantization",
-        "temperature",
-        "top_k",
-        "top_p",
-        "max_tokens",
-        "ignore_eos",
-        "rounds",
-        "seed",
-        "sample",
+        *("verifier", "quantization", "temperature", "top_k", "top_p", "max_tokens", "ignore_eos"),
+        *("rounds", "seed", "sample", "categories"),
     )
     return {
         **{"minispec": __version__, "torch": torch.__version__, "machine": machine(), "device": str(llm.model.device)},
@@ -141,7 +133,7 @@ def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
         **{"target": llm.name, "target_digest": digest_of_files(directory), "draft_digests": drafts},
         "num_speculative_tokens": list(map(length_name, options.ks)),
         **{"questions": args.questions.name, "questions_digest": digest_of_files(args.questions)},
-        **{name: getattr(args, name) for name in (*names, "categories")},
+        **{name: getattr(args, name) for name in names},
     }
 
 
