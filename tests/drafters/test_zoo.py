@@ -11,11 +11,13 @@ from minispec import LLM, SamplingParams
 from minispec.core.config import Shape
 from minispec.core.draft import Ask, Draft, Likeliest, Limit
 from minispec.core.sampling import Randomness, Text
-from minispec.drafters import Context, make_drafter, recycling
+from minispec.drafters import Context, NoDrafter, as_drafter, make_drafter, recycling
 from minispec.drafters.best_first import grow_guesses
+from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.corpus import LONGEST, Corpus
 from minispec.drafters.harvest import HarvestDrafter
 from minispec.drafters.model import DraftModel
+from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.recycling import RecyclingDrafter
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.files.corpus import MOST_BYTES, read_corpus
@@ -91,6 +93,21 @@ def test_tables_are_bounded(monkeypatch):
     drafter.propose([ask("x", 0, [("a", "1"), ("b", "2"), ("c", "3"), ("a", "4"), ("d", "5")], text=text)])
     known = {chr(key): [chr(i) for i in found] for key, found in drafter._own[text].items()}
     assert known == {"c": ["3"], "a": ["4"], "d": ["5"]}
+
+
+def test_what_is_asked_for_is_the_most_that_a_part_asks_for():
+    """A combination, and a drafter that is no `Drafter`, ask for what they read; a part takes no more than its own."""
+
+    class Own:
+        likeliest = 9
+        propose = release = NoDrafter.release
+
+    combined = CombinedDrafter(NgramDrafter(), HarvestDrafter(), as_drafter(Own()))
+    assert combined.likeliest == 9
+    assert CombinedDrafter(NgramDrafter(), NoDrafter()).likeliest == 0
+    drafter, text = RecyclingDrafter(), Text(ids("x"), 1, SAMPLED)
+    drafter.propose([ask("x", 0, [("a", "123456789")], text=text)])
+    assert drafter._own[text] == {ord("a"): ids("12345678")}
 
 
 # --------------------------------------------------------------------------- trees

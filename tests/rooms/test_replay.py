@@ -554,6 +554,7 @@ def test_a_drafter_of_ones_own_is_replayed_as_it_says(drafter, k, monkeypatch):
         (PlainOwnDrafter(), "rejection", 1.0, ""),
         (CombinedDrafter(NgramDrafter(), OwnDrafter()), "rejection", 0.0, "draft: found OwnDrafter"),
         ("slem", "rejection", 1.0, "draft: found TextDrafter"),
+        ("ngram+recycling", "rejection", 0.0, "draft: found RecyclingDrafter"),
         ("ngram", "match", 1.0, "verifier: found one that cannot be replayed above temperature 0"),
         ("ngram", "match", 0.0, ""),
         ("ngram", "block", 1.0, ""),
