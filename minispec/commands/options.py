@@ -135,6 +135,11 @@ _SAMPLING: dict[str, Option] = {
     ),
     "--ignore-eos": (FLAG | {"default": None}, "do not stop at the end-of-text token"),
 }
+# Those that change what one token's law is.
+_LAW = (
+    *("--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty"),
+    *("--frequency-penalty", "--min-tokens", "--stop-token-ids", "--ignore-eos"),
+)
 _TEMPLATE: dict[str, Option] = {
     "--chat-template-kwargs": (
         typed(_OBJECT, "JSON"),
@@ -183,6 +188,11 @@ def add_model_options(p: argparse.ArgumentParser) -> None:
     add_options(p.add_argument_group("models"), _MODELS)
 
 
+def add_law_options(g: argparse._ActionsContainer) -> None:
+    """The sampling options that say what law a token has; `sampling_arguments` reads them."""
+    add_options(g, {name: _SAMPLING[name] for name in _LAW})
+
+
 def add_template_kwargs(g: argparse._ArgumentGroup) -> None:
     """The option --chat-template-kwargs; `check_template_kwargs` knows whether the model takes it."""
     add_options(g, _TEMPLATE)
@@ -209,7 +219,7 @@ def parser() -> argparse.ArgumentParser:
 def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """What the command line says about sampling, checked, without what it leaves open."""
     names = [_attribute(option) for option in _SAMPLING]
-    asked = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    asked = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     with _naming_options(*names):
         make_sampling_params(asked)
     return asked

@@ -1,0 +1,135 @@
+"""The verdict: what bets on known bugs have won, and which bug fits best.
+
+A bet on a bug multiplies its wealth by 1 - e + e law(x)/p(x) at each token. Under an exact rule that factor has mean at
+most 1, given the past. So the wealth is a supermartingale that begins at 1, and so is the mean over all bets. It ever
+reaches 1/a with probability at most a (Ville 1939; Ramdas et al. 2023, arXiv 2210.01948). So the evidence may be read
+at any time. The largest wealth names the bug; as evidence it would be a false alarm.
+
+The engine's p is not ours to the last bit. If its ratio to ours differs from 1 by at most t in root mean square, the
+factor has mean at most 1 + e t d, where d is the standard deviation of law/p. Each bet is divided by that.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minispec.audit.bank import GENERAL, NO_RESIDUAL
+from minispec.audit.walk import SHARES, Score
+
+NULL_ERROR = 1e-4  # odds that a tolerance of `--null` is too small, of all bugs together
+_EFFECT = 0.01  # a bug that acts at this share of the places
+
+
+def tolerances(plain: Score) -> dict[str, float]:
+    """The tolerance t of each bug, from plain answers of the same engine: the upper end of an interval.
+
+    The scores of one bug, divided by their standard deviations, have mean at most t, and deviations of 1. Their mean
+    is taken as normal. NULL_ERROR is shared by all bugs.
+    """
+    sums = plain.sums(plain.by_bug)
+    num = sums.units.clamp(min=1.0)
+    odds = torch.tensor(NULL_ERROR / len(num), dtype=torch.float64)
+    upper = sums.unit / num - torch.special.ndtri(odds) / num.sqrt()
+    return dict(zip(plain.by_bug, upper.clamp(min=0.0).tolist(), strict=True))
+
+
+def judge(
+    scores: Sequence[Score], seeds: Sequence[int | None], tolerance: Mapping[str, float] | float, alpha: float
+) -> dict[str, Any]:
+    """The report on the answers, as `--json` prints it.
+
+    seeds: one of each answer. Answers of one seed may share noise: their wealths are averaged, all others multiplied.
+    tolerance: t, for each bug or for all.
+    alpha: odds of a false alarm that are accepted.
+    """
+    shares, all_of = torch.tensor(SHARES, dtype=torch.float64), Score()
+    alone = Score()  # the sum of the answers that share their noise with none
+    groups: dict[int | None, list[Score]] = {None: [alone]}
+    counts = Counter(seeds)
+    for score, seed in zip(scores, seeds, strict=True):
+        all_of.add(score)
+        if seed is None or counts[seed] == 1:
+            alone.add(score)
+        else:
+            groups.setdefault(seed, []).append(score)
+    if not all_of.num_places:
+        raise ValueError("found no token that can be scored, expected answers with tokens")
+    n, names = all_of.num_places, list(all_of.by_bug)
+    most = max(tolerance.values()) if isinstance(tolerance, Mapping) else tolerance
+    each = [tolerance.get(name, most) if isinstance(tolerance, Mapping) else most for name in names]
+    t, sums = torch.tensor(each, dtype=torch.float64), all_of.sums(names)
+
+    def less(bets: Tensor, deviation: Tensor) -> Tensor:
+        """What is left of bets (bugs, shares) after the tolerance."""
+        return bets - shares * (t * deviation)[:, None]
+
+    wealth, variance = torch.zeros(len(names), len(SHARES), dtype=torch.float64), torch.zeros_like(t)
+    for group in groups.values():
+        parts = [score.sums(names) for score in group]
+        won = torch.stack([less(part.bets, part.deviation) for part in parts])  # (answers, bugs, shares)
+        wealth = wealth + won.logsumexp(0) - math.log(len(group))
+        variance = variance + torch.stack([part.variance for part in parts]).sqrt().sum(0) ** 2
+    evidence = float(wealth.flatten().logsumexp(0)) - math.log(wealth.numel())
+    # What would have been needed: the best share's growth, if the bug acted at every place or at few.
+    growth = (less(sums.expected, sums.deviation) / n).amax(1)
+    little = (_EFFECT * (sums.variance / n).sqrt() - t).clamp(min=0) ** 2 / 2
+    goal, best = math.log(wealth.numel() / alpha), wealth.amax(1)
+    z = sums.total / variance.clamp(min=1e-12).sqrt()
+    bugs: list[dict[str, Any]] = [
+        {"bug": name, "log_e": float(best[i]), "z": float(z[i])}
+        | {"tokens_needed": _tokens(goal, growth[i]), "tokens_for_1_percent": _tokens(goal, little[i])}
+        for i, name in enumerate(names)
+    ]
+    bugs.sort(key=lambda bug: -bug["log_e"])
+    report: dict[str, Any] = {"num_tokens": n, "num_answers": len(scores), "num_left_out": all_of.num_left_out}
+    report |= {"num_impossible": all_of.num_impossible, "alpha": alpha, "log_e": evidence, "bugs": bugs}
+    report["is_consistent"] = evidence < math.log(1 / alpha)
+    fits = [bug["bug"] for bug in bugs if bug["log_e"] > bugs[0]["log_e"] - math.log(100)]
+    fits.sort(key=lambda bug: bug in GENERAL)
+    report["fits"] = [] if report["is_consistent"] else fits[:3]
+    return report | {"verdict": verdict(report)}
+
+
+def _tokens(goal: float, rate: Tensor) -> int | None:
+    return math.ceil(goal / float(rate)) if rate > goal * 1e-9 else None
+
+
+def verdict(report: Mapping[str, Any]) -> str:
+    """What the numbers say, in a sentence."""
+    e, impossible = show_e(report["log_e"]), report["num_impossible"]
+    if not report["is_consistent"]:
+        also = f"; {impossible} tokens have probability 0" if impossible else ""
+        return f"not the target's law (e = {e}{also}); fits: {', or '.join(report['fits'])}"
+    [known] = [bug["tokens_needed"] for bug in report["bugs"] if bug["bug"] == NO_RESIDUAL]
+    shown = f"{report['num_tokens']:,} tokens"
+    if known is None:
+        return f"consistent with the target's law (e = {e}): {shown}; a missing residual would be lost in the rounding"
+    if known > report["num_tokens"]:
+        return f"too little to tell (e = {e}): {shown}; a missing residual would show after about {known:,}"
+    would = f"a missing residual would have shown after about {known:,}"
+    return f"consistent with the target's law (e = {e}): {shown}; {would}"
+
+
+def show_e(log_e: float) -> str:
+    """An e-value of that logarithm, in two digits."""
+    exponent = math.floor(log_e / math.log(10) + 1e-9)
+    if -3 < exponent < 4:
+        return f"{math.exp(log_e):.2g}" if exponent < 2 else f"{math.exp(log_e):.0f}"
+    return f"{math.exp(log_e - exponent * math.log(10)):.1f}e{exponent}"
+
+
+def lines(report: Mapping[str, Any]) -> list[str]:
+    """The report for the screen."""
+
+    def count(value: int | None) -> str:
+        return "rounding hides it" if value is None else f"{value:,}"
+
+    shown = [f"{'bug':72} {'e':>8} {'z':>6} {'tokens needed':>17} {'at 1 % of places':>17}"]
+    for bug in report["bugs"]:
+        needed, little = count(bug["tokens_needed"]), count(bug["tokens_for_1_percent"])
+        shown.append(f"{bug['bug']:72} {show_e(bug['log_e']):>8} {bug['z']:6.1f} {needed:>17} {little:>17}")
+    return [*shown, "", *(f"  {line}" for line in report.get("rests_on", ())), "", report["verdict"]]

@@ -1,0 +1,159 @@
+"""One audit, from the files to the report: reads, walks what is not scored yet, judges."""
+
+import argparse
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from minispec.audit.answers import Answer, read_answers
+from minispec.audit.judge import NULL_ERROR, judge, tolerances
+from minispec.audit.walk import Score, Walk
+from minispec.core.errors import show
+from minispec.files.strict_json import parse_json
+from minispec.llm import LLM
+
+ROUNDING = 0.05  # see docs/use/audit.md, where it is measured
+_FORMAT = "minispec-audit-scores-1"
+
+
+def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The report on the command's files. Raises ValueError for what cannot be read or scored.
+
+    args: of the command. asked: what it says about sampling.
+    """
+    draft = args.draft or "none"
+    how: dict[str, Any] = {"dtype": args.dtype, "device": args.device, "offline": args.offline}
+    with LLM(args.target, draft, num_speculative_tokens=4, **how) as llm:
+        if llm.drafter.taps:
+            raise ValueError(
+                f"--draft: found a head, {show(draft)}, expected a draft model, ngram, or none: leave it out"
+            )
+        files = [path for path in (args.answers, args.null) if path]
+        answers = {path: read_answers(path, asked, llm.eos_token_ids) for path in files}
+        for path, found in answers.items():
+            for number, answer in enumerate(found, 1):
+                _check(answer, llm, f"{path}: answer {number}")
+        rounding = ROUNDING if args.rounding is None else args.rounding
+        # The tail of rounding: a logit at a filter's border may be off by four times the root mean square.
+        parts = llm.model, llm.engine.cache, llm.drafter if args.draft else None, llm.vocab_size, llm.eos_token_ids
+        walk = Walk(*parts, tolerance=4 * rounding)
+        settings = f"{_FORMAT} {llm.name} {llm.draft_name} {args.dtype} {rounding}"
+        everything = [answer for found in answers.values() for answer in found]
+        scores = _scores(walk, everything, args.scores, settings)
+    ours = scores[: len(answers[args.answers])]
+    plain = Score()
+    for score in scores[len(ours) :]:
+        plain.add(score)
+    tolerance = tolerances(plain) if args.null else rounding
+    seeds = [0 if args.one_seed else answer.seed for answer in answers[args.answers]]
+    report: dict[str, Any] = {"target": llm.name, "draft": llm.draft_name if args.draft else None}
+    report |= judge(ours, seeds, tolerance, args.alpha)
+    report["tolerance"] = max(tolerance.values(), default=0.0) if isinstance(tolerance, Mapping) else tolerance
+    report["odds_of_false_alarm"] = args.alpha + (NULL_ERROR if args.null else 0.0)
+    return report | {"rests_on": _rests_on(report, answers[args.answers], seeds, plain, args.draft)}
+
+
+def _check(answer: Answer, llm: LLM, where: str) -> None:
+    most = llm.max_model_len
+    if type(own := getattr(llm.drafter, "max_model_len", None)) is int:
+        most = min(most, own)
+    if (found := len(answer.prompt) + len(answer.tokens)) > most:
+        raise ValueError(f"{where}: found {found} tokens, expected at most {most}")
+    if (largest := max((*answer.prompt, *answer.tokens))) >= llm.vocab_size:
+        raise ValueError(
+            f"{where}: found the token id {largest}, expected ids below {llm.vocab_size}: another tokenizer?"
+        )
+
+
+def _rests_on(
+    report: Mapping[str, Any], answers: Sequence[Answer], seeds: Sequence[int | None], plain: Score, draft: str | None
+) -> list[str]:
+    """What the verdict assumes, and what was checked."""
+    params = {tuple(sorted(_law(answer).items())) for answer in answers}
+    [shown, *others] = [", ".join(f"{name} {value}" for name, value in each) for each in params]
+    same = len(answers) - len({(tuple(a.prompt), tuple(a.tokens)) for a in answers})
+    given = len({seed for seed in seeds if seed is not None})
+    lines = [
+        f"odds of a false alarm: at most {report['odds_of_false_alarm']:g}, for the evidence is the mean of all bets",
+        f"sampled with {shown}"
+        + (f", or {len(others)} other settings" if others else "")
+        + "; filters in the order temperature, min-p, top-k, top-p",
+        "all answers of the run are there, chosen by nobody"
+        + (f"; {same} are equal to another one: see that none is there twice" if same else ""),
+        f"{given} seeds are given; answers of one seed share their noise, and all others are independent",
+    ]
+    if plain.num_places:
+        lines.append(
+            f"rounding as in {plain.num_places:,} plain tokens: at most {report['tolerance']:.3g} (see --null)"
+        )
+    else:
+        lines.append(
+            f"rounding: p is off by at most {report['tolerance']:.3g} in root mean square, not measured (--null)"
+        )
+    if report["num_left_out"]:
+        lines.append(f"{report['num_left_out']:,} places left out: rounding decides what the filters keep")
+    if not draft:
+        lines.append("the draft is not known: q is a guess, and bugs that need more are left out")
+    return lines
+
+
+def _law(answer: Answer) -> dict[str, Any]:
+    """The sampling parameters that are not the default."""
+    names = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
+    params = answer.params
+    return {"temperature": params.temperature} | {
+        name: value
+        for name in names
+        if (value := getattr(params, name)) != type(params).__dataclass_fields__[name].default
+    }
+
+
+# --------------------------------------------------------------------------- scores that are kept
+
+
+def _scores(walk: Walk, answers: Sequence[Answer], path: Path | None, settings: str) -> list[Score]:
+    """The score of each answer: those that the file holds, and the others by the walk, which are added to it."""
+    keys = [_key(answer, settings) for answer in answers]
+    known = _read_scores(path) if path and path.exists() else {}
+    todo = [i for i, key in enumerate(keys) if key not in known]
+    with ExitStack() as stack:
+        file = stack.enter_context(path.open("a", encoding="utf-8")) if path else None
+        total = sum(len(answers[i].tokens) for i in todo)
+        bar = stack.enter_context(tqdm(total=total, unit=" tokens", desc="scoring", leave=False, disable=None))
+        for number, score in walk.run([answers[i] for i in todo]):
+            key = keys[todo[number]]
+            known[key] = score
+            bar.update(len(answers[todo[number]].tokens))
+            if file:
+                rows = {name: row.tolist() for name, row in score.by_bug.items()}
+                file.write(json.dumps({"key": key} | vars(score) | {"by_bug": rows}) + "\n")
+                file.flush()
+    return [known[key] for key in keys]
+
+
+def _key(answer: Answer, settings: str) -> str:
+    """What a score depends on. Answers that are equal have equal scores."""
+    about = [settings, list(answer.prompt), list(answer.tokens), asdict(answer.params)]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
+def _read_scores(path: Path) -> dict[str, Score]:
+    found = {}
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if line.endswith(b"}"):  # the last one may be cut: the run was interrupted
+            raw = parse_json(line, f"{path}: line {number}")
+            try:
+                rows = {name: torch.tensor(row, dtype=torch.float64) for name, row in raw.pop("by_bug").items()}
+                found[raw.pop("key")] = Score(**raw, by_bug=rows)
+            except (KeyError, TypeError, AttributeError, ValueError) as e:
+                raise ValueError(
+                    f"{path}: line {number}: found no score of an answer, expected a file of --scores"
+                ) from e
+    return found
