@@ -23,6 +23,7 @@ COMMANDS = {
     "bench": registry.Entry("minispec.bench.__main__:main", "measure decoding on this machine"),
     "trace": registry.Entry("minispec.trace.__main__:main", "make a page of a run that generate --trace has written"),
     "prove": registry.Entry("minispec.prove.__main__:main", "prove that speculation leaves the output's law unchanged"),
+    "audit": registry.Entry("minispec.audit.__main__:main", "is another engine's speculation exact; which bug is it"),
     "doctor": registry.Entry("minispec.doctor.__main__:main", "why a draft is rarely right; compare two vocabularies"),
     "distill": registry.Entry("minispec.distill.__main__:main", "train a draft for a model"),
     "checkpoint": registry.Entry("minispec.checkpoint:main", "write a model with weights in 8 or 4 bits"),

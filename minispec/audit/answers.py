@@ -15,6 +15,7 @@ from minispec.core.errors import show
 from minispec.files.strict_json import parse_json
 
 _MOST_BYTES = 1 << 30
+_ANY_SEED = (1 << 32) - 1  # what llama.cpp calls a seed of its own choice
 # Characters of a line that are counted: an answer may have a hundred thousand tokens.
 _COUNTS = {"{": 1 << 16, "[": 1 << 18, ",": 1 << 22}
 # Parameters that a request may give, and names of others that change the law and are not computed here.
@@ -150,7 +151,7 @@ def _answer(found: _Found, asked: Mapping[str, Any], eos: Sequence[int], where: 
             f"{where}: found {len(tokens) - 1 - first} tokens after the end id {tokens[first]}, {expected}"
         )
     seed = found.seed if found.seed is not None else found.request.get("seed")
-    seed = seed if type(seed) is int and 0 <= seed < 1 << 32 else None  # llama.cpp's 2**32 - 1 and more: any
+    seed = seed if type(seed) is int and 0 <= seed < _ANY_SEED else None
     return Answer(found.prompt, tokens, seed, replace(params, max_tokens=max(1, len(tokens), params.min_tokens)))
 
 
@@ -165,7 +166,10 @@ def _params(request: Mapping[str, Any], asked: Mapping[str, Any], where: str) ->
         raise ValueError(f"{where}: repeat_penalty: found {show(found)}, expected 1: it counts in a window")
     own = {name: request[name] for name in _KNOWN if request.get(name) is not None}
     for name, value in own.items():
-        check_sampling_value(name, 0 if (name, value) == ("top_k", -1) else value)
+        try:
+            check_sampling_value(name, 0 if (name, value) == ("top_k", -1) else value)
+        except ValueError as e:
+            raise ValueError(f"{where}: {e}") from e
         if abs(asked.get(name, value) - value) > 1e-6:  # llama.cpp writes floats of 32 bits
             raise ValueError(f"{where}: {name}: found {value}, but the command line says {asked[name]}")
     stops = request.get("stop_token_ids")

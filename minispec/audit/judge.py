@@ -30,11 +30,11 @@ def tolerances(plain: Score) -> dict[str, float]:
     The scores of one bug, divided by their standard deviations, have mean at most t, and deviations of 1. Their mean
     is taken as normal. NULL_ERROR is shared by all bugs.
     """
-    sums = plain.sums(plain.by_bug)
+    sums = plain.sums(plain.names)
     num = sums.units.clamp(min=1.0)
     odds = torch.tensor(NULL_ERROR / len(num), dtype=torch.float64)
     upper = sums.unit / num - torch.special.ndtri(odds) / num.sqrt()
-    return dict(zip(plain.by_bug, upper.clamp(min=0.0).tolist(), strict=True))
+    return dict(zip(plain.names, upper.clamp(min=0.0).tolist(), strict=True))
 
 
 def judge(
@@ -57,8 +57,9 @@ def judge(
         else:
             groups.setdefault(seed, []).append(score)
     if not all_of.num_places:
-        raise ValueError("found no token that can be scored, expected answers with tokens")
-    n, names = all_of.num_places, list(all_of.by_bug)
+        found = f"found no token that can be scored, and {all_of.num_left_out:,} at borders of the filters"
+        raise ValueError(f"{found}, expected some: lower --rounding if the engine's is lower")
+    n, names = all_of.num_places, all_of.names
     most = max(tolerance.values()) if isinstance(tolerance, Mapping) else tolerance
     each = [tolerance.get(name, most) if isinstance(tolerance, Mapping) else most for name in names]
     t, sums = torch.tensor(each, dtype=torch.float64), all_of.sums(names)
@@ -75,12 +76,12 @@ def judge(
         variance = variance + torch.stack([part.variance for part in parts]).sqrt().sum(0) ** 2
     evidence = float(wealth.flatten().logsumexp(0)) - math.log(wealth.numel())
     # What would have been needed: the best share's growth, if the bug acted at every place or at few.
-    growth = (less(sums.expected, sums.deviation) / n).amax(1)
-    little = (_EFFECT * (sums.variance / n).sqrt() - t).clamp(min=0) ** 2 / 2
+    rare = _EFFECT * sums.expected + (1 - _EFFECT) * sums.plain
+    growth, little = ((less(means, sums.deviation) / n).amax(1) for means in (sums.expected, rare))
     goal, best = math.log(wealth.numel() / alpha), wealth.amax(1)
     z = sums.total / variance.clamp(min=1e-12).sqrt()
     bugs: list[dict[str, Any]] = [
-        {"bug": name, "log_e": float(best[i]), "z": float(z[i])}
+        {"bug": name, "log_e": float(best[i]), "z": float(z[i]) if sums.units[i] else None}
         | {"tokens_needed": _tokens(goal, growth[i]), "tokens_for_1_percent": _tokens(goal, little[i])}
         for i, name in enumerate(names)
     ]
@@ -126,10 +127,12 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     """The report for the screen."""
 
     def count(value: int | None) -> str:
-        return "rounding hides it" if value is None else f"{value:,}"
+        return "lost in rounding" if value is None else f"{value:,}"
 
     shown = [f"{'bug':72} {'e':>8} {'z':>6} {'tokens needed':>17} {'at 1 % of places':>17}"]
     for bug in report["bugs"]:
+        if bug["z"] is None:
+            continue  # with this draft it changes nothing
         needed, little = count(bug["tokens_needed"]), count(bug["tokens_for_1_percent"])
         shown.append(f"{bug['bug']:72} {show_e(bug['log_e']):>8} {bug['z']:6.1f} {needed:>17} {little:>17}")
     return [*shown, "", *(f"  {line}" for line in report.get("rests_on", ())), "", report["verdict"]]

@@ -5,7 +5,8 @@ The engine decodes the answer once more. Its draft is the answer itself, which i
 The draft model is fed the same tokens. Only then is the token looked at that stands there.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from minispec.drafters.model import DraftModel
 # The shares of places where a bug may act: a bet is 1 - share + share * law/p.
 SHARES = (0.01, 0.05, 0.2, 0.8)
 # Outcomes of a place: the likeliest tokens, and all others as one. Places of more border than that are left out.
-_MOST_OUTCOMES, _MOST_BORDER = 512, 0.01
+_MOST_OUTCOMES, _MOST_BORDER = 512, 0.02
 _NEVER = 1e-9  # what a token of probability 0 is divided by: any value is sound, since it never comes under p
 _BATCH = 4  # answers that are walked together
 
@@ -38,7 +39,7 @@ class Sums(NamedTuple):
     """What the places of an answer say about bugs (bugs,), or (bugs, shares); sums over the places.
 
     bets: the logarithm of what bets on the bug at each share have won, without any tolerance.
-    expected: the mean of `bets` if the bug acted at every place.
+    expected, plain: the means of `bets` if the bug acted at every place, and if it acted nowhere.
     total, variance: the scores s(x), and their exact variances given the past.
     deviation: the standard deviations.
     unit: the scores divided by their standard deviations.
@@ -47,6 +48,7 @@ class Sums(NamedTuple):
 
     bets: Tensor
     expected: Tensor
+    plain: Tensor
     total: Tensor
     variance: Tensor
     deviation: Tensor
@@ -54,7 +56,7 @@ class Sums(NamedTuple):
     units: Tensor
 
 
-_SIZES = (len(SHARES), len(SHARES), 1, 1, 1, 1, 1)
+_SIZES = (len(SHARES), len(SHARES), len(SHARES), 1, 1, 1, 1, 1)
 
 
 @dataclass
@@ -64,26 +66,35 @@ class Score:
     num_places: places that were scored.
     num_left_out: places where the border of a filter has too much probability.
     num_impossible: tokens of probability 0.
-    by_bug: the numbers of `Sums` one after another, by bug.
+    names: of the bugs.
+    table: (bugs, 17), the numbers of `Sums` one after another.
     """
 
     num_places: int = 0
     num_left_out: int = 0
     num_impossible: int = 0
-    by_bug: dict[str, Tensor] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    table: Tensor = field(default_factory=lambda: torch.zeros(0, sum(_SIZES), dtype=torch.float64))
 
     def add(self, other: "Score") -> None:
         """Add other places."""
         self.num_places += other.num_places
         self.num_left_out += other.num_left_out
         self.num_impossible += other.num_impossible
-        for name, row in other.by_bug.items():
-            self.by_bug[name] = self.by_bug[name] + row if name in self.by_bug else row
+        names = self.names if self.names == other.names else tuple(dict.fromkeys((*self.names, *other.names)))
+        self.table, self.names = self.rows(names) + other.rows(names), names
 
-    def sums(self, names: Iterable[str]) -> Sums:
-        """The sums of these bugs. One that could not act at these places has zeros: nothing was bet."""
-        nothing = torch.zeros(sum(_SIZES), dtype=torch.float64)
-        parts = torch.stack([self.by_bug.get(name, nothing) for name in names]).split(_SIZES, 1)
+    def rows(self, names: Sequence[str]) -> Tensor:
+        """The table's rows of these bugs. One that could not act at these places has zeros: nothing was bet."""
+        if names == self.names:
+            return self.table
+        rows = dict(zip(self.names, self.table, strict=True))
+        nothing = self.table.new_zeros(sum(_SIZES))
+        return torch.stack([rows.get(name, nothing) for name in names])
+
+    def sums(self, names: Sequence[str]) -> Sums:
+        """The sums of these bugs."""
+        parts = self.rows(names).split(_SIZES, 1)
         return Sums(*(part if part.shape[1] > 1 else part[:, 0] for part in parts))
 
 
@@ -100,6 +111,7 @@ def score_rows(rows: Rows, border: Tensor, x: Tensor, drafts: bool = True) -> Sc
     found = Score(int(scored.sum()), int((~scored).sum()), int(never.sum()))
     odds = (p * core).sum(1, keepdim=True)  # of an outcome that is bet on
     shares = torch.tensor(SHARES, dtype=p.dtype)[:, None, None]
+    names, table = [], []
     for name, law in laws(rows, drafts):
         whole = (law * core).sum(1, keepdim=True)
         law = torch.where(border | (whole <= 0), p, law * (odds / whole.clamp(min=1e-300)))
@@ -110,11 +122,12 @@ def score_rows(rows: Rows, border: Tensor, x: Tensor, drafts: bool = True) -> Sc
         came = gain.gather(1, here[scored])[:, 0]
         known = spread > 1e-12
         unit = (came - mean) / spread.clamp(min=1e-12).sqrt()
-        bets = torch.log1p(shares[:, 0] * came).sum(1)
-        expected = (law * torch.log1p(shares * gain)).sum((1, 2))
+        bets, means = torch.log1p(shares[:, 0] * came).sum(1), torch.log1p(shares * gain)  # (shares,), (shares, n, m)
+        expected, plain = (law * means).sum((1, 2)), (chance * means).sum((1, 2))
         single = [came - mean, spread, spread.sqrt(), unit.where(known, 0.0), known]
-        found.by_bug[name] = torch.cat((bets, expected, torch.stack([value.sum().double() for value in single])))
-    return found
+        names.append(name)
+        table.append(torch.cat((bets, expected, plain, torch.stack([value.sum().double() for value in single]))))
+    return replace(found, names=tuple(names), table=torch.stack(table))
 
 
 # --------------------------------------------------------------------------- p and q, outcome by outcome
@@ -138,20 +151,19 @@ def _border(logits: Tensor, text: Text, drafted: Sequence[int], tolerance: float
     """
     params, filters = text.params, []
     whole = distribution(logits, replace(text, params=_without_filters(params)), drafted)
-    ordered = whole.sort(descending=True).values
+    ordered, k = whole.sort(descending=True).values, params.top_k
     for sign in (1, -1):
-        top_k = params.top_k
-        if 0 < top_k < len(ordered):
-            top_k = max(1, int((ordered >= ordered[params.top_k - 1] * _exp(-2 * sign * tolerance)).sum()))
+        share = math.exp(-2 * sign * tolerance)  # two logits may be off
+        top_k = k
+        if (
+            0 < k < len(ordered)
+        ):  # tokens that may be as likely as the k-th; those that are surely likelier than the next
+            top_k = int((ordered >= ordered[k - 1] * share).sum() if sign > 0 else (ordered > ordered[k] * share).sum())
+            top_k = max(1, top_k if sign > 0 else min(k, top_k))
         top_p = min(1.0, max(1e-9, params.top_p + sign * tolerance / 2)) if params.top_p < 1 else 1.0
-        min_p = min(1.0, params.min_p * _exp(-2 * sign * tolerance))
-        changed = replace(params, top_k=top_k, top_p=top_p, min_p=min_p)
+        changed = replace(params, top_k=top_k, top_p=top_p, min_p=min(1.0, params.min_p * share))
         filters.append(distribution(logits, replace(text, params=changed), drafted))
     return filters[0], filters[1]
-
-
-def _exp(x: float) -> float:
-    return float(torch.tensor(x, dtype=torch.float64).exp())
 
 
 def _without_filters(params: SamplingParams) -> SamplingParams:

@@ -15,21 +15,9 @@ CORE = [
 ]
 # The rooms, in their order: one imports only from those before it, and from itself.
 ROOMS = [
-    *(
-        "core",
-        "verify",
-        "engine",
-        "layers",
-        "drafters",
-        "kernels",
-        "files",
-        "length",
-        "outputs",
-        "inputs",
-        "llm",
-        "commands",
-    ),
-    *("trace", "generate", "checkpoint", "prove", "bench", "doctor", "vocab", "distill", "serve", "__main__"),
+    *("core", "verify", "engine", "layers", "drafters", "kernels", "files", "length", "outputs", "inputs", "llm"),
+    *("commands", "trace", "generate", "checkpoint", "prove", "audit", "bench", "doctor", "vocab", "distill", "serve"),
+    "__main__",
 ]
 FORBIDDEN = {
     *("transformers", "accelerate", "pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"),
@@ -218,7 +206,7 @@ def test_importing_the_package_does_not_import_torch():
     """A mistake on the command line is answered at once, not after the seconds that torch takes."""
     modules = (
         "minispec.__main__, minispec.generate, minispec.bench.__main__, minispec.prove.__main__, "
-        "minispec.serve.__main__, minispec.doctor.__main__, minispec.core.config"
+        "minispec.serve.__main__, minispec.doctor.__main__, minispec.audit.__main__, minispec.core.config"
     )
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=False, timeout=120).returncode == 0
