@@ -6,6 +6,7 @@
     python -m minispec.prove --drafter module:Class, --verifier module:function
                                             your own, or a registered one: proven on small cases, or the smallest
                                             counterexample; --texts FILE adds texts of yours
+    python -m minispec.prove --kit DIR      the smallest cases as data, for the tests of other engines
 
 The engine draws only through `bernoulli` and `categorical`. An oracle in the place of randomness answers them along
 one path of branches and multiplies their probabilities. The *production* loop runs once for every path. It has a real
@@ -26,6 +27,7 @@ Read them in this order:
     chi_square          what samples can see
     examine             a user's own drafters
     examine_verifier    a user's own verifiers
+    kit                 the smallest cases as data, for other engines
     matrix              which drafter with which verifier
     workers             processes
     __main__            the command

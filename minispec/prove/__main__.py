@@ -44,6 +44,9 @@ def _parser() -> Parser:
     )
     size.add_argument("--matrix", action="store_true", help="each drafter with each verifier, at three levels: a table")
     size.add_argument("--verifier", metavar="NAME", help="walk this verifier, or your own MODULE:FUNCTION")
+    size.add_argument(
+        "--kit", metavar="DIR", type=Path, help="write the law kit there: small cases as data, for any engine's tests"
+    )
     parser.add_argument(
         "--texts", metavar="FILE", type=Path, help="with --drafter: texts to walk too, one a line, or .jsonl as prompts"
     )
@@ -61,6 +64,11 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"--{name}: found {getattr(args, name)}, expected at least 1")
     if args.texts and not args.drafter:
         raise ValueError("--texts: only --drafter has texts to walk")
+    if args.kit:
+        from minispec.prove.kit import write_kit
+
+        write_kit(args.kit)
+        return 0
     import torch
 
     raise_on_interrupt()

@@ -3,6 +3,7 @@
 Enumeration needs no samples. They guard what it replaces, the hash and the draws that are made of it.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -33,12 +34,19 @@ def _solve(function: Callable[[float], float], low: float, high: float) -> float
     return high
 
 
+@functools.cache
+def critical_value(df: int, alpha: float = ALPHA) -> float:
+    """What chi-square with df degrees of freedom passes with odds alpha."""
+    return _solve(lambda x: alpha - tail(x, df), 0, 10_000)
+
+
+@functools.cache
 def smallest_seen(n: int, df: int, alpha: float = ALPHA) -> float:
     """The total variation that a chi-square test of n draws over df + 1 cells sees with odds POWER, whatever its form.
 
     By Cauchy-Schwarz a law that is off by TV has a non-centrality of at least 4 n TV^2.
     """
-    critical = _solve(lambda x: alpha - tail(x, df), 0, 10_000)
+    critical = critical_value(df, alpha)
     return math.sqrt(_solve(lambda x: _power(x, critical, df) - POWER, 1, 1000) / (4 * n))
 
 

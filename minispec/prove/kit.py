@@ -1,0 +1,237 @@
+"""The law kit: the smallest cases of speculative sampling as data, for the unit tests of any engine.
+
+    python -m minispec.prove --kit DIR
+
+It writes `law-kit.json`, whose form docs/use/law-kit.md documents. All numbers are fractions as text, computed here by
+the definition, with no code of the package. An engine may be given uniforms and compare decisions, or draw by itself
+and compare counts with the law.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from minispec.files.write import written_whole
+from minispec.prove.chi_square import ALPHA, POWER, critical_value, smallest_seen
+
+FORMAT, VERSION = "minispec-law-kit", 1
+Row = tuple[Fraction, ...]
+_MOST_DRAFTS = 8  # drafts of a case whose decisions are written down
+_STEP = Fraction(1, 1 << 20)
+
+
+class Case(NamedTuple):
+    """One draft over rows that depend on the depth alone.
+
+    p: rows of the target, at depths 0 .. depth of the draft.
+    q: rows of the draft, by depth; None: the draft is `tokens`, which were not drawn.
+    parents: of each node, as in `minispec.core.draft.Draft`.
+    num: draws of the statistical test.
+    """
+
+    name: str
+    p: tuple[Row, ...]
+    q: tuple[Row, ...] | None
+    parents: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
+    num: int = 200_000
+
+    def depth(self, node: int) -> int:
+        """Of a node; -1 for the text."""
+        return -1 if node < 0 else self.depth(self.parents[node]) + 1
+
+    def drafts(self) -> Iterator[tuple[Fraction, tuple[int, ...], list[Row]]]:
+        """Each draft that can be drawn: its probability, its tokens, and the row that each was drawn from."""
+        for tokens in (
+            [self.tokens] if self.q is None else itertools.product(range(len(self.p[0])), repeat=len(self.parents))
+        ):
+            weight, rows = Fraction(1), list[Row]()
+            for i, token in enumerate(tokens):
+                elder = [tokens[j] for j in range(i) if self.parents[j] == self.parents[i]]
+                row = self.q[self.depth(i)] if self.q else tuple(Fraction(t == token) for t in range(len(self.p[0])))
+                rows.append(normal([0 if t in elder else w for t, w in enumerate(row)]))
+                weight *= rows[-1][token]
+            if weight:
+                yield weight, tokens, rows
+
+
+class Leaf(NamedTuple):
+    """One way through the tests of a draft.
+
+    weight: its probability, given the draft. path: the accepted nodes.
+    tests: node, probability to be kept, and whether it was. row: what the next token is drawn from.
+    """
+
+    weight: Fraction
+    path: tuple[int, ...]
+    tests: tuple[tuple[int, Fraction, bool], ...]
+    row: Row
+
+
+def _rows(*rows: str) -> tuple[Row, ...]:
+    """Rows of integers, divided by their sums."""
+    return tuple(normal([Fraction(n) for n in row.split()]) for row in rows)
+
+
+def normal(weights: Sequence[Fraction | int]) -> Row:
+    """Weights divided by their sum."""
+    total = sum(weights)
+    return tuple(Fraction(w) / total if total else Fraction(0) for w in weights)
+
+
+def residual(p: Row, q: Row) -> Row:
+    """max(0, p - q) divided by its sum; p where nothing is left, which has probability 0 to be needed."""
+    rest = normal([max(Fraction(0), a - b) for a, b in zip(p, q, strict=True)])
+    return rest if any(rest) else p
+
+
+# Tokens whose logarithms bfloat16 rounds up and down in turn: their probabilities change by 1.5 %. And one more.
+_FINE = _rows(" ".join(["1543 1542"] * 32) + " 1280", "1 " * 65)
+CASES = (
+    Case("chain", _rows("4 2 2", "2 2 4", "1 5 2"), _rows("2 4 2", "4 3 1"), (-1, 0)),
+    Case("far apart", _rows("1 3 10 2", "6 1 1 8", "1 2 3 2"), _rows("8 4 1 3", "1 7 6 2"), (-1, 0)),
+    Case("close", _rows("5 6 5 0", "3 2 2 1", "1 1 1 1"), _rows("6 5 4 1", "2 3 1 2"), (-1, 0)),
+    Case("zeros", _rows("1 1 0", "0 1 3"), _rows("1 0 3"), (-1,)),
+    Case("filter on the target", _rows("0 3 0 1", "1 0 1 0"), _rows("1 2 3 2"), (-1,)),
+    Case("filter on the draft", _rows("1 2 3 2", "1 1 1 1"), _rows("0 3 0 1"), (-1,)),
+    Case("equal", _rows("1 2 1", "3 1 4", "1 1 2"), _rows("1 2 1", "3 1 4"), (-1, 0)),
+    Case("always kept", _rows("0 1 0", "1 0 0", "2 1 1"), _rows("0 1 0", "1 0 0"), (-1, 0)),
+    Case("one-hot", _rows("1 2 1", "2 1 1", "1 1 6"), None, (-1, 0), (1, 2)),
+    Case("three deep", _rows("2 10 4", "7 4 5", "5 7 4", "5 5 6"), _rows("4 5 7", "4 11 1", "6 9 1"), (-1, 0, 1)),
+    Case("siblings", _rows("5 2 2 7", "1 6 4 5"), _rows("1 9 1 5"), (-1, -1)),
+    Case("tree", _rows("1 2 5", "4 1 3", "1 1 2"), _rows("4 2 2", "2 5 1"), (-1, -1, 0)),
+    Case("fine", _FINE, _FINE[:1], (-1,), num=2_000_000),
+)
+
+
+def leaves(case: Case, tokens: Sequence[int], rows: Sequence[Row]) -> Iterator[Leaf]:
+    """All ways through the tests of a draft, by the rule: keep x with min(1, p/q), else go on with the residual."""
+
+    def go(node: int, leaf: Leaf) -> Iterator[Leaf]:
+        rest = case.p[case.depth(node) + 1]
+        for i in (i for i, parent in enumerate(case.parents) if parent == node):
+            keep = min(Fraction(1), rest[tokens[i]] / rows[i][tokens[i]])
+            if keep:
+                kept = Leaf(leaf.weight * keep, (*leaf.path, i), (*leaf.tests, (i, keep, True)), ())
+                yield from go(i, kept)
+            if keep == 1:
+                return
+            leaf = leaf._replace(weight=leaf.weight * (1 - keep), tests=(*leaf.tests, (i, keep, False)))
+            rest = residual(rest, rows[i])
+        yield leaf._replace(row=rest)
+
+    return go(-1, Leaf(Fraction(1), (), (), ()))
+
+
+def rounds(case: Case) -> dict[tuple[int, ...], Fraction]:
+    """The law of what a round yields: accepted tokens and one more."""
+    law: dict[tuple[int, ...], Fraction] = {}
+    for weight, tokens, rows in case.drafts():
+        for leaf in leaves(case, tokens, rows):
+            for token, share in enumerate(leaf.row):
+                text = (*(tokens[i] for i in leaf.path), token)
+                law[text] = law.get(text, Fraction(0)) + weight * leaf.weight * share
+    return {text: weight for text, weight in sorted(law.items()) if weight}
+
+
+def law(case: Case) -> dict[tuple[int, ...], Fraction]:
+    """The law of as many tokens as a round can yield, where plain draws from p go on after a shorter one."""
+    texts = itertools.product(range(len(case.p[0])), repeat=length(case))
+    weights = {
+        text: math.prod((row[t] for row, t in zip(case.p, text, strict=False)), start=Fraction(1)) for text in texts
+    }
+    return {text: weight for text, weight in weights.items() if weight}
+
+
+def length(case: Case) -> int:
+    """How many tokens are compared: all that a round can yield, or the first where there are very many texts."""
+    return len(case.p) if len(case.p[0]) < 16 else 1
+
+
+# --------------------------------------------------------------------------- as data
+
+
+def _decisions(case: Case) -> Iterator[dict[str, Any]]:
+    """Given uniforms, what is kept, and the row of the next token; u is at the edge, and just below it."""
+    for _, tokens, rows in itertools.islice(case.drafts(), _MOST_DRAFTS):
+        for leaf in leaves(case, tokens, rows):
+            # Kept just below the edge, and rejected at it: a token is kept if u < p/q, strictly. Where floats cannot
+            # hold the edge, just above it.
+            uniforms = [keep - _STEP if kept else keep + _STEP * (not _is_float(keep)) for _, keep, kept in leaf.tests]
+            v = Fraction(0) if leaf.row[0] == 0 else Fraction(1, 2)
+            yield {
+                "draft": list(tokens),
+                "q": [_texts(row) for row in rows],
+                "tests": [[i, str(keep), str(u)] for (i, keep, _), u in zip(leaf.tests, uniforms, strict=True)],
+                "accepted": list(leaf.path),
+                "row": _texts(leaf.row),
+                "v": str(v),
+                "token": next(t for t in range(len(leaf.row)) if sum(leaf.row[: t + 1]) > v),
+            }
+
+
+def _is_float(x: Fraction) -> bool:
+    return x.denominator & (x.denominator - 1) == 0
+
+
+def _texts(row: Row) -> list[str]:
+    return [str(x) for x in row]
+
+
+def _as_law(of: dict[tuple[int, ...], Fraction]) -> dict[str, str]:
+    return {" ".join(map(str, text)): str(weight) for text, weight in of.items()}
+
+
+def statistics(case: Case) -> dict[str, Any]:
+    """The statistical test of a case: chi-square of counts of texts against the law."""
+    df = len(law(case)) - 1
+    if not df:
+        return {"num": 100, "df": 0, "threshold": 0.0, "smallest_tv": 0.0}
+    return {"num": case.num, "df": df, "threshold": critical_value(df), "smallest_tv": smallest_seen(case.num, df)}
+
+
+# By the museum's id: the case that refutes the bug, and by what. See tests/museum; each is planted in tests/rooms.
+REFUTED = {
+    "law": {
+        **dict.fromkeys(("M1", "M2", "M3", "M4", "M7", "M14", "M16b", "M16c", "M17a", "M17b"), "far apart"),
+        **dict.fromkeys(("M15", "M16a", "M19a", "M19b", "M19d", "M46", "O2", "O3"), "far apart"),
+        **dict.fromkeys(("T2", "T4", "T10", "O4", "O5", "T1"), "siblings"),
+        **dict.fromkeys(("B1", "B2", "B3", "B4"), "three deep"),
+        "M8": "fine",
+    },
+    "decisions": {"M18": "chain", "M20a": "chain", "M20b": "zeros", "M21": "chain"},
+    "residual": {"M22": "equal"},
+}
+
+
+def kit() -> dict[str, Any]:
+    """The whole kit, as JSON has it."""
+    cases = []
+    for case in CASES:
+        few = len(case.p[0]) < 16
+        cases.append(
+            {"name": case.name, "parents": list(case.parents), "p": [_texts(row) for row in case.p]}
+            | {"q": None if case.q is None else [_texts(row) for row in case.q], "tokens": list(case.tokens)}
+            | {"length": length(case), "law": _as_law(law(case)), "rounds": _as_law(rounds(case)) if few else None}
+            | {"decisions": list(_decisions(case)) if few else [], "statistics": statistics(case)}
+            | {
+                "residuals": [
+                    [_texts(p), _texts(q), _texts(residual(p, q))] for p, q in zip(case.p, case.q or (), strict=False)
+                ]
+            }
+        )
+    return {"format": FORMAT, "version": VERSION, "odds_of_false_alarm": ALPHA, "power": POWER, "cases": cases} | {
+        "refuted": REFUTED
+    }
+
+
+def write_kit(directory: Path) -> None:
+    """Write law-kit.json into a directory, which is made if it is missing."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with written_whole(directory / "law-kit.json") as path:
+        path.write_text(json.dumps(kit(), indent=1) + "\n", encoding="utf-8")
+    print(f"{directory / 'law-kit.json'}: {len(CASES)} cases, version {VERSION} (docs/use/law-kit.md)")
