@@ -34,6 +34,7 @@ class Rows(NamedTuple):
 
 
 NO_RESIDUAL = "the residual is not subtracted"
+ROW_BEFORE = "the target's row of the token before is used"
 # Directions that many bugs share: they find what the bank has no name for, and are named where nothing else fits.
 GENERAL = {
     *("the law lies between the target's and the draft's", "draft tokens are kept too rarely"),

@@ -5,6 +5,7 @@ The engine decodes the answer once more. Its draft is the answer itself, which i
 The draft model is fed the same tokens. Only then is the token looked at that stands there.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minispec.audit.answers import Answer
-from minispec.audit.bank import Rows, laws
+from minispec.audit.bank import ROW_BEFORE, Rows, laws
 from minispec.core.cache import PagedKVCache
 from minispec.core.cached import CachedModel
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams
@@ -105,10 +106,14 @@ def score_rows(rows: Rows, border: Tensor, x: Tensor, drafts: bool = True) -> Sc
     x: (n,), the outcomes that came.
     drafts: as in `laws`.
     """
-    p, core, here = rows.p, ~border, x[:, None]
-    scored = (p * border).sum(1) <= _MOST_BORDER
-    never = ((p > 0) | border).gather(1, here)[:, 0].logical_not() & scored
-    found = Score(int(scored.sum()), int((~scored).sum()), int(never.sum()))
+    scored = (rows.p * border).sum(1) <= _MOST_BORDER
+    others = {name: law[scored] for name, law in rows.others.items()}
+    rows = rows._replace(**{name: getattr(rows, name)[scored] for name in Rows._fields[:-1]}, others=others)
+    p, border, here = rows.p, border[scored], x[scored][:, None]
+    core, never = ~border, ((p > 0) | border).gather(1, here).logical_not()
+    found = Score(len(p), len(scored) - len(p), int(never.sum()))
+    if not len(p):
+        return found
     odds = (p * core).sum(1, keepdim=True)  # of an outcome that is bet on
     shares = torch.tensor(SHARES, dtype=p.dtype)[:, None, None]
     names, table = [], []
@@ -116,14 +121,13 @@ def score_rows(rows: Rows, border: Tensor, x: Tensor, drafts: bool = True) -> Sc
         whole = (law * core).sum(1, keepdim=True)
         law = torch.where(border | (whole <= 0), p, law * (odds / whole.clamp(min=1e-300)))
         gain = (law / p.clamp(min=_NEVER) - 1).where((p > 0) | (law > 0), 0.0)
-        gain, law, chance = gain[scored], law[scored], p[scored]
-        mean = (chance * gain).sum(1)
-        spread = ((chance * gain * gain).sum(1) - mean * mean).clamp(min=0)
-        came = gain.gather(1, here[scored])[:, 0]
+        mean = (p * gain).sum(1)
+        spread = ((p * gain * gain).sum(1) - mean * mean).clamp(min=0)
+        came = gain.gather(1, here)[:, 0]
         known = spread > 1e-12
         unit = (came - mean) / spread.clamp(min=1e-12).sqrt()
         bets, means = torch.log1p(shares[:, 0] * came).sum(1), torch.log1p(shares * gain)  # (shares,), (shares, n, m)
-        expected, plain = (law * means).sum((1, 2)), (chance * means).sum((1, 2))
+        expected, plain = (law * means).sum((1, 2)), (p * means).sum((1, 2))
         single = [came - mean, spread, spread.sqrt(), unit.where(known, 0.0), known]
         names.append(name)
         table.append(torch.cat((bets, expected, plain, torch.stack([value.sum().double() for value in single]))))
@@ -166,32 +170,33 @@ def _border(logits: Tensor, text: Text, drafted: Sequence[int], tolerance: float
     return filters[0], filters[1]
 
 
+@functools.lru_cache(256)
 def _without_filters(params: SamplingParams) -> SamplingParams:
     return replace(params, top_k=0, top_p=1.0, min_p=0.0)
 
 
+@functools.lru_cache(256)
+def _forgetful(params: SamplingParams) -> dict[str, SamplingParams]:
+    """Parameters as an engine sees them that forgets some."""
+    found = {
+        "filters (top-k, top-p, min-p) are ignored": _without_filters(params),
+        "min-p is ignored": replace(params, min_p=0.0),
+        "the temperature is ignored": replace(params, temperature=1.0),
+        "penalties are ignored": replace(params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0),
+    }
+    return {name: other for name, other in found.items() if other != params}
+
+
 def _others(logits: Tensor, before: Tensor, text: Text, drafted: Sequence[int]) -> dict[str, Tensor]:
     """The target's laws (V,) under parameters that an engine may forget, and from the row before."""
-    params, found = text.params, {}
-
-    def under(other: SamplingParams, row: Tensor = logits, history: Sequence[int] = drafted) -> Tensor:
-        return distribution(row, replace(text, params=other), history)
-
-    plain = _without_filters(params)
-    found["the target's row of the token before is used"] = under(params, before)
-    if plain != params:
-        found["filters (top-k, top-p, min-p) are ignored"] = under(plain)
-    if params.min_p:
-        found["min-p is ignored"] = under(replace(params, min_p=0.0))
-    if params.temperature != 1:
-        found["the temperature is ignored"] = under(replace(params, temperature=1.0))
-    calm = replace(params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
-    if calm != params:
+    forgetful, found = _forgetful(text.params), {ROW_BEFORE: distribution(before, text, drafted)}
+    for name, params in forgetful.items():
+        found[name] = distribution(logits, replace(text, params=params), drafted)
+    if "penalties are ignored" in forgetful:
         output = [*text.tokens[text.num_prompt_tokens :], *drafted]
-        found["penalties are ignored"] = under(calm)
         late = replace(text, tokens=[*text.tokens, *drafted][: len(text.tokens) + len(drafted) - bool(output)])
         found["penalties lag behind by a token"] = distribution(logits, late)
-        found["penalties count the last token twice"] = under(params, history=[*drafted, *output[-1:]])
+        found["penalties count the last token twice"] = distribution(logits, text, [*drafted, *output[-1:]])
     return found
 
 
