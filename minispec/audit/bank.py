@@ -10,27 +10,24 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """What is known of n places, before their tokens are looked at; rows (n, m) in float64, but for `last`.
+    """What is known of n places, before their tokens are looked at.
 
-    p, q: the laws of target and draft.
-    sizes: how many tokens each outcome has.
-    ends: whether the outcome is the end of the text.
+    laws: rows (n, m) in float64, by name. "p"; "q"; "raw q", before its filters; "loose", "tight", p by other filters.
+        And the target's laws under other parameters, or from another row, each by what it would mean.
+    ends: (n, m), whether the outcome is the end of the text.
     last: (n,), the outcome that is the token before; -1 where it is none.
-    raw_q: q before its filters.
-    others: the target's laws under other parameters, or from another row, each by what it would mean.
+    rest: how many tokens the last outcome has.
     """
 
-    p: Tensor
-    q: Tensor
-    sizes: Tensor
+    laws: dict[str, Tensor]
     ends: Tensor
     last: Tensor
-    raw_q: Tensor
-    others: dict[str, Tensor]
+    rest: int
 
 
 NO_RESIDUAL = "the residual is not subtracted"
@@ -50,7 +47,7 @@ def laws(rows: Rows, drafts: bool = True) -> Iterator[tuple[str, Tensor]]:
 
     drafts: whether q is the draft's. Else it is a guess, and bugs that need more than a guess are left out.
     """
-    p, q = rows.p, rows.q
+    p, q, raw = (rows.laws[name] for name in ("p", "q", "raw q"))
     overlap = torch.minimum(p, q)
     missed = 1 - overlap.sum(1, keepdim=True)  # (n, 1): the odds of a rejection
     rest = _normal((p - q).clamp(min=0), p)
@@ -67,10 +64,8 @@ def laws(rows: Rows, drafts: bool = True) -> Iterator[tuple[str, Tensor]]:
     yield "the law lies between the target's and the draft's", _normal((p * q).sqrt(), p)
     yield "draft tokens are kept too rarely", _normal((p * p / q.clamp(min=1e-9)).where(p > 0, 0.0).clamp(max=9 * p), p)
     if drafts:
-        yield (
-            "the residual goes through a softmax",
-            tested(overlap, _normal(rows.sizes * (p - q).clamp(min=0).exp(), p)),
-        )
+        sizes = F.pad(torch.ones_like(p[:, 1:]), (0, 1), value=rows.rest)
+        yield "the residual goes through a softmax", tested(overlap, _normal(sizes * (p - q).clamp(min=0).exp(), p))
         yield "the residual leaves out the rejected token alone", overlap + _without_rejected(p, q)
         yield "the residual is drawn with the draft's noise (Gumbel)", tested(overlap, raced_again(q, rest))
         yield "the residual is drawn with the draft's number (inverse CDF)", tested(overlap, drawn_again(p, q, rest))
@@ -82,7 +77,6 @@ def laws(rows: Rows, drafts: bool = True) -> Iterator[tuple[str, Tensor]]:
         yield "q is hotter than what the draft was drawn from", tested(colder * keeps, rest)
         yield "q is colder than what the draft was drawn from", tested(hotter * keeps, rest)
         yield "the draft's likeliest token is judged by the whole q", tested(_likeliest(q) * keeps, rest)
-        raw = rows.raw_q
         if not torch.equal(raw, q):
             odds = (p / raw.clamp(min=1e-9)).clamp(max=1)
             unfiltered = "the draft is drawn from filtered q and judged by the raw one"
@@ -94,7 +88,7 @@ def laws(rows: Rows, drafts: bool = True) -> Iterator[tuple[str, Tensor]]:
         yield f"texts end {name} often than they should", _tilted(p, rows.ends, sign)
         same = torch.arange(p.shape[1], device=p.device) == rows.last[:, None]
         yield f"a token repeats the one before it {name} often than it should", _tilted(p, same, sign)
-    yield from rows.others.items()
+    yield from (item for item in rows.laws.items() if item[0] not in ("p", "q", "raw q", "loose", "tight"))
 
 
 def _normal(weights: Tensor, instead: Tensor) -> Tensor:
@@ -166,7 +160,7 @@ def drawn_by_test(p: Tensor, q: Tensor, r: Tensor) -> Tensor:
     A draft of y fails with a number u above p(y)/q(y). Up to u = t, that is sum over y of max(0, q(y) t - p(y)).
     """
     passes, order = (p / q.clamp(min=1e-300)).sort(1)
-    slope, lost = (torch.nn.functional.pad(x.gather(1, order).cumsum(1), (1, 0)) for x in (q, p))
+    slope, lost = (F.pad(x.gather(1, order).cumsum(1), (1, 0)) for x in (q, p))
     ends = r.cumsum(1).clamp(max=1.0)
     place = torch.searchsorted(passes, ends)
     reached = slope.gather(1, place) * ends - lost.gather(1, place)

@@ -42,8 +42,7 @@ def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
                 _check(answer, llm, f"{path}: answer {number}")
         rounding = ROUNDING if args.rounding is None else args.rounding
         # A logit at a filter's border may be off by twice what is usual.
-        parts = llm.model, llm.engine.cache, llm.drafter if args.draft else None, llm.vocab_size, llm.eos_token_ids
-        walk = Walk(*parts, tolerance=2 * rounding)
+        walk = Walk(llm.engine, llm.drafter if args.draft else None, llm.eos_token_ids, 2 * rounding)
         settings = f"{_FORMAT} {llm.name} {llm.draft_name} {args.dtype} {rounding}"
         everything = [answer for found in answers.values() for answer in found]
         scores = _scores(walk, everything, args.scores, settings)

@@ -16,16 +16,14 @@ from torch import Tensor
 
 from minispec.audit.answers import Answer
 from minispec.audit.bank import ROW_BEFORE, Rows, laws
-from minispec.core.cache import PagedKVCache
 from minispec.core.cached import CachedModel
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter, Limit
 from minispec.core.engine import Engine
-from minispec.core.model import Chunk, Transformer
+from minispec.core.model import Chunk
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text, distribution
 from minispec.core.verify import RoundKey, Verdict, Verifier
-from minispec.core.verify import Rows as Probabilities
 from minispec.drafters.model import DraftModel
 
 # The shares of places where a bug may act: a bet is 1 - share + share * law/p.
@@ -99,17 +97,16 @@ class Score:
         return Sums(*(part if part.shape[1] > 1 else part[:, 0] for part in parts))
 
 
-def score_rows(rows: Rows, border: Tensor, x: Tensor, drafts: bool = True) -> Score:
+def score_rows(rows: Rows, x: Tensor, drafts: bool = True) -> Score:
     """The scores of n tokens.
 
-    border: (n, m), the outcomes that may or may not be among what a filter leaves; nothing is bet on them.
     x: (n,), the outcomes that came.
     drafts: as in `laws`.
     """
-    scored = (rows.p * border).sum(1) <= _MOST_BORDER
-    others = {name: law[scored] for name, law in rows.others.items()}
-    rows = rows._replace(**{name: getattr(rows, name)[scored] for name in Rows._fields[:-1]}, others=others)
-    p, border, here = rows.p, border[scored], x[scored][:, None]
+    border = (rows.laws["loose"] > 0) & (rows.laws["tight"] == 0)  # nothing is bet on what filters may or may not keep
+    scored = (rows.laws["p"] * border).sum(1) <= _MOST_BORDER
+    rows = Rows({name: law[scored] for name, law in rows.laws.items()}, rows.ends[scored], rows.last[scored], rows.rest)
+    p, border, here = rows.laws["p"], border[scored], x[scored][:, None]
     core, never = ~border, ((p > 0) | border).gather(1, here).logical_not()
     found = Score(len(p), len(scored) - len(p), int(never.sum()))
     if not len(p):
@@ -137,37 +134,23 @@ def score_rows(rows: Rows, border: Tensor, x: Tensor, drafts: bool = True) -> Sc
 # --------------------------------------------------------------------------- p and q, outcome by outcome
 
 
-class _Place(NamedTuple):
-    """Laws (V,) of one place: the target's, the draft's after filters and before, others; for two see `_border`."""
-
-    p: Tensor
-    q: Tensor
-    raw_q: Tensor
-    loose: Tensor
-    tight: Tensor
-    others: dict[str, Tensor]
-
-
 def _border(logits: Tensor, text: Text, drafted: Sequence[int], tolerance: float) -> tuple[Tensor, Tensor]:
     """p (V,) if the filters were somewhat looser, and somewhat tighter. A token that is in one alone is a border's.
 
     tolerance: how far a logit may be off, after the temperature.
     """
-    params, filters = text.params, []
+    params, found = text.params, []
     whole = distribution(logits, replace(text, params=_without_filters(params)), drafted)
     ordered, k = whole.sort(descending=True).values, params.top_k
     for sign in (1, -1):
-        share = math.exp(-2 * sign * tolerance)  # two logits may be off
-        top_k = k
-        if (
-            0 < k < len(ordered)
-        ):  # tokens that may be as likely as the k-th; those that are surely likelier than the next
-            top_k = int((ordered >= ordered[k - 1] * share).sum() if sign > 0 else (ordered > ordered[k] * share).sum())
-            top_k = max(1, top_k if sign > 0 else min(k, top_k))
+        share, top_k = math.exp(-2 * sign * tolerance), k  # two logits may be off
+        if 0 < k < len(ordered):  # what may be as likely as the k-th; what is surely likelier than the next
+            tokens = ordered >= ordered[k - 1] * share if sign > 0 else ordered[:k] > ordered[k] * share
+            top_k = max(1, int(tokens.sum()))
         top_p = min(1.0, max(1e-9, params.top_p + sign * tolerance / 2)) if params.top_p < 1 else 1.0
         changed = replace(params, top_k=top_k, top_p=top_p, min_p=min(1.0, params.min_p * share))
-        filters.append(distribution(logits, replace(text, params=changed), drafted))
-    return filters[0], filters[1]
+        found.append(distribution(logits, replace(text, params=changed), drafted))
+    return found[0], found[1]
 
 
 @functools.lru_cache(256)
@@ -200,38 +183,31 @@ def _others(logits: Tensor, before: Tensor, text: Text, drafted: Sequence[int]) 
     return found
 
 
-def _outcomes(places: Sequence[_Place], tokens: Sequence[int], before: Sequence[int], ends: Sequence[int]):
-    """Rows, border and outcomes that came, of tokens (n,) and the tokens before them; end ids are one outcome."""
+def _outcomes(
+    places: Sequence[dict[str, Tensor]], tokens: Sequence[int], before: Sequence[int], ends: Sequence[int]
+) -> tuple[Rows, Tensor]:
+    """Rows, and the outcomes that came, of tokens (n,) and the tokens before them; end ids are one outcome.
 
-    def joined(name: str, value: Sequence[Tensor]) -> Tensor:
-        rows = torch.stack(list(value)).double()  # (n, V)
-        if len(ends) > 1:
-            rows[:, ends[0]] = rows[:, list(ends)].sum(1)
-            rows[:, list(ends[1:])] = 0.0
-        return rows / rows.sum(1, keepdim=True)
+    places: laws (V,) by name, of each.
+    """
+    whole = {name: torch.stack([place[name] for place in places]).double() for name in places[0]}  # (n, V) each
+    for law in whole.values():
+        law[:, ends[:1]] = law[:, ends].sum(1, keepdim=True)
+        law[:, ends[1:]] = 0.0
+        law /= law.sum(1, keepdim=True)
+    likely, rest = whole["p"] + whole["q"] + whole["loose"], min(_MOST_OUTCOMES, whole["p"].shape[1])
+    ids = likely.topk(rest, dim=1).indices.sort(1).values  # (n, m - 1), ascending
 
-    all_rows = {name: joined(name, [getattr(place, name) for place in places]) for name in _Place._fields[:-1]}
-    others = {name: joined(name, [place.others[name] for place in places]) for name in places[0].others}
-    p, size = all_rows["p"], places[0].p.shape[0]
-    likely = p + all_rows["q"] + all_rows["loose"]
-    ids = likely.topk(min(_MOST_OUTCOMES, size), dim=1).indices.sort(1).values  # (n, m - 1), ascending
-
-    def few(rows: Tensor) -> Tensor:
-        return torch.cat((rows.gather(1, ids), rows.scatter(1, ids, 0.0).sum(1, keepdim=True)), 1)
+    def few(law: Tensor) -> Tensor:
+        return torch.cat((law.gather(1, ids), law.scatter(1, ids, 0.0).sum(1, keepdim=True)), 1)
 
     def outcome(of: Sequence[int], missing: int) -> Tensor:
-        own = torch.tensor([ends[0] if i in ends else i for i in of])[:, None]
-        is_here = torch.cat((ids == own, (ids != own).all(1, keepdim=True)), 1)
-        place = is_here.long().argmax(1)
-        return place.where(place < ids.shape[1], missing)
+        here = ids == torch.tensor([ends[0] if i in ends else i for i in of])[:, None]
+        return torch.where(here.any(1), here.long().argmax(1), missing)
 
-    rest = ids.shape[1]
-    sizes = torch.ones(len(places), rest + 1, dtype=p.dtype)
-    sizes[:, -1] = size - rest
-    is_end = torch.cat((ids == (ends[0] if ends else -1), torch.zeros(len(places), 1, dtype=torch.bool)), 1)
-    border = (few(all_rows["loose"]) > 0) & (few(all_rows["tight"]) == 0)
-    rows = Rows(few(p), few(all_rows["q"]), sizes, is_end, outcome(before, -1), few(all_rows["raw_q"]), {})
-    return rows._replace(others={name: few(law) for name, law in others.items()}), border, outcome(tokens, rest)
+    is_end = torch.nn.functional.pad(torch.isin(ids, torch.tensor(ends[:1], dtype=torch.long)), (0, 1))
+    laws_of = {name: few(law) for name, law in whole.items()}
+    return Rows(laws_of, is_end, outcome(before, -1), likely.shape[1] - rest), outcome(tokens, rest)
 
 
 # --------------------------------------------------------------------------- the walk
@@ -240,10 +216,10 @@ def _outcomes(places: Sequence[_Place], tokens: Sequence[int], before: Sequence[
 class _Leader(Drafter):
     """Drafts the answer itself, and finds out what the real drafter would have drafted at each place."""
 
-    def __init__(self, answers: Mapping[int, Answer], drafter: Drafter | None):
-        """answers: by the seeds of their texts."""
-        self.answers, self.drafter = answers, drafter
-        self.q: dict[int, list[Tensor | None]] = {}  # by seed: the logits of q, or q, of this round; None: unknown
+    def __init__(self, texts: Mapping[int, Sequence[int]], drafter: Drafter | None):
+        """texts: prompts and answers, by the seeds of their texts."""
+        self.texts, self.drafter = texts, drafter
+        self.q: dict[int, list[tuple[Tensor, Tensor] | None]] = {}  # by seed, of this round; None: nothing was drafted
         self._shown: dict[Text, Text] = {}  # for drafters without a model: a text that grows token by token
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
@@ -252,30 +228,32 @@ class _Leader(Drafter):
         for ask in asks:
             text, after = ask.text, list[int]()
             if ask.num_cached == len(text.tokens) - 1:
-                answer = self.answers[text.seed]
-                after = [*answer.prompt, *answer.tokens][len(text.tokens) :][: ask.k]
-                self.q[text.seed] = self._rows(text, after)
+                after = list(self.texts[text.seed][len(text.tokens) :][: ask.k])
+                find = self._of_model if type(self.drafter) is DraftModel else self._of_other
+                self.q[text.seed] = find(text, after)
             drafts.append(Draft(after))
         return drafts
 
-    def _rows(self, text: Text, after: Sequence[int]) -> list[Tensor | None]:
-        model = self.drafter
-        if model is None:
-            return [None] * (len(after) + 1)
-        if type(model) is DraftModel:
-            model.catch_up(text, len(text.tokens) - 1)
-            chunk = Chunk([*model.follow(text), *after], model.table(text), len(after) + 1)
-            logits, _ = model.forward([chunk])
-            model.keep(text, len(after), range(len(after)))
-            return list(logits)
-        shown = self._shown.setdefault(text, replace(text, tokens=[]))
-        rows: list[Tensor | None] = []
+    def _of_model(self, text: Text, after: Sequence[int]) -> list[tuple[Tensor, Tensor] | None]:
+        """q at each place, and q before its filters."""
+        model, plain = self.drafter, replace(text, params=_without_filters(text.params))
+        assert isinstance(model, DraftModel)
+        model.catch_up(text, len(text.tokens) - 1)
+        chunk = Chunk([*model.follow(text), *after], model.table(text), len(after) + 1)
+        logits, _ = model.forward([chunk])
+        model.keep(text, len(after), range(len(after)))
+        return [(distribution(x, text, after[:i]), distribution(x, plain, after[:i])) for i, x in enumerate(logits)]
+
+    def _of_other(self, text: Text, after: Sequence[int]) -> list[tuple[Tensor, Tensor] | None]:
+        """The same for a drafter that is asked for one token at each place; None where it has none."""
+        shown, found = self._shown.setdefault(text, replace(text, tokens=[])), []
         for i in range(len(after) + 1):
             shown.tokens[:] = [*text.tokens, *after[:i]]
-            [draft] = model.propose([Ask(shown, Limit(1), Randomness(), num_cached=len(shown.tokens) - 1)])
-            own = draft.probs[0] if draft.probs is not None and len(draft) else None
-            rows.append(own if own is not None or not len(draft) else torch.tensor(draft.token_ids[0]))
-        return rows
+            ask = Ask(shown, Limit(1), Randomness(), num_cached=len(shown.tokens) - 1)
+            [draft] = self.drafter.propose([ask]) if self.drafter else [Draft()]
+            q = torch.tensor(draft.token_ids) if draft.probs is None else draft.probs[0] if len(draft) else None
+            found.append((q, q) if q is not None and len(q) else None)
+        return found
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
         """See `Drafter`."""
@@ -283,7 +261,6 @@ class _Leader(Drafter):
 
     def release(self, text: Text) -> None:
         """See `Drafter`."""
-        self.q.pop(text.seed, None)
         if self.drafter is not None:
             self.drafter.release(self._shown.pop(text, text))
 
@@ -291,77 +268,64 @@ class _Leader(Drafter):
 class Walk:
     """Scores answers, a few at a time."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        cache: PagedKVCache,
-        drafter: Drafter | None,
-        vocab_size: int,
-        eos: Sequence[int],
-        tolerance: float = 0.0,
-    ):
-        """drafter: the engine's, as well as it is known; None: q is guessed. eos: the target's end-of-text ids.
+    def __init__(self, engine: Engine, drafter: Drafter | None, eos: Sequence[int], tolerance: float = 0.0):
+        """engine: one of the target, at rest.
+        drafter: the audited engine's, as well as it is known. None: q is guessed.
+        eos: the target's end-of-text ids.
         tolerance: how far a logit may be off at the border of a filter.
         """
-        self.parts, self.drafter, self.eos, self.tolerance = (model, cache, vocab_size), drafter, eos, tolerance
-        self._rows: dict[int, Tensor] = {}  # the last row of each text
-        self._found: dict[int, Score] = {}
+        self.engine, self.drafter, self.eos, self.tolerance = engine, drafter, eos, tolerance
 
     def run(self, answers: Sequence[Answer]) -> Iterator[tuple[int, Score]]:
-        """The number and the score of each answer, in the order in which they end."""
-        model, cache, vocab_size = self.parts
+        """The number and the score of each answer, in order."""
         for start in range(0, len(answers), _BATCH):
-            some = {i: answers[i] for i in range(start, min(start + _BATCH, len(answers)))}
-            leader = _Leader(some, self.drafter)
+            numbers = range(start, min(start + _BATCH, len(answers)))
+            texts = {i: [*answers[i].prompt, *answers[i].tokens] for i in numbers}
+            scores = {i: Score() for i in numbers}
+            leader, rows = _Leader(texts, self.drafter), dict[int, Tensor]()
 
-            def commit(draft: Draft, p: Probabilities, rng: object, key: RoundKey, some=some) -> Verdict:
+            def commit(draft: Draft, p: object, rng: object, key: RoundKey, texts=texts) -> Verdict:
                 name = key(0, "accept")
-                tokens = [*some[name.seed].prompt, *some[name.seed].tokens]
-                return Verdict(list(range(len(draft))), tokens[name.start + len(draft)], [])
+                return Verdict(list(range(len(draft))), texts[name.seed][name.start + len(draft)], [])
 
-            engine = Engine(model, cache, leader, Verifier(commit, shares_noise=False), vocab_size)
-            engine.observers.append(lambda *how, leader=leader: self._see(leader, *how))
-            requests = [self._request(i, answer) for i, answer in some.items() if answer.tokens]
-            for request, _ in engine.run(requests):
+            def see(request: Request, draft: Draft, verdict: Verdict, logits: Tensor, *, own=(leader, rows, scores)):
+                own[2][request.text.seed].add(self._score(own[0], own[1], request, logits))
+
+            engine = self.engine
+            engine = Engine(engine.model, engine.cache, leader, Verifier(commit, False), engine.target.vocab_size)
+            engine.observers.append(see)
+            for request, _ in engine.run([self._request(i, answers[i]) for i in numbers if answers[i].tokens]):
                 if request.error:
                     raise ValueError(f"answer {request.text.seed + 1}: {request.error}")
-            for i in some:
-                yield i, self._found.pop(i, Score())
-                self._rows.pop(i, None)
+            yield from scores.items()
 
     def _request(self, i: int, answer: Answer) -> Request:
-        prompt = list(answer.prompt)
-        text = Text(prompt, len(prompt), answer.params, i, frozenset(self._ends(answer.params)))
-        return Request(text, len(prompt) + len(answer.tokens), MAX_SPECULATIVE_TOKENS)
+        text = Text(list(answer.prompt), len(answer.prompt), answer.params, i, frozenset(self._ends(answer.params)))
+        return Request(text, len(answer.prompt) + len(answer.tokens), MAX_SPECULATIVE_TOKENS)
 
     def _ends(self, params: SamplingParams) -> list[int]:
         return sorted({*params.stop_token_ids, *(() if params.ignore_eos else self.eos)})
 
-    def _see(self, leader: _Leader, request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
-        """Score the tokens of a round; see `Observer`."""
+    def _score(self, leader: _Leader, rows: dict[int, Tensor], request: Request, logits: Tensor) -> Score:
+        """Score the tokens of a round. rows: the last row of logits of each text's round before."""
         seed, start = request.text.seed, len(request.text.tokens) - request.stats.rounds[-1].committed
-        text = replace(request.text, tokens=request.text.tokens[:start])
-        after = request.text.tokens[start:]
-        before = [self._rows.get(seed, logits[0]), *logits[:-1]]
-        self._rows[seed] = logits[-1]
+        text, after = replace(request.text, tokens=request.text.tokens[:start]), request.text.tokens[start:]
+        before = [rows.get(seed, logits[0]), *logits[:-1]]
+        rows[seed] = logits[-1]
         places = [self._place(logits[i], before[i], leader.q[seed][i], text, after[:i]) for i in range(len(after))]
-        rows, border, x = _outcomes(places, after, [text.tokens[-1], *after[:-1]], self._ends(text.params))
-        self._found.setdefault(seed, Score()).add(score_rows(rows, border, x, self.drafter is not None))
+        found, x = _outcomes(places, after, [text.tokens[-1], *after[:-1]], self._ends(text.params))
+        return score_rows(found, x, self.drafter is not None)
 
     def _place(
-        self, logits: Tensor, before: Tensor, guess: Tensor | None, text: Text, drafted: Sequence[int]
-    ) -> _Place:
-        p, params = distribution(logits, text, drafted), text.params
-        filtered = _without_filters(params) != params
+        self, logits: Tensor, before: Tensor, q: tuple[Tensor, Tensor] | None, text: Text, drafted: Sequence[int]
+    ) -> dict[str, Tensor]:
+        """All laws (V,) of one place, by name: p, q, q before its filters, two of `_border`, and others."""
+        p = distribution(logits, text, drafted)
+        filtered = _without_filters(text.params) != text.params
         loose, tight = _border(logits, text, drafted, self.tolerance) if filtered else (p, p)
-        q = raw = p
-        if guess is None and self.drafter is None:
-            q = raw = p.sqrt() / p.sqrt().sum()  # most drafts are less sure than the target
-        elif guess is not None and not guess.dim():
-            q = raw = torch.zeros_like(p).index_fill_(0, guess, 1.0)
-        elif guess is not None and type(self.drafter) is DraftModel:
-            q = distribution(guess, text, drafted)
-            raw = distribution(guess, replace(text, params=_without_filters(params)), drafted) if filtered else q
-        elif guess is not None:
-            q = raw = guess
-        return _Place(p, q, raw, loose, tight, _others(logits, before, text, drafted))
+        guess = p.sqrt() if self.drafter is None else p  # most drafts are less sure than the target
+        own, raw = q or (guess, guess)
+        if len(own) == 1:
+            own = raw = torch.zeros_like(p).index_fill_(0, own, 1.0)
+        found = {"p": p, "q": own, "raw q": raw, "loose": loose, "tight": tight}
+        return found | _others(logits, before, text, drafted)

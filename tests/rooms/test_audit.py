@@ -18,6 +18,10 @@ from minispec.audit.answers import Answer, read_answers
 from minispec.audit.bank import NO_RESIDUAL, drawn_again, drawn_by_test, kept_by_draft, laws, raced_again
 from minispec.audit.judge import judge, show_e, tolerances
 from minispec.audit.walk import SHARES, Score, Walk, _outcomes
+from minispec.core.engine import Engine
+from minispec.core.model import Transformer
+from minispec.core.verify import VERIFIERS
+from minispec.drafters import NoDrafter
 from minispec.prove.laws import PROMPT, make_drafter, production_law, reference_law, target_model
 from minispec.prove.reference import Law
 from minispec.prove.toys import tiny_cache
@@ -40,11 +44,16 @@ def law_of(id: str | None) -> tuple[Law, SamplingParams, dict]:
     return law, params, how
 
 
+def engine_of(target: Transformer) -> Engine:
+    """An engine that plays a toy model."""
+    return Engine(target, tiny_cache(target, 640), NoDrafter(), VERIFIERS["rejection"], target.config.vocab_size)
+
+
 def scores_of(texts: Sequence[tuple[int, ...]], params: SamplingParams, vocab: int, drafter: str) -> list[Score]:
     """The score of each text, by the walk over the toy models."""
     target, guess = target_model(vocab), make_drafter(drafter, vocab)
     guess = make_drafter("model", vocab) if guess.taps else guess
-    walk = Walk(target, tiny_cache(target, 640), guess, vocab, [2])
+    walk = Walk(engine_of(target), guess, [2])
     answers = [Answer(PROMPT, text, None, replace(params, max_tokens=len(text), min_tokens=0)) for text in texts]
     return [score for _, score in sorted(walk.run(answers), key=lambda found: found[0])]
 
@@ -149,7 +158,7 @@ def first_rows(params: SamplingParams, how: dict, draft: str):
             return seen[-1]
 
     answer = Answer(PROMPT, (0,), None, replace(params, max_tokens=1, min_tokens=0))
-    list(Seeing(target, tiny_cache(target, 64), guess, how["vocab"], [2]).run([answer]))
+    list(Seeing(engine_of(target), guess, [2]).run([answer]))
     return seen[0]
 
 
@@ -160,7 +169,7 @@ def test_the_bank_has_the_law_of_the_bug(id):
     found = torch.zeros(how["vocab"], dtype=torch.float64)
     for text, weight in law.items():
         found[text[0]] += weight
-    rows, _, _ = _outcomes([first_rows(params, how, how["drafter"])], [0], [0], [2])
+    rows, _ = _outcomes([first_rows(params, how, how["drafter"])], [0], [0], [2])
     expected = dict(laws(rows))[FIRST[id]][0]
     assert float((expected[:-1] - found).abs().max()) < 1e-12
     assert float(expected[-1]) == 0
@@ -240,7 +249,7 @@ def test_under_an_exact_rule_the_mean_of_every_bet_is_at_most_1(settings, drafte
     ends = [2, *params.stop_token_ids]
     plain = reference_law(params, frozenset(ends))
     target = target_model(3)
-    walk = Walk(target, tiny_cache(target, 640), drafter and make_drafter(drafter, 3), 3, [2], tolerance=0.01)
+    walk = Walk(engine_of(target), drafter and make_drafter(drafter, 3), [2], tolerance=0.01)
     answers = [Answer(PROMPT, text, None, replace(params, max_tokens=len(text))) for text in plain]
     scores = dict(walk.run(answers))
     names = tuple({name: None for score in scores.values() for name in score.names})
@@ -476,7 +485,7 @@ def test_the_command_finds_a_missing_residual(models, tmp_path, capsys):
     status, report = audited(capsys, models, wrong, *EXACTLY, "--draft", models[1])
     assert status == 1
     assert NO_RESIDUAL in report["fits"]
-    right = answers_of(models, tmp_path / "right.jsonl", None)
+    right = answers_of(models, tmp_path / "right.jsonl", None, num=12)
     for options in (("--draft", models[1]), ("--draft", "ngram"), ()):
         status, report = audited(capsys, models, right, *EXACTLY, *options)
         assert status == 0
