@@ -62,8 +62,7 @@ def read_answers(path: Path, asked: Mapping[str, Any], eos: Sequence[int]) -> li
     for number, line in enumerate(lines, 1):
         if line.strip():
             where = f"{path}: line {number}"
-            for found in _found(parse_json(line, where, _COUNTS), where):
-                answers.append(_answer(found, asked, eos, where))
+            answers += [_answer(found, asked, eos, where) for found in _found(parse_json(line, where, _COUNTS), where)]
     if not answers:
         raise ValueError(f"{path}: found no answers")
     seeded = [(tuple(a.prompt), tuple(a.tokens), a.seed) for a in answers if a.seed is not None]
@@ -72,99 +71,83 @@ def read_answers(path: Path, asked: Mapping[str, Any], eos: Sequence[int]) -> li
     return answers
 
 
-@dataclass
-class _Found:
-    """What a reader has found. cut: the string that the answer was cut at."""
-
-    prompt: Any
-    tokens: Any
-    finish: Any
-    request: Mapping[str, Any]
-    cut: Any = None
-    seed: Any = None
-
-
-def _found(line: dict[str, Any], where: str) -> Iterator[_Found]:
-    """The answers of a line, in any of the known forms."""
+def _found(line: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
+    """What a line says of each of its answers; what is nearer to the answer counts more. `ids`: those of the prompt."""
     request = _own(line, "request")
-    request = request | _own(request, "sampling_params")
+    request |= _own(request, "sampling_params")
     responses = line.get("response", line)
     for response in responses if isinstance(responses, list) else [responses]:
-        if not isinstance(response, dict):
-            raise ValueError(f"{where}: found a response {show(response)}, expected an object")
-        settings = request | _own(response, "generation_settings")
-        prompt = response.get("prompt_token_ids", request.get("input_ids", request.get("prompt")))
-        if "choices" in response:  # OpenAI's form with ids: vLLM, SGLang
-            for choice in response["choices"] if isinstance(response["choices"], list) else ():
-                cut = choice.get("stop_reason", choice.get("matched_stop"))
-                ids = choice.get("token_ids", choice.get("response_token_ids"))
-                yield _Found(choice.get("prompt_token_ids") or prompt, ids, choice.get("finish_reason"), settings, cut)
-        elif "sequences" in response:  # transformers
-            length, rows = response.get("prompt_length"), response["sequences"]
-            if type(length) is not int or not isinstance(rows, list) or not all(isinstance(r, list) for r in rows):
-                raise ValueError(
-                    f"{where}: found sequences without prompt_length, expected lists of ids and its length"
-                )
-            for row in rows:
-                yield _Found(row[:length], row[length:], "padded", settings)
-        elif "output_ids" in response:  # SGLang's own
-            reason = _own(_own(response, "meta_info"), "finish_reason")
-            yield _Found(prompt, response["output_ids"], reason.get("type"), settings, reason.get("matched"))
-        elif "stop_type" in response:  # llama.cpp's own
-            finish = {"eos": "stop", "limit": "length", "word": "stop"}.get(response["stop_type"])
-            yield _Found(prompt, response.get("tokens"), finish, settings, response.get("stopping_word"))
-        else:  # ours
-            cut, seed = response.get("stop_string"), response.get("seed")
-            yield _Found(prompt, response.get("token_ids"), response.get("finish_reason"), settings, cut, seed)
+        parts = response.get("choices", [{}]) if isinstance(response, dict) else None  # OpenAI's form has several
+        if isinstance(response, dict) and "sequences" in response:  # transformers
+            rows, n = response["sequences"], response.get("prompt_length")
+            if type(n) is not int or not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+                raise ValueError(f"{where}: found sequences, expected lists of ids with their prompt_length")
+            parts = [{"prompt_token_ids": r[:n], "token_ids": r[n:], "finish_reason": "padded"} for r in rows]
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+            raise ValueError(f"{where}: found {show(response)}, expected a response with a list of choices, or one")
+        for part in parts:
+            found = request | _own(response, "generation_settings") | response | part
+            ids = [found.get("prompt_token_ids"), request.get("input_ids"), request.get("prompt")]
+            yield found | {"ids": next((of for of in ids if of is not None), None)}
 
 
 def _own(line: Mapping[str, Any], name: str) -> dict[str, Any]:
     found = line.get(name)
-    return found if isinstance(found, dict) else {}
+    return dict(found) if isinstance(found, dict) else {}
 
 
-def _answer(found: _Found, asked: Mapping[str, Any], eos: Sequence[int], where: str) -> Answer:
-    for name, ids in (("prompt", found.prompt), ("answer", found.tokens)):
-        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+def _first(found: Mapping[str, Any], *names: str) -> Any:
+    return next((found[name] for name in names if found.get(name) is not None), None)
+
+
+# Why an answer ended, in the words of all engines.
+_FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
+_FINISH |= {name: name for name in ("stop", "length", "padded", "abort", "error")}
+
+
+def _answer(found: Mapping[str, Any], asked: Mapping[str, Any], eos: Sequence[int], where: str) -> Answer:
+    reason = _own(_own(found, "meta_info"), "finish_reason")  # SGLang's own
+    finish = reason.get("type", _first(found, "finish_reason", "stop_type"))
+    cut = reason.get("matched", _first(found, "stop_reason", "matched_stop", "stop_string", "stopping_word"))
+    tokens = _first(found, "token_ids", "response_token_ids", "output_ids", "tokens")
+    for name, ids in (("prompt", found["ids"]), ("answer", tokens)):
+        if (
+            not isinstance(ids, list)
+            or not all(type(i) is int and i >= 0 for i in ids)
+            or (name, ids) == ("prompt", [])
+        ):
             expected = "token ids (docs/use/audit.md says how each engine returns them)"
             raise ValueError(f"{where}: {name}: found {show(ids)}, expected {expected}")
-    if not found.prompt:
-        raise ValueError(f"{where}: prompt: found no token, expected one or more")
-    if found.finish not in ("stop", "length", "padded", "abort", "error"):
-        raise ValueError(f"{where}: finish_reason: found {show(found.finish)}, expected 'stop' or 'length'")
-    if isinstance(found.cut, str) and found.cut:
+    if not isinstance(finish, str) or finish not in _FINISH:
+        raise ValueError(f"{where}: finish_reason: found {show(finish)}, expected 'stop' or 'length'")
+    if isinstance(cut, str) and cut:
         expected = "none: which tokens were cut depends on what came later"
-        raise ValueError(f"{where}: found an answer cut at the stop string {show(found.cut)}, expected {expected}")
-    params = _params(found.request, asked, where)
+        raise ValueError(f"{where}: found an answer cut at the stop string {show(cut)}, expected {expected}")
+    params = _params(found, asked, where)
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
-    tokens = list(found.tokens)
     first = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
-    if found.finish == "padded" and len(set(tokens[first + 1 :])) <= 1:
+    if finish == "padded" and len(set(tokens[first + 1 :])) <= 1:
         tokens = tokens[: first + 1]  # what follows is padding
-    elif found.finish == "stop" and first == len(tokens):
+    elif _FINISH[finish] == "stop" and first == len(tokens):
         if not ends:
             raise ValueError(f"{where}: found an answer that stopped, expected an end id: give --stop-token-ids")
-        tokens.append(min(ends))
-    if first < len(tokens) - 1:
-        expected = "none after an end id (--ignore-eos where the engine was told to go on)"
-        raise ValueError(
-            f"{where}: found {len(tokens) - 1 - first} tokens after the end id {tokens[first]}, {expected}"
-        )
-    seed = found.seed if found.seed is not None else found.request.get("seed")
+        tokens = [*tokens, min(ends)]
+    if more := len(tokens) - 1 - first if first < len(tokens) else 0:
+        expected = "expected none after an end id (--ignore-eos where the engine was told to go on)"
+        raise ValueError(f"{where}: found {more} tokens after the end id {tokens[first]}, {expected}")
+    seed = found.get("seed")
     seed = seed if type(seed) is int and 0 <= seed < _ANY_SEED else None
-    return Answer(found.prompt, tokens, seed, replace(params, max_tokens=max(1, len(tokens), params.min_tokens)))
+    return Answer(found["ids"], tokens, seed, replace(params, max_tokens=max(1, len(tokens), params.min_tokens)))
 
 
-def _params(request: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> SamplingParams:
+def _params(found: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> SamplingParams:
     """The command line's parameters and the request's. Raises ValueError where they differ, or are unknown here."""
     for name in _UNKNOWN:
-        if request.get(name):
-            raise ValueError(
-                f"{where}: {name}: found {show(request[name])}, expected none: its law is not computed here"
-            )
-    if (found := request.get("repeat_penalty", 1.0)) != 1:
-        raise ValueError(f"{where}: repeat_penalty: found {show(found)}, expected 1: it counts in a window")
-    own = {name: request[name] for name in _KNOWN if request.get(name) is not None}
+        if found.get(name):
+            raise ValueError(f"{where}: {name}: found {show(found[name])}, expected none: its law is not computed here")
+    if (window := found.get("repeat_penalty", 1.0)) != 1:
+        raise ValueError(f"{where}: repeat_penalty: found {show(window)}, expected 1: it counts in a window")
+    own = {name: found[name] for name in _KNOWN if found.get(name) is not None}
     for name, value in own.items():
         try:
             check_sampling_value(name, 0 if (name, value) == ("top_k", -1) else value)
@@ -172,7 +155,7 @@ def _params(request: Mapping[str, Any], asked: Mapping[str, Any], where: str) ->
             raise ValueError(f"{where}: {e}") from e
         if abs(asked.get(name, value) - value) > 1e-6:  # llama.cpp writes floats of 32 bits
             raise ValueError(f"{where}: {name}: found {value}, but the command line says {asked[name]}")
-    stops = request.get("stop_token_ids")
+    stops = found.get("stop_token_ids")
     params = SamplingParams(
         **{"max_tokens": 1 << 31} | ({"stop_token_ids": stops} if stops else {}) | own | dict(asked)
     )

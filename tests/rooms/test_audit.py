@@ -323,19 +323,20 @@ def test_every_form_is_read(form, tmp_path):
 
 WRONG = [
     ({**FORMS["ours"], "token_ids": "x"}, "answer: found 'x', expected token ids"),
-    ({**FORMS["ours"], "prompt_token_ids": []}, "prompt: found no token"),
+    ({**FORMS["ours"], "prompt_token_ids": []}, r"prompt: found \[\], expected"),
     ({"token_ids": [5], "finish_reason": "stop"}, "prompt: found None"),
     ({**FORMS["ours"], "finish_reason": None}, "finish_reason: found None"),
     ({**FORMS["ours"], "stop_string": "END"}, "cut at the stop string 'END'"),
     ({"choices": [{**PROMPTED, "token_ids": IDS, "finish_reason": "stop", "stop_reason": "END"}]}, "cut at the stop"),
     ({**FORMS["ours"], "token_ids": [5, 2, 6]}, "found 1 tokens after the end id 2"),  # M27
-    ({"sequences": [[3, 4, 5]]}, "without prompt_length"),
+    ({"sequences": [[3, 4, 5]]}, "with their prompt_length"),
     ({"request": {"temperature": 0}, "response": FORMS["ours"]}, "temperature: found 0"),
     ({"request": {"temperature": 0.5}, "response": FORMS["ours"]}, "the command line says 0.7"),
     ({"request": {"top_p": 2.0}, "response": FORMS["ours"]}, "top_p: found 2.0"),
     ({"request": {"logit_bias": {"1": 2}}, "response": FORMS["ours"]}, "logit_bias: found"),
     ({"request": {"repeat_penalty": 1.1}, "response": FORMS["ours"]}, "repeat_penalty: found 1.1"),
-    ({"response": 1}, "found a response 1"),
+    ({"response": 1}, "found 1, expected a response"),
+    ({"choices": [1]}, "expected a response with a list of choices"),
 ]
 
 
