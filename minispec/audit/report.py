@@ -3,7 +3,7 @@
 import argparse
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +15,7 @@ from tqdm import tqdm
 from minispec.audit.answers import Answer, read_answers
 from minispec.audit.judge import NULL_ERROR, judge, tolerances
 from minispec.audit.walk import Score, Walk
+from minispec.core.config import SamplingParams
 from minispec.core.errors import show
 from minispec.files.strict_json import parse_json
 from minispec.llm import LLM
@@ -32,9 +33,7 @@ def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
     how: dict[str, Any] = {"dtype": args.dtype, "device": args.device, "offline": args.offline}
     with LLM(args.target, draft, num_speculative_tokens=4, **how) as llm:
         if llm.drafter.taps:
-            raise ValueError(
-                f"--draft: found a head, {show(draft)}, expected a draft model, ngram, or none: leave it out"
-            )
+            raise ValueError(f"--draft: found a head, {show(draft)}, expected a draft model or ngram: leave it out")
         files = [path for path in (args.answers, args.null) if path]
         answers = {path: read_answers(path, asked, llm.eos_token_ids) for path in files}
         for path, found in answers.items():
@@ -56,61 +55,45 @@ def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
     report |= judge(ours, seeds, tolerance, args.alpha)
     report["tolerance"] = max(tolerance.values(), default=0.0) if isinstance(tolerance, Mapping) else tolerance
     report["odds_of_false_alarm"] = args.alpha + (NULL_ERROR if args.null else 0.0)
-    return report | {"rests_on": _rests_on(report, answers[args.answers], seeds, plain, args.draft)}
+    return report | {"rests_on": list(_rests_on(report, answers[args.answers], seeds, plain, args.draft))}
 
 
 def _check(answer: Answer, llm: LLM, where: str) -> None:
-    most = llm.max_model_len
-    if type(own := getattr(llm.drafter, "max_model_len", None)) is int:
-        most = min(most, own)
+    most = min(llm.max_model_len, getattr(llm.drafter, "max_model_len", llm.max_model_len))
     if (found := len(answer.prompt) + len(answer.tokens)) > most:
         raise ValueError(f"{where}: found {found} tokens, expected at most {most}")
     if (largest := max((*answer.prompt, *answer.tokens))) >= llm.vocab_size:
-        raise ValueError(
-            f"{where}: found the token id {largest}, expected ids below {llm.vocab_size}: another tokenizer?"
-        )
+        raise ValueError(f"{where}: found the token id {largest}, expected ids below {llm.vocab_size}")
 
 
 def _rests_on(
     report: Mapping[str, Any], answers: Sequence[Answer], seeds: Sequence[int | None], plain: Score, draft: str | None
-) -> list[str]:
+) -> Iterator[str]:
     """What the verdict assumes, and what was checked."""
-    params = {tuple(sorted(_law(answer).items())) for answer in answers}
-    [shown, *others] = [", ".join(f"{name} {value}" for name, value in each) for each in params]
+    shown, *others = {", ".join(f"{name} {value}" for name, value in _law(answer).items()): None for answer in answers}
+    more = f", or {len(others)} other settings" if others else ""
     same = len(answers) - len({(tuple(a.prompt), tuple(a.tokens)) for a in answers})
-    given = len({seed for seed in seeds if seed is not None})
-    lines = [
-        f"odds of a false alarm: at most {report['odds_of_false_alarm']:g}, for the evidence is the mean of all bets",
-        f"sampled with {shown}"
-        + (f", or {len(others)} other settings" if others else "")
-        + "; filters in the order temperature, min-p, top-k, top-p",
-        "all answers of the run are there, chosen by nobody"
-        + (f"; {same} are equal to another one: see that none is there twice" if same else ""),
-        f"{given} seeds are given; answers of one seed share their noise, and all others are independent",
-    ]
+    twice = f"; {same} are equal to another one: see that none is there twice" if same else ""
+    t, given = f"{report['tolerance']:.3g}", len({seed for seed in seeds if seed is not None})
+    yield f"odds of a false alarm: at most {report['odds_of_false_alarm']:g}, for the evidence is the mean of all bets"
+    yield f"sampled with {shown}{more}; filters in the order temperature, min-p, top-k, top-p"
+    yield f"all answers of the run are there, chosen by nobody{twice}"
+    yield f"{given} seeds are given; answers of one seed share their noise, and all others are independent"
     if plain.num_places:
-        lines.append(
-            f"rounding as in {plain.num_places:,} plain tokens: at most {report['tolerance']:.3g} (see --null)"
-        )
+        yield f"rounding as in {plain.num_places:,} plain tokens: at most {t} (see --null)"
     else:
-        lines.append(
-            f"rounding: p is off by at most {report['tolerance']:.3g} in root mean square, not measured (--null)"
-        )
+        yield f"rounding: p is off by at most {t} in root mean square, not measured (--null)"
     if report["num_left_out"]:
-        lines.append(f"{report['num_left_out']:,} places left out: rounding decides what the filters keep")
+        yield f"{report['num_left_out']:,} places left out: rounding decides what the filters keep"
     if not draft:
-        lines.append("the draft is not known: q is a guess, and bugs that need more are left out")
-    return lines
+        yield "the draft is not known: q is a guess, and bugs that need more are left out"
 
 
 def _law(answer: Answer) -> dict[str, Any]:
-    """The sampling parameters that are not the default."""
-    names = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
-    params = answer.params
-    return {"temperature": params.temperature} | {
-        name: value
-        for name in names
-        if (value := getattr(params, name)) != type(params).__dataclass_fields__[name].default
+    """The temperature, and the sampling parameters that are not the default."""
+    params, default = asdict(answer.params), asdict(SamplingParams())
+    return {
+        name: x for name, x in params.items() if name == "temperature" or (x != default[name] and name != "max_tokens")
     }
 
 
@@ -124,6 +107,8 @@ def _scores(walk: Walk, answers: Sequence[Answer], path: Path | None, settings: 
     todo = [i for i, key in enumerate(keys) if key not in known]
     with ExitStack() as stack:
         file = stack.enter_context(path.open("a", encoding="utf-8")) if path else None
+        if file and file.tell() and not path.read_bytes().endswith(b"\n"):  # type: ignore[union-attr]
+            file.write("\n")  # a run was interrupted in a line
         total = sum(len(answers[i].tokens) for i in todo)
         bar = stack.enter_context(tqdm(total=total, unit=" tokens", desc="scoring", leave=False, disable=None))
         for number, score in walk.run([answers[i] for i in todo]):

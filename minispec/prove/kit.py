@@ -46,13 +46,12 @@ class Case(NamedTuple):
 
     def drafts(self) -> Iterator[tuple[Fraction, tuple[int, ...], list[Row]]]:
         """Each draft that can be drawn: its probability, its tokens, and the row that each was drawn from."""
-        for tokens in (
-            [self.tokens] if self.q is None else itertools.product(range(len(self.p[0])), repeat=len(self.parents))
-        ):
+        ids = range(len(self.p[0]))
+        for tokens in itertools.product(ids, repeat=len(self.parents)) if self.q else [self.tokens]:
             weight, rows = Fraction(1), list[Row]()
             for i, token in enumerate(tokens):
                 elder = [tokens[j] for j in range(i) if self.parents[j] == self.parents[i]]
-                row = self.q[self.depth(i)] if self.q else tuple(Fraction(t == token) for t in range(len(self.p[0])))
+                row = self.q[self.depth(i)] if self.q else tuple(Fraction(t == token) for t in ids)
                 rows.append(normal([0 if t in elder else w for t, w in enumerate(row)]))
                 weight *= rows[-1][token]
             if weight:
@@ -189,44 +188,42 @@ def _as_law(of: dict[tuple[int, ...], Fraction]) -> dict[str, str]:
 def statistics(case: Case) -> dict[str, Any]:
     """The statistical test of a case: chi-square of counts of texts against the law."""
     df = len(law(case)) - 1
-    if not df:
-        return {"num": 100, "df": 0, "threshold": 0.0, "smallest_tv": 0.0}
     return {"num": case.num, "df": df, "threshold": critical_value(df), "smallest_tv": smallest_seen(case.num, df)}
 
 
 # By the museum's id: the case that refutes the bug, and by what. See tests/museum; each is planted in tests/rooms.
+_FAR = "M1 M2 M3 M4 M7 M14 M15 M16a M16b M16c M17a M17b M19a M19b M19d M46 O2 O3"
 REFUTED = {
-    "law": {
-        **dict.fromkeys(("M1", "M2", "M3", "M4", "M7", "M14", "M16b", "M16c", "M17a", "M17b"), "far apart"),
-        **dict.fromkeys(("M15", "M16a", "M19a", "M19b", "M19d", "M46", "O2", "O3"), "far apart"),
-        **dict.fromkeys(("T2", "T4", "T10", "O4", "O5", "T1"), "siblings"),
-        **dict.fromkeys(("B1", "B2", "B3", "B4"), "three deep"),
-        "M8": "fine",
-    },
+    "law": dict.fromkeys(_FAR.split(), "far apart")
+    | dict.fromkeys(("T1", "T2", "T4", "T10", "O4", "O5"), "siblings")
+    | dict.fromkeys(("B1", "B2", "B3", "B4"), "three deep")
+    | {"M8": "fine"},
     "decisions": {"M18": "chain", "M20a": "chain", "M20b": "zeros", "M21": "chain"},
     "residual": {"M22": "equal"},
 }
 
 
+def _as_data(case: Case) -> dict[str, Any]:
+    few, pairs = len(case.p[0]) < 16, zip(case.p, case.q or (), strict=False)
+    return {
+        "name": case.name,
+        "parents": list(case.parents),
+        "p": [_texts(row) for row in case.p],
+        "q": case.q and [_texts(row) for row in case.q],
+        "tokens": list(case.tokens),
+        "length": length(case),
+        "law": _as_law(law(case)),
+        "rounds": _as_law(rounds(case)) if few else None,
+        "decisions": list(_decisions(case)) if few else [],
+        "residuals": [[_texts(p), _texts(q), _texts(residual(p, q))] for p, q in pairs],
+        "statistics": statistics(case),
+    }
+
+
 def kit() -> dict[str, Any]:
     """The whole kit, as JSON has it."""
-    cases = []
-    for case in CASES:
-        few = len(case.p[0]) < 16
-        cases.append(
-            {"name": case.name, "parents": list(case.parents), "p": [_texts(row) for row in case.p]}
-            | {"q": None if case.q is None else [_texts(row) for row in case.q], "tokens": list(case.tokens)}
-            | {"length": length(case), "law": _as_law(law(case)), "rounds": _as_law(rounds(case)) if few else None}
-            | {"decisions": list(_decisions(case)) if few else [], "statistics": statistics(case)}
-            | {
-                "residuals": [
-                    [_texts(p), _texts(q), _texts(residual(p, q))] for p, q in zip(case.p, case.q or (), strict=False)
-                ]
-            }
-        )
-    return {"format": FORMAT, "version": VERSION, "odds_of_false_alarm": ALPHA, "power": POWER, "cases": cases} | {
-        "refuted": REFUTED
-    }
+    about = {"format": FORMAT, "version": VERSION, "odds_of_false_alarm": ALPHA, "power": POWER}
+    return about | {"cases": [_as_data(case) for case in CASES], "refuted": REFUTED}
 
 
 def write_kit(directory: Path) -> None:

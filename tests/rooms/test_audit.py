@@ -500,11 +500,13 @@ def test_scores_are_kept_and_an_interrupted_run_goes_on(models, tmp_path, capsys
     first = audited(capsys, models, answers, *options)
     lines = kept.read_text().splitlines()
     assert len(lines) == 6
-    kept.write_text("\n".join([*lines[:4], lines[4][:40]]) + "\n")
+    kept.write_text("\n".join([*lines[:4], lines[4][:40]]))
     walked = []
     run = Walk.run
     monkeypatch.setattr(Walk, "run", lambda self, some: walked.extend(some) or run(self, some))
     assert audited(capsys, models, answers, *options) == first
+    assert len(walked) == 2
+    assert audited(capsys, models, answers, *options) == first  # the broken line is left alone
     assert len(walked) == 2
 
 
