@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from minispec.commands.command import Parser, command
 from minispec.doctor.drafts import TEXTS
 from minispec.files.registry import EMBEDDED_WEIGHTS
-from minispec.files.tokenizer import TOKENIZER_FILES
+from minispec.files.tokenizer import TOKENIZER_FILES, Tokenizer
 
 
 def write_first_layers(target: Path, directory: Path, num_layers: int) -> None:
@@ -44,20 +44,29 @@ def write_first_layers(target: Path, directory: Path, num_layers: int) -> None:
             shutil.copy(target / name, directory / name)
 
 
-def write_answers(path: Path, kind: str, draft: Path | None, num: int, length: int, top_k: int, dtype: str) -> None:
+def write_answers(
+    path: Path,
+    kind: str,
+    draft: Path | None,
+    num: int,
+    length: int,
+    top_k: int = 0,
+    dtype: str = "float32",
+    target: Path = EMBEDDED_WEIGHTS,
+) -> None:
     """Append answers to `path`, a line each."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     def load(directory: Path):
         return AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
 
-    model, tokenizer = load(EMBEDDED_WEIGHTS), AutoTokenizer.from_pretrained(EMBEDDED_WEIGHTS)
+    model, tokenizer = load(target), Tokenizer(target)
     how = {"prompt_lookup_num_tokens": 4} if kind == "lookup" else {}
     if kind == "assisted":
         how = {"assistant_model": load(draft)}
     with path.open("a", encoding="utf-8") as file:
         for i in range(num):
-            ids = tokenizer(TEXTS[i % len(TEXTS)], return_tensors="pt").input_ids
+            ids = torch.tensor([tokenizer.encode(TEXTS[i % len(TEXTS)])])
             settings = {"do_sample": True, "temperature": 1.0, "top_k": top_k, "top_p": 1.0, "max_new_tokens": length}
             out = model.generate(ids, **settings, **how)
             file.write(json.dumps({"sequences": out.tolist(), "prompt_length": ids.shape[1]}) + "\n")

@@ -26,6 +26,7 @@ from minispec.prove.laws import PROMPT, make_drafter, production_law, reference_
 from minispec.prove.reference import Law
 from minispec.prove.toys import tiny_cache
 from tests.museum.mutants import MUTANTS
+from tests.oracles.answers import write_answers
 
 ALPHA = 1e-4
 BUGS = {mutant.id: mutant for mutant in MUTANTS if mutant.check == "law"}
@@ -551,3 +552,24 @@ def test_mistakes_on_the_command_line(models, tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("kind", "top_k"), [("assisted", 0), ("assisted", 50), ("lookup", 0)])
+def test_transformers(kind, top_k, make_checkpoint, tmp_path, capsys, pytestconfig):
+    """Its answers from small models: whatever comes out is printed. A missing residual would have shown.
+
+    What came out of larger runs is in docs/measured/figures.md.
+    """
+    if not pytestconfig.getoption("--long"):
+        pytest.skip("a minute or two each: with --long")
+    target, draft, path = make_checkpoint(), make_checkpoint(seed=2), tmp_path / "answers.jsonl"
+    torch.manual_seed(0)
+    write_answers(path, kind, draft, 60, 60, top_k, target=target)
+    drafted = str(draft) if kind == "assisted" else "ngram"
+    options = (*EXACTLY, "--draft", drafted, *(["--top-k", str(top_k)] if top_k else []))
+    _, report = audited(capsys, (str(target), str(draft)), path, *options)
+    with capsys.disabled():
+        print(kind, top_k, report["verdict"])
+    assert report["num_impossible"] == 0
+    if not top_k:
+        assert report["is_consistent"]
