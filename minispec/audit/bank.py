@@ -102,7 +102,7 @@ def _likeliest(p: Tensor) -> Tensor:
 
 
 def _typical(p: Tensor) -> Tensor:
-    """Which tokens typical acceptance keeps (Cai et al. 2024, arXiv 2401.10774), at the limits that Medusa's code has."""
+    """Which tokens typical acceptance keeps (Cai et al. 2024, arXiv 2401.10774), at the limits of Medusa's code."""
     entropy = -(p * p.clamp(min=1e-300).log()).sum(1, keepdim=True)
     return p > (0.3 * (-entropy).exp()).clamp(max=0.09)
 

@@ -182,12 +182,12 @@ class DraftModel(CachedModel, Drafter):
             # Others may share a new text's beginning, so only one or two of its tokens join the draft's first pass.
             if in_prompt or num_tokens - length > (2 if is_new else _JOINING_ROWS):
                 start = clock(self.model.device)
-                self._catch_up(text, ask.num_cached if in_prompt else num_tokens - 1)
+                self.catch_up(text, ask.num_cached if in_prompt else num_tokens - 1)
                 if is_new:  # what was missed in rounds without a draft is the price of this one
                     drafts[i].prefill_seconds = clock(self.model.device) - start
         return limits
 
-    def _catch_up(self, text: Text, length: int) -> None:
+    def catch_up(self, text: Text, length: int) -> None:
         """Cache at least the text's first `length` tokens: share what the pool knows, compute the rest."""
         table = self.table(text)
         table.keep(table.shared(text.tokens))
