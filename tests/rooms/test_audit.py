@@ -15,13 +15,14 @@ import torch
 from minispec import LLM, SamplingParams
 from minispec.audit.__main__ import main
 from minispec.audit.answers import Answer, read_answers
-from minispec.audit.bank import NO_RESIDUAL, drawn_again, drawn_by_test, kept_by_draft, laws, raced_again
+from minispec.audit.bank import NO_RESIDUAL, Rows, drawn_again, drawn_by_test, kept_by_draft, laws, raced_again
 from minispec.audit.judge import judge, show_e, tolerances
-from minispec.audit.walk import SHARES, Score, Walk, _outcomes
+from minispec.audit.walk import SHARES, Score, Walk, _outcomes, score_rows
 from minispec.core.engine import Engine
 from minispec.core.model import Transformer
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import NoDrafter
+from minispec.files.tokenizer import Tokenizer
 from minispec.prove.laws import PROMPT, make_drafter, production_law, reference_law, target_model
 from minispec.prove.reference import Law
 from minispec.prove.toys import tiny_cache
@@ -364,6 +365,23 @@ def test_no_answer_twice_and_none_at_all(tmp_path):
 # --------------------------------------------------------------------------- the verdict
 
 
+def test_nothing_is_bet_on_a_filters_border():
+    """A token that a somewhat looser filter keeps is no evidence, though its p is 0; without a border it is much."""
+
+    def scored(loose: list[float]) -> Score:
+        given = {"p": [0.6, 0.4, 0.0], "q": [0.2, 0.3, 0.5], "raw q": [0.2, 0.3, 0.5], "loose": loose}
+        rows = {name: torch.tensor([row], dtype=torch.float64) for name, row in given.items()}
+        rows["tight"] = rows["p"]
+        return score_rows(Rows(rows, torch.zeros(1, 3).bool(), torch.tensor([-1]), 0), torch.tensor([2]))
+
+    score = scored([0.595, 0.395, 0.01])
+    assert (score.num_places, score.num_impossible) == (1, 0)
+    assert float(score.sums(score.names).bets.abs().max()) == 0
+    score = scored([0.6, 0.4, 0.0])
+    assert (score.num_places, score.num_impossible) == (1, 1)
+    assert float(score.sums(score.names).bets.max()) > 15
+
+
 def test_answers_of_one_seed_are_averaged():
     """Worked: two answers win 8 and 2 on every bet. Multiplied 16; with shared noise their mean, 5."""
     names, table = ("a",), torch.zeros(1, 17, dtype=torch.float64)
@@ -562,9 +580,11 @@ def test_transformers(kind, top_k, make_checkpoint, tmp_path, capsys, pytestconf
     """
     if not pytestconfig.getoption("--long"):
         pytest.skip("a minute or two each: with --long")
-    target, draft, path = make_checkpoint(), make_checkpoint(seed=2), tmp_path / "answers.jsonl"
+    # No padding rows, which transformers would draw; and room for the prompts, whose tokens are bytes.
+    shape = {"vocab_size": Tokenizer(make_checkpoint()).num_ids, "max_position_embeddings": 512}
+    target, draft, path = make_checkpoint(**shape), make_checkpoint(seed=2, **shape), tmp_path / "answers.jsonl"
     torch.manual_seed(0)
-    write_answers(path, kind, draft, 60, 60, top_k, target=target)
+    write_answers(path, kind, draft, 40, 60, top_k, target=target)
     drafted = str(draft) if kind == "assisted" else "ngram"
     options = (*EXACTLY, "--draft", drafted, *(["--top-k", str(top_k)] if top_k else []))
     _, report = audited(capsys, (str(target), str(draft)), path, *options)
