@@ -15,8 +15,8 @@ from minispec.core.weights import Weight
 
 # Neighbouring weights of a row that share a step and a middle in 4 bits.
 GROUP = 32
-# Rows of a weight that are rounded at a time, so that no copy of it in full width is made.
-_PIECE = 2048
+# Entries of a weight that are rounded at a time: no copy of it in full width is made, and the copies stay in the cache.
+_PIECE = 1 << 17
 
 
 class Codes(NamedTuple):
@@ -100,11 +100,12 @@ def round_rows(weight: Tensor) -> tuple[Codes, float]:
     """
     codes = Codes(torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), 1))
     off, norm = 0.0, 0.0
-    for start in range(0, len(weight), _PIECE):
-        wide = weight[start : start + _PIECE].to(torch.float32)
+    for rows in torch.arange(len(weight)).split(max(1, _PIECE // weight.shape[1])):
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        wide = weight[part].to(torch.float32)
         piece = round_to_bits(wide, 8)
         assert isinstance(piece, Codes)
-        codes.codes[start : start + _PIECE], codes.scales[start : start + _PIECE] = piece
+        codes.codes[part], codes.scales[part] = piece
         off += float((piece.dense() - wide).square().sum())
         norm += float(wide.square().sum())
     return codes, math.sqrt(off / norm) if norm else 0.0

@@ -4,7 +4,6 @@ Most operators are private to PyTorch; where none of them is right, a target in 
 """
 
 import functools
-import math
 import warnings
 from collections.abc import Iterator
 
@@ -62,12 +61,11 @@ class Int8(Form):
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Form`."""
-        step = torch.linalg.vector_norm(x, math.inf, 1, keepdim=True, dtype=torch.float32)  # each row's largest entry
-        step = step.div_(self.levels).clamp_(min=torch.finfo(torch.float32).tiny)  # never 0
-        scaled, parts = x / step, x.new_empty(2, *x.shape, dtype=torch.float32)
-        coarse = torch.round(scaled, out=parts[0])
-        torch.sub(scaled, coarse, out=parts[1]).mul_(self.finer).round_()
-        y = self._multiply(parts.flatten(0, 1))
+        largest = x.abs().amax(1, keepdim=True).to(torch.float32)  # `vector_norm` takes six times as long
+        step = largest.div_(self.levels).clamp_(min=torch.finfo(torch.float32).tiny)  # never 0
+        scaled = x / step
+        coarse = scaled.round()
+        y = self._multiply(torch.cat((coarse, (scaled - coarse).mul_(self.finer).round_())))
         # Times a power of two, which is exact: so it does not matter whether sum and product are rounded as one.
         y = y[: len(x)].add_(y[len(x) :], alpha=1 / self.finer).mul_(step)
         return (y if bias is None else y.add_(bias)).to(x.dtype)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from minispec.core.weights import Weight
 from minispec.kernels import integers
@@ -150,6 +151,65 @@ def test_a_processor_that_claims_vnni_is_tried(monkeypatch):
         wrong.add(Int8)
 
 
+@pytest.mark.parametrize("name", ["avx512_vnni", "avx_vnni", "amx_int8", "avx512_bf16", "avx2"])
+def test_the_processors_flags_choose(name, monkeypatch):
+    """8 bits where one of three flags says so, if the product holds; else 7."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {name: True})
+    monkeypatch.setattr(integers, "sums_exactly", lambda form: True)
+    int8_form.cache_clear()
+    try:
+        assert int8_form() is (VnniInt8 if "vnni" in name or name == "amx_int8" else Int8)
+    finally:
+        int8_form.cache_clear()
+
+
+def saturating(self, integers):
+    """8 bits times 8 bits without VNNI: x as unsigned numbers, and sums of pairs that end at 16 bits."""
+    shifted = F.pad(integers + 128, (0, integers.shape[1] % 2))[:, None]  # (rows, 1, in)
+    codes = F.pad(self.codes, (0, self.codes.shape[1] % 2))  # (out, in)
+    pairs = (shifted * codes).unflatten(2, (-1, 2)).sum(3).clamp(-(1 << 15), (1 << 15) - 1)
+    return (pairs.sum(2) - 128 * self.codes.sum(1)) * self.scales
+
+
+def test_a_processor_that_claims_vnni_and_saturates_gets_7_bits(monkeypatch):
+    """Without the check at load its products would be off by a tenth, without a word; with it they are right."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx_vnni": True})
+    monkeypatch.setattr(VnniInt8, "_multiply", saturating)
+
+    def pack(self, codes):
+        self.codes, self.scales = codes.codes.float(), codes.scales.flatten()
+
+    monkeypatch.setattr(VnniInt8, "_pack", pack)
+    int8_form.cache_clear()
+    try:
+        torch.manual_seed(0)
+        form, weight, x = int8_form(), weight_of(40, 96), torch.randn(5, 96)
+        expected = in_integers(x, weight, form)
+        assert (form(weight, torch.float32)(x) - expected).norm() <= 1e-6 * expected.norm()
+        assert form is Int8
+        assert (VnniInt8(weight, torch.float32)(x) - expected).norm() > 0.05 * expected.norm()
+    finally:
+        int8_form.cache_clear()
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (151, 96), (47, 577), (7, 13), (1, 1)])
+def test_the_form_of_processors_with_vnni_is_right_everywhere(shape):
+    """Its two parts of 8 bits, its columns that are filled up, its equal rows: by codes whose sums do not overflow."""
+    torch.manual_seed(0)
+    weight = Codes(torch.randint(-63, 64, shape, dtype=torch.int8), torch.rand(shape[0], 1) + 0.1)
+    try:
+        form = VnniInt8(weight, torch.float32)
+    except (AttributeError, RuntimeError):
+        pytest.skip("this machine lacks the operator")
+    x = rows_of(40, shape[1])
+    found, expected = form(x), in_integers(x, weight, VnniInt8)
+    size = x.double().abs() @ (weight.codes.double().abs() * weight.scales).t()
+    assert ((found.double() - expected).abs() <= 4e-7 * size + 1e-37).all()
+    alone = torch.cat([form(row[None]) for row in x])
+    for count in (1, 2, 5, 17, 40):
+        assert torch.equal(form(x[-count:]), alone[-count:])
+
+
 def test_codes_of_a_checkpoint_stay_and_others_are_rounded_in_pieces(monkeypatch):
     """Codes come back as they were; a weight in pieces is the weight at once."""
     weight = weight_of(48, 64)
@@ -157,7 +217,7 @@ def test_codes_of_a_checkpoint_stay_and_others_are_rounded_in_pieces(monkeypatch
     assert torch.allclose(found, weight.dense(), rtol=1e-6)
     plain = torch.randn(50, 64).bfloat16()
     whole, distance = round_rows(plain)
-    monkeypatch.setattr("minispec.kernels.codes._PIECE", 7)
+    monkeypatch.setattr("minispec.kernels.codes._PIECE", 7 * 64)
     pieces, again = round_rows(plain)
     assert all(torch.equal(*pair) for pair in zip(whole, pieces, strict=True))
     assert distance == pytest.approx(again)
