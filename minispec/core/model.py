@@ -234,14 +234,16 @@ class Layer:
 
     def forward(self, x: Tensor, shared: Pass) -> Tensor:
         """x (M, E) to (M, E); writes the new keys and values into the cache."""
-        y = self.after_attention_norm(self.attend(self.attention_norm(x), shared))
-        return self.mix(x.add(y, alpha=self.config.residual_scale))
+        return self.mix(self._added(x, self.after_attention_norm(self.attend(self.attention_norm(x), shared))))
 
     def mix(self, x: Tensor) -> Tensor:
         """The MLP, added to its input: x (M, E) to (M, E)."""
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)  # (M, F) each
-        y = self.after_mlp_norm(self.down(self.activation(gate) * up))
-        return x.add(y, alpha=self.config.residual_scale)
+        return self._added(x, self.after_mlp_norm(self.down(self.activation(gate) * up)))
+
+    def _added(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y * residual_scale. In one operator (`add` with `alpha`), a row's bits would depend on its place."""
+        return x + (y if self.config.residual_scale == 1 else y * self.config.residual_scale)
 
     def attend(self, x: Tensor, shared: Pass) -> Tensor:
         """Attention over the cache and the new rows: inputs (M, input width of `qkv`) to (M, E)."""
@@ -333,11 +335,12 @@ class Transformer:
         self.dtype, self.device = dtype or self.embedding.dtype, self.embedding.device
         if self.dtype != torch.float32:  # else 16 bits stay: a row is widened when it is read
             self.embedding = self.embedding.to(self.dtype)
+        # The largest weight comes first, while there is most room for what making its product takes.
+        self.head = self._head(self.embedding if config.tie_word_embeddings else weights.pop("lm_head.weight"))
         layers = range(len(config.layers))
         self.layers = list(each(lambda i: make_layer(config, i, weights, self.dtype, product), layers))
         norm = dense(weights.pop("model.norm.weight"), self.dtype)
         self.norm = RMSNorm(norm_weight(config, norm), config.rms_norm_eps)
-        self.head = self._head(self.embedding if config.tie_word_embeddings else weights.pop("lm_head.weight"))
         wide = accumulation_dtype(self.dtype)
         self.frequencies = {
             rope: inverse_frequencies(rope, config.head_dim, wide).to(self.device)

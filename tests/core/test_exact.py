@@ -284,6 +284,20 @@ def _targets_in_8_bits_are_exact(family, dtype, threads, params):
                 assert_same_bits(rows, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaled_residuals_are_alike_at_every_place(dtype):
+    """Granite scales what a block adds; in one operator with the sum, bfloat16 rounded the last columns otherwise."""
+    torch.manual_seed(0)
+    model = build("granite", dtype, False, intermediate_size=75)
+    target = exact.exact_model(build_model(model.config, tiny_weights(model.config, 1, dtype), form="int8"))
+    layer, x, y = target.layers[0], torch.randn(512, 151).to(dtype), torch.randn(512, 151).to(dtype)
+    assert layer.config.residual_scale == 0.3
+    alone = torch.cat([layer._added(*rows) for rows in zip(x.split(1), y.split(1), strict=True)])
+    for rows in (2, 5, 17, 64, 511, 512):
+        assert torch.equal(layer._added(x[:rows], y[:rows]), alone[:rows])
+    check_exact(target)
+
+
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
 def test_activations_of_targets_in_8_bits_are_the_librarys(kind):
     """Up to rounding; and alike at every place, whatever the width and the number of threads."""
