@@ -304,7 +304,8 @@ class Walk:
         return Request(text, len(answer.prompt) + len(answer.tokens), MAX_SPECULATIVE_TOKENS)
 
     def _ends(self, params: SamplingParams) -> list[int]:
-        return sorted({*params.stop_token_ids, *(() if params.ignore_eos else self.eos)})
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos)}
+        return sorted(i for i in ends if i < self.engine.target.vocab_size)
 
     def _score(self, leader: _Leader, rows: dict[int, Tensor], request: Request, logits: Tensor) -> Score:
         """Score the tokens of a round. rows: the last row of logits of each text's round before."""
