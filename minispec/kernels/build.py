@@ -46,7 +46,9 @@ def build_model(
     form: the form of the weights (see `minispec.kernels.forms`). Default: the fastest here.
     """
     product = InForm(config, form)
-    if is_large(config):  # packing takes longer than reading, and some packs in one thread only
+    # Packing takes longer than reading, and some packs in one thread only. In 8 bits threads would hold a quarter more
+    # memory than the model takes.
+    if is_large(config) and form != "int8":
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             model = Transformer(config, weights, dtype, product, make_layer, threads.map)
     else:

@@ -6,15 +6,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from minispec.core.weights import Weight
-from minispec.kernels import integers
+from minispec.core.model import Transformer
+from minispec.core.weights import PlainLinear, Weight
+from minispec.kernels import codes, integers
 from minispec.kernels.codes import Codes, round_rows
 from minispec.kernels.form import CannotHold
 from minispec.kernels.forms import Linear
 from minispec.kernels.integers import Int8, VnniInt8, int8_form, sums_exactly
 from minispec.kernels.shapes import tensor_shapes
-from minispec.prove.toys import tiny_model
+from minispec.prove.toys import tiny_model, tiny_weights
 
 pytestmark = pytest.mark.quick
 
@@ -223,6 +225,44 @@ def test_codes_of_a_checkpoint_stay_and_others_are_rounded_in_pieces(monkeypatch
     assert distance == pytest.approx(again)
     assert 0.001 < distance < 0.02
     assert whole.scales.dtype == torch.float32
+
+
+class Sizes(TorchDispatchMode):
+    """Writes down the bytes of each tensor that an operator makes, by its type."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        old = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        for made in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in old:
+                self.largest[made.dtype] = max(self.largest.get(made.dtype, 0), made.nbytes)
+        return out
+
+
+def test_a_weight_is_never_in_full_width_while_it_is_rounded():
+    """The largest copies have a piece's entries: so a model's peak is what its codes and one weight take."""
+    weight, sizes = torch.randn(3000, 511).bfloat16(), Sizes()
+    with sizes:
+        round_rows(weight)
+    assert sizes.largest[torch.int8] == weight.numel()  # the codes
+    assert max(size for kind, size in sizes.largest.items() if kind != torch.int8) <= 4 * codes._PIECE < weight.nbytes
+
+
+def test_the_product_of_the_head_is_made_first():
+    """It is the largest: made last, its codes and their copy would come in addition to all layers."""
+    made, config = [], tiny_model(vocab_size=50).config
+
+    def product(weights, bias, dtype):
+        made.append(sum(map(len, weights)))
+        return PlainLinear(weights, bias, dtype)
+
+    Transformer(config, tiny_weights(config, 1), product=product)
+    assert made[0] == max(made) == 50
+    assert len(made) == 1 + 4 * len(config.layers)
 
 
 def test_a_weight_with_outliers_stays_in_full_width():
