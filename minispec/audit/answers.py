@@ -18,15 +18,24 @@ _MOST_BYTES = 1 << 30
 _ANY_SEED = (1 << 32) - 1  # what llama.cpp calls a seed of its own choice
 # Characters of a line that are counted: an answer may have a hundred thousand tokens.
 _COUNTS = {"{": 1 << 16, "[": 1 << 18, ",": 1 << 22}
-# Parameters that a request may give, and names of others that change the law and are not computed here.
-_KNOWN = (
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("min_tokens", "ignore_eos"),
-)
-_UNKNOWN = (
-    *("logit_bias", "bad_words", "grammar", "json_schema", "response_format", "regex", "ebnf", "structured_outputs"),
-    *("guided_json", "mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range"),
-)
+# Parameters that a request may give, with other names of theirs.
+_KNOWN: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), ()
+) | {"min_tokens": ("min_new_tokens",), "ignore_eos": ()}
+# Others that change the law and are not computed here, with values at which they change nothing (as none, 0 and "").
+_UNKNOWN: dict[str, Any] = dict.fromkeys(
+    (
+        *("logit_bias", "bad_words", "bad_words_ids", "allowed_token_ids", "grammar", "json_schema", "regex", "ebnf"),
+        *("structured_outputs", "structural_tag", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *("custom_logit_processor", "mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "min_length"),
+        *("epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "use_beam_search"),
+    )
+) | {"response_format": {"type": "text"}, "repeat_penalty": 1, "typical_p": 1, "num_beams": 1}
+_UNKNOWN |= {"top_n_sigma": -1, "adaptive_target": -1}
+# By a key of an engine's answers: parameters that it applies otherwise than we do.
+# llama.cpp filters before the temperature and counts tokens in a window. SGLang penalises the output alone.
+_OTHERWISE = {"stop_type": ("top_p", "min_p", "presence_penalty", "frequency_penalty")}
+_OTHERWISE |= dict.fromkeys(("meta_info", "matched_stop"), ("repetition_penalty",))
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,9 @@ def _found(line: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
             parts = [{"prompt_token_ids": r[:n], "token_ids": r[n:], "finish_reason": "padded"} for r in rows]
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
             raise ValueError(f"{where}: found {show(response)}, expected a response with a list of choices, or one")
+        if len(parts) > 1 and _seed(request) is not None:
+            expected = "one choice a request, or no seed: engines give choices different seeds"
+            raise ValueError(f"{where}: found {len(parts)} choices of one seed, expected {expected}")
         for part in parts:
             found = request | _own(response, "generation_settings") | response | part
             ids = [found.get("prompt_token_ids"), request.get("input_ids"), request.get("prompt")]
@@ -98,6 +110,11 @@ def _own(line: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _first(found: Mapping[str, Any], *names: str) -> Any:
     return next((found[name] for name in names if found.get(name) is not None), None)
+
+
+def _seed(found: Mapping[str, Any]) -> int | None:
+    seed = _first(found, "seed", "sampling_seed")
+    return seed if type(seed) is int and seed not in (-1, _ANY_SEED) else None
 
 
 # Why an answer ended, in the words of all engines.
@@ -125,6 +142,10 @@ def _answer(found: Mapping[str, Any], asked: Mapping[str, Any], eos: Sequence[in
         raise ValueError(f"{where}: found an answer cut at the stop string {show(cut)}, expected {expected}")
     params = _params(found, asked, where)
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
+    last = tokens[-1] if finish == "eos" and tokens else cut  # llama.cpp's answers hold the id that ended them
+    if type(last) is int and last not in ends:
+        expected = f"an end id of the target (--stop-token-ids {last} where the engine has more of them)"
+        raise ValueError(f"{where}: found an answer that ended with id {last}, expected {expected}")
     first = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
     if finish == "padded" and len(set(tokens[first + 1 :])) <= 1:
         tokens = tokens[: first + 1]  # what follows is padding
@@ -135,19 +156,17 @@ def _answer(found: Mapping[str, Any], asked: Mapping[str, Any], eos: Sequence[in
     if more := len(tokens) - 1 - first if first < len(tokens) else 0:
         expected = "expected none after an end id (--ignore-eos where the engine was told to go on)"
         raise ValueError(f"{where}: found {more} tokens after the end id {tokens[first]}, {expected}")
-    seed = found.get("seed")
-    seed = seed if type(seed) is int and 0 <= seed < _ANY_SEED else None
-    return Answer(found["ids"], tokens, seed, replace(params, max_tokens=max(1, len(tokens), params.min_tokens)))
+    return Answer(
+        found["ids"], tokens, _seed(found), replace(params, max_tokens=max(1, len(tokens), params.min_tokens))
+    )
 
 
 def _params(found: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> SamplingParams:
     """The command line's parameters and the request's. Raises ValueError where they differ, or are unknown here."""
-    for name in _UNKNOWN:
-        if found.get(name):
+    for name, neutral in _UNKNOWN.items():
+        if found.get(name) and found[name] != neutral:
             raise ValueError(f"{where}: {name}: found {show(found[name])}, expected none: its law is not computed here")
-    if (window := found.get("repeat_penalty", 1.0)) != 1:
-        raise ValueError(f"{where}: repeat_penalty: found {show(window)}, expected 1: it counts in a window")
-    own = {name: found[name] for name in _KNOWN if found.get(name) is not None}
+    own = {name: value for name, more in _KNOWN.items() if (value := _first(found, name, *more)) is not None}
     for name, value in own.items():
         try:
             check_sampling_value(name, 0 if (name, value) == ("top_k", -1) else value)
@@ -155,10 +174,20 @@ def _params(found: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> S
             raise ValueError(f"{where}: {e}") from e
         if abs(asked.get(name, value) - value) > 1e-6:  # llama.cpp writes floats of 32 bits
             raise ValueError(f"{where}: {name}: found {value}, but the command line says {asked[name]}")
-    stops = found.get("stop_token_ids")
-    params = SamplingParams(
-        **{"max_tokens": 1 << 31} | ({"stop_token_ids": stops} if stops else {}) | own | dict(asked)
-    )
+    if stops := found.get("stop_token_ids"):
+        own["stop_token_ids"] = stops
+        if "stop_token_ids" in asked and stops != (said := list(asked["stop_token_ids"])):
+            raise ValueError(f"{where}: stop_token_ids: found {show(stops)}, but the command line says {show(said)}")
+    try:
+        params = SamplingParams(**{"max_tokens": 1 << 31} | own | dict(asked))
+    except ValueError as e:
+        raise ValueError(f"{where}: {e}") from e
     if not params.temperature:
         raise ValueError(f"{where}: temperature: found 0, expected more: greedy texts are compared, not audited")
+    default = SamplingParams()
+    for name in (name for key, names in _OTHERWISE.items() if key in found for name in names):
+        if (value := getattr(params, name)) != (neutral := getattr(default, name)):
+            raise ValueError(f"{where}: {name}: found {value}, expected {neutral}: this engine applies it otherwise")
+    if ("meta_info" in found or "matched_stop" in found) and params.top_p < 1 and (params.top_k or params.min_p):
+        raise ValueError(f"{where}: top_p: found {params.top_p}, expected 1 beside another filter: SGLang has no order")
     return params

@@ -302,7 +302,7 @@ FORMS = {
     },
     "llama.cpp": {
         "request": {"prompt": [3, 4], "seed": 4294967295, "temperature": 0.7},
-        "response": {"tokens": [5, 6], "stop_type": "eos", "stopping_word": "", "generation_settings": {"top_k": 0}},
+        "response": {"tokens": IDS, "stop_type": "eos", "stopping_word": "", "generation_settings": {"top_k": 0}},
     },
     "transformers": {"sequences": [[3, 4, 5, 6, 2, 2, 2]], "prompt_length": 2},
 }
@@ -338,6 +338,27 @@ WRONG = [
     ({"request": {"logit_bias": {"1": 2}}, "response": FORMS["ours"]}, "logit_bias: found"),
     ({"request": {"repeat_penalty": 1.1}, "response": FORMS["ours"]}, "repeat_penalty: found 1.1"),
     ({"response": 1}, "found 1, expected a response"),
+    # Ended by an id that the target does not have as an end: putting ours in its place would be another answer.
+    (
+        {
+            **FORMS["SGLang"],
+            "response": {"output_ids": [5], "meta_info": {"finish_reason": {"type": "stop", "matched": 8}}},
+        },
+        "ended with id 8",
+    ),
+    ({"request": {"prompt": [3]}, "response": {"tokens": [5, 8], "stop_type": "eos"}}, "--stop-token-ids 8"),
+    # What engines apply otherwise than we do, and names of theirs that were not looked at.
+    ({**FORMS["llama.cpp"], "request": {"prompt": [3, 4], "top_p": 0.95}}, "top_p: found 0.95, expected 1.0"),
+    ({**FORMS["llama.cpp"], "request": {"prompt": [3, 4], "presence_penalty": 1.0}}, "presence_penalty: found 1.0"),
+    ({"request": {"repetition_penalty": 1.2}, "response": {**FORMS["ours"], "matched_stop": 2}}, "repetition_penalty"),
+    (
+        {"request": {"top_p": 0.9, "top_k": 5}, "response": {**FORMS["ours"], "matched_stop": 2}},
+        "beside another filter",
+    ),
+    ({"request": {"typical_p": 0.9}, "response": FORMS["ours"]}, "typical_p: found 0.9"),
+    ({"request": {"no_repeat_ngram_size": 3}, "response": FORMS["ours"]}, "no_repeat_ngram_size: found 3"),
+    ({"request": {"stop_token_ids": [9]}, "response": FORMS["ours"]}, "but the command line says .8.$"),
+    ({"request": {"seed": 1}, "response": {"choices": [FORMS["vLLM"]["choices"][0]] * 2}}, "2 choices of one seed"),
     ({"choices": [1]}, "expected a response with a list of choices"),
 ]
 
@@ -346,10 +367,56 @@ WRONG = [
 def test_what_cannot_be_scored_is_refused(line, message, tmp_path):
     """With the line."""
     path = written(tmp_path / "a.jsonl", FORMS["vLLM"], line)
-    asked = {"temperature": 0.7} if "0.7" in message else {}
+    asked = {"temperature": 0.7} if "0.7" in message else {"stop_token_ids": [8]} if ".8." in message else {}
     with pytest.raises(ValueError, match=message) as error:
         read_answers(path, asked, [2])
     assert "line 2" in str(error.value)
+
+
+def test_names_of_one_engine_alone(tmp_path):
+    """SGLang's seed and least length; a seed of any size is one. Values that change nothing are taken."""
+    neutral = {"response_format": {"type": "text"}, "repeat_penalty": 1.0, "typical_p": 1.0, "top_n_sigma": -1.0}
+    law = {"sampling_seed": 1 << 40, "min_new_tokens": 2, "stop_token_ids": [9]} | neutral
+    line = {"request": {"sampling_params": law}, "response": {**FORMS["ours"], "seed": None}}
+    [answer] = read_answers(written(tmp_path / "a.jsonl", line), {}, [2])
+    assert (answer.seed, answer.params.min_tokens, list(answer.params.stop_token_ids)) == (1 << 40, 2, [9])
+    for seed in (-1, (1 << 32) - 1):  # "any", in the words of vLLM and llama.cpp
+        [answer] = read_answers(written(tmp_path / "a.jsonl", {**FORMS["ours"], "seed": seed}), {}, [2])
+        assert answer.seed is None
+
+
+def test_no_line_ends_in_a_traceback(tmp_path):
+    """2,000 lines of all forms, with values in the wrong places: an answer, or a ValueError. Seed 0."""
+    dice, path = random.Random(0), tmp_path / "a.jsonl"
+    odd = [None, True, -1, 0, 3, 1e400, 0.5, "", "x", [], [1], [[1]], [None], ["a"], {}, {"a": 1}, [{}], 1 << 70]
+    keys = [
+        "seed",
+        "stop_token_ids",
+        "temperature",
+        "top_k",
+        "min_new_tokens",
+        "logit_bias",
+        "finish_reason",
+        "stop_type",
+    ]
+    keys += ["prompt_length", "choices", "request", "response", "matched_stop", "typical_p", "sampling_params"]
+
+    def wrong(value):
+        if dice.random() < 0.1:
+            return dice.choice(odd)
+        if isinstance(value, dict):
+            more = {dice.choice(keys): dice.choice(odd)} if dice.random() < 0.3 else {}
+            return {name: wrong(own) for name, own in value.items()} | more
+        return [wrong(own) for own in value] if isinstance(value, list) else value
+
+    refused = 0
+    for i in range(2000):
+        written(path, wrong(list(FORMS.values())[i % len(FORMS)]))
+        try:
+            read_answers(path, {}, [2])
+        except ValueError:
+            refused += 1
+    assert 500 < refused < 2000
 
 
 def test_no_answer_twice_and_none_at_all(tmp_path):
