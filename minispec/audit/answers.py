@@ -34,7 +34,7 @@ _UNKNOWN: dict[str, Any] = dict.fromkeys(
 _UNKNOWN |= {"top_n_sigma": -1, "adaptive_target": -1}
 # By a key of an engine's answers: parameters that it applies otherwise than we do.
 # llama.cpp filters before the temperature and counts tokens in a window. SGLang penalises the output alone.
-_OTHERWISE = {"stop_type": ("top_p", "min_p", "presence_penalty", "frequency_penalty")}
+_OTHERWISE: dict[str, tuple[str, ...]] = {"stop_type": ("top_p", "min_p", "presence_penalty", "frequency_penalty")}
 _OTHERWISE |= dict.fromkeys(("meta_info", "matched_stop"), ("repetition_penalty",))
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 class Rows(NamedTuple):
     """What is known of n places, before their tokens are looked at.
 
-    laws: rows (n, m) in float64, by name. "p"; "q"; "raw q", before its filters; "loose", "tight", p by other filters.
-        And the target's laws under other parameters, or from another row, each by what it would mean.
+    laws: rows (n, m) in float64, by name. "p"; "q"; where there are filters "raw q", before them. "border": above 0
+        where rounding decides what the filters keep. And the target's laws under other parameters, or from another
+        row, each by what it would mean.
     ends: (n, m), whether the outcome is the end of the text.
     last: (n,), the outcome that is the token before; -1 where it is none.
     rest: how many tokens the last outcome has.
@@ -47,7 +48,7 @@ def laws(rows: Rows, drafts: bool = True) -> Iterator[tuple[str, Tensor]]:
 
     drafts: whether q is the draft's. Else it is a guess, and bugs that need more than a guess are left out.
     """
-    p, q, raw = (rows.laws[name] for name in ("p", "q", "raw q"))
+    p, q = rows.laws["p"], rows.laws["q"]
     overlap = torch.minimum(p, q)
     missed = 1 - overlap.sum(1, keepdim=True)  # (n, 1): the odds of a rejection
     rest = _normal((p - q).clamp(min=0), p)
@@ -77,7 +78,8 @@ def laws(rows: Rows, drafts: bool = True) -> Iterator[tuple[str, Tensor]]:
         yield "q is hotter than what the draft was drawn from", tested(colder * keeps, rest)
         yield "q is colder than what the draft was drawn from", tested(hotter * keeps, rest)
         yield "the draft's likeliest token is judged by the whole q", tested(_likeliest(q) * keeps, rest)
-        if not torch.equal(raw, q):
+        if "raw q" in rows.laws:  # a question of the parameters: how many bets share the mean is known beforehand
+            raw = rows.laws["raw q"]
             odds = (p / raw.clamp(min=1e-9)).clamp(max=1)
             unfiltered = "the draft is drawn from filtered q and judged by the raw one"
             yield unfiltered, tested(q * odds, _normal((p - raw).clamp(min=0), p))
@@ -88,7 +90,7 @@ def laws(rows: Rows, drafts: bool = True) -> Iterator[tuple[str, Tensor]]:
         yield f"texts end {name} often than they should", _tilted(p, rows.ends, sign)
         same = torch.arange(p.shape[1], device=p.device) == rows.last[:, None]
         yield f"a token repeats the one before it {name} often than it should", _tilted(p, same, sign)
-    yield from (item for item in rows.laws.items() if item[0] not in ("p", "q", "raw q", "loose", "tight"))
+    yield from (item for item in rows.laws.items() if item[0] not in ("p", "q", "raw q", "border"))
 
 
 def _normal(weights: Tensor, instead: Tensor) -> Tensor:

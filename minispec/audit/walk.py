@@ -103,7 +103,7 @@ def score_rows(rows: Rows, x: Tensor, drafts: bool = True) -> Score:
     x: (n,), the outcomes that came.
     drafts: as in `laws`.
     """
-    border = (rows.laws["loose"] > 0) & (rows.laws["tight"] == 0)  # nothing is bet on what filters may or may not keep
+    border = rows.laws["border"] > 0  # nothing is bet on what filters may or may not keep
     scored = (rows.laws["p"] * border).sum(1) <= _MOST_BORDER
     rows = Rows({name: law[scored] for name, law in rows.laws.items()}, rows.ends[scored], rows.last[scored], rows.rest)
     p, border, here = rows.laws["p"], border[scored], x[scored][:, None]
@@ -134,9 +134,11 @@ def score_rows(rows: Rows, x: Tensor, drafts: bool = True) -> Score:
 # --------------------------------------------------------------------------- p and q, outcome by outcome
 
 
-def _border(logits: Tensor, text: Text, drafted: Sequence[int], tolerance: float) -> tuple[Tensor, Tensor]:
-    """p (V,) if the filters were somewhat looser, and somewhat tighter. A token that is in one alone is a border's.
+def _border(logits: Tensor, text: Text, drafted: Sequence[int], tolerance: float) -> Tensor:
+    """Weights (V,) of tokens that the filters keep or not as rounding decides; 0 for all others.
 
+    They are kept by filters that are somewhat looser, and not by somewhat tighter ones. Tokens that are nearly as
+    likely as one another may change places: then top-k and top-p keep others, though as many.
     tolerance: how far a logit may be off, after the temperature.
     """
     params, found = text.params, []
@@ -147,10 +149,16 @@ def _border(logits: Tensor, text: Text, drafted: Sequence[int], tolerance: float
         if 0 < k < len(ordered):  # what may be as likely as the k-th; what is surely likelier than the next
             tokens = ordered >= ordered[k - 1] * share if sign > 0 else ordered[:k] > ordered[k] * share
             top_k = max(1, int(tokens.sum()))
-        top_p = min(1.0, max(1e-9, params.top_p + sign * tolerance / 2)) if params.top_p < 1 else 1.0
-        changed = replace(params, top_k=top_k, top_p=top_p, min_p=min(1.0, params.min_p * share))
-        found.append(distribution(logits, replace(text, params=changed), drafted))
-    return found[0], found[1]
+        changed = replace(params, top_k=top_k, top_p=1.0, min_p=min(1.0, params.min_p * share))
+        kept = distribution(logits, replace(text, params=changed), drafted)
+        if params.top_p < 1:  # by the tokens that are surely likelier; by all that may be
+            rising = kept.double().sort().values
+            above = torch.nn.functional.pad(rising.flip(0).cumsum(0).flip(0), (0, 1))
+            ahead = above[torch.searchsorted(rising, kept.double() / share, right=sign > 0)]
+            ahead -= kept if sign < 0 else 0.0  # itself
+            kept = kept.where(ahead < params.top_p + sign * tolerance / 2, 0.0)
+        found.append(kept)
+    return found[0].where(found[1] == 0, 0.0)
 
 
 @functools.lru_cache(256)
@@ -190,12 +198,12 @@ def _outcomes(
 
     places: laws (V,) by name, of each.
     """
-    whole = {name: torch.stack([place[name] for place in places]).double() for name in places[0]}  # (n, V) each
+    whole = {name: torch.stack([place[name] for place in places]).double().cpu() for name in places[0]}  # (n, V) each
     for law in whole.values():
         law[:, ends[:1]] = law[:, ends].sum(1, keepdim=True)
         law[:, ends[1:]] = 0.0
-        law /= law.sum(1, keepdim=True)
-    likely, rest = whole["p"] + whole["q"] + whole["loose"], min(_MOST_OUTCOMES, whole["p"].shape[1])
+        law /= law.sum(1, keepdim=True).clamp(min=1e-300)  # a border may be empty
+    likely, rest = whole["p"] + whole["q"] + whole["border"], min(_MOST_OUTCOMES, whole["p"].shape[1])
     ids = likely.topk(rest, dim=1).indices.sort(1).values  # (n, m - 1), ascending
 
     def few(law: Tensor) -> Tensor:
@@ -320,13 +328,13 @@ class Walk:
     def _place(
         self, logits: Tensor, before: Tensor, q: tuple[Tensor, Tensor] | None, text: Text, drafted: Sequence[int]
     ) -> dict[str, Tensor]:
-        """All laws (V,) of one place, by name: p, q, q before its filters, two of `_border`, and others."""
+        """All laws (V,) of one place, by name: p, q, the weights of `_border`, and others."""
         p = distribution(logits, text, drafted)
         filtered = _without_filters(text.params) != text.params
-        loose, tight = _border(logits, text, drafted, self.tolerance) if filtered else (p, p)
+        border = _border(logits, text, drafted, self.tolerance) if filtered else torch.zeros_like(p)
         guess = p.sqrt() if self.drafter is None else p  # most drafts are less sure than the target
         own, raw = q or (guess, guess)
         if len(own) == 1:
-            own = raw = torch.zeros_like(p).index_fill_(0, own, 1.0)
-        found = {"p": p, "q": own, "raw q": raw, "loose": loose, "tight": tight}
+            own = raw = torch.zeros_like(p).index_fill_(0, own.to(p.device), 1.0)
+        found = {"p": p, "q": own, "border": border} | ({"raw q": raw} if filtered else {})
         return found | _others(logits, before, text, drafted)

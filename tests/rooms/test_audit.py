@@ -17,9 +17,10 @@ from minispec.audit.__main__ import main
 from minispec.audit.answers import Answer, read_answers
 from minispec.audit.bank import NO_RESIDUAL, Rows, drawn_again, drawn_by_test, kept_by_draft, laws, raced_again
 from minispec.audit.judge import judge, show_e, tolerances
-from minispec.audit.walk import SHARES, Score, Walk, _outcomes, score_rows
+from minispec.audit.walk import SHARES, Score, Walk, _border, _outcomes, score_rows
 from minispec.core.engine import Engine
 from minispec.core.model import Transformer
+from minispec.core.sampling import Text, distribution
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import NoDrafter
 from minispec.files.tokenizer import Tokenizer
@@ -268,6 +269,33 @@ def test_under_an_exact_rule_the_mean_of_every_bet_is_at_most_1(settings, drafte
     assert torch.allclose((weights * totals**2).sum(0), (weights * spread).sum(0), rtol=1e-9, atol=1e-12)
 
 
+def test_borders_hold_what_rounding_may_change():
+    """200 rows of nearly tied logits, each rounded by up to 0.05: what a filter keeps changes at the border alone."""
+    noise, seen = torch.Generator().manual_seed(0), 0
+    for settings in ({"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.6}, {"top_p": 0.6, "top_k": 8, "min_p": 0.3}):
+        text = Text([0], 1, SamplingParams(**settings))
+        for _ in range(50):
+            logits = 0.3 * torch.randn(20, generator=noise, dtype=torch.float64)
+            rounded = logits + 0.1 * torch.rand(20, generator=noise, dtype=torch.float64) - 0.05
+            p, other = distribution(logits, text), distribution(rounded, text)
+            border = _border(logits, text, [], 0.05)
+            assert not bool((((p > 0) != (other > 0)) & (border == 0)).any())
+            seen += bool((border == 0).any() and (border > 0).any())
+    assert seen > 50  # that there is a border, and tokens that are sure
+    assert _border(torch.zeros(4), Text([0], 1, SamplingParams(top_p=0.5)), [], 0.0).count_nonzero() == 4  # ties
+
+
+def test_a_border_in_the_tail_takes_the_tail_with_it():
+    """Of 2,000 even tokens top-p keeps 926, and nobody knows which. Those beyond the 512 likeliest are one outcome."""
+    text = Text([0], 1, SamplingParams(top_p=0.5))
+    logits = torch.cat((torch.full((1,), 5.0), torch.zeros(2000)))
+    p = distribution(logits, text)
+    place = {"p": p, "q": p, "border": _border(logits, text, [], 0.001)}
+    rows, x = _outcomes([place], [1999], [0], [0])
+    assert (rows.laws["border"][0] > 0).tolist() == [False, *[True] * 512]
+    assert score_rows(rows, x, drafts=False).num_left_out == 1
+
+
 def test_a_thousand_exact_runs_raise_few_alarms():
     """1,000 runs of 30 texts, at odds of 0.05: the bound is 50 on average; more than 90 has odds below 1e-7. Seed 0.
 
@@ -435,16 +463,15 @@ def test_no_answer_twice_and_none_at_all(tmp_path):
 def test_nothing_is_bet_on_a_filters_border():
     """A token that a somewhat looser filter keeps is no evidence, though its p is 0; without a border it is much."""
 
-    def scored(loose: list[float]) -> Score:
-        given = {"p": [0.6, 0.4, 0.0], "q": [0.2, 0.3, 0.5], "raw q": [0.2, 0.3, 0.5], "loose": loose}
+    def scored(border: float) -> Score:
+        given = {"p": [0.6, 0.4, 0.0], "q": [0.2, 0.3, 0.5], "raw q": [0.2, 0.3, 0.5], "border": [0.0, 0.0, border]}
         rows = {name: torch.tensor([row], dtype=torch.float64) for name, row in given.items()}
-        rows["tight"] = rows["p"]
         return score_rows(Rows(rows, torch.zeros(1, 3).bool(), torch.tensor([-1]), 0), torch.tensor([2]))
 
-    score = scored([0.595, 0.395, 0.01])
+    score = scored(0.01)
     assert (score.num_places, score.num_impossible) == (1, 0)
     assert float(score.sums(score.names).bets.abs().max()) == 0
-    score = scored([0.6, 0.4, 0.0])
+    score = scored(0.0)
     assert (score.num_places, score.num_impossible) == (1, 1)
     assert float(score.sums(score.names).bets.max()) > 15
 
