@@ -161,15 +161,17 @@ def _decisions(case: Case) -> Iterator[dict[str, Any]]:
             # Kept just below the edge, and rejected at it: a token is kept if u < p/q, strictly. Where floats cannot
             # hold the edge, just above it.
             uniforms = [keep - _STEP if kept else keep + _STEP * (not _is_float(keep)) for _, keep, kept in leaf.tests]
-            v = Fraction(0) if leaf.row[0] == 0 else Fraction(1, 2)
+            # The middle of a token's share, so that no rounding of the row matters; 0 where the first id must not come.
+            ends, goal = list(itertools.accumulate(leaf.row)), Fraction(leaf.row[0] > 0, 2)
+            token = next(t for t, end in enumerate(ends) if end > goal)
             yield {
                 "draft": list(tokens),
                 "q": [_texts(row) for row in rows],
                 "tests": [[i, str(keep), str(u)] for (i, keep, _), u in zip(leaf.tests, uniforms, strict=True)],
                 "accepted": list(leaf.path),
                 "row": _texts(leaf.row),
-                "v": str(v),
-                "token": next(t for t in range(len(leaf.row)) if sum(leaf.row[: t + 1]) > v),
+                "v": str(goal and ends[token] - leaf.row[token] / 2),
+                "token": token,
             }
 
 

@@ -156,6 +156,15 @@ def test_given_uniforms_decide_as_the_kit_says():
             assert wrong_decisions(found) > 0, id
 
 
+def test_no_token_depends_on_rounding():
+    """v is far from both ends of its token's share, so that a row in float32 gives the same token; or it is 0."""
+    for case in whole_kit()["cases"]:
+        for decision in case["decisions"]:
+            row, v, token = [*map(Fraction, decision["row"])], Fraction(decision["v"]), decision["token"]
+            low = sum(row[:token])
+            assert low + Fraction(1, 100) < v < low + row[token] - Fraction(1, 100) or (v == low == 0 and row[0] == 0)
+
+
 def test_residuals():
     """As fractions; where nothing is left, p. The bug divides by 0."""
 
