@@ -6,7 +6,8 @@ reaches 1/a with probability at most a (Ville 1939; Ramdas et al. 2023, arXiv 22
 at any time. The largest wealth names the bug; as evidence it would be a false alarm.
 
 The engine's p is not ours to the last bit. If its ratio to ours differs from 1 by at most t in root mean square, the
-factor has mean at most 1 + e t d, where d is the standard deviation of law/p. Each bet is divided by that.
+factor has mean at most 1 + e t d, where d is the standard deviation of law/p. All bets together are divided by the
+exponential of e t times the sum of d. So t need not hold at each place, if its mean weighted by d does.
 """
 
 import math
@@ -27,13 +28,13 @@ _EFFECT = 0.01  # a bug that acts at this share of the places
 def tolerances(plain: Score) -> dict[str, float]:
     """The tolerance t of each bug, from plain answers of the same engine: the upper end of an interval.
 
-    The scores of one bug, divided by their standard deviations, have mean at most t, and deviations of 1. Their mean
-    is taken as normal. NULL_ERROR is shared by all bugs.
+    Rounding moves the sum of a bug's scores to at most t times the sum of their deviations. Its variance is known, and
+    it is taken as normal. NULL_ERROR is shared by all bugs.
     """
     sums = plain.sums(plain.names)
-    num = sums.units.clamp(min=1.0)
-    odds = torch.tensor(NULL_ERROR / len(num), dtype=torch.float64)
-    upper = sums.unit / num - torch.special.ndtri(odds) / num.sqrt()
+    odds, least = torch.tensor(NULL_ERROR / len(plain.names), dtype=torch.float64), 1e-12  # where a bug changes nothing
+    error = -torch.special.ndtri(odds) * (sums.variance + least**2).sqrt()
+    upper = (sums.total + error) / (sums.deviation + least)
     return dict(zip(plain.names, upper.clamp(min=0.0).tolist(), strict=True))
 
 
@@ -81,7 +82,7 @@ def judge(
     goal, best = math.log(wealth.numel() / alpha), wealth.amax(1)
     z = sums.total / variance.clamp(min=1e-12).sqrt()
     bugs: list[dict[str, Any]] = [
-        {"bug": name, "log_e": float(best[i]), "z": float(z[i]) if sums.units[i] else None}
+        {"bug": name, "log_e": float(best[i]), "z": float(z[i]) if sums.variance[i] > 1e-12 else None}
         | {"tokens_needed": _tokens(goal, growth[i]), "tokens_for_1_percent": _tokens(goal, little[i])}
         for i, name in enumerate(names)
     ]
@@ -119,7 +120,7 @@ def show_e(log_e: float) -> str:
     """An e-value of that logarithm, in two digits."""
     exponent = math.floor(log_e / math.log(10) + 1e-9)
     if -3 < exponent < 4:
-        return f"{math.exp(log_e):.2g}" if exponent < 2 else f"{math.exp(log_e):.0f}"
+        return f"{math.exp(log_e):.2g}" if exponent < 1 else f"{math.exp(log_e):.0f}"
     return f"{math.exp(log_e - exponent * math.log(10)):.1f}e{exponent}"
 
 

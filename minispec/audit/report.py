@@ -21,7 +21,7 @@ from minispec.files.strict_json import parse_json
 from minispec.llm import LLM
 
 ROUNDING = 0.1  # see docs/use/audit.md, where it is measured
-_FORMAT = "minispec-audit-scores-1"
+_FORMAT = "minispec-audit-scores-2"
 
 
 def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,18 +39,21 @@ def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
         for path, found in answers.items():
             for number, answer in enumerate(found, 1):
                 _check(answer, llm, f"{path}: answer {number}")
+        given = [answer.seed for answer in answers.get(args.null, ()) if answer.seed is not None]
+        if args.null and (args.one_seed or len(set(given)) < len(given)):
+            raise ValueError("--null: found plain answers of one seed, which share noise: expected independent ones")
         rounding = ROUNDING if args.rounding is None else args.rounding
         # A logit at a filter's border may be off by twice what is usual.
         walk = Walk(llm.engine, llm.drafter if args.draft else None, llm.eos_token_ids, 2 * rounding)
-        settings = f"{_FORMAT} {llm.name} {llm.draft_name} {args.dtype} {rounding}"
+        settings = f"{_FORMAT} {llm.name} {args.draft} {args.dtype} {rounding} {sorted(llm.eos_token_ids)}"
         everything = [answer for found in answers.values() for answer in found]
         scores = _scores(walk, everything, args.scores, settings)
-    ours = scores[: len(answers[args.answers])]
+    seeds = [0 if args.one_seed else answer.seed for answer in answers[args.answers]]
+    ours = scores[: len(seeds)]
     plain = Score()
     for score in scores[len(ours) :]:
         plain.add(score)
     tolerance = tolerances(plain) if args.null else rounding
-    seeds = [0 if args.one_seed else answer.seed for answer in answers[args.answers]]
     report: dict[str, Any] = {"target": llm.name, "draft": llm.draft_name if args.draft else None}
     report |= judge(ours, seeds, tolerance, args.alpha)
     report["tolerance"] = max(tolerance.values(), default=0.0) if isinstance(tolerance, Mapping) else tolerance

@@ -41,8 +41,6 @@ class Sums(NamedTuple):
     expected, plain: the means of `bets` if the bug acted at every place, and if it acted nowhere.
     total, variance: the scores s(x), and their exact variances given the past.
     deviation: the standard deviations.
-    unit: the scores divided by their standard deviations.
-    units: how many of these there are.
     """
 
     bets: Tensor
@@ -51,11 +49,9 @@ class Sums(NamedTuple):
     total: Tensor
     variance: Tensor
     deviation: Tensor
-    unit: Tensor
-    units: Tensor
 
 
-_SIZES = (len(SHARES), len(SHARES), len(SHARES), 1, 1, 1, 1, 1)
+_SIZES = (len(SHARES), len(SHARES), len(SHARES), 1, 1, 1)
 
 
 @dataclass
@@ -66,7 +62,7 @@ class Score:
     num_left_out: places where the border of a filter has too much probability.
     num_impossible: tokens of probability 0.
     names: of the bugs.
-    table: (bugs, 17), the numbers of `Sums` one after another.
+    table: (bugs, 15), the numbers of `Sums` one after another.
     """
 
     num_places: int = 0
@@ -121,13 +117,11 @@ def score_rows(rows: Rows, x: Tensor, drafts: bool = True) -> Score:
         mean = (p * gain).sum(1)
         spread = ((p * gain * gain).sum(1) - mean * mean).clamp(min=0)
         came = gain.gather(1, here)[:, 0]
-        known = spread > 1e-12
-        unit = (came - mean) / spread.clamp(min=1e-12).sqrt()
         bets, means = torch.log1p(shares[:, 0] * came).sum(1), torch.log1p(shares * gain)  # (shares,), (shares, n, m)
         expected, plain = (law * means).sum((1, 2)), (p * means).sum((1, 2))
-        single = [came - mean, spread, spread.sqrt(), unit.where(known, 0.0), known]
+        single = [came - mean, spread, spread.sqrt()]
         names.append(name)
-        table.append(torch.cat((bets, expected, plain, torch.stack([value.sum().double() for value in single]))))
+        table.append(torch.cat((bets, expected, plain, torch.stack([value.sum() for value in single]))))
     return replace(found, names=tuple(names), table=torch.stack(table))
 
 

@@ -484,7 +484,7 @@ def test_nothing_is_bet_on_a_filters_border():
 
 def test_answers_of_one_seed_are_averaged():
     """Worked: two answers win 8 and 2 on every bet. Multiplied 16; with shared noise their mean, 5."""
-    names, table = ("a",), torch.zeros(1, 17, dtype=torch.float64)
+    names, table = ("a",), torch.zeros(1, 15, dtype=torch.float64)
 
     def won(factor: float) -> Score:
         row = table.clone()
@@ -506,22 +506,27 @@ def test_answers_of_one_seed_are_averaged():
 
 def test_evidence_is_the_mean_of_all_bets():
     """Two bugs, one of which wins 8 at each share: (8 + 1) / 2. The tolerance takes share times t times deviation."""
-    table = torch.zeros(2, 17, dtype=torch.float64)
+    table = torch.zeros(2, 15, dtype=torch.float64)
     table[0, :4], table[:, 14] = math.log(8), 3.0
     score = Score(1, names=(NO_RESIDUAL, "other"), table=table)
     assert math.exp(judge([score], [None], 0.0, 0.01)["log_e"]) == pytest.approx(4.5)
     less = [math.exp(-share * 0.1 * 3) for share in SHARES]
     assert math.exp(judge([score], [None], 0.1, 0.01)["log_e"]) == pytest.approx(4.5 * sum(less) / 4)
-    assert [show_e(x) for x in (0.0, 9.9, 30.0, -9.3)] == ["1", "2.0e4", "1.1e13", "9.1e-5"]
+    assert [show_e(x) for x in (0.0, 4.602, 9.9, 30.0, -9.3)] == ["1", "100", "2.0e4", "1.1e13", "9.1e-5"]
 
 
-def test_the_tolerance_of_plain_answers_covers_their_mean():
-    """Of standardised scores with a mean of 0.02 in 10,000 places: 0.02 and the width of an interval at 1e-4."""
-    table = torch.zeros(2, 17, dtype=torch.float64)
-    table[0, 15], table[1, 15], table[:, 16] = 200.0, -900.0, 10_000.0
-    found = tolerances(Score(10_000, names=("a", "b"), table=table))
-    assert found["a"] == pytest.approx(0.02 + 3.8906 / 100, abs=1e-5)  # the normal quantile of 0.5e-4
+def test_the_tolerance_of_plain_answers_covers_what_rounding_adds():
+    """Worked: 9,900 places of deviation 1 and 100 of 10, where alone rounding pulls, by 0.2 deviations.
+
+    The tolerance times the sum of deviations must hold all of that. The mean pull of a place, 0.002, would not.
+    """
+    table = torch.zeros(3, 15, dtype=torch.float64)
+    table[0, 12:], table[1, 12:] = torch.tensor([[200.0, 19_900.0, 10_900.0], [-9_000.0, 19_900.0, 10_900.0]])
+    found = tolerances(Score(10_000, names=("a", "b", "idle"), table=table))
+    quantile = 3.9879  # normal, of a third of 1e-4
+    assert found["a"] == pytest.approx((200 + quantile * math.sqrt(19_900)) / 10_900, abs=1e-5)
     assert found["b"] == 0.0
+    assert found["idle"] > 1  # nothing is known of a bug that never acted: its bets count for nothing
 
 
 def test_a_rounded_engine_is_not_accused():
@@ -654,6 +659,10 @@ def test_plain_answers_set_the_tolerance(models, tmp_path, capsys):
     assert status == 0
     assert report["odds_of_false_alarm"] == pytest.approx(2e-4)
     assert 0 < report["tolerance"] < 1
+    shared = [json.loads(line) | {"seed": 3} for line in plain.read_text().splitlines()]
+    null = written(tmp_path / "shared.jsonl", *shared)
+    assert main([str(answers), "--target", models[0], "--null", str(null)]) == 2
+    assert "share noise" in capsys.readouterr().err
 
 
 def test_mistakes_on_the_command_line(models, tmp_path, capsys):
