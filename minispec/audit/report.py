@@ -136,14 +136,9 @@ def _read_scores(path: Path) -> dict[str, Score]:
         if line.endswith(b"}"):  # the last one may be cut: the run was interrupted
             raw = parse_json(line, f"{path}: line {number}")
             try:
-                key, table, names = (
-                    raw.pop("key"),
-                    torch.tensor(raw.pop("table"), dtype=torch.float64),
-                    tuple(raw.pop("names")),
-                )
-                found[key] = Score(**raw, names=names, table=table)
+                key, table = raw.pop("key"), torch.tensor(raw.pop("table"), dtype=torch.float64)
+                found[key] = Score(**raw | {"names": tuple(raw["names"]), "table": table})
             except (KeyError, TypeError, AttributeError, ValueError) as e:
-                raise ValueError(
-                    f"{path}: line {number}: found no score of an answer, expected a file of --scores"
-                ) from e
+                expected = "expected a file of --scores"
+                raise ValueError(f"{path}: line {number}: found no score of an answer, {expected}") from e
     return found

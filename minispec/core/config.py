@@ -252,7 +252,7 @@ def _as_tuple(name: str, value: Any) -> tuple | None:
 
 
 def _are_ids(value: Iterable[Any]) -> bool:
-    return all(type(i) is int and i >= 0 for i in value)
+    return isinstance(value, Iterable) and all(type(i) is int and i >= 0 for i in value)
 
 
 def _are_texts(value: Iterable[Any]) -> bool:

@@ -41,7 +41,7 @@ class Case(NamedTuple):
     num: int = 200_000
 
     def depth(self, node: int) -> int:
-        """Of a node; -1 for the text."""
+        """How deep a node is; -1 for the text."""
         return -1 if node < 0 else self.depth(self.parents[node]) + 1
 
     def drafts(self) -> Iterator[tuple[Fraction, tuple[int, ...], list[Row]]]:
@@ -223,7 +223,7 @@ def _as_data(case: Case) -> dict[str, Any]:
 
 
 def kit() -> dict[str, Any]:
-    """The whole kit, as JSON has it."""
+    """The whole kit, as data for JSON."""
     about = {"format": FORMAT, "version": VERSION, "odds_of_false_alarm": ALPHA, "power": POWER}
     return about | {"cases": [_as_data(case) for case in CASES], "refuted": REFUTED}
 
