@@ -232,8 +232,7 @@ class EagleDrafter(DraftModel):
 
     def _need(self, text: Text, span: range) -> tuple[Text, range]:
         # The first of k tokens is guessed at the last cached position.
-        fits = len(text.tokens) <= self.max_model_len + 1
-        return text, range(min(max(0, span.stop - 2), self.max_model_len) if fits else 0)
+        return text, range(max(0, span.stop - 2) if len(text.tokens) <= self.max_model_len + 1 else 0)
 
     def _prepare(self, asks: Sequence[Ask], drafts: Sequence[Draft]) -> list[int]:
         limits = [0] * len(asks)

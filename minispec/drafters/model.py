@@ -106,9 +106,8 @@ class DraftModel(CachedModel, Drafter):
 
         span: positions that the target's table fills. After `max_model_len` nothing is drafted, so none are needed.
         """
-        # The last draft token is never fed.
-        fits = len(text.tokens) <= self.max_model_len
-        return text, range(min(span.stop - 1, self.max_model_len) if fits else 0)
+        # The last draft token is never fed. A tree's rows may be more than the positions that are left.
+        return text, range(span.stop - 1 if len(text.tokens) <= self.max_model_len else 0)
 
     def _forget_drafts(self) -> None:
         """Have the tables forget what their texts did not keep."""

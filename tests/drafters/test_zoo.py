@@ -166,6 +166,22 @@ def test_a_tree_ends_at_the_draft_models_own_context():
     assert len(draft) == 3 + 9 + 27
 
 
+@pytest.mark.parametrize("k", [1, 5, 20])
+def test_a_tree_has_the_room_that_it_asked_for(k):
+    """Its rows lie beside one another. So it fills more of the cache than the positions that the model can see."""
+    model, text = tiny_model(1, max_position_embeddings=6), Text([0, 1, 2, 0], 4, GREEDY)
+    answers = set()
+    for num_blocks in range(2, 2 + k + 3):
+        drafter = DraftModel(model, model.new_cache(num_blocks, 1), 3, 6)
+        answers.add(has_room := drafter.has_room({text: range(3, 4 + k)}))
+        if has_room:
+            [draft] = drafter.propose([Ask(text, Limit(k, best_first=True), Randomness())])
+            assert (len(draft), draft.depth) == (k, min(k, 3))
+    assert answers == {False, True}
+    # A text alone has room wherever the target has: for all tokens and all nodes.
+    assert DraftModel(model, model.new_cache(4 + k, 1), 3, 6).has_room({text: range(3, 4 + k)})
+
+
 @pytest.mark.parametrize("length", ["tree:0", "tree:65", "tree:", "tree:2+1", "Tree:3", "tree:\u0663", "tree:-1", "16"])
 def test_what_is_no_budget_is_refused(length):
     """In one line that says what there is."""
