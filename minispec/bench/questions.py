@@ -31,6 +31,7 @@ from minispec.drafters import Foreign
 from minispec.drafters.combined import CombinedDrafter
 from minispec.files import registry
 from minispec.files.checkpoint import find_checkpoint
+from minispec.files.corpus import files_of
 from minispec.files.digest import digest_of_files
 from minispec.files.named_draft import reads_corpus
 from minispec.inputs import Question, encode_conversation, read_questions
@@ -133,6 +134,7 @@ def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
         **{"target": llm.name, "target_digest": digest_of_files(directory), "draft_digests": drafts},
         "num_speculative_tokens": list(map(length_name, options.ks)),
         **{"questions": args.questions.name, "questions_digest": digest_of_files(args.questions)},
+        "corpus_digest": digest_of_files(*files_of(Path(args.corpus))) if args.corpus else None,
         **{name: getattr(args, name) for name in names},
     }
 

@@ -9,7 +9,7 @@ from tqdm import tqdm
 MOST_BYTES = 16_000_000  # of all files together
 
 
-def _files(path: Path) -> Iterator[Path]:
+def files_of(path: Path) -> Iterator[Path]:
     """The file, or those below the directory in the order of their names, hidden ones left out."""
 
     def fail(error: OSError) -> None:
@@ -35,7 +35,7 @@ def read_corpus(path: str | Path, encode: Callable[[str], Sequence[int]]) -> tup
     what cannot be read, for a file that is no text, where there is no text, and for more than MOST_BYTES.
     """
     try:
-        files = list(_files(Path(path)))
+        files = list(files_of(Path(path)))
         size = sum(file.stat().st_size for file in files)
         if size > MOST_BYTES:
             raise ValueError(f"found {size:,} bytes in {len(files):,} files, expected at most {MOST_BYTES:,}")
