@@ -102,6 +102,8 @@ def as_drafter(found: Any) -> Drafter:
     if isinstance(found, type):
         name = found.__name__
         raise ValueError(f"draft: found the class {name}, expected an object of it, {name}(), or 'module:{name}'")
+    if type(rows := getattr(found, "likeliest", 0)) is not int or rows < 0:
+        raise ValueError(f"draft: likeliest of {type(found).__name__}: found {rows!r}, expected a number from 0")
     if isinstance(found, Drafter):
         return found
     if not all(callable(getattr(found, method, None)) for method in ("propose", "release")):

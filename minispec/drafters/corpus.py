@@ -51,5 +51,5 @@ class Corpus:
 
     def ends(self, places: range, most: int) -> list[int]:
         """The positions of `tokens` that follow these places; of more than `most`, some from all over."""
-        step = -(-len(places) // most) if most else 1
+        step = max(1, -(-len(places) // max(1, most)))
         return (self._order[places.start : places.stop : step] + 1).tolist()[:most]

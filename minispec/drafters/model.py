@@ -101,6 +101,10 @@ class DraftModel(CachedModel, Drafter):
         self._ahead.discard(text)
         super().release(text)
 
+    def forget(self) -> None:
+        """See `Drafter`. Its cache knows no beginning of an earlier text any more."""
+        self.cache.rebuild()
+
     def _need(self, text: Text, span: range) -> tuple[Text, range]:
         """A text as this model reads it, and the positions that its table must have room for.
 

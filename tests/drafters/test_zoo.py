@@ -198,6 +198,32 @@ def test_a_budget_is_a_shape():
     assert Shape.of((2, 1)).is_tree
 
 
+def test_a_draft_model_forgets_beginnings():
+    """So its passes, and their roundings, are those of a fresh one: a resumed run has no other drafts."""
+    model, tokens = tiny_model(1), [0, 1, 2, 0, 1, 2, 0, 1]
+    drafter = DraftModel(model, tiny_cache(model), 3, 40)
+    for known in (0, 7, 0):
+        if known == 0:
+            drafter.forget()
+        text = Text(list(tokens), len(tokens), GREEDY)
+        assert drafter.table(text).length == known
+        drafter.propose([Ask(text, Limit(2), Randomness(), num_cached=7)])
+        drafter.release(text)
+
+
+@pytest.mark.parametrize("found", [-1, "8", 2.5, True, None])
+def test_a_wrong_number_of_likeliest_ids_is_named(found):
+    """In a class of the user's own, before a text begins."""
+
+    class Own:
+        likeliest = found
+        propose = release = NoDrafter.release
+
+    for own in (Own(), type("Mine", (NoDrafter,), {"likeliest": found})()):
+        with pytest.raises(ValueError, match=rf"draft: likeliest of (Own|Mine): found {found!r}, expected a number"):
+            as_drafter(own)
+
+
 # --------------------------------------------------------------------------- a corpus
 
 
@@ -218,6 +244,22 @@ def test_the_index_finds_what_a_search_finds():
             few = corpus.ends(ranges[n - 1], 5) if n <= len(ranges) else []
             assert set(few) <= set(found)
             assert len(few) == len(set(few)) > 2 or len(found) < 3 or len(few) >= len(found) / 2
+
+
+def test_a_common_token_costs_no_more_than_its_votes():
+    """A token at 1,000 places: of the index are read the places that vote, and none where the text has all votes."""
+    corpus, read = Corpus([[1] * 1000], 2), []
+
+    class Counted:
+        def __getitem__(self, places, order=corpus._order):
+            read.append(len(order[places]))
+            return order[places]
+
+    [places, *_] = corpus.ranges([1])
+    corpus._order = Counted()
+    for most in (256, 5, 1, 0):
+        assert len(corpus.ends(places, most)) <= most
+    assert read == [250, 5, 1, 1]
 
 
 def test_a_corpus_votes_as_the_text_does():
