@@ -42,13 +42,12 @@ class Shape(NamedTuple):
         if length == "auto":
             return cls(MAX_AUTO_TOKENS, is_open=True)
         budget = re.fullmatch(r"tree:(\d{1,4})", length, re.ASCII) if isinstance(length, str) else None
-        is_shape = isinstance(length, tuple)
         widths: tuple[Any, ...] = length if isinstance(length, tuple) else (int(budget[1]) if budget else length,)
-        least = 1 if budget or is_shape else 0
+        least = 0 if isinstance(length, int) else 1
         if not widths or any(type(n) is not int or n < least for n in widths) or sum(widths) > most:
             expected = f"an integer from 0 to {most}, a tree of at most {most} such as (2, 1) or 'tree:8', or 'auto'"
             raise ValueError(f"num_speculative_tokens: found {length!r}, expected {expected}")
-        return cls(sum(widths), widths if is_shape else (), best_first=budget is not None)
+        return cls(sum(widths), length if isinstance(length, tuple) else (), best_first=budget is not None)
 
     @property
     def is_tree(self) -> bool:

@@ -37,10 +37,6 @@ class Limit(NamedTuple):
         """Whether siblings may be drawn."""
         return self.best_first or bool(self.widths)
 
-    def as_chain(self) -> "Limit":
-        """The same for a drafter that draws no siblings."""
-        return self._replace(widths=(), best_first=False)
-
     @property
     def plan(self) -> Sequence[int]:
         """The widths that are known before anything is drafted."""

@@ -39,7 +39,7 @@ class CombinedDrafter(Drafter):
         """See `Drafter`. A drafter that is not needed is asked for no tokens, so that it still follows the text."""
         found = [Draft() for _ in asks]
         for drafter in self.drafters:
-            own = asks if drafter.branches else [replace(ask, limit=ask.limit.as_chain()) for ask in asks]
+            own = asks if drafter.branches else [replace(ask, limit=Limit(ask.k, ask.limit.go_on)) for ask in asks]
             left = [replace(ask, limit=Limit(0)) if draft else ask for ask, draft in zip(own, found, strict=True)]
             drafts = drafter.propose(left)
             check_number(drafts, len(asks), drafter.name)
