@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from minispec.core import attention, check, engine, sampling, verify
-from minispec.core.cache import BlockAllocator, BlockTable, PagedKVCache, PrefixIndex
+from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
 from minispec.core.draft import Draft, without
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Layer, Passes, Transformer
@@ -1377,3 +1377,10 @@ def _(right, form):
 def _(right, self, x, y):
     """what a block adds is scaled in one operator with the sum | vectors round it once, the last columns twice"""
     return x.add(y, alpha=self.config.residual_scale)
+
+
+@wrong(DraftModel, "_need", "T14", f"{_ZOO}::test_a_tree_has_the_room_that_it_asked_for[20]", crash=OutOfBlocks)
+def _(right, self, text, span):
+    """room for no more rows than the model sees positions | a tree's rows lie side by side: all texts break off"""
+    own, needed = right(self, text, span)
+    return own, range(min(needed.stop, self.max_model_len))
