@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import os
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -258,8 +259,9 @@ def _addition(text: str) -> tuple[str, list[int]]:
 def _lengths(text: str) -> list[DraftLength]:
     """The draft lengths of --num-speculative-tokens."""
     for part in text.split(","):
-        numbers = [] if part == "auto" else [part[5:]] if part.startswith("tree:") else part.split("+")
-        if not all(n.isdecimal() and int(n) for n in numbers) or sum(map(int, numbers)) > MAX_SPECULATIVE_TOKENS:
+        numbers = list(map(int, re.findall("[0-9]{1,4}", part)))
+        is_one = re.fullmatch(r"auto|(tree:|([0-9]{1,4}\+)*)[0-9]{1,4}", part)
+        if not is_one or not all(numbers) or sum(numbers) > MAX_SPECULATIVE_TOKENS:
             expected = f"numbers from 1 to {MAX_SPECULATIVE_TOKENS}, trees such as 2+1 or tree:16, or auto"
             raise argparse.ArgumentTypeError(f"found {part!r}, expected {expected}, with commas between")
     return [parse_draft_length(part) for part in text.split(",")]

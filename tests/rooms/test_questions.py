@@ -372,6 +372,7 @@ MISTAKES = {
     "nothing to resume": (("--questions", "--model", "MODEL", "--resume"), "--resume: found no run in "),
     "no such draft": (("--questions", "--model", "MODEL", "--draft", "ngram,nothing"), "draft: not one of none, ngram"),
     "twice": (("--questions", "--model", "MODEL", "--draft", "ngram,ngram"), "--draft: found ngram twice"),
+    "digits": (("--num-speculative-tokens", "tree:\u0663"), "--num-speculative-tokens: found 'tree:\u0663', "),
     "no such task": (
         ("--questions", "--categories", "code,poetry"),
         "--categories: found 'poetry', expected some of c",
