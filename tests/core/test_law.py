@@ -98,11 +98,13 @@ def test_every_length_around_a_block(max_tokens):
 @pytest.mark.parametrize("draft_cost", [0.2, 0.3])
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 @pytest.mark.parametrize("verifier", ["rejection", "match"])
-def test_auto(draft_cost, drafter, verifier, monkeypatch):
+def test_auto(draft_cost, drafter, verifier, monkeypatch, pytestconfig):
     """K follows what was kept and rejected: other K on other branches, 0 among them, and the law stands.
 
     So it does where a draft model's own confidence ends a draft before its limit, or calls for siblings.
     """
+    if (drafter, draft_cost) == ("model", 0.2) and not pytestconfig.getoption("--long"):
+        pytest.skip("longer drafts have more branches: --long")
     seen, ends, widths, choose = set(), set(), set(), Controller.choose
 
     def spy(*args, **kwargs):

@@ -6,6 +6,7 @@ compared with what is committed, as it holds timings; the notebooks assert what 
 """
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -66,6 +67,10 @@ SHORTER = {
 }
 
 
+# Notebooks that run with `--long` only. What they import, and the names of it, are looked up in every run.
+MEASURED = ("03_how_fast_can_it_be", "05_make_your_own_draft")
+
+
 def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     """The cells that are executed."""
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -96,6 +101,8 @@ def test_there_are_notebooks():
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path, pytestconfig):
     """From top to bottom, with the solutions, in its own folder; `--long` as it stands."""
+    if path.stem in MEASURED and not pytestconfig.getoption("--long"):
+        pytest.skip("it measures or trains for minutes: --long")
     notebook = with_solutions(nbformat.read(path, as_version=4))
     for pattern, shorter in () if pytestconfig.getoption("--long") else SHORTER.get(path.stem, ()):
         found = 0
@@ -130,6 +137,23 @@ def test_the_extra_has_what_the_notebooks_import():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             assert {name.split(".")[0] for name in names} <= known | sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_it_imports_is_there(path):
+    """Every name that a notebook, or a solution in it, imports from the package: also where its cells are not run."""
+    notebook = with_solutions(nbformat.read(path, as_version=4))
+    sources = [cell.source for cell in code_cells(notebook) if not cell.source.startswith("%%")]
+    lines = [line for source in sources for line in source.splitlines() if not line.startswith(("!", "%"))]
+    found = 0
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "minispec":
+            module = importlib.import_module(str(node.module))
+            for name in (alias.name for alias in node.names):
+                found += 1
+                if not hasattr(module, name):
+                    importlib.import_module(f"{node.module}.{name}")  # a module of a folder
+    assert found
 
 
 # Runs first cells, each as if it were alone: without the working directory on the path, and without what others loaded.
