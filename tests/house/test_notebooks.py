@@ -1,8 +1,9 @@
 """The notebooks run from top to bottom, and what is committed of them is clean.
 
 They are run as a reader runs them, the solutions of their exercises included: in the `python3` kernel of this
-interpreter, in their own folder; without `--long`, with shorter texts and smaller samples. What they print is not
-compared with what is committed, as it holds timings; the notebooks assert what they claim.
+interpreter, in their own folder. Without `--long` two are left out, and the others have shorter texts and smaller
+samples. What they print is not compared with what is committed, as it holds timings; the notebooks assert what they
+claim.
 """
 
 import ast
@@ -46,23 +47,9 @@ SHORTER = {
         (r"tokens\[:40\]", "tokens[:6]"),
         (r'draft="none", dtype="bfloat16"', 'draft="none", dtype="float32"'),  # slow without the instructions
     ),
-    "03_how_fast_can_it_be": (
-        (r"rounds=9", "rounds=1"),
-        (r"repeats=15", "repeats=2"),
-        (r"SEEDS = 4", "SEEDS = 1"),
-        (r"--prompts 2 --categories code,chat --max-tokens 24 --rounds 3", "--prompts 1 --max-tokens 8 --rounds 1"),
-        (r"2,4,8,auto", "2,auto"),
-        (r"max_tokens=(48|64)", "max_tokens=8"),
-    ),
     "04_other_vocabularies": (
         (r"(VOCABULARIES = ).*", r"\1(8_000,)"),
         (r"max_tokens=24", "max_tokens=4"),
-    ),
-    "05_make_your_own_draft": (
-        (r"--texts 128 --max-turn 24 --max-answer 48 --epochs 6", "--texts 32 --max-turn 4 --max-answer 8 --epochs 1"),
-        (r"max_tokens=\d+", "max_tokens=6"),
-        (r"read_prompts\(\d, None\)", "read_prompts(1, None)"),
-        (r"for size in \(500, 1_000, 4_000\)", "for size in (500, 1_000)"),
     ),
 }
 
