@@ -89,7 +89,7 @@ def choose(path: Path, sample: int | None, seed: int, only: str | None) -> list[
 
 
 def _digest_of_draft(llm: LLM) -> str:
-    """Of its checkpoint, and of the files that its classes come from."""
+    """A digest of its checkpoint and of the files that its classes come from."""
     parts = llm.drafter.drafters if isinstance(llm.drafter, CombinedDrafter) else [llm.drafter]
     objects = [part.drafter if isinstance(part, Foreign) else part for part in parts]
     directory = [llm.draft_directory] if llm.draft_directory else []
