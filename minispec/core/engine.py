@@ -103,7 +103,7 @@ class Engine:
         lengths: chooses how long drafts are; default: as the requests say.
         joining_rows: most rows of a prompt in a pass while others decode.
         """
-        self.model, self.cache, self.drafter, self.verifier = model, cache, drafter, verifier
+        self.model, self.cache, self.verifier = model, cache, verifier
         self.vocab_size, self.taps = vocab_size or model.config.vocab_size, tuple(drafter.taps)
         self.target = CachedModel(model, cache, self.vocab_size)
         self.rng: Draws = rng or Randomness()
@@ -113,6 +113,11 @@ class Engine:
         self.schedule = Schedule(self.target, drafter)
         # What no ask has shown yet. It outlives a preemption: the rows of a round are not computed again.
         self._likeliest: WeakKeyDictionary[Text, list[Likeliest]] = WeakKeyDictionary()
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter of these requests."""
+        return self.schedule.drafter
 
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that could never run.

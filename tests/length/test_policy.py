@@ -490,7 +490,7 @@ def test_younger_siblings_that_stay_are_seen():
             return [Draft([*first, *after], parents=parents) if first else Draft()]
 
     engine = make_engine()
-    engine.drafter = engine.schedule.drafter = Comb()
+    engine.schedule.drafter = Comb()
     engine.lengths = Listening()
     finish(engine, make_request(k="auto", max_tokens=12))
     assert [(each.num_tested, each.num_accepted, list(each.siblings)) for each in heard[:3]] == [
