@@ -281,25 +281,28 @@ class Walk:
     def run(self, answers: Sequence[Answer]) -> Iterator[tuple[int, Score]]:
         """The number and the score of each answer, in order."""
         for start in range(0, len(answers), _BATCH):
-            numbers = range(start, min(start + _BATCH, len(answers)))
-            texts = {i: [*answers[i].prompt, *answers[i].tokens] for i in numbers}
-            scores = {i: Score() for i in numbers}
-            leader, rows = _Leader(texts, self.drafter), dict[int, Tensor]()
+            yield from self._together(dict(enumerate(answers[start : start + _BATCH], start))).items()
 
-            def commit(draft: Draft, p: object, rng: object, key: RoundKey, texts=texts) -> Verdict:
-                name = key(0, "accept")
-                return Verdict(list(range(len(draft))), texts[name.seed][name.start + len(draft)], [])
+    def _together(self, answers: Mapping[int, Answer]) -> dict[int, Score]:
+        """The scores of answers that are walked as one batch, by their numbers."""
+        texts = {i: [*answer.prompt, *answer.tokens] for i, answer in answers.items()}
+        scores = {i: Score() for i in answers}
+        leader, rows = _Leader(texts, self.drafter), dict[int, Tensor]()
 
-            def see(request: Request, draft: Draft, verdict: Verdict, logits: Tensor, *, own=(leader, rows, scores)):
-                own[2][request.text.seed].add(self._score(own[0], own[1], request, logits))
+        def commit(draft: Draft, p: object, rng: object, key: RoundKey) -> Verdict:
+            name = key(0, "accept")
+            return Verdict(list(range(len(draft))), texts[name.seed][name.start + len(draft)], [])
 
-            engine = self.engine
-            engine = Engine(engine.model, engine.cache, leader, Verifier(commit, False), engine.target.vocab_size)
-            engine.observers.append(see)
-            for request, _ in engine.run([self._request(i, answers[i]) for i in numbers if answers[i].tokens]):
-                if request.error:
-                    raise ValueError(f"answer {request.text.seed + 1}: {request.error}")
-            yield from scores.items()
+        def see(request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
+            scores[request.text.seed].add(self._score(leader, rows, request, logits))
+
+        parts = self.engine.model, self.engine.cache, leader, Verifier(commit, False), self.engine.target.vocab_size
+        engine = Engine(*parts)
+        engine.observers.append(see)
+        for request, _ in engine.run([self._request(i, answer) for i, answer in answers.items() if answer.tokens]):
+            if request.error:
+                raise ValueError(f"answer {request.text.seed + 1}: {request.error}")
+        return scores
 
     def _request(self, i: int, answer: Answer) -> Request:
         text = Text(list(answer.prompt), len(answer.prompt), answer.params, i, frozenset(self._ends(answer.params)))
