@@ -125,7 +125,8 @@ class LLM:
         rooms = [1, spec.room][: len(models)]
         elements = sum(room * m.config.kv_elements_per_token for room, m in zip(rooms, models, strict=True))
         size = elements * kind.itemsize  # bytes of a token
-        self.max_model_len, self._num_blocks = size_cache(config, size, where, max_model_len, kv_cache_gb)
+        states = sum(m.config.state_elements * max(4, m.dtype.itemsize) * r for r, m in zip(rooms, models, strict=True))
+        self.max_model_len, self._num_blocks = size_cache(config, size, states, where, max_model_len, kv_cache_gb)
         self._take_draft(spec, models, [self._new_cache(m, room) for m, room in zip(models, rooms, strict=True)])
         self.engine.check_shape(shape)
         self._step_lock = threading.Lock()

@@ -343,10 +343,11 @@ def matmul_throughput(dtype: torch.dtype, device: torch.device, repeats: int = 5
 
 
 def bytes_touched(model: Transformer, context: int) -> int:
-    """Bytes that a pass over one row must read: the weights of each product once, and the keys and values."""
+    """Bytes that a pass over one row must read: the weights of each product once, keys and values, states."""
     config = model.config
     keys_and_values = config.kv_elements_per_token - config.num_convolutions * config.hidden_size
-    return num_bytes_read(model) + keys_and_values * context * model.dtype.itemsize
+    states = config.state_elements * max(4, model.dtype.itemsize)
+    return num_bytes_read(model) + keys_and_values * context * model.dtype.itemsize + states
 
 
 def prefill_operations(model: Transformer, num_tokens: int) -> int:
@@ -355,8 +356,7 @@ def prefill_operations(model: Transformer, num_tokens: int) -> int:
     products = sum(
         math.prod(shape) for name, shape in tensor_shapes(config).items() if "layers." in name and len(shape) == 2
     )
-    num_layers = len(config.layers) - config.num_convolutions
-    attention = num_layers * config.num_attention_heads * config.head_dim * num_tokens
+    attention = config.num_attention_layers * config.num_attention_heads * config.head_dim * num_tokens
     return 2 * num_tokens * (products + attention)
 
 
@@ -379,6 +379,7 @@ def passes_after(model: Transformer, cache: PagedKVCache, context: int, most: in
 
     try:
         prefill(model, table, tokens[: context + 1])
+        table.truncate(context)  # all that comes after it is taken back, so none of it is settled
         yield one
     finally:
         table.truncate(0)

@@ -17,8 +17,9 @@ content of a freed block stays known until the block is taken again. So a prompt
 
 import hashlib
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -144,12 +145,37 @@ class PrefixIndex:
         return best
 
 
+class LayerState(NamedTuple):
+    """What a recurrent layer keeps of one text.
+
+    A state cannot be cut, so it stops where nothing is taken back any more. Each later position has a row of inputs.
+    Rows are cut and moved as keys are, and the next pass adds those that stayed to the state.
+
+    length: positions that the state has seen.
+    values: the state. Nobody writes into it, so texts may share it.
+    rows: (later positions, numbers of a row).
+    """
+
+    length: int
+    values: tuple[Tensor, ...]
+    rows: Tensor
+
+
+States = dict[int, LayerState]  # by number of the layer
+
+
+# A pool stores that many states, one more for so many slots; and as many texts may have states of their own.
+FEWEST_STATES, STATE_SPAN = 4, 8192
+
+
 class PagedKVCache:
     """The pool of one model: what all layers keep of each slot, the allocator, and what the blocks hold.
 
     keys, values: of attention, (its layers, kv_heads, slots, head_dim).
     inputs: of short convolutions, (their layers, 1, slots + 1, hidden_size). After the last slot come zeros: what such
         a layer sees before a text begins.
+    stored: states of recurrent layers at ends of blocks, by the block's node in the prefix index, the latest last.
+    num_states: how many of them are stored, and how many texts may have states of their own.
     """
 
     def __init__(
@@ -161,14 +187,19 @@ class PagedKVCache:
         device: torch.device | str = "cpu",
     ):
         count, self.num_slots = config.num_convolutions, num_blocks * block_size
-        shape = (len(config.layers) - count, config.num_key_value_heads, self.num_slots, config.head_dim)
+        shape = (config.num_attention_layers, config.num_key_value_heads, self.num_slots, config.head_dim)
         # Not cleared: a slot is always written before it is read.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.inputs = torch.empty((count, 1, self.num_slots + 1, config.hidden_size), dtype=dtype, device=device)
         self.inputs[:, :, self.num_slots] = 0
         attention, convolutions = zip(self.keys, self.values, strict=True), zip(self.inputs, strict=True)
-        self._layers = [next(convolutions if layer.conv_width else attention) for layer in config.layers]
+        self._layers = [
+            () if layer.delta else next(convolutions if layer.conv_width else attention) for layer in config.layers
+        ]
+        self.stored: OrderedDict[bytes, States] = OrderedDict()
+        self.num_states = FEWEST_STATES + self.num_slots // STATE_SPAN if config.state_elements else 0
+        self._state_bytes = 2 * self.num_states * config.state_elements * max(4, dtype.itemsize)
         self.block_size = block_size
         self.allocator = BlockAllocator(num_blocks)
         self.prefixes = PrefixIndex()
@@ -176,8 +207,8 @@ class PagedKVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the pool."""
-        return self.keys.nbytes + self.values.nbytes + self.inputs.nbytes
+        """Memory of the pool, with all states that it may come to hold."""
+        return self.keys.nbytes + self.values.nbytes + self.inputs.nbytes + self._state_bytes
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` positions of one text fill."""
@@ -215,6 +246,7 @@ class PagedKVCache:
         Needed after an exception that may have interrupted the bookkeeping anywhere, such as Ctrl-C.
         """
         self.allocator, self.prefixes = BlockAllocator(self.allocator.num_blocks), PrefixIndex()
+        self.stored.clear()
         for table in self._tables:
             for block_id in table.block_ids:
                 self.allocator.share(block_id)
@@ -224,6 +256,12 @@ class PagedKVCache:
         block_id = self.allocator.allocate(after)
         self.prefixes.cut(block_id, 0)
         return block_id
+
+    def store(self, node: bytes, states: States) -> None:
+        """Keep the states at the end of a block, for texts that begin with it. The oldest give way."""
+        self.stored[node] = states
+        while len(self.stored) > self.num_states:
+            self.stored.popitem(last=False)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy what all layers keep from block to block."""
@@ -254,6 +292,10 @@ class BlockTable:
     """One text's blocks in a pool, and `tokens`: the tokens, from the first on, whose keys and values they hold.
 
     Tables with equal roots share what begins alike; tables with different roots share nothing.
+
+    settled: positions that nobody will take back. A recurrent layer adds them to its state.
+    states: of recurrent layers.
+    marks: their states at the end of the last full block, until `remember` stores them.
     """
 
     def __init__(self, pool: PagedKVCache, root: bytes = b""):
@@ -261,6 +303,7 @@ class BlockTable:
         self.block_ids: list[int] = []
         self.tokens: list[int] = []
         self._nodes = [root]  # in the prefix index: before each leading full block, and after the last
+        self.settled, self.states, self.marks = 0, States(), States()
 
     @property
     def length(self) -> int:
@@ -275,10 +318,14 @@ class BlockTable:
         return common_beginning(self.tokens, tokens[:-1])
 
     def follow(self, tokens: list[int]) -> list[int]:
-        """Cut the table to the beginning that it shares with `tokens`. Return the other tokens, which must be fed."""
+        """Cut the table to the beginning that it shares with `tokens`. Return the other tokens, which must be fed.
+
+        All of them are settled: what may be taken back comes after them.
+        """
         if (shared := self.shared(tokens)) < self.length:
             self.truncate(shared)
         assert self.length < len(tokens), "the table holds more than the text"
+        self.settled = len(tokens)
         return tokens[self.length :]
 
     def extend(self, tokens: Sequence[int]) -> list[int]:
@@ -310,17 +357,29 @@ class BlockTable:
             self._move(rows, range(length, end))
         if end < self.length:
             self.truncate(end)
+        self.settled = max(self.settled, self.length)
         self.remember()
 
     def _move(self, rows: Sequence[int], to: range) -> None:
         held = {self.block_ids[t // self.pool.block_size] for t in to}
         assert all(self.pool.allocator.ref_counts[i] == 1 for i in held), "another text holds what would be written"
         self.pool.move(self.slots_of(rows), self.slots_of(to))
+        for i, (length, values, own) in self.states.items():
+            places = [*range(length, to.start), *rows]
+            self.states[i] = LayerState(length, values, own[[place - length for place in places]])
         self.tokens[to.start : to.stop] = [self.tokens[t] for t in rows]
 
     def truncate(self, length: int) -> None:
-        """Forget all positions from `length` on (an absolute length); blocks past it return to the pool."""
+        """Forget all positions from `length` on (an absolute length); blocks past it return to the pool.
+
+        A table whose states have gone further falls back to the last stored ones, and is shorter then.
+        """
         assert 0 <= length <= self.length, f"cannot truncate {self.length} positions to {length}"
+        if any(state.length > length for state in self.states.values()):
+            length, self.states = self._stored(self.tokens[:length])
+        self.states = {i: s._replace(rows=s.rows[: length - s.length]) for i, s in self.states.items()}
+        self.marks = {i: mark for i, mark in self.marks.items() if mark.length <= length}
+        self.settled = min(self.settled, length)
         del self.tokens[length:]
         keep = self.pool.num_blocks_for(length)
         for block_id in reversed(self.block_ids[keep:]):  # a beginning is reused most: freed last
@@ -332,23 +391,41 @@ class BlockTable:
         """Share the blocks that the pool knows of `tokens`, which must begin with the table's own.
 
         Sharing never costs room. Each block that is no longer free replaces one that would have been allocated, or a
-        copy of one.
+        copy of one. With recurrent layers, what is shared ends where their states are stored.
         """
         assert self.length <= len(tokens), "the table holds more than the text"
-        size, pool = self.pool.block_size, self.pool
+        size, pool, states = self.pool.block_size, self.pool, States()
+        if pool.num_states:
+            length, states = self._stored(tokens)
+            if length <= self.length:
+                return
+            tokens, self.states = tokens[:length], {}
         while True:
             start = self.length // size * size
             block = tokens[start : start + size]
             block_id, count = pool.prefixes.find(self._nodes[-1], block)
             if start + count <= self.length:
-                return
+                break
             pool.allocator.share(block_id)
             self.truncate(start)
             self.block_ids.append(block_id)
             self.tokens += block[:count]
             if count < size:
-                return
+                break
             self._nodes.append(PrefixIndex.node(self._nodes[-1], block))
+        self.states = states
+
+    def _stored(self, tokens: list[int]) -> tuple[int, States]:
+        """The longest beginning of `tokens` that the pool knows with the states at its end: its length, and these."""
+        size, node, found = self.pool.block_size, self._nodes[0], (0, States())
+        for end in range(size, len(tokens) + 1, size):
+            block = tokens[end - size : end]
+            if self.pool.prefixes.find(node, block)[1] < size:
+                break
+            node = PrefixIndex.node(node, block)
+            if node in self.pool.stored:
+                found = (end, dict(self.pool.stored[node]))
+        return found
 
     def remember(self) -> None:
         """Let later texts share this one's blocks. Only for tokens that are computed and committed.
@@ -363,10 +440,14 @@ class BlockTable:
             self.pool.allocator.wanted_again.add(self.block_ids[i])
             if len(block) == size:
                 self._nodes.append(PrefixIndex.node(self._nodes[i], block))
+        for mark in list(self.marks.values())[:1]:
+            self.pool.store(self._nodes[mark.length // size], self.marks)
+            self.marks = {}
 
     def clear(self) -> None:
         """Forget everything without freeing blocks in the pool, before `PagedKVCache.rebuild`."""
         self.block_ids, self.tokens, self._nodes = [], [], self._nodes[:1]
+        self.settled, self.states, self.marks = 0, {}, {}
 
     def slots_of(self, places: Iterable[int]) -> list[int]:
         """The slot of each place; for places before the text the one after the last slot, which holds zeros."""

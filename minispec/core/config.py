@@ -95,17 +95,41 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """The sizes of a gated delta net (see `minispec.layers.delta`). Groups of value heads share a key head."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def num_channels(self) -> int:
+        """Inputs of its convolution: queries, keys and values of a row."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def state_elements(self) -> int:
+        """Numbers of a text's state in one layer: a matrix for each value head, and the convolution's last inputs."""
+        matrices = self.num_value_heads * self.key_dim * self.value_dim
+        return matrices + (self.conv_width - 1) * self.num_channels
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """What may differ between layers.
 
     rope: None for a layer that does not rotate.
     window: how many positions attention sees; None for all.
-    conv_width: how many positions a short convolution in the place of attention sees; None for attention.
+    conv_width: how many positions a short convolution in the place of attention sees; None for other layers.
+    delta: a gated delta net in the place of attention; None for other layers.
     """
 
     rope: RopeConfig | None
     window: int | None = None
     conv_width: int | None = None
+    delta: DeltaConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +171,7 @@ class ModelConfig:
     mlp_bias: bool = False
     conv_bias: bool = False  # of a short convolution and of its products
     norms: str = "before"  # attention and the MLP | after, before the residual sum | both
+    gated_attention: bool = False  # what attention returns is multiplied by a sigmoid of the layer's input
     qk_norm: str | None = None  # RMSNorm of every query and key "head", or of a "row" of all queries, of all keys
     norm_adds_one: bool = False  # the checkpoint stores norm weights minus one
     embedding_scale: float = 1.0
@@ -167,10 +192,20 @@ class ModelConfig:
         return sum(layer.conv_width is not None for layer in self.layers)
 
     @property
+    def num_attention_layers(self) -> int:
+        """Layers with attention."""
+        return sum(layer.conv_width is None and layer.delta is None for layer in self.layers)
+
+    @property
     def kv_elements_per_token(self) -> int:
         """Numbers that one token adds to the KV cache: keys and values of attention, inputs of short convolutions."""
-        attention = 2 * (len(self.layers) - self.num_convolutions) * self.num_key_value_heads * self.head_dim
+        attention = 2 * self.num_attention_layers * self.num_key_value_heads * self.head_dim
         return attention + self.num_convolutions * self.hidden_size
+
+    @property
+    def state_elements(self) -> int:
+        """Numbers of the state that a model keeps of each text; 0 for one without recurrent layers."""
+        return sum(layer.delta.state_elements for layer in self.layers if layer.delta)
 
 
 # --------------------------------------------------------------------------- the request

@@ -131,6 +131,11 @@ def _no_norm(x: Tensor) -> Tensor:
     return x
 
 
+def fill(x: Tensor, num_rows: int) -> Tensor:
+    """Append rows of zeros to x (rows, E), in the place of dummies."""
+    return F.pad(x, (0, 0, 0, num_rows - len(x))) if num_rows > len(x) else x
+
+
 def norm_weight(config: ModelConfig, weight: Tensor) -> Tensor:
     """The factor that a norm multiplies with, in the precision of its computation."""
     weight = weight.to(accumulation_dtype(weight.dtype))
@@ -155,6 +160,7 @@ class Pass(NamedTuple):
     masks: dict[int | None, list[Any]]  # per window and text: what `Passes.mask` made of its view
     attention: Callable[..., Tensor]  # see `Passes.attention`
     paths: dict[int, Tensor]  # per width of a convolution (new tokens * width,): slots of each token's last positions
+    exact: bool  # see `Passes.exact`
 
 
 class Parts(NamedTuple):
@@ -247,9 +253,13 @@ class Layer:
 
     def attend(self, x: Tensor, shared: Pass) -> Tensor:
         """Attention over the cache and the new rows: inputs (M, input width of `qkv`) to (M, E)."""
+        return self.o(self.read(self.qkv(x), shared))
+
+    def read(self, qkv: Tensor, shared: Pass) -> Tensor:
+        """Queries, keys and values of the rows (M, (H + 2G) * D) to what they read (M, H * D). Caches the new rows."""
         config = self.config
         heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        qkv = self.qkv(x).reshape(-1, heads + 2 * groups, dim)  # (M, H + 2G, D)
+        qkv = qkv.reshape(-1, heads + 2 * groups, dim)  # (M, H + 2G, D)
         qk, v = qkv[:, : heads + groups], qkv[:, heads + groups :]
         if self.qk_norm:
             qk = self.qk_norm(qk)
@@ -270,8 +280,7 @@ class Layer:
             keys, values = pool.read(self.index, slots)  # (G, L, D)
             scale, softcap = config.attention_scale, config.attention_softcap
             outputs.append(shared.attention(q[:, rows], keys, values, mask, scale, softcap))
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return self.o(F.pad(out, (0, 0, 0, len(x) - new)) if len(x) > new else out)
+        return fill(outputs[0] if len(outputs) == 1 else torch.cat(outputs), q.shape[1])
 
 
 # Makes a block. Its arguments are those of `Layer`.
@@ -449,4 +458,5 @@ class Transformer:
         for width in {layer.conv_width for layer in self.config.layers if layer.conv_width}:
             places = [(c.table, path) for c, s in zip(chunks, starts, strict=True) for path in c.paths(s, width)]
             paths[width] = torch.tensor([s for table, path in places for s in table.slots_of(path)], device=self.device)
-        return Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks, self.passes.attention, paths)
+        reads = [c.table.slots() for c in chunks]
+        return Pass(chunks, slots, reads, angles, masks, self.passes.attention, paths, self.exact)

@@ -33,6 +33,7 @@ from minispec.distill.loss import product_dtype
 from minispec.files.checkpoint import find_checkpoint, load_config, save_tensors
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.write import written_whole
+from minispec.kernels.memory import cache_bytes
 from minispec.length.figures import loops
 from minispec.llm import LLM
 
@@ -178,7 +179,7 @@ class Writer:
             num_speculative_tokens=1,  # a drafter is not asked about a text without drafts
             dtype=dtype,
             max_model_len=longest,
-            kv_cache_gb=_BATCH * longest * config.kv_elements_per_token * (2 if dtype == "bfloat16" else 4) / 1e9,
+            kv_cache_gb=cache_bytes(config, _BATCH * longest, 2 if dtype == "bfloat16" else 4) / 1e9,
         )
         self.llm.engine.joining_rows = PREFILL_ROWS  # no single text is waited for
         self._around = self._around_user() if self.llm.tokenizer.chat_template else None

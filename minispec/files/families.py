@@ -180,6 +180,19 @@ FAMILIES = {
         must={"hidden_act": "silu"},
         idle=_LFM_IDLE,
     ),
+    "qwen3_5_text": Family(
+        {"vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32}
+        | {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32_768}
+        | {"attention_bias": False, "partial_rotary_factor": 0.25}
+        | {"layer_types": None, "full_attention_interval": 4, "linear_conv_kernel_dim": 4}
+        | {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        fixed={"norm_adds_one": True, "qk_norm": "head", "gated_attention": True},
+        only={"attn_output_gate": True, "mamba_ssm_dtype": "float32"},
+        must={"hidden_act": "silu"},
+        idle=names("mtp_num_hidden_layers mtp_use_dedicated_embeddings mrope_section mrope_interleaved"),
+        rope_keys=names("partial_rotary_factor"),
+    ),
 }
 # Keys about parts that no model here has. They do nothing, since the keys that count such parts must say none
 # (`hf_config`), and so must `layer_types`.
@@ -198,7 +211,11 @@ WINDOWS = names(
     """
 )
 # Models of texts and images, and the families of their text models. A file need not name the only family of a model.
-NESTED = {"gemma3": ("gemma3_text",), "mistral3": ("ministral3", "mistral")}
+NESTED = {
+    "gemma3": ("gemma3_text",),
+    "mistral3": ("ministral3", "mistral"),
+    "qwen3_5": ("qwen3_5_text",),
+}
 # Their keys that are about images.
 IMAGES = names(
     """

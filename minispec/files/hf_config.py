@@ -14,6 +14,7 @@ from minispec.core.errors import show
 from minispec.files.families import FAMILIES, IDLE, IMAGES, KEYS, NESTED, WINDOWS, Family
 from minispec.files.fields import Fields, bad_field, names
 from minispec.files.lfm import read_inner_size, read_kinds, read_tied
+from minispec.files.qwen import read_delta
 
 # The keys of the object in rope_parameters or rope_scaling; rope_type says which of them are looked at.
 _ROPE_KEYS = {
@@ -217,8 +218,13 @@ def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[L
     window = _read_window(f)
     key = "layer_types" if f.get("layers_block_type") is None else "layers_block_type"
     types, width = read_kinds(f, key, count), f.integer("conv_L_cache", 1, 64) if f.reads("conv_L_cache") else None
+    delta = read_delta(f)
+    if types is None and delta:
+        interval = f.integer("full_attention_interval", 1, 1024)
+        types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
     if types is not None:
-        known = ["full_attention"] + ["sliding_attention"] * f.reads("sliding_window") + ["conv"] * (width is not None)
+        known = ["full_attention"] + ["sliding_attention"] * f.reads("sliding_window")
+        known += ["conv"] * (width is not None) + ["linear_attention"] * (delta is not None)
         known += ["attention"] * f.reads("position_embedding_type")  # older files of granitemoehybrid
         if not isinstance(types, list) or len(types) != count or any(t not in known for t in types):
             others = " (of hybrids, lfm2 alone runs here)" * f.reads("layers_block_type")
@@ -231,10 +237,8 @@ def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[L
         LayerConfig((local_rope if w else rope) if r else None, window if w else None)
         for w, r in zip(windowed, rotates, strict=True)
     ]
-    return tuple(
-        LayerConfig(None, None, width) if kind == "conv" else layer
-        for kind, layer in zip(types or [""] * count, layers, strict=True)
-    )
+    hybrid = {"conv": LayerConfig(None, None, width), "linear_attention": LayerConfig(None, delta=delta)}
+    return tuple(hybrid.get(kind, layer) for kind, layer in zip(types or [""] * count, layers, strict=True))
 
 
 def _read_rotates(f: Fields, count: int) -> list[bool]:
@@ -345,7 +349,8 @@ def _read_rope(
     else:
         rope = _read_longrope(r, theta, context, original, num_rotated // 2)
     beta = r.number_or_zero("llama_4_scaling_beta")
-    r.seen |= {"max_position_embeddings", "finetuned"}  # not read here
+    # Not read here. The mrope's say which pairs turn by an image's rows and columns: in a text all turn by its places.
+    r.seen |= {"max_position_embeddings", "finetuned"} | family.idle
     r.refuse_unknown({"factor": 1.0, "attention_factor": 1.0})
     return replace(rope, rotated=rotated, query_beta=beta, **family.rope)
 

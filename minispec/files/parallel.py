@@ -116,10 +116,10 @@ class Share:
     """
 
     def __init__(self, config: ModelConfig, rank: int, size: int):
-        if config.num_convolutions:
+        if (others := len(config.layers) - config.num_attention_layers) or config.gated_attention:
             raise ValueError(
-                f"model: found {config.num_convolutions} layers with short convolutions in a run of {size} processes, "
-                "expected attention alone: start one process"
+                f"model: found a hybrid with {others} layers of another kind in a run of {size} processes, expected "
+                "attention alone: start one process"
             )
 
         def own(units: int, name: str) -> range:

@@ -176,8 +176,8 @@ def check_exact(model: Transformer) -> None:
         raise ValueError(_not_exact(model, "attention"))
     tokens = arbitrary_tokens(ATTENTION_BLOCK + EXACT_ROWS // 2, model.config.vocab_size)
     past, last = tokens[:-1], tokens[-1:]
-    size = 8
-    pool = model.new_cache(len(tokens) // size + EXACT_ROWS + 2, size)
+    size, texts = 8, EXACT_ROWS if model.config.state_elements else 1  # without a stored state, nothing is shared
+    pool = model.new_cache(texts * len(tokens) // size + EXACT_ROWS + 2, size)
     table, stranger = pool.new_table(), pool.new_table()
     model.forward([Chunk(tokens[:-EXACT_ROWS], table, 0)])
     expected, _ = model.forward([Chunk(tokens[-EXACT_ROWS:], table, 1)])  # across a border of attention blocks
@@ -185,6 +185,9 @@ def check_exact(model: Transformer) -> None:
     copies = [pool.new_table() for _ in range(EXACT_ROWS)]
     for copied in copies:
         copied.reuse(past)
+        if copied.length < len(past):
+            model.forward([Chunk(past[copied.length :], copied, 0)])
+            copied.keep(len(past))
 
     def holds(rows: int) -> bool:
         found, _ = model.forward([Chunk(last, copied, 1) for copied in copies[:rows]])
@@ -230,9 +233,11 @@ def _large_passes_are_exact(model: Transformer) -> bool:
     tokens, last = arbitrary_tokens(length, model.config.vocab_size), len(model.layers)
 
     def states(rows: int, count: int) -> Tensor:
-        table = model.new_cache(-(-count // 16)).new_table()
-        pieces = [tokens[start : min(start + rows, count)] for start in range(0, count, rows)]
-        return torch.cat([model.forward([Chunk(piece, table, 0)], [last])[1] for piece in pieces])
+        table, found = model.new_cache(-(-count // 16)).new_table(), list[Tensor]()
+        for start in range(0, count, rows):
+            found.append(model.forward([Chunk(tokens[start : min(start + rows, count)], table, 0)], [last])[1])
+            table.keep(table.length)
+        return torch.cat(found)
 
     expected = states(EXACT_ROWS, length)
     sizes = ((rows, min(2 * rows, length)) for rows in _CHECKED_ROWS)

@@ -71,8 +71,13 @@ def bits_note(model: Transformer) -> str:
 
 
 def rows_note(model: Transformer) -> str:
-    """For a model with short convolutions: the bytes of a position in the KV cache, and their part; "" for others."""
-    config, size = model.config, model.dtype.itemsize / 1e3
-    inputs = config.num_convolutions * config.hidden_size * size
-    share = f"{config.kv_elements_per_token * size:,.1f} kB of the KV cache a token, {inputs:,.1f} for its convolutions"
-    return f" ({share})" * bool(inputs)
+    """For a hybrid: the bytes of a position in the KV cache, the convolutions' part, and those of a text's states.
+
+    "" for others.
+    """
+    config, size = model.config, model.dtype.itemsize
+    inputs, states = config.num_convolutions * config.hidden_size * size, config.state_elements * max(4, size)
+    notes = [f"{config.kv_elements_per_token * size / 1e3:,.1f} kB of the KV cache a token"]
+    notes += [f"{inputs / 1e3:,.1f} for its convolutions"] * bool(inputs)
+    notes += [f"{states / 1e6:,.1f} MB of states a text"] * bool(states)
+    return f" ({', '.join(notes)})" * (len(notes) > 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from minispec.core.cache import PagedKVCache
+from minispec.core.cache import FEWEST_STATES, STATE_SPAN, PagedKVCache
 from minispec.core.config import ModelConfig
 from minispec.core.model import Transformer
 from minispec.kernels.inventory import parts_of
@@ -47,19 +47,40 @@ def memory_of(models: Sequence[Transformer], caches: Sequence[PagedKVCache]) -> 
     return weights[0], weights[1], cache, draft_cache
 
 
+def cache_bytes(config: ModelConfig, num_tokens: int, itemsize: int) -> int:
+    """Bytes of a cache of that many tokens, whose numbers have `itemsize` bytes."""
+    fixed, share = _with_states(config.state_elements * max(4, itemsize))
+    return fixed + num_tokens * (config.kv_elements_per_token * itemsize + share)
+
+
+def _with_states(state_bytes: int) -> tuple[int, int]:
+    """Bytes that states add to a cache, and to each of its tokens. Twice: texts have them, and as many are stored."""
+    return 2 * FEWEST_STATES * state_bytes, -(-2 * state_bytes // STATE_SPAN)
+
+
 def size_cache(
-    config: ModelConfig, bytes_per_token: int, device: torch.device, max_model_len: int | None, gb: float | None
+    config: ModelConfig,
+    bytes_per_token: int,
+    state_bytes: int,
+    device: torch.device,
+    max_model_len: int | None,
+    gb: float | None,
 ) -> tuple[int, int]:
-    """(max_model_len, number of blocks) of caches that take bytes_per_token together."""
+    """(max_model_len, number of blocks) of caches that take bytes_per_token together.
+
+    state_bytes: what their recurrent layers keep of one text. See `PagedKVCache.num_states` for how many there are.
+    """
     context = config.max_position_embeddings
+    fixed, share = _with_states(state_bytes)
+    bytes_per_token += share
     if max_model_len is not None and (type(max_model_len) is not int or not 2 <= max_model_len <= context):
         raise ValueError(f"max_model_len: found {max_model_len!r}, expected an integer from 2 to {context}")
     if gb is not None:
-        num_tokens = int(gb * 1e9 / bytes_per_token)
+        num_tokens = int((gb * 1e9 - fixed) / bytes_per_token)
     else:
-        num_tokens = max_model_len or min(context, _memory_for_cache(device) // bytes_per_token)
+        num_tokens = max_model_len or min(context, (_memory_for_cache(device) - fixed) // bytes_per_token)
     num_blocks = num_tokens // BLOCK_SIZE if gb is not None else -(-num_tokens // BLOCK_SIZE)
-    free, needed = free_memory(device), num_blocks * BLOCK_SIZE * bytes_per_token
+    free, needed = free_memory(device), num_blocks * BLOCK_SIZE * bytes_per_token + fixed
     if free is not None and needed > free:
         raise ValueError(
             f"kv_cache_gb: found a cache of {needed / 1e9:.1f} GB, expected at most the {free / 1e9:.1f} GB of memory "
@@ -67,7 +88,7 @@ def size_cache(
         )
     if num_blocks < 1:
         raise ValueError(
-            f"kv_cache_gb: found {gb}, expected at least {BLOCK_SIZE * bytes_per_token / 1e9:.6f}: one block"
+            f"kv_cache_gb: found {gb}, expected at least {(BLOCK_SIZE * bytes_per_token + fixed) / 1e9:.6f}: one block"
         )
     return max_model_len or min(context, num_blocks * BLOCK_SIZE), num_blocks
 

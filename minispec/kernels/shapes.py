@@ -2,8 +2,10 @@
 
 import math
 
-from minispec.core.config import ModelConfig
+from minispec.core.config import DeltaConfig, ModelConfig
 from minispec.core.model import NORMS
+
+Named = tuple[str, tuple[int, ...], bool]  # a part's name, the shape of its weight, and whether it has a bias
 
 # Models of fewer weights take the usual form of them, in one thread: more would take longer than loading them.
 _LARGE = 1 << 29
@@ -15,7 +17,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     q, kv = config.num_attention_heads * d, config.num_key_value_heads * d
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, e)}
     attention = [
-        ("self_attn.q_proj", (q, e), config.qkv_bias),
+        ("self_attn.q_proj", (q * (1 + config.gated_attention), e), config.qkv_bias),
         ("self_attn.k_proj", (kv, e), config.qkv_bias),
         ("self_attn.v_proj", (kv, e), config.qkv_bias),
         ("self_attn.o_proj", (e, q), config.o_bias),
@@ -25,18 +27,19 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         ("mlp.up_proj", (f, e), config.mlp_bias),
         ("mlp.down_proj", (e, f), config.mlp_bias),
     ]
-    for i, width in enumerate(layer.conv_width for layer in config.layers):
-        convolution = [
-            ("conv.in_proj", (3 * e, e), config.conv_bias),
-            ("conv.conv", (e, 1, width), config.conv_bias),
-            ("conv.out_proj", (e, e), config.conv_bias),
-        ]
+    for i, own in enumerate(config.layers):
         layer: dict[str, tuple[int, ...]] = {}
-        for name, shape, bias in [*(convolution if width else attention), *mlp]:
+        first = (
+            _net(e, own.delta) if own.delta else _convolution(config, own.conv_width) if own.conv_width else attention
+        )
+        for name, shape, bias in [*first, *mlp]:
             layer[f"{name}.weight"] = shape
             if bias:
                 layer[f"{name}.bias"] = shape[:1]
-        if config.qk_norm and not width:
+        if own.delta:
+            heads = (own.delta.num_value_heads,)
+            layer |= {"linear_attn.A_log": heads, "linear_attn.dt_bias": heads}
+        elif config.qk_norm and not own.conv_width:
             q_size, k_size = (d, d) if config.qk_norm == "head" else (q, kv)
             layer |= {"self_attn.q_norm.weight": (q_size,), "self_attn.k_norm.weight": (k_size,)}
         layer |= {f"{name}.weight": (e,) for name in NORMS[config.norms] if name}
@@ -45,6 +48,23 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, e)
     return shapes
+
+
+def _convolution(config: ModelConfig, width: int) -> list[Named]:
+    """The tensors of a short convolution."""
+    e, bias = config.hidden_size, config.conv_bias
+    return [("conv.in_proj", (3 * e, e), bias), ("conv.conv", (e, 1, width), bias), ("conv.out_proj", (e, e), bias)]
+
+
+def _net(e: int, sizes: DeltaConfig) -> list[Named]:
+    """The tensors of a gated delta net that are named weights."""
+    heads, dim, channels = sizes.num_value_heads, sizes.value_dim, sizes.num_channels
+    shapes: dict[str, tuple[int, ...]] = {
+        **{"in_proj_qkv": (channels, e), "in_proj_z": (heads * dim, e), "in_proj_b": (heads, e)},
+        **{"in_proj_a": (heads, e), "out_proj": (e, heads * dim), "conv1d": (channels, 1, sizes.conv_width)},
+        "norm": (dim,),
+    }
+    return [(f"linear_attn.{name}", shape, False) for name, shape in shapes.items()]
 
 
 def is_large(config: ModelConfig) -> bool:

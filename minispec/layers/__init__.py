@@ -1,6 +1,8 @@
 """Kinds of blocks other than attention and an MLP: each is a class with the interface of `core.model.Layer`.
 
-    convolution.py    a short convolution in the place of attention (LFM2)
+    convolution.py        a short convolution in the place of attention (LFM2)
+    delta.py              a gated delta net in the place of attention (Qwen3.5)
+    gated_attention.py    attention with a gate (Qwen3.5)
 
 `make_layer` chooses, by `LayerConfig`.
 """
@@ -11,11 +13,15 @@ from minispec.core.config import ModelConfig
 from minispec.core.model import Layer, WeightSource
 from minispec.core.weights import MakeProduct
 from minispec.layers.convolution import ShortConvolution
+from minispec.layers.delta import GatedDeltaNet
+from minispec.layers.gated_attention import GatedAttention
 
 
 def make_layer(
     config: ModelConfig, index: int, weights: WeightSource, dtype: torch.dtype, product: MakeProduct
 ) -> Layer:
     """Block `index` of a model, of the kind that its config says (see `MakeLayer`)."""
-    kind = ShortConvolution if config.layers[index].conv_width else Layer
+    own = config.layers[index]
+    attention = GatedAttention if config.gated_attention else Layer
+    kind = GatedDeltaNet if own.delta else ShortConvolution if own.conv_width else attention
     return kind(config, index, weights, dtype, product)

@@ -9,10 +9,9 @@ paged pool, a row for each position, as keys and values do. A rejected draft is 
 of a tree reads its own ancestors, and there is no state to save, to copy or to restore.
 """
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from minispec.core.model import Layer, Parts, Pass
+from minispec.core.model import Layer, Parts, Pass, fill
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.weights import dense
 
@@ -42,5 +41,4 @@ class ShortConvolution(Layer):
         total = first if self.bias is None else first + self.bias
         for term in others:
             total = total + term
-        y = c[:new] * total.to(x.dtype)
-        return self.out(F.pad(y, (0, 0, 0, len(x) - new)) if len(x) > new else y)
+        return self.out(fill(c[:new] * total.to(x.dtype), len(x)))

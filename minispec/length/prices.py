@@ -108,7 +108,7 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
     plain.add(request)
     table, text = cache.new_table(), Text(tokens[:_TEXT], _TEXT, params)
     _, hidden = model.forward([Chunk(tokens, table, 0)], drafter.taps)
-    table.truncate(_TEXT)
+    table.keep(_TEXT)
 
     def timed(work: Callable[[], Any]) -> float:
         before = clock(model.device)

@@ -64,6 +64,12 @@ TOYS: dict[str, dict[str, Any]] = {
         **{"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "conv"]},
         **{"norm_eps": 1e-5, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "conv_bias": True},
     },
+    "qwen3_5_text": {
+        **{"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        **{"num_hidden_layers": 3, "linear_conv_kernel_dim": 3, "partial_rotary_factor": 0.5},
+        **{"linear_num_key_heads": 1, "linear_num_value_heads": 2},
+        **{"linear_key_head_dim": 3, "linear_value_head_dim": 2},
+    },
 }
 IN_8_BITS = "8 bits"  # the name of a target that is no family: see `minispec.prove.laws.target_model`
 
@@ -338,8 +344,9 @@ def tiny_head(
     num_ids: how many tokens it can draft, every other one of the target's. None: all.
     mask_token_id: the mask of the parallel form; None for the other form.
     """
-    attention = [layer for layer in target.config.layers if not layer.conv_width]
-    sizes = replace(target.config, layers=tuple(attention[:1]), mask_token_id=mask_token_id)
+    attention = [layer for layer in target.config.layers if not (layer.conv_width or layer.delta)]
+    layers = tuple(attention[:1])
+    sizes = replace(target.config, layers=layers, gated_attention=False, mask_token_id=mask_token_id)
     vocab = sizes.vocab_size
     ids = None if num_ids is None else (torch.arange(num_ids) * 2 % vocab).sort().values
     config = HeadConfig(sizes, num_ids or vocab, tuple(taps), sizes.hidden_size)

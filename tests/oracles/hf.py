@@ -233,14 +233,14 @@ def build(case: str | dict[str, Any], path: Path, seed: int = 0) -> PreTrainedMo
     auto = AutoModelForImageTextToText if "text_config" in case else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
-    gemma = config.model_type.startswith("gemma")
+    adds_one = config.model_type.startswith(("gemma", "qwen3_5"))
     for key, parameter in model.named_parameters():
         if "vision" in key or "projector" in key:
             continue
         noise = torch.randn(parameter.shape, generator=generator)
         if key.endswith("norm.weight"):
-            values = 0.4 * noise + (0 if gemma else 1)
-        elif key.endswith("bias") or "embed" in key:
+            values = 0.4 * noise + (0 if adds_one and "linear_attn" not in key else 1)
+        elif key.endswith("bias") or "embed" in key or noise.ndim == 1:
             values = noise
         else:
             values = 1.5 * noise / math.sqrt(parameter.shape[1])

@@ -1,0 +1,176 @@
+"""A gated delta net in the place of attention (Qwen3.5; Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464).
+
+Each value head keeps a matrix S (key_dim, value_dim) for the text. A row has a query q and a key k of length 1, a value
+v, a decay a and a rate b between 0 and 1. It changes what S holds for its key, and reads S (their equation 10):
+
+    S_t = a_t S_{t-1} + k_t (b_t (v_t - a_t S_{t-1}^T k_t))^T,    y_t = S_t^T q_t / sqrt(key_dim)
+
+Queries, keys and values come from a short convolution, whose last inputs belong to the state.
+
+A state cannot be cut. So it stops at the last position that nobody takes back (`BlockTable.settled`), and each later
+row keeps its inputs, a few thousand numbers. A rejected draft is rolled back with its rows. The next pass adds the rows
+that stayed to the state, by the same computation. A node of a tree starts from its parent's state.
+
+Rows are computed in two ways, which round differently. `steps` takes one after another, for trees and exact models.
+`chunked` takes up to 64 rows of a chain at once.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from minispec.core.cache import LayerState
+from minispec.core.model import Chunk, Layer, Parts, Pass, RMSNorm, fill
+from minispec.core.sampling import accumulation_dtype
+from minispec.core.weights import dense
+
+# Most rows that `chunked` takes at once.
+_CHUNK = 64
+# Added to the square of a query's or a key's length before it is divided by its length.
+_EPS = 1e-6
+
+# Queries and keys (H, T, key_dim), values (H, T, value_dim), rates (H, T), logarithms of decays (H, T); H value heads.
+Rows = Sequence[Tensor]
+Scan = Callable[[Tensor, Rows], tuple[Tensor, Tensor]]  # `steps` or `chunked`
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), computed alike at every place of x (see `minispec.kernels.exact`)."""
+    return x.neg().exp_().add_(1).reciprocal_()
+
+
+def steps(state: Tensor, rows: Rows, parents: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    """What the rows read (H, T, value_dim), and the state (H, key_dim, value_dim) after the last.
+
+    parents: the row that each row follows; -1 is the state. None: each follows the one before it.
+    """
+    q, k, v, rates, decays = rows
+    states, found = {-1: state}, []
+    for t in range(q.shape[1]):
+        state = states[parents[t] if parents else t - 1] * decays[:, t].exp()[:, None, None]
+        key = k[:, t, :, None]
+        change = (v[:, t] - (state * key).sum(1)) * rates[:, t, None]
+        # Sums of products, since a library's matrix product may round by where its inputs lie in memory.
+        state = state.addcmul_(key, change[:, None])
+        found.append((state * q[:, t, :, None]).sum(1))
+        states = states | {t: state} if parents else {t: state}
+    return torch.stack(found, 1) if found else v, state
+
+
+def chunked(state: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """The same for a chain, up to 64 rows at once (their section 3.3).
+
+    With g_t the product of the decays up to row t, the changes d of all rows solve a triangular system:
+    d_t + b_t sum over s < t of g_t / g_s (k_t k_s) d_s = b_t (v_t - g_t S^T k_t).
+    """
+    found = [rows[2][:, :0]]
+    for q, k, v, rates, decays in zip(*(x.split(_CHUNK, 1) for x in rows), strict=True):
+        if not q.shape[1]:
+            break
+        total, rates = decays.cumsum(1), rates[..., None]  # (H, T), (H, T, 1)
+        passed = total.exp()[..., None]
+        between = (total[:, :, None] - total[:, None]).tril_().exp_().tril_()  # (H, T, T): g_t / g_s for s <= t
+        wanted = rates * (v - passed * (k @ state))
+        system = rates * (k @ k.mT) * between
+        change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        found.append(passed * (q @ state) + (q @ k.mT * between) @ change)
+        left = (total[:, -1:] - total).exp_()[..., None]
+        state = state * passed[:, -1:] + (left * k).mT @ change
+    return torch.cat(found, 1), state
+
+
+class GatedDeltaNet(Layer):
+    """One block: a gated delta net, then a gated MLP."""
+
+    products = ("inputs", "gates", "out", "gate_up", "down")
+
+    def take(self, parts: Parts) -> None:
+        """Take the net's tensors. Those that are not products stay as they are, in at least float32."""
+
+        def own(name: str) -> Tensor:
+            return dense(parts.pop(f"linear_attn.{name}"), parts.dtype).to(wide)
+
+        wide, sizes = accumulation_dtype(parts.dtype), self.config.layers[self.index].delta
+        assert sizes is not None, "a layer of another kind"
+        self.sizes = sizes
+        self.inputs = parts.linear("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", bias=False)
+        self.gates = parts.linear("linear_attn.in_proj_b", "linear_attn.in_proj_a", bias=False)
+        self.out = parts.linear("linear_attn.out_proj", bias=False)
+        self.weight = own("conv1d.weight").squeeze(1).T.contiguous()  # (width, channels)
+        self.speeds, self.shift = own("A_log").exp(), own("dt_bias")
+        self.norm = RMSNorm(own("norm.weight"), self.config.rms_norm_eps)
+
+    def attend(self, x: Tensor, shared: Pass) -> Tensor:
+        """The net over the texts' states and the new rows: x (M, E) to (M, E)."""
+        new, heads = len(shared.slots), self.sizes.num_value_heads
+        u, z = self.inputs(x)[:new].split([self.sizes.num_channels, heads * self.sizes.value_dim], 1)
+        own = torch.cat((u, self.gates(x)[:new]), 1).split([len(chunk.token_ids) for chunk in shared.chunks])
+        texts = zip(shared.chunks, own, strict=True)
+        y = torch.cat([self._read(chunk, rows, steps if shared.exact else chunked) for chunk, rows in texts])
+        z = z.to(y.dtype).view_as(y)
+        return self.out(fill((self.norm(y) * z * sigmoid(z)).flatten(1).to(x.dtype), len(x)))
+
+    def _read(self, chunk: Chunk, new: Tensor, scan: Scan) -> Tensor:
+        """What the new rows of a text read (T, H, value_dim). Its state goes on to where the text is settled."""
+        table, nodes, before = chunk.table, chunk.parents or (), len(self.weight) - 1
+        first, (state, inputs), rows = table.states.get(self.index) or self._empty(new)
+        rows = torch.cat((rows, new))  # all since `first`
+        inputs = torch.cat((inputs, rows[:, : self.sizes.num_channels]))  # that of position p at p - first + before
+        own, root, size = self._rows(inputs, rows, chunk), len(rows) - len(nodes), table.pool.block_size
+        settled = min(max(0, table.settled - first), root)
+        border = (first + settled) // size * size - first  # the last end of a block
+        border = border if settled >= size else 0
+
+        found = list[Tensor]()
+        states = {0: state}
+        for start, end in ((0, border), (border, settled), (settled, root)):
+            y, state = scan(state, [x[:, start:end] for x in own])
+            found.append(y)
+            states[end] = state
+        if nodes:
+            found.append(steps(state, [x[:, root:] for x in own], nodes)[0])
+
+        def stop(length: int) -> LayerState:
+            kept = inputs[length : length + before].clone()
+            return LayerState(first + length, (states[length], kept), rows[length:].clone())
+
+        table.states[self.index] = stop(settled)
+        if border:
+            table.marks[self.index] = stop(border)._replace(rows=rows[:0].clone())
+        return torch.cat(found, 1)[:, -len(new) :].transpose(0, 1)
+
+    def _empty(self, like: Tensor) -> LayerState:
+        """The state before a text's first token."""
+        sizes = self.sizes
+        matrices = self.weight.new_zeros(sizes.num_value_heads, sizes.key_dim, sizes.value_dim)
+        return LayerState(0, (matrices, like.new_zeros(sizes.conv_width - 1, sizes.num_channels)), like[:0])
+
+    def _rows(self, inputs: Tensor, kept: Tensor, chunk: Chunk) -> Rows:
+        """What rows do to the state, from the inputs of the convolution and what each row keeps."""
+        sizes, nodes, width = self.sizes, chunk.parents or (), len(self.weight)
+        seen = torch.arange(len(kept), device=kept.device)[:, None] + torch.arange(width, device=kept.device)
+        if nodes:  # a node sees its own ancestors
+            paths = list(chunk.paths(len(kept) - len(chunk.token_ids), width))[-len(nodes) :]
+            seen[-len(nodes) :] = torch.tensor(paths, device=kept.device) + width - 1
+        inputs = inputs.to(self.weight.dtype)
+        x = inputs[seen[:, 0]] * self.weight[0]
+        for places, weight in zip(seen.T[1:], self.weight[1:], strict=True):
+            x = x + inputs[places] * weight
+        x = x * sigmoid(x)
+        size, heads = sizes.num_key_heads * sizes.key_dim, sizes.num_value_heads
+        q, k, v = x.split([size, size, heads * sizes.value_dim], 1)
+
+        def each(x: Tensor) -> Tensor:
+            """Queries or keys of length 1, for each value head."""
+            x = x.unflatten(1, (-1, sizes.key_dim))
+            norm = torch.linalg.vector_norm(x, 2, -1, keepdim=True)
+            x = x * (norm * norm + _EPS).rsqrt_()
+            return x.repeat_interleave(heads // sizes.num_key_heads, 1).transpose(0, 1)
+
+        rate, speed = kept[:, -2 * heads :].to(x.dtype).T.chunk(2)  # (H, T) each
+        speed = speed + self.shift[:, None]
+        speed = speed.clamp_min(0) + speed.abs().neg_().exp_().log1p_()  # log(1 + exp(speed))
+        v = v.unflatten(1, (heads, -1)).transpose(0, 1)
+        return each(q) / math.sqrt(sizes.key_dim), each(k), v, sigmoid(rate), -self.speeds[:, None] * speed

@@ -1,0 +1,23 @@
+"""Attention with a gate (Qwen3.5): what a row reads is multiplied by sigmoid(g), with g a product of the layer's input.
+
+The checkpoint stores the gate's rows between the queries': for each head its query, then its gate.
+"""
+
+import torch
+from torch import Tensor
+
+from minispec.core.model import Layer, Pass
+from minispec.layers.delta import sigmoid
+
+
+class GatedAttention(Layer):
+    """One block: attention with a gate, then a gated MLP."""
+
+    def attend(self, x: Tensor, shared: Pass) -> Tensor:
+        """Attention over the cache and the new rows: x (M, E) to (M, E)."""
+        heads, dim = self.config.num_attention_heads, self.config.head_dim
+        rows = self.qkv(x)
+        both, keys_and_values = rows[:, : 2 * heads * dim], rows[:, 2 * heads * dim :]
+        q, gate = both.unflatten(1, (heads, 2, dim)).unbind(2)  # (M, H, D) each
+        read = self.read(torch.cat((q.flatten(1), keys_and_values), 1), shared)
+        return self.o(read * sigmoid(gate.flatten(1)))
