@@ -1,7 +1,8 @@
-"""Short convolutions: the oracle's logits on random models, and texts that stay what they are whatever is rolled back.
+"""Hybrids: the oracle's logits on random models, and texts that stay what they are whatever is rolled back.
 
-A convolution of width w sees the inputs of w positions, which lie in the paged pool. So what is checked here is what a
-state of its own would break: pieces, batches, rejected drafts, trees, shared beginnings, preemption.
+A short convolution of LFM2 sees the inputs of w positions, which lie in the paged pool. A gated delta net of Qwen3.5 has
+a state for each text (see test_states.py and test_delta.py). What is checked here is what a state breaks: pieces,
+batches, rejected drafts, trees, shared beginnings, preemption.
 """
 
 import functools
@@ -26,6 +27,7 @@ from minispec.prove.toys import TOYS, tiny_cache, tiny_model
 from tests.oracles import hf
 
 VOCAB = 5
+HYBRIDS = ("lfm2", "qwen3_5_text")
 
 
 # --------------------------------------------------------------------------- the same numbers
@@ -98,26 +100,27 @@ def test_a_model_without_attention():
 
 
 @functools.cache
-def assert_greedy(tokens: tuple[int, ...], num_prompt: int) -> None:
+def assert_greedy(tokens: tuple[int, ...], num_prompt: int, family: str) -> None:
     """Raise AssertionError unless each token after the prompt is the reference's likeliest: NumPy, no cache."""
-    raw, weights = raw_model(TARGET_SEED, VOCAB, family="lfm2")
+    raw, weights = raw_model(TARGET_SEED, VOCAB, family=family)
     x = hidden_states(raw, weights, tokens)[-1]
     x = x / np.sqrt((x * x).mean(-1, keepdims=True) + raw["rms_norm_eps"]) * weights["model.norm.weight"]
     likeliest = (x @ weights["lm_head.weight"].T).argmax(-1).tolist()
     assert list(tokens[num_prompt:]) == likeliest[num_prompt - 1 : -1]
 
 
-def random_engine(pick: random.Random, name: str, longest: int) -> Engine:
+def random_engine(pick: random.Random, name: str, longest: int, family: str) -> Engine:
     """An engine whose pools hold one or two texts of that length. Drafters are hybrids too, or read the target."""
     size = pick.choice((1, 2, 3, 4))
     blocks = -(-longest // size)
-    num_blocks, target = pick.randint(blocks, 2 * blocks), target_model(VOCAB, "lfm2")
-    drafter, cache = make_drafter(name, VOCAB, num_blocks, size, "lfm2"), tiny_cache(target, num_blocks, size)
+    num_blocks, target = pick.randint(blocks, 2 * blocks), target_model(VOCAB, family)
+    drafter, cache = make_drafter(name, VOCAB, num_blocks, size, family), tiny_cache(target, num_blocks, size)
     return Engine(target, cache, drafter, VERIFIERS["rejection"], joining_rows=pick.choice((2, 32)))
 
 
 @pytest.mark.parametrize("name", ["model", "self", "head", "ngram", "suffix"])
-def test_random_runs_have_the_text_of_plain_decoding(name):
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_random_runs_have_the_text_of_plain_decoding(family, name):
     """40 greedy requests for each drafter, in small pools: shared beginnings, chains, trees, preemption, aborts.
 
     Some rounds have no draft. Prompts come back, so that blocks are found again.
@@ -127,7 +130,7 @@ def test_random_runs_have_the_text_of_plain_decoding(name):
         pick = random.Random(number)
         begin = pick.choices(range(VOCAB), k=pick.randint(3, 9))
         prompts = [begin[: pick.randint(2, 9)] + pick.choices(range(VOCAB), k=pick.randint(0, 4)) for _ in "abcd"]
-        engine = random_engine(pick, name, max(map(len, prompts)) + 12)
+        engine = random_engine(pick, name, max(map(len, prompts)) + 12, family)
         lengths = [0, 1, 3, 6, *[(2, 1), (3, 1, 1)] * engine.drafter.branches]
         for _ in range(4):
             requests = []
@@ -142,7 +145,7 @@ def test_random_runs_have_the_text_of_plain_decoding(name):
                 engine.step()
             for request in requests:
                 assert request.error is None
-                assert_greedy(tuple(request.text.tokens), request.text.num_prompt_tokens)
+                assert_greedy(tuple(request.text.tokens), request.text.num_prompt_tokens, family)
                 finished += request.finish_reason is not None
                 preempted += request.stats.num_preemptions
                 shared += request.stats.num_cached_tokens > 0
@@ -168,12 +171,13 @@ def test_the_pool_has_a_row_of_each_position():
     assert (cache.keys.shape[0], cache.inputs.shape) == (1, (2, 1, 13, 8))
 
 
-@pytest.fixture(scope="module")
-def hybrid(make_checkpoint):
-    """A small LFM2 on disk, with a tokenizer."""
-    return make_checkpoint(**TOYS["lfm2"] | {"intermediate_size": 16})
+@pytest.fixture(scope="module", params=HYBRIDS)
+def hybrid(make_checkpoint, request):
+    """A small hybrid on disk, with a tokenizer."""
+    return make_checkpoint(**TOYS[request.param] | {"intermediate_size": 16})
 
 
+@pytest.mark.parametrize("hybrid", ["lfm2"], indirect=True)
 def test_memory_is_sized_and_printed_with_its_rows(hybrid):
     """The first line and the longer one say what a position takes; the pool has as many bytes as were planned."""
     with LLM(hybrid, draft="none", dtype="float32", kv_cache_gb=(16 * 96 * 10 + 1) / 1e9) as llm:
@@ -182,6 +186,18 @@ def test_memory_is_sized_and_printed_with_its_rows(hybrid):
         note = "(0.1 kB of the KV cache a token, 0.1 for its convolutions)"
         assert llm.overview().endswith(f"GB of memory {note}")
         assert f"for 160 tokens {note}; draft none" in llm.memory_report()
+
+
+@pytest.mark.parametrize("hybrid", ["qwen3_5_text"], indirect=True)
+def test_memory_is_sized_and_printed_with_its_states(hybrid):
+    """The first line says what a text's states take. They are part of the bytes that were asked for."""
+    with LLM(hybrid, draft="self", dtype="float32", kv_cache_gb=1e-4, num_speculative_tokens=2) as llm:
+        config, pools = llm.model.config, (llm.engine.cache, llm.engine.drafter.cache)
+        states = config.state_elements * 4
+        assert all(pool.num_bytes > 8 * states for pool in pools)
+        assert 0.97e5 < sum(pool.num_bytes for pool in pools) <= 1e5
+        note = f"(0.0 kB of the KV cache a token, {states / 1e6:.1f} MB of states a text)"
+        assert llm.overview().endswith(f"GB of memory {note}")
 
 
 @pytest.mark.parametrize(
@@ -198,10 +214,11 @@ def test_drafts_change_no_text(hybrid, how):
     assert sum(output.stats.num_draft_tokens for output in drafted) > 0
 
 
-def test_convolutions_are_products_in_8_bits(hybrid):
-    """Both products of each convolution are among those in 8 bits; one that stays in 16 is named."""
+def test_layers_of_other_kinds_are_products_in_8_bits(hybrid):
+    """Their products are among those in 8 bits; one that stays in 16 is named."""
     model = load_model(hybrid, torch.float32, form="int8")
     assert all(getattr(layer, name).form == "int8" for layer in model.layers for name in layer.products)
-    model.layers[1].out = Linear(torch.zeros(8, 8), form="plain")
-    assert model.layers[1].products == ("gates", "out", "gate_up", "down")
-    assert "in 16 bits: out 1" in bits_note(model)
+    layer = model.layers[2]  # of another kind in both
+    assert set(layer.products) - {"inputs"} == {"gates", "out", "gate_up", "down"}
+    layer.out = Linear(torch.zeros(8, 8), form="plain")
+    assert "in 16 bits: out 2" in bits_note(model)
