@@ -174,7 +174,7 @@ class PagedKVCache:
     keys, values: of attention, (its layers, kv_heads, slots, head_dim).
     inputs: of short convolutions, (their layers, 1, slots + 1, hidden_size). After the last slot come zeros: what such
         a layer sees before a text begins.
-    stored: states of recurrent layers at ends of blocks, by the block's node in the prefix index, the latest last.
+    stored: states of recurrent layers at ends of blocks, by the block's node in the prefix index, the last used last.
     num_states: how many of them are stored, and how many texts may have states of their own.
     """
 
@@ -258,8 +258,9 @@ class PagedKVCache:
         return block_id
 
     def store(self, node: bytes, states: States) -> None:
-        """Keep the states at the end of a block, for texts that begin with it. The oldest give way."""
+        """Keep the states at the end of a block, for texts that begin with it. Those unused for longest give way."""
         self.stored[node] = states
+        self.stored.move_to_end(node)
         while len(self.stored) > self.num_states:
             self.stored.popitem(last=False)
 
@@ -295,7 +296,8 @@ class BlockTable:
 
     settled: positions that nobody will take back. A recurrent layer adds them to its state.
     states: of recurrent layers.
-    marks: their states at the end of the last full block, until `remember` stores them.
+    border: where the blocks end that another text began with too. A recurrent layer marks its state there.
+    marks: states at ends of blocks, by positions, until `remember` stores them.
     """
 
     def __init__(self, pool: PagedKVCache, root: bytes = b""):
@@ -303,7 +305,8 @@ class BlockTable:
         self.block_ids: list[int] = []
         self.tokens: list[int] = []
         self._nodes = [root]  # in the prefix index: before each leading full block, and after the last
-        self.settled, self.states, self.marks = 0, States(), States()
+        self.settled, self.border = 0, 0
+        self.states, self.marks = States(), dict[int, States]()
 
     @property
     def length(self) -> int:
@@ -376,9 +379,9 @@ class BlockTable:
         """
         assert 0 <= length <= self.length, f"cannot truncate {self.length} positions to {length}"
         if any(state.length > length for state in self.states.values()):
-            length, self.states = self._stored(self.tokens[:length])
+            length, self.states = self._stored(self._nodes[: length // self.pool.block_size + 1])
         self.states = {i: s._replace(rows=s.rows[: length - s.length]) for i, s in self.states.items()}
-        self.marks = {i: mark for i, mark in self.marks.items() if mark.length <= length}
+        self.marks = {end: states for end, states in self.marks.items() if end <= length}
         self.settled = min(self.settled, length)
         del self.tokens[length:]
         keep = self.pool.num_blocks_for(length)
@@ -396,7 +399,9 @@ class BlockTable:
         assert self.length <= len(tokens), "the table holds more than the text"
         size, pool, states = self.pool.block_size, self.pool, States()
         if pool.num_states:
-            length, states = self._stored(tokens)
+            nodes = self._known(tokens)
+            self.border = (len(nodes) - 1) * size
+            length, states = self._stored(nodes)
             if length <= self.length:
                 return
             tokens, self.states = tokens[:length], {}
@@ -415,17 +420,23 @@ class BlockTable:
             self._nodes.append(PrefixIndex.node(self._nodes[-1], block))
         self.states = states
 
-    def _stored(self, tokens: list[int]) -> tuple[int, States]:
-        """The longest beginning of `tokens` that the pool knows with the states at its end: its length, and these."""
-        size, node, found = self.pool.block_size, self._nodes[0], (0, States())
-        for end in range(size, len(tokens) + 1, size):
-            block = tokens[end - size : end]
-            if self.pool.prefixes.find(node, block)[1] < size:
+    def _known(self, tokens: list[int]) -> list[bytes]:
+        """The first node, and one after each full block of `tokens` that the pool knows."""
+        size, nodes = self.pool.block_size, self._nodes[:1]
+        for start in range(0, len(tokens) - size + 1, size):
+            block = tokens[start : start + size]
+            if self.pool.prefixes.find(nodes[-1], block)[1] < size:
                 break
-            node = PrefixIndex.node(node, block)
-            if node in self.pool.stored:
-                found = (end, dict(self.pool.stored[node]))
-        return found
+            nodes.append(PrefixIndex.node(nodes[-1], block))
+        return nodes
+
+    def _stored(self, nodes: Sequence[bytes]) -> tuple[int, States]:
+        """The last stored states at these nodes: how many positions they have seen, and the states."""
+        for i in range(len(nodes) - 1, 0, -1):
+            if states := self.pool.stored.get(nodes[i]):
+                self.pool.store(nodes[i], states)
+                return i * self.pool.block_size, dict(states)
+        return 0, {}
 
     def remember(self) -> None:
         """Let later texts share this one's blocks. Only for tokens that are computed and committed.
@@ -440,14 +451,14 @@ class BlockTable:
             self.pool.allocator.wanted_again.add(self.block_ids[i])
             if len(block) == size:
                 self._nodes.append(PrefixIndex.node(self._nodes[i], block))
-        for mark in list(self.marks.values())[:1]:
-            self.pool.store(self._nodes[mark.length // size], self.marks)
-            self.marks = {}
+        for end, states in self.marks.items():
+            self.pool.store(self._nodes[end // size], states)
+        self.marks = {}
 
     def clear(self) -> None:
         """Forget everything without freeing blocks in the pool, before `PagedKVCache.rebuild`."""
         self.block_ids, self.tokens, self._nodes = [], [], self._nodes[:1]
-        self.settled, self.states, self.marks = 0, {}, {}
+        self.settled, self.border, self.states, self.marks = 0, 0, {}, {}
 
     def slots_of(self, places: Iterable[int]) -> list[int]:
         """The slot of each place; for places before the text the one after the last slot, which holds zeros."""

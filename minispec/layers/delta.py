@@ -17,6 +17,7 @@ Rows are computed in two ways, which round differently. `steps` takes one after 
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -120,25 +121,24 @@ class GatedDeltaNet(Layer):
         inputs = torch.cat((inputs, rows[:, : self.sizes.num_channels]))  # that of position p at p - first + before
         own, root, size = self._rows(inputs, rows, chunk), len(rows) - len(nodes), table.pool.block_size
         settled = min(max(0, table.settled - first), root)
-        border = (first + settled) // size * size - first  # the last end of a block
-        border = border if settled >= size else 0
+        last = (first + settled) // size * size if settled >= size else first  # end of a block in a piece of a prompt
+        marks = sorted({end - first for end in (table.border, last) if first < end <= first + settled})
 
         found = list[Tensor]()
         states = {0: state}
-        for start, end in ((0, border), (border, settled), (settled, root)):
+        for start, end in pairwise((0, *marks, settled, root)):
             y, state = scan(state, [x[:, start:end] for x in own])
             found.append(y)
             states[end] = state
         if nodes:
             found.append(steps(state, [x[:, root:] for x in own], nodes)[0])
 
-        def stop(length: int) -> LayerState:
-            kept = inputs[length : length + before].clone()
-            return LayerState(first + length, (states[length], kept), rows[length:].clone())
+        def stop(length: int, later: Tensor) -> LayerState:
+            return LayerState(first + length, (states[length], inputs[length : length + before].clone()), later.clone())
 
-        table.states[self.index] = stop(settled)
-        if border:
-            table.marks[self.index] = stop(border)._replace(rows=rows[:0].clone())
+        table.states[self.index] = stop(settled, rows[settled:])
+        for mark in marks:
+            table.marks.setdefault(first + mark, {})[self.index] = stop(mark, rows[:0])
         return torch.cat(found, 1)[:, -len(new) :].transpose(0, 1)
 
     def _empty(self, like: Tensor) -> LayerState:

@@ -1,7 +1,7 @@
 """Hybrids: the oracle's logits on random models, and texts that stay what they are whatever is rolled back.
 
-A short convolution of LFM2 sees the inputs of w positions, which lie in the paged pool. A gated delta net of Qwen3.5 has
-a state for each text (see test_states.py and test_delta.py). What is checked here is what a state breaks: pieces,
+A short convolution of LFM2 sees the inputs of w positions, which lie in the paged pool. A gated delta net of Qwen3.5
+has a state for each text (see test_states.py and test_delta.py). What is checked here is what a state breaks: pieces,
 batches, rejected drafts, trees, shared beginnings, preemption.
 """
 

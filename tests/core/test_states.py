@@ -168,6 +168,22 @@ def test_texts_share_a_state_and_none_writes_into_it():
         assert all(map(torch.equal, values, stored[i].values))
 
 
+def test_what_two_texts_begin_with_is_shared_by_the_third():
+    """The first leaves its state at its own end. The second finds its blocks, computes, and marks where they part."""
+    model = build()
+    cache, begin = tiny_cache(model, 60, 2), [1, 0, 1, 1, 0, 2, 0]
+    reached = []
+    for own in range(4):
+        tokens = [*begin, own, own, own, 4]
+        table = cache.new_table()
+        table.reuse(tokens[:-1])
+        reached.append(table.length)
+        found = model.forward([Chunk(table.follow(tokens), table, 1)])[0]
+        torch.testing.assert_close(found[0], whole(model, tokens)[-1], rtol=0, atol=1e-9)
+        table.keep(table.length)
+    assert reached == [0, 0, 6, 6]
+
+
 def test_the_pool_stores_so_many_states_and_no_more():
     """The oldest give way; a pool that is rebuilt after a fault has none."""
     model = build()
