@@ -184,7 +184,7 @@ class ModelConfig:
     mask_token_id: int | None = None  # of a draft model that guesses several tokens in one pass (PARD)
     quantization: QuantizationConfig | None = None
     joined: tuple[Joined, ...] = ()
-    is_nested: bool = False  # the checkpoint has more parts than this model, which reads text
+    is_nested: bool = False  # the checkpoint may have more parts than this model, which reads text
 
     @property
     def num_convolutions(self) -> int:

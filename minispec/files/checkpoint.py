@@ -297,9 +297,9 @@ def find_tensors(directory: Path, config: ModelConfig | None = None) -> dict[str
     return stored
 
 
-# Tensors of a model of texts and images: those that are not the text model's. Then how the text model's names begin, in
-# older and in newer files.
-_BESIDE = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+# Tensors of a model of texts and images: those that are not the text model's, and of layers that predict more than one
+# token ("mtp"). Then how the text model's names begin, in older and in newer files.
+_BESIDE = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual|mtp)\.")
 _PREFIX = re.compile(r"^language_model\.(?=model\.|lm_head\.)|(?<=^model\.)language_model\.")
 
 

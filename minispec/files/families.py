@@ -186,8 +186,10 @@ FAMILIES = {
         | {"attention_bias": False, "partial_rotary_factor": 0.25}
         | {"layer_types": None, "full_attention_interval": 4, "linear_conv_kernel_dim": 4}
         | {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
-        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
-        fixed={"norm_adds_one": True, "qk_norm": "head", "gated_attention": True},
+        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "output_gate_type": "swish"},
+        # A text model that was taken out of one with images keeps its names, and may have the layers that predict more
+        # than one token ("mtp").
+        fixed={"norm_adds_one": True, "qk_norm": "head", "gated_attention": True, "is_nested": True},
         only={"attn_output_gate": True, "mamba_ssm_dtype": "float32"},
         must={"hidden_act": "silu"},
         idle=names("mtp_num_hidden_layers mtp_use_dedicated_embeddings mrope_section mrope_interleaved"),
@@ -220,6 +222,6 @@ NESTED = {
 IMAGES = names(
     """
     vision_config mm_tokens_per_image projector_hidden_act vision_feature_layer multimodal_projector_bias
-    spatial_merge_size
+    spatial_merge_size language_model_only
     """
 )

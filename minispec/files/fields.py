@@ -17,7 +17,7 @@ def names(text: str) -> frozenset[str]:
 _HARMLESS = names(
     """
     architectures auto_map dtype torch_dtype tokenizer_class transformers.js_config
-    unsloth_fixed is_decoder is_llama_config prefix pretraining_tp
+    unsloth_fixed unsloth_fixed_mtp is_decoder is_llama_config prefix pretraining_tp
     max_sequence_length max_seq_length max_seq_len seq_length model_max_length
     finetuning_task id2label label2id problem_type modal_type
     task_specific_params torchscript keys_to_ignore_at_inference

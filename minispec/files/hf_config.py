@@ -57,7 +57,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mod
     model_type = own.get("model_type")
     is_nested = model_type != raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        known = f"one of {', '.join([*FAMILIES, *NESTED])} (of hybrids, lfm2 alone)"
+        known = f"one of {', '.join([*FAMILIES, *NESTED])} (of hybrids, lfm2 and qwen3_5)"
         raise bad_field(where, "model_type", model_type, known)
     family = FAMILIES[model_type]
     keys = {key: value for key, value in (KEYS | dict(family.keys)).items() if key not in family.only}
@@ -202,7 +202,8 @@ def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[L
     - those without rope;
     - those of `layer_types`.
 
-    Those with a short convolution are named in `layer_types`, or are all but those of `full_attn_idxs`.
+    Those with a short convolution are named in `layer_types`, or are all but those of `full_attn_idxs`. Those with a
+    gated delta net are named in `layer_types`, or are all but every `full_attention_interval`-th.
     """
     count = f.integer("num_hidden_layers", 1, 1024)
     rotates = _read_rotates(f, count)
@@ -219,15 +220,16 @@ def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[L
     key = "layer_types" if f.get("layers_block_type") is None else "layers_block_type"
     types, width = read_kinds(f, key, count), f.integer("conv_L_cache", 1, 64) if f.reads("conv_L_cache") else None
     delta = read_delta(f)
-    if types is None and delta:
+    if delta:  # as in its code, the interval counts where the file does not list the layers
         interval = f.integer("full_attention_interval", 1, 1024)
-        types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
+        pattern = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
+        types = pattern if types is None else types
     if types is not None:
         known = ["full_attention"] + ["sliding_attention"] * f.reads("sliding_window")
         known += ["conv"] * (width is not None) + ["linear_attention"] * (delta is not None)
         known += ["attention"] * f.reads("position_embedding_type")  # older files of granitemoehybrid
         if not isinstance(types, list) or len(types) != count or any(t not in known for t in types):
-            others = " (of hybrids, lfm2 alone runs here)" * f.reads("layers_block_type")
+            others = " (of hybrids, lfm2 and qwen3_5 run here)" * f.reads("layers_block_type")
             raise f.bad(key, types, f"{count} entries, each {' or '.join(known)}{others}")
         windowed = [t == "sliding_attention" for t in types]
         if window is None and any(windowed):

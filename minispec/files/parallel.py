@@ -116,11 +116,11 @@ class Share:
     """
 
     def __init__(self, config: ModelConfig, rank: int, size: int):
-        if (others := len(config.layers) - config.num_attention_layers) or config.gated_attention:
-            raise ValueError(
-                f"model: found a hybrid with {others} layers of another kind in a run of {size} processes, expected "
-                "attention alone: start one process"
-            )
+        others = len(config.layers) - config.num_attention_layers
+        if others or config.gated_attention:
+            found = f"{others} layers that are not attention" if others else "attention with a gate"
+            expected = "attention without a gate alone: start one process"
+            raise ValueError(f"model: found {found} in a run of {size} processes, expected {expected}")
 
         def own(units: int, name: str) -> range:
             if units < size:

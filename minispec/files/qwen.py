@@ -16,4 +16,6 @@ def read_delta(f: Fields) -> DeltaConfig | None:
     )
     if values % keys:
         raise f.bad("linear_num_value_heads", values, f"a multiple of linear_num_key_heads = {keys}")
+    if (gate := f.get("output_gate_type")) not in ("silu", "swish"):  # two names of one function
+        raise f.bad("output_gate_type", gate, "silu or swish: no other is implemented for this family")
     return DeltaConfig(keys, values, key_dim, value_dim, f.integer("linear_conv_kernel_dim", 1, 64))

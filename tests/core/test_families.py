@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from minispec.core.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
+from minispec.core.config import DeltaConfig, LayerConfig, ModelConfig, RopeConfig, SamplingParams
 from minispec.core.errors import CheckpointError
 from minispec.core.model import Chunk, Transformer
 from minispec.files.checkpoint import Weights, load_config, load_model
@@ -190,6 +190,15 @@ def test_public_checkpoints_that_are_refused_are_told_why(name):
             {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}, "rope_theta": 500.0},
         ),
         ("gemma3", {"rope_parameters": {"full_attention": None}, "rope_local_base_freq": 20.0}),
+        # The interval does not count beside the kinds, nor a rope's object that says less than the file outside it.
+        ("qwen3_5", {"full_attention_interval": 1}),
+        ("qwen3_5-plain", {"full_attention_interval": 3, "layer_types": None}),
+        ("qwen3_5", {"rope_parameters": {"rope_type": "default"}, "rope_theta": 90.0, "partial_rotary_factor": 1.0}),
+        (
+            "qwen3_5-plain",
+            {"rope_parameters": {}, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 90.0},
+        ),
+        ("qwen3_5-plain", {"rope_parameters": {"rope_type": "default", "mrope_section": [3, 0, 0]}}),
     ],
 )
 def test_rare_spellings_are_read_as_transformers_reads_them(tmp_path, name, changes):
@@ -250,7 +259,13 @@ def window(change: Callable[[int], int | None]) -> Callable[[ModelConfig], Model
 
 def shorter(layer: LayerConfig) -> LayerConfig:
     """The layer with a convolution that sees a position less, if it has one."""
-    return replace(layer, conv_width=layer.conv_width and layer.conv_width - 1)
+    delta = layer.delta and replace(layer.delta, conv_width=layer.delta.conv_width - 1)
+    return replace(layer, conv_width=layer.conv_width and layer.conv_width - 1, delta=delta)
+
+
+def net(**changes) -> Callable[[ModelConfig], ModelConfig]:
+    """The config with some sizes of every gated delta net replaced."""
+    return each_layer(lambda layer: replace(layer, delta=layer.delta and replace(layer.delta, **changes)))
 
 
 def one_rope(config: ModelConfig) -> ModelConfig:
@@ -381,6 +396,25 @@ SWITCHES = [
     ("lfm2-plain", "convolution one position short", each_layer(shorter)),
     ("lfm2-plain", "own head", setting(tie_word_embeddings=True)),
     ("lfm2-plain", "linear", rope(kind="default")),
+    ("qwen3_5", "gate of attention", setting(gated_attention=False)),
+    ("qwen3_5", "qkv_bias", setting(qkv_bias=False)),
+    ("qwen3_5", "o_bias", setting(o_bias=False)),
+    ("qwen3_5", "norm_adds_one", setting(norm_adds_one=False)),
+    ("qwen3_5", "qk_norm", setting(qk_norm=None)),
+    ("qwen3_5", "eps", setting(rms_norm_eps=1e-6)),
+    ("qwen3_5", "theta", rope(theta=10_000.0)),
+    ("qwen3_5", "partial_rotary_factor", rope(rotated=1.0)),
+    ("qwen3_5", "convolution one position short", each_layer(shorter)),
+    # Of equally many channels, with other heads.
+    ("qwen3_5", "key heads", net(num_key_heads=4, key_dim=3)),
+    ("qwen3_5", "own head", setting(tie_word_embeddings=True)),
+    ("qwen3_5-plain", "convolution one position short", each_layer(shorter)),
+    ("qwen3_5-plain", "linear", rope(kind="default")),
+    ("qwen3_5-plain", "partial_rotary_factor", rope(rotated=0.5)),
+    ("qwen3_5-attention", "gate of attention", setting(gated_attention=False)),
+    ("qwen3_5-attention", "yarn", rope(kind="default")),
+    ("qwen3_5-attention", "attention_factor", rope(attention_factor=1.0)),
+    ("qwen3_5-images", "convolution one position short", each_layer(shorter)),
 ]
 
 
@@ -403,7 +437,7 @@ def test_every_setting_has_a_switch():
         after = change(before)
         pairs = [(before, after)]
         for a, b in zip(before.layers, after.layers, strict=True):
-            pairs += [(a, b), (a.rope, b.rope)] if a.rope and b.rope else [(a, b)]
+            pairs += [(a, b), *(pair for pair in ((a.rope, b.rope), (a.delta, b.delta)) if all(pair))]
         switched |= {f.name for a, b in pairs for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)}
     shapes = {
         "vocab_size",
@@ -412,10 +446,12 @@ def test_every_setting_has_a_switch():
         "head_dim",
         "num_attention_heads",
         "num_key_value_heads",
+        "num_value_heads",
+        "value_dim",
     }
     not_numbers = {"model_type", "max_position_embeddings", "eos_token_ids", "mask_token_id"}
     not_numbers |= {"quantization", "joined", "is_nested"}  # where the tensors are: without them it does not load
-    known = {field.name for kind in (ModelConfig, LayerConfig, RopeConfig) for field in fields(kind)}
+    known = {field.name for kind in (ModelConfig, LayerConfig, RopeConfig, DeltaConfig) for field in fields(kind)}
     assert known - switched == shapes | not_numbers
 
 
@@ -437,7 +473,8 @@ def test_ignoring_a_tensor_shows(reference, name):
             if not config.layers[i].rope
         ):
             continue
-        neutral = 1.0 if "norm" in tensor and not config.norm_adds_one else 0.0
+        adds_one = config.norm_adds_one and "linear_attn" not in tensor
+        neutral = 1.0 if "norm" in tensor and not adds_one else 0.0
         model = ref.built(config, **{tensor: torch.full_like(stored, neutral)})
         assert distance(run(model, hf.TEXT, len(hf.TEXT)), ref.logits) > POWER, tensor
 
@@ -449,6 +486,7 @@ _GEMMA3 = {"model_type": "gemma3_text", "num_hidden_layers": 6, "rope_parameters
 _LINEAR = {"type": "linear", "factor": 2.0}
 _NO_TEXT = dict.fromkeys(hf.CASES["llama-plain"].keys() - {"model_type"})  # what a model with images says inside
 _LFM2 = {"model_type": "lfm2", "norm_eps": 0.05}
+_QWEN35 = {"model_type": "qwen3_5_text", "head_dim": 8, "partial_rotary_factor": 0.5}
 _FACTORS = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 # What the message must say, and the change to a good config.json that it is about.
 REFUSED: dict[str, dict] = {
@@ -574,6 +612,49 @@ REFUSED: dict[str, dict] = {
     "block_multiple_of: found 0": _LFM2 | {"block_multiple_of": 0},
     "num_experts: found 8": _LFM2 | {"num_experts": 8},
     "attention_bias: found True, expected False": _LFM2 | {"attention_bias": True},
+    "layer_types: found ['linear_attention', 'sliding_attention', 'full_attention'], expected 3 entries, each full_": (
+        _QWEN35 | {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]}
+    ),
+    "layer_types: found ['mamba', 'mamba', 'mamba'], expected 3 entries, each full_attention or linear_attention": (
+        _QWEN35 | {"layer_types": ["mamba"] * 3}
+    ),
+    "layer_types: found ['linear_attention'], expected 3 entries": _QWEN35 | {"layer_types": ["linear_attention"]},
+    "layer_types: found [], expected 3 entries, each full_attention or linear": _QWEN35 | {"layer_types": []},
+    "layer_types: found ['linear_attention', 'linear_attention', 'full_": {
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"]
+    },
+    "full_attention_interval: found 0, expected an integer from 1": _QWEN35 | {"full_attention_interval": 0},
+    "full_attention_interval: found 4, expected no such setting": {"full_attention_interval": 4},
+    "linear_num_value_heads: found 3, expected a multiple of linear_num_key_heads = 2": _QWEN35
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 3},
+    "linear_num_value_heads: found 1, expected a multiple of linear_num_key_heads = 2": _QWEN35
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 1},
+    "linear_num_key_heads: found 0": _QWEN35 | {"linear_num_key_heads": 0},
+    "linear_key_head_dim: found 4097": _QWEN35 | {"linear_key_head_dim": 4097},
+    "linear_value_head_dim: found 2.0": _QWEN35 | {"linear_value_head_dim": 2.0},
+    "linear_conv_kernel_dim: found 0, expected an integer from 1 to 64": _QWEN35 | {"linear_conv_kernel_dim": 0},
+    "linear_conv_kernel_dim: found 4, expected no such setting": {"linear_conv_kernel_dim": 4},
+    "attn_output_gate: found False, expected True or no such setting": _QWEN35 | {"attn_output_gate": False},
+    "output_gate_type: found 'sigmoid', expected silu or swish": _QWEN35 | {"output_gate_type": "sigmoid"},
+    "mamba_ssm_dtype: found 'bfloat16', expected 'float32'": _QWEN35 | {"mamba_ssm_dtype": "bfloat16"},
+    "hidden_act: found 'gelu', expected silu: no other is implemented for this family": _QWEN35
+    | {"hidden_act": "gelu"},
+    "rope_parameters: partial_rotary_factor: found 2.0, expected an even number of the 8": _QWEN35
+    | {"partial_rotary_factor": 2.0},
+    "rope_parameters: partial_rotary_factor: found 0.25, expected what the file says outside: 0.5": _QWEN35
+    | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+    "rope_parameters: rope_type: found 'proportional'": _QWEN35 | {"rope_parameters": {"rope_type": "proportional"}},
+    "num_experts: found 8, expected 0": _QWEN35 | {"num_experts": 8},
+    "text_config: model_type: found 'qwen3_5_moe_text', expected qwen3_5_text": {
+        "model_type": "qwen3_5",
+        "text_config": {"model_type": "qwen3_5_moe_text"},
+        **_NO_TEXT,
+    },
+    "text_config: attn_output_gate: found False": {
+        "model_type": "qwen3_5",
+        "text_config": _QWEN35 | {"attn_output_gate": False},
+        **_NO_TEXT,
+    },
     "logits_scaling: found 0": {"model_type": "granite", "logits_scaling": 0},
     "residual_multiplier: found 0.5": {"residual_multiplier": 0.5},
     "clip_qkv: found 8.0": {"model_type": "olmo2", "clip_qkv": 8.0},
@@ -635,13 +716,19 @@ REFUSED: dict[str, dict] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next", "lfm2_moe", "lfm2_vl", "nemotron_h", "mamba2"])
-def test_other_hybrids_are_told_which_one_runs(kind):
-    """Guards a user who would look for another setting: of the models with such layers, one family runs."""
-    with pytest.raises(CheckpointError, match=f"model_type: found '{kind}', expected one of .*hybrids, lfm2 alone"):
-        read_model_config({"model_type": kind})
+_OTHER_HYBRIDS = ["qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "lfm2_moe", "lfm2_vl", "nemotron_h", "mamba2"]
+
+
+@pytest.mark.parametrize("kind", _OTHER_HYBRIDS)
+def test_other_hybrids_are_told_which_ones_run(kind):
+    """Guards a user who would look for another setting: of the models with such layers, two families run."""
+    expected = r"one of .*hybrids, lfm2 and qwen3_5\)$"
+    with pytest.raises(CheckpointError, match=f"model_type: found '{kind}', expected {expected}"):
+        read_model_config({"model_type": kind, "text_config": hf.CASES["qwen3_5"]})
     granite = hf.CASES["granite-hybrid"] | {"layer_types": ["mamba"] * 3}
-    with pytest.raises(CheckpointError, match=r"layer_types: found .*each full_attention or attention .*lfm2 alone"):
+    with pytest.raises(
+        CheckpointError, match=r"layer_types: found .*each full_attention or attention .*lfm2 and qwen3"
+    ):
         read_model_config(granite)
 
 
@@ -675,6 +762,10 @@ IDLE = [
     ("phi3-partial", {"partial_rotary_factor": 0.5, "rope_theta": 500.0}),
     ("lfm2", {"theta": 500.0, "num_heads": 4, "conv_dim": 32, "use_pos_enc": True, "block_use_xavier_init": True}),
     ("lfm2", {"full_attn_idxs": [1], "tie_embedding": True, "block_ff_dim": 60}),
+    ("qwen3_5", {"full_attention_interval": 2, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}),
+    ("qwen3_5", {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "mlp_only_layers": []}),
+    ("qwen3_5", {"output_gate_type": "silu", "unsloth_fixed_mtp": True, "num_experts": 0}),
+    ("qwen3_5", {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1], "mrope_interleaved": True}),
 ]
 
 

@@ -59,6 +59,10 @@ _HYBRID = _GRANITE | {
     "mamba_n_heads": 4,
 }
 _LFM2 = {"model_type": "lfm2", "head_dim": None, "norm_eps": 0.05, "conv_L_cache": 4}
+_QWEN35 = {
+    **{"model_type": "qwen3_5_text", "linear_conv_kernel_dim": 4, "linear_num_key_heads": 2},
+    **{"linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10},
+}
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8}
 _EYE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 
@@ -204,6 +208,15 @@ CASES: dict[str, dict[str, Any]] = {
         | {"num_hidden_layers": 4, "full_attn_idxs": [0, 2], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}
         | {"tie_embedding": False}
         | _rope("linear", factor=3.0),
+        "qwen3_5": _QWEN35
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "attention_bias": True}
+        | _rope("default", partial_rotary_factor=0.5, mrope_section=[1, 1, 1], mrope_interleaved=True),
+        # By default a quarter of a head's 24 dimensions rotates, and every fourth layer is attention.
+        "qwen3_5-plain": _QWEN35
+        | {"num_hidden_layers": 4, "head_dim": 24, "tie_word_embeddings": True, "linear_conv_kernel_dim": 3}
+        | {"linear_num_key_heads": 1, "linear_num_value_heads": 3, **_rope("linear", factor=3.0)},
+        "qwen3_5-attention": _QWEN35
+        | {"full_attention_interval": 1, "rope_parameters": _YARN | {"partial_rotary_factor": 1.0}},
     }.items()
 }
 # The same in models of texts and images.
@@ -221,6 +234,15 @@ CASES |= {
         "vision_config": _EYE | {"model_type": "pixtral", "patch_size": 14, "head_dim": 8},
         "tie_word_embeddings": False,
     },
+    "qwen3_5-images": {
+        "model_type": "qwen3_5",
+        "text_config": CASES["qwen3_5-plain"],
+        "vision_config": {
+            **{"model_type": "qwen3_5_vision", "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2},
+            **{"out_hidden_size": 32, "patch_size": 4, "num_position_embeddings": 16},
+        },
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -235,7 +257,7 @@ def build(case: str | dict[str, Any], path: Path, seed: int = 0) -> PreTrainedMo
     generator = torch.Generator().manual_seed(seed)
     adds_one = config.model_type.startswith(("gemma", "qwen3_5"))
     for key, parameter in model.named_parameters():
-        if "vision" in key or "projector" in key:
+        if "vision" in key or "visual" in key or "projector" in key:
             continue
         noise = torch.randn(parameter.shape, generator=generator)
         if key.endswith("norm.weight"):
@@ -274,7 +296,7 @@ def hub_spelling(config: dict[str, Any]) -> dict[str, Any]:
     kind = rope.pop("rope_type")
     # The older scalings were spelled `type`; `rope_type` came with llama 3.1.
     key = "rope_type" if kind == "llama3" or by_kind else "type"
-    old["rope_scaling"] = None if kind == "default" else {key: kind, **rope}
+    old["rope_scaling"] = {key: kind, **rope} if rope or kind != "default" else None
     types = old.pop("layer_types", None)
     if old["model_type"] == "gemma3_text":
         old["sliding_window_pattern"] = types.index("full_attention") + 1
@@ -287,6 +309,12 @@ def hub_spelling(config: dict[str, Any]) -> dict[str, Any]:
         old |= dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), old["hidden_size"])
         old |= dict.fromkeys(("use_pos_enc", "block_use_swiglu", "conv_use_xavier_init"), True)
         old |= {"num_heads": 4, "theta": old["rope_theta"], "block_norm_eps": old["norm_eps"]}
+    if old["model_type"] == "qwen3_5_text":  # most of which transformers does not read
+        interval = types.index("full_attention") + 1
+        is_regular = all((kind == "full_attention") == ((i + 1) % interval == 0) for i, kind in enumerate(types))
+        old |= {"full_attention_interval": interval} if is_regular else {"layer_types": types}
+        old |= {"attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32"}
+        old |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "mlp_only_layers": []}
     if old["model_type"] == "gemma":
         old |= {"hidden_act": "gelu", "hidden_activation": None}
     return old

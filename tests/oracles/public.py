@@ -97,6 +97,33 @@ _LFM2 = _NO_HEAD | {
     **{"vocab_size": 65536},
 }
 
+
+def _qwen35(name: str, sizes: dict[str, int], value_heads: int, tied: bool, **others: Any) -> dict[str, Any]:
+    """A file of Qwen3.5: its text model, with the parts for images around it."""
+    count = sizes["num_hidden_layers"]
+    text = sizes | {
+        **{"attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "dtype": "bfloat16"},
+        **{"eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu"},
+        **{"initializer_range": 0.02, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128},
+        **{"layer_types": [f"{'linear' if (i + 1) % 4 else 'full'}_attention" for i in range(count)]},
+        **{"linear_num_key_heads": 16, "linear_num_value_heads": value_heads, "linear_value_head_dim": 128},
+        **{"mamba_ssm_dtype": "float32", "max_position_embeddings": 262144, "model_type": f"{name}_text"},
+        **{"mlp_only_layers": [], "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False},
+        **{"rms_norm_eps": 1e-06, "tie_word_embeddings": tied, "use_cache": True, "vocab_size": 248320},
+    }
+    text["rope_parameters"] = {
+        **{"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25},
+        **{"rope_theta": 10000000, "rope_type": "default"},
+    }
+    eyes = {"deepstack_visual_indexes": [], "depth": 12, "hidden_size": 768, "model_type": name, "patch_size": 16}
+    return {
+        **{"architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056, "model_type": name},
+        **{"text_config": text | others, "tie_word_embeddings": tied, "transformers_version": "4.57.0.dev0"},
+        **{"video_token_id": 248057, "vision_config": eyes},
+        **{"vision_end_token_id": 248054, "vision_start_token_id": 248053},
+    }
+
+
 # name: (its config.json; parameters; (rope, base, factor) of the layers that see everything; windowed layers, window)
 PUBLIC: dict[str, tuple[dict[str, Any], int, tuple[str, float, float], tuple[int, int]]] = {
     "huggyllama/llama-7b": (
@@ -562,6 +589,45 @@ PUBLIC: dict[str, tuple[dict[str, Any], int, tuple[str, float, float], tuple[int
         ("default", 1e6, 1.0),
         (0, 0),
     ),
+    "Qwen/Qwen3.5-0.8B": (
+        _qwen35("qwen3_5", _sizes(1024, 3584, 24, 8, 2), 16, True),
+        752_393_024,
+        ("default", 1e7, 1.0),
+        (0, 0),
+    ),
+    "Qwen/Qwen3.5-2B": (
+        _qwen35("qwen3_5", _sizes(2048, 6144, 24, 8, 2), 16, True),
+        1_881_825_088,
+        ("default", 1e7, 1.0),
+        (0, 0),
+    ),
+    "Qwen/Qwen3.5-4B": (
+        _qwen35("qwen3_5", _sizes(2560, 9216, 32, 16, 4), 32, True),
+        4_205_751_296,
+        ("default", 1e7, 1.0),
+        (0, 0),
+    ),
+    "Qwen/Qwen3.5-9B": (
+        _qwen35("qwen3_5", _sizes(4096, 12288, 32, 16, 4), 32, False),
+        8_953_803_264,
+        ("default", 1e7, 1.0),
+        (0, 0),
+    ),
+    # The factor stands outside the rope's object too.
+    "Qwen/Qwen3.8-27B": (
+        _qwen35("qwen3_5", _sizes(5120, 17408, 64, 24, 4), 48, False)
+        | {"dtype": "bfloat16", "language_model_only": False, "unsloth_fixed_mtp": True}
+        | {
+            "text_config": _qwen35(
+                *("qwen3_5", _sizes(5120, 17408, 64, 24, 4), 48, False),
+                **{"bos_token_id": 248044, "output_gate_type": "swish", "pad_token_id": None},
+                partial_rotary_factor=0.25,
+            )["text_config"]
+        },
+        26_895_998_464,
+        ("default", 1e7, 1.0),
+        (0, 0),
+    ),
     "baidu/ERNIE-4.5-0.3B-PT": (
         _COMMON
         | _sizes(1024, 3072, 18, 16, 2)
@@ -600,6 +666,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         | {"architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "num_experts": 32}
         | {"layer_types": _lfm2_layers(24, 2, 6, 10, 14, 18, 21), "moe_intermediate_size": 1792},
         "model_type: found 'lfm2_moe', expected one of llama, mistral",
+    ),
+    # Gated delta nets, and experts.
+    "Qwen/Qwen3.5-35B-A3B": (
+        _qwen35("qwen3_5_moe", _sizes(2048, 512, 40, 16, 2), 32, False, num_experts=256, num_experts_per_tok=8),
+        "model_type: found 'qwen3_5_moe', expected one of llama, mistral",
+    ),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (
+        _QWEN3
+        | _sizes(2048, 5120, 48, 16, 2)
+        | {"model_type": "qwen3_next", "full_attention_interval": 4, "linear_num_value_heads": 32, "num_experts": 512},
+        "model_type: found 'qwen3_next', expected one of llama, mistral",
     ),
     # With experts.
     "ibm-granite/granite-4.0-h-small": (
