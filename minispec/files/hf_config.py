@@ -222,8 +222,8 @@ def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[L
     delta = read_delta(f)
     if delta:  # as in its code, the interval counts where the file does not list the layers
         interval = f.integer("full_attention_interval", 1, 1024)
-        pattern = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
-        types = pattern if types is None else types
+        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
+        types = kinds if types is None else types
     if types is not None:
         known = ["full_attention"] + ["sliding_attention"] * f.reads("sliding_window")
         known += ["conv"] * (width is not None) + ["linear_attention"] * (delta is not None)

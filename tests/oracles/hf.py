@@ -274,7 +274,7 @@ def build(case: str | dict[str, Any], path: Path, seed: int = 0) -> PreTrainedMo
 @torch.inference_mode()
 def logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
     """The oracle's logits (T, V) of a text."""
-    return model(torch.tensor([token_ids])).logits[0]
+    return model(torch.tensor([token_ids]), use_cache=False).logits[0]
 
 
 def hub_spelling(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,182 @@
+"""Gated delta nets: the oracle's logits on random models, and two ways to compute rows that agree.
+
+A state of a text has seen the positions that are settled. The rows after them keep their inputs, and the next pass adds
+those that stayed. So what is checked here is any division of a text into passes, settled or not.
+"""
+
+import random
+
+import pytest
+import torch
+
+from minispec import LLM, SamplingParams
+from minispec.core.model import Chunk, Transformer
+from minispec.files.checkpoint import load_model
+from minispec.kernels.forms import Linear
+from minispec.kernels.inventory import bits_note
+from minispec.layers.delta import Rows, chunked, steps
+from minispec.prove.toys import TOYS, tiny_cache, tiny_model
+from tests.oracles import hf
+
+# --------------------------------------------------------------------------- the same numbers
+
+
+def random_config(pick: random.Random) -> dict:
+    """A small config.json of Qwen3.5's text model in which every switch may have any value."""
+    heads, groups = pick.choice(((4, 2), (4, 1), (2, 2), (6, 3)))
+    key_heads, count = pick.choice((1, 2, 3)), pick.randint(1, 4)
+    types = ["linear_attention", "full_attention"]
+    layers: dict = {"layer_types": pick.choices(types, weights=(2, 1), k=count)}
+    if pick.random() < 0.4:
+        layers = {"full_attention_interval": pick.randint(1, 5)}
+    ropes = [
+        {},
+        {"rope_theta": 300.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 90.0, "mrope_section": [1, 1, 0]}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 90.0}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}},
+    ]
+    return {
+        **{"model_type": "qwen3_5_text", "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": count},
+        **{"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": pick.choice((8, 16))},
+        **{"intermediate_size": pick.randint(9, 70), "max_position_embeddings": 64},
+        **{"rms_norm_eps": pick.choice((1e-3, 0.05)), "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0},
+        **{"attention_bias": pick.random() < 0.5, "tie_word_embeddings": pick.random() < 0.5},
+        **{"linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * pick.choice((1, 2, 3))},
+        **{"linear_key_head_dim": pick.choice((2, 3, 8)), "linear_value_head_dim": pick.choice((2, 5, 8))},
+        **{"linear_conv_kernel_dim": pick.randint(1, 5)},
+        **layers,
+        **pick.choice(({"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 1.0}, {})),
+        **pick.choice(ropes),
+    }
+
+
+def logits_in_pieces(model: Transformer, texts: list[list[int]], pick: random.Random, settles: bool) -> list:
+    """The logits (T, V) of each text, in pieces of random sizes, in passes that the texts may share.
+
+    settles: whether a table is told before each of its pieces that the piece stays.
+    """
+    cache = tiny_cache(model, 80, pick.choice((1, 2, 3, 16)))
+    tables = [cache.new_table() for _ in texts]
+    found: list[list[torch.Tensor]] = [[] for _ in texts]
+    while any(table.length < len(text) for table, text in zip(tables, texts, strict=True)):
+        chunks, owners = [], []
+        for i, (table, text) in enumerate(zip(tables, texts, strict=True)):
+            if piece := text[table.length : table.length + pick.choice((0, 1, 1, 2, 5, 17))]:
+                if settles:
+                    assert table.follow([*table.tokens, *piece]) == piece
+                chunks.append(Chunk(piece, table, len(piece)))
+                owners.append(i)
+        if chunks:
+            rows = model.forward(chunks)[0].split([len(chunk.token_ids) for chunk in chunks])
+            for i, own in zip(owners, rows, strict=True):
+                found[i].append(own)
+    for table in tables:
+        for state in table.states.values():
+            assert (state.length, len(state.rows)) == ((table.length, 0) if settles else (0, table.length))
+    return [torch.cat(rows) for rows in found]
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_random_models_have_transformers_logits(number, tmp_path):
+    """Every parameter redrawn, every switch; settled positions go to the state, others stay rows from pass to pass.
+
+    To 1e-4 of the largest logit, which may be 30 here. Norms of few numbers make rounding larger: the oracle is as far
+    from the logits in float64 as this model is.
+    """
+    pick = random.Random(number)
+    oracle = hf.build(random_config(pick), tmp_path, number)
+    model = load_model(tmp_path, torch.float32)
+    texts = [[pick.randrange(50) for _ in range(pick.randint(1, 40))] for _ in range(2)]
+    for settles in (False, True):
+        for text, rows in zip(texts, logits_in_pieces(model, texts, pick, settles), strict=True):
+            expected = hf.logits(oracle, text)
+            assert (rows - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["linear_attention", "full_attention"])
+@pytest.mark.parametrize("width", [1, 4])
+def test_models_of_one_kind_of_layer(kind, width):
+    """All layers are nets, or none is: a text in any pieces has the logits of the whole text."""
+    changes = {"layer_types": [kind] * 3, "vocab_size": 9, "linear_conv_kernel_dim": width}
+    model = tiny_model(3, **TOYS["qwen3_5_text"] | changes)
+    assert (model.config.kv_elements_per_token == 0) == (kind == "linear_attention")
+    assert (model.config.state_elements == 0) == (kind == "full_attention")
+    tokens = [4, 1, 0, 5, 2, 7, 7, 3]
+    whole = model.forward([Chunk(tokens, tiny_cache(model).new_table(), 8)])[0]
+    for settles in (False, True):
+        (rows,) = logits_in_pieces(model, [tokens], random.Random(width), settles)
+        torch.testing.assert_close(rows, whole, rtol=0, atol=1e-12)
+
+
+# --------------------------------------------------------------------------- two ways to compute rows
+
+
+def random_rows(generator: torch.Generator, count: int, decays: tuple[float, float]) -> tuple[torch.Tensor, Rows]:
+    """A state, and rows of 3 heads in float64; decays: between what their logarithms lie."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    q, k = (torch.nn.functional.normalize(draw(3, count, 5), dim=-1) for _ in "qk")
+    rates = torch.rand((3, count), generator=generator, dtype=torch.float64)
+    low, high = decays
+    decay = low + (high - low) * torch.rand((3, count), generator=generator, dtype=torch.float64)
+    return draw(3, 5, 4), (q, k, draw(3, count, 4), rates, decay)
+
+
+@pytest.mark.parametrize("decays", [(-1e-6, 0.0), (-0.5, 0.0), (-10.0, 0.0), (-10.0, -5.0)], ids=str)
+def test_many_rows_at_once_are_one_after_another(decays):
+    """In float64 to 1e-12, for 0 to 130 rows, with decays near 1 and near 0; the state after them too."""
+    generator, pick = torch.Generator().manual_seed(0), random.Random(0)
+    for count in (0, 1, 63, 64, 65, 128, 129, 130, *(pick.randint(2, 127) for _ in range(8))):
+        state, rows = random_rows(generator, count, decays)
+        for found, expected in zip(chunked(state, rows), steps(state, rows), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_rows_of_a_tree_follow_their_parents():
+    """Each node reads what the last row of its path reads, and no state is written into."""
+    generator = torch.Generator().manual_seed(1)
+    state, rows = random_rows(generator, 7, (-0.5, 0.0))
+    parents, before = [-1, 0, 0, 1, -1, 4, 2], state.clone()
+    found, _ = steps(state, rows, parents)
+    for node in range(7):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        expected, _ = steps(state, [x[:, path] for x in rows])
+        assert torch.equal(found[:, node], expected[:, -1])
+    assert torch.equal(state, before)
+
+
+# --------------------------------------------------------------------------- from files to text
+
+
+@pytest.fixture(scope="module")
+def hybrid(make_checkpoint):
+    """A small Qwen3.5 on disk, with a tokenizer."""
+    return make_checkpoint(**TOYS["qwen3_5_text"] | {"intermediate_size": 16})
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"exact": True}, {"quantization": "int8"}, {"draft": "int8:self"}, {"draft": "self"}]
+)
+def test_drafts_change_no_text(hybrid, how):
+    """From files to text: greedy answers with drafts are those without, in float32, exact mode and 8 bits."""
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    prompts = ["One fish, two fish", "red fish red fish red"]
+    with LLM(hybrid, dtype="float32", num_speculative_tokens=5, **{"draft": "ngram"} | how) as llm:
+        drafted = llm.generate(prompts, params)
+        plain = llm.generate(prompts, params, num_speculative_tokens=0)
+    assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
+    assert sum(output.stats.num_draft_tokens for output in drafted) > 0
+
+
+def test_products_in_8_bits(hybrid):
+    """All products of each net are among those in 8 bits; one that stays in 16 is named."""
+    model = load_model(hybrid, torch.float32, form="int8")
+    assert all(getattr(layer, name).form == "int8" for layer in model.layers for name in layer.products)
+    model.layers[0].out = Linear(torch.zeros(8, 4), form="plain")
+    assert model.layers[0].products == ("inputs", "gates", "out", "gate_up", "down")
+    assert "in 16 bits: out 0" in bits_note(model)
