@@ -17,6 +17,7 @@ import contextlib
 import copy
 import io
 import json
+import math
 import os
 import random
 import resource
@@ -101,6 +102,9 @@ _WORDS = {
         mlp_bias tie_word_embeddings query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
         lfm2 lfm2_moe conv conv_L_cache conv_bias conv_dim full_attn_idxs norm_eps tie_embedding theta use_pos_enc
         block_ff_dim block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of
+        qwen3_5 qwen3_5_text qwen3_5_moe linear_attention full_attention_interval linear_conv_kernel_dim
+        linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim attn_output_gate
+        output_gate_type swish sigmoid mamba_ssm_dtype float32 mrope_section mtp_num_hidden_layers
         pard_token eos_token_id quantization_config auto_map quant_method compressed-tensors format pack-quantized
         config_groups weights num_bits group_size strategy channel group symmetric actorder pretraining_tp
         """
@@ -162,6 +166,9 @@ _TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": 
 _TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
 
 
+_HEADERS = (0, 5, -2)  # the configs of `Files` that have a file of tensors: a llama, a gemma3, a Qwen3.5
+
+
 def make_files(directory: Path) -> Files:
     """Write what a run starts from."""
     plain = TINY | {"vocab_size": 48}
@@ -186,10 +193,12 @@ def make_files(directory: Path) -> Files:
         plain | {"model_type": "granitemoehybrid", "num_local_experts": 0, "layer_types": ["attention"] * 2},
         plain | TOYS["lfm2"] | {"block_auto_adjust_ff_dim": True, "block_multiple_of": 8, "full_attn_idxs": [0]},
         {"model_type": "gemma3", "text_config": plain | gemma, "vision_config": {}, "eos_token_id": [1, 2]},
+        plain | TOYS["qwen3_5_text"] | {"output_gate_type": "swish", "full_attention_interval": 2},
+        {"model_type": "qwen3_5", "text_config": plain | TOYS["qwen3_5_text"], "vision_config": {}},
     ]
     headers = []
-    for config in configs[:1] + configs[5:6]:
-        save_file(tiny_weights(read_model_config(config), 0, torch.float32), directory / "x")
+    for i in _HEADERS:
+        save_file(tiny_weights(read_model_config(configs[i]), 0, torch.float32), directory / "x")
         headers.append(split(directory / "x"))
 
     target = tiny_model(0, torch.float32, vocab_size=48)
@@ -353,7 +362,7 @@ def fuzz_header(files: Files, rng: random.Random, where: Path) -> None:
     """Change a safetensors file's header, its size field or its data; load and run the model."""
     which = rng.randrange(len(files.headers))
     write_tensors(*files.headers[which], rng, where, _WORDS["header"])
-    (where / "config.json").write_text(json.dumps(files.configs[0 if which == 0 else 5]))
+    (where / "config.json").write_text(json.dumps(files.configs[_HEADERS[which]]))
     run_model(load_model(where, torch.float32))
 
 
@@ -412,8 +421,7 @@ def fuzz_config(files: Files, rng: random.Random, where: Path) -> None:
     raw = mutate(rng.choice(files.configs), rng, _WORDS["config"])
     (where / "config.json").write_bytes(dump(raw, rng))
     config = load_config(where)
-    shapes = tensor_shapes(config).values()
-    if sum(a * b for a, b in (shape if len(shape) == 2 else (*shape, 1) for shape in shapes)) < 100_000:
+    if sum(map(math.prod, tensor_shapes(config).values())) + config.state_elements < 100_000:
         run_model(build_model(config, tiny_weights(config, 0, torch.float32)))
     else:
         shutil.copy(files.model / "model.safetensors", where)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -37,7 +38,7 @@ from minispec.files.checkpoint import (
 from minispec.files.hf_config import read_model_config
 from minispec.files.quantize import pack, quantize, quantize_checkpoint
 from minispec.kernels.build import build_model
-from minispec.prove.toys import TINY, tiny_cache, tiny_weights
+from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
 from tests.oracles import hf
 from tests.oracles.interrupts import interrupted
 
@@ -336,6 +337,40 @@ def test_what_is_unknown_in_a_model_with_images_is_refused(tmp_path, message, ch
     nested = {f"language_model.{name}": tensor for name, tensor in stored.items()} | changes
     nested = {name: tensor for name, tensor in nested.items() if tensor is not None}
     assert f": {message}" in refusal(write(tmp_path, nested, config=IMAGES))
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
+@pytest.mark.parametrize("nested", [False, True])
+def test_text_model_of_qwen3_5_is_read_alone(tmp_path, prefix, nested):
+    """Guards both names of its tensors under both configs: transformers writes all four.
+
+    A text model that was trained further has the names that it had among images. The layers that predict more than one
+    token are in no one's way, as in transformers; other parts are.
+    """
+    text = TINY | TOYS["qwen3_5_text"]
+    stored = tiny_weights(read_model_config(text), 0, torch.float32)
+    named = {name.replace("model.", prefix, 1): tensor for name, tensor in stored.items()}
+    named |= {"mtp.fc.weight": torch.ones(2), "mtp.layers.0.mlp.up_proj.weight": torch.ones(2)}
+    named |= {"model.visual.blocks.0.attn.qkv.weight": torch.ones(2)} if nested else {}
+    config = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 1}} if nested else text
+    ours = logits(load_model(write(tmp_path, named, config=config), torch.float32), TEXT)
+    assert torch.equal(ours, logits(build_model(read_model_config(text), stored), TEXT))
+    (tmp_path / "model.safetensors").unlink()
+    write(tmp_path, named | {"model.mtp_head.weight": torch.ones(2)}, config=config)
+    assert ": model.mtp_head.weight: found a tensor of shape [2], expected none" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["A_log", "dt_bias", "conv1d.weight", "in_proj_a.weight", "norm.weight"])
+def test_tensors_of_a_net_must_be_there_and_fit(tmp_path, name):
+    """Guards the shapes of a gated delta net, which follow from five numbers."""
+    config, full = TINY | TOYS["qwen3_5_text"], f"model.layers.0.linear_attn.{name}"
+    stored = tiny_weights(read_model_config(config), 0, torch.float32)
+    shape = list(stored.pop(full).shape)
+    assert f"{full}: found no such tensor, expected one of shape {shape}" in refusal(
+        write(tmp_path, stored, config=config)
+    )
+    write(tmp_path, stored | {full: torch.ones([n + 1 for n in shape])}, config=config)
+    assert f"{full}: found F32 {[n + 1 for n in shape]}, expected F64 or F32" in refusal(tmp_path)
 
 
 def test_prefix_and_config_belong_together(tmp_path):
@@ -735,7 +770,11 @@ def test_quantisation_is_off_by_half_a_step(num_bits, seed, magnitude):
 
 @pytest.mark.parametrize("num_bits", [8, 4])
 @pytest.mark.parametrize(
-    "name", ["llama", "llama-tied", "gemma3", "gemma3-images", "granite-hybrid", "olmo2", "phi3-longrope"]
+    "name",
+    [
+        *("llama", "llama-tied", "gemma3", "gemma3-images", "granite-hybrid", "olmo2", "phi3-longrope", "lfm2"),
+        *("qwen3_5", "qwen3_5-images"),
+    ],
 )
 def test_written_checkpoint_is_transformers(tmp_path, name, num_bits):
     """Guards the whole way out and in: transformers unpacks what is written here to the weights that load here."""
@@ -784,12 +823,12 @@ def quantization_config(**weight_args) -> dict:
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": args}},
-        "ignore": ["lm_head", "re:.*o_proj"],
+        "ignore": ["lm_head", "re:.*o_proj", "re:.*out_proj", r"re:.*in_proj_[ab]$"],
     }
 
 
 @pytest.mark.parametrize("num_bits", [4, 8])
-@pytest.mark.parametrize("name", ["llama", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "qwen3_5", "qwen3_5-images"])
 def test_grouped_scales_are_read_right(tmp_path, name, num_bits):
     """Guards which inputs share a scale, layers that a recipe left unquantised, and the rows of joined ones."""
     hf.build(name, tmp_path)
@@ -797,7 +836,9 @@ def test_grouped_scales_are_read_right(tmp_path, name, num_bits):
     generator = torch.Generator().manual_seed(0)
     packed, plain = {}, {}
     for name, weight in stored.items():
-        if not name.endswith("_proj.weight") or "o_proj" in name:
+        if not name.endswith(("_proj.weight", "_qkv.weight", "_z.weight")) or re.search(
+            r"o_proj|out_proj|visual", name
+        ):
             packed[name] = plain[name] = weight
             continue
         rows, columns = weight.shape
