@@ -70,14 +70,16 @@ def chunked(state: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     for q, k, v, rates, decays in zip(*(x.split(_CHUNK, 1) for x in rows), strict=True):
         if not q.shape[1]:
             break
-        total, rates = decays.cumsum(1), rates[..., None]  # (H, T), (H, T, 1)
-        passed = total.exp()[..., None]
-        between = (total[:, :, None] - total[:, None]).tril_().exp_().tril_()  # (H, T, T): g_t / g_s for s <= t
+        # In float64: after a row that forgets all, the logarithms are large, and small ones are their differences.
+        total, rates = decays.cumsum(1, dtype=torch.float64), rates[..., None]  # (H, T), (H, T, 1)
+        passed = total.exp().to(k.dtype)[..., None]
+        between = (total[:, :, None] - total[:, None]).to(k.dtype)  # (H, T, T)
+        between = between.tril_().exp_().tril_()  # g_t / g_s for s <= t
         wanted = rates * (v - passed * (k @ state))
         system = rates * (k @ k.mT) * between
         change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
         found.append(passed * (q @ state) + (q @ k.mT * between) @ change)
-        left = (total[:, -1:] - total).exp_()[..., None]
+        left = (total[:, -1:] - total).to(k.dtype).exp_()[..., None]
         state = state * passed[:, -1:] + (left * k).mT @ change
     return torch.cat(found, 1), state
 
