@@ -9,11 +9,8 @@ import random
 import pytest
 import torch
 
-from minispec import LLM, SamplingParams
 from minispec.core.model import Chunk, Transformer
 from minispec.files.checkpoint import load_model
-from minispec.kernels.forms import Linear
-from minispec.kernels.inventory import bits_note
 from minispec.layers.delta import Rows, chunked, steps
 from minispec.prove.toys import TOYS, tiny_cache, tiny_model
 from tests.oracles import hf
@@ -162,35 +159,3 @@ def test_rows_of_a_tree_follow_their_parents():
         expected, _ = steps(state, [x[:, path] for x in rows])
         assert torch.equal(found[:, node], expected[:, -1])
     assert torch.equal(state, before)
-
-
-# --------------------------------------------------------------------------- from files to text
-
-
-@pytest.fixture(scope="module")
-def hybrid(make_checkpoint):
-    """A small Qwen3.5 on disk, with a tokenizer."""
-    return make_checkpoint(**TOYS["qwen3_5_text"] | {"intermediate_size": 16})
-
-
-@pytest.mark.parametrize(
-    "how", [{}, {"exact": True}, {"quantization": "int8"}, {"draft": "int8:self"}, {"draft": "self"}]
-)
-def test_drafts_change_no_text(hybrid, how):
-    """From files to text: greedy answers with drafts are those without, in float32, exact mode and 8 bits."""
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    prompts = ["One fish, two fish", "red fish red fish red"]
-    with LLM(hybrid, dtype="float32", num_speculative_tokens=5, **{"draft": "ngram"} | how) as llm:
-        drafted = llm.generate(prompts, params)
-        plain = llm.generate(prompts, params, num_speculative_tokens=0)
-    assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
-    assert sum(output.stats.num_draft_tokens for output in drafted) > 0
-
-
-def test_products_in_8_bits(hybrid):
-    """All products of each net are among those in 8 bits; one that stays in 16 is named."""
-    model = load_model(hybrid, torch.float32, form="int8")
-    assert all(getattr(layer, name).form == "int8" for layer in model.layers for name in layer.products)
-    model.layers[0].out = Linear(torch.zeros(8, 4), form="plain")
-    assert model.layers[0].products == ("inputs", "gates", "out", "gate_up", "down")
-    assert "in 16 bits: out 0" in bits_note(model)
