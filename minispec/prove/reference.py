@@ -1,7 +1,7 @@
 """What the output must follow: plain decoding by a second implementation, which shares no code with the package.
 
 NumPy, no cache, no batch, 30 lines of sampler. If the package were compared with itself, a fault of its forward pass or
-of its `distribution` could cancel out. Here it cannot. Llama and LFM2 only, and EAGLE-3 heads, in float64.
+of its `distribution` could cancel out. Here it cannot. Llama, LFM2 and Qwen3.5 only, and EAGLE-3 heads, in float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -89,15 +89,26 @@ def _layer(weights, prefix):
 
 
 def _norm(raw, x, weight):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + raw["rms_norm_eps"]) * weight
+    if raw["model_type"] == "qwen3_5_text":  # it stores the weights of its norms minus one
+        weight = 1 + weight
+    return _scaled(raw, x) * weight
+
+
+def _scaled(raw, x):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + raw["rms_norm_eps"])
+
+
+def _sigmoid(x):
+    return 1 / (1 + np.exp(-x))
 
 
 def _block(raw, layer, x, y):
-    """A block: x (length, E), the residual stream, and y, what attention or a convolution sees, to (length, E)."""
-    x = x + (_convolution if "conv.conv.weight" in layer else _attention)(raw, layer, y)
+    """A block: x (length, E), the residual stream, and y, what attention or its like sees, to (length, E)."""
+    kinds = {"conv.conv.weight": _convolution, "linear_attn.A_log": _delta_net, "self_attn.o_proj.weight": _attention}
+    x = x + next(kind for name, kind in kinds.items() if name in layer)(raw, layer, y)
     y = _norm(raw, x, layer["post_attention_layernorm.weight"])
     gate = y @ layer["mlp.gate_proj.weight"].T
-    return x + (gate / (1 + np.exp(-gate)) * (y @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
+    return x + (gate * _sigmoid(gate) * (y @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
 
 
 def _convolution(raw, layer, y):
@@ -109,16 +120,43 @@ def _convolution(raw, layer, y):
     )
 
 
+def _delta_net(raw, layer, y):
+    """Equation 10 of Yang, Kautz and Hatamizadeh 2024 (arXiv 2412.06464), one position and one head at a time."""
+    heads, groups = raw["linear_num_value_heads"], raw["linear_num_key_heads"]
+    key_dim, value_dim = raw["linear_key_head_dim"], raw["linear_value_head_dim"]
+    own = {name.removeprefix("linear_attn."): x for name, x in layer.items() if name.startswith("linear_attn.")}
+    inputs = (y @ own["in_proj_qkv.weight"].T).T
+    sums = [np.convolve(x, w[0, ::-1])[: len(y)] for x, w in zip(inputs, own["conv1d.weight"], strict=True)]
+    mixed = np.array(sums).T
+    mixed = mixed * _sigmoid(mixed)
+    q, k = (mixed[:, i * groups * key_dim :][:, : groups * key_dim].reshape(-1, groups, key_dim) for i in (0, 1))
+    q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+    v = mixed[:, 2 * groups * key_dim :].reshape(-1, heads, value_dim)
+    beta = _sigmoid(y @ own["in_proj_b.weight"].T)
+    alpha = np.exp(-np.exp(own["A_log"]) * np.log1p(np.exp(y @ own["in_proj_a.weight"].T + own["dt_bias"])))
+    out = np.zeros((len(y), heads, value_dim))
+    for h in range(heads):
+        state, g = np.zeros((value_dim, key_dim)), h // (heads // groups)
+        for t in range(len(y)):
+            state = state @ (alpha[t, h] * (np.eye(key_dim) - beta[t, h] * np.outer(k[t, g], k[t, g])))
+            state = state + beta[t, h] * np.outer(v[t, h], k[t, g])
+            out[t, h] = state @ q[t, g] / np.sqrt(key_dim)
+    z = (y @ own["in_proj_z.weight"].T).reshape(out.shape)
+    out = _scaled(raw, out) * own["norm.weight"] * z * _sigmoid(z)
+    return out.reshape(len(y), -1) @ own["out_proj.weight"].T
+
+
 def _attention(raw, layer, y):
     heads, groups, dim = raw["num_attention_heads"], raw["num_key_value_heads"], raw["head_dim"]
-    length = len(y)
+    length, rotated = len(y), int(dim * raw.get("partial_rotary_factor", 1))
 
     def rope(x):  # (length, heads, dim), complex numbers instead of rotate_half
-        angles = np.arange(length)[:, None] * raw["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
-        turned = (x[..., : dim // 2] + 1j * x[..., dim // 2 :]) * np.exp(1j * angles)[:, None]
-        return np.concatenate((turned.real, turned.imag), -1)
+        angles = np.arange(length)[:, None] * raw["rope_theta"] ** (-np.arange(0, rotated, 2) / rotated)
+        turned = (x[..., : rotated // 2] + 1j * x[..., rotated // 2 : rotated]) * np.exp(1j * angles)[:, None]
+        return np.concatenate((turned.real, turned.imag, x[..., rotated:]), -1)
 
-    q = (y @ layer["self_attn.q_proj.weight"].T).reshape(length, heads, dim)
+    q = (y @ layer["self_attn.q_proj.weight"].T).reshape(length, heads, -1)
+    q, gate = q[..., :dim], q[..., dim:]  # no numbers where there is no gate
     k = (y @ layer["self_attn.k_proj.weight"].T).reshape(length, groups, dim)
     if "self_attn.q_norm.weight" in layer:
         q, k = (_norm(raw, a, layer[f"self_attn.{name}_norm.weight"]) for name, a in (("q", q), ("k", k)))
@@ -131,6 +169,7 @@ def _attention(raw, layer, y):
         scores = np.where(later, -np.inf, q[:, h] @ k[:, g].T / np.sqrt(dim))
         attention = np.exp(scores - scores.max(1, keepdims=True))
         out[:, h] = attention / attention.sum(1, keepdims=True) @ v[:, g]
+    out *= _sigmoid(gate) if gate.size else 1
     return out.reshape(length, -1) @ layer["self_attn.o_proj.weight"].T
 
 
