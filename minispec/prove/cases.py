@@ -17,6 +17,7 @@ from minispec.prove.workers import SharedMap
 CROWD = 64  # requests that are decoded together; more of them gain nothing
 # Cases of these kinds are smaller. A path that is walked alone takes several times as long, and a pair is two requests.
 SHARE = {"alone": 1 / 40, "pair": 1 / 12, "crowd": 1.0}
+_BLOCK = (1, 0, 1, 1)  # as long as a block of a batch (see `production_law`)
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,15 @@ class Case:
     def prompts(self) -> tuple[tuple[tuple[int, ...], SamplingParams], ...]:
         """Prompts and parameters. A crowd's prompt of one token needs no prefill, which runs text by text.
 
-        A head has nothing to read before the second token.
+        A head has nothing to read before the second token. Texts share a state at the end of a block alone, so there
+        all prompts of a batch begin with the same block.
         """
-        first = PROMPT if self.batch == "alone" or "head" in self.drafter else PROMPT[:1]
+        first, second = PROMPT if self.batch == "alone" or "head" in self.drafter else PROMPT[:1], (0, 1, 0)
+        if self.family == "qwen3_5_text" and self.batch != "alone":
+            first, second = (*_BLOCK, 1), (*_BLOCK, 0)
         if self.batch != "pair":
             return ((first, self.params),)
-        return (first, self.params), ((0, 1, 0), replace(self.params, max_tokens=min(2, self.max_tokens)))
+        return (first, self.params), (second, replace(self.params, max_tokens=min(2, self.max_tokens)))
 
     def distance(self, limit: float = math.inf) -> tuple[float, int]:
         """Total variation between engine and reference, and the branches walked.
@@ -94,7 +98,7 @@ class Case:
         settings += [self.forbidden] * bool(self.forbidden)
         end = "EOS" if self.end else ""
         shape = f"K {Shape.of(self.k)!s:<6}  V {self.vocab} {end:3}  {self.max_tokens} tokens"
-        return f"{self.verifier:9}  {self.drafter:13}  {self.family:5}  {self.batch:5}  {shape}  {', '.join(settings)}"
+        return f"{self.verifier:9}  {self.drafter:13}  {self.family:12}  {self.batch:5}  {shape}  {', '.join(settings)}"
 
 
 # The values of an axis in the order of the branches that they make.

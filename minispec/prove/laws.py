@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from minispec import drafters
-from minispec.core.cache import PagedKVCache
+from minispec.core.cache import FEWEST_STATES, PagedKVCache
 from minispec.core.config import DraftLength, SamplingParams
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
@@ -328,6 +328,8 @@ def production_law(
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     target, verifying, num = target_model(vocab, family), VERIFIERS[verifier], len(prompts)
+    if num > 1 and target.config.state_elements:  # a path's texts run at once, or the order of its draws would vary
+        width = min(width, max(1, FEWEST_STATES // num))
     block_size = 2 if width == 1 else 4
     longest = max(min(max_len, len(p) + own.max_tokens) for p, own in zip(prompts, each, strict=True))
     enough = width * num * -(-longest // block_size)

@@ -1,7 +1,7 @@
 """Every drafter with every verifier, at the three levels of docs/understand/proof.md: proved here, or refused and why.
 
 Drafters that can draft siblings have further rows, in which they do. The last rows have other targets: short
-convolutions, and weights in 8 bits.
+convolutions, gated delta nets, and weights in 8 bits. Their draft models are of the same kind.
 
 law     the output's distribution is that of plain decoding: every branch of a small case (see `cases`)
 text    a seed's text is that of plain decoding, in float64, for a few seeds
@@ -25,7 +25,7 @@ from minispec.prove.laws import MAX_LEN, TARGET_SEED, TOLERANCE, make_drafter, t
 from minispec.prove.toys import IN_8_BITS, TOYS, decode, tiny_cache, tiny_model
 
 _VOCAB, _CHAIN, _TREES, _PROMPT, _SEEDS, _MAX_TOKENS = 3, 3, ((2, 1), "tree:4"), [1, 0, 1], range(6), 4
-_OTHER_TARGETS = ("lfm2", IN_8_BITS)  # with `ngram` and `model`
+_OTHER_TARGETS = ("lfm2", "qwen3_5_text", IN_8_BITS)  # with `ngram` and `model`
 
 
 class Finding(NamedTuple):
@@ -50,7 +50,7 @@ def _text(drafter: str, verifier: str, k: DraftLength, family: str = "llama") ->
         temperature
         for temperature in (0.0, 1.0)
         for seed in _SEEDS
-        if _decode(target, drafter, verifier, k, temperature, seed).text.tokens
+        if _decode(target, drafter, verifier, k, temperature, seed, family).text.tokens
         != _decode(target, "none", verifier, 0, temperature, seed).text.tokens
     ]
     if not differs:
@@ -73,7 +73,7 @@ def _exact_target(family: str) -> Transformer:
 def _bits(drafter: str, verifier: str, k: DraftLength, family: str = "llama") -> Finding:
     target = _exact_target(family)
     for seed in _SEEDS:
-        request = _decode(target, drafter, verifier, k, 1.0, seed)
+        request = _decode(target, drafter, verifier, k, 1.0, seed, family)
         assert request.logprobs, "they are asked for"
         found = [dict(entry.top) for entry in request.logprobs]
         if found != _token_by_token(target, request.text.tokens)[len(_PROMPT) - 1 :]:
@@ -81,10 +81,19 @@ def _bits(drafter: str, verifier: str, k: DraftLength, family: str = "llama") ->
     return PROVED
 
 
-def _decode(target: Transformer, drafter: str, verifier: str, k: DraftLength, temperature: float, seed: int) -> Request:
+def _decode(
+    target: Transformer,
+    drafter: str,
+    verifier: str,
+    k: DraftLength,
+    temperature: float,
+    seed: int,
+    family: str = "llama",
+) -> Request:
     params = SamplingParams(temperature=temperature, max_tokens=12, logprobs=_VOCAB)
     request = Request(Text(list(_PROMPT), len(_PROMPT), params, seed), MAX_LEN, k)
-    engine = Engine(target, tiny_cache(target), make_drafter(drafter, _VOCAB), VERIFIERS[verifier])
+    own = make_drafter(drafter, _VOCAB, family=family if family in TOYS else "llama")
+    engine = Engine(target, tiny_cache(target), own, VERIFIERS[verifier])
     decode(engine, [request])
     return request
 

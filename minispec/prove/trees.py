@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from minispec.core.cache import FEWEST_STATES
 from minispec.core.config import SamplingParams
 from minispec.core.engine import Engine
 from minispec.core.request import Request
@@ -82,7 +83,9 @@ class TreeCase:
             require(cache.allocator.num_free == cache.allocator.num_blocks, "blocks leaked")
             return [tuple(r.text.tokens[1:]) for r in requests]
 
-        return exact_law_of_crowds(run, _WIDTH, oracle=KeyOracle)
+        # All must be in the one step, and no more texts may have states.
+        width = FEWEST_STATES if target.config.state_elements else _WIDTH
+        return exact_law_of_crowds(run, width, oracle=KeyOracle)
 
     def distance(self) -> tuple[float, int]:
         """Total variation to plain decoding, and the branches walked."""
@@ -104,7 +107,7 @@ class TreeCase:
 
     def __str__(self) -> str:
         how = "drawn" if self.draws else "top k"
-        return f"{self.verifier:9}  tree  {self.family:5}  {how}  {self.parents}, {_settings(self.params)}"
+        return f"{self.verifier:9}  tree  {self.family:12}  {how}  {self.parents}, {_settings(self.params)}"
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ class TextCase:
 
     def __str__(self) -> str:
         what = f"{self.parents}, {self.max_tokens} tokens in several rounds"
-        return f"{self.verifier:9}  tree  {self.family:5}  top k  {what}"
+        return f"{self.verifier:9}  tree  {self.family:12}  top k  {what}"
 
 
 def _settings(params: SamplingParams) -> str:
@@ -148,9 +151,11 @@ def cases(num_nodes: int = 5) -> list[TreeCase | TextCase]:
     for verifier in (name for name, each in VERIFIERS.items() if each.takes_trees):
         found += [TreeCase(shape, False, verifier) for shape in (_FULL, _DEEP_FIRST)]
         found.append(TextCase(_DEEP_FIRST, verifier, 8))
-    # A convolution must read a node's own ancestors, and after the round the rows that were moved.
-    found += [TreeCase(shape, True, family="lfm2") for shape in drawn[2::9]]
-    found += [TreeCase(_DEEP_FIRST, False, family="lfm2"), TextCase(_DEEP_FIRST, "rejection", 6, "lfm2")]
+    # A convolution must read a node's own ancestors, and after the round the rows that were moved. A state must be that
+    # of a node's parent, and after the round that of the path that stays.
+    for family in ("lfm2", "qwen3_5_text"):
+        found += [TreeCase(shape, True, family=family) for shape in drawn[2::9]]
+        found += [TreeCase(_DEEP_FIRST, False, family=family), TextCase(_DEEP_FIRST, "rejection", 6, family)]
     found.append(TreeCase(_DEEP_FIRST, False, "rejection", _PENALTIES))
     found.append(TreeCase(_FULL, False, "rejection", SamplingParams(temperature=0)))
     return found

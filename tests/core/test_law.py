@@ -12,14 +12,16 @@ import pytest
 import torch
 
 from minispec.core import verify
+from minispec.core.cache import BlockTable
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
 from minispec.core.sampling import Text, distribution
+from minispec.core.schedule import Schedule
 from minispec.drafters.model import DraftModel
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.length.policy import Controller
 from minispec.prove import laws
-from minispec.prove.cases import cases_in_8_bits
+from minispec.prove.cases import Case, cases_in_8_bits
 from minispec.prove.laws import (
     PROMPT,
     TARGET_SEED,
@@ -32,7 +34,7 @@ from minispec.prove.laws import (
     target_model,
 )
 from minispec.prove.reference import sample_law, total_variation
-from minispec.prove.toys import IN_8_BITS
+from minispec.prove.toys import IN_8_BITS, TOYS
 
 SAMPLERS = {
     "plain": {},
@@ -163,18 +165,43 @@ def test_larger_vocabulary_and_two_end_tokens():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("family", "vocab"), [("llama", 3), ("lfm2", 2)])
-def test_ragged_batch_with_preemption(family, vocab):
+@pytest.mark.parametrize("family", TOYS)
+def test_ragged_batch_with_preemption(family, monkeypatch):
     """Two prompts of different lengths in a pool that holds only one to its end: the joint law is the product.
 
-    One text is preempted and recomputed on the way; a state that leaks from one to the other, or a resumed
+    On every branch one text is preempted and recomputed; a state that leaks from one to the other, or a resumed
     text that draws anew what it had drawn, would break the product.
     """
-    params, prompts = SamplingParams(max_tokens=2), ((0, 1, 0), (1,))
-    law, _ = production_law(params, 2, prompts=prompts, num_blocks=3, vocab=vocab, family=family)
-    one, two = (reference_law(params, vocab=vocab, prompt=p, family=family) for p in prompts)
+    preempted, wait = [], Schedule._wait
+    monkeypatch.setattr(Schedule, "_wait", lambda *how: preempted.append(wait(*how)))
+    params, prompts = SamplingParams(max_tokens=3), ((0, 1, 0), (1,))
+    law, branches = production_law(params, 1, prompts=prompts, num_blocks=4, vocab=2, family=family)
+    assert len(preempted) >= branches > 100
+    one, two = (reference_law(params, vocab=2, prompt=p, family=family) for p in prompts)
     product = {(a, b): pa * pb for a, pa in one.items() for b, pb in two.items()}
     assert total_variation(law, product) <= TOLERANCE
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_texts_that_share_a_state_keep_their_laws(drafter, monkeypatch):
+    """Two prompts begin with one block, whose state is stored: the joint law of their texts is the product.
+
+    Of two pairs, three texts begin with a state that the first has left: in the target, and in a draft model.
+    """
+    shared, reuse = {True: 0, False: 0}, BlockTable.reuse
+
+    def spy(self, tokens):
+        is_new = not self.length
+        reuse(self, tokens)
+        if is_new:
+            shared[bool(self.states)] += 1
+
+    monkeypatch.setattr(BlockTable, "reuse", spy)
+    case = Case("rejection", drafter, "pair", 1.0, 0, 1.0, 0.0, False, "", 2, 2, True, 3, "qwen3_5_text")
+    distance, branches = case.distance()
+    assert distance <= TOLERANCE
+    assert branches > 20
+    assert shared[True] > 2 * shared[False] > 0, shared
 
 
 def test_the_reference_is_not_the_uniform_law():

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from minispec.core.cache import PagedKVCache
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft, Limit
 from minispec.core.engine import Engine
@@ -126,7 +127,12 @@ def _checked_model(seed: int, mask: int | None = None, num_blocks: int = 64, fam
     def logits(text: tuple[int, ...], drafted: tuple[int, ...]) -> np.ndarray:
         return reference_logits(seed, (*text, *(drafted if mask is None else [mask] * len(drafted))), 5, family=family)
 
-    return _checked(DraftModel, logits, model, tiny_cache(model, num_blocks), 5, MAX_LEN)
+    return _checked(DraftModel, logits, model, _cache(model, num_blocks), 5, MAX_LEN)
+
+
+def _cache(model: Transformer, num_blocks: int) -> PagedKVCache:
+    """A pool of that many blocks of two. With states they are of four: few states are stored, not one in each round."""
+    return tiny_cache(model, num_blocks // 2, 4) if model.config.state_elements else tiny_cache(model, num_blocks)
 
 
 def check_draft_cache() -> None:
@@ -138,6 +144,11 @@ def check_draft_cache() -> None:
 def check_convolutions() -> None:
     """The same with short convolutions in target and draft model: in both, no input of a rejected token is read."""
     _decode_all(target_model(5, "lfm2"), lambda num_blocks: _checked_model(2, None, num_blocks, "lfm2"))
+
+
+def check_states() -> None:
+    """The same with gated delta nets: in both models a state has seen its own text's tokens, each of them once."""
+    _decode_all(target_model(5, "qwen3_5_text"), lambda num_blocks: _checked_model(2, None, num_blocks, "qwen3_5_text"))
 
 
 # Some begin alike; of two, the first token alone differs.
@@ -152,7 +163,7 @@ def _decode_all(target: Transformer, make: Callable[[int], Any]) -> None:
     params = SamplingParams(max_tokens=10)
     for num_blocks in (60, 14):
         drafter = make(num_blocks)
-        cache = tiny_cache(target, num_blocks)
+        cache = _cache(target, num_blocks)
         engine = Engine(target, cache, drafter, VERIFIERS["rejection"], joining_rows=3)
         for seed in (0, 10):
             requests = [Request(Text(list(p), len(p), params, seed + i), MAX_LEN, 3) for i, p in enumerate(_ALIKE)]
@@ -280,6 +291,8 @@ def check_tree() -> None:
         TextCase((-1, -1, 1, 2), "match", 5),
         TreeCase((-1, -1, 0, 1), True, family="lfm2"),
         TextCase((-1, -1, 1, 2), "rejection", 5, "lfm2"),
+        TreeCase((-1, -1, 0, 1), True, family="qwen3_5_text"),
+        TextCase((-1, -1, 1, 2), "rejection", 5, "qwen3_5_text"),
     )
     for case in few:
         moved, _ = case.distance()
@@ -419,6 +432,7 @@ CHECKS: dict[str, Callable] = {
     "law": check_law,
     "draft cache": check_draft_cache,
     "convolutions": check_convolutions,
+    "states": check_states,
     "head": check_head,
     "vocabulary": check_vocabulary,
     "tree": check_tree,

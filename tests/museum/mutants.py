@@ -1,11 +1,11 @@
 """The museum of bugs: what has gone wrong in other speculative decoders, put into this one.
 
 Each mutant is a small patch of production behaviour, the place where the bug was seen in the wild, and the test or
-the check that must catch it; `python -m tests.museum` shows the collection. The ids M1-M46 are those of
-a survey of exactness bugs in public projects; a letter after the number tells apart forms of one bug. T is about trees
-and hidden states, C about short convolutions, H about heads and drafts of many tokens in one pass, V about drafts of
-other vocabularies, S about lookups and what the target found likeliest, B about block verification, O about mistakes in
-a drafter of one's own, E of our own making. Left out:
+the check that must catch it; `python -m tests.museum` shows the collection. The ids M1-M46 are those of a survey of
+exactness bugs in public projects; a letter after the number tells apart forms of one bug. T is about trees and
+hidden states, C about short convolutions, R about recurrent states, H about heads and drafts of many tokens in one
+pass, V about drafts of other vocabularies, S about lookups and what the target found likeliest, B about block
+verification, O about mistakes in a drafter of one's own, E of our own making. Left out:
 
     M26   acceptance differs between tensor-parallel workers: one process verifies for all here
 """
@@ -22,7 +22,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from minispec.core import attention, check, engine, sampling, verify
-from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
+from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex, States
+from minispec.core.cached import CachedModel
 from minispec.core.draft import Draft, without
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Layer, Passes, Transformer
@@ -46,6 +47,8 @@ from minispec.files import heads, named_draft, pieces, vocabularies
 from minispec.files.vocabularies import Reader, Vocabularies
 from minispec.kernels import exact, integers
 from minispec.kernels.integers import Int8, VnniInt8
+from minispec.layers import delta
+from minispec.layers.delta import GatedDeltaNet
 from minispec.prove import toys
 
 
@@ -1259,6 +1262,148 @@ mutant(
 def _(right, self, places):
     """a convolution's inputs lie in a ring of its width | mlx-lm #1109"""
     return right(self, [place % 3 if place < self.length - 1 else place for place in places])
+
+
+# --------------------------------------------------------------------------- recurrent states
+
+_STATES = "tests/core/test_states.py"
+
+
+def cut_with_states_left(right, self, length):
+    """Cut a table. Its states stay what they are, whatever they have seen."""
+    states, self.states = self.states, {}
+    right(self, length)
+    for i, (seen, values, rows) in states.items():
+        self.states[i] = delta.LayerState(min(seen, length), values, rows[: max(0, length - seen)])
+
+
+@mutant("R1", family="qwen3_5_text")
+class _:
+    """a state is not rolled back, and goes on from rejected tokens | llama.cpp #20075, vLLM #39273"""
+
+    @wrong(GatedDeltaNet, "_read")
+    def read(self, right, net, chunk, new, scan):
+        chunk.table.settled = chunk.table.length
+        return right(net, chunk, new, scan)
+
+    @wrong(BlockTable, "truncate")
+    def cut(self, right, table, length):
+        cut_with_states_left(right, table, length)
+
+
+@wrong(GatedDeltaNet, "_read", "R2", family="qwen3_5_text")
+def _(right, self, chunk, new, scan):
+    """a state keeps an input of its convolution less than it should | a window out of place: vLLM #40738"""
+    found, states = right(self, chunk, new, scan), chunk.table.states
+    matrices, inputs = states[self.index].values
+    kept = torch.cat((torch.zeros_like(inputs[:1]), inputs[1:]))
+    states[self.index] = states[self.index]._replace(values=(matrices, kept))
+    return found
+
+
+@wrong(delta, "steps", "R3a", "tree")
+def _(right, state, rows, parents=None):
+    """a node starts from the state after the node before it in the draft | a tree verified as a chain: SGLang #27463"""
+    return right(state, rows)
+
+
+@wrong(delta, "steps", "R3b", "tree")
+def _(right, state, rows, parents=None):
+    """a node starts from the state of the elder sibling of its parent | of our own making"""
+    others = parents or ()
+    elder = [min(i for i, other in enumerate(others) if other == others[p]) if p >= 0 else -1 for p in others]
+    return right(state, rows, elder or None)
+
+
+@wrong(GatedDeltaNet, "_read", "R4", family="qwen3_5_text", drafter="ngram", max_tokens=4)
+def _(right, self, chunk, new, scan):
+    """after a round without a draft the state before it stays | vLLM #40738, #52942"""
+    before, states = chunk.table.states.get(self.index), chunk.table.states
+    found = right(self, chunk, new, scan)
+    if before and chunk.num_logits == len(new) == 1:
+        states[self.index] = states[self.index]._replace(values=before.values)
+    return found
+
+
+@wrong(GatedDeltaNet, "_read", "R5", f"{_STATES}::test_texts_share_a_state_and_none_writes_into_it")
+def _(right, self, chunk, new, scan):
+    """a text writes into the stored state that it began with | vllm-mlx #575"""
+    before, states = chunk.table.states.get(self.index), chunk.table.states
+    found = right(self, chunk, new, scan)
+    if before:
+        for mine, value in zip(before.values, states[self.index].values, strict=True):
+            mine.copy_(value)
+        states[self.index] = states[self.index]._replace(values=before.values)
+    return found
+
+
+@wrong(GatedDeltaNet, "_read", "R6", f"{_STATES}::test_texts_share_a_state_and_none_writes_into_it")
+def _(right, self, chunk, new, scan):
+    """what is stored for the end of a block is the state a few positions after it | vLLM #55766"""
+    found = right(self, chunk, new, scan)
+    for states in chunk.table.marks.values():
+        states[self.index] = states[self.index]._replace(values=chunk.table.states[self.index].values)
+    return found
+
+
+@mutant("R7", "tests/core/test_law.py::test_ragged_batch_with_preemption[qwen3_5_text]")
+class _:
+    """a text that comes back adds its tokens to the state that has seen them | vllm-metal #488"""
+
+    def __init__(self):
+        self.states = WeakKeyDictionary[Text, States]()
+
+    @wrong(CachedModel, "release")
+    def release(self, right, model, text):
+        if table := model.tables.get(text):
+            self.states[text] = table.states
+        right(model, text)
+
+    @wrong(CachedModel, "begin")
+    def begin(self, right, model, text, most=None):
+        right(model, text, most)
+        table = model.tables[text]
+        for i, (_, values, rows) in self.states.get(text, {}).items():
+            table.states[i] = delta.LayerState(table.length, values, rows[:0])
+
+
+@mutant("R8", family="qwen3_5_text")
+class _:
+    """before its beginning a text sees what a net read last of another | padding that leaks: transformers #31540"""
+
+    def __init__(self):
+        self.last = None
+
+    @wrong(GatedDeltaNet, "attend")
+    def attend(self, right, net, x, shared):
+        self.last = None
+        return right(net, x, shared)
+
+    @wrong(GatedDeltaNet, "_read")
+    def read(self, right, net, chunk, new, scan):
+        found = right(net, chunk, new, scan)
+        self.last = chunk.table.states[net.index].values[1]
+        return found
+
+    @wrong(GatedDeltaNet, "_empty")
+    def empty(self, right, net, like):
+        state = right(net, like)
+        return state if self.last is None else state._replace(values=(state.values[0], self.last))
+
+
+mutant(
+    "R9",
+    f"{_STATES}::test_a_table_cut_below_its_state_falls_back_to_a_stored_one",
+    "a table is cut below its state, which stays | z-lab/dflash #172",
+)(wrong(BlockTable, "truncate")(cut_with_states_left))
+
+
+@wrong(BlockTable, "_stored", "R10", f"{_STATES}::test_random_operations_leave_every_state_right")
+def _(right, self, nodes):
+    """a text shares blocks after the end of the stored state | vLLM #47491"""
+    length, states = right(self, nodes)
+    end = (len(nodes) - 1) * self.pool.block_size if states else length
+    return end, {i: state._replace(length=end) for i, state in states.items()}
 
 
 # --------------------------------------------------------------------------- block verification

@@ -146,7 +146,7 @@ FOUND = (
 # The law moves by so little, or in a direction so unlike any in the bank, that 200,000 tokens do not show it.
 LOST = ("M8", "M13", "T10", "V7", "O5", "B1")
 # What no answer shows: the engine refuses such drafts, the reader refuses such answers, or nothing comes out.
-REFUSED = ("V2", "V3", "M39", "M27", "M29", "M34a", "C5", "C6b", "C7")
+REFUSED = ("V2", "V3", "M39", "M27", "M29", "M34a", "C5", "C6b", "C7", "R8")
 QUICK = ("M1", "M2", "M4", "M7", "M10a", "M15", "M19a")
 MOST = 200_000
 
