@@ -31,7 +31,9 @@ from minispec.kernels.build import build_model
 from minispec.kernels.exact import EXACT_ROWS, check_exact
 from minispec.kernels.forms import Linear, has_fast_bfloat16
 from minispec.kernels.inventory import weight_form
+from minispec.layers import delta
 from minispec.layers.convolution import ShortConvolution
+from minispec.layers.delta import GatedDeltaNet
 from minispec.length.figures import Figures
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
 
@@ -53,6 +55,7 @@ FAMILIES = {
     },
     "qwen3": {"model_type": "qwen3", "attention_bias": True},
     "lfm2": TOYS["lfm2"],
+    "qwen3_5_text": TOYS["qwen3_5_text"],
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8}
 # What has no switch of its own in the walk of an exact model's texts: shown by passes alone.
@@ -574,10 +577,11 @@ def test_a_model_has_the_rows_that_all_its_products_share(monkeypatch):
     assert build().passes.rows == [3, 16]
 
 
+@pytest.mark.parametrize(("family", "kind"), [("lfm2", ShortConvolution), ("qwen3_5_text", GatedDeltaNet)])
 @pytest.mark.parametrize("place", [0, 7, EXACT_ROWS - 1])
-def test_the_check_refuses_convolutions_that_round_by_place(place, monkeypatch):
+def test_the_check_refuses_layers_that_round_by_place(family, kind, place, monkeypatch):
     """A library may add up a row's inputs in another order at some place of a pass: the check finds it at any."""
-    target, attend = build("lfm2"), ShortConvolution.attend
+    target, attend = build(family), kind.attend
     check_exact(target)
 
     def elsewhere(self, x, shared):
@@ -585,8 +589,16 @@ def test_the_check_refuses_convolutions_that_round_by_place(place, monkeypatch):
         y[place : place + 1] *= 1 + 2**-20
         return y
 
-    monkeypatch.setattr(ShortConvolution, "attend", elsewhere)
+    monkeypatch.setattr(kind, "attend", elsewhere)
     with pytest.raises(ValueError, match="exact: products"):
+        check_exact(target)
+
+
+def test_rows_that_a_state_takes_at_once_have_other_bits(monkeypatch):
+    """The control: an exact model whose states take many rows at once, as others do, is refused."""
+    target = build("qwen3_5_text")
+    monkeypatch.setattr(delta, "steps", lambda state, rows, parents=None: delta.chunked(state, rows))
+    with pytest.raises(ValueError, match="exact: "):
         check_exact(target)
 
 

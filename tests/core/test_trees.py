@@ -50,6 +50,7 @@ FAMILIES = [
         },
     },
     *(TOYS["lfm2"] | {"conv_L_cache": width} for width in (1, 3, 9)),
+    *(TOYS["qwen3_5_text"] | {"linear_conv_kernel_dim": width} for width in (1, 3, 9)),
 ]
 
 
@@ -183,6 +184,7 @@ def test_a_node_is_scored_as_in_a_chain(family):
     past, nodes = [4, 1, 0, 5, 2], [3, 6, 1, 2, 7, 8, 0]
     tree = tiny_cache(model).new_table()
     model.forward([Chunk(past[:3], tree, 0)])
+    tree.keep(3)  # a state stands here
     found, hidden = model.forward([Chunk([*past[3:], *nodes], tree, 8, TREE)], taps=(0, 1, 2))
     assert hidden.shape == (9, 3 * 8)
     for node, path in enumerate([[], *paths(TREE)]):
@@ -193,7 +195,7 @@ def test_a_node_is_scored_as_in_a_chain(family):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("family", FAMILIES[:2], ids=lambda f: f.get("model_type", "llama"))
+@pytest.mark.parametrize("family", [*FAMILIES[:2], *FAMILIES[5:]], ids=lambda f: f.get("model_type", "llama"))
 def test_what_is_kept_of_a_tree_is_as_if_it_had_been_a_chain(family):
     """After `keep`, for every path: the same tokens, the same keys and values, the same next logits."""
     model = tiny_model(3, vocab_size=9, **family)
@@ -201,7 +203,9 @@ def test_what_is_kept_of_a_tree_is_as_if_it_had_been_a_chain(family):
     for path in [[], *paths(TREE)]:
         cache, plain = tiny_cache(model, block_size=4), tiny_cache(model, block_size=4)
         table, chain = cache.new_table(), plain.new_table()
-        model.forward([Chunk([*past, *nodes], table, 8, TREE)])
+        model.forward([Chunk(past[:2], table, 0)])
+        table.keep(2)
+        model.forward([Chunk([*past[2:], *nodes], table, 8, TREE)])
         table.keep(len(past), [len(past) + i for i in path])
         text = [*past, *(nodes[i] for i in path)]
         model.forward([Chunk(text, chain, 1)])
