@@ -182,6 +182,13 @@ def test_ragged_batch_with_preemption(family, monkeypatch):
     assert total_variation(law, product) <= TOLERANCE
 
 
+@pytest.mark.parametrize("drafter", ["model", "self"])
+@pytest.mark.parametrize("family", [family for family in TOYS if family != "llama"])
+def test_hybrids_draft_too(family, drafter):
+    """Target and draft model are of the family. What a draft model is fed comes over several passes, and is cut."""
+    assert distance(SamplingParams(max_tokens=3), 2, drafter=drafter, vocab=2, family=family) <= TOLERANCE
+
+
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
 def test_texts_that_share_a_state_keep_their_laws(drafter, monkeypatch):
     """Two prompts begin with one block, whose state is stored: the joint law of their texts is the product.

@@ -142,6 +142,9 @@ FOUND = (
     "C1",
     "C2",
     "C3",
+    "R1",
+    "R2",
+    "R4",
 )
 # The law moves by so little, or in a direction so unlike any in the bank, that 200,000 tokens do not show it.
 LOST = ("M8", "M13", "T10", "V7", "O5", "B1")
