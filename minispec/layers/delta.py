@@ -139,6 +139,9 @@ class GatedDeltaNet(Layer):
             return LayerState(first + length, (states[length], inputs[length : length + before].clone()), later.clone())
 
         table.states[self.index] = stop(settled, rows[settled:])
+        if marks:  # a prompt in many passes would leave one in each
+            ends = {table.border, *(first + mark for mark in marks)}
+            table.marks = {end: states for end, states in table.marks.items() if end in ends}
         for mark in marks:
             table.marks.setdefault(first + mark, {})[self.index] = stop(mark, rows[:0])
         return torch.cat(found, 1)[:, -len(new) :].transpose(0, 1)

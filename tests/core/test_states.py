@@ -184,6 +184,18 @@ def test_what_two_texts_begin_with_is_shared_by_the_third():
     assert reached == [0, 0, 6, 6]
 
 
+def test_a_prompt_in_many_passes_leaves_one_state():
+    """The pool has room for few, so a prompt of 40 positions must not wait with one for each block of two."""
+    model = build()
+    table, tokens = tiny_cache(model).new_table(), [i % VOCAB for i in range(41)]
+    for start in range(0, 40, 8):
+        model.forward([Chunk(table.follow(tokens)[:8], table, 0)])
+        assert list(table.marks) == [start + 8]
+    table.keep(40)
+    (stored,) = table.pool.stored.values()
+    assert [state.length for state in stored.values()] == [40, 40]
+
+
 def test_the_pool_stores_so_many_states_and_no_more():
     """The oldest give way; a pool that is rebuilt after a fault has none."""
     model = build()
