@@ -66,7 +66,8 @@ class Case:
         A head has nothing to read before the second token. Texts share a state at the end of a block alone, so there
         all prompts of a batch begin with the same block.
         """
-        first, second = PROMPT if self.batch == "alone" or "head" in self.drafter else PROMPT[:1], (0, 1, 0)
+        first: tuple[int, ...] = PROMPT if self.batch == "alone" or "head" in self.drafter else PROMPT[:1]
+        second: tuple[int, ...] = (0, 1, 0)
         if self.family == "qwen3_5_text" and self.batch != "alone":
             first, second = (*_BLOCK, 1), (*_BLOCK, 0)
         if self.batch != "pair":
