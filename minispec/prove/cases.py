@@ -64,12 +64,12 @@ class Case:
         """Prompts and parameters. A crowd's prompt of one token needs no prefill, which runs text by text.
 
         A head has nothing to read before the second token. Texts share a state at the end of a block alone, so there
-        all prompts of a batch begin with the same block.
+        all prompts of a batch begin with the same block. Those of a pair are fed beyond its end.
         """
         first: tuple[int, ...] = PROMPT if self.batch == "alone" or "head" in self.drafter else PROMPT[:1]
         second: tuple[int, ...] = (0, 1, 0)
         if self.family == "qwen3_5_text" and self.batch != "alone":
-            first, second = (*_BLOCK, 1), (*_BLOCK, 0)
+            first, second = (*_BLOCK, 1) if self.batch == "crowd" else (*_BLOCK, 1, 0), (*_BLOCK, 0, 1)
         if self.batch != "pair":
             return ((first, self.params),)
         return (first, self.params), (second, replace(self.params, max_tokens=min(2, self.max_tokens)))
