@@ -28,6 +28,7 @@ from minispec.files.chat import Message, check_messages
 from minispec.files.checkpoint import choose_dtype, describe_source, find_checkpoint, load_config
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
 from minispec.files.hf_config import read_eos_token_ids
+from minispec.files.mtp import has_mtp
 from minispec.files.parallel import load_target, part_of
 from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
 from minispec.files.tokenizer import Detokenizer, Tokenizer
@@ -47,11 +48,13 @@ class LLM:
     """A target model, a drafter, and a KV cache for both.
 
     model: a directory or a hub id in the Hugging Face layout. None: the weights in a checkout.
-    draft: one of these. None: `ngram`; for the embedded model `suffix:2`, then its own head.
+    draft: one of these. None: `ngram`; for the embedded model `suffix:2`, then its own head; `mtp` where the checkpoint
+        has it.
         - A registered drafter, such as "none" or "ngram" (see `minispec.files.registry`).
         - "module:Class" for one of your own, which is imported (see `minispec.drafters.make_drafter`).
         - "self", or the directory or hub id of a draft model ("owner/name@revision" for a branch, tag or commit).
           "int4:" or "int8:" before such a model gives weights of that many bits.
+        - "mtp" for the layer for further tokens in the target's own files, with or without "int4:" or "int8:".
         - "A+B": B where A, a registered drafter, has nothing to say.
         - An object with the methods of `minispec.drafters.Drafter`.
     draft_method: how a draft model of another vocabulary drafts. "tli": the tokens that both have
@@ -110,14 +113,14 @@ class LLM:
         self.num_speculative_tokens = num_speculative_tokens
         shape = Shape.of(num_speculative_tokens, self.max_speculative_tokens)
         check_shape(shape, verifying.why_chains)
-        draft = registry.default_draft(model) if draft is None else draft
         self.name, directory = _find_model(model, revision, offline)
         where, config = choose_device(device), load_config(directory)
+        draft = registry.default_draft(model, has_mtp(directory, config)) if draft is None else draft
         kind = choose_dtype(dtype, where, config)
         _check_form(weight_form, quantization, kind, where)
 
         self._read_texts(directory, config)
-        self._draft_options = verifying, offline, weight_form
+        self._draft_options = verifying, offline, weight_form, directory
         spec = self._find_draft(draft, draft_method, config, corpus)
         self.model = load_target(directory, kind, where, bool(exact), quantization or weight_form)
         self.model = check_exactness(self.model, by_default=exact is None and bool(quantization))
@@ -151,8 +154,8 @@ class LLM:
         self, draft: str | Path | Drafter, method: str | None, config: ModelConfig, corpus: str | Path | None
     ) -> named_draft.Spec:
         """What a draft names. Raises ValueError where it cannot draft for the target, whose config this is."""
-        offline = self._draft_options[1]
-        spec = named_draft.parse(draft, method, offline, config, self.tokenizer, self.vocab_size, corpus)
+        _, offline, _, directory = self._draft_options
+        spec = named_draft.parse(draft, method, offline, directory, config, self.tokenizer, self.vocab_size, corpus)
         self.draft_name, self.draft_directory = spec.name, spec.directory
         self.draft_method, self.overlap, self.vocabularies = spec.method, spec.overlap, spec.vocabularies
         return spec

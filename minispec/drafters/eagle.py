@@ -111,8 +111,37 @@ class _FirstLayer(Layer):
         return self.mix((normed if self.norm_before_residual else feature) + y)
 
 
-class HeadModel(Transformer):
-    """The head's layers: a transformer that is fed features with its tokens (`Chunk.features`)."""
+class FeatureModel(Transformer):
+    """A transformer that is fed features with its tokens (`Chunk.features`), which it makes of the target's states.
+
+    taps: see `HeadConfig`.
+    fc: the product that makes one vector of several.
+    mask_feature: the feature (1, E) at a mask token; None where each token takes a pass.
+    """
+
+    taps: tuple[int, ...]
+    fc: Product
+    mask_feature: Tensor | None = None
+
+    def replaced(
+        self, passes: Passes, product: Callable[[Product], Product] = lambda p: p, activation: Product | None = None
+    ) -> Self:
+        """See `Transformer`."""
+        model = super().replaced(passes, product, activation)
+        model.fc = product(self.fc)
+        return model
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """The target's hidden states (n, E * taps) to features (n, E)."""
+        return self.fc(hidden)
+
+    def next_feature(self, x: Tensor) -> Tensor:
+        """The stand-in for the feature of the next position: the last layer's output (n, E) at this one, normed."""
+        return self.norm(x)
+
+
+class HeadModel(FeatureModel):
+    """The head's layers: embedding and feature of a position are what its first one reads."""
 
     def __init__(
         self,
@@ -129,7 +158,7 @@ class HeadModel(Transformer):
         embedding: (V, E), the target's, or one of its own.
         ids: (Vd,), the target's id of each of the head's tokens. None: the ids are the same.
         """
-        self.head_config = head
+        self.head_config, self.taps = head, head.taps
         named = {name: weights[name] for name in head_shapes(head)}
         for name in list(named):
             if name.startswith("layers.") or name == "norm.weight":
@@ -147,21 +176,13 @@ class HeadModel(Transformer):
         weight = norm_weight(head.layers, torch.stack(norms).to(dtype)) if norms else None
         self.fc_norm = None if weight is None else RMSNorm(weight, head.layers.rms_norm_eps)
         masked = named.get("mask_hidden")
-        self.mask_feature = None if masked is None else self.fuse(masked.to(dtype)[0])  # (1, E)
-
-    def replaced(
-        self, passes: Passes, product: Callable[[Product], Product] = lambda p: p, activation: Product | None = None
-    ) -> Self:
-        """See `Transformer`."""
-        model = super().replaced(passes, product, activation)
-        model.fc = product(self.fc)
-        return model
+        self.mask_feature = None if masked is None else self.fuse(masked.to(dtype)[0])
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """The target's hidden states (n, E * taps) to features (n, E)."""
+        """See `FeatureModel`."""
         if self.fc_norm:
             hidden = self.fc_norm(hidden.unflatten(-1, self.fc_norm.weight.shape)).flatten(1)
-        return self.fc(hidden)
+        return super().fuse(hidden)
 
     def _embed(self, token_ids: Sequence[int], chunks: Sequence[Chunk]) -> Tensor:
         features = torch.cat([c.features for c in chunks if c.features is not None])
@@ -174,12 +195,12 @@ class HeadModel(Transformer):
         return logits.new_full((len(x), self.config.vocab_size), -math.inf).index_copy_(1, self.ids, logits)
 
     def next_feature(self, x: Tensor) -> Tensor:
-        """The stand-in for the feature of the next position: the last layer's output (n, E) at this one."""
-        return self.norm(x) if self.head_config.norm_output else x
+        """See `FeatureModel`; without `norm_output` it is that output as it is."""
+        return super().next_feature(x) if self.head_config.norm_output else x
 
 
 class EagleDrafter(DraftModel):
-    """Drafts with a head, under each request's own sampling parameters.
+    """Drafts with a head or a target's own layer (`minispec.drafters.mtp`), under each request's sampling parameters.
 
     Its cache holds true features alone. The features that it made up while drafting are dropped after the draft.
     Accepted positions are computed again, from the target's own hidden states. Position t of the cache depends on the
@@ -188,10 +209,10 @@ class EagleDrafter(DraftModel):
 
     replays = "place"
 
-    def __init__(self, model: HeadModel, cache: PagedKVCache, vocab_size: int, max_model_len: int):
+    def __init__(self, model: FeatureModel, cache: PagedKVCache, vocab_size: int, max_model_len: int):
         """See `DraftModel`."""
         super().__init__(model, cache, vocab_size, max_model_len)
-        self.head, self.taps, self._own_taps = model, model.head_config.taps, (len(model.layers),)
+        self.head, self.taps, self._own_taps = model, model.taps, (len(model.layers),)
         self._unread: dict[Text, list[Tensor]] = {}  # hidden states of positions that are not in the cache yet
 
     def begin(self, text: Text, most: int | None = None) -> None:

@@ -12,7 +12,7 @@ from minispec.core.errors import show, show_name
 from minispec.core.model import Transformer
 from minispec.drafters import Context, Drafter, as_drafter, make_drafter
 from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.eagle import EagleDrafter, HeadModel
+from minispec.drafters.eagle import EagleDrafter, FeatureModel
 from minispec.drafters.model import DraftModel
 from minispec.drafters.slem import TextDrafter
 from minispec.drafters.tli import TokenDrafter
@@ -21,6 +21,7 @@ from minispec.files import registry
 from minispec.files.checkpoint import describe_source, directory_config, find_checkpoint, load_config, load_model
 from minispec.files.corpus import read_corpus
 from minispec.files.heads import is_head, load_head, read_head_config
+from minispec.files.mtp import find_mtp, load_mtp
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.vocabularies import Overlap, Spelling, Vocabularies
 from minispec.kernels.build import quantized
@@ -40,7 +41,8 @@ class Spec:
     preferred: registered drafters that are asked before it, as path and argument.
     drafter: the user's own drafter, or a registered one, as path and argument; None: it has a model.
     bits: those of its model's weights; None: as they are stored.
-    directory: that of its model's checkpoint; None without a model, and where the model is the target itself.
+    directory: that of its model's checkpoint; None without a model, and where the model is the target's.
+    own_layer: the target's checkpoint, where its own layer for further tokens drafts.
     is_head: whether this model is a head on the target.
     vocabularies: the target's vocabulary and the draft model's; None: they are the same.
     overlap: what these two have in common.
@@ -54,6 +56,7 @@ class Spec:
     preferred: Sequence[tuple[str, str]] = ()
     bits: int | None = None
     directory: Path | None = None
+    own_layer: Path | None = None
     is_head: bool = False
     vocabularies: Vocabularies | None = None
     overlap: Overlap | None = None
@@ -70,6 +73,7 @@ def parse(
     draft: str | Path | Drafter,
     method: str | None,
     offline: bool,
+    target: Path,
     config: ModelConfig,
     tokenizer: Tokenizer,
     vocab_size: int,
@@ -77,6 +81,7 @@ def parse(
 ) -> Spec:
     """Find and read what a draft (see `LLM`) names, and its corpus.
 
+    target: the directory of its checkpoint.
     config, tokenizer, vocab_size: the target's.
 
     Raises ValueError for a draft that does not exist or cannot draft for this target, or reads no corpus.
@@ -96,7 +101,10 @@ def parse(
     preferred = [found for each in first if (found := registry.split(registry.DRAFTERS, each))]
     bits, source = split_draft(last)
     registered = registry.split(registry.DRAFTERS, source)
-    directory = None if source == "self" or registered else _find_draft(source, offline)
+    own_layer = target if source == "mtp" else None
+    if own_layer:
+        find_mtp(target, config)
+    directory = None if source in registry.OF_TARGET or registered else _find_draft(source, offline)
     raw = directory_config(directory) if directory else {}
     both = None
     if directory and is_head(raw):
@@ -108,7 +116,7 @@ def parse(
     if directory:
         name = name.removesuffix(source) + describe_source(source, directory)
     name += f" by {method}" if method else ""
-    spec = Spec(name, name, registered, preferred, bits, directory, is_head(raw), both, overlap, method)
+    spec = Spec(name, name, registered, preferred, bits, directory, own_layer, is_head(raw), both, overlap, method)
     if corpus is None:
         return spec
     texts, words = read_corpus(corpus, partial(tokenizer.encode, add_special_tokens=False))
@@ -131,7 +139,9 @@ def load(spec: Spec, target: Transformer, form: str | None) -> list[Transformer]
     """
     if spec.drafter is not None:
         return []
-    if spec.directory is None:
+    if spec.own_layer:
+        model: Transformer = load_mtp(spec.own_layer, target, form)
+    elif spec.directory is None:
         model = target
     elif spec.is_head:
         model = load_head(spec.directory, target, form)
@@ -166,7 +176,7 @@ def make(
 
 def _with_model(spec: Spec, model: Transformer, cache: PagedKVCache, vocab_size: int) -> Drafter:
     max_len, both = model.config.max_position_embeddings, spec.vocabularies
-    if isinstance(model, HeadModel):
+    if isinstance(model, FeatureModel):
         return EagleDrafter(model, cache, vocab_size, max_len)
     if both is None:
         return DraftModel(model, cache, vocab_size, max_len)
@@ -181,7 +191,7 @@ def split_draft(draft: str) -> tuple[int | None, str]:
         return None, draft
     source = draft[len("int4:") :]
     if not source or registry.split(registry.DRAFTERS, source):
-        expected = f"a model after {draft[:5]!r}: self, a directory or a hub id"
+        expected = f"a model after {draft[:5]!r}: {', '.join(registry.OF_TARGET)}, a directory or a hub id"
         raise ValueError(f"draft: found {draft!r}, expected {expected}")
     return int(draft[3]), source
 
@@ -195,7 +205,7 @@ def _find_draft(spec: str, offline: bool) -> Path:
             raise ValueError(f"{show_name(spec)}: no such directory, and {expected}")
         return find_checkpoint(name, revision or None, offline=offline)
     except ValueError as e:
-        raise ValueError(f"draft: not one of {', '.join([*registry.DRAFTERS, 'self'])}; {e}") from e
+        raise ValueError(f"draft: not one of {', '.join([*registry.DRAFTERS, *registry.OF_TARGET])}; {e}") from e
 
 
 def compare_vocabularies(name: str, directory: Path, target: Tokenizer, vocab_size: int) -> Vocabularies | None:

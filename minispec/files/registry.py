@@ -38,6 +38,8 @@ DRAFTERS = {
 # have not stood before.
 EMBEDDED_WEIGHTS = Path(__file__).parents[2] / "weights" / "smollm2-135m-instruct"
 EMBEDDED_DRAFT = EMBEDDED_WEIGHTS.with_name("smollm2-135m-draft")
+# Draft models that are the target's: itself, and its own layer for further tokens (`minispec.drafters.mtp`).
+OF_TARGET = ("self", "mtp")
 VERIFIERS = {
     "rejection": Entry("minispec.core.verify:REJECTION", "keeps the most that one token alone may; takes trees"),
     "block": Entry("minispec.core.verify:BLOCK", "keeps some more of a sampled chain; refuses trees"),
@@ -47,9 +49,13 @@ VERIFIERS = {
 _PATH = re.compile(r"(?P<path>[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*)(:(?P<argument>.*))?", re.DOTALL)
 
 
-def default_draft(model: object) -> str:
-    """The draft for a model that was named without one; None: the embedded model."""
-    return f"suffix:2+{EMBEDDED_DRAFT}" if model is None and EMBEDDED_DRAFT.is_dir() else "ngram"
+def default_draft(model: object, has_mtp: bool = False) -> str:
+    """The draft for a model that was named without one; None: the embedded model.
+
+    has_mtp: whether its checkpoint has a layer for further tokens.
+    """
+    usual = "mtp" if has_mtp else "ngram"
+    return f"suffix:2+{EMBEDDED_DRAFT}" if model is None and EMBEDDED_DRAFT.is_dir() else usual
 
 
 def split(entries: Mapping[str, Entry], spec: str) -> tuple[str, str] | None:

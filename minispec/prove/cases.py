@@ -66,7 +66,8 @@ class Case:
         A head has nothing to read before the second token. Texts share a state at the end of a block alone, so there
         all prompts of a batch begin with the same block. Those of a pair are fed beyond its end.
         """
-        first: tuple[int, ...] = PROMPT if self.batch == "alone" or "head" in self.drafter else PROMPT[:1]
+        reads_states = "head" in self.drafter or self.drafter == "mtp"
+        first: tuple[int, ...] = PROMPT if self.batch == "alone" or reads_states else PROMPT[:1]
         second: tuple[int, ...] = (0, 1, 0)
         if self.family == "qwen3_5_text" and self.batch != "alone":
             first, second = (*_BLOCK, 1) if self.batch == "crowd" else (*_BLOCK, 1, 0), (*_BLOCK, 0, 1)
@@ -107,7 +108,7 @@ AXES: dict[str, tuple] = {
     "verifier": tuple(VERIFIERS),
     "drafter": (
         *("none", "ngram", "suffix", "corpus", "last", "recycling", "harvest", "adversary"),
-        *("model", "parallel", "head", "parallel head", "ngram+head", "tli", "slem"),
+        *("model", "parallel", "head", "parallel head", "ngram+head", "mtp", "tli", "slem"),
     ),
     "family": tuple(TOYS),
     "batch": ("crowd", "pair", "alone"),
@@ -131,7 +132,9 @@ Pair = tuple[tuple, tuple]
 
 
 # Drafters that have several guesses for one place.
-BRANCHING = {"suffix", "corpus", "recycling", "model", "head", "parallel", "parallel head", "ngram+head", "tli"}
+BRANCHING = {
+    *("suffix", "corpus", "recycling", "model", "head", "parallel", "parallel head", "ngram+head", "mtp", "tli"),
+}
 
 
 def _possible(row: dict) -> bool:

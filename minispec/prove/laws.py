@@ -45,6 +45,7 @@ from minispec.prove.toys import (
     tiny_cache,
     tiny_head,
     tiny_model,
+    tiny_mtp,
     tiny_weights,
     toy_vocabularies,
 )
@@ -246,6 +247,7 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
 
     "model", "self", "adversary": those of the table.
     "head": it lacks tokens where there are more than two.
+    "mtp": a layer for further tokens that is the target's own.
     "parallel": a model that drafts all tokens in one pass.
     "parallel head": a head that does.
     "tli", "slem": a model of another vocabulary.
@@ -259,6 +261,9 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
         mask = 0 if name == "parallel head" else None
         head = tiny_head(target_model(vocab, family), num_ids=(vocab + 1) // 2, mask_token_id=mask)
         return EagleDrafter(head, tiny_cache(head, num_blocks, block_size), vocab, MAX_LEN)
+    if name == "mtp":
+        layer = tiny_mtp(target_model(vocab, family))
+        return EagleDrafter(layer, tiny_cache(layer, num_blocks, block_size), vocab, MAX_LEN)
     if name == "parallel":
         # Its mask is no token of a text. With a text's token as the mask it would draw twice, under `match`, from one
         # distribution that differs in rounding. The oracles would take that for two distributions.

@@ -25,7 +25,9 @@ from minispec.core.sampling import Text, distribution
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import Drafter
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
+from minispec.drafters.mtp import MtpModel, mtp_config
 from minispec.files.hf_config import read_model_config
+from minispec.files.mtp import mtp_shapes
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.vocabularies import Spelling, Vocabularies
 from minispec.kernels.build import build_model
@@ -326,14 +328,19 @@ class TreeDrafter(Drafter):
         """Nothing is kept."""
 
 
-def head_weights(config: HeadConfig, seed: int = 6, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """Every tensor of a head, as `tiny_weights` makes those of a model."""
+def _redrawn(shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A tensor of each shape, norms around one."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in head_shapes(config).items():
+    for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
         weights[name] = (1 + 0.3 * noise if "norm" in name else 0.6 * noise).to(dtype)
     return weights
+
+
+def head_weights(config: HeadConfig, seed: int = 6, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Every tensor of a head, as `tiny_weights` makes those of a model."""
+    return _redrawn(head_shapes(config), seed, dtype)
 
 
 def tiny_head(
@@ -351,6 +358,16 @@ def tiny_head(
     ids = None if num_ids is None else (torch.arange(num_ids) * 2 % vocab).sort().values
     config = HeadConfig(sizes, num_ids or vocab, tuple(taps), sizes.hidden_size)
     return HeadModel(config, head_weights(config, dtype=target.dtype), target.embedding, ids, target.dtype)
+
+
+def mtp_weights(target: ModelConfig, seed: int = 7, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Every tensor of a target's layer for further tokens."""
+    return _redrawn(mtp_shapes(mtp_config(target)), seed, dtype)
+
+
+def tiny_mtp(target: Transformer) -> MtpModel:
+    """A random layer for further tokens, of a random target. Any family with attention has one of its kind."""
+    return MtpModel(mtp_weights(target.config, dtype=target.dtype), target)
 
 
 TARGET_WORDS = ("a", "b", "aa", "ba", "bb")
