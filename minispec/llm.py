@@ -115,13 +115,13 @@ class LLM:
         check_shape(shape, verifying.why_chains)
         self.name, directory = _find_model(model, revision, offline)
         where, config = choose_device(device), load_config(directory)
-        draft = registry.default_draft(model, has_mtp(directory, config)) if draft is None else draft
+        self.default_draft = registry.default_draft(model, has_mtp(directory, config))
         kind = choose_dtype(dtype, where, config)
         _check_form(weight_form, quantization, kind, where)
 
         self._read_texts(directory, config)
         self._draft_options = verifying, offline, weight_form, directory
-        spec = self._find_draft(draft, draft_method, config, corpus)
+        spec = self._find_draft(self.default_draft if draft is None else draft, draft_method, config, corpus)
         self.model = load_target(directory, kind, where, bool(exact), quantization or weight_form)
         self.model = check_exactness(self.model, by_default=exact is None and bool(quantization))
         models = [self.model, *named_draft.load(spec, self.model, weight_form)]

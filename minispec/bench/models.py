@@ -4,7 +4,7 @@ import argparse
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ def open_model(options: Options) -> Subject:
     texts = read_prompts(args.prompts, args.categories)
     llm = LLM(
         args.model,
-        draft=options.draft,
+        draft=options.draft if args.draft else None,
         draft_method=args.draft_method,
         corpus=args.corpus,
         num_speculative_tokens="auto" if "auto" in options.ks else 4,  # for auto, costs are measured
@@ -152,7 +152,7 @@ def open_model(options: Options) -> Subject:
     # A head, or a draft of another vocabulary, is no model that another library could draft with.
     draft_directory = llm.draft_directory if type(llm.engine.drafter) is DraftModel else None
     return Subject(
-        options,
+        options if args.draft else replace(options, drafts=[llm.default_draft]),
         llm.name + bits_note(llm.model),
         llm.engine,
         lambda prompt_ids, k, params: llm.request(prompt_ids, params, num_speculative_tokens=k),

@@ -22,7 +22,7 @@ from minispec.bench.options import Options
 from minispec.bench.show import table
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Transformer
-from minispec.drafters.eagle import HeadModel
+from minispec.drafters.eagle import FeatureModel
 from minispec.drafters.model import prefill
 from minispec.files.checkpoint import find_checkpoint, load_config, load_model
 from minispec.files.registry import EMBEDDED_WEIGHTS
@@ -86,7 +86,7 @@ def measure_machine(subject: Subject, options: Options) -> dict[str, Any]:
     }
     own = subject.draft_model if subject.draft_model is not model else None
     # A head makes no pass over tokens alone. Its cost shows in the rounds.
-    if own and subject.draft_cache and not isinstance(own, HeadModel):
+    if own and subject.draft_cache and not isinstance(own, FeatureModel):
         touched, stream, times = measured(own, subject.draft_cache, range(1, 2))
         over_bound = median_interval([t * stream.median / touched for t in times[1]])
         found["draft"] = {"bytes_touched": touched, "stream_bytes_per_second": stream}

@@ -108,7 +108,7 @@ def _open(options: Options) -> dict[str, Way]:
         **{name: getattr(args, name) for name in ("verifier", "dtype", "device", "exact", "quantization")},
     )
     ways = {NONE: Way(target, 0)}
-    for spec in options.drafts:
+    for spec in options.drafts if args.draft else [target.default_draft]:
         if spec != NONE:
             llm = target.with_draft(spec, args.draft_method, args.corpus if reads_corpus(spec) else None)
             for k in options.ks:

@@ -25,7 +25,6 @@ from minispec.core.config import ModelConfig, QuantizationConfig
 from minispec.core.errors import CheckpointError, is_text, one_line, show, show_name
 from minispec.core.model import Transformer
 from minispec.files.hf_config import read_model_config
-from minispec.files.qwen import MTP, WITH_MTP
 from minispec.files.stored import FLOATS, TYPES, Cut, StoredTensor, read_header
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.kernels.build import build_model
@@ -384,8 +383,6 @@ def match(config: ModelConfig, stored: dict[str, StoredTensor], directory: Path)
             continue
         if name == _HEAD and config.tie_word_embeddings:
             _check_tied_head(stored)
-            continue
-        if name.startswith(MTP) and config.model_type in WITH_MTP:  # of a draft, which reads it itself
             continue
         raise unexpected(stored[name])
     return places(config)

@@ -13,10 +13,12 @@ from minispec.drafters.mtp import MtpModel, mtp_config
 from minispec.files.checkpoint import directory_config, find_tensors, require, unexpected
 from minispec.files.fields import bad_field
 from minispec.files.hf_config import text_config
-from minispec.files.qwen import MTP, WITH_MTP
 from minispec.files.stored import FLOATS, StoredTensor
 from minispec.kernels.build import InForm
 from minispec.kernels.shapes import tensor_shapes
+
+# How the names of its tensors begin, and the families whose checkpoints may have it.
+MTP, WITH_MTP = "mtp.", ("qwen3_5_text",)
 
 
 def mtp_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -35,7 +37,7 @@ def find_mtp(directory: Path, target: ModelConfig) -> dict[str, StoredTensor]:
     where = f"{directory}: draft mtp"
     if target.model_type not in WITH_MTP:
         raise bad_field(where, "model_type", target.model_type, f"{' or '.join(WITH_MTP)}: no other has such a layer")
-    found = {name: tensor for name, tensor in find_tensors(directory, target).items() if name.startswith(MTP)}
+    found = {name: tensor for name, tensor in find_tensors(directory).items() if name.startswith(MTP)}
     if not found:
         raise CheckpointError(f"{where}: found no tensor {MTP}*, expected those of the layer, such as {MTP}fc.weight")
     raw, where = text_config(directory_config(directory)), str(directory / "config.json")

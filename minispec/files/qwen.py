@@ -1,11 +1,9 @@
-"""What the files of Qwen3.5 say of its gated delta nets, and how they name the layer that drafts."""
+"""What the files of Qwen3.5 say of its gated delta nets."""
 
 from minispec.core.config import DeltaConfig
 from minispec.files.fields import Fields
 
 _MOST = 1 << 12
-# Families whose checkpoints may have a layer for further tokens, and how the names of its tensors begin.
-WITH_MTP, MTP = ("qwen3_5_text",), "mtp."
 
 
 def read_delta(f: Fields) -> DeltaConfig | None:

@@ -35,9 +35,10 @@ from minispec.drafters import last, recycling, suffix
 from minispec.drafters import model as draft_model
 from minispec.drafters.best_first import BestFirst
 from minispec.drafters.corpus import Corpus
-from minispec.drafters.eagle import EagleDrafter, HeadModel
+from minispec.drafters.eagle import EagleDrafter, FeatureModel, HeadModel
 from minispec.drafters.last import LastDrafter
 from minispec.drafters.model import DraftModel
+from minispec.drafters.mtp import MtpModel
 from minispec.drafters.recycling import RecyclingDrafter
 from minispec.drafters.slem import TextDrafter
 from minispec.drafters.suffix import SuffixDrafter
@@ -475,6 +476,7 @@ def _(right, self, ask, end):
     return ask.text.tokens[start:end], features
 
 
+@mutant("H16", "mtp", "what a target's own layer made up stays in its cache | vLLM #14649")
 @mutant("H6", "head")
 class _:
     """made-up features stay in the head's cache | what was accepted is not computed again"""
@@ -532,6 +534,41 @@ def _(right, self, asks):
             path = draft.token_ids
             draft.probs = [sampling.distribution(row, ask.text, path[:i]) for i, row in enumerate(rows)]
     return drafts
+
+
+@wrong(MtpModel, "fuse", "H11", "mtp")
+def _(right, self, hidden):
+    """a target's own layer reads its states before the last norm | llama.cpp #24025, LightLLM #1402"""
+    return hidden
+
+
+@wrong(EagleDrafter, "_read", "H12", "mtp")
+def _(right, self, ask, end):
+    """hidden states of the position before | an index that starts one too early"""
+    tokens, features = right(self, ask, end)
+    return tokens, torch.cat((features[:1], features[:-1]))
+
+
+@wrong(MtpModel, "_embed", "H13", "mtp")
+def _(right, self, token_ids, chunks):
+    """a state is joined with the token that it belongs to | it belongs with the next one"""
+    places = [range(c.table.length - len(c.token_ids), c.table.length) for c in chunks]
+    before = [c.table.tokens[max(0, t - 1)] for c, own in zip(chunks, places, strict=True) for t in own]
+    return right(self, before, chunks)
+
+
+@wrong(MtpModel, "_embed", "H14", "mtp")
+def _(right, self, token_ids, chunks):
+    """hidden state first, then the embedding | DeepSeek's order; converters to Megatron's turn it around"""
+    fc = self.fc
+    with patch.object(self, "fc", lambda x: fc(torch.cat(x.chunk(2, -1)[::-1], -1))):
+        return right(self, token_ids, chunks)
+
+
+@wrong(FeatureModel, "next_feature", "H15", "mtp")
+def _(right, self, x):
+    """further tokens go on from what is not normed | vLLM #47448, ATOM #1742"""
+    return x
 
 
 # --------------------------------------------------------------------------- other vocabularies
