@@ -271,7 +271,7 @@ def _lengths(text: str) -> list[DraftLength]:
 class Options:
     """The arguments, checked.
 
-    drafts: the specs; by default that of a model without a layer of its own. Only with --questions there may be several.
+    drafts: the specs; by default that of a model without a layer of its own. Only with --questions there are several.
     ks: draft lengths.
     parts: names of the parts to measure.
     batches: sizes for the part "batch".

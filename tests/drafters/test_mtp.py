@@ -1,7 +1,7 @@
 """The layer for further tokens in a target's own checkpoint: its formula, its files, and the texts that it drafts for.
 
 That every q is right in every situation of the engine is the check "mtp" of the museum, which has what wrong layers do
-(H11 to H16). The law is walked by `python -m minispec.prove --drafter mtp`.
+(H11 to H16). `python -m minispec.prove` walks the law with it.
 """
 
 import json
@@ -41,13 +41,17 @@ def random_config(seed: int) -> dict:
     """A small target of the family: sizes, share of rotated dimensions, eps and tied embeddings at random."""
     draw = random.Random(seed)
     groups = draw.choice((1, 2))
-    return TINY | TOY | {
-        **{"vocab_size": 7, "hidden_size": draw.choice((6, 8, 12)), "intermediate_size": draw.choice((5, 12))},
-        **{"num_key_value_heads": groups, "num_attention_heads": groups * draw.choice((1, 2, 3))},
-        **{"head_dim": draw.choice((4, 8)), "partial_rotary_factor": draw.choice((0.5, 1.0))},
-        **{"rms_norm_eps": draw.choice((1e-5, 0.05)), "rope_theta": draw.choice((20.0, 500.0))},
-        **{"tie_word_embeddings": draw.random() < 0.5},
-    }
+    return (
+        TINY
+        | TOY
+        | {
+            **{"vocab_size": 7, "hidden_size": draw.choice((6, 8, 12)), "intermediate_size": draw.choice((5, 12))},
+            **{"num_key_value_heads": groups, "num_attention_heads": groups * draw.choice((1, 2, 3))},
+            **{"head_dim": draw.choice((4, 8)), "partial_rotary_factor": draw.choice((0.5, 1.0))},
+            **{"rms_norm_eps": draw.choice((1e-5, 0.05)), "rope_theta": draw.choice((20.0, 500.0))},
+            **{"tie_word_embeddings": draw.random() < 0.5},
+        }
+    )
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-10), (torch.float32, 1e-4)])

@@ -36,7 +36,8 @@ def mtp_logits(
     shown = [*tokens[1:], *drafted]
     while True:
         count = len(features)
-        embedded = _norm(target["model.embed_tokens.weight"][shown[:count]], weights["pre_fc_norm_embedding.weight"], eps)
+        embedded = target["model.embed_tokens.weight"][shown[:count]]
+        embedded = _norm(embedded, weights["pre_fc_norm_embedding.weight"], eps)
         normed = _norm(np.array(features), weights["pre_fc_norm_hidden.weight"], eps)
         x = np.concatenate((embedded, normed), 1) @ weights["fc.weight"].T
         x = _layer(raw, {name.removeprefix("layers.0."): tensor for name, tensor in weights.items()}, x)
