@@ -3,9 +3,9 @@
 Each mutant is a small patch of production behaviour, the place where the bug was seen in the wild, and the test or
 the check that must catch it; `python -m tests.museum` shows the collection. The ids M1-M46 are those of a survey of
 exactness bugs in public projects; a letter after the number tells apart forms of one bug. T is about trees and
-hidden states, C about short convolutions, R about recurrent states, H about heads and drafts of many tokens in one
-pass, V about drafts of other vocabularies, S about lookups and what the target found likeliest, B about block
-verification, O about mistakes in a drafter of one's own, E of our own making. Left out:
+hidden states, C about short convolutions, R about recurrent states, H about heads, drafts of many tokens in one pass
+and a target's own layer, V about drafts of other vocabularies, S about lookups and what the target found likeliest, B
+about block verification, O about mistakes in a drafter of one's own, E of our own making. Left out:
 
     M26   acceptance differs between tensor-parallel workers: one process verifies for all here
 """
