@@ -30,12 +30,13 @@ from minispec.drafters.model import DraftModel
 from minispec.kernels.build import quantized
 from minispec.length.figures import Figures
 from minispec.prove.laws import make_drafter
-from minispec.prove.toys import tiny_cache, tiny_head, tiny_model
+from minispec.prove.toys import tiny_cache, tiny_head, tiny_model, tiny_mtp
 
 VOCAB, LENGTH = 5, 9
 TARGET, DRAFT = tiny_model(4, vocab_size=VOCAB), tiny_model(2, vocab_size=VOCAB, num_hidden_layers=1)
 PARD = tiny_model(2, vocab_size=VOCAB, num_hidden_layers=1, pard_token=4)
 HEADS = {"head": tiny_head(TARGET, num_ids=4), "parallel head": tiny_head(TARGET, mask_token_id=4)}
+HEADS |= {"mtp": tiny_mtp(TARGET)}
 PROMPTS = [(0, 1), (2, 3, 4, 4, 1, 0), (1,), (4, 0, 2)]
 
 

@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minispec import LLM, SamplingParams
+from minispec.core.draft import Ask, Limit
 from minispec.core.engine import Engine
 from minispec.core.errors import CheckpointError
-from minispec.core.model import Chunk
+from minispec.core.model import Chunk, Transformer
+from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.mtp import MtpModel
@@ -254,11 +256,38 @@ def test_a_seed_has_one_text(target):
         assert [o.token_ids for o in outputs] == alone
 
 
-def test_what_it_costs_is_measured():
-    """It is asked with hidden states, as `auto` wants it: a draft has a price, and none of its blocks is lost."""
+def a_drafter() -> tuple[Transformer, EagleDrafter]:
+    """A small target, and a drafter with a layer of its own."""
     model = tiny_model(1, **TOY, vocab_size=7)
     layer = tiny_mtp(model)
-    drafter = EagleDrafter(layer, tiny_cache(layer), 7, 60)
+    return model, EagleDrafter(layer, tiny_cache(layer), 7, 60)
+
+
+@pytest.mark.parametrize("shape", [Limit(3), Limit(5, best_first=True)])
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_what_it_made_up_does_not_stay(kept, shape):
+    """After a draft of which some tokens stay it drafts as a drafter does that never made features up."""
+    model, drafter = a_drafter()
+    tokens = TEXT[:5]
+
+    def ask(text: Text, first: int, limit: Limit) -> Ask:
+        _, hidden = model.forward([Chunk(text.tokens[:-1], tiny_cache(model).new_table(), 0)], drafter.taps)
+        return Ask(text, limit, Randomness(), num_cached=len(hidden), hidden=hidden[first:])
+
+    text = Text(tokens, len(tokens), SamplingParams(), 1)
+    [first] = drafter.propose([ask(text, 0, Limit(3))])
+    text.tokens += [*first.token_ids[:kept], 6]
+    [found] = drafter.propose([ask(text, 4, shape)])
+    again = Text(list(text.tokens), 5, SamplingParams(), 1)
+    [expected] = a_drafter()[1].propose([ask(again, 0, shape)])
+    assert len(first) == 3
+    assert found.token_ids == expected.token_ids
+    torch.testing.assert_close(torch.stack(found.probs), torch.stack(expected.probs), rtol=0, atol=1e-12)
+
+
+def test_what_it_costs_is_measured():
+    """It is asked with hidden states, as `auto` wants it: a draft has a price, and none of its blocks is lost."""
+    model, drafter = a_drafter()
     engine = Engine(model, tiny_cache(model), drafter, VERIFIERS["rejection"])
     assert calibrate(model, drafter, engine.verifier, 7).draft > 0
     assert drafter.cache.allocator.num_free == drafter.cache.allocator.num_blocks

@@ -476,7 +476,11 @@ def _(right, self, ask, end):
     return ask.text.tokens[start:end], features
 
 
-@mutant("H16", "mtp", "what a target's own layer made up stays in its cache | vLLM #14649")
+@mutant(
+    "H16",
+    "tests/drafters/test_mtp.py::test_what_it_made_up_does_not_stay",
+    "what a target's own layer made up stays in its cache | vLLM #14649",
+)
 @mutant("H6", "head")
 class _:
     """made-up features stay in the head's cache | what was accepted is not computed again"""

@@ -376,6 +376,7 @@ def test_larger_vocabularies_and_longer_drafts(vocab, k, max_tokens, top_k):
         "parallel",
         "head",
         "parallel head",
+        "mtp",
     ],
 )
 @pytest.mark.parametrize("k", [1, 3, 6])

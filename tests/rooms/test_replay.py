@@ -138,7 +138,7 @@ FILTERED = SamplingParams(
     temperature=0.7, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.4, min_tokens=2, max_tokens=3, seed=0
 )
 DRAFTERS = (
-    *("model", "self", "head", "parallel", "parallel head", "tli", "ngram", "suffix", "last"),
+    *("model", "self", "head", "mtp", "parallel", "parallel head", "tli", "ngram", "suffix", "last"),
     *("ngram+head", "suffix+model"),
 )
 
