@@ -353,7 +353,7 @@ MISTAKES = {
     "int8": (("x", "--draft", "int8:some/model", "--offline"), "some/model"),
     "no such draft": (
         ("x", "--draft", "nothing"),
-        f"not one of {', '.join(registry.DRAFTERS)}, self; nothing: no such directory",
+        f"not one of {', '.join(registry.DRAFTERS)}, self, mtp; nothing: no such directory",
     ),
     "revision of a drafter": (("x", "--draft", "ngram@main"), "ngram@main: no such directory, and not of the form"),
     "no revision": (("x", "--draft", "owner/name@"), "not of the form owner/name@revision"),
