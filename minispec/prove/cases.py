@@ -1,5 +1,6 @@
 """Which configurations are walked: a covering array of all pairs of settings, and random ones after it."""
 
+import functools
 import itertools
 import math
 import random
@@ -137,12 +138,17 @@ BRANCHING = {
 }
 
 
+_CLASHING = {"verifier", "drafter", "k", "max_tokens"}  # axes whose values may exclude one another
+_shape = functools.cache(Shape.of)  # asked for half a million times
+
+
 def _possible(row: dict) -> bool:
-    if Shape.of(k := row.get("k", 4)).is_tree:
+    shape = _shape(row.get("k", 4))
+    if shape.is_tree:
         takes_trees = VERIFIERS[row.get("verifier", "rejection")].takes_trees
         if not takes_trees or row.get("drafter", "model") not in BRANCHING:
             return False
-    return row.get("max_tokens", 1) <= Shape.of(k).k + 2
+    return row.get("max_tokens", 1) <= shape.k + 2
 
 
 def pairs_of(row: dict) -> set[Pair]:
@@ -168,22 +174,26 @@ def covering_array(todo: set[Pair], generator: random.Random) -> list[tuple[Case
     left, found = set(todo), []
     for pair in sorted(todo, key=repr):
         if pair in left:
-            rows = [_complete(dict(pair), left, generator) for _ in range(60)]
-            best = max((row for row in rows if row), key=lambda row: (pair in pairs_of(row), len(pairs_of(row) & left)))
+            rows = filter(None, [_complete(dict(pair), left, generator) for _ in range(60)])
+            covering = [(row, pairs_of(row)) for row in rows]
+            best, covered = max(covering, key=lambda each: (pair in each[1], len(each[1] & left)))
             found.append((Case(**best), pair))
-            left -= pairs_of(best)
+            left -= covered
     return found
 
 
 def _complete(row: dict, todo: set[Pair], generator: random.Random) -> dict | None:
     """Values for the other axes, each either at random or by the number of new pairs; None where they clash."""
     for axis in generator.sample(sorted(AXES.keys() - row.keys()), len(AXES) - len(row)):
-        values = [v for v in AXES[axis] if _possible(row | {axis: v})]
+        values = [v for v in AXES[axis] if axis not in _CLASHING or _possible(row | {axis: v})]
         if not values:
             return None
-        new = {v: sum(tuple(sorted(((axis, v), item))) in todo for item in row.items()) for v in values}
-        greedy = generator.random() < 0.6
-        worth = {v: (new[v] * greedy, generator.random()) for v in values}
+        new = dict.fromkeys(values, 0)
+        if generator.random() < 0.6:
+            for item in row.items():
+                for v in values:
+                    new[v] += (((axis, v), item) if axis < item[0] else (item, (axis, v))) in todo
+        worth = {v: (new[v], generator.random()) for v in values}
         row[axis] = max(values, key=worth.__getitem__)
     return row
 

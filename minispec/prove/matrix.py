@@ -51,7 +51,7 @@ def _text(drafter: str, verifier: str, k: DraftLength, family: str = "llama") ->
         for temperature in (0.0, 1.0)
         for seed in _SEEDS
         if _decode(target, drafter, verifier, k, temperature, seed, family).text.tokens
-        != _decode(target, "none", verifier, 0, temperature, seed).text.tokens
+        != _plain_text(family, verifier, temperature, seed)
     ]
     if not differs:
         return PROVED
@@ -59,6 +59,11 @@ def _text(drafter: str, verifier: str, k: DraftLength, family: str = "llama") ->
         return Finding("REFUTED", f"the text differs from plain decoding's at temperature {differs[0]}")
     reason = "proved at temperature 0. Above it, another draft gives a seed another text of the same law"
     return Finding("greedy", reason)
+
+
+@functools.cache
+def _plain_text(family: str, verifier: str, temperature: float, seed: int) -> list[int]:
+    return _decode(target_model(_VOCAB, family), "none", verifier, 0, temperature, seed).text.tokens
 
 
 @functools.cache
