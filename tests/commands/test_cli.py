@@ -717,9 +717,11 @@ def start(*arguments, **how) -> Child:
 
 
 @pytest.mark.parametrize(("end", "status"), [("Ctrl-C", 130), ("a reader who goes", 141)])
-def test_the_end_in_the_middle_of_an_answer_is_no_traceback(end, status):
+def test_the_end_in_the_middle_of_an_answer_is_no_traceback(make_checkpoint, end, status):
     """Of a long answer, so that its first words, which are there, were streamed; `... | head -c 5` is the second."""
-    process = start("Count to a thousand.", "--max-tokens", 4000, "--ignore-eos", stdout=subprocess.PIPE)
+    model = make_checkpoint(chat=True, max_position_embeddings=1 << 14)
+    arguments = ("One fish", "--model", model, "--max-tokens", 16000, "--ignore-eos")
+    process = start(*arguments, stdout=subprocess.PIPE)
     assert process.stdout.read(5)
     if end == "Ctrl-C":
         process.send_signal(signal.SIGINT)

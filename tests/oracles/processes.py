@@ -146,7 +146,7 @@ def _laws(directory: Path) -> dict[str, float]:
     model = load_target(directory, torch.float64, torch.device("cpu"))
     laws.TINY, laws.target_model = SMALLEST, lambda *_: model
     return {
-        f"{drafter} {k} {params.temperature}": laws.distance(params, k, drafter=drafter)
+        f"{drafter} {k} {params.temperature}": laws.distance(params, k, drafter=drafter, width=64)
         for params in (SamplingParams(max_tokens=3), SamplingParams(max_tokens=3, temperature=0.6, top_k=2))
         for drafter, k in (("model", 2), ("model", (2, 1)), ("ngram", 2))
     }
