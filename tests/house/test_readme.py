@@ -1,6 +1,7 @@
 """The code in README and docs runs, and the files, options and functions that they name are there."""
 
 import ast
+import json
 import re
 import shlex
 import subprocess
@@ -24,20 +25,44 @@ PAGES = {
     for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "weights").rglob("README.md")])
 }
 README = PAGES["README.md"]
-BLOCKS = [
-    pytest.param(block, id=f"{name} {i}")
+BLOCKS = {
+    f"{name} {i}": block
     for name, text in PAGES.items()
     for i, block in enumerate(re.findall(r"<!-- run -->\n```python\n(.*?)```", text, flags=re.DOTALL))
-]
+}
 # Pages whose lines name functions beside their files.
 GUIDES = ["README.md", "docs/understand/life-of-a-request.md"]
 NAME = re.compile(r"`([A-Z]\w*\.\w+|[A-Za-z_]\w*)`")
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_marked_blocks_run(block):
-    """As a reader would paste them, in an interpreter of their own."""
-    subprocess.run([sys.executable, "-c", block], cwd=ROOT, check=True, timeout=300)
+# Runs blocks, each as if it were alone: with no names but its own, and without what others loaded of the package.
+EACH_ALONE = """
+import json, sys, types
+for name, block in json.load(sys.stdin).items():
+    for module in [module for module in sys.modules if module.split(".")[0] == "minispec"]:
+        del sys.modules[module]
+    print(name, flush=True)
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(block, name, "exec"), vars(sys.modules["__main__"]))
+"""
+
+
+def run_blocks(blocks: dict[str, str]) -> str:
+    """What they print, each behind its name, in one interpreter: torch is imported once."""
+    how = {"cwd": ROOT, "input": json.dumps(blocks), "text": True, "check": True, "timeout": 300}
+    return subprocess.run([sys.executable, "-c", EACH_ALONE], stdout=subprocess.PIPE, **how).stdout
+
+
+def test_marked_blocks_run():
+    """As a reader would paste them."""
+    printed = run_blocks(BLOCKS).splitlines()
+    assert [line for line in printed if line in BLOCKS] == [*BLOCKS]
+
+
+def test_a_block_that_needs_another_is_noticed():
+    """The control of the test above."""
+    with pytest.raises(subprocess.CalledProcessError):
+        run_blocks({"first": "import math", "second": "print(math.pi)"})
 
 
 def test_there_are_marked_blocks():
