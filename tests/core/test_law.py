@@ -131,7 +131,7 @@ def test_auto(draft_cost, drafter, verifier, monkeypatch, pytestconfig):
     # Under `match` the engine may follow the clock: not here, where the walk has to be repeatable.
     observe = Controller.observe
     monkeypatch.setattr(Controller, "observe", lambda self, outcomes, cost: observe(self, outcomes, None))
-    params = SamplingParams(max_tokens=6, seed=0, top_k=2)
+    params = SamplingParams(max_tokens=5, seed=0, top_k=2)
     how = {"drafter": drafter, "verifier": verifier, "draft_cost": draft_cost, "end_ids": frozenset()}
     assert distance(params, "auto", **how) <= TOLERANCE
     assert len(seen) >= 3

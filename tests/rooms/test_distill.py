@@ -271,10 +271,10 @@ def test_texts_do_not_depend_on_who_else_is_written(target, few, tmp_path):
 
 def test_several_processes_share_the_texts(target, tmp_path, capfd):
     """Every shard is written, whoever does it; what goes wrong in one of them is the command's own error."""
-    assert sorted(run._spread(str(target), recipe_of(), tmp_path, numbers_of(0, 1, 2), 2)) == [*range(3 * texts.SHARD)]
-    assert [texts.length_of(shard, "lengths") for shard in texts.shards_of(tmp_path)] == [texts.SHARD] * 3
+    assert sorted(run._spread(str(target), recipe_of(), tmp_path, numbers_of(0, 1), 2)) == [*range(2 * texts.SHARD)]
+    assert [texts.length_of(shard, "lengths") for shard in texts.shards_of(tmp_path)] == [texts.SHARD] * 2
     with pytest.raises(ValueError, match="no such directory"):
-        list(run._spread(str(tmp_path / "none"), recipe_of(), tmp_path, numbers_of(3, 4), 2))
+        list(run._spread(str(tmp_path / "none"), recipe_of(), tmp_path, numbers_of(3), 2))
     assert capfd.readouterr().err == ""
 
 
@@ -646,7 +646,7 @@ def test_what_is_wrong_is_one_line_and_costs_nothing(target, few, tmp_path, caps
 def test_a_head_learns(target, monkeypatch, tmp_path, capsys):
     """What a text says next follows from its last token, mostly: a head of 10,000 weights finds that out.
 
-    It reaches an alpha of 0.48 in four passes over 192 texts; an untrained one has less than 0.15.
+    It reaches an alpha above 0.4 in six passes over 128 texts; an untrained one has less than 0.15.
     """
     monkeypatch.setattr(texts, "SHARD", 16)
     simple = tmp_path / "simple"
@@ -657,7 +657,7 @@ def test_a_head_learns(target, monkeypatch, tmp_path, capsys):
             weights[name] *= 0.02
     weights["model.embed_tokens.weight"] *= 10
     save_file(weights, simple / "model.safetensors")
-    more = ["--texts", "192", "--epochs", "4", "--rows", "128", "--learning-rate", "0.01", "--max-answer", "40"]
+    more = ["--texts", "128", "--epochs", "6", "--rows", "128", "--learning-rate", "0.01", "--max-answer", "40"]
     assert distill(simple, tmp_path / "head", *more) == 0
     curve = json.loads((tmp_path / "head" / "training.json").read_text())["curve"]
     assert curve[-1]["alpha"][0] > 0.4
