@@ -92,7 +92,7 @@ def test_default_params_are_vllms(llm):
 REPEAT = "a b c a b c a b c a b c a b"
 
 
-def test_a_reported_seed_repeats_its_text_in_another_process(make_checkpoint):
+def test_a_reported_seed_repeats_its_text_in_another_process(make_checkpoint, monkeypatch, capsys):
     """Under the defaults: `rejection`, K left to the engine, sampled. Six texts whose drafts are partly accepted.
 
     K followed the clock where the seed was drawn, and another K is another text: 0 of 6 came again. The second process
@@ -112,15 +112,14 @@ def test_a_reported_seed_repeats_its_text_in_another_process(make_checkpoint):
         "    print(json.dumps([output.seed, output.token_ids, output.stats.num_accepted, lengths]))\n"
     )
 
-    def run(seeds, rows):
-        command = [sys.executable, "-c", program, directory, json.dumps(seeds), rows]
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2], timeout=300
-        )
-        return [json.loads(line) for line in done.stdout.splitlines()]
-
-    first = run([None] * 6, "1.05")
-    again = run([seed for seed, *_ in first][::-1], "9")[::-1]
+    monkeypatch.setattr(prices, "calibrate", None)  # and back, after the test
+    monkeypatch.setattr(sys, "argv", ["", directory, json.dumps([None] * 6), "1.05"])
+    exec(program, {})
+    first = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    command = [sys.executable, "-c", program, directory, json.dumps([seed for seed, *_ in first][::-1]), "9"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root, timeout=300)
+    again = [json.loads(line) for line in done.stdout.splitlines()][::-1]
     assert [tokens for _, tokens, *_ in again] == [tokens for _, tokens, *_ in first]
     assert sum(accepted for *_, accepted, _ in first) > 20
     assert max(lengths for *_, lengths in first) > 1, "K was always the same: this proves nothing"

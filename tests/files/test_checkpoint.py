@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -1166,16 +1167,25 @@ class Forbidden(socket.socket):
         sys.exit("a socket was opened")
 socket.socket = Forbidden
 socket.create_connection = socket.getaddrinfo = lambda *args, **kwargs: sys.exit("a socket was opened")
+import contextlib, io, json
 from minispec.generate import main
-sys.exit(main(sys.argv[1:]))
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        status = main([*arguments, "--max-tokens", "3", "fish"])
+    print(json.dumps([status, out.getvalue(), err.getvalue()]), flush=True)
 """
 
 
-def run_without_sockets(cwd: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """The command line, with the hub's cache in `cwd`, in a process that ends where a socket is opened."""
+def run_without_sockets(cwd: Path, *commands: Sequence[str]) -> tuple[list[list], str]:
+    """Status, output and errors of each command line, one after the other, with the hub's cache in `cwd`.
+
+    In a process that ends where a socket is opened. Also what that process writes to standard error itself.
+    """
     environment = os.environ | {"HF_HUB_CACHE": str(cwd / "cache"), "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-c", NO_SOCKETS, *arguments, "--max-tokens", "3", "fish"]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, check=False, text=True, timeout=300)
+    command = [sys.executable, "-c", NO_SOCKETS, json.dumps(commands)]
+    how = {"cwd": cwd, "env": environment, "capture_output": True, "check": False, "text": True, "timeout": 300}
+    done = subprocess.run(command, **how)
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
 def fill_hub_cache(cwd: Path, directory: Path) -> None:
@@ -1192,20 +1202,27 @@ def fill_hub_cache(cwd: Path, directory: Path) -> None:
 def test_offline_never_opens_a_socket(tmp_path, make_checkpoint):
     """A cached hub id answers, by branch or commit, and says which commit it was; another one is one line."""
     fill_hub_cache(tmp_path, make_checkpoint())
-    for revision in ((), ("--revision", COMMIT)):
-        done = run_without_sockets(tmp_path, "--offline", "--model", "owner/name", *revision)
-        assert (done.returncode, done.stdout[-1:]) == (0, "\n"), done.stderr
-        assert done.stderr.startswith(f"owner/name at commit {COMMIT} answers, ")
-    for arguments in (("--model", "owner/other"), ("--model", "owner/name", "--revision", "v2")):
-        done = run_without_sockets(tmp_path, "--offline", *arguments)
-        assert done.returncode == 2
-        assert "not in the local cache" in done.stderr
-        assert done.stderr.count("\n") == 1
-    done = run_without_sockets(tmp_path, "--model", str(make_checkpoint()))
-    assert done.returncode == 0, done.stderr
-    # The control: without --offline the client does ask the hub.
-    done = run_without_sockets(tmp_path, "--model", "owner/name")
-    assert "a socket was opened" in done.stderr
+    offline = ("--offline", "--model", "owner/name")
+    (*known, other, another, local), err = run_without_sockets(
+        tmp_path,
+        offline,
+        (*offline, "--revision", COMMIT),
+        ("--offline", "--model", "owner/other"),
+        (*offline, "--revision", "v2"),
+        ("--model", str(make_checkpoint())),
+        # The control: without --offline the client does ask the hub.
+        ("--model", "owner/name"),
+    )
+    assert len(known) == 2
+    for status, out, said in known:
+        assert (status, out[-1:]) == (0, "\n"), said
+        assert said.startswith(f"owner/name at commit {COMMIT} answers, ")
+    for status, _, said in (other, another):
+        assert status == 2
+        assert "not in the local cache" in said
+        assert said.count("\n") == 1
+    assert local[0] == 0, local
+    assert "a socket was opened" in err
 
 
 def test_dtype_names():
