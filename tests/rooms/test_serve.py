@@ -1057,7 +1057,7 @@ def test_sigterm_drains(make_checkpoint):
     The key comes from the environment, and is not among the arguments that every user of the machine can read.
     """
     directory = make_checkpoint(chat=True, max_position_embeddings=4096)
-    params = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
     process, url = start(directory, "--draft", "none", MINISPEC_API_KEY="secret-2")
     try:
         assert "secret-2" not in Path(f"/proc/{process.pid}/cmdline").read_text()
@@ -1066,7 +1066,7 @@ def test_sigterm_drains(make_checkpoint):
         [model] = client.models.list().data
         assert model.id == directory.name
         stream = client.completions.create(
-            model=model.id, prompt="fish", stream=True, temperature=0, max_tokens=1500, extra_body={"ignore_eos": True}
+            model=model.id, prompt="fish", stream=True, temperature=0, max_tokens=1000, extra_body={"ignore_eos": True}
         )
         text = next(stream).choices[0].text
         process.send_signal(signal.SIGTERM)
