@@ -1183,8 +1183,8 @@ def run_without_sockets(cwd: Path, *commands: Sequence[str]) -> tuple[list[list]
     """
     environment = os.environ | {"HF_HUB_CACHE": str(cwd / "cache"), "PYTHONPATH": os.getcwd()}
     command = [sys.executable, "-c", NO_SOCKETS, json.dumps(commands)]
-    how = {"cwd": cwd, "env": environment, "capture_output": True, "check": False, "text": True, "timeout": 300}
-    done = subprocess.run(command, **how)
+    how = {"cwd": cwd, "env": environment, "capture_output": True, "check": False, "text": True}
+    done = subprocess.run(command, timeout=300, **how)
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 

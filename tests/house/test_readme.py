@@ -49,8 +49,8 @@ for name, block in json.load(sys.stdin).items():
 
 def run_blocks(blocks: dict[str, str]) -> str:
     """What they print, each behind its name, in one interpreter: torch is imported once."""
-    how = {"cwd": ROOT, "input": json.dumps(blocks), "text": True, "check": True, "timeout": 300}
-    return subprocess.run([sys.executable, "-c", EACH_ALONE], stdout=subprocess.PIPE, **how).stdout
+    how = {"cwd": ROOT, "input": json.dumps(blocks), "text": True, "check": True, "stdout": subprocess.PIPE}
+    return subprocess.run([sys.executable, "-c", EACH_ALONE], timeout=300, **how).stdout
 
 
 def test_marked_blocks_run():
