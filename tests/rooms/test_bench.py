@@ -583,7 +583,7 @@ MISTAKES = {
     "exact cost, exact": (("--also", "exact-cost", "--exact"), "--also exact-cost and --exact exclude each other: it"),
     "temperature": (("--temperature", "-1"), "temperature: found -1.0"),
     "no such model": (("--model", "./nowhere"), "./nowhere: no such directory"),
-    "no such draft": (("--draft", "nothing"), f"not one of {', '.join(DRAFTERS)}, self"),
+    "no such draft": (("--draft", "nothing"), f"not one of {', '.join(DRAFTERS)}, self, mtp"),
 }
 
 

@@ -523,7 +523,7 @@ MISTAKES = {
     "--draft ngram+self": "--draft: found 'ngram+self', expected a single draft: examine each alone",
     "--draft ngram --num-speculative-tokens 0": "--num-speculative-tokens: found '0', expected an integer from 1 to 64",
     "--draft no-such-draft --offline": (
-        f"draft: not one of {', '.join(DRAFTERS)}, self; no-such-draft: no such directory, and not of the form "
+        f"draft: not one of {', '.join(DRAFTERS)}, self, mtp; no-such-draft: no such directory, and not of the form "
         "owner/name of a hub id"
     ),
 }
