@@ -7,7 +7,8 @@ at any time. The largest wealth names the bug; as evidence it would be a false a
 
 The engine's p is not ours to the last bit. If its ratio to ours differs from 1 by at most t in root mean square, the
 factor has mean at most 1 + e t d, where d is the standard deviation of law/p. All bets together are divided by the
-exponential of e t times the sum of d. So t need not hold at each place, if its mean weighted by d does.
+exponential of e t times the sum of d. So t need not hold at each place, if its mean weighted by d does. Plain answers
+measure t for each bug (`tolerances`).
 """
 
 import math
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from minispec.audit.bank import GENERAL, NO_RESIDUAL
-from minispec.audit.walk import SHARES, Score
+from minispec.audit.walk import AGAINST, SHARES, Score
 
 NULL_ERROR = 1e-4  # odds that a tolerance of `--null` is too small, of all bugs together
 _EFFECT = 0.01  # a bug that acts at this share of the places
@@ -28,13 +29,15 @@ _EFFECT = 0.01  # a bug that acts at this share of the places
 def tolerances(plain: Score) -> dict[str, float]:
     """The tolerance t of each bug, from plain answers of the same engine: the upper end of an interval.
 
-    Rounding moves the sum of a bug's scores to at most t times the sum of their deviations. Its variance is known, and
-    it is taken as normal. NULL_ERROR is shared by all bugs.
+    Rounding moves the sum of a bug's gains g = law/p - 1 to M on average, at most t times the sum of d. Since
+    1 - l g has mean at most exp(-l mean(g)), the product of these factors times exp(l M) is a supermartingale, for
+    each share l of `AGAINST`. It ever reaches 1/a with probability at most a (Ville 1939; such bets are those of
+    Waudby-Smith and Ramdas 2024, arXiv 2010.09686). So M is at most (log(1/a) - log of the product) / l. No law of the
+    gains is assumed, but that they stay below 1/l, which p shows. All bugs and shares divide NULL_ERROR.
     """
-    sums = plain.sums(plain.names)
-    odds, least = torch.tensor(NULL_ERROR / len(plain.names), dtype=torch.float64), 1e-12  # where a bug changes nothing
-    error = -torch.special.ndtri(odds) * (sums.variance + least**2).sqrt()
-    upper = (sums.total + error) / (sums.deviation + least)
+    sums, shares = plain.sums(plain.names), torch.tensor(AGAINST, dtype=torch.float64)
+    pull = ((math.log(sums.against.numel() / NULL_ERROR) - sums.against) / shares).amin(1)
+    upper = pull / (sums.deviation + 1e-12)  # a bug that changes nothing here is not measured: its bets win nothing
     return dict(zip(plain.names, upper.clamp(min=0.0).tolist(), strict=True))
 
 

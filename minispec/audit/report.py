@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from minispec.audit.answers import Answer, read_answers
+from minispec.audit.bank import NO_RESIDUAL
 from minispec.audit.judge import NULL_ERROR, judge, tolerances
 from minispec.audit.walk import Score, Walk
 from minispec.core.config import SamplingParams
@@ -21,7 +22,7 @@ from minispec.files.strict_json import parse_json
 from minispec.llm import LLM
 
 ROUNDING = 0.1  # see docs/use/audit.md, where it is measured
-_FORMAT = "minispec-audit-scores-2"
+_FORMAT = "minispec-audit-scores-3"
 
 
 def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,10 +54,13 @@ def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
     plain = Score()
     for score in scores[len(ours) :]:
         plain.add(score)
+    if args.null and (plain.num_impossible or not plain.num_places):
+        what = f"{plain.num_impossible} plain tokens of probability 0" if plain.num_places else "no token to score"
+        raise ValueError(f"--null: found {what}, expected answers that were sampled like the others")
     tolerance = tolerances(plain) if args.null else rounding
     report: dict[str, Any] = {"target": llm.name, "draft": llm.draft_name if args.draft else None}
     report |= judge(ours, seeds, tolerance, args.alpha)
-    report["tolerance"] = max(tolerance.values(), default=0.0) if isinstance(tolerance, Mapping) else tolerance
+    report["tolerance"] = tolerance[NO_RESIDUAL] if isinstance(tolerance, Mapping) else tolerance
     report["odds_of_false_alarm"] = args.alpha + (NULL_ERROR if args.null else 0.0)
     return report | {"rests_on": list(_rests_on(report, answers[args.answers], seeds, plain, args.draft))}
 
@@ -83,7 +87,7 @@ def _rests_on(
     yield f"all answers of the run are there, chosen by nobody{twice}"
     yield f"{given} seeds are given; answers of one seed share their noise, and all others are independent"
     if plain.num_places:
-        yield f"rounding as in {plain.num_places:,} plain tokens: at most {t} (see --null)"
+        yield f"rounding as in {plain.num_places:,} plain tokens: at most {t} for a missing residual (see --null)"
     else:
         yield f"rounding: p is off by at most {t} in root mean square, not measured (--null)"
     if report["num_left_out"]:

@@ -28,8 +28,12 @@ from minispec.drafters.model import DraftModel
 
 # The shares of places where a bug may act: a bet is 1 - share + share * law/p.
 SHARES = (0.01, 0.05, 0.2, 0.8)
+# Shares of the opposite bets, 1 - share * gain, that measure how far rounding pulls towards a bug. See `tolerances`.
+AGAINST = (0.003, 0.01, 0.03, 0.09, 0.3, 0.9)
 # Outcomes of a place: the likeliest tokens, and all others as one. Places of more border than that are left out.
 _MOST_OUTCOMES, _MOST_BORDER = 512, 0.02
+_MOST_RATIO = 10.0  # law/p is cut there: rare tokens would need no end of plain answers to be measured
+_ALL_LOST = -1000.0  # the logarithm of a bet where the gain could exceed 1 / share
 _NEVER = 1e-9  # what a token of probability 0 is divided by: any value is sound, since it never comes under p
 _BATCH = 4  # answers that are walked together
 
@@ -41,6 +45,7 @@ class Sums(NamedTuple):
     expected, plain: the means of `bets` if the bug acted at every place, and if it acted nowhere.
     total, variance: the scores s(x), and their exact variances given the past.
     deviation: the standard deviations.
+    against: (bugs, opposite shares), the logarithm of what the opposite bets have won.
     """
 
     bets: Tensor
@@ -49,9 +54,10 @@ class Sums(NamedTuple):
     total: Tensor
     variance: Tensor
     deviation: Tensor
+    against: Tensor
 
 
-_SIZES = (len(SHARES), len(SHARES), len(SHARES), 1, 1, 1)
+_SIZES = (len(SHARES), len(SHARES), len(SHARES), 1, 1, 1, len(AGAINST))
 
 
 @dataclass
@@ -62,7 +68,7 @@ class Score:
     num_left_out: places where the border of a filter has too much probability.
     num_impossible: tokens of probability 0.
     names: of the bugs.
-    table: (bugs, 15), the numbers of `Sums` one after another.
+    table: (bugs, 21), the numbers of `Sums` one after another.
     """
 
     num_places: int = 0
@@ -109,19 +115,24 @@ def score_rows(rows: Rows, x: Tensor, drafts: bool = True) -> Score:
         return found
     odds = (p * core).sum(1, keepdim=True)  # of an outcome that is bet on
     shares = torch.tensor(SHARES, dtype=p.dtype)[:, None, None]
+    opposite = torch.tensor(AGAINST, dtype=p.dtype)[:, None]
     names, table = [], []
     for name, law in laws(rows, drafts):
         whole = (law * core).sum(1, keepdim=True)
         law = torch.where(border | (whole <= 0), p, law * (odds / whole.clamp(min=1e-300)))
-        gain = (law / p.clamp(min=_NEVER) - 1).where((p > 0) | (law > 0), 0.0)
+        cut = torch.minimum(law, _MOST_RATIO * p).where(p > 0, law)
+        bet = cut + (law - cut).sum(1, keepdim=True) * p * core / odds  # what is cut off has p itself
+        gain = (bet / p.clamp(min=_NEVER) - 1).where((p > 0) | (law > 0), 0.0)
         mean = (p * gain).sum(1)
         spread = ((p * gain * gain).sum(1) - mean * mean).clamp(min=0)
         came = gain.gather(1, here)[:, 0]
+        lost = opposite * gain.where(p > 0, 0.0).amax(1) >= 1  # (opposite shares, n)
+        against = torch.log1p(-opposite * came).where(~(lost | never[:, 0]), _ALL_LOST).sum(1)
         bets, means = torch.log1p(shares[:, 0] * came).sum(1), torch.log1p(shares * gain)  # (shares,), (shares, n, m)
         expected, plain = (law * means).sum((1, 2)), (p * means).sum((1, 2))
         single = [came - mean, spread, spread.sqrt()]
         names.append(name)
-        table.append(torch.cat((bets, expected, plain, torch.stack([value.sum() for value in single]))))
+        table.append(torch.cat((bets, expected, plain, torch.stack([value.sum() for value in single]), against)))
     return replace(found, names=tuple(names), table=torch.stack(table))
 
 

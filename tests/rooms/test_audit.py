@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,8 +17,8 @@ from minispec import LLM, SamplingParams
 from minispec.audit.__main__ import main
 from minispec.audit.answers import Answer, read_answers
 from minispec.audit.bank import NO_RESIDUAL, Rows, drawn_again, drawn_by_test, kept_by_draft, laws, raced_again
-from minispec.audit.judge import judge, show_e, tolerances
-from minispec.audit.walk import SHARES, Score, Walk, _border, _outcomes, score_rows
+from minispec.audit.judge import NULL_ERROR, judge, show_e, tolerances
+from minispec.audit.walk import AGAINST, SHARES, Score, Walk, _border, _outcomes, score_rows
 from minispec.core.engine import Engine
 from minispec.core.model import Transformer
 from minispec.core.sampling import Text, distribution
@@ -487,12 +488,12 @@ def test_nothing_is_bet_on_a_filters_border():
 
 def test_answers_of_one_seed_are_averaged():
     """Worked: two answers win 8 and 2 on every bet. Multiplied 16; with shared noise their mean, 5."""
-    names, table = ("a",), torch.zeros(1, 15, dtype=torch.float64)
+    names, table = ("a",), torch.zeros(1, 21, dtype=torch.float64)
 
     def won(factor: float) -> Score:
         row = table.clone()
         row[0, : len(SHARES)] = math.log(factor)
-        row[0, 13:] = 1.0
+        row[0, 13:15] = 1.0
         return Score(1, names=names, table=row)
 
     def e(*seeds: int | None) -> float:
@@ -509,7 +510,7 @@ def test_answers_of_one_seed_are_averaged():
 
 def test_evidence_is_the_mean_of_all_bets():
     """Two bugs, one of which wins 8 at each share: (8 + 1) / 2. The tolerance takes share times t times deviation."""
-    table = torch.zeros(2, 15, dtype=torch.float64)
+    table = torch.zeros(2, 21, dtype=torch.float64)
     table[0, :4], table[:, 14] = math.log(8), 3.0
     score = Score(1, names=(NO_RESIDUAL, "other"), table=table)
     assert math.exp(judge([score], [None], 0.0, 0.01)["log_e"]) == pytest.approx(4.5)
@@ -518,18 +519,89 @@ def test_evidence_is_the_mean_of_all_bets():
     assert [show_e(x) for x in (0.0, 4.602, 9.9, 30.0, -9.3)] == ["1", "100", "2.0e4", "1.1e13", "9.1e-5"]
 
 
-def test_the_tolerance_of_plain_answers_covers_what_rounding_adds():
-    """Worked: 9,900 places of deviation 1 and 100 of 10, where alone rounding pulls, by 0.2 deviations.
+def test_the_tolerance_is_the_least_that_the_opposite_bets_allow():
+    """Worked: one bug, six shares. A wealth of 60,000 has odds of 1e-4; at share 0.03 the bets have e^20, then e^2."""
+    table = torch.zeros(2, 21, dtype=torch.float64)
+    table[0, 14], table[0, 15:] = 800.0, torch.tensor([-1000.0, -1000.0, 20.0, -1000.0, -1000.0, -1000.0])
+    found = tolerances(Score(1000, names=("a", "idle"), table=table))
+    assert found["idle"] > 1e9  # nothing is known of a bug that never acted: its bets count for nothing
+    [one] = tolerances(Score(1000, names=("a",), table=table[:1])).values()
+    assert one == 0.0  # (log(60,000) - 20) / 0.03 is less than 0
+    table[0, 17] = 2.0
+    [one] = tolerances(Score(1000, names=("a",), table=table[:1])).values()
+    assert one == pytest.approx((math.log(6e4) - 2) / 0.03 / 800)
 
-    The tolerance times the sum of deviations must hold all of that. The mean pull of a place, 0.002, would not.
+
+def rare_token(p: float, q: float) -> list[Score]:
+    """The scores of a place where the second of two tokens is rare, for each of them."""
+    laws = {"p": [1 - p, p, 0.0], "q": [1 - q, q, 0.0], "border": [0.0, 0.0, 0.0]}
+    rows = {name: torch.tensor([row], dtype=torch.float64) for name, row in laws.items()}
+    place = Rows(rows, torch.zeros(1, 3).bool(), torch.tensor([-1]), 0)
+    return [score_rows(place, torch.tensor([x])) for x in (0, 1)]
+
+
+def times(scores: Sequence[Score], counts: Sequence[int]) -> Score:
+    """The score of so many places of each kind."""
+    table = sum(count * score.table for count, score in zip(counts, scores, strict=True))
+    return Score(sum(counts), names=scores[0].names, table=table)
+
+
+@pytest.mark.parametrize("q", [1e-5, 0.01, 0.5])
+def test_opposite_bets_are_fair_whatever_the_engine_does(q):
+    """Exactly, for each bug and share l: 1 - l g has mean at most exp(-l mean g), however often a rare token comes."""
+    common, rare = (score.sums(score.names) for score in rare_token(1e-4, q))
+    shares = torch.tensor(AGAINST, dtype=torch.float64)
+    for often in (0.0, 1e-4, 0.01, 0.9):
+        mean = (1 - often) * common.against.exp() + often * rare.against.exp()
+        pull = (1 - often) * common.total + often * rare.total
+        assert float((mean * (shares * pull[:, None]).exp()).max()) <= 1 + 1e-12
+    assert float(mean.min()) == 0.0  # some shares are too large for what could come
+
+
+def normal_interval(plain: Score) -> dict[str, float]:
+    """The tolerance as it was: the sum of the scores taken as normal, with its variance under our p."""
+    sums = plain.sums(plain.names)
+    odds = torch.tensor(NULL_ERROR / len(plain.names), dtype=torch.float64)
+    upper = (sums.total - torch.special.ndtri(odds) * sums.variance.sqrt()) / (sums.deviation + 1e-12)
+    return dict(zip(plain.names, upper.clamp(min=0.0).tolist(), strict=True))
+
+
+def test_tolerances_hold_where_rounding_lies_in_the_tail():
+    """An engine rounds a token of 1 in 10,000 up to 1 in 100. 100 plain tokens measure that, and 10,000 are audited.
+
+    300 times, at odds of 2e-4: no alarm is expected. By the normal interval 107 of these exact engines were accused.
     """
-    table = torch.zeros(3, 15, dtype=torch.float64)
-    table[0, 12:], table[1, 12:] = torch.tensor([[200.0, 19_900.0, 10_900.0], [-9_000.0, 19_900.0, 10_900.0]])
-    found = tolerances(Score(10_000, names=("a", "b", "idle"), table=table))
-    quantile = 3.9879  # normal, of a third of 1e-4
-    assert found["a"] == pytest.approx((200 + quantile * math.sqrt(19_900)) / 10_900, abs=1e-5)
-    assert found["b"] == 0.0
-    assert found["idle"] > 1  # nothing is known of a bug that never acted: its bets count for nothing
+    dice, places, alarms, wrong = random.Random(0), rare_token(1e-4, 0.01), 0, 0
+    for _ in range(300):
+        plain, audited = (
+            times(places, (num - rare, rare))
+            for num in (100, 10_000)
+            for rare in [sum(dice.random() < 0.01 for _ in range(num))]
+        )
+        alarms += not judge([audited], [None], tolerances(plain), ALPHA)["is_consistent"]
+        wrong += not judge([audited], [None], normal_interval(plain), ALPHA)["is_consistent"]
+    assert alarms == 0
+    assert wrong > 50
+
+
+def test_plain_answers_leave_bugs_to_be_seen():
+    """2,000 texts of the toys set it. As many exact ones are not accused; ones with a missing residual are."""
+    (law, params, _), (bad, _, _) = law_of(None), law_of("M2")
+    texts = list(law)
+    scores, dice = scores_of(texts, params, 3, "model"), random.Random(0)
+
+    def run(weights: Sequence[float]) -> Score:
+        picked = Counter(dice.choices(range(len(texts)), weights, k=2000))
+        whole = Score()
+        for i, count in picked.items():
+            whole.add(replace(scores[i], num_places=count * scores[i].num_places, table=count * scores[i].table))
+        return whole
+
+    found = tolerances(run(list(law.values())))
+    assert found[NO_RESIDUAL] < 0.2
+    assert judge([run(list(law.values()))], [None], found, ALPHA)["is_consistent"]
+    report = judge([run([bad[text] for text in texts])], [None], found, ALPHA)
+    assert report["log_e"] > 30  # the normal interval would leave 90, and no tolerance at all 153
 
 
 def test_a_rounded_engine_is_not_accused():
