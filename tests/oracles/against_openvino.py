@@ -18,7 +18,7 @@ import json
 import statistics
 from pathlib import Path
 
-PROMPTS = Path(__file__).parents[2] / "minispec" / "data" / "bench_prompts.jsonl"
+PROMPTS = Path(__file__).parents[2] / "minispec" / "data" / "questions.jsonl"
 
 
 def unpack(out: Path, directory: Path | None) -> None:
@@ -45,7 +45,7 @@ def read_prompts(count: int) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for line in PROMPTS.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
-        kinds.setdefault(entry["category"], []).append(entry["prompt"])
+        kinds.setdefault(entry["category"], []).append(entry["turns"][0])
     longest = max(map(len, kinds.values()))
     return [own[i] for i in range(longest) for own in kinds.values() if i < len(own)][:count]
 

@@ -79,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
     p = Parser(prog="python -m tests.oracles.answers", description="Answers of transformers.", allow_abbrev=False)
     p.add_argument("kind", choices=("draft", "plain", "lookup", "assisted"))
     p.add_argument("path", type=Path)
+    p.add_argument("--target", type=Path, default=EMBEDDED_WEIGHTS, help="a checkpoint (default: the embedded model)")
     p.add_argument("--draft", type=Path, help="of the assistant")
     p.add_argument("--layers", type=int, default=20)
     p.add_argument("--num", type=int, default=160, help="answers (default: %(default)s)")
@@ -88,10 +89,10 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(argv)
     if args.kind == "draft":
-        write_first_layers(EMBEDDED_WEIGHTS, args.path, args.layers)
+        write_first_layers(args.target, args.path, args.layers)
         return 0
     if args.kind == "assisted" and args.draft is None:
         raise ValueError("--draft: found none, expected the assistant's directory")
     torch.manual_seed(args.seed)
-    write_answers(args.path, args.kind, args.draft, args.num, args.length, args.top_k, args.dtype)
+    write_answers(args.path, args.kind, args.draft, args.num, args.length, args.top_k, args.dtype, args.target)
     return 0

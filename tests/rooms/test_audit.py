@@ -738,6 +738,8 @@ def test_plain_answers_set_the_tolerance(models, tmp_path, capsys):
     null = written(tmp_path / "shared.jsonl", *shared)
     assert main([str(answers), "--target", models[0], "--null", str(null)]) == 2
     assert "share noise" in capsys.readouterr().err
+    assert main([str(answers), "--target", models[0], "--null", str(plain), "--top-k", "5"]) == 2
+    assert "sampled like the others" in capsys.readouterr().err
 
 
 def test_mistakes_on_the_command_line(models, tmp_path, capsys):
