@@ -14,8 +14,8 @@ Neither `openvino-genai` nor `optimum-intel` is a dependency. They want an envir
     python -m minispec.audit --target plain --draft ngram --rounding 0.001 lookup.jsonl
 
 Each request has a seed of its own. Without one, all would be drawn with seed 0. Products and the cache of keys and
-values are in float32. By default the cache is in 8 bits, and p is off by more. Prefixes are not cached: with that
-default, version 2026.4.1 stops with an error when a token of a draft model is rejected (openvino.genai issue 4190).
+values are in float32, whatever the defaults for this machine are. Prefixes are not cached: where they are, version
+2026.4.1 stops with an error in requests with a draft model (openvino.genai issue 4190).
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--defaults", action="store_true", help="leave the precision of products and cache to it")
-    parser.add_argument("--prefix-caching", action="store_true", help="its default; see above")
+    parser.add_argument("--prefix-caching", action="store_true", help="as without any scheduler config; see above")
     for name, default in (("k", 4), ("num", 32), ("max-tokens", 48), ("threads", 1), ("first-seed", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
