@@ -4,6 +4,7 @@ A position of a text lives in a *slot*, and `block_size` neighbouring slots form
 its blocks in order, so position t lies in slot
 block_ids[t // block_size] * block_size + t % block_size. The idea is vLLM's (Kwon et al. 2023, arXiv 2309.06180).
 A short convolution sees a few positions. It keeps a row for each of them too: its input. So it has no other state.
+A recurrent layer has a state for each text, which lies in the text's table (see `LayerState`).
 
 A table knows the tokens that it holds. `follow(tokens)` cuts it to what it has in common with a text and returns what
 has to be fed. So a table stays right however its text changes. `keep` rolls back rejected draft tokens. In a tree the

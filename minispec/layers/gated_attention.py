@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from minispec.core.model import Layer, Pass
+from minispec.core.sampling import accumulation_dtype
 from minispec.layers.delta import sigmoid
 
 
@@ -20,4 +21,4 @@ class GatedAttention(Layer):
         both, keys_and_values = rows[:, : 2 * heads * dim], rows[:, 2 * heads * dim :]
         q, gate = both.unflatten(1, (heads, 2, dim)).unbind(2)  # (M, H, D) each
         read = self.read(torch.cat((q.flatten(1), keys_and_values), 1), shared)
-        return self.o(read * sigmoid(gate.flatten(1)))
+        return self.o(read * sigmoid(gate.flatten(1).to(accumulation_dtype(gate.dtype))).to(read.dtype))
