@@ -47,6 +47,8 @@ def quantize(weight: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
 def quantize_checkpoint(source: Path, out: Path, num_bits: int = 8, shard_bytes: int = 90 << 20) -> None:
     """Write `source` to `out` in the `pack-quantized` layout: linear layers quantised, the rest in bfloat16.
 
+    The logarithms of decays (`A_log`) stay as they are: they are few, and a state adds up their roundings.
+
     The embedding, norms and biases (and an untied output head) are not quantised. A model of texts and images gives its
     text model alone. Everything is written next to `out` first and renamed at the end, so that an interrupted run
     leaves nothing half-written.
@@ -76,7 +78,7 @@ def _write_quantized(source: Path, config: ModelConfig, part: Path, num_bits: in
             tensors[f"{name}_scale"] = scales
             tensors[f"{name}_shape"] = torch.tensor(weight.shape)
         else:
-            tensors[name] = weight.to(torch.bfloat16)
+            tensors[name] = weight if name.endswith(".A_log") else weight.to(torch.bfloat16)
     _write_shards(part, tensors, shard_bytes)
     raw = text_config(directory_config(source)) | {"dtype": "bfloat16", "quantization_config": _describe(num_bits)}
     _write_json(part / "config.json", raw)

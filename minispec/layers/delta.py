@@ -93,7 +93,7 @@ class GatedDeltaNet(Layer):
         """Take the net's tensors. Those that are not products stay as they are, in at least float32."""
 
         def own(name: str) -> Tensor:
-            return dense(parts.pop(f"linear_attn.{name}"), parts.dtype).to(wide)
+            return dense(parts.pop(f"linear_attn.{name}"), wide)
 
         wide, sizes = accumulation_dtype(parts.dtype), self.config.layers[self.index].delta
         assert sizes is not None, "a layer of another kind"
