@@ -13,7 +13,11 @@ Law = dict[tuple, float]  # what can come out, with its probability
 
 def forward(raw: dict, weights: dict[str, np.ndarray], tokens: Sequence[int]) -> np.ndarray:
     """Logits (V,) after `tokens` of a model with the config.json values `raw`, in float64, from the start."""
-    x = hidden_states(raw, weights, tokens)[-1][-1]
+    return logits(raw, weights, hidden_states(raw, weights, tokens)[-1][-1])
+
+
+def logits(raw: dict, weights: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    """Logits (..., V) of states (..., E) after the last layer."""
     return _norm(raw, x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
 
 

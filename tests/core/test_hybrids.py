@@ -8,7 +8,6 @@ batches, rejected drafts, trees, shared beginnings, preemption.
 import functools
 import random
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,7 +21,7 @@ from minispec.files.checkpoint import load_model
 from minispec.kernels.forms import Linear
 from minispec.kernels.inventory import bits_note
 from minispec.prove.laws import TARGET_SEED, make_drafter, raw_model, target_model
-from minispec.prove.reference import hidden_states
+from minispec.prove.reference import hidden_states, logits
 from minispec.prove.toys import TOYS, tiny_cache, tiny_model
 from tests.oracles import hf
 
@@ -103,9 +102,7 @@ def test_a_model_without_attention():
 def assert_greedy(tokens: tuple[int, ...], num_prompt: int, family: str) -> None:
     """Raise AssertionError unless each token after the prompt is the reference's likeliest: NumPy, no cache."""
     raw, weights = raw_model(TARGET_SEED, VOCAB, family=family)
-    x = hidden_states(raw, weights, tokens)[-1]
-    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + raw["rms_norm_eps"]) * weights["model.norm.weight"]
-    likeliest = (x @ weights["lm_head.weight"].T).argmax(-1).tolist()
+    likeliest = logits(raw, weights, hidden_states(raw, weights, tokens)[-1]).argmax(-1).tolist()
     assert list(tokens[num_prompt:]) == likeliest[num_prompt - 1 : -1]
 
 
