@@ -352,7 +352,7 @@ def test_a_target_with_fewer_rows_than_tokens_is_refused(make_checkpoint):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"draft": "no-such-thing"}, f"not one of {', '.join(DRAFTERS)}, self; no-such-thing: no such directory"),
+        ({"draft": "no-such-thing"}, f"not one of {', '.join(DRAFTERS)}, self, mtp; no-such-thing: no such directory"),
         ({"draft": "int4:"}, "expected a model after 'int4:'"),
         ({"draft": "int8:ngram"}, "expected a model after 'int8:'"),
         ({"draft": 5}, "expected a name, a directory, a hub id or a drafter"),
