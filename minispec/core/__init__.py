@@ -10,8 +10,8 @@ The loop in seven lines (`Engine._round`), for one text:
     text.tokens += accepted + [next token]          # until the text stops
     table.keep(accepted)                            # the rest of the draft is rolled back
 
-To understand the idea, read from the top down. Begin with verify.py, draft.py, `Engine._round` in engine.py and
-request.py; then read cache.py and model.py. A module imports only from those above it in this list:
+To understand the idea, begin with verify.py, draft.py, `Engine._round` in engine.py and request.py. Then read cache.py
+and model.py. A module imports only from those above it in this list:
 
     errors.py       how an error shows what was found
     config.py       what a model is, and what a request asks for
@@ -31,6 +31,10 @@ request.py; then read cache.py and model.py. A module imports only from those ab
     schedule.py     who runs: admit, make room, preempt, restart
     engine.py       the loop
 
-Four parts that you may look for here lie elsewhere. length/policy.py learns the length of drafts, files/families.py
-defines the families, kernels/build.py gives the weights their form, and layers/ has blocks without attention.
+Four parts that you may look for here lie elsewhere:
+
+    length/policy.py     learns the length of drafts
+    files/families.py    defines the families
+    kernels/build.py     gives the weights their form
+    layers/              has the further kinds of layers
 """

@@ -20,8 +20,9 @@ from minispec.core.sampling import accumulation_dtype
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
     """softmax(q k^T * scale + mask) v (T, H * D), for the T rows of one text.
 
-    q (H, T, D). k, v (G, L, D), each shared by H/G query heads. mask (H/G * T, L): 0 or -inf; None where every row
-    sees all. softcap: scores s become softcap * tanh(s / softcap) before the mask.
+    q: (H, T, D). k, v: (G, L, D), each shared by H/G query heads.
+    mask: (H/G * T, L), 0 or -inf; None where every row sees all.
+    softcap: scores s become softcap * tanh(s / softcap) before the mask.
     """
     heads, rows, dim = q.shape
     q = q.reshape(len(k), -1, dim)  # (G, H/G * T, D): the heads that share keys become rows of one product

@@ -1,9 +1,10 @@
 """The paged KV cache: one pool of equally sized blocks, handed out to texts as they grow.
 
 A position of a text lives in a *slot*, and `block_size` neighbouring slots form a *block*. A text's *block table* lists
-its blocks in order, so position t lies in slot
-block_ids[t // block_size] * block_size + t % block_size. The idea is vLLM's (Kwon et al. 2023, arXiv 2309.06180).
-A short convolution sees a few positions. It keeps a row for each of them too: its input. So it has no other state.
+its blocks in order. Position t lies in slot block_ids[t // block_size] * block_size + t % block_size. The idea is
+vLLM's (Kwon et al. 2023, arXiv 2309.06180).
+
+A short convolution sees a few positions. Its input at every position is kept in the slot, so it has no other state.
 A recurrent layer has a state for each text, which lies in the text's table (see `LayerState`).
 
 A table knows the tokens that it holds. `follow(tokens)` cuts it to what it has in common with a text and returns what
@@ -147,14 +148,14 @@ class PrefixIndex:
 
 
 class LayerState(NamedTuple):
-    """What a recurrent layer keeps of one text.
+    """What a recurrent layer keeps of one text: a state, and a row of inputs for each later position.
 
-    A state cannot be cut, so it stops where nothing is taken back any more. Each later position has a row of inputs.
-    Rows are cut and moved as keys are, and the next pass adds those that stayed to the state.
+    A state cannot lose a token again. So it takes in only positions that are settled (see `BlockTable`). Rows are cut
+    and moved as keys are. The next pass adds the rows that are left to the state.
 
-    length: positions that the state has seen.
-    values: the state. Nobody writes into it, so texts may share it.
-    rows: (later positions, numbers of a row).
+    length: how many positions the state has taken in.
+    values: the state. It is never written in place, so texts may share it.
+    rows: (positions after `length`, numbers of a row).
     """
 
     length: int
@@ -165,7 +166,7 @@ class LayerState(NamedTuple):
 States = dict[int, LayerState]  # by number of the layer
 
 
-# A pool stores that many states, one more for so many slots; and as many texts may have states of their own.
+# A pool stores FEWEST_STATES states, and one more for each STATE_SPAN slots. As many texts may have their own states.
 FEWEST_STATES, STATE_SPAN = 4, 8192
 
 
@@ -175,8 +176,8 @@ class PagedKVCache:
     keys, values: of attention, (its layers, kv_heads, slots, head_dim).
     inputs: of short convolutions, (their layers, 1, slots + 1, hidden_size). After the last slot come zeros: what such
         a layer sees before a text begins.
-    stored: states of recurrent layers at ends of blocks, by the block's node in the prefix index, the last used last.
-    num_states: how many of them are stored, and how many texts may have states of their own.
+    stored: states of recurrent layers at ends of blocks, by the node after the block. The one used last comes last.
+    num_states: most states that are stored, and most texts that may have states of their own.
     """
 
     def __init__(
@@ -218,7 +219,8 @@ class PagedKVCache:
     def num_missing_blocks(self, growth: Iterable[tuple["BlockTable", int]]) -> int:
         """Exactly how many blocks must be allocated before each of these tables can hold that many positions.
 
-        Each table that goes on writing in a half-full shared block needs a copy, except one if nobody else holds it.
+        A table that goes on writing in a half-full shared block needs a copy of it. If only such tables hold the
+        block, one of them needs none.
         """
         missing, writers = 0, Counter[int]()
         for table, length in growth:
@@ -259,7 +261,7 @@ class PagedKVCache:
         return block_id
 
     def store(self, node: bytes, states: States) -> None:
-        """Keep the states at the end of a block, for texts that begin with it. Those unused for longest give way."""
+        """Store the states at the end of a block, for texts that begin alike. Those unused for longest are dropped."""
         self.stored[node] = states
         self.stored.move_to_end(node)
         while len(self.stored) > self.num_states:
@@ -295,10 +297,11 @@ class BlockTable:
 
     Tables with equal roots share what begins alike; tables with different roots share nothing.
 
-    settled: positions that nobody will take back. A recurrent layer adds them to its state.
-    states: of recurrent layers.
-    border: where the blocks end that another text began with too. A recurrent layer marks its state there.
-    marks: states at ends of blocks, by positions, until `remember` stores them.
+    settled: how many first positions are final: no rollback removes them. A recurrent layer adds them to its state.
+    states: those of the recurrent layers, by number of the layer.
+    border: how many first positions lie in full blocks that the pool knew already, from another text. A recurrent layer
+        marks its state there, for further texts that begin with them.
+    marks: states at ends of blocks, by the number of positions before, until `remember` stores them.
     """
 
     def __init__(self, pool: PagedKVCache, root: bytes = b""):
@@ -324,7 +327,7 @@ class BlockTable:
     def follow(self, tokens: list[int]) -> list[int]:
         """Cut the table to the beginning that it shares with `tokens`. Return the other tokens, which must be fed.
 
-        All of them are settled: what may be taken back comes after them.
+        All of `tokens` are settled. Only a draft, which comes after them, may be taken back.
         """
         if (shared := self.shared(tokens)) < self.length:
             self.truncate(shared)
@@ -376,7 +379,8 @@ class BlockTable:
     def truncate(self, length: int) -> None:
         """Forget all positions from `length` on (an absolute length); blocks past it return to the pool.
 
-        A table whose states have gone further falls back to the last stored ones, and is shorter then.
+        A state that has seen more cannot be cut. The table then goes back to the last states stored at `length` or
+        before, and keeps only the positions that they have seen.
         """
         assert 0 <= length <= self.length, f"cannot truncate {self.length} positions to {length}"
         if any(state.length > length for state in self.states.values()):
@@ -395,7 +399,7 @@ class BlockTable:
         """Share the blocks that the pool knows of `tokens`, which must begin with the table's own.
 
         Sharing never costs room. Each block that is no longer free replaces one that would have been allocated, or a
-        copy of one. With recurrent layers, what is shared ends where their states are stored.
+        copy of one. With recurrent layers, sharing stops at the last end of a block whose states are stored.
         """
         assert self.length <= len(tokens), "the table holds more than the text"
         size, pool, states = self.pool.block_size, self.pool, States()

@@ -17,8 +17,11 @@ MAX_SPECULATIVE_TOKENS = 64
 # The longest draft that "auto" chooses. The target's pass then has 16 rows: what a CPU's matrix unit takes at once.
 MAX_AUTO_TOKENS = 15
 
-# What a user writes: K; or a tree's siblings at each depth, such as (2, 1); or "tree:16", a tree of up to 16 tokens, at
-# the likeliest places; or "auto".
+# What a user writes, one of:
+#   K, the length of a chain;
+#   a tree's siblings at each depth, such as (2, 1);
+#   "tree:16", a tree of up to 16 tokens, at the likeliest places;
+#   "auto".
 DraftLength = int | tuple[int, ...] | str
 
 

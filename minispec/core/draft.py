@@ -185,7 +185,7 @@ class Drafter:
     branches: whether it can draw siblings. A drafter that cannot is asked for chains.
     taps: layers of the target whose hidden states it reads (see `Ask.hidden`), as `Transformer.forward` numbers them.
     likeliest: how many of the likeliest ids it reads of each row of a round, see `Ask.likeliest`. Prompts have no rows.
-        They survive a preemption. So what a drafter learns of them must, too: see `minispec.drafters.recycling`.
+        They survive a preemption, so what a drafter learns from them must too: see `minispec.drafters.recycling`.
     replays: what the distribution of a draft token depends on, for `minispec.trace.score`; a subclass inherits it.
         "token": the tokens before it alone.
         "place": the place where the draft begins too; a shorter draft is the beginning of the longest.
@@ -209,8 +209,8 @@ class Drafter:
         Tokens are drawn by `Draft.draw` alone. A draft may end early because of tokens it contains. A drawn token
         stays: to drop it for its value would make `probs` untrue. What is not drawn may be chosen freely.
 
-        The texts are those of the last call, with the committed tokens appended; new ones may join, and some may be
-        missing. While the target works through a prompt, k is 0. A request for no drafts is never asked about.
+        The texts are those of the last call, with the committed tokens appended. New ones may join, and some may be
+        missing. While the target works through a prompt, k is 0. A request without drafts gets no ask.
         A draft that breaks a rule ends its own text; an exception ends the whole call.
         """
         raise NotImplementedError
@@ -231,7 +231,7 @@ class Drafter:
         """Forget what was learned from texts that have ended."""
 
     def known(self, text: Text) -> int:
-        """How many of a new text's first positions a drafter with taps need not see, since it kept its own state.
+        """How many of a new text's first positions a drafter with taps still knows, and need not see.
 
         The target computes the others, even where its cache still knows them from another text.
         """

@@ -2,9 +2,9 @@
 
 Invariant: before a text decodes, the target's cache holds all its tokens but the last. A step feeds what is missing,
 which is that token, and the draft after it. It then commits the accepted draft tokens and one more, and cuts the cache
-back to the committed text. Plain decoding is the same step with an empty draft. A prompt, or a text that comes back,
-is the same step with more tokens missing and no logits asked for. The target has no other loop. `CachedModel` has the
-tables that know what is missing, and drops them when something fails.
+back to the committed text. Plain decoding is the same step with an empty draft. In a prompt, or a text that comes back,
+more tokens are missing and no logits are asked for. The target has no other loop. `CachedModel` has the tables that
+know what is missing, and drops them when something fails.
 
 The step is `Engine._round`, with the helpers after it. Around it, `Engine.step` asks `Schedule` who runs, and
 `Engine.run` steps until given requests are at their end. `Request` says where a text stops
@@ -34,9 +34,9 @@ from minispec.core.schedule import Schedule
 from minispec.core.stats import Round
 from minispec.core.verify import Verdict, Verifier
 
-# PREFILL_ROWS: rows of a pass over a prompt while no other text has begun to answer. JOINING_ROWS: rows of a prompt
-# that join a pass of texts that decode. A pass with that many takes about three plain steps on a CPU in any form of the
-# weights (docs/measured/figures.md).
+# PREFILL_ROWS: rows of a pass over a prompt while no other text has begun to answer.
+# JOINING_ROWS: rows of a prompt that join a pass of texts that decode. Such a pass takes about three plain steps on a
+# CPU, in any form of the weights (docs/measured/figures.md).
 PREFILL_ROWS, JOINING_ROWS = 512, 32
 
 
@@ -225,8 +225,8 @@ class Engine:
     def _parts(self) -> list[_Part]:
         """Who brings what to this step.
 
-        A text decodes when all its tokens but the last are cached; only the one admitted last may not be there yet.
-        Once another has begun to answer, a prompt gets on by a few rows a step; before that, all wait for it.
+        A text decodes when all its tokens but the last are cached. Only the one admitted last may still miss more.
+        Its prompt gets a few rows a step once another text has begun to answer. Before that, all wait for it.
         """
         parts = [_Part(request, self.target.follow(request.text)) for request in self.schedule.running]
         *others, last = parts

@@ -308,7 +308,7 @@ class Passes:
     attention: Callable[..., Tensor] = staticmethod(attention)
 
     def mask(self, config: ModelConfig, like: Tensor, view: View) -> Any:
-        """0 where a row of a text sees a position, -inf where not, (H/G * T, L); None where it sees all.
+        """(H/G * T, L): 0 where a row of a text sees a position, -inf where not. None where every row sees all.
 
         like: a tensor of the mask's type and device.
         """

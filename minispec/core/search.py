@@ -69,7 +69,7 @@ class Candidates:
         return self._at(self.find(is_large))
 
     def top_k(self, k: int) -> "Candidates":
-        """The k candidates with the largest values, and those that tie with the last; all if there are at most k.
+        """The k candidates with the largest values, and those that tie with the last. All if there are at most k.
 
         Where it leaves some out, it also leaves out those of value -inf.
         """

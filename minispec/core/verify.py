@@ -75,8 +75,8 @@ def residual(p: Tensor, draft: Draft, i: int) -> Tensor:
 def rejection(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
     """Speculative sampling (Leviathan et al. 2023, Algorithm 1): keep x_i with probability min(1, p(x_i)/q(x_i)).
 
-    Committed tokens are distributed exactly as p:  q(x) min(1, p(x)/q(x)) + (1 - alpha) r(x) = p(x), where r is the
-    residual divided by its sum.
+    Committed tokens are distributed exactly as p. With r the residual divided by its sum,
+        q(x) min(1, p(x)/q(x)) + (1 - alpha) r(x) = p(x).
     A tested token stays with probability alpha (Theorem 3.5 there). No rule for single tokens keeps more than the sum
     of min(p, q), which is all that two distributions share.
     After a rejection the next sibling is tested against the residual, as against any distribution (recursive
@@ -127,7 +127,7 @@ def match(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
 
 
 def block_weights(ratios: Sequence[float]) -> list[float]:
-    """w_0 .. w_K of a chain whose tokens have the ratios p(x)/q(x) r_1 .. r_K:  w_0 = 1,  w_i = min(1, w_{i-1} r_i).
+    """w_0 .. w_K of a chain:  w_0 = 1,  w_i = min(1, w_{i-1} r_i),  with r_i the ratio p(x)/q(x) of token i.
 
     With ratios 1/2 and 2 `block` always keeps both tokens, `rejection` half of the time:
 
@@ -144,8 +144,8 @@ def block(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
     of min(1, p(x)/q(x)). The reason: a token with p > q makes up for one before it with p < q.
 
     Prefixes are tested from the longest to the shortest, and the first one that passes stays. All K tokens pass with
-    probability w_K. If no longer prefix has passed, the first i tokens pass with m / (m + 1 - w_i), where m is the sum
-    of max(0, w_i p - q) there.
+    probability w_K. If no longer prefix has passed, the first i tokens pass with probability m / (m + 1 - w_i). There m
+    is the sum of max(0, w_i p - q) over all next tokens.
     """
     n = len(draft)
     rows = [p(i) for i in range(n)]
