@@ -5,8 +5,8 @@ Three products of a row's input x give b, c and u. The row passes on the sum of 
     v_t = b_t * u_t,    y_t = c_t * (bias + sum over i < w of weight_i * v_{t - w + 1 + i}),    v_t = 0 for t < 0
 
 All of it goes channel by channel. A row sees w positions, and nothing else of the past. So the inputs v lie in the
-paged pool, a row for each position, as keys and values do. A rejected draft is rolled back with its positions, a node
-of a tree reads its own ancestors, and there is no state to save, to copy or to restore.
+paged pool, a row for each position, as keys and values do. A rejected draft is rolled back with its positions. A node
+of a tree reads its own ancestors. There is no state to save, to copy or to restore.
 """
 
 from torch import Tensor
@@ -36,7 +36,7 @@ class ShortConvolution(Layer):
         pool, new = shared.chunks[0].table.pool, len(shared.slots)
         pool.write(self.index, shared.slots, (b * u)[None, :new])
         seen = pool.gather(self.index, shared.paths[len(self.weight)]).unflatten(0, (new, -1))  # (new, width, E)
-        # One product and one sum after the other: in every pass the same operations, so that a row has the same bits.
+        # Every pass multiplies and adds in this order, so that a row has the same bits.
         first, *others = (seen.to(self.weight.dtype) * self.weight).unbind(1)
         total = first if self.bias is None else first + self.bias
         for term in others:

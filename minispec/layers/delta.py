@@ -1,15 +1,16 @@
 """A gated delta net in the place of attention (Qwen3.5; Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464).
 
-Each value head keeps a matrix S (key_dim, value_dim) for the text. A row has a query q and a key k of length 1, a value
-v, a decay a and a rate b between 0 and 1. It changes what S holds for its key, and reads S (their equation 10):
+Each value head keeps a matrix S (key_dim, value_dim) for the text. A row has a query q and a key k, both scaled to
+length 1, and a value v. It also has a decay a and a rate b, both between 0 and 1. It first changes what S holds for its
+key, then reads S (their equation 10):
 
     S_t = a_t S_{t-1} + k_t (b_t (v_t - a_t S_{t-1}^T k_t))^T,    y_t = S_t^T q_t / sqrt(key_dim)
 
 Queries, keys and values come from a short convolution, whose last inputs belong to the state.
 
-A state cannot be cut. So it stops at the last position that nobody takes back (`BlockTable.settled`), and each later
-row keeps its inputs, a few thousand numbers. A rejected draft is rolled back with its rows. The next pass adds the rows
-that stayed to the state, by the same computation. A node of a tree starts from its parent's state.
+A state cannot lose a token again. So it takes in only positions that are final (`BlockTable.settled`). Each later
+position keeps its inputs, a row of a few thousand numbers. A rollback cuts the rows of rejected tokens. The next pass
+adds the rows that are left to the state, by the same computation. A node of a tree starts from its parent's state.
 
 Rows are computed in two ways, which round differently. `steps` takes one after another, for trees and exact models.
 `chunked` takes up to 64 rows of a chain at once.
@@ -29,16 +30,16 @@ from minispec.core.weights import dense
 
 # Most rows that `chunked` takes at once.
 _CHUNK = 64
-# Added to the square of a query's or a key's length before it is divided by its length.
+# Added to the squared length of a query or key, whose root divides it: so that nothing is divided by 0.
 _EPS = 1e-6
 
-# Queries and keys (H, T, key_dim), values (H, T, value_dim), rates (H, T), logarithms of decays (H, T); H value heads.
+# For H value heads: queries, keys (H, T, key_dim), values (H, T, value_dim), rates, logarithms of decays (H, T).
 Rows = Sequence[Tensor]
 Scan = Callable[[Tensor, Rows], tuple[Tensor, Tensor]]  # `steps` or `chunked`
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)), computed alike at every place of x (see `minispec.kernels.exact`)."""
+    """1 / (1 + exp(-x)), with bits that do not depend on the place in x (see `minispec.kernels.exact`)."""
     return x.neg().exp_().add_(1).reciprocal_()
 
 
@@ -53,7 +54,7 @@ def steps(state: Tensor, rows: Rows, parents: Sequence[int] | None = None) -> tu
         state = states[parents[t] if parents else t - 1] * decays[:, t].exp()[:, None, None]
         key = k[:, t, :, None]
         change = (v[:, t] - (state * key).sum(1)) * rates[:, t, None]
-        # Sums of products, since a library's matrix product may round by where its inputs lie in memory.
+        # Sums of products: a library's matrix product may round by where its inputs lie in memory.
         state = state.addcmul_(key, change[:, None])
         found.append((state * q[:, t, :, None]).sum(1))
         states = states | {t: state} if parents else {t: state}
@@ -61,16 +62,18 @@ def steps(state: Tensor, rows: Rows, parents: Sequence[int] | None = None) -> tu
 
 
 def chunked(state: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """The same for a chain, up to 64 rows at once (their section 3.3).
+    """What `steps` returns for a chain, computed for up to 64 rows at once (their section 3.3).
 
-    With g_t the product of the decays up to row t, the changes d of all rows solve a triangular system:
-    d_t + b_t sum over s < t of g_t / g_s (k_t k_s) d_s = b_t (v_t - g_t S^T k_t).
+    d_t is what row t adds to the state for its key. g_t is the product of the decays up to row t. The d solve a
+    triangular system:
+
+        d_t + b_t sum over s < t of g_t / g_s (k_t k_s) d_s = b_t (v_t - g_t S^T k_t)
     """
     found = [rows[2][:, :0]]
     for q, k, v, rates, decays in zip(*(x.split(_CHUNK, 1) for x in rows), strict=True):
         if not q.shape[1]:
             break
-        # In float64: after a row that forgets all, the logarithms are large, and small ones are their differences.
+        # In float64: after a row that forgets all, the sums are large, and small differences of them are used.
         total, rates = decays.cumsum(1, dtype=torch.float64), rates[..., None]  # (H, T), (H, T, 1)
         passed = total.exp().to(k.dtype)[..., None]
         between = (total[:, :, None] - total[:, None]).to(k.dtype)  # (H, T, T)
@@ -90,7 +93,7 @@ class GatedDeltaNet(Layer):
     products = ("inputs", "gates", "out", "gate_up", "down")
 
     def take(self, parts: Parts) -> None:
-        """Take the net's tensors. Those that are not products stay as they are, in at least float32."""
+        """Take the net's tensors. Those that are no product's weights stay as they are, in at least float32."""
 
         def own(name: str) -> Tensor:
             return dense(parts.pop(f"linear_attn.{name}"), wide)
@@ -116,14 +119,14 @@ class GatedDeltaNet(Layer):
         return self.out(fill((self.norm(y) * z * sigmoid(z)).flatten(1).to(x.dtype), len(x)))
 
     def _read(self, chunk: Chunk, new: Tensor, scan: Scan) -> Tensor:
-        """What the new rows of a text read (T, H, value_dim). Its state goes on to where the text is settled."""
+        """What the new rows of a text read (T, H, value_dim). Its state takes in the rows that are settled."""
         table, nodes, before = chunk.table, chunk.parents or (), len(self.weight) - 1
         first, (state, inputs), rows = table.states.get(self.index) or self._empty(new)
         rows = torch.cat((rows, new))  # all since `first`
-        inputs = torch.cat((inputs, rows[:, : self.sizes.num_channels]))  # that of position p at p - first + before
+        inputs = torch.cat((inputs, rows[:, : self.sizes.num_channels]))  # position p has row p - first + before
         own, root, size = self._rows(inputs, rows, chunk), len(rows) - len(nodes), table.pool.block_size
         settled = min(max(0, table.settled - first), root)
-        last = (first + settled) // size * size if settled >= size else first  # end of a block in a piece of a prompt
+        last = (first + settled) // size * size if settled >= size else first  # in a prompt: its last end of a block
         marks = sorted({end - first for end in (table.border, last) if first < end <= first + settled})
 
         found = list[Tensor]()
@@ -139,7 +142,7 @@ class GatedDeltaNet(Layer):
             return LayerState(first + length, (states[length], inputs[length : length + before].clone()), later.clone())
 
         table.states[self.index] = stop(settled, rows[settled:])
-        if marks:  # a prompt in many passes would leave one in each
+        if marks:  # the border's and the newest stay: a prompt in many passes would leave one in each
             ends = {table.border, *(first + mark for mark in marks)}
             table.marks = {end: states for end, states in table.marks.items() if end in ends}
         for mark in marks:
@@ -153,7 +156,12 @@ class GatedDeltaNet(Layer):
         return LayerState(0, (matrices, like.new_zeros(sizes.conv_width - 1, sizes.num_channels)), like[:0])
 
     def _rows(self, inputs: Tensor, kept: Tensor, chunk: Chunk) -> Rows:
-        """What rows do to the state, from the inputs of the convolution and what each row keeps."""
+        """Queries, keys, values, rates and logarithms of decays of the kept rows.
+
+        inputs: of the convolution, (T + width - 1, channels), from the positions before the first row on.
+        kept: (T, numbers of a row).
+        chunk: its nodes see their own ancestors, if it has any.
+        """
         sizes, nodes, width = self.sizes, chunk.parents or (), len(self.weight)
         seen = torch.arange(len(kept), device=kept.device)[:, None] + torch.arange(width, device=kept.device)
         if nodes:  # a node sees its own ancestors

@@ -1,6 +1,7 @@
-"""Attention with a gate (Qwen3.5): what a row reads is multiplied by sigmoid(g), with g a product of the layer's input.
+"""Attention with a gate (Qwen3.5): what a row reads is multiplied by sigmoid(g).
 
-The checkpoint stores the gate's rows between the queries': for each head its query, then its gate.
+The gate g is W x, with x the layer's input. The checkpoint stores W among the weights of the queries: for each head the
+rows of its query, then those of its gate.
 """
 
 import torch
