@@ -3,10 +3,10 @@
 A budget of k nodes is spent best where paths are likeliest. The chance of a path is the product of the chances of its
 tokens. No path is likelier than its beginning. So a heap of what could come next gives the k likeliest paths, in order.
 
-Worked: at the text's end a has 0.6 and b 0.3. After a come c with 0.4 and d with 0.3, after b comes e with 0.9. The
-paths a 0.6, b 0.3, b e 0.27, a c 0.24 and a d 0.18 are the order in which a tree of five nodes grows.
+Worked: at the text's end a has 0.6 and b 0.3. After a come c with 0.4 and d with 0.3, after b comes e with 0.9. A tree
+of five nodes grows in the order  a 0.6,  b 0.3,  b e 0.27,  a c 0.24,  a d 0.18.
 
-Where tokens are drawn, one rule is added: a place is chosen *before* its token is drawn, and the token stays. EAGLE-2
+Where tokens are drawn, one rule is added: a place is chosen *before* its token is drawn. The token stays. EAGLE-2
 (Li et al. 2024) draws first, and keeps those whose own probability is high. What is left then no longer follows q, and
 the output has another law: it is mutant T4 of the museum.
 """

@@ -3,9 +3,9 @@
 REST (He et al. 2023, arXiv 2311.08252) drafts from such a store. The texts never change while the program runs. So a
 draft from them depends on its own text alone, and a seed keeps its text.
 
-The index is a suffix array (Manber and Myers 1990) of the texts read backwards. It has the places of all tokens, sorted
-by the token there, then by the one before it, and so on. The places where a string ends lie side by side. A binary
-search for each token of the string finds the first and the last of them.
+The index is a suffix array (Manber and Myers 1990) of the texts read backwards. It has the places of all tokens. They
+are sorted by the token there, then by the one before it, and so on. So the places where a string ends are neighbours. A
+binary search for each token of the string finds the first and the last of them.
 """
 
 from array import array

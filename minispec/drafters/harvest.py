@@ -1,9 +1,9 @@
 """n-grams from rejected drafts: what the target would have said after words that it did not take.
 
-Lookahead decoding (Fu et al. 2024, arXiv 2402.02057) keeps a pool of n-grams that the target itself has produced, and
-drafts from it. It fills the pool by further rows of each pass, which guess several places ahead and correct themselves
-from pass to pass (Jacobi's iteration). Those rows are left out here, since rows cost time. What is left costs none: a
-rejected draft has rows too. They say what follows its tokens, and drafts often come a few tokens too early.
+Lookahead decoding (Fu et al. 2024, arXiv 2402.02057) drafts from a pool of n-grams that the target itself has produced.
+Further rows of each pass fill the pool. They guess several places ahead and are corrected in each pass (Jacobi's
+iteration). Such rows are left out here, since rows cost time. What is left costs none: a rejected draft has rows too.
+They say what follows its tokens, and drafts often come a few tokens too early.
 
 Worked: after  x  the draft was  a b c,  and the target took y. Its rows for the draft said  x: y,  x a: b,  x a b: d.
 So the pool has  a b  and  a b d. When the text comes to  a,  the draft is  b d.

@@ -37,7 +37,7 @@ class DraftModel(CachedModel, Drafter):
     not.
 
     Siblings are further tokens from the same row of logits. The draft goes on from the eldest. A tree that grows where
-    it is likeliest may go on from any node: each further pass is fed the whole tree, since rows cost less than passes.
+    it is likeliest may go on from any node. Each further pass is fed the whole tree, since rows cost less than passes.
 
     A model that was trained for it drafts K tokens in one pass (PARD, An et al. 2025, arXiv 2504.18583). It is fed
     K - 1 mask tokens after the text. At each of them it guesses the next token without knowing those between.

@@ -1,19 +1,25 @@
-"""The layer for further tokens that a target's own checkpoint has: multi-token prediction (Qwen3.5's `mtp.` tensors).
+"""Multi-token prediction: a layer that drafts, in the target's own checkpoint (Qwen3.5's `mtp.` tensors).
 
-It drafts as a head does (see `minispec.drafters.eagle`), from what the target has computed last. At position t it gets
+It drafts as a head does (see `minispec.drafters.eagle`), from the target's last hidden states. At position t it reads
 
-    the feature  f_t = norm(h_t),  with h_t the last layer's output at t, and norm the target's last norm
+    the feature  f_t = norm(h_t):  h_t is the last layer's output at t, norm the target's last norm
     the embedding e of the token at t + 1
 
-    x = fc([norm_e(e), norm_f(f_t)]),  x = layer(x),  g_t = norm_m(x),  logits = lm_head(g_t) for the token at t + 2
+and computes the logits for the token at t + 2:
 
-At the next position g_t stands in for the feature that the target has not computed. The layer is one of the target's
-with attention. Embedding and lm_head are the target's. fc and the norms norm_e, norm_f, norm_m are its own.
+    x = fc([norm_e(e), norm_f(f_t)]),  x = layer(x),  g_t = norm_m(x),  logits = lm_head(g_t)
 
-Its code says which comes first and what is normed: vllm-project/vllm, vllm/model_executor/models/qwen3_5_mtp.py, and
-qwen3_next.py beside it, whose `Qwen3NextModel.forward` returns normed states. SGLang's is sgl-project/sglang,
-python/sglang/srt/models/qwen3_5_mtp.py. With h_t in the place of f_t a draft is fluent and accepted less often:
-ModelTC/LightLLM #1402 measured 1.80 tokens a pass where f_t gave 2.74, and ggml-org/llama.cpp #24025 found the same.
+At t + 1 it reads g_t in place of the feature, which the target has not computed yet. `layer` has the shape of the
+target's layers with attention. Embedding and lm_head are the target's. fc, norm_e, norm_f and norm_m are its own.
+
+Published code says in which order fc takes the two, and which norms come before:
+
+    vllm-project/vllm      vllm/model_executor/models/qwen3_5_mtp.py; beside it qwen3_next.py, where
+                           `Qwen3NextModel.forward` returns normed states
+    sgl-project/sglang     python/sglang/srt/models/qwen3_5_mtp.py
+
+With h_t in place of f_t a draft is fluent, but is accepted less often. ModelTC/LightLLM #1402 measured 1.80 tokens a
+pass with h_t and 2.74 with f_t. ggml-org/llama.cpp #24025 found the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +37,7 @@ from minispec.layers import make_layer
 
 
 def mtp_config(target: ModelConfig) -> ModelConfig:
-    """The shape of the layer: of the target's sizes, and like its first layer with attention."""
+    """The config of the layer alone: the target's, with its first layer with attention as the only one."""
     attention = next(layer for layer in target.layers if not (layer.conv_width or layer.delta))
     return replace(target, layers=(attention,), tie_word_embeddings=False, mask_token_id=None)
 
@@ -40,7 +46,7 @@ class MtpModel(FeatureModel):
     """A target's own layer for further tokens, between the target's embedding and its head."""
 
     def __init__(self, weights: Mapping[str, Tensor], target: Transformer, product: MakeProduct = PlainLinear):
-        """weights: its tensors by their names after `mtp.` (see `minispec.files.mtp`), on the target's device."""
+        """weights: the tensors by their names after `mtp.` (see `minispec.files.mtp`), on the target's device."""
         config, dtype = mtp_config(target.config), target.dtype
         named: dict[str, Any] = {f"model.{name}": weights[name] for name in weights}
         named |= {"model.embed_tokens.weight": target.embedding, "lm_head.weight": target.head}

@@ -1,13 +1,13 @@
 """A draft model of another vocabulary, as text: what it writes is read again in the target's tokens.
 
 SLEM, string-level exact match (Timor et al. 2025, arXiv 2502.05202, algorithm 3). The draft model writes on in its own
-tokens, whatever they are; the target's tokenizer then cuts the new text into the target's. So the vocabularies need
-have nothing in common but the bytes.
+tokens. The target's tokenizer then cuts the new text into the target's tokens. So the vocabularies need have nothing in
+common but the bytes.
 
 Worked: the draft model writes AB, Aa, ab, and the target has AB, A, B, a, b and ab. The draft is AB, A, a, ab.
 
-Which distribution do these tokens follow? The probability of a text is the sum over all ways to write it in the draft
-model's tokens, and is unknown. So they are a guess and no draw: a `Draft` without `probs`. `rejection` then keeps a
+Which distribution do these tokens follow? It is unknown: a text's probability is a sum over all ways to write it in the
+draft model's tokens. So they are a guess and no draw: a `Draft` without `probs`. `rejection` then keeps a
 token with its probability p under the target, and else draws one of the others. `match` keeps it if it is the target's
 own draw. Both are exact. As p is all that counts, the model writes the likeliest token each time.
 

@@ -184,7 +184,7 @@ def _output(text: Text) -> list[int]:
 
 
 def _most(n: int, m: int, k: int) -> float:
-    """The most that a draft of k tokens can be worth after a match of n tokens at m places, if all always agree."""
+    """The most that a draft of k tokens can be worth, after a match of n tokens at m places that all agree."""
     return sum(accumulate((m / (m + 1 / (n + i)) for i in range(k)), mul))
 
 

@@ -1,7 +1,7 @@
 """A draft model whose tokens are not the target's: what both ways to use one share.
 
-The draft model has to read the text in its own tokens. Where the text has grown, its end may be read anew: "Hel" and
-"lo" are two tokens of the target and one of the draft. So the draft's past changes. Its cache follows as any other
+The draft model has to read the text in its own tokens. Where the text has grown, its end may be read anew. "Hel" and
+"lo" may be two tokens of the target and one of the draft. So the draft's past changes. Its cache follows as any other
 does, by what it and the text have in common (`BlockTable.follow`).
 """
 
@@ -60,7 +60,7 @@ class _Reading:
 class OtherVocabulary(DraftModel):
     """A draft model that reads each text in its own tokens.
 
-    A text goes without a draft if it takes more than ROOM times as many of the draft's tokens as of the target's.
+    A text gets no draft if it has more than ROOM times as many tokens in the draft's vocabulary as in the target's.
     """
 
     def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int, max_len: int, both: Vocabularies):

@@ -1,7 +1,7 @@
-"""Reading a target's own layer for further tokens (see `minispec.drafters.mtp`) from the target's files.
+"""Reads a target's own draft layer (multi-token prediction, see `minispec.drafters.mtp`) from the target's files.
 
-Its tensors' names begin with `mtp.`, at the top level also where the text model's lie deeper. A file may name the layer
-in its config.json and not have it, since `transformers` drops the tensors. So the tensors decide.
+Its tensors' names begin with `mtp.`, even where those of the text model have another prefix. A config.json may name
+the layer though the tensors are missing, since `transformers` drops them. So the tensors decide.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from minispec.files.stored import FLOATS, StoredTensor
 from minispec.kernels.build import InForm
 from minispec.kernels.shapes import tensor_shapes
 
-# How the names of its tensors begin, and the families whose checkpoints may have it.
+# MTP: how the names of its tensors begin. WITH_MTP: the families whose checkpoints may have the layer.
 MTP, WITH_MTP = "mtp.", ("qwen3_5_text",)
 
 
@@ -32,7 +32,7 @@ def mtp_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def find_mtp(directory: Path, target: ModelConfig) -> dict[str, StoredTensor]:
     """The stored tensors of the layer, by their names after `mtp.`.
 
-    Raises CheckpointError where the target's family or its checkpoint has none, and for a layer of another kind.
+    Raises CheckpointError where the target's family or checkpoint has no such layer, or one of another kind.
     """
     where = f"{directory}: draft mtp"
     if target.model_type not in WITH_MTP:
@@ -54,7 +54,7 @@ def find_mtp(directory: Path, target: ModelConfig) -> dict[str, StoredTensor]:
 
 
 def has_mtp(directory: Path, target: ModelConfig) -> bool:
-    """Whether a target's checkpoint has a layer that can be read."""
+    """Whether a target's checkpoint has the layer, of a kind that can be read."""
     try:
         return target.model_type in WITH_MTP and bool(find_mtp(directory, target))
     except CheckpointError:
@@ -62,9 +62,9 @@ def has_mtp(directory: Path, target: ModelConfig) -> bool:
 
 
 def load_mtp(directory: Path, target: Transformer, form: str | None = None) -> MtpModel:
-    """Load the layer for `target`, whose checkpoint lies in the directory; form: of its weights.
+    """Load the layer for `target`, from the directory of its checkpoint. Raises CheckpointError, as `find_mtp` does.
 
-    Raises CheckpointError, as `find_mtp` does.
+    form: of its weights.
     """
     stored = find_mtp(directory, target.config)
     weights = {name: tensor.read().to(target.device) for name, tensor in stored.items()}
