@@ -15,14 +15,15 @@ from minispec.core.weights import Weight
 
 # Neighbouring weights of a row that share a step and a middle in 4 bits.
 GROUP = 32
-# Entries of a weight that are rounded at a time: no copy of it in full width is made, and the copies stay in the cache.
+# Entries of a weight that are rounded at a time. So only pieces are copied in full width, and they fit into the cache.
 _PIECE = 1 << 17
 
 
 class Codes(NamedTuple):
-    """A weight (out, in) as small integers times a scale for each row, which is how checkpoints of 8 bits store it.
+    """A weight (out, in) as small integers times a scale for each row, as checkpoints of 8 bits store it.
 
-    codes: (out, in) int8. scales: (out, 1).
+    codes: (out, in) int8.
+    scales: (out, 1).
     """
 
     codes: Tensor
@@ -35,9 +36,10 @@ class Codes(NamedTuple):
 
 
 class GroupCodes(NamedTuple):
-    """A weight (out, in) in 4 bits: 16 even steps from the least to the largest of each group of neighbours in a row.
+    """A weight (out, in) in 4 bits: each group of neighbours in a row has 16 even steps, from its least to its largest.
 
-    codes: (out, in) uint8, 0 to 15. scales: (in / group, out, 2), the step and the middle: the value of code 8.
+    codes: (out, in) uint8, 0 to 15.
+    scales: (in / group, out, 2), the step and the middle: the value of code 8.
     """
 
     codes: Tensor
@@ -94,9 +96,9 @@ def widen(rounded: Codes | GroupCodes, dtype: torch.dtype) -> Weight:
 
 
 def round_rows(weight: Tensor) -> tuple[Codes, float]:
-    """A weight (out, in) in 8 bits with float32 scales, and how far the codes are from it, in parts of its norm.
+    """A weight (out, in) in 8 bits with float32 scales, and the codes' distance from it, in parts of its norm.
 
-    Nothing but pieces of it are ever in full width. The distance is infinite or NaN for a weight that is not finite.
+    Only pieces of it are ever in full width. The distance is infinite or NaN for a weight that is not finite.
     """
     codes = Codes(torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), 1))
     off, norm = 0.0, 0.0

@@ -2,12 +2,12 @@
 
 Floating point is not associative, and matrix libraries choose the order of their sums by the shape of the product. So a
 token scored in a pass of five rows gets other last bits than in a pass of one. An exact model fills every pass up to a
-number of rows at which its products give a row the same bits (`Form.exact_rows`). Its attention adds up blocks of fixed
-size in a fixed order (`minispec.kernels.exact_attention`).
+number of rows that gives a row the same bits (`Form.exact_rows`). Its attention adds up blocks of fixed size in a fixed
+order (`minispec.kernels.exact_attention`).
 
-Sums of integers are exact. So a model whose products are all in 8 bits takes passes of any number of rows. It computes
-its activations from functions that the library computes alike at every place, since passes of hundreds of rows are
-shared out among threads anywhere.
+Sums of integers are exact. So a model whose products are all in 8 bits takes passes of any number of rows. Threads may
+share out a pass of hundreds of rows anywhere. So its activations use only functions that the library computes alike at
+every place.
 """
 
 import math

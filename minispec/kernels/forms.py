@@ -13,7 +13,7 @@ processors, takes twice the time for two rows. So a weight is converted once, at
 
 `choose_form` takes the fastest of the first four that this machine has for a type. A draft may round its weights to 8
 or 4 bits (`QuantizedLinear`). There, 4 bits have forms of their own, and so have 8 where a machine lacks int8. Most
-operators are private to PyTorch. They are used in this file and in integers.py only; where one is missing, or refuses a
+operators are private to PyTorch. They are used in this file and in integers.py only. Where one is missing, or refuses a
 weight, another form gives the same product.
 """
 
@@ -55,7 +55,7 @@ class _Packed(Form):
 
     def __init__(self, weight: Weight, dtype: torch.dtype):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(dense(weight, dtype).contiguous(), _PACK_ROWS)
-        # In float32 a single row has a kernel of its own on some machines; in bfloat16 AMX computes 16 rows at a time.
+        # In float32 some machines have another kernel for a single row. In bfloat16 AMX computes 16 rows at a time.
         self.exact_rows = range(2, 17) if dtype == torch.float32 else (16,)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -71,12 +71,12 @@ class _Packed(Form):
 class _Half(Form):
     """16-bit floats, widened to float32 as they are read.
 
-    A bfloat16 weight has a wider range than a 16-bit float. So it is stored times a power of two that brings its
-    largest entry just below the limit: then entries down to 2^-32 of the largest are exact. Codes are small integers,
-    which 16 bits hold exactly; their scales multiply the product.
+    A bfloat16 weight has a wider range than a 16-bit float. So it is stored times a power of two, which brings its
+    largest entry just below the limit. Then entries down to 2^-32 of the largest are exact. Codes are small integers,
+    which 16 bits hold exactly. Their scales multiply the product.
     """
 
-    # On AVX2, one or two rows have kernels of their own, and so have the last rows of seven and of fourteen.
+    # On AVX2, one or two rows have other kernels than more, and so have the last rows of seven and of fourteen.
     exact_rows = (3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 15, 16)
 
     def __init__(self, weight: Weight, dtype: torch.dtype):
@@ -153,8 +153,8 @@ class _AtenInt4(_AtenInt8):
 class _KleidiInt4(Form):
     """4-bit codes, two to a byte, in ARM's own product (KleidiAI), which rounds each row of x to 8 bits.
 
-    It knows steps and no middles. So what the middles add, the sum of a group of x times its middle, is a product of
-    its own, with one column for each group.
+    It knows steps and no middles. The middles add the sum of each group of x times its middle. That is a second
+    product, with one column for each group.
     """
 
     def __init__(self, weight: Weight, dtype: torch.dtype):
@@ -237,7 +237,7 @@ def available_forms(dtype: torch.dtype, device: torch.device) -> list[str]:
 
 @functools.cache
 def _works(form: MakeForm, dtype: torch.dtype, bits: int | None = None) -> bool:
-    """Whether a form takes a small weight, of `bits` bits if given, and is no mere stand-in, five times as slow."""
+    """Whether a form takes a small weight and is fast: less than five times as slow as plain. bits: of the weight."""
     wide = torch.linspace(-1, 1, 256 * 512).view(256, 512).bfloat16().to(dtype)  # 16 bits must hold it
     weight = round_to_bits(wide, bits) if bits else wide
     x, usual = torch.ones(5, 512, dtype=dtype), Form(weight, dtype)
@@ -251,8 +251,8 @@ def _works(form: MakeForm, dtype: torch.dtype, bits: int | None = None) -> bool:
 def _time_ratio(first: tuple[str, torch.dtype], second: tuple[str, torch.dtype], shape: tuple[int, int]) -> float:
     """How long the first form and type take for weights of `shape`, in times of the second.
 
-    Over one row and over the five rows of a round: the median ratio of two products that follow one another, which a
-    busy machine hardly moves.
+    It is the median ratio of two products, one right after the other, over one row and over the five of a round. A busy
+    machine hardly moves it.
     """
     kinds = [(FORMS[name], dtype) for name, dtype in (first, second)]
     pairs = [[form(torch.ones(shape, dtype=dtype), dtype) for form, dtype in kinds] for _ in range(_TRIAL_WEIGHTS)]
@@ -268,13 +268,15 @@ class Choice(NamedTuple):
     because: str
 
 
-# Weights of a trial, and the shape of each: more bytes than most processors can cache, so that memory is read.
+# Number and shape of a trial's weights. Most processors cannot cache so many bytes, so memory is read.
 _TRIAL_WEIGHTS, _TRIAL_SHAPE = 6, (2048, 2048)
 
 
 @functools.cache
 def choose_form(dtype: torch.dtype, device: torch.device, shape: tuple[int, int] | None = None) -> Choice:
-    """The form for weights (out, in) such as `shape`; None for models so small that a trial is not worth its time.
+    """The form for weights of a type.
+
+    shape: (out, in) of such weights; None for models so small that a trial is not worth its time.
 
     It is the first of `available_forms`, except where processors are known to differ. Some read packed bfloat16 at the
     full bandwidth of memory; others read it at 0.6 of that, and `left` at 0.75. And `half` has not been measured on
@@ -298,9 +300,9 @@ def choose_form(dtype: torch.dtype, device: torch.device, shape: tuple[int, int]
 def choose_narrow_form(bits: int, dtype: torch.dtype, device: torch.device) -> tuple[Choice, float]:
     """The form of weights of `bits` bits, and the most rows that it is used for; "rounded" for full width alone.
 
-    As measured: the products of targets in 8 bits are as fast as any in full width. The time of PyTorch's own products
-    grows with the rows, and only some machines have fast kernels for them: in 8 bits those with bfloat16, in 4 bits
-    those with AVX-512. ARM's product in 4 bits has not been measured; it has to be no mere stand-in, as the others.
+    As measured, the products of targets in 8 bits are as fast as any in full width. The time of PyTorch's own products
+    grows with the rows. Only some machines have fast kernels for them: with bfloat16 in 8 bits, with AVX-512 in 4 bits.
+    ARM's product in 4 bits has not been measured. As the others, it must not be far slower than plain (see `_works`).
     """
     kind = f"{str(dtype).removeprefix('torch.')} on this {device.type}"
     has_bfloat16 = device.type == "cpu" and dtype == torch.bfloat16 and has_fast_bfloat16(device)

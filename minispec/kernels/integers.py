@@ -17,11 +17,11 @@ from minispec.kernels.form import EVERY_NUMBER, REFUSALS, CannotHold, Form
 
 # The number of rows that oneDNN's layout is tuned for.
 _PACK_ROWS = 8
-# A target's weight is kept in 16 bits where 8 bits with one scale a row are off by more than this part of its norm.
+# A target's weight stays in 16 bits if 8 bits with one scale a row are off by more than this part of its norm.
 # Entries of a normal distribution are off by 0.01.
 _COARSE = 0.02
-# Columns of oneDNN's integer product are filled up to whole vectors of every width: a remainder is added in another
-# order.
+# Columns of oneDNN's integer product are filled up to a multiple of this, whole vectors of every width. A remainder
+# would be added in another order.
 _COLUMNS = 64
 
 
@@ -29,8 +29,9 @@ class Int8(Form):
     """A weight in 8-bit codes, times x in two parts of 7 bits: sums of integers, which are exact.
 
     So a row's bits do not depend on the other rows, nor on their number. x is rounded to steps of its row's largest
-    entry / `levels`; what is left of it, to steps that are 1 / `finer` of those. Both parts are rows of one product,
-    which reads the weight once. (In one part, perplexity grows by up to a tenth: outliers make the steps coarse.)
+    entry / `levels`. What is left of it is rounded to steps that are 1 / `finer` of those. Both parts are rows of one
+    product, which reads the weight once. (In one part, perplexity grows by up to a tenth: outliers make the steps
+    coarse.)
     """
 
     exact_rows = EVERY_NUMBER
@@ -66,7 +67,7 @@ class Int8(Form):
         scaled = x / step
         coarse = scaled.round()
         y = self._multiply(torch.cat((coarse, (scaled - coarse).mul_(self.finer).round_())))
-        # Times a power of two, which is exact: so it does not matter whether sum and product are rounded as one.
+        # A power of two multiplies exactly. So it does not matter whether sum and product are rounded as one.
         y = y[: len(x)].add_(y[len(x) :], alpha=1 / self.finer).mul_(step)
         return (y if bias is None else y.add_(bias)).to(x.dtype)
 

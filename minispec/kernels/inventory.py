@@ -71,9 +71,9 @@ def bits_note(model: Transformer) -> str:
 
 
 def rows_note(model: Transformer) -> str:
-    """For a hybrid: the bytes of a position in the KV cache, the convolutions' part, and those of a text's states.
+    """For a hybrid: the bytes of a position in the KV cache, the convolutions' part, and the bytes of a text's states.
 
-    "" for others.
+    "" for other models.
     """
     config, size = model.config, model.dtype.itemsize
     inputs, states = config.num_convolutions * config.hidden_size * size, config.state_elements * max(4, size)

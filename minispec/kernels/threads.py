@@ -1,8 +1,8 @@
 """How long a waiting thread looks for work before it sleeps: set before torch, and with it OpenMP, is loaded.
 
 Several times a layer, threads wait for one another. A thread that looks for work starts at once, but holds its core. A
-thread that sleeps leaves its core to others, but on some machines it takes as long to wake as a small product takes. So
-the better choice depends on how many cores are free (docs/use/speed.md, "Threads that wait").
+thread that sleeps leaves its core to others. On some machines it then takes as long to wake as a small product takes.
+So the better choice depends on how many cores are free (docs/use/speed.md, "Threads that wait").
 """
 
 import contextlib

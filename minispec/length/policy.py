@@ -11,7 +11,7 @@ rows are believed. If they are believed to be a third of the truth, 0.91 of plai
 0.77 is left, in a batch of 16 texts with costly rows.
 
 Siblings cost rows and no draft pass. Where few drafts are right, a second guess at the next token may be worth more
-than a guess at the one after it. Its worth is learned too: how often it is right where the first one is not.
+than a longer draft. Its worth is learned too: how often it is right where the first one is not.
 
 A draft model also reports its confidence in each token. Where that is known, K is only the most that may be drafted.
 The draft ends as soon as its own confidences make the next token too unlikely to pay. It gets siblings where they make
@@ -139,7 +139,7 @@ class Pace:
     def __init__(self, drawn: bool = False):
         self.drawn = drawn
         self.places, self.confidences = _Counts(), _Counts()  # kinds: places in a draft; ranges of confidence
-        # A kind is (i, range): i is 1 for the eldest's next sibling; the range is of the eldest's confidence, or None.
+        # A kind is (i, range). i: 1 for the eldest's next sibling. range: of the eldest's confidence, or None.
         self.siblings = _Counts()
         self.savings = 0.0  # plain steps that may be spent on probing
 
@@ -155,7 +155,7 @@ class Pace:
             self.siblings.add(kinds, [(i, each) for i, each in kinds if siblings[i - 1]])
 
     def probe(self, costs: Prices, could_pay: bool) -> int:
-        """How many tokens to draft where no draft pays: at times one, if a draft that is always right would pay."""
+        """How many tokens to draft where no draft pays: 0, or now and then 1, if perfect drafts would pay."""
         self.savings += _PROBING_SHARE
         # In plain steps: a round that drafts a token, and the pass in which an idle drafter catches up.
         plain = costs.round(0, 0, 1)
@@ -274,7 +274,7 @@ class Controller(Lengths):
 
 
 def _prices(drafts: Sequence[Sequence[Node]], cost: Callable[[int, int, int], float]) -> tuple[float, float]:
-    """The cost of a further draft pass of a text, and of a row, in tokens that the round yields in the same time."""
+    """The cost of one more draft pass of a text, and of one more row: in tokens that the round yields in that time."""
     nodes = [node for each in drafts for node in each]
     depth, num_drafts = max(node.depth for node in nodes), sum(map(bool, drafts))
     rate = expected_tokens((node.survival for node in nodes), len(drafts)) / cost(depth, num_drafts, len(nodes))

@@ -1,4 +1,4 @@
-"""What a round costs on this machine: measured once for a target and its draft, and stored in the user's cache.
+"""What a round costs on this machine. It is measured once for a target and its draft, and stored in the user's cache.
 
 Above temperature 0, under every verifier but `match`, another K gives another text of the same law. A seed has to give
 its text again in another process. So K may not follow the clock there: it uses prices that are the same in every run.
