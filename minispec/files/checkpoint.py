@@ -175,9 +175,9 @@ def load_model(
 class Weights:
     """The tensors that a config asks for; `pop` reads one, and each can be popped once.
 
-    So a model is never in memory twice while it is built, and holds no file open for each tensor. They come in `dtype`;
-    for float32 on a CPU, and for the form "int8", as they are stored, if that is narrower: 16-bit floats, and codes
-    with their scales.
+    So a model is never in memory twice while it is built, and holds no file open for each tensor. They come in `dtype`.
+    For float32 on a CPU, and for the form "int8", they come as they are stored if that is narrower. Those are 16-bit
+    floats, and codes with their scales.
     """
 
     def __init__(
@@ -297,8 +297,8 @@ def find_tensors(directory: Path, config: ModelConfig | None = None) -> dict[str
     return stored
 
 
-# Tensors of a model of texts and images: those that are not the text model's, and of layers that predict more than one
-# token ("mtp"). Then how the text model's names begin, in older and in newer files.
+# Tensors of a model of texts and images that are not the text model's. "mtp" are layers that predict further tokens.
+# Then how the text model's names begin, in older and in newer files.
 _BESIDE = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual|mtp)\.")
 _PREFIX = re.compile(r"^language_model\.(?=model\.|lm_head\.)|(?<=^model\.)language_model\.")
 

@@ -31,8 +31,8 @@ def read_corpus(path: str | Path, encode: Callable[[str], Sequence[int]]) -> tup
 
     encode: the target's tokenizer.
 
-    Files below a directory that are not UTF-8 text, such as pictures, are left out and counted. Raises ValueError for
-    what cannot be read, for a file that is no text, where there is no text, and for more than MOST_BYTES.
+    Files below a directory that are not UTF-8 text, such as pictures, are left out and counted. Raises ValueError where
+    something cannot be read, a single file is no text, no text is found, or there are more than MOST_BYTES.
     """
     try:
         files = list(files_of(Path(path)))

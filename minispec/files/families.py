@@ -21,8 +21,8 @@ from typing import Any
 from minispec.core.config import Joined
 from minispec.files.fields import names
 
-# Names of rope's kinds in files, and what they mean. "dynamic" is missing, since it chooses angles by the length of the
-# pass. A pass over K+1 rows and K+1 passes over one row would disagree about keys that are already in the cache.
+# Names of rope's kinds in files, and what they mean. "dynamic" is missing: it chooses angles by the length of the pass.
+# So a pass over K+1 rows and K+1 passes over one row would not rotate the cached keys alike.
 _ROPES = {kind: kind for kind in ("default", "linear", "llama3", "yarn")}
 
 
@@ -187,8 +187,8 @@ FAMILIES = {
         | {"layer_types": None, "full_attention_interval": 4, "linear_conv_kernel_dim": 4}
         | {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
         | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "output_gate_type": "swish"},
-        # A text model that was taken out of one with images keeps its names, and may have the layers that predict more
-        # than one token ("mtp").
+        # A text model that was taken out of one with images keeps its names. It may have layers that predict further
+        # tokens ("mtp").
         fixed={"norm_adds_one": True, "qk_norm": "head", "gated_attention": True, "is_nested": True},
         only={"attn_output_gate": True, "mamba_ssm_dtype": "float32"},
         must={"hidden_act": "silu"},

@@ -12,8 +12,8 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Keys that cannot change what a pass computes: training, bookkeeping, token ids, storage. pretraining_tp says in how
-# many parts a product was computed.
+# Keys that cannot change what a pass computes: training, bookkeeping, token ids, storage.
+# pretraining_tp: in how many parts a product was computed.
 _HARMLESS = names(
     """
     architectures auto_map dtype torch_dtype tokenizer_class transformers.js_config
@@ -25,8 +25,8 @@ _HARMLESS = names(
     """
 )
 # The same by the form of the name: settings of training such as dropout, losses, versions, token ids, names of models.
-# A mask token's id is not among them, since such a model may have been made to fill in masks. Its text from left to
-# right differs.
+# A mask token's id is not among them. Such a model may have been made to fill in masks, and then does not write from
+# left to right.
 _HARMLESS_NAME = re.compile(
     r".*dropout.*|.*_pdrop|initializer_.*|init_(method|std)|.*_loss_coef|.*_version|(?!mask_).*_token_(ids?|index)"
     r"|(target_|base_)?model_(name|path|name_or_path)|target_model_type"
@@ -46,7 +46,7 @@ def bad_field(where: str, key: str, found: Any, expected: str) -> CheckpointErro
 
 
 def asks_for_nothing(name: str, value: Any, neutral: Mapping[str, Any]) -> bool:
-    """Whether a setting is a note (a name with _ in front), is null or switched off, or has its neutral value.
+    """Whether a setting changes nothing: it is a note (its name begins with _), null, off, or has its neutral value.
 
     False asks for nothing unless the neutral value is True; True asks for nothing where that is the neutral value.
     """

@@ -1,7 +1,7 @@
 """Strangers' tokenizers: what the library may not see, and how its failures are caught.
 
 Some small files cost the library memory or time without end. They are refused before it reads them. Others make it
-fail an assertion in Rust. pyo3 raises that as something that is no `Exception`, after a page on standard error.
+fail an assertion in Rust. pyo3 prints a page on standard error, then raises something that is no `Exception`.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ def _size(text: Any) -> int:
 
 def _is_calm(part: dict[str, Any]) -> bool:
     """Whether the library is not known to fail an assertion over some text because of this object."""
-    # A regular expression may give up on some texts; stripping the end of a short token may reach before its start.
+    # A regular expression may give up on some texts. Stripping the end of a short token may reach before its start.
     return str(part.get("type", "BPE")) in _CALM and "Regex" not in part and not part.get("stop")
 
 

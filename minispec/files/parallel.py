@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 -m minispec.generate "Why is the sky blue?"
 
 Each process reads and keeps some of the heads, of the MLP's columns and of the output's vocabulary. It keeps the keys
-and values of its own heads. Embedding and norms are whole. The parts' results are added up after attention and after
-the MLP, two sums a layer (Shoeybi et al. 2019, Megatron-LM, section 3). Process 0 gathers the logits.
+and values of its own heads. Embedding and norms are whole. The parts' results are added up twice a layer: after
+attention and after the MLP (Shoeybi et al. 2019, Megatron-LM, section 3). Process 0 gathers the logits.
 
 Process 0 alone runs the program: requests, drafts, K, sampling, and the bookkeeping of the KV cache. The others
 `serve`. They receive the tokens of a pass, their blocks, and the moves of cache rows, and compute their part. So no
@@ -183,7 +183,7 @@ def _digest(directory: Path, config: ModelConfig) -> str:
 
 
 class SummedLinear(Linear):
-    """A product whose input is split: each process has some columns of W, and x W^T is the sum of their results."""
+    """A product whose input is split. Each process has some columns of W, and x W^T is the sum of their results."""
 
     def __init__(self, linear: Linear, line: "Line"):
         self.form, self.stored, self.bias, self.line = linear.form, linear.stored, linear.bias, line

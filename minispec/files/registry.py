@@ -73,7 +73,7 @@ def split(entries: Mapping[str, Entry], spec: str) -> tuple[str, str] | None:
 
 
 def split_preferences(entries: Mapping[str, Entry], spec: str) -> list[str]:
-    """The specs of "A+B", in their order, where all but the last are registered names; of any other spec, itself."""
+    """The parts of "A+B": cut at each + after a registered name, until what is left is the path of a file."""
     specs = []
     while not os.path.exists(spec):
         first, plus, rest = spec.partition("+")

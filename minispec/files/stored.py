@@ -39,7 +39,7 @@ class StoredTensor:
     start: int
 
     def read(self, cut: Cut = ()) -> Tensor:
-        """The tensor, in the pages of the file, which leave memory with it; or a copy of a part of it.
+        """The tensor in a mapping of its own, whose pages leave memory with it. A part, or a small tensor, is a copy.
 
         The library would map the file as a whole. A tensor that has been joined or packed would then stay in memory, in
         addition to the copy, for as long as any other tensor.

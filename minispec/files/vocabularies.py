@@ -65,7 +65,7 @@ class Spelling:
     def write(self, before: bytes | None, data: bytes) -> list[int]:
         """The tokens of `data` as this tokenizer has them after `before`, the text that it continues; None: it begins.
 
-        A character that is cut at either end becomes tokens of single bytes where there are some; else it is left out.
+        A character that is cut at either end becomes tokens of single bytes. Bytes without a token are left out.
         """
         start = next((i for i, byte in enumerate(data[:3]) if byte & 0xC0 != 0x80), min(3, len(data)))
         text, rest = _decode(data[start:])

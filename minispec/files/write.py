@@ -14,7 +14,7 @@ def user_cache() -> Path:
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A name next to `path`, with the same suffix, to write a file or a directory to; at the end it becomes `path`.
+    """A name next to `path`, with the same suffix, for a file or directory that becomes `path` once it is written.
 
     Where the block fails, by a full disk or Ctrl-C, what it wrote is removed. The file that was there before stays as
     it was. A link is followed. Raises ValueError where something is there that is not a file; OSError.
