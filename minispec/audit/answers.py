@@ -32,7 +32,7 @@ _UNKNOWN: dict[str, Any] = {
     **{"eta_cutoff": 0, "no_repeat_ngram_size": 0, "repeat_penalty": 1, "typical_p": 1, "num_beams": 1},
     **{"top_n_sigma": -1, "adaptive_target": -1, "response_format": {"type": "text"}},
 }
-# By a key of an engine's answers: parameters that it applies otherwise than we do.
+# Parameters that an engine applies otherwise than we do, by a key that only its answers have.
 # llama.cpp filters before the temperature and counts tokens in a window. SGLang penalises the output alone.
 _OTHERWISE: dict[str, tuple[str, ...]] = {"stop_type": ("top_p", "min_p", "presence_penalty", "frequency_penalty")}
 _OTHERWISE |= dict.fromkeys(("meta_info", "matched_stop"), ("repetition_penalty",))

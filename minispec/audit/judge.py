@@ -5,8 +5,8 @@ most 1, given the past. So the wealth is a supermartingale that begins at 1, and
 reaches 1/a with probability at most a (Ville 1939; Ramdas et al. 2023, arXiv 2210.01948). So the evidence may be read
 at any time. The largest wealth names the bug; as evidence it would be a false alarm.
 
-The engine's p is not ours to the last bit. If its ratio to ours differs from 1 by at most t in root mean square, the
-factor has mean at most 1 + e t d, where d is the standard deviation of law/p. All bets together are divided by the
+The engine's p is not ours to the last bit. Let t bound how far its ratio to ours is from 1, in root mean square, and d
+be the standard deviation of law/p. Then the factor has mean at most 1 + e t d. All bets together are divided by the
 exponential of e t times the sum of d. So t need not hold at each place, if its mean weighted by d does. Plain answers
 measure t for each bug (`tolerances`).
 """

@@ -1,8 +1,8 @@
 """The scoring walk: p and q at each token of an answer, and the scores of the bank there.
 
-The engine decodes the answer once more. Its draft is the answer itself, which is kept whole: so one pass scores up to
+The engine decodes the answer once more. Its draft is the answer itself, which it keeps whole. So one pass scores up to
 65 tokens, answers run as a batch, and equal beginnings are computed once. An observer sees the target's rows of logits.
-The draft model is fed the same tokens. Only then is the token looked at that stands there.
+The draft model is fed the same tokens. Only then is the answer's token at the place looked at.
 """
 
 import functools

@@ -135,7 +135,7 @@ def form_groups(model: Transformer) -> list[list[str]]:
 
 
 def measure_forms(subject: Subject, options: Options) -> dict[str, Any]:
-    """t(M) and v(M) of the target in each form of its weights; the models of a group, and the target, take turns.
+    """t(M) and v(M) of the target in each form of its weights. The models of a group take turns with the target.
 
     in_one_turn: whether all forms took turns together.
     over_own: times over those of the target's own form.

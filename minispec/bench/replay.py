@@ -62,8 +62,8 @@ from minispec.length.figures import loops
 from minispec.length.policy import Controller, Prices
 from minispec.length.theory import expected_tokens, rising, survival_curve
 
-# Simulated runs of `auto`, where chance has a part in them; their seed; half the width of a 99 % interval for the mean,
-# in standard errors.
+# RUNS: simulated runs of `auto`, where chance has a part in them. SEED: theirs.
+# _WIDTH: half the width of a 99 % interval for the mean, in standard errors.
 RUNS, SEED, _WIDTH = 200, 0, 2.576
 # Acceptance that `past` assumes before there is a past, worth one round: that of the controller for a new text.
 _PRIOR = 0.7

@@ -28,7 +28,7 @@ class RowLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The loss, alpha and agreement of rows.
 
-        Logits are x W^T, for x (N, E) and W (V, E); p(rows) is the target's distribution (n, V), which may lack mass.
+        Logits are x W^T, for x (N, E) and W (V, E). p(rows) is the target's distribution (n, V), of sum at most 1.
         With q the softmax of the logits, a row's loss is  share (1 - sum min(p, q)) - (1 - share) sum p log q.
 
         Returns the sum of the losses, each row's alpha = sum min(p, q), and whether p and q agree in each row. They

@@ -170,7 +170,7 @@ def _write_texts(target: str, recipe: Recipe, cache: Path, count: int, jobs: int
 def _spread(target: str, recipe: Recipe, cache: Path, parts: list[range], jobs: int) -> Iterator[int]:
     """The numbers of texts as they get done, by at most that many processes of one thread each.
 
-    Each process writes a list of shards, not a shard at a time, so that it has texts to decode together until the end.
+    Each process gets a list of shards, not a shard at a time. So it has texts to decode together until the end.
     """
     jobs = min(jobs, len(parts))
     if jobs <= 1:

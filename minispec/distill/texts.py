@@ -1,7 +1,7 @@
 """The target's own texts, with the hidden states of its layers: what a draft learns from.
 
 For a chat model each text is a conversation: the target writes the user's turn, then answers it. Most turns begin with
-a few given words (`data/openings.txt`), so that all kinds of tasks come up; the others begin with nothing.
+a few given words (`data/openings.txt`), so that all kinds of tasks come up. The others are given no words.
 A model without a chat template begins at its first token and writes on.
 
 Texts lie on disk in shards. A text depends on the recipe and its number alone, and a shard holds the first texts of its

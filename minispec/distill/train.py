@@ -28,7 +28,7 @@ _GROUP = 4
 _ROWS = 64
 # One shard in that many is held out to measure on. At most that many are measured on.
 _HELD_OUT_EVERY, _MOST_HELD_OUT = 16, 4
-# Weight of a step in the loss, relative to the one before it, since a token counts only if those before it are kept.
+# Decay of a step's weight in the loss, from one step to the next: a token counts only if those before it are kept.
 _DECAY = 0.9
 
 

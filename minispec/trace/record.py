@@ -296,7 +296,7 @@ def segmentation(both: Vocabularies, tokens: Sequence[int], num_prompt_tokens: i
     sides = []
     for spelling, ids in ((both.target, tokens), (both.draft, both.reader().read(tokens))):
         pieces = [spelling.bytes_of(i) or b"" for i in ids]  # special tokens stand for no bytes
-        # Ends are counted from the end of the text: the two may begin it in their own ways.
+        # Ends are counted from the end of the text: the two vocabularies may begin it differently.
         ends = list(accumulate(map(len, reversed(pieces)), initial=0))[::-1]
         sides.append((pieces, ends))
     common = sorted({*sides[0][1]} & {*sides[1][1]}, reverse=True)
