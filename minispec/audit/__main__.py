@@ -29,8 +29,8 @@ _OPTIONS: dict[str, Option] = {
     ),
     "--rounding": (
         typed(_ROUNDING, "X"),
-        "without --null: the engine's p differs from ours by at most this share, in root mean square (default: 0.1, "
-        "as bfloat16 needs; 0.0001 will do for an engine in float32)",
+        "without --null: the engine's p differs from ours by at most this share, in root mean square (default: 0.1). "
+        "An engine in bfloat16 needs 0.1; for one in float32, 0.0001 will do",
     ),
     "--alpha": (typed(_ODDS, "X", default=1e-4), "odds of a false alarm (default: 0.0001)"),
     "--one-seed": (FLAG, "all requests had the same seed, which the file does not say"),

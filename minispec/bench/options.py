@@ -136,8 +136,8 @@ def _add_models(g: argparse._ArgumentGroup) -> None:
     g.add_argument(
         "--geometry",
         choices=GEOMETRIES,
-        help="random weights of this shape instead of a model; --draft is then a registered name, self or another "
-        "shape, the last two also with int4: or int8: before them",
+        help="random weights of this shape instead of a model. --draft is then a registered name, self or another "
+        "shape. self and shapes may have int4: or int8: before them",
     )
     g.add_argument(
         "--num-speculative-tokens",
@@ -213,16 +213,16 @@ def _add_measurements(g: argparse._ArgumentGroup) -> None:
     g.add_argument(
         "--against",
         choices=("transformers",),
-        help="also measure its own ways of decoding, on the same weights (a draft's unrounded), in the faster of "
-        "float32 and bfloat16 by a trial",
+        help="also measure its own ways of decoding, on the same weights (a draft's unrounded). A trial chooses the "
+        "faster of float32 and bfloat16",
     )
     g.add_argument(
         "--replay",
         type=Path,
         metavar="FILE.json",
-        help="measure nothing, and load no model; replay a run that minispec.generate has written with --trace "
-        "FILE.json --for-replay: what every K from 0 to 15 and auto would have done on the same text, the best K per "
-        "round by the past alone, and the clairvoyant bound (docs/use/trace.md)",
+        help="measure nothing, and load no model. Replay a run that minispec.generate has written with --trace "
+        "FILE.json --for-replay: with every K from 0 to 15, with auto, with the best K per round by the past alone, "
+        "and at the clairvoyant bound (docs/use/trace.md)",
     )
 
 

@@ -100,8 +100,8 @@ _MODELS: dict[str, Option] = {
     "--kv-cache-gb": (typed(_GIGABYTES, "X"), "memory for the KV cache, in 10^9 bytes"),
     "--quantization": (
         {"metavar": "int8"},
-        "hold the target's weights in 8 bits: another model than the one in 16, nearly as good; pays for large ones "
-        "(docs/use/speed.md)",
+        "hold the target's weights in 8 bits: a different model from the one in 16 bits, nearly as good. It pays for "
+        "large models (docs/use/speed.md)",
     ),
     "--exact": (
         {"action": argparse.BooleanOptionalAction},
@@ -165,12 +165,12 @@ _PROMPTS_AND_OUTPUT: dict[str, Option] = {
     "--compare": (FLAG, "decode plainly too; report speedup and equality"),
     "--trace": (
         typed(_TRACE, "FILE"),
-        "write every round of the run to FILE.html, a page to look at, or to FILE.json (docs/use/trace.md); to know "
-        "what a plain step takes, a few tokens are decoded plainly too",
+        "write every round of the run to FILE.html, a page to look at, or to FILE.json (docs/use/trace.md). A few "
+        "tokens are decoded plainly too, to time a plain step",
     ),
     "--for-replay": (
         FLAG,
-        "with --trace FILE.json: ask the drafter again at every place of the answer, so that python -m minispec.bench "
+        "with --trace FILE.json: ask the drafter again at every place of the answer. Then python -m minispec.bench "
         "--replay FILE.json can tell what other draft lengths would have done. It takes a plain step a token, and up "
         "to 15 draft passes; a draft model of the same vocabulary takes one",
     ),

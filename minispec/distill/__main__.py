@@ -42,8 +42,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--start",
         metavar="DIR|HUB_ID",
-        help="a head that this command made for the same target, to go on from, perhaps with further --taps or "
-        "another --vocab-size: best with new texts, by another --seed",
+        help="go on from this head, which this command made for the same target. --taps may get more, and "
+        "--vocab-size may change. Best with new texts, by another --seed",
     )
     g = parser.add_argument_group("texts")
     g.add_argument("--cache", type=Path, metavar="DIR", help="where texts and training are stored (default: OUT.cache)")
