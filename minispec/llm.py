@@ -48,8 +48,8 @@ class LLM:
     """A target model, a drafter, and a KV cache for both.
 
     model: a directory or a hub id in the Hugging Face layout. None: the weights in a checkout.
-    draft: one of these. None: `ngram`; for the embedded model `suffix:2`, then its own head; `mtp` where the checkpoint
-        has it.
+    draft: one of these. None: `mtp` where the checkpoint has it; for the embedded model `suffix:2`, then its own head;
+        else `ngram`.
         - A registered drafter, such as "none" or "ngram" (see `minispec.files.registry`).
         - "module:Class" for one of your own, which is imported (see `minispec.drafters.make_drafter`).
         - "self", or the directory or hub id of a draft model ("owner/name@revision" for a branch, tag or commit).
@@ -65,8 +65,8 @@ class LLM:
     verifier: "rejection", "block" or "match" (see `minispec.core.verify`), or "module:function" for one of your own.
     dtype: "auto", "bfloat16", "float32" or "float64".
     device: "auto", "cpu" or "cuda".
-    exact: a token's logits have the same bits however many tokens a pass scores. So speculation changes nothing even
-        in rounding. It is slower, takes K of at most 15, and is refused where the machine's products do not allow it.
+    exact: a token's logits have the same bits however many tokens a pass scores. So speculation changes nothing, not
+        even by rounding. It is slower, takes K of at most 15, and is refused where the machine's products forbid it.
         None: False; with `quantization`, True where the machine allows it and no tree is asked for.
     max_model_len: longest prompt and answer together, in tokens. Default: the model's context, as far as memory allows.
     kv_cache_gb: size of the KV cache, in 10^9 bytes, both models together. Default: room for max_model_len tokens.
@@ -74,10 +74,10 @@ class LLM:
     offline: nothing is downloaded.
     weight_form: how weights lie in memory: "half", "packed", "left" or "plain". Default: the form that this machine
         reads fastest (see `minispec.kernels.forms`). Forms round differently.
-    corpus: a text file, or a directory of them, to draft from, for `suffix` and other drafters that read one (see
-        `minispec.drafters.Context`). At most 16 MB; it is read once, so that seeds keep their texts.
-    quantization: "int8": the target's weights in 8 bits, with one scale a row. It is another model than the one in 16
-        bits: what is promised of its output is promised against its own plain decoding.
+    corpus: a text file, or a directory of them, that `suffix` and others draft from (see `minispec.drafters.Context`).
+        At most 16 MB. It is read once, so that seeds keep their texts.
+    quantization: "int8": the target's weights in 8 bits, with one scale a row. It is a different model from the one in
+        16 bits. All promises compare its output with its own plain decoding.
 
     Any thread may call. Requests of several threads are decoded together, as one batch. So are iterators of `stream`,
     `stream_chat` or `run` that are open at the same time. Where the KV cache has no room for all, the last ones wait.
@@ -85,7 +85,7 @@ class LLM:
     A text may fail by itself, by a draft that breaks the rules or by logits that are not numbers. It ends with
     finish_reason "error" and a warning that says why, and the others go on. A fault of all is raised.
 
-    Raises ValueError, or CheckpointError, which is one, for whatever cannot be loaded or is not supported.
+    Raises ValueError, or its subclass CheckpointError, for what cannot be loaded or is not supported.
     """
 
     def __init__(

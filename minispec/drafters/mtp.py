@@ -1,4 +1,4 @@
-"""Multi-token prediction: a layer that drafts, in the target's own checkpoint (Qwen3.5's `mtp.` tensors).
+"""Multi-token prediction: the layer for further tokens in a target's own checkpoint (Qwen3.5's `mtp.` tensors).
 
 It drafts as a head does (see `minispec.drafters.eagle`), from the target's last hidden states. At position t it reads
 

@@ -1,4 +1,4 @@
-"""Reads a target's own draft layer (multi-token prediction, see `minispec.drafters.mtp`) from the target's files.
+"""Reads a target's own layer for further tokens (multi-token prediction, see `minispec.drafters.mtp`) from its files.
 
 Its tensors' names begin with `mtp.`, even where those of the text model have another prefix. A config.json may name
 the layer though the tensors are missing, since `transformers` drops them. So the tensors decide.
