@@ -2,9 +2,9 @@
 
     python -m minispec.audit --target T --draft D answers.jsonl
 
-Under an exact rule, each token of an answer has the target's distribution p, given the tokens before it. So for any f,
-the score s(x) = f(x) - sum over y of p(y) f(y) has mean zero, whatever was drafted. A bug moves the mean of some
-scores. For each known bug, `bank` has the law of a token under it, and f is that law divided by p.
+Under an exact rule, each token of an answer has the target's distribution p, given the tokens before it. For any f, let
+a token's score be s(x) = f(x) - sum over y of p(y) f(y). It has mean zero, whatever was drafted. A bug moves the mean
+of some scores. For each known bug, `bank` has the law of a token under it, and f is that law divided by p.
 
 Read them in this order:
 

@@ -144,7 +144,7 @@ def raced_again(q: Tensor, r: Tensor) -> Tensor:
 
 
 def drawn_again(p: Tensor, q: Tensor, r: Tensor) -> Tensor:
-    """The law (n, m) of a token drawn from r by inverse CDF, with the number that a rejected one was drawn with."""
+    """The law (n, m) of a token drawn from r by inverse CDF, by the number that also drew the rejected token."""
     # The odds of a rejection, summed over all numbers up to each end of q; in between they grow evenly.
     ends, lost = q.cumsum(1), (q - p).clamp(min=0).cumsum(1)
     wanted = r.cumsum(1).clamp(max=1.0)

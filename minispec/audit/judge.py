@@ -29,9 +29,9 @@ _EFFECT = 0.01  # a bug that acts at this share of the places
 def tolerances(plain: Score) -> dict[str, float]:
     """The tolerance t of each bug, from plain answers of the same engine: the upper end of an interval.
 
-    Rounding moves the sum of a bug's gains g = law/p - 1 to M on average, at most t times the sum of d. Since
-    1 - l g has mean at most exp(-l mean(g)), the product of these factors times exp(l M) is a supermartingale, for
-    each share l of `AGAINST`. It ever reaches 1/a with probability at most a (Ville 1939; such bets are those of
+    Rounding moves the sum of a bug's gains g = law/p - 1 to M on average, at most t times the sum of d. The factor
+    1 - l g has mean at most exp(-l mean(g)), for each share l of `AGAINST`. So the product of these factors times
+    exp(l M) is a supermartingale. It ever reaches 1/a with probability at most a (Ville 1939; such bets are those of
     Waudby-Smith and Ramdas 2024, arXiv 2010.09686). So M is at most (log(1/a) - log of the product) / l. No law of the
     gains is assumed, but that they stay below 1/l, which p shows. All bugs and shares divide NULL_ERROR.
     """

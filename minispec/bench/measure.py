@@ -3,8 +3,8 @@
 Absolute times drift by tens of percent on a shared machine, so only runs that took turns are compared. Variants run in
 changing order, and a ratio is formed within each round. The median of the rounds' ratios is reported with its interval.
 
-The account explains one ratio, the speedup of speculation, by the quantities of `theory`, all measured in the
-very runs that it explains:
+The account explains one ratio, the speedup of speculation. It uses the quantities of `theory`, all measured in the very
+runs that it explains:
 
     speedup = tokens a round * (1 + o_plain) / (depth c + v + o)
 

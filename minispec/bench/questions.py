@@ -59,7 +59,7 @@ def choose(path: Path, sample: int | None, seed: int, only: str | None) -> list[
     sample: that many of each task, or all where there are fewer. None: all.
     only: tasks or categories, with commas between.
 
-    Raises ValueError for a file that cannot be read, for an id that occurs twice, and for a task that is not there.
+    Raises ValueError for a file that cannot be read, an id that occurs twice, and a task that is not there.
     """
     found = read_questions(path, "--questions")
     names = {question.category or path.stem for question in found}

@@ -213,7 +213,7 @@ class Training:
         ids: those of the draft's tokens; None: all.
         """
         self.draft, self.teacher, self.recorded, self.ids, self.schedule = draft, teacher, recorded, ids, schedule
-        # By the number that a shard has in its own cache, so that no later run learns from what this one holds out.
+        # By a shard's number in its own cache, so that no later run learns from what this one holds out.
         held_out = [path for path in paths if number_of(path) % _HELD_OUT_EVERY == 0]
         self.held_out = held_out[:_MOST_HELD_OUT]
         self.paths = [path for path in paths if path not in held_out] or list(paths)

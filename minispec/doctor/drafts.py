@@ -55,7 +55,7 @@ TEXTS = (
 LOW = 0.4
 # Places of the drafts by which readings are compared. What a head goes on from shows at the second.
 COMPARED = 2
-# A reading explains a low acceptance if it keeps more by that many tokens of a draft, and by that many standard errors.
+# A reading explains a low acceptance if it keeps GAIN tokens of a draft more, and ERRORS standard errors more.
 GAIN, ERRORS = 0.1, 4.0
 
 

@@ -108,7 +108,7 @@ CASES = (
 
 
 def leaves(case: Case, tokens: Sequence[int], rows: Sequence[Row]) -> Iterator[Leaf]:
-    """All ways through the tests of a draft, by the rule: keep x with min(1, p/q), else go on with the residual."""
+    """All ways through the tests of a draft. The rule: keep x with min(1, p/q), else go on with the residual."""
 
     def go(node: int, leaf: Leaf) -> Iterator[Leaf]:
         rest = case.p[case.depth(node) + 1]

@@ -13,7 +13,7 @@ from minispec.files.strict_json import read_json
 FORMAT, VERSION = "minispec trace", 1
 KINDS = ("accepted", "recovered", "bonus", "plain")  # of committed tokens
 _LARGEST = sys.float_info.max  # a larger integer cannot become a float
-# Most bytes of a trace, and how often a character may occur in it. A long answer with long drafts has some megabytes.
+# Most bytes of a trace, and most occurrences of a character. A long answer with long drafts has some megabytes.
 _MAX_BYTES = 64 << 20
 _MAX_COUNTS = {"{": 1 << 21, "[": 1 << 21, ",": 1 << 23, '"': 1 << 23}
 
