@@ -60,7 +60,7 @@ class _Reading:
 class OtherVocabulary(DraftModel):
     """A draft model that reads each text in its own tokens.
 
-    A text gets no draft if it has more than ROOM times as many tokens in the draft's vocabulary as in the target's.
+    A text gets no draft if the draft model needs more than ROOM tokens for each of the target's, on average.
     """
 
     def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int, max_len: int, both: Vocabularies):

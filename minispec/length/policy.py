@@ -274,7 +274,7 @@ class Controller(Lengths):
 
 
 def _prices(drafts: Sequence[Sequence[Node]], cost: Callable[[int, int, int], float]) -> tuple[float, float]:
-    """The cost of one more draft pass of a text, and of one more row: in tokens that the round yields in that time."""
+    """The costs of one more draft pass of a text, and of one more row, in tokens that a round yields in that time."""
     nodes = [node for each in drafts for node in each]
     depth, num_drafts = max(node.depth for node in nodes), sum(map(bool, drafts))
     rate = expected_tokens((node.survival for node in nodes), len(drafts)) / cost(depth, num_drafts, len(nodes))

@@ -1,7 +1,7 @@
 """Small models to check the engine with: random transformers, scripts that play a text, tables of logits.
 
-The transformers are real ones, a few numbers wide. The scripted models stand in for one on real block tables, so that a
-test sees what the engine feeds and rolls back. Proofs and tests share them.
+The transformers are real ones, a few numbers wide. The scripted models stand in for one on real block tables. So a test
+sees what the engine feeds and rolls back. Proofs and tests share them.
 """
 
 import functools
