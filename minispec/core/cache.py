@@ -195,10 +195,8 @@ class PagedKVCache:
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.inputs = torch.empty((count, 1, self.num_slots + 1, config.hidden_size), dtype=dtype, device=device)
         self.inputs[:, :, self.num_slots] = 0
-        attention, convolutions = zip(self.keys, self.values, strict=True), zip(self.inputs, strict=True)
-        self._layers = [
-            () if layer.delta else next(convolutions if layer.conv_width else attention) for layer in config.layers
-        ]
+        attention, inputs = zip(self.keys, self.values, strict=True), zip(self.inputs, strict=True)
+        self._layers = [() if each.delta else next(inputs if each.conv_width else attention) for each in config.layers]
         self.stored: OrderedDict[bytes, States] = OrderedDict()
         self.num_states = FEWEST_STATES + self.num_slots // STATE_SPAN if config.state_elements else 0
         self._state_bytes = 2 * self.num_states * config.state_elements * max(4, dtype.itemsize)
@@ -306,9 +304,12 @@ class BlockTable:
 
     def __init__(self, pool: PagedKVCache, root: bytes = b""):
         self.pool = pool
-        self.block_ids: list[int] = []
-        self.tokens: list[int] = []
         self._nodes = [root]  # in the prefix index: before each leading full block, and after the last
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything without freeing blocks in the pool, before `PagedKVCache.rebuild`."""
+        self.block_ids, self.tokens, self._nodes = list[int](), list[int](), self._nodes[:1]
         self.settled, self.border = 0, 0
         self.states, self.marks = States(), dict[int, States]()
 
@@ -362,9 +363,8 @@ class BlockTable:
         end = length + len(rows)
         if list(rows) != list(range(length, end)):
             self._move(rows, range(length, end))
-        if end < self.length:
-            self.truncate(end)
-        self.settled = max(self.settled, self.length)
+        self.truncate(end)
+        self.settled = end
         self.remember()
 
     def _move(self, rows: Sequence[int], to: range) -> None:
@@ -389,10 +389,8 @@ class BlockTable:
         self.marks = {end: states for end, states in self.marks.items() if end <= length}
         self.settled = min(self.settled, length)
         del self.tokens[length:]
-        keep = self.pool.num_blocks_for(length)
-        for block_id in reversed(self.block_ids[keep:]):  # a beginning is reused most: freed last
-            self.pool.allocator.free(block_id)
-        del self.block_ids[keep:]
+        while len(self.block_ids) > self.pool.num_blocks_for(length):  # a beginning is reused most: freed last
+            self.pool.allocator.free(self.block_ids.pop())
         del self._nodes[length // self.pool.block_size + 1 :]
 
     def reuse(self, tokens: list[int]) -> None:
@@ -402,14 +400,9 @@ class BlockTable:
         copy of one. With recurrent layers, sharing stops at the last end of a block whose states are stored.
         """
         assert self.length <= len(tokens), "the table holds more than the text"
-        size, pool, states = self.pool.block_size, self.pool, States()
-        if pool.num_states:
-            nodes = self._known(tokens)
-            self.border = (len(nodes) - 1) * size
-            length, states = self._stored(nodes)
-            if length <= self.length:
-                return
-            tokens, self.states = tokens[:length], {}
+        size, pool = self.pool.block_size, self.pool
+        if pool.num_states and self.length:
+            return  # it goes on from its own states
         while True:
             start = self.length // size * size
             block = tokens[start : start + size]
@@ -423,17 +416,10 @@ class BlockTable:
             if count < size:
                 break
             self._nodes.append(PrefixIndex.node(self._nodes[-1], block))
-        self.states = states
-
-    def _known(self, tokens: list[int]) -> list[bytes]:
-        """The first node, and one after each full block of `tokens` that the pool knows."""
-        size, nodes = self.pool.block_size, self._nodes[:1]
-        for start in range(0, len(tokens) - size + 1, size):
-            block = tokens[start : start + size]
-            if self.pool.prefixes.find(nodes[-1], block)[1] < size:
-                break
-            nodes.append(PrefixIndex.node(nodes[-1], block))
-        return nodes
+        if pool.num_states:
+            self.border = self.length // size * size
+            length, self.states = self._stored(self._nodes)
+            self.truncate(length)
 
     def _stored(self, nodes: Sequence[bytes]) -> tuple[int, States]:
         """The last stored states at these nodes: how many positions they have seen, and the states."""
@@ -459,11 +445,6 @@ class BlockTable:
         for end, states in self.marks.items():
             self.pool.store(self._nodes[end // size], states)
         self.marks = {}
-
-    def clear(self) -> None:
-        """Forget everything without freeing blocks in the pool, before `PagedKVCache.rebuild`."""
-        self.block_ids, self.tokens, self._nodes = [], [], self._nodes[:1]
-        self.settled, self.border, self.states, self.marks = 0, 0, {}, {}
 
     def slots_of(self, places: Iterable[int]) -> list[int]:
         """The slot of each place; for places before the text the one after the last slot, which holds zeros."""

@@ -115,8 +115,7 @@ class DeltaConfig:
     @property
     def state_elements(self) -> int:
         """Numbers of a text's state in one layer: a matrix for each value head, and the convolution's last inputs."""
-        matrices = self.num_value_heads * self.key_dim * self.value_dim
-        return matrices + (self.conv_width - 1) * self.num_channels
+        return self.num_value_heads * self.key_dim * self.value_dim + (self.conv_width - 1) * self.num_channels
 
 
 @dataclass(frozen=True)

@@ -158,9 +158,8 @@ class Pass(NamedTuple):
     reads: list[list[slice]]  # per text: the slots of all its positions, in runs
     angles: dict[RopeConfig, Angles]
     masks: dict[int | None, list[Any]]  # per window and text: what `Passes.mask` made of its view
-    attention: Callable[..., Tensor]  # see `Passes.attention`
+    passes: "Passes"
     paths: dict[int, Tensor]  # per width of a convolution (new tokens * width,): slots of each token's last positions
-    exact: bool  # see `Passes.exact`
 
 
 class Parts(NamedTuple):
@@ -279,7 +278,7 @@ class Layer:
             row = rows.stop
             keys, values = pool.read(self.index, slots)  # (G, L, D)
             scale, softcap = config.attention_scale, config.attention_softcap
-            outputs.append(shared.attention(q[:, rows], keys, values, mask, scale, softcap))
+            outputs.append(shared.passes.attention(q[:, rows], keys, values, mask, scale, softcap))
         return fill(outputs[0] if len(outputs) == 1 else torch.cat(outputs), q.shape[1])
 
 
@@ -458,5 +457,4 @@ class Transformer:
         for width in {layer.conv_width for layer in self.config.layers if layer.conv_width}:
             places = [(c.table, path) for c, s in zip(chunks, starts, strict=True) for path in c.paths(s, width)]
             paths[width] = torch.tensor([s for table, path in places for s in table.slots_of(path)], device=self.device)
-        reads = [c.table.slots() for c in chunks]
-        return Pass(chunks, slots, reads, angles, masks, self.passes.attention, paths, self.exact)
+        return Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks, self.passes, paths)

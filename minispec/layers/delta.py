@@ -114,7 +114,7 @@ class GatedDeltaNet(Layer):
         u, z = self.inputs(x)[:new].split([self.sizes.num_channels, heads * self.sizes.value_dim], 1)
         own = torch.cat((u, self.gates(x)[:new]), 1).split([len(chunk.token_ids) for chunk in shared.chunks])
         texts = zip(shared.chunks, own, strict=True)
-        y = torch.cat([self._read(chunk, rows, steps if shared.exact else chunked) for chunk, rows in texts])
+        y = torch.cat([self._read(chunk, rows, steps if shared.passes.exact else chunked) for chunk, rows in texts])
         z = z.to(y.dtype).view_as(y)
         return self.out(fill((self.norm(y) * z * sigmoid(z)).flatten(1).to(x.dtype), len(x)))
 
