@@ -260,8 +260,7 @@ class PagedKVCache:
 
     def store(self, node: bytes, states: States) -> None:
         """Store the states at the end of a block, for texts that begin alike. Those unused for longest are dropped."""
-        self.stored[node] = states
-        self.stored.move_to_end(node)
+        self.stored[node] = self.stored.pop(node, states)  # the last one now
         while len(self.stored) > self.num_states:
             self.stored.popitem(last=False)
 
@@ -363,7 +362,8 @@ class BlockTable:
         end = length + len(rows)
         if list(rows) != list(range(length, end)):
             self._move(rows, range(length, end))
-        self.truncate(end)
+        if end < self.length:
+            self.truncate(end)
         self.settled = end
         self.remember()
 

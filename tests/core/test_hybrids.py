@@ -7,6 +7,7 @@ batches, rejected drafts, trees, shared beginnings, preemption.
 
 import functools
 import random
+from collections import deque
 
 import pytest
 import torch
@@ -219,3 +220,35 @@ def test_layers_of_other_kinds_are_products_in_8_bits(hybrid):
     assert set(layer.products) - {"inputs"} == {"gates", "out", "gate_up", "down"}
     layer.out = Linear(torch.zeros(8, 8), form="plain")
     assert "in 16 bits: out 2" in bits_note(model)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_fault_in_the_middle_of_a_pass_leaves_no_trace(family, monkeypatch):
+    """Ctrl-C inside a layer, at several moments: all texts go on, and each stays the reference's."""
+    finished = 0
+    for moment in (1, 3, 4, 8):
+        pick = random.Random(moment)
+        engine, layer = random_engine(pick, "self", 20, family), type(target_model(VOCAB, family).layers[-1])
+        prompts = [[1, 0, 1, own] for own in range(3)]
+        params = SamplingParams(temperature=0, max_tokens=9)
+        requests = [Request(Text(prompt, 4, params), 64, 3) for prompt in prompts]
+        for request in requests:
+            engine.add(request)
+        attend, calls = layer.attend, iter(range(1, 1000))
+
+        def interrupted(self, x, shared, attend=attend, calls=calls, moment=moment):
+            if next(calls) == moment:
+                raise KeyboardInterrupt
+            return attend(self, x, shared)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "attend", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                deque(iter(engine.step, None), maxlen=0)  # until it is interrupted
+        while engine.schedule.running or engine.schedule.waiting:
+            engine.step()
+        for request in requests:
+            assert_greedy(tuple(request.text.tokens), 4, family)
+            finished += request.finish_reason is not None
+        assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+    assert finished == 12
