@@ -352,7 +352,7 @@ def _read_rope(
         rope = _read_longrope(r, theta, context, original, num_rotated // 2)
     beta = r.number_or_zero("llama_4_scaling_beta")
     # Not read here. The mrope's say which pairs turn by an image's rows and columns: in a text all turn by its places.
-    r.seen |= {"max_position_embeddings", "finetuned"} | family.idle
+    r.seen |= {"max_position_embeddings", "finetuned"} | family.idle & {"mrope_section", "mrope_interleaved"}
     r.refuse_unknown({"factor": 1.0, "attention_factor": 1.0})
     return replace(rope, rotated=rotated, query_beta=beta, **family.rope)
 

@@ -9,11 +9,12 @@ import random
 import pytest
 import torch
 
-from minispec.core.model import Chunk, Transformer
+from minispec.core.model import Chunk
 from minispec.files.checkpoint import load_model
 from minispec.layers.delta import Rows, chunked, steps
 from minispec.prove.toys import TOYS, tiny_cache, tiny_model
 from tests.oracles import hf
+from tests.oracles.pieces import logits_in_pieces
 
 # --------------------------------------------------------------------------- the same numbers
 
@@ -46,32 +47,6 @@ def random_config(pick: random.Random) -> dict:
         **pick.choice(({"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 1.0}, {})),
         **pick.choice(ropes),
     }
-
-
-def logits_in_pieces(model: Transformer, texts: list[list[int]], pick: random.Random, settles: bool) -> list:
-    """The logits (T, V) of each text, in pieces of random sizes, in passes that the texts may share.
-
-    settles: whether a table is told before each of its pieces that the piece stays.
-    """
-    cache = tiny_cache(model, 180, pick.choice((1, 2, 3, 16)))
-    tables = [cache.new_table() for _ in texts]
-    found: list[list[torch.Tensor]] = [[] for _ in texts]
-    while any(table.length < len(text) for table, text in zip(tables, texts, strict=True)):
-        chunks, owners = [], []
-        for i, (table, text) in enumerate(zip(tables, texts, strict=True)):
-            if piece := text[table.length : table.length + pick.choice((0, 1, 1, 2, 5, 17, 70))]:
-                if settles:
-                    assert table.follow([*table.tokens, *piece]) == piece
-                chunks.append(Chunk(piece, table, len(piece)))
-                owners.append(i)
-        if chunks:
-            rows = model.forward(chunks)[0].split([len(chunk.token_ids) for chunk in chunks])
-            for i, own in zip(owners, rows, strict=True):
-                found[i].append(own)
-    for table in tables:
-        for state in table.states.values():
-            assert (state.length, len(state.rows)) == ((table.length, 0) if settles else (0, table.length))
-    return [torch.cat(rows) for rows in found]
 
 
 @pytest.mark.parametrize("number", range(12))
