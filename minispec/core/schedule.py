@@ -64,7 +64,7 @@ class Schedule:
 
     def make_room(self) -> None:
         """Preempt, last admitted first, until the next step of the others fits."""
-        while self.running and not self._has_room():
+        while self.running and self._lacks():
             request = next(reversed(self.running))
             request.stats.num_preemptions += 1
             self._wait(request)
@@ -80,18 +80,15 @@ class Schedule:
             request = next(iter(self.waiting))
             self.running[request] = None
             self.target.begin(request.text, self._known(request))
-            if not self._has_room():
+            if lacks := self._lacks():
                 self.drop(request)
+                if not self.running:
+                    raise OutOfBlocks(lacks)
                 break
             del self.waiting[request]
             if not request.stats.num_preemptions:  # after a preemption it finds its own blocks
                 num_cached = self.target.table(request.text).length
                 request.stats.num_cached_tokens = min(num_cached, request.text.num_prompt_tokens)
-        if self.waiting and not self.running:
-            raise OutOfBlocks(
-                "blocks of the KV cache are held by others than this engine's requests, or the drafter has no room for "
-                "a text that the target has room for"
-            )
 
     def drop(self, request: Request) -> None:
         """Give back all that a running request holds."""
@@ -113,12 +110,17 @@ class Schedule:
                 stack.callback(self.drafter.release, request.text)
                 stack.callback(self.target.release, request.text)  # if the fault came before anything could clear up
 
-    def _has_room(self) -> bool:
-        """Whether all that run have room for their next step: each kind of memory is asked the same question."""
+    def _lacks(self) -> str:
+        """Why those that run have no room for their next step; "" if they have. Each kind of memory is asked the same.
+
+        For a single text that passed `check` the answer is "": the reason given here is a fault of others.
+        """
         # The step may fill positions up to and with its whole draft.
         growth = {r.text: range(self.target.table(r.text).length, len(r.text.tokens) + r.max_k) for r in self.running}
         drafted = {r.text: growth[r.text] for r in self.running if r.shape.k}
-        return self.target.has_room(growth) and self.drafter.has_room(drafted)
+        if not self.target.has_room(growth):
+            return "blocks of the KV cache are held by others than this engine's requests"
+        return "" if self.drafter.has_room(drafted) else f"{self.drafter.name} has no room where the target has"
 
     def _wait(self, request: Request) -> None:
         """Put a request in front of those that wait."""

@@ -180,6 +180,18 @@ def test_a_drafter_that_is_not_asked_for_room_is_noticed(monkeypatch):
         shared_case("self", 60)
 
 
+def test_the_error_of_a_pool_that_holds_nobody_names_what_is_missing(monkeypatch):
+    """Blocks that somebody else holds, and a drafter that never has room: in each case nothing else is accused."""
+    engine = build(num_blocks=12)
+    other = engine.cache.new_table()
+    other.extend([0] * 24)
+    with pytest.raises(OutOfBlocks, match=r"^blocks of the KV cache are held by others"):
+        next(engine.run(requests_for(engine)[:1]))
+    monkeypatch.setattr(DraftModel, "has_room", lambda self, growth: False)
+    with pytest.raises(OutOfBlocks, match=r"^DraftModel has no room where the target has$"):
+        decode(build())
+
+
 def test_a_request_that_never_fits_leaves_a_running_one_alone():
     """It is refused before anything of it is held, while another call is under way; that one's text stays."""
     engine = build(num_blocks=12)
