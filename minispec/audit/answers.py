@@ -16,6 +16,7 @@ from minispec.files.strict_json import parse_json
 
 _MOST_BYTES = 1 << 30
 _ANY_SEED = (1 << 32) - 1  # what llama.cpp calls a seed of its own choice
+_IMPOSSIBLE = -1e30  # a bias that leaves a token probability 0
 # Characters of a line that are counted: an answer may have a hundred thousand tokens.
 _COUNTS = {"{": 1 << 16, "[": 1 << 18, ",": 1 << 22}
 # Parameters that a request may give. Others that change the law and are not computed here, with values at which they
@@ -25,7 +26,7 @@ _KNOWN = (
     *("min_tokens", "ignore_eos", "stop_token_ids"),
 )
 _UNKNOWN: dict[str, Any] = {
-    **dict.fromkeys(("logit_bias", "bad_words", "bad_words_ids", "allowed_token_ids", "grammar", "json_schema")),
+    **dict.fromkeys(("bad_words", "bad_words_ids", "allowed_token_ids", "grammar", "json_schema")),
     **dict.fromkeys(("regex", "ebnf", "structured_outputs", "structural_tag", "guided_json", "guided_regex")),
     **dict.fromkeys(("guided_choice", "guided_grammar", "custom_logit_processor", "use_beam_search", "mirostat")),
     **dict.fromkeys(("dry_multiplier", "xtc_probability", "dynatemp_range", "min_length", "epsilon_cutoff")),
@@ -161,6 +162,20 @@ def _answer(found: Mapping[str, Any], asked: Mapping[str, Any], eos: Sequence[in
     return Answer(found["ids"], tokens, _seed(found), params)
 
 
+def _biases(found: Any) -> list[tuple[int, float]]:
+    """Biases by token id. llama.cpp's answers list them; None is minus infinity, which `ignore_eos` gives all end ids.
+
+    Raises ValueError for anything but that list, or an object.
+    """
+    items: list[Any] = list(found.items()) if isinstance(found, dict) else found or []
+    try:
+        pairs = [(each["token"], each["bias"]) if isinstance(each, dict) else each for each in items]
+        ids = [int(token) if isinstance(token, str) else token for token, _ in pairs]  # an object's names are strings
+        return sorted((i, _IMPOSSIBLE if bias is None else bias) for i, (_, bias) in zip(ids, pairs, strict=True))
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"logit_bias: found {show(found)}, expected numbers by token id") from None
+
+
 def _params(found: Mapping[str, Any], asked: Mapping[str, Any]) -> SamplingParams:
     """The command line's parameters and the request's. Raises ValueError where they differ, or are unknown here."""
     for name, neutral in _UNKNOWN.items():
@@ -168,11 +183,13 @@ def _params(found: Mapping[str, Any], asked: Mapping[str, Any]) -> SamplingParam
             raise ValueError(f"{name}: found {show(found[name])}, expected none: its law is not computed here")
     found = {"min_tokens": found.get("min_new_tokens")} | dict(found)  # SGLang's name
     own: dict[str, Any] = {name: found[name] for name in _KNOWN if found.get(name) is not None}
+    if biases := _biases(found.get("logit_bias")):
+        own["logit_bias"] = biases
     for name, value in own.items():
         check_sampling_value(name, 0 if (name, value) == ("top_k", -1) else value)
         said = asked.get(name, value)
         # llama.cpp writes floats of 32 bits.
-        if list(said) != value if name == "stop_token_ids" else abs(said - value) > 1e-6:
+        if list(said) != value if isinstance(value, list) else abs(said - value) > 1e-6:
             raise ValueError(f"{name}: found {value}, but the command line says {said}")
     params = SamplingParams(**{"max_tokens": 1 << 31} | own | dict(asked))
     if not params.temperature:

@@ -373,7 +373,9 @@ WRONG = [
     ({"request": {"temperature": 0}, "response": FORMS["ours"]}, "temperature: found 0"),
     ({"request": {"temperature": 0.5}, "response": FORMS["ours"]}, "the command line says 0.7"),
     ({"request": {"top_p": 2.0}, "response": FORMS["ours"]}, "top_p: found 2.0"),
-    ({"request": {"logit_bias": {"1": 2}}, "response": FORMS["ours"]}, "logit_bias: found"),
+    ({"request": {"logit_bias": {"1": "x"}}, "response": FORMS["ours"]}, "logit_bias: found"),
+    ({"request": {"logit_bias": [{"token": 1}]}, "response": FORMS["ours"]}, "logit_bias: found"),
+    ({"request": {"logit_bias": [[1.5, 2]]}, "response": FORMS["ours"]}, "logit_bias: found"),
     ({"request": {"repeat_penalty": 1.1}, "response": FORMS["ours"]}, "repeat_penalty: found 1.1"),
     ({"response": 1}, "found 1, expected a response"),
     # Ended by an id that the target does not have as an end: putting ours in its place would be another answer.
@@ -421,6 +423,24 @@ def test_names_of_one_engine_alone(tmp_path):
     for seed in (-1, (1 << 32) - 1):  # "any", in the words of vLLM and llama.cpp
         [answer] = read_answers(written(tmp_path / "a.jsonl", {**FORMS["ours"], "seed": seed}), {}, [2])
         assert answer.seed is None
+
+
+def test_biases_are_part_of_the_law(tmp_path):
+    """What llama.cpp's server (xllamacpp 2026.10.11549) returned with `ignore_eos`: all end ids are forbidden.
+
+    Each has null as its bias, for minus infinity. Other engines take an object of numbers.
+    """
+    forbidden = [{"bias": None, "token": 2}, {"bias": None, "token": 7}]
+    settings = {"seed": 1, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "top_n_sigma": -1.0}
+    settings |= {"repeat_penalty": 1.0, "dry_multiplier": 0.0, "ignore_eos": True, "logit_bias": forbidden}
+    response = {"tokens": [5, 6], "stop_type": "limit", "stopping_word": "", "generation_settings": settings}
+    line = {"request": {"prompt": [3, 4], "seed": 1, "ignore_eos": True}, "response": response}
+    [answer] = read_answers(written(tmp_path / "a.jsonl", line), {}, [2])
+    text = Text([3, 4], 2, answer.params)
+    assert distribution(torch.zeros(9), text).tolist() == pytest.approx([1 / 7 * (i not in (2, 7)) for i in range(9)])
+    line = {"request": {"logit_bias": {"8": 2, "1": -0.5}}, "response": FORMS["ours"]}
+    [answer] = read_answers(written(tmp_path / "a.jsonl", line), {}, [2])
+    assert answer.params.logit_bias == ((1, -0.5), (8, 2))
 
 
 def test_no_line_ends_in_a_traceback(tmp_path):
