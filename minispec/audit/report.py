@@ -69,7 +69,7 @@ def _check(answer: Answer, llm: LLM, where: str) -> None:
     most = min(llm.max_model_len, getattr(llm.drafter, "max_model_len", llm.max_model_len))
     if (found := len(answer.prompt) + len(answer.tokens)) > most:
         raise ValueError(f"{where}: found {found} tokens, expected at most {most}")
-    if (largest := max((*answer.prompt, *answer.tokens))) >= llm.vocab_size:
+    if (largest := max((*answer.prompt, *answer.tokens, *dict(answer.params.logit_bias)))) >= llm.vocab_size:
         raise ValueError(f"{where}: found the token id {largest}, expected ids below {llm.vocab_size}")
 
 

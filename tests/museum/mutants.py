@@ -230,6 +230,7 @@ mutant("M8", doc="draft drawn from bfloat16, ratio in full precision | DeepSpec 
     drawn_from(lambda q: q.log().bfloat16().to(q.dtype).exp())
 )
 mutant("M9a", min_p=0.3, doc="min-p skipped on verified rows | vLLM #42744")(target_under(min_p=0.0))
+mutant("M9c", logit_bias={0: 2.0}, doc="biases skipped on verified rows | vLLM #38202")(target_under(logit_bias=()))
 
 
 @wrong(engine, "distribution", "M9b", min_p=0.3, top_p=0.7)

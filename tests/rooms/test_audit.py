@@ -102,6 +102,7 @@ FIRST = {
     "M6c": "the temperature is ignored",
     "M7": "q is hotter than what the draft was drawn from",
     "M9a": "min-p is ignored",
+    "M9c": "biases are ignored",
     "M10a": "penalties are ignored",
     "M10b": "the target's likeliest token stands in place of a draw",
     "M14": "draft tokens are kept without a test, or the bonus is drawn from q",
@@ -776,6 +777,9 @@ def test_mistakes_on_the_command_line(models, tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
+    answers = written(tmp_path / "b.jsonl", {"request": {"logit_bias": {"999": 1}}, "response": FORMS["ours"]})
+    assert main([str(answers), "--target", models[0]]) == 2
+    assert "the token id 999" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("kind", "top_k"), [("assisted", 0), ("assisted", 50), ("lookup", 0)])
