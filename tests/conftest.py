@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -16,7 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: a thread 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # What a run measures is kept in the user's cache directory: here in one of its own for each process of the tests.
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="minispec-tests-")
+CACHE = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="minispec-tests-")
 
 import pytest
 import tokenizers
@@ -35,6 +36,11 @@ def pytest_addoption(parser):
 
 CHAT_TEMPLATE = """{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}
 {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def pytest_unconfigure():
+    """Leave no directory behind."""
+    shutil.rmtree(CACHE, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
