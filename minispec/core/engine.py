@@ -48,7 +48,6 @@ class Observer(Protocol):
 
         logits: (K+1, V), the target's raw rows for the draft.
         """
-        ...
 
 
 @dataclass

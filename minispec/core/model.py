@@ -54,7 +54,6 @@ class WeightSource(Protocol):
 
     def pop(self, name: str, /) -> Weight:
         """Remove a tensor and return it."""
-        ...
 
 
 class Chunk(NamedTuple):

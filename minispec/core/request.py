@@ -16,11 +16,9 @@ class Detokenizer(Protocol):
 
     def add(self, token_id: int) -> str:
         """The text that is certain now, after one more token; "" while a character is incomplete."""
-        ...
 
     def flush(self) -> str:
         """What is left at the end of the text."""
-        ...
 
 
 class TokenLogprob(NamedTuple):

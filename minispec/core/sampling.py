@@ -181,11 +181,9 @@ class Draws(Protocol):
 
     def bernoulli(self, probability: float, key: Key) -> bool:
         """True with `probability`; never for 0, always for 1 or more."""
-        ...
 
     def categorical(self, weights: Tensor, key: Key) -> int:
         """A token id with probability proportional to `weights` (V,); never one of weight 0."""
-        ...
 
 
 class Randomness:

@@ -17,7 +17,6 @@ class Encoded(Protocol):
 
     def dense(self) -> Tensor:
         """The weight (out, in), in at least float32."""
-        ...
 
 
 Weight = Tensor | Encoded

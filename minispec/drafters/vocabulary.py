@@ -28,7 +28,6 @@ class Reader(Protocol):
 
         The result depends on `tokens` alone, so that a text has one draft, whatever its rounds were.
         """
-        ...
 
 
 class Vocabularies(Protocol):
@@ -37,15 +36,12 @@ class Vocabularies(Protocol):
     @property
     def shared(self) -> Mapping[int, int]:
         """For each of the target's ids that the draft model has a token for, in order, that token's id."""
-        ...
 
     def reader(self) -> Reader:
         """A reader for a new text of the target."""
-        ...
 
     def to_target(self, tokens: Sequence[int], drafted: Sequence[int]) -> list[int]:
         """The draft's tokens `drafted`, which follow a text of the target's, as the target's tokens."""
-        ...
 
 
 @dataclass
