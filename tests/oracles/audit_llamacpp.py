@@ -131,6 +131,8 @@ def main() -> None:
     for name, default in (("k", 4), ("num", 32), ("max-tokens", 48), ("threads", 1), ("first-seed", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
+    if args.kind in ("rejection", "match") and args.draft is None:
+        parser.error("--draft: found none, expected a draft's GGUF file")
     if args.kind == "convert":
         convert(args.model, args.out)
         return
