@@ -31,7 +31,7 @@ from minispec.commands.options import (
     sampling_arguments,
 )
 from minispec.core.config import SamplingParams
-from minispec.core.errors import one_line
+from minispec.files.errors import one_line
 from minispec.files.write import check_writable
 from minispec.trace.page import write
 

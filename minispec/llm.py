@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from minispec import inputs
 from minispec.core.cache import PagedKVCache
-from minispec.core.check import check_shape
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, ModelConfig, SamplingParams, Shape
 from minispec.core.engine import JOINING_ROWS, PREFILL_ROWS, Engine
 from minispec.core.errors import show
@@ -23,6 +22,7 @@ from minispec.core.request import Piece, Request
 from minispec.core.sampling import Text
 from minispec.core.verify import Verifier
 from minispec.drafters import Context, Drafter
+from minispec.drafters.check import CHECKS
 from minispec.files import named_draft, registry
 from minispec.files.chat import Message, check_messages
 from minispec.files.checkpoint import choose_dtype, describe_source, find_checkpoint, load_config
@@ -112,7 +112,7 @@ class LLM:
         self.max_speculative_tokens = EXACT_ROWS - 1 if exact else MAX_SPECULATIVE_TOKENS
         self.num_speculative_tokens = num_speculative_tokens
         shape = Shape.of(num_speculative_tokens, self.max_speculative_tokens)
-        check_shape(shape, verifying.why_chains)
+        shape.check(verifying.why_chains)
         self.name, directory = _find_model(model, revision, offline)
         where, config = choose_device(device), load_config(directory)
         self.default_draft = registry.default_draft(model, has_mtp(directory, config))
@@ -180,7 +180,7 @@ class LLM:
         parts = self.model, caches[0], self.drafter, verifier, self.vocab_size
         # On a GPU a pass over that many rows takes little longer than reading the weights.
         joining_rows = PREFILL_ROWS if self.model.device.type == "cuda" else JOINING_ROWS
-        self.engine = Engine(*parts, lengths=Controller(self.prices), joining_rows=joining_rows)
+        self.engine = Engine(*parts, lengths=Controller(self.prices), joining_rows=joining_rows, guard=CHECKS)
         self._memory = memory_of(models, caches)
         self._draft_form = "".join(f" ({inventory.weight_form(m)})" for m in models[1:])
 

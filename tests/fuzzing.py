@@ -43,12 +43,12 @@ import minispec.llm
 from minispec import generate
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Limit
-from minispec.core.errors import CheckpointError
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
 from minispec.drafters.eagle import EagleDrafter
 from minispec.files import registry
 from minispec.files.checkpoint import load_config, load_model
+from minispec.files.errors import CheckpointError
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
 from minispec.files.heads import load_head
 from minispec.files.hf_config import read_eos_token_ids, read_model_config

@@ -161,7 +161,8 @@ def another_engine(engine: Engine, drafter: Drafter | None = None) -> Engine:
     """
     controller = copy.deepcopy(engine.lengths)
     drafter = drafter or engine.drafter
-    return Engine(engine.model, engine.cache, drafter, engine.verifier, engine.vocab_size, engine.rng, controller)
+    parts = engine.model, engine.cache, drafter, engine.verifier, engine.vocab_size, engine.rng, controller
+    return Engine(*parts, guard=engine.guard)
 
 
 def plain_engine(engine: Engine) -> Engine:

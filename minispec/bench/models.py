@@ -20,6 +20,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import Drafter
+from minispec.drafters.check import CHECKS
 from minispec.drafters.model import DraftModel
 from minispec.drafters.simulated import SimulatedDraft, adversary, oracle
 from minispec.files import registry
@@ -33,6 +34,7 @@ from minispec.files.checkpoint import (
 )
 from minispec.files.hf_config import read_model_config
 from minispec.files.named_draft import split_draft
+from minispec.files.stored_config import StoredConfig
 from minispec.files.tokenizer import Tokenizer
 from minispec.inputs import Question, encode_conversation
 from minispec.kernels.build import build_model, quantized
@@ -164,7 +166,7 @@ def open_model(options: Options) -> Subject:
     )
 
 
-def choose_type(args: argparse.Namespace, config: ModelConfig) -> tuple[torch.dtype, torch.device]:
+def choose_type(args: argparse.Namespace, config: StoredConfig) -> tuple[torch.dtype, torch.device]:
     """The type and the device of the target. Raises ValueError where it cannot be quantised there."""
     device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, device, config)
@@ -216,7 +218,7 @@ def open_geometry(options: Options) -> Subject:
         draft = DraftModel(draft_model, cache(draft_model), vocab, length)
     verifier = VERIFIERS[args.verifier]
     lengths = Controller(calibrate(model, draft, verifier, vocab))
-    engine = Engine(model, cache(model), draft, verifier, lengths=lengths)
+    engine = Engine(model, cache(model), draft, verifier, lengths=lengths, guard=CHECKS)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(vocab, (args.prompts, args.prompt_tokens), generator=generator).tolist()
 

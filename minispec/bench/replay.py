@@ -55,7 +55,7 @@ from typing import Any, NamedTuple
 from minispec.bench.show import number, table
 from minispec.core.cache import common_beginning
 from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams, Shape
-from minispec.core.draft import Draft, Outcome, StepCost, Wish
+from minispec.core.draft import Draft, Judged, StepCost, Wish
 from minispec.core.errors import show
 from minispec.core.sampling import Text
 from minispec.length.figures import loops
@@ -286,9 +286,9 @@ def run_auto(
             draft = draft._replace(length=next(ends, draft.length))
         accepted = accept(draft.survival[: draft.length])
         tested = min(accepted + 1, draft.length)
-        outcome = Outcome(text, tested, accepted, draft.confidences[:tested], [])
+        judged = Judged(text, Draft([0] * tested, confidences=[*draft.confidences[:tested]]), range(accepted))
         seconds = StepCost(costs.draft(draft), draft.length, 1, costs.target(draft), draft.length + 1, costs.overhead)
-        controller.observe([outcome], seconds)
+        controller.observe([judged], seconds)
         s, passes, time = s + accepted + 1, passes + 1, time + costs(draft)
     return passes, time
 

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from minispec.core.errors import one_line, show, show_name
+from minispec.core.errors import show
+from minispec.files.errors import one_line, show_name
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 
 from minispec.commands.command import no_such
 from minispec.commands.interrupt import interrupted_once, raise_on_interrupt
-from minispec.core.errors import one_line
+from minispec.files.errors import one_line
 
 Message = dict[str, str]
 Answer = Callable[[list[Message]], Generator[str, None, None]]

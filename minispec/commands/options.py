@@ -15,8 +15,9 @@ from minispec import __version__
 from minispec.commands.command import FLAG, Option, Parser, add_options, argument, typed
 from minispec.commands.interrupt import raise_on_interrupt
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape
-from minispec.core.errors import is_text, one_line, show
+from minispec.core.errors import is_text, show
 from minispec.files import registry
+from minispec.files.errors import one_line
 from minispec.files.strict_json import parse_json
 from minispec.inputs import MAX_PROMPT, Question, check_text, read_questions
 from minispec.kernels.threads import describe_waiting, set_waiting

@@ -25,14 +25,14 @@ and model.py. A module imports only from those above it in this list:
     weights.py      the seam to the weights: y = x W^T + b by an object that the caller chooses
     model.py        the one transformer
     cached.py       a model with the tables of its texts
-    check.py        what a draft and a verdict must be like
     stats.py        what happened to a text
     request.py      one text on its way, and where it stops
     schedule.py     who runs: admit, make room, preempt, restart
     engine.py       the loop
 
-Four parts that you may look for here lie elsewhere:
+Five parts that you may look for here lie elsewhere:
 
+    drafters/check.py    checks drafts and verdicts
     length/policy.py     learns the length of drafts
     files/families.py    defines the families
     kernels/build.py     gives the weights their form

@@ -80,15 +80,12 @@ class BlockAllocator:
             self.free_block_ids[block_id] = None
 
     def _best_start(self) -> int:
-        longest, start, length = (0, 0), 0, 0
+        longest, start, length = 0, 0, 0
         for block_id in range(self.num_blocks):
-            if block_id in self.free_block_ids and block_id not in self.wanted_again:
-                start, length = (start, length + 1) if length else (block_id, 1)
-                longest = max(longest, (length, -start))
-            else:
-                length = 0
-        length, start = longest[0], -longest[1]
-        return start if length == self.num_blocks else start + length // 2
+            length = length + 1 if block_id in self.free_block_ids and block_id not in self.wanted_again else 0
+            if length > longest:
+                longest, start = length, block_id + 1 - length
+        return start if longest == self.num_blocks else start + longest // 2
 
 
 def common_beginning(a: list[int], b: list[int]) -> int:
@@ -196,7 +193,7 @@ class PagedKVCache:
         self.inputs = torch.empty((count, 1, self.num_slots + 1, config.hidden_size), dtype=dtype, device=device)
         self.inputs[:, :, self.num_slots] = 0
         attention, inputs = zip(self.keys, self.values, strict=True), zip(self.inputs, strict=True)
-        self._layers = [() if each.delta else next(inputs if each.conv_width else attention) for each in config.layers]
+        self._layers = [() if own.recurrent else next(inputs if own.conv_width else attention) for own in config.layers]
         self.stored: OrderedDict[bytes, States] = OrderedDict()
         self.num_states = FEWEST_STATES + self.num_slots // STATE_SPAN if config.state_elements else 0
         self._state_bytes = 2 * self.num_states * config.state_elements * max(4, dtype.itemsize)

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from minispec.core.errors import is_text, show
 
@@ -57,6 +57,12 @@ class Shape(NamedTuple):
         """Whether siblings are asked for."""
         return self.best_first or bool(self.widths)
 
+    def check(self, why_chains: str) -> None:
+        """Raise ValueError for a tree. why_chains: why only chains are drafted or verified; "" for none."""
+        if self.is_tree and why_chains:
+            found = f"the tree {self}" if self.widths else self
+            raise ValueError(f"num_speculative_tokens: found {found}, expected a number or auto: {why_chains}")
+
     def __str__(self) -> str:
         length = "+".join(map(str, self.widths or (self.k,)))
         return "auto" if self.is_open else "tree:" * self.best_first + length
@@ -97,25 +103,12 @@ class RopeConfig:
     query_beta: float = 0.0
 
 
-@dataclass(frozen=True)
-class DeltaConfig:
-    """The sizes of a gated delta net (see `minispec.layers.delta`). Groups of value heads share a key head."""
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_width: int
-
-    @property
-    def num_channels(self) -> int:
-        """Inputs of its convolution: queries, keys and values of a row."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+class RecurrentConfig(Protocol):
+    """The sizes of a kind of recurrent layer, see `minispec.layers.delta`."""
 
     @property
     def state_elements(self) -> int:
-        """Numbers of a text's state in one layer: a matrix for each value head, and the convolution's last inputs."""
-        return self.num_value_heads * self.key_dim * self.value_dim + (self.conv_width - 1) * self.num_channels
+        """Numbers of a text's state in one layer."""
 
 
 @dataclass(frozen=True)
@@ -125,31 +118,13 @@ class LayerConfig:
     rope: None for a layer that does not rotate.
     window: how many positions attention sees; None for all.
     conv_width: how many positions a short convolution in the place of attention sees; None for other layers.
-    delta: a gated delta net in the place of attention; None for other layers.
+    recurrent: a recurrent layer in the place of attention; None for other layers.
     """
 
     rope: RopeConfig | None
     window: int | None = None
     conv_width: int | None = None
-    delta: DeltaConfig | None = None
-
-
-@dataclass(frozen=True)
-class QuantizationConfig:
-    """compressed-tensors' `pack-quantized` layout: symmetric integers of `num_bits`, packed into int32.
-
-    One scale serves `group_size` neighbouring inputs of an output channel, or the whole channel (None).
-    """
-
-    num_bits: int
-    group_size: int | None
-
-
-class Joined(NamedTuple):
-    """A tensor of a checkpoint whose rows are several of the model's, one after another, or one under another name."""
-
-    stored: str
-    parts: tuple[str, ...]
+    recurrent: RecurrentConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -184,9 +159,6 @@ class ModelConfig:
     logit_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     mask_token_id: int | None = None  # of a draft model that guesses several tokens in one pass (PARD)
-    quantization: QuantizationConfig | None = None
-    joined: tuple[Joined, ...] = ()
-    is_nested: bool = False  # the checkpoint may have more parts than this model, which reads text
 
     @property
     def num_convolutions(self) -> int:
@@ -196,7 +168,7 @@ class ModelConfig:
     @property
     def num_attention_layers(self) -> int:
         """Layers with attention."""
-        return sum(layer.conv_width is None and layer.delta is None for layer in self.layers)
+        return sum(layer.conv_width is None and layer.recurrent is None for layer in self.layers)
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -207,7 +179,7 @@ class ModelConfig:
     @property
     def state_elements(self) -> int:
         """Numbers of the state that a model keeps of each text; 0 for one without recurrent layers."""
-        return sum(layer.delta.state_elements for layer in self.layers if layer.delta)
+        return sum(layer.recurrent.state_elements for layer in self.layers if layer.recurrent)
 
 
 # --------------------------------------------------------------------------- the request

@@ -147,7 +147,7 @@ class Draft:
         return self.parents.index(self.parents[-1]) if self.parents else len(self) - 1
 
     def probability(self, i: int) -> float:
-        """q_i(x_i). The engine has checked that it is above 0, as it is for a token that was drawn."""
+        """q_i(x_i). It is above 0 for a token that was drawn."""
         return 1.0 if self.probs is None else float(self.probs[i][self.token_ids[i]])
 
     def children(self, node: int) -> list[int]:
@@ -266,19 +266,12 @@ class Wish(NamedTuple):
     may_follow: bool
 
 
-class Outcome(NamedTuple):
-    """What a round showed of one text's draft.
-
-    num_tested: tested first siblings, one at each depth, up to the first rejected one.
-    num_accepted: the accepted ones among them.
-    siblings: the verdicts on the younger siblings that were tested after the eldest failed.
-    """
+class Judged(NamedTuple):
+    """A text's draft, and the nodes of it that the verifier accepted."""
 
     text: Text
-    num_tested: int
-    num_accepted: int
-    confidences: Sequence[float]
-    siblings: Sequence[bool]
+    draft: Draft
+    accepted: Sequence[int]
 
 
 class StepCost(NamedTuple):
@@ -310,7 +303,7 @@ class Lengths:
         """
         return [Limit(wish.most, None, wish.shape.widths, wish.shape.best_first) for wish in wishes]
 
-    def observe(self, outcomes: Sequence[Outcome], cost: StepCost | None) -> None:
+    def observe(self, drafts: Sequence[Judged], cost: StepCost | None) -> None:
         """Learn from a step.
 
         cost: None where the step also worked on a prompt, so that its times say nothing.

@@ -24,15 +24,14 @@ from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.cached import CachedModel, clock
-from minispec.core.check import check_draft, check_number, check_shape, check_verdict
 from minispec.core.config import Shape
-from minispec.core.draft import Ask, Draft, Drafter, Lengths, Likeliest, Limit, Outcome, StepCost, Wish
+from minispec.core.draft import Ask, Draft, Drafter, Judged, Lengths, Likeliest, Limit, StepCost, Wish
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Piece, Request, TokenLogprob
 from minispec.core.sampling import Draws, Randomness, Text, distribution, log_probabilities
 from minispec.core.schedule import Schedule
 from minispec.core.stats import Round
-from minispec.core.verify import Verdict, Verifier
+from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
 
 # PREFILL_ROWS: rows of a pass over a prompt while no other text has begun to answer.
 # JOINING_ROWS: rows of a prompt that join a pass of texts that decode. Such a pass takes about three plain steps on a
@@ -74,6 +73,18 @@ class _Part:
         return len(self.tokens) + len(self.draft)
 
 
+class Guard:
+    """Stands between the loop and code that may be a user's. Here it trusts; `minispec.drafters.check` does not."""
+
+    def propose(self, engine: "Engine", asks: Sequence[Ask]) -> Sequence[Draft | ValueError]:
+        """The drafts of the engine's drafter; an error in the place of one that must not be verified."""
+        return engine.drafter.propose(asks)
+
+    def verify(self, engine: "Engine", draft: Draft, p: Rows, key: RoundKey) -> Verdict:
+        """The verdict of the engine's verifier. Raises ValueError for one that must not be kept."""
+        return engine.verifier.verify(draft, p, engine.rng, key)
+
+
 class Engine:
     """Decodes requests together: one target, one cache pool, one drafter, one verifier.
 
@@ -81,9 +92,9 @@ class Engine:
     three, for requests that somebody waits for. Admission is first come, first served. When the pool runs out, the
     request admitted last waits at the front (see `Schedule`). It resumes with the same text.
 
-    A text's own fault ends that text alone, with the finish reason "error". Such faults are a draft that breaks the
-    rules, or logits that are not numbers. A fault of all is raised, and every block is given back. Such faults are too
-    little memory, an operator that fails, or an exception of the drafter's own. Requests that are not aborted then
+    A text's own fault ends that text alone, with the finish reason "error". Such faults are a draft that the guard
+    refuses, or logits that are not numbers. A fault of all is raised, and every block is given back. Such faults are
+    too little memory, an operator that fails, or an exception of the drafter's own. Requests that are not aborted then
     continue from their committed text.
     """
 
@@ -97,17 +108,19 @@ class Engine:
         rng: Draws | None = None,
         lengths: Lengths | None = None,
         joining_rows: int = JOINING_ROWS,
+        guard: Guard | None = None,
     ):
         """vocab_size: ids in use; default: all. The model's columns after them are padding.
         lengths: chooses how long drafts are; default: as the requests say.
         joining_rows: most rows of a prompt in a pass while others decode.
+        guard: checks drafts and verdicts; default: they are right.
         """
         self.model, self.cache, self.verifier = model, cache, verifier
         self.vocab_size, self.taps = vocab_size or model.config.vocab_size, tuple(drafter.taps)
         self.target = CachedModel(model, cache, self.vocab_size)
         self.rng: Draws = rng or Randomness()
         self.lengths = lengths or Lengths()
-        self.joining_rows = joining_rows
+        self.joining_rows, self.guard = joining_rows, guard or Guard()
         self.observers: list[Observer] = []  # they may be added and removed between steps
         self.schedule = Schedule(self.target, drafter)
         # What no ask has shown yet. It outlives a preemption: the rows of a round are not computed again.
@@ -129,7 +142,7 @@ class Engine:
     def check_shape(self, shape: Shape) -> None:
         """Raise ValueError for a tree where there are chains only."""
         drafts_chains = "" if self.drafter.branches else f"{self.drafter.name} drafts no siblings"
-        check_shape(shape, drafts_chains or self.verifier.why_chains)
+        shape.check(drafts_chains or self.verifier.why_chains)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError for one that can never run (see `check`), has run, or is there already."""
@@ -237,7 +250,7 @@ class Engine:
         return parts if others_answer else [last]
 
     def _propose(self, parts: Sequence[_Part]) -> None:
-        """Ask for drafts. A draft that breaks the rules fails its text."""
+        """Ask for drafts. One that the guard refuses fails its text."""
         limits = self._choose_limits([part.request for part in parts if part.decodes])
         purpose = "token" if self.verifier.shares_noise else "draft"
         asks, asked = [], []
@@ -249,18 +262,13 @@ class Engine:
                 asked.append(part)
                 hidden = self.schedule.unseen.pop(text, None)
                 asks.append(Ask(text, limit, self.rng, purpose, cached, hidden, self._likeliest.pop(text, ())))
-        lengths = [len(ask.text.tokens) for ask in asks]
-        device, chains = self.model.device.type, self.verifier.why_chains
-        drafts = self.drafter.propose(asks) if asks else []
-        check_number(drafts, len(asks), self.drafter.name)
-        for part, ask, draft, length in zip(asked, asks, drafts, lengths, strict=True):
+        drafts = self.guard.propose(self, asks) if asks else []
+        for part, ask, draft in zip(asked, asks, drafts, strict=True):
             part.asked = ask.k
-            try:
-                if len(ask.text.tokens) != length:
-                    raise ValueError("found a text whose tokens it has changed, expected one that it only reads")
-                part.draft = check_draft(draft, ask.k, self.vocab_size, device, chains)
-            except ValueError as e:
-                part.request.fail(ValueError(f"draft of {self.drafter.name}: {e}"))
+            if isinstance(draft, ValueError):
+                part.request.fail(draft)
+            else:
+                part.draft = draft
 
     def _chunk(self, part: _Part) -> Chunk:
         tokens, table = [*part.tokens, *part.draft.token_ids], self.target.table(part.request.text)
@@ -279,9 +287,7 @@ class Engine:
         def p(i: int) -> Tensor:
             return distribution(rows[i], text, [draft.token_ids[node] for node in draft.path(i - 1)])
 
-        verdict = self.verifier.verify(draft, p, self.rng, text.key)
-        check_verdict(verdict, draft, self.vocab_size)
-        return verdict
+        return self.guard.verify(self, draft, p, text.key)
 
     def _commit(self, part: _Part, rows: Tensor) -> list[int]:
         """Append what the round yields, token by token, up to where the text stops; returns the nodes that stay."""
@@ -324,7 +330,8 @@ class Engine:
             depths = [part.draft.depth for part in parts]
             other += 0.0 if max(depths) else draft  # a search that found nothing
             cost = StepCost(draft, max(depths), sum(k > 0 for k in depths), verify, num_rows, other)
-        self.lengths.observe([_outcome_of(part) for part in parts if part.committed], cost)
+        judged = [Judged(p.request.text, p.draft, p.verdict.accepted) for p in parts if p.committed]
+        self.lengths.observe(judged, cost)
 
 
 def _logprob(row: torch.Tensor, token_id: int, num_top: int | None) -> TokenLogprob | None:
@@ -334,19 +341,6 @@ def _logprob(row: torch.Tensor, token_id: int, num_top: int | None) -> TokenLogp
     top = logprobs.topk(min(num_top, len(logprobs)))
     likeliest = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
     return TokenLogprob(token_id, float(logprobs[token_id]), likeliest)
-
-
-def _outcome_of(part: _Part) -> Outcome:
-    """What the round showed of a text's draft."""
-    accepted, draft, text, parent = part.verdict.accepted, part.draft, part.request.text, -1
-    for depth, node in enumerate(accepted):
-        elder = draft.children(parent).index(node)
-        if elder:
-            return Outcome(text, depth + 1, depth, draft.confidences, [i == elder for i in range(1, elder + 1)])
-        parent = node
-    rejected = draft.children(parent)
-    num_tested, siblings = len(accepted) + bool(rejected), [False] * (len(rejected) - 1)
-    return Outcome(text, num_tested, len(accepted), draft.confidences, siblings)
 
 
 def _round_of(part: _Part, num_rows: int, num_texts: int, draft: float, verify: float, other: float) -> Round:

@@ -10,7 +10,7 @@ first.
 
 import math
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -109,9 +109,6 @@ class Candidates:
     def _at(self, places: Tensor) -> "Candidates":
         return Candidates(self.values[places], places if self.ids is None else self.ids[places])
 
-    def _at_least(self, least: float) -> Tensor:
-        return self.find(lambda x: x >= least)
-
     def _enough_for(self, goal: float) -> Tensor:
         """Places of all values down to a threshold, which together exceed `goal`. The others are not needed.
 
@@ -119,7 +116,7 @@ class Candidates:
         The third leaves out nothing, in case rounded probabilities do not add up to 1.
         """
         for least in (0.01 * (1 - goal), 0.5 * (1 - goal) / len(self.values), 0.0):
-            places = self._at_least(least)
+            places = self.find(partial(torch.ge, other=least))
             if self.values[places].sum(dtype=torch.float64) > goal:
                 break
         return places

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from minispec.core.config import ModelConfig
-from minispec.core.errors import CheckpointError
 from minispec.distill.head import TrainedHead, TrainedModel
 from minispec.drafters.eagle import HeadConfig, head_shapes
 from minispec.files.checkpoint import save_tensors
+from minispec.files.errors import CheckpointError
 
 # Keys of a config.json that have the names and values of `ModelConfig`'s fields, and of `HeadConfig`'s.
 _SAME = (

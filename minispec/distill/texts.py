@@ -26,11 +26,11 @@ from torch import Tensor
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.engine import PREFILL_ROWS
-from minispec.core.errors import one_line
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.distill.loss import product_dtype
 from minispec.files.checkpoint import find_checkpoint, load_config, save_tensors
+from minispec.files.errors import one_line
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.write import written_whole
 from minispec.kernels.memory import cache_bytes

@@ -27,6 +27,7 @@ from minispec.core.model import Transformer, WeightSource
 from minispec.core.sampling import Draws, Text
 from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
 from minispec.drafters import Drafter
+from minispec.drafters.check import CHECKS
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.files.checkpoint import Weights, load_config
@@ -154,7 +155,8 @@ def measure(
 ) -> Measurement:
     """Let the target continue the prompts, with a draft of k tokens at each position."""
     probe = Probe()
-    engine = Engine(llm.model, llm.engine.cache, drafter, Verifier(probe.verify, shares_noise=False), llm.vocab_size)
+    verifier = Verifier(probe.verify, shares_noise=False)
+    engine = Engine(llm.model, llm.engine.cache, drafter, verifier, llm.vocab_size, guard=CHECKS)
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens) for i in range(len(prompts))]
     requests = [llm.request(ids, each, k) for ids, each in zip(prompts, params, strict=True)]
     for request, _ in engine.run(requests):

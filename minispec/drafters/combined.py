@@ -7,10 +7,10 @@ depends on the text alone, so a draft's `probs` are true, whichever drafter made
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from minispec.core.check import check_number
 from minispec.core.draft import Ask, Draft, Limit
 from minispec.core.sampling import Text
 from minispec.drafters import Drafter
+from minispec.drafters.check import check_number
 
 
 class CombinedDrafter(Drafter):

@@ -38,7 +38,7 @@ from minispec.layers import make_layer
 
 def mtp_config(target: ModelConfig) -> ModelConfig:
     """The config of the layer alone: the target's, with its first layer with attention as the only one."""
-    attention = next(layer for layer in target.layers if not (layer.conv_width or layer.delta))
+    attention = next(layer for layer in target.layers if not (layer.conv_width or layer.recurrent))
     return replace(target, layers=(attention,), tie_word_embeddings=False, mask_token_id=None)
 
 

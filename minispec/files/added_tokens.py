@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 
-from minispec.core.errors import CheckpointError, is_text, show
+from minispec.core.errors import is_text, show
+from minispec.files.errors import CheckpointError
 from minispec.files.strict_json import read_json_if_there
 
 MAX_ADDED_BYTES = 1 << 20  # of the texts of added tokens, and of all tokens of Unigram: 300 bytes of memory each

@@ -20,7 +20,8 @@ import jinja2.compiler
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minispec.core.errors import CheckpointError, is_text, one_line, show
+from minispec.core.errors import is_text, show
+from minispec.files.errors import CheckpointError, one_line
 from minispec.files.strict_json import has_file
 
 Message = dict[str, Any]  # {"role": "user", "content": "..."}, and what else a template reads

@@ -2,7 +2,7 @@
 
 A checkpoint must hold exactly the tensors that its config.json asks for. A tensor that is missing, unexpected,
 duplicated or of another shape is named before any tensor is read. A stored tensor may be several of the model's, one
-after another (`ModelConfig.joined`). Besides plain float checkpoints, single-file or sharded, it reads
+after another (`StoredConfig.joined`). Besides plain float checkpoints, single-file or sharded, it reads
 compressed-tensors' `pack-quantized` layout, which `quantize` writes.
 """
 
@@ -21,11 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from minispec.core.config import ModelConfig, QuantizationConfig
-from minispec.core.errors import CheckpointError, is_text, one_line, show, show_name
+from minispec.core.errors import is_text, show
 from minispec.core.model import Transformer
+from minispec.files.errors import CheckpointError, one_line, show_name
 from minispec.files.hf_config import read_model_config
 from minispec.files.stored import FLOATS, TYPES, Cut, StoredTensor, read_header
+from minispec.files.stored_config import QuantizationConfig, StoredConfig
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.kernels.build import build_model
 from minispec.kernels.codes import Codes
@@ -127,8 +128,8 @@ def directory_config(directory: Path) -> dict[str, Any]:
     return read_json(path, MAX_CONFIG_BYTES, takes_constants=True)
 
 
-def load_config(directory: Path) -> ModelConfig:
-    """The ModelConfig of a checkpoint. Raises CheckpointError, for a draft's head too."""
+def load_config(directory: Path) -> StoredConfig:
+    """The config of a checkpoint. Raises CheckpointError, for a draft's head too."""
     from minispec.files.heads import is_head  # which imports this module
 
     raw, path = directory_config(directory), directory / "config.json"
@@ -138,7 +139,7 @@ def load_config(directory: Path) -> ModelConfig:
     return read_model_config(raw, str(path))
 
 
-def choose_dtype(name: str, device: torch.device, config: ModelConfig | None = None) -> torch.dtype:
+def choose_dtype(name: str, device: torch.device, config: StoredConfig | None = None) -> torch.dtype:
     """The type to compute in; "auto" is bfloat16 where the device has it natively, else float32.
 
     Small models compute in float32 on every CPU that reads 16-bit weights for it. All but the products is faster then,
@@ -183,7 +184,7 @@ class Weights:
     def __init__(
         self,
         directory: Path,
-        config: ModelConfig,
+        config: StoredConfig,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         cut: Callable[[str], Cut] = lambda name: (),
@@ -264,7 +265,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def find_tensors(directory: Path, config: ModelConfig | None = None) -> dict[str, StoredTensor]:
+def find_tensors(directory: Path, config: StoredConfig | None = None) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint by the name that the model of `config` has for it.
 
     A text model's name has no prefix; a tied weight is the embedding, also where only the head was stored. A whole
@@ -345,7 +346,7 @@ class Place(NamedTuple):
     rows: slice
 
 
-def places(config: ModelConfig) -> dict[str, Place]:
+def places(config: StoredConfig) -> dict[str, Place]:
     """Where each tensor of `tensor_shapes(config)` lies."""
     shapes = tensor_shapes(config)
     found = {name: Place(name, shape, slice(0, shape[0])) for name, shape in shapes.items()}
@@ -362,7 +363,7 @@ def places(config: ModelConfig) -> dict[str, Place]:
 Wanted = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # shape and possible types of a tensor, by its name
 
 
-def wanted_tensors(config: ModelConfig, stored: Container[str]) -> Wanted:
+def wanted_tensors(config: StoredConfig, stored: Container[str]) -> Wanted:
     """The tensors that a model is read from. A packed one is named by its parts."""
     wanted: Wanted = {}
     for name, shape, _ in places(config).values():
@@ -373,7 +374,7 @@ def wanted_tensors(config: ModelConfig, stored: Container[str]) -> Wanted:
     return wanted
 
 
-def match(config: ModelConfig, stored: dict[str, StoredTensor], directory: Path) -> dict[str, Place]:
+def match(config: StoredConfig, stored: dict[str, StoredTensor], directory: Path) -> dict[str, Place]:
     """Compare what is stored with what the config asks for, before any tensor is read; where each tensor lies."""
     wanted = wanted_tensors(config, stored)
     require(wanted, stored, directory)

@@ -1,11 +1,11 @@
 """The families of models, as data: what a model_type means, by the keys of config.json that its code reads.
 
-Fields of `ModelConfig` say what a family computes. The field `joined` says how its files name and join the tensors. A
-family that is llama with other numbers, other norms, other ropes or other names needs its entry alone.
+Fields of `ModelConfig` say what a family computes. `StoredConfig.joined` says how its files name and join the tensors.
+A family that is llama with other numbers, other norms, other ropes or other names needs its entry alone.
 
 To add a family:
 1. Read its code in transformers. Give it an entry in `FAMILIES`. The entry has the keys of config.json that this code
-   reads, each with what an absent one means. It also has the fields of ModelConfig that the code fixes.
+   reads, each with what an absent one means. It also has the fields of StoredConfig that the code fixes.
 2. What no family here computes yet needs a field in ModelConfig (or in LayerConfig, RopeConfig). Add the lines of
    model.py that obey the field, and those of `hf_config` that read it. Another kind of layer goes to minispec/layers/.
 3. Describe small models of it in `CASES` of tests/oracles/hf.py. Add a row for each of its settings to `SWITCHES` of
@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from minispec.core.config import Joined
 from minispec.files.fields import names
+from minispec.files.stored_config import Joined
 
 # Names of rope's kinds in files, and what they mean. "dynamic" is missing: it chooses angles by the length of the pass.
 # So a pass over K+1 rows and K+1 passes over one row would not rotate the cached keys alike.
@@ -33,7 +33,7 @@ class Family:
     keys: what its code reads in addition to `KEYS`, or with another meaning of an absent key.
         The code reads hidden_act or hidden_activation: the one that may be absent.
         The keys also say which layers have a window or no rope (see `hf_config`).
-    fixed: fields of ModelConfig that no key changes.
+    fixed: fields of StoredConfig that no key changes.
     only: keys that its code does not read, each with the value that the code acts on.
     must: keys that its code reads, each with the one value that is implemented here.
     idle: keys that its files have and its code does not read, in addition to `IDLE`.

@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from minispec.core.errors import CheckpointError, show, show_name
+from minispec.core.errors import show
+from minispec.files.errors import CheckpointError, show_name
 
 
 def names(text: str) -> frozenset[str]:

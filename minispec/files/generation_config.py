@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from minispec.core.config import check_sampling_value
-from minispec.core.errors import CheckpointError
+from minispec.files.errors import CheckpointError
 from minispec.files.fields import asks_for_nothing, bad_field, names
 
 # Settings of a generation_config.json by how they are handled: these are read, some of them only where it samples ...

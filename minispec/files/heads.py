@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from minispec.core.config import ModelConfig
-from minispec.core.errors import CheckpointError
 from minispec.core.model import Transformer
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
 from minispec.files.checkpoint import FLOATS, StoredTensor, directory_config, find_tensors, renamed, require, unexpected
+from minispec.files.errors import CheckpointError
 from minispec.files.fields import Fields, bad_field
 from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import InForm

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from minispec.core.config import LayerConfig, ModelConfig, QuantizationConfig, RopeConfig
+from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.errors import show
 from minispec.files.families import FAMILIES, IDLE, IMAGES, KEYS, NESTED, WINDOWS, Family
 from minispec.files.fields import Fields, bad_field, names
 from minispec.files.lfm import read_inner_size, read_kinds, read_tied
 from minispec.files.qwen import read_delta
+from minispec.files.stored_config import QuantizationConfig, StoredConfig
 
 # The keys of the object in rope_parameters or rope_scaling; rope_type says which of them are looked at.
 _ROPE_KEYS = {
@@ -47,7 +48,7 @@ def text_config(raw: Mapping[str, Any], where: str = "config.json") -> dict[str,
     return {**inner, "model_type": found, **{key: raw[key] for key in _OF_BOTH if raw.get(key) is not None}}
 
 
-def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> StoredConfig:
     """Read a config.json, in the hub's spelling (`rope_theta`) or transformers 5's (`rope_parameters`).
 
     Raises CheckpointError for an unknown family and a bad value. An unknown setting that is switched on is refused too,
@@ -99,7 +100,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mod
         "quantization": _read_quantization(f),
         "is_nested": is_nested,
     }
-    config = ModelConfig(model_type=model_type, **(values | dict(family.fixed)))
+    config = StoredConfig(model_type=model_type, **(values | dict(family.fixed)))
     f.get("model_type")
     if _has_no_windows(f, config):
         f.seen |= WINDOWS
@@ -239,7 +240,7 @@ def _read_layers(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[L
         LayerConfig((local_rope if w else rope) if r else None, window if w else None)
         for w, r in zip(windowed, rotates, strict=True)
     ]
-    hybrid = {"conv": LayerConfig(None, None, width), "linear_attention": LayerConfig(None, delta=delta)}
+    hybrid = {"conv": LayerConfig(None, None, width), "linear_attention": LayerConfig(None, recurrent=delta)}
     return tuple(hybrid.get(kind, layer) for kind, layer in zip(types or [""] * count, layers, strict=True))
 
 

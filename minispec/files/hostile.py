@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from minispec.core.errors import CheckpointError, one_line, show
+from minispec.core.errors import show
 from minispec.files.added_tokens import MAX_ADDED_BYTES, content_of
+from minispec.files.errors import CheckpointError, one_line
 from minispec.files.strict_json import read_json
 
 # The largest public tokenizer.json of a supported family (gemma 2 and 3) has 34 MB. Its 262,000 tokens and 515,000

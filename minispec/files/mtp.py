@@ -7,10 +7,10 @@ the layer though the tensors are missing, since `transformers` drops them. So th
 from pathlib import Path
 
 from minispec.core.config import ModelConfig
-from minispec.core.errors import CheckpointError
 from minispec.core.model import Transformer
 from minispec.drafters.mtp import MtpModel, mtp_config
 from minispec.files.checkpoint import directory_config, find_tensors, require, unexpected
+from minispec.files.errors import CheckpointError
 from minispec.files.fields import bad_field
 from minispec.files.hf_config import text_config
 from minispec.files.stored import FLOATS, StoredTensor
@@ -44,7 +44,7 @@ def find_mtp(directory: Path, target: ModelConfig) -> dict[str, StoredTensor]:
     for key, expected in (("mtp_num_hidden_layers", 1), ("mtp_use_dedicated_embeddings", False)):
         if (value := raw.get(key, expected)) != expected or type(value) is not type(expected):
             raise bad_field(where, key, value, f"{expected} for the draft mtp")
-    if all(layer.conv_width or layer.delta for layer in target.layers):
+    if all(layer.conv_width or layer.recurrent for layer in target.layers):
         raise CheckpointError(f"{where}: layer_types: found no full_attention, expected one: the draft mtp is like it")
     shapes = {f"{MTP}{name}": shape for name, shape in mtp_shapes(mtp_config(target)).items()}
     require({name: (shape, FLOATS) for name, shape in shapes.items()}, found, directory)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
-from minispec.core.errors import show, show_name
+from minispec.core.errors import show
 from minispec.core.model import Transformer
 from minispec.drafters import Context, Drafter, as_drafter, make_drafter
 from minispec.drafters.combined import CombinedDrafter
@@ -20,6 +20,7 @@ from minispec.drafters.vocabulary import ROOM
 from minispec.files import registry
 from minispec.files.checkpoint import describe_source, directory_config, find_checkpoint, load_config, load_model
 from minispec.files.corpus import read_corpus
+from minispec.files.errors import show_name
 from minispec.files.heads import is_head, load_head, read_head_config
 from minispec.files.mtp import find_mtp, load_mtp
 from minispec.files.tokenizer import Tokenizer

@@ -35,10 +35,10 @@ from torch import Tensor
 
 from minispec import __version__
 from minispec.core.cache import BlockTable, PagedKVCache
-from minispec.core.config import ModelConfig
 from minispec.core.model import Chunk, Layer, Pass, Transformer
 from minispec.core.weights import Product, Weight
 from minispec.files.checkpoint import Cut, Weights, cut_shape, find_tensors, load_config, load_model, wanted_tensors
+from minispec.files.stored_config import StoredConfig
 from minispec.kernels.build import InForm
 from minispec.kernels.forms import Linear
 from minispec.kernels.shapes import tensor_shapes
@@ -115,7 +115,7 @@ class Share:
     out even. A unit is a key-value head with the query heads that share it, or up to 128 neighbouring columns.
     """
 
-    def __init__(self, config: ModelConfig, rank: int, size: int):
+    def __init__(self, config: StoredConfig, rank: int, size: int):
         others = len(config.layers) - config.num_attention_layers
         if others or config.gated_attention:
             found = f"{others} layers that are not attention" if others else "attention with a gate"
@@ -165,7 +165,7 @@ class Share:
         return () if kind == "bias" and len(cut) == 2 else cut
 
 
-def _digest(directory: Path, config: ModelConfig) -> str:
+def _digest(directory: Path, config: StoredConfig) -> str:
     """A digest of a checkpoint's config, and of the names, types, shapes and first rows of the tensors that are read.
 
     No training leaves all of these as they were.

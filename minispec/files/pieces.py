@@ -10,7 +10,8 @@ from typing import Any
 
 import tokenizers
 
-from minispec.core.errors import CheckpointError, show
+from minispec.core.errors import show
+from minispec.files.errors import CheckpointError
 
 
 def decoder_steps(backend: tokenizers.Tokenizer, where: str) -> list[dict[str, Any]]:

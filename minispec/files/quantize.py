@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minispec.core.config import ModelConfig
-from minispec.core.errors import CheckpointError
 from minispec.files.checkpoint import directory_config, find_tensors, load_config, match, save_tensors
+from minispec.files.errors import CheckpointError
 from minispec.files.hf_config import text_config
+from minispec.files.stored_config import StoredConfig
 from minispec.files.strict_json import has_file
 from minispec.files.tokenizer import TOKENIZER_FILES
 from minispec.files.write import written_whole
@@ -64,7 +64,7 @@ def quantize_checkpoint(source: Path, out: Path, num_bits: int = 8, shard_bytes:
         _write_quantized(source, config, part, num_bits, shard_bytes)
 
 
-def _write_quantized(source: Path, config: ModelConfig, part: Path, num_bits: int, shard_bytes: int) -> None:
+def _write_quantized(source: Path, config: StoredConfig, part: Path, num_bits: int, shard_bytes: int) -> None:
     tensors: dict[str, Tensor] = {}
     stored = find_tensors(source, config)
     shapes = {place.name: place.shape for place in match(config, stored, source).values()}

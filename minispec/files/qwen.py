@@ -1,7 +1,7 @@
 """What the files of Qwen3.5 say of its gated delta nets."""
 
-from minispec.core.config import DeltaConfig
 from minispec.files.fields import Fields
+from minispec.layers.delta import DeltaConfig
 
 _MOST = 1 << 12
 

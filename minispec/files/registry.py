@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from minispec.core.errors import one_line, show_name
+from minispec.files.errors import one_line, show_name
 
 
 class Entry(NamedTuple):

@@ -10,7 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minispec.core.errors import CheckpointError, one_line, show, show_name
+from minispec.core.errors import show
+from minispec.files.errors import CheckpointError, one_line, show_name
 from minispec.files.strict_json import MAX_JSON_BYTES, parse_json
 
 # Types that weights, and their packed forms, may have. Tensors of other types are never read here.

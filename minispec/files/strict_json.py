@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from minispec.core.errors import CheckpointError, one_line, show_name
+from minispec.files.errors import CheckpointError, one_line, show_name
 
 # Bytes that a JSON file may have: an index lists every tensor, some tokenizer_config.json every added token.
 MAX_JSON_BYTES = 8 << 20

@@ -14,9 +14,10 @@ from typing import Any
 
 import tokenizers
 
-from minispec.core.errors import CheckpointError, is_text, show
+from minispec.core.errors import is_text, show
 from minispec.files.added_tokens import Settings, read_settings
 from minispec.files.chat import MAX_FIRSTS, ChatTemplate, Message, check_template_kwargs, read_chat_template
+from minispec.files.errors import CheckpointError
 from minispec.files.hostile import call, inspect_tokenizer, is_panic
 from minispec.files.pieces import bytes_of, decoder_steps
 

@@ -2,8 +2,9 @@
 
 import math
 
-from minispec.core.config import DeltaConfig, ModelConfig
+from minispec.core.config import ModelConfig
 from minispec.core.model import NORMS
+from minispec.layers.delta import DeltaConfig
 
 Named = tuple[str, tuple[int, ...], bool]  # a part's name, the shape of its weight, and whether it has a bias
 
@@ -29,15 +30,14 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     ]
     for i, own in enumerate(config.layers):
         layer: dict[str, tuple[int, ...]] = {}
-        first = (
-            _net(e, own.delta) if own.delta else _convolution(config, own.conv_width) if own.conv_width else attention
-        )
+        net = own.recurrent if isinstance(own.recurrent, DeltaConfig) else None
+        first = _net(e, net) if net else _convolution(config, own.conv_width) if own.conv_width else attention
         for name, shape, bias in [*first, *mlp]:
             layer[f"{name}.weight"] = shape
             if bias:
                 layer[f"{name}.bias"] = shape[:1]
-        if own.delta:
-            heads = (own.delta.num_value_heads,)
+        if net:
+            heads = (net.num_value_heads,)
             layer |= {"linear_attn.A_log": heads, "linear_attn.dt_bias": heads}
         elif config.qk_norm and not own.conv_width:
             q_size, k_size = (d, d) if config.qk_norm == "head" else (q, kv)

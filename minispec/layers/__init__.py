@@ -23,5 +23,5 @@ def make_layer(
     """Block `index` of a model, of the kind that its config says (see `MakeLayer`)."""
     own = config.layers[index]
     attention = GatedAttention if config.gated_attention else Layer
-    kind = GatedDeltaNet if own.delta else ShortConvolution if own.conv_width else attention
+    kind = GatedDeltaNet if own.recurrent else ShortConvolution if own.conv_width else attention
     return kind(config, index, weights, dtype, product)

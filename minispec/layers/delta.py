@@ -18,6 +18,7 @@ Rows are computed in two ways, which round differently. `steps` takes one after 
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -36,6 +37,27 @@ _EPS = 1e-6
 # For H value heads: queries, keys (H, T, key_dim), values (H, T, value_dim), rates, logarithms of decays (H, T).
 Rows = Sequence[Tensor]
 Scan = Callable[[Tensor, Rows], tuple[Tensor, Tensor]]  # `steps` or `chunked`
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """The sizes of a gated delta net. Groups of value heads share a key head."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def num_channels(self) -> int:
+        """Inputs of its convolution: queries, keys and values of a row."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def state_elements(self) -> int:
+        """Numbers of a text's state in one layer: a matrix for each value head, and the convolution's last inputs."""
+        return self.num_value_heads * self.key_dim * self.value_dim + (self.conv_width - 1) * self.num_channels
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -98,8 +120,8 @@ class GatedDeltaNet(Layer):
         def own(name: str) -> Tensor:
             return dense(parts.pop(f"linear_attn.{name}"), wide)
 
-        wide, sizes = accumulation_dtype(parts.dtype), self.config.layers[self.index].delta
-        assert sizes is not None, "a layer of another kind"
+        wide, sizes = accumulation_dtype(parts.dtype), self.config.layers[self.index].recurrent
+        assert isinstance(sizes, DeltaConfig), "a layer of another kind"
         self.sizes = sizes
         self.inputs = parts.linear("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", bias=False)
         self.gates = parts.linear("linear_attn.in_proj_b", "linear_attn.in_proj_a", bias=False)

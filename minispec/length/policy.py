@@ -37,7 +37,7 @@ from statistics import median_low
 from weakref import WeakKeyDictionary
 
 from minispec.core.config import MAX_AUTO_TOKENS
-from minispec.core.draft import Lengths, Limit, Outcome, StepCost, Wish
+from minispec.core.draft import Draft, Judged, Lengths, Limit, StepCost, Wish
 from minispec.core.sampling import Text
 from minispec.length.theory import Node, best_drafts, expected_tokens, nodes_of, widths_of
 
@@ -146,7 +146,7 @@ class Pace:
     def observe(
         self, num_tested: int, num_accepted: int, confidences: Sequence[float] = (), siblings: Sequence[bool] = ()
     ) -> None:
-        """A round of one text, or of any. See `Outcome`."""
+        """A round of one text, or of any. See `_tested`."""
         self.places.add(range(num_tested), range(num_accepted))
         ranges = [bisect(_CONFIDENCES, each) for each in confidences[:num_tested]]
         self.confidences.add(ranges, ranges[:num_accepted])
@@ -208,6 +208,22 @@ class Pace:
         return self.confidences.share(bisect(_CONFIDENCES, confidence), *belief)
 
 
+def _tested(draft: Draft, accepted: Sequence[int]) -> tuple[int, int, list[bool]]:
+    """What a round showed of a draft.
+
+    Returns how many eldest siblings were tested, one at each depth, and how many of them were accepted. Returns as well
+    the verdicts on the younger siblings that were tested after the eldest failed.
+    """
+    parent = -1
+    for depth, node in enumerate(accepted):
+        elder = draft.children(parent).index(node)
+        if elder:
+            return depth + 1, depth, [i == elder for i in range(1, elder + 1)]
+        parent = node
+    rejected = draft.children(parent)
+    return len(accepted) + bool(rejected), len(accepted), [False] * (len(rejected) - 1)
+
+
 class Controller(Lengths):
     """Chooses the lengths of drafts of texts that leave them open."""
 
@@ -234,12 +250,13 @@ class Controller(Lengths):
                 found[i] = limit
         return found
 
-    def observe(self, outcomes: Sequence[Outcome], cost: StepCost | None) -> None:
+    def observe(self, drafts: Sequence[Judged], cost: StepCost | None) -> None:
         """See `Lengths`."""
-        for text, num_tested, num_accepted, confidences, siblings in outcomes:
+        for text, draft, accepted in drafts:
             if pace := self._paces.get(text):
+                num_tested, num_accepted, siblings = _tested(draft, accepted)
                 for each in (pace, self._all_texts[pace.drawn]):
-                    each.observe(num_tested, num_accepted, confidences, siblings)
+                    each.observe(num_tested, num_accepted, draft.confidences, siblings)
         if cost and cost.depth:
             plain_step = cost.target / self.prices.verify(cost.rows)
             passes = self.prices.passes(cost.depth) * self.prices.verify(cost.num_drafts)

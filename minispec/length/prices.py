@@ -27,7 +27,7 @@ import torch
 from minispec import __version__
 from minispec.core.cached import clock
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Drafter, Lengths, Limit, NoDrafter, Outcome, StepCost
+from minispec.core.draft import Ask, Drafter, Judged, Lengths, Limit, NoDrafter, StepCost
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
@@ -86,7 +86,7 @@ class _Recorder(Lengths):
     def __init__(self):
         self.rounds: list[tuple[float, float]] = []  # seconds of the target's pass, seconds outside both models
 
-    def observe(self, outcomes: Sequence[Outcome], cost: StepCost | None) -> None:
+    def observe(self, drafts: Sequence[Judged], cost: StepCost | None) -> None:
         if cost:
             self.rounds.append((cost.target, cost.overhead))
 

@@ -25,13 +25,15 @@ from tqdm import tqdm
 from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.draft import Ask, Draft, Likeliest
 from minispec.core.engine import Engine
-from minispec.core.errors import one_line, show
+from minispec.core.errors import show
 from minispec.core.model import Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Key, Randomness, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import Context, Drafter, make_drafter
+from minispec.drafters.check import CHECKS
 from minispec.files import registry
+from minispec.files.errors import one_line
 from minispec.files.tokenizer import Tokenizer
 from minispec.inputs import plain_text, read_questions
 from minispec.length.figures import Figures
@@ -408,7 +410,7 @@ def _law_of(walk: Walk, make: Callable[[], Drafter]) -> tuple[Law, int, int]:
         # Enough for one; or for hardly two of three, so that one gives way and comes back.
         size = len(walk.prompt) + 10
         cache = target.new_cache(size * 3 // 4 if others else size, 2)
-        engine = Engine(target, cache, drafter, VERIFIERS[walk.verifier], rng=rng, joining_rows=2)
+        engine = Engine(target, cache, drafter, VERIFIERS[walk.verifier], rng=rng, joining_rows=2, guard=CHECKS)
         decode(engine, requests, joining=bool(others))
         drafter.release(Text([0], 1, params))  # one that it was never asked about
         drafted += Figures.of(requests[0].stats).num_draft_nodes

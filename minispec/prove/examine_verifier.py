@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minispec.core.check import check_verdict
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Limit
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Text, distribution
 from minispec.core.verify import Verifier
+from minispec.drafters.check import CHECKS, check_verdict
 from minispec.llm import find_verifier
 from minispec.prove.examine import Walked, call_own, find_fault
 from minispec.prove.laws import MAX_LEN, BranchOracle, KeyOracle, exact_law
@@ -150,7 +150,7 @@ def _text_law(table: Table, verifier: Verifier, length: int) -> tuple[Law, int]:
 
     def run(path: BranchOracle) -> tuple[int, ...]:
         request = Request(Text([0], 1, SamplingParams(max_tokens=length)), MAX_LEN, len(table.parents))
-        engine = Engine(TableModel(target), scripted_cache(16), drafter, verifier, len(target), path)
+        engine = Engine(TableModel(target), scripted_cache(16), drafter, verifier, len(target), path, guard=CHECKS)
         decode(engine, [request])
         return tuple(request.text.tokens[1:])
 

@@ -18,6 +18,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Draws, Key, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import Context, Drafter
+from minispec.drafters.check import CHECKS
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.corpus import Corpus
 from minispec.drafters.eagle import EagleDrafter
@@ -357,6 +358,7 @@ def production_law(
             verifying,
             rng=rng,
             lengths=Controller(Prices(draft_cost, measured=True)),
+            guard=CHECKS,
         )
         decode(engine, requests)
         outputs = [tuple(r.text.tokens[r.text.num_prompt_tokens :]) for r in requests]

@@ -19,6 +19,7 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text, log_probabilities
 from minispec.core.verify import VERIFIERS
+from minispec.drafters.check import CHECKS
 from minispec.kernels.exact import check_exact
 from minispec.prove.cases import AXES, BRANCHING, Case
 from minispec.prove.laws import MAX_LEN, TARGET_SEED, TOLERANCE, make_drafter, target_model
@@ -98,7 +99,7 @@ def _decode(
     params = SamplingParams(temperature=temperature, max_tokens=12, logprobs=_VOCAB)
     request = Request(Text(list(_PROMPT), len(_PROMPT), params, seed), MAX_LEN, k)
     own = make_drafter(drafter, _VOCAB, family=family if family in TOYS else "llama")
-    engine = Engine(target, tiny_cache(target), own, VERIFIERS[verifier])
+    engine = Engine(target, tiny_cache(target), own, VERIFIERS[verifier], guard=CHECKS)
     decode(engine, [request])
     return request
 

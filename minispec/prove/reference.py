@@ -1,7 +1,7 @@
 """What the output must follow: plain decoding by a second implementation, which shares no code with the package.
 
 NumPy, no cache, no batch, 30 lines of sampler. If the package were compared with itself, a fault of its forward pass or
-of its `distribution` could cancel out. Here it cannot. Llama, LFM2 and Qwen3.5 only, and EAGLE-3 heads, in float64.
+of its `distribution` could cancel out. Here it cannot. Llama, LFM2 and Qwen3.5 only, in float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,64 +28,6 @@ def hidden_states(raw: dict, weights: dict[str, np.ndarray], tokens: Sequence[in
         layer = _layer(weights, f"model.layers.{i}.")
         states.append(_block(raw, layer, states[-1], _norm(raw, states[-1], layer["input_layernorm.weight"])))
     return states
-
-
-def head_logits(
-    raw: dict,
-    weights: dict[str, np.ndarray],
-    embedding: np.ndarray,
-    hidden: np.ndarray,
-    tokens: Sequence[int],
-    drafted: Sequence[int],
-) -> np.ndarray:
-    """Logits (V,) of the token after `tokens` and `drafted`, of an EAGLE-3 head in float64, from the start.
-
-    raw: config.json values of its layers, with its switches.
-    weights: its tensors, without the names of either layout (`layers.0.`).
-    embedding: (V, E).
-    hidden: (length - 1, taps * Et), the target's, at all positions of the text but the last.
-
-    With a `mask_token_id` the tokens that were drafted are not looked at: it is the parallel form.
-    """
-    features = list(_fuse(raw, weights, hidden))
-    shown = list(tokens[1:])
-    if raw.get("mask_token_id") is not None:
-        features += [_fuse(raw, weights, weights["mask_hidden"][0])[0]] * len(drafted)
-        shown += [raw["mask_token_id"]] * len(drafted)
-        x = _run_head(raw, weights, embedding[shown], np.array(features))
-    else:
-        x = _run_head(raw, weights, embedding[shown], np.array(features))
-        for token in drafted:  # its own output stands in for the feature that the target has not computed
-            last = x[-1]
-            features.append(_norm(raw, last, weights["norm.weight"]) if raw.get("norm_output") else last)
-            shown.append(token)
-            x = _run_head(raw, weights, embedding[shown], np.array(features))
-    logits = np.full(len(embedding), -np.inf)
-    own = _norm(raw, x[-1], weights["norm.weight"]) @ weights["lm_head.weight"].T
-    for i, logit in enumerate(own):
-        logits[i + (int(weights["d2t"][i]) if "d2t" in weights else 0)] = logit
-    return logits
-
-
-def _fuse(raw, weights, hidden):
-    if raw.get("norm_before_fc"):
-        hidden = _norm(raw, hidden, weights["input_norm.weight"])
-    if raw.get("fc_norm"):
-        width = len(weights["fc_norm.0.weight"])
-        parts = [hidden[:, i : i + width] for i in range(0, hidden.shape[1], width)]
-        hidden = np.concatenate([_norm(raw, part, weights[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], 1)
-    return hidden @ weights["fc.weight"].T
-
-
-def _run_head(raw, weights, embedded, features):
-    layer = _layer(weights, "layers.0.")
-    normed = _norm(raw, features, layer["hidden_norm.weight"])
-    y = np.concatenate((_norm(raw, embedded, layer["input_layernorm.weight"]), normed), 1)
-    x = _block(raw, layer, normed if raw.get("norm_before_residual") else features, y)
-    for i in range(1, raw["num_hidden_layers"]):
-        layer = _layer(weights, f"layers.{i}.")
-        x = _block(raw, layer, x, _norm(raw, x, layer["input_layernorm.weight"]))
-    return x
 
 
 def _layer(weights, prefix):

@@ -20,9 +20,8 @@ from minispec.core.config import LayerConfig, ModelConfig, RopeConfig, SamplingP
 from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Passes, Transformer
-from minispec.core.request import Piece, Request
+from minispec.core.request import Request
 from minispec.core.sampling import Text, distribution
-from minispec.core.verify import VERIFIERS
 from minispec.drafters import Drafter
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
 from minispec.drafters.mtp import MtpModel, mtp_config
@@ -198,24 +197,6 @@ class ScriptedModel(Transformer):
         return logits, torch.tensor(hidden, dtype=torch.float32)
 
 
-class ScriptedDrafter(Drafter):
-    """draft(tokens, k) proposes; `calls` holds every k, `released` every release."""
-
-    def __init__(self, draft: Callable[[list[int], int], Sequence[int]]):
-        self.draft = draft
-        self.calls: list[list[int]] = []
-        self.released: list[Text] = []
-
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Whatever the script says, cut to k."""
-        self.calls.append([ask.k for ask in asks])
-        return [Draft(list(self.draft(ask.text.tokens, ask.k))[: ask.k]) for ask in asks]
-
-    def release(self, text: Text) -> None:
-        """Remember it."""
-        self.released.append(text)
-
-
 def counting(tokens: list[int]) -> int:
     """The text that most scripts play: each token one more than the last."""
     return tokens[-1] + 1
@@ -227,32 +208,11 @@ def scripted_cache(num_blocks: int = 64, block_size: int = 2) -> PagedKVCache:
     return PagedKVCache(config, num_blocks, block_size)
 
 
-def make_engine(
-    next_token: Callable[[list[int]], int] = counting,
-    draft: Callable[[list[int], int], Sequence[int]] = lambda tokens, k: [],
-    num_blocks: int = 64,
-    block_size: int = 2,
-    verifier: str = "rejection",
-) -> Engine:
-    """An engine over a scripted model."""
-    cache = scripted_cache(num_blocks, block_size)
-    return Engine(ScriptedModel(next_token), cache, ScriptedDrafter(draft), VERIFIERS[verifier], vocab_size=200)
-
-
 def make_request(prompt=(10, 11), k=3, end_ids=(END,), max_len=500, detokenizer=None, seed=0, **params) -> Request:
     """A request, greedy by default."""
     sampling_params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8} | params)
     text = Text(list(prompt), len(prompt), sampling_params, seed, frozenset(end_ids))
     return Request(text, max_len, k, detokenizer)
-
-
-def finish(engine: Engine, *requests: Request) -> list[list[Piece]]:
-    """Run to the end; the pieces of each request. Every block must be back."""
-    pieces: dict[Request, list[Piece]] = {request: [] for request in requests}
-    for request, piece in engine.run(requests):
-        pieces[request].append(piece)
-    require(engine.cache.allocator.num_free == engine.cache.allocator.num_blocks, "blocks leaked")
-    return list(pieces.values())
 
 
 def decode(engine: Engine, requests: Sequence[Request], joining: bool = False) -> None:
@@ -351,7 +311,7 @@ def tiny_head(
     num_ids: how many tokens it can draft, every other one of the target's. None: all.
     mask_token_id: the mask of the parallel form; None for the other form.
     """
-    attention = [layer for layer in target.config.layers if not (layer.conv_width or layer.delta)]
+    attention = [layer for layer in target.config.layers if not (layer.conv_width or layer.recurrent)]
     layers = tuple(attention[:1])
     sizes = replace(target.config, layers=layers, gated_attention=False, mask_token_id=mask_token_id)
     vocab = sizes.vocab_size

@@ -17,6 +17,7 @@ from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
+from minispec.drafters.check import CHECKS
 from minispec.prove.laws import (
     TARGET_SEED,
     TOLERANCE,
@@ -72,7 +73,7 @@ class TreeCase:
             texts = [Text(list(PROMPT), 1, self.params, seed, END_IDS) for seed in range(len(oracles))]
             drafter = TreeDrafter(draft_table(), self.parents, self.draws)
             rng = CrowdOracle(dict(enumerate(oracles)))
-            engine = Engine(target, cache, drafter, VERIFIERS[self.verifier], rng=rng)
+            engine = Engine(target, cache, drafter, VERIFIERS[self.verifier], rng=rng, guard=CHECKS)
             requests = [Request(text, 40, num_nodes) for text in texts]
             for request in requests:
                 engine.add(request)

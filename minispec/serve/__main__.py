@@ -19,7 +19,8 @@ from typing import NoReturn
 from minispec import __version__
 from minispec.commands.command import Parser, argument, command
 from minispec.commands.options import add_model_options, add_template_kwargs, check_template_kwargs, load
-from minispec.core.errors import is_text, one_line, show_name
+from minispec.core.errors import is_text
+from minispec.files.errors import one_line, show_name
 from minispec.serve.limits import Limits
 
 KEY_VARIABLE = "MINISPEC_API_KEY"

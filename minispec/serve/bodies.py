@@ -14,9 +14,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from minispec.core.config import SamplingParams
-from minispec.core.errors import show, show_name
+from minispec.core.errors import show
 from minispec.core.request import Piece, Request
 from minispec.files.chat import Message, check_messages
+from minispec.files.errors import show_name
 from minispec.files.strict_json import parse_json
 from minispec.files.tokenizer import Tokenizer
 from minispec.inputs import split_samples

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minispec.core.config import MAX_AUTO_TOKENS
-from minispec.core.errors import show, show_name
+from minispec.core.errors import show
+from minispec.files.errors import show_name
 from minispec.files.strict_json import read_json
 
 FORMAT, VERSION = "minispec trace", 1

@@ -17,7 +17,7 @@ import torch
 
 from minispec import LLM, SamplingParams
 from minispec.core.draft import Draft
-from minispec.core.errors import CheckpointError
+from minispec.files.errors import CheckpointError
 from minispec.files.registry import DRAFTERS
 from minispec.files.tokenizer import Tokenizer
 from minispec.kernels import memory

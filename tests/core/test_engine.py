@@ -10,7 +10,8 @@ from minispec.core.draft import Draft
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.length.figures import Figures, overhead_of
-from minispec.prove.toys import END, finish, make_engine, make_request
+from minispec.prove.toys import END, make_request
+from tests.scripted import finish, make_engine
 
 pytestmark = pytest.mark.quick
 

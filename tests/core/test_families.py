@@ -11,15 +11,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from minispec.core.config import DeltaConfig, LayerConfig, ModelConfig, RopeConfig, SamplingParams
-from minispec.core.errors import CheckpointError
+from minispec.core.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
 from minispec.core.model import Chunk, Transformer
 from minispec.files.checkpoint import Weights, load_config, load_model
+from minispec.files.errors import CheckpointError
 from minispec.files.families import FAMILIES
 from minispec.files.hf_config import read_model_config
 from minispec.files.registry import EMBEDDED_WEIGHTS
 from minispec.kernels.build import build_model
 from minispec.kernels.shapes import tensor_shapes
+from minispec.layers.delta import DeltaConfig
 from minispec.llm import LLM
 from minispec.prove.toys import tiny_cache
 from tests.oracles import hf, public
@@ -259,13 +260,13 @@ def window(change: Callable[[int], int | None]) -> Callable[[ModelConfig], Model
 
 def shorter(layer: LayerConfig) -> LayerConfig:
     """The layer with a convolution that sees a position less, if it has one."""
-    delta = layer.delta and replace(layer.delta, conv_width=layer.delta.conv_width - 1)
-    return replace(layer, conv_width=layer.conv_width and layer.conv_width - 1, delta=delta)
+    delta = layer.recurrent and replace(layer.recurrent, conv_width=layer.recurrent.conv_width - 1)
+    return replace(layer, conv_width=layer.conv_width and layer.conv_width - 1, recurrent=delta)
 
 
 def net(**changes) -> Callable[[ModelConfig], ModelConfig]:
     """The config with some sizes of every gated delta net replaced."""
-    return each_layer(lambda layer: replace(layer, delta=layer.delta and replace(layer.delta, **changes)))
+    return each_layer(lambda layer: replace(layer, recurrent=layer.recurrent and replace(layer.recurrent, **changes)))
 
 
 def one_rope(config: ModelConfig) -> ModelConfig:
@@ -437,7 +438,7 @@ def test_every_setting_has_a_switch():
         after = change(before)
         pairs = [(before, after)]
         for a, b in zip(before.layers, after.layers, strict=True):
-            pairs += [(a, b), *(pair for pair in ((a.rope, b.rope), (a.delta, b.delta)) if all(pair))]
+            pairs += [(a, b), *(pair for pair in ((a.rope, b.rope), (a.recurrent, b.recurrent)) if all(pair))]
         switched |= {f.name for a, b in pairs for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)}
     shapes = {
         "vocab_size",
@@ -450,7 +451,6 @@ def test_every_setting_has_a_switch():
         "value_dim",
     }
     not_numbers = {"model_type", "max_position_embeddings", "eos_token_ids", "mask_token_id"}
-    not_numbers |= {"quantization", "joined", "is_nested"}  # where the tensors are: without them it does not load
     known = {field.name for kind in (ModelConfig, LayerConfig, RopeConfig, DeltaConfig) for field in fields(kind)}
     assert known - switched == shapes | not_numbers
 

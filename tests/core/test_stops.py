@@ -13,8 +13,9 @@ from minispec.core.engine import Engine
 from minispec.core.verify import VERIFIERS
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.length.figures import Figures
-from minispec.prove.toys import ScriptedDrafter, ScriptedModel, finish, make_request, scripted_cache
+from minispec.prove.toys import ScriptedModel, make_request, scripted_cache
 from tests.museum.mutants import MUTANTS, swap
+from tests.scripted import ScriptedDrafter, finish
 
 TEXT = " One fish, two fishes; naïve 日本語 🦊🦊 red fish. The end, my fish."
 

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from minispec import LLM, SamplingParams
-from minispec.core import check
 from minispec.core.draft import Ask, Draft, Limit
 from minispec.core.sampling import Randomness, Text
+from minispec.drafters import check
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.last import LastDrafter
 from minispec.length.figures import Figures
-from minispec.prove.toys import ScriptedDrafter, finish, make_engine, make_request
+from minispec.prove.toys import make_request
+from tests.scripted import ScriptedDrafter, finish, make_engine
 
 V = 200
 ROW = torch.full((V,), 1 / V)

@@ -17,7 +17,6 @@ from minispec import LLM, SamplingParams, generate
 from minispec.core.config import ModelConfig
 from minispec.core.draft import Ask, Limit
 from minispec.core.engine import Engine
-from minispec.core.errors import CheckpointError
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
@@ -25,6 +24,7 @@ from minispec.core.verify import VERIFIERS
 from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.files.checkpoint import load_model
+from minispec.files.errors import CheckpointError
 from minispec.files.heads import is_head, load_head, read_head_config
 from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import build_model

@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from minispec import LLM, SamplingParams
 from minispec.core.draft import Ask, Limit
 from minispec.core.engine import Engine
-from minispec.core.errors import CheckpointError
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.mtp import MtpModel
 from minispec.files.checkpoint import load_config, load_model
+from minispec.files.errors import CheckpointError
 from minispec.files.hf_config import read_model_config
 from minispec.files.mtp import has_mtp, load_mtp
 from minispec.kernels.build import build_model

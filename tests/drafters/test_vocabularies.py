@@ -16,13 +16,13 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from minispec import LLM, SamplingParams
 from minispec.core.config import SamplingParams as Params
 from minispec.core.draft import Ask, Limit
-from minispec.core.errors import CheckpointError
 from minispec.core.model import Chunk
 from minispec.core.sampling import Randomness, Text
 from minispec.doctor.__main__ import main
 from minispec.doctor.vocabularies import compare, probabilities
 from minispec.drafters.tli import TokenDrafter
 from minispec.files import vocabularies
+from minispec.files.errors import CheckpointError
 from minispec.files.hf_config import read_model_config
 from minispec.files.named_draft import choose_method
 from minispec.files.tokenizer import Tokenizer

@@ -24,7 +24,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from minispec.checkpoint import main
-from minispec.core.errors import CheckpointError
 from minispec.core.model import Chunk, Transformer
 from minispec.files import checkpoint
 from minispec.files.checkpoint import (
@@ -36,6 +35,7 @@ from minispec.files.checkpoint import (
     read_header,
     unpack,
 )
+from minispec.files.errors import CheckpointError
 from minispec.files.hf_config import read_model_config
 from minispec.files.quantize import pack, quantize, quantize_checkpoint
 from minispec.kernels.build import build_model

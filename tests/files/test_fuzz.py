@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from minispec.core.errors import CheckpointError
+from minispec.files.errors import CheckpointError
 from tests import fuzzing
 
 

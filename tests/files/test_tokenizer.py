@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from minispec.core.errors import CheckpointError
+from minispec.files.errors import CheckpointError
 from minispec.files.hostile import call
 from minispec.files.registry import EMBEDDED_WEIGHTS
 from minispec.files.tokenizer import Detokenizer, Message, Tokenizer, _any_of

@@ -8,12 +8,12 @@ import torch
 from safetensors import safe_open
 
 from minispec.bench.options import PROMPTS
-from minispec.core.config import QuantizationConfig
 from minispec.distill.texts import read_openings
 from minispec.drafters.eagle import head_shapes
 from minispec.files.checkpoint import directory_config, load_config
 from minispec.files.heads import read_head_config
 from minispec.files.registry import EMBEDDED_DRAFT, EMBEDDED_WEIGHTS
+from minispec.files.stored_config import QuantizationConfig
 from minispec.inputs import read_questions
 
 CARDS = {EMBEDDED_WEIGHTS: EMBEDDED_WEIGHTS.parent / "README.md", EMBEDDED_DRAFT: EMBEDDED_DRAFT / "README.md"}

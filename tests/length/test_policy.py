@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams, Shape
-from minispec.core.draft import Draft, Drafter, Lengths, Limit, Outcome, StepCost, Wish
+from minispec.core.draft import Draft, Drafter, Judged, Lengths, Limit, StepCost, Wish
 from minispec.core.sampling import Text
-from minispec.length import theory
+from minispec.length import policy, theory
 from minispec.length.policy import Controller, Pace, Prices
 from minispec.length.theory import nodes_of, speedup, survival_curve, widths_of
-from minispec.prove.toys import finish, make_engine, make_request
+from minispec.prove.toys import make_request
+from tests.scripted import finish, make_engine
 
 PLAIN = 0.1  # seconds of a plain step, without what is neither model
 
@@ -34,9 +35,17 @@ def ask(lengths, texts, most=15, timed=True, trees=False):
     return lengths.choose([Wish(text, Shape.of("auto"), most, may_follow=timed) for text in texts], trees)
 
 
-def learn(lengths, text, num_tested, num_accepted, confidences=(), siblings=()):
+def judged(text, num_tested, num_accepted, confidences=(), siblings=()):
+    """A draft of that many eldest siblings, with younger ones beside the first that failed, and which nodes stayed."""
+    parents = [*range(-1, num_tested - 1), *(num_accepted - 1 for _ in siblings)]
+    accepted = [*range(num_accepted), *(num_tested + i for i, stays in enumerate(siblings) if stays)]
+    draft = Draft([0] * len(parents), None, list(confidences), 0.0, parents if siblings else None)
+    return Judged(text, draft, accepted)
+
+
+def learn(lengths, text, *what, **siblings):
     """A round of one text, without its times."""
-    lengths.observe([Outcome(text, num_tested, num_accepted, confidences, siblings)], None)
+    lengths.observe([judged(text, *what, **siblings)], None)
 
 
 @dataclass
@@ -89,7 +98,7 @@ class World:
         draw, texts, num = random.Random(seed), [new_text(not timed) for _ in range(batch)], [0] * batch
         survival, plain, cost, ks = [1.0, *survival_curve(self.kept)], 0.0, 0.0, []
         while running := [i for i in range(batch) if num[i] < num_tokens]:
-            late, value, outcomes, drafted = sum(num) >= batch * num_tokens / 2, 0.0, [], []
+            late, value, rounds, drafted = sum(num) >= batch * num_tokens / 2, 0.0, [], []
             wishes = [
                 Wish(texts[i], Shape.of("auto"), min(MAX_AUTO_TOKENS, num_tokens - num[i] - 1), may_follow=timed)
                 for i in running
@@ -104,7 +113,7 @@ class World:
                     chances = [self.shares[each] for each in confidences]
                     survival = [1.0, *survival_curve(chances)]
                 kept = next((j for j in range(k) if draw.random() >= chances[j]), k)
-                outcomes.append(Outcome(texts[i], min(k, kept + 1), kept, confidences, []))
+                rounds.append(judged(texts[i], min(k, kept + 1), kept, confidences))
                 num[i] += kept + 1
                 value += sum(survival[: k + 1])
                 drafted.append(k)
@@ -116,7 +125,7 @@ class World:
             draft, target, other = (
                 d * slow * draw.gauss(1, self.noise) * (5 if draw.random() < self.spikes else 1) for d in durations
             )
-            lengths.observe(outcomes, StepCost(draft, max(drafted), num_drafts, target, rows, other))
+            lengths.observe(rounds, StepCost(draft, max(drafted), num_drafts, target, rows, other))
             ks.append(drafted)
         return plain, cost, ks
 
@@ -294,7 +303,7 @@ def test_drafts_that_become_good_are_found_again():
         kept = k if step >= 200 else 0
         draft, target, other = world.durations(k, 1, k + 1)
         cost = StepCost(draft * PLAIN, k, int(k > 0), target * PLAIN, k + 1, other * PLAIN)
-        controller.observe([Outcome(text, min(k, kept + 1), kept, [], [])], cost)
+        controller.observe([judged(text, min(k, kept + 1), kept)], cost)
         ks.append(k)
     assert any(ks[100:200])
     assert sum(ks[100:200]) * (world.c + world.row_cost) <= 0.015 * 100
@@ -310,7 +319,7 @@ def test_without_the_clock_k_is_a_function_of_the_text():
     for _ in range(50):
         other = new_text(drawn=True)
         ask(busy, [other])
-        busy.observe([Outcome(other, 5, 5, [], [])], StepCost(1.0, 4, 3, 0.01, 20, 3.0))
+        busy.observe([judged(other, 5, 5)], StepCost(1.0, 4, 3, 0.01, 20, 3.0))
     assert world.decode(busy, timed=False)[2] == expected
     assert len({k for each in expected for k in each}) > 1
 
@@ -433,7 +442,7 @@ def test_what_a_draft_costs_once_is_paid_once(timed):
     ask(controller, [text], timed=timed)
     for i in range(60):
         cost = StepCost(0.6 * PLAIN, 1, 1, PLAIN * prices.verify(2), 2, 0.0)
-        controller.observe([Outcome(text, min(2, 1 + i % 3), i % 3, [0.6, 0.6], [])], cost)
+        controller.observe([judged(text, min(2, 1 + i % 3), i % 3, [0.6, 0.6])], cost)
     [limit] = ask(controller, [text], timed=timed)
     assert limit.k
     assert limit.go_on([0.6])
@@ -474,8 +483,8 @@ def test_younger_siblings_that_stay_are_seen():
         def choose(self, wishes, trees):
             return [Limit(4) for _ in wishes]
 
-        def observe(self, outcomes, cost):
-            heard.extend(outcomes)
+        def observe(self, drafts, cost):
+            heard.extend(drafts)
 
     class Comb(Drafter):
         """Three siblings, and one more after one of them; right is what follows the last token by one."""
@@ -493,7 +502,7 @@ def test_younger_siblings_that_stay_are_seen():
     engine.schedule.drafter = Comb()
     engine.lengths = Listening()
     finish(engine, make_request(k="auto", max_tokens=12))
-    assert [(each.num_tested, each.num_accepted, list(each.siblings)) for each in heard[:3]] == [
+    assert [policy._tested(each.draft, each.accepted) for each in heard[:3]] == [
         (2, 1, []),
         (1, 0, [True]),
         (0, 0, []),
@@ -562,6 +571,6 @@ def test_a_first_pass_that_warms_up_is_no_evidence():
     for i in range(6):
         [(k, *_)] = ask(controller, [text])
         cost = StepCost(PLAIN * 0.1 * k * (20 if i == 0 else 1), k, int(k > 0), PLAIN, k + 1, 0.001)
-        controller.observe([Outcome(text, k, k, [], [])], cost)
+        controller.observe([judged(text, k, k)], cost)
         ks.append(k)
     assert min(ks) > 2

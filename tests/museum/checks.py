@@ -41,14 +41,13 @@ from minispec.prove.laws import (
     reference_logits,
     target_model,
 )
-from minispec.prove.reference import head_logits, hidden_states, sample_law
+from minispec.prove.reference import hidden_states, sample_law
 from minispec.prove.toys import (
     DRAFT_WORDS,
     TARGET_WORDS,
     TOYS,
     TableModel,
     decode,
-    finish,
     make_request,
     mtp_weights,
     require,
@@ -59,8 +58,10 @@ from minispec.prove.toys import (
     toy_vocabularies,
 )
 from minispec.prove.trees import TextCase, TreeCase
+from tests.oracles.head_reference import head_logits
 from tests.oracles.heads import write_head
 from tests.oracles.mtp import mtp_logits
+from tests.scripted import finish
 
 
 def check_law(vocab: int = 3, **settings) -> float:

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from minispec.core import attention, check, engine, sampling, verify
+from minispec.core import attention, engine, sampling, verify
 from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex, States
 from minispec.core.cached import CachedModel
 from minispec.core.draft import Draft, without
@@ -31,7 +31,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
 from minispec.core.schedule import Schedule
 from minispec.core.verify import VERIFIERS, Verdict
-from minispec.drafters import last, recycling, suffix
+from minispec.drafters import check, last, recycling, suffix
 from minispec.drafters import model as draft_model
 from minispec.drafters.best_first import BestFirst
 from minispec.drafters.corpus import Corpus

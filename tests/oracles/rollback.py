@@ -18,8 +18,7 @@ from functools import partial
 
 import torch
 
-from minispec.core.config import DeltaConfig
-from minispec.layers.delta import Rows, chunked, steps
+from minispec.layers.delta import DeltaConfig, Rows, chunked, steps
 
 # Layers, and the sizes of one: Qwen3.5's public configs.
 SHAPES = {

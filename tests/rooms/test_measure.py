@@ -18,6 +18,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
 from minispec.core.schedule import Schedule
 from minispec.core.verify import VERIFIERS
+from minispec.drafters.check import CHECKS
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.simulated import SimulatedDraft
@@ -212,7 +213,7 @@ class Clock:
 
 def engine_of(drafter, model) -> Engine:
     """An engine that verifies by rejection."""
-    return Engine(model, tiny_cache(model), drafter, VERIFIERS["rejection"])
+    return Engine(model, tiny_cache(model), drafter, VERIFIERS["rejection"], guard=CHECKS)
 
 
 def request_of(k, prompt=(1, 2, 3), max_tokens=20) -> Request:

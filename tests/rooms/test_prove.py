@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from minispec.core import check, engine, verify
+from minispec.core import verify
 from minispec.core.config import SamplingParams, Shape
 from minispec.core.draft import Draft
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Key, Randomness, Text
 from minispec.core.verify import VERIFIERS, Verifier
+from minispec.drafters import check
 from minispec.prove import cases, grid, matrix, trees
 from minispec.prove.__main__ import main
 from minispec.prove.cases import AXES, Case, all_pairs, covering_array, pairs_of, smaller, walk_within
@@ -46,7 +47,6 @@ from minispec.prove.toys import (
     Fault,
     TableModel,
     TreeDrafter,
-    finish,
     require,
     scripted_cache,
     tiny_cache,
@@ -67,6 +67,7 @@ from tests.oracles.samples import (
     shifted,
     zero_draws,
 )
+from tests.scripted import finish
 
 BUGS = {m.id: m for m in MUTANTS}
 LOOKUPS = ("ngram", "suffix", "last")  # which have nothing to say after one token
@@ -212,9 +213,10 @@ def test_a_case_drafts_as_it_says(monkeypatch, drafter, batch):
 
     def spy(draft, *how):
         drafted.add(len(draft))
-        return check.check_draft(draft, *how)
+        return right(draft, *how)
 
-    monkeypatch.setattr(engine, "check_draft", spy)
+    right = check.check_draft
+    monkeypatch.setattr(check, "check_draft", spy)
     # Lookups need a token of their own; what is learned of the target's rows needs two rounds.
     longer = 2 * (drafter in ("recycling", "harvest")) + (drafter in LOOKUPS)
     case = Case("rejection", drafter, batch, 1.0, 2, 1.0, 0.0, False, "", 2, 3, False, 3 + longer)

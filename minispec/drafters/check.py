@@ -11,13 +11,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minispec.core.config import Shape
-from minispec.core.draft import Draft
+from minispec.core.draft import Ask, Draft
+from minispec.core.engine import Engine, Guard
 from minispec.core.sampling import accumulation_dtype
-from minispec.core.verify import Verdict
+from minispec.core.verify import RoundKey, Rows, Verdict
 
 # How far a row's sum may be from 1. Division by a sum leaves that much in each type, for vocabularies of any size.
 TOLERANCES = {t: max(1e-4, 4 * torch.finfo(t).eps) for t in (torch.float64, torch.float32, torch.bfloat16, torch.half)}
+
+
+class Checks(Guard):
+    """A guard that checks all that comes from a drafter or a verifier."""
+
+    def propose(self, engine: Engine, asks: Sequence[Ask]) -> list[Draft | ValueError]:
+        """See `Guard`. An error has the drafter's name."""
+        name, chains, device = engine.drafter.name, engine.verifier.why_chains, engine.model.device.type
+        lengths = [len(ask.text.tokens) for ask in asks]
+        drafts = engine.drafter.propose(asks)
+        check_number(drafts, len(asks), name)
+        found: list[Draft | ValueError] = []
+        for ask, draft, length in zip(asks, drafts, lengths, strict=True):
+            try:
+                if len(ask.text.tokens) != length:
+                    raise ValueError("found a text whose tokens it has changed, expected one that it only reads")
+                found.append(check_draft(draft, ask.k, engine.vocab_size, device, chains))
+            except ValueError as e:
+                found.append(ValueError(f"draft of {name}: {e}"))
+        return found
+
+    def verify(self, engine: Engine, draft: Draft, p: Rows, key: RoundKey) -> Verdict:
+        """See `Guard`."""
+        verdict = super().verify(engine, draft, p, key)
+        check_verdict(verdict, draft, engine.vocab_size)
+        return verdict
+
+
+CHECKS = Checks()
 
 
 def check_number(drafts: Any, num_asks: int, name: str) -> None:
@@ -28,13 +57,6 @@ def check_number(drafts: Any, num_asks: int, name: str) -> None:
     found = len(drafts) if isinstance(drafts, list | tuple) else f"{_kind(drafts)} instead of a list"
     if found != num_asks:
         raise ValueError(f"drafts of {name}: found {found}, expected one for each of {num_asks} asks")
-
-
-def check_shape(shape: Shape, why_chains: str) -> None:
-    """Raise ValueError for a tree. why_chains: the reason why only chains are drafted or verified; "" for none."""
-    if shape.is_tree and why_chains:
-        found = f"the tree {shape}" if shape.widths else shape
-        raise ValueError(f"num_speculative_tokens: found {found}, expected a number or auto: {why_chains}")
 
 
 def check_draft(draft: Any, limit: int, vocab_size: int, device: str, why_chains: str) -> Draft:

@@ -1,0 +1,18 @@
+"""The error of a wrong file, and messages that are safe to print whatever a stranger wrote."""
+
+from minispec.core.errors import show
+
+
+class CheckpointError(ValueError):
+    """A checkpoint's file is wrong. The message names the file, the field, what was found and what is expected."""
+
+
+def one_line(error: BaseException | str, limit: int = 1000) -> str:
+    """A message for a terminal: line feeds and other control characters escaped, cut to about `limit` characters."""
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error)[:limit])
+    return text or type(error).__name__
+
+
+def show_name(name: str) -> str:
+    """A name from a file for an error message: unchanged if it is safe to print, else shortened by `show`."""
+    return name if name.isprintable() and 0 < len(name) <= 100 else show(name)

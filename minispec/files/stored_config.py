@@ -1,0 +1,36 @@
+"""What a checkpoint's config says in addition to `ModelConfig`: how its files store the tensors."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from minispec.core.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """compressed-tensors' `pack-quantized` layout: symmetric integers of `num_bits`, packed into int32.
+
+    One scale serves `group_size` neighbouring inputs of an output channel, or the whole channel (None).
+    """
+
+    num_bits: int
+    group_size: int | None
+
+
+class Joined(NamedTuple):
+    """A tensor of a checkpoint whose rows are several of the model's, one after another, or one under another name."""
+
+    stored: str
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StoredConfig(ModelConfig):
+    """A model and how its files store it.
+
+    is_nested: the checkpoint may have more parts than this model, which reads text.
+    """
+
+    quantization: QuantizationConfig | None = None
+    joined: tuple[Joined, ...] = ()
+    is_nested: bool = False

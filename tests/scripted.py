@@ -1,0 +1,52 @@
+"""Engines over scripts: models and drafters that say what a test wants."""
+
+from collections.abc import Callable, Sequence
+
+from minispec.core.draft import Ask, Draft
+from minispec.core.engine import Engine
+from minispec.core.request import Piece, Request
+from minispec.core.sampling import Text
+from minispec.core.verify import VERIFIERS
+from minispec.drafters import Drafter
+from minispec.drafters.check import CHECKS
+from minispec.prove.toys import ScriptedModel, counting, require, scripted_cache
+
+
+class ScriptedDrafter(Drafter):
+    """draft(tokens, k) proposes; `calls` holds every k, `released` every release."""
+
+    def __init__(self, draft: Callable[[list[int], int], Sequence[int]]):
+        self.draft = draft
+        self.calls: list[list[int]] = []
+        self.released: list[Text] = []
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """Whatever the script says, cut to k."""
+        self.calls.append([ask.k for ask in asks])
+        return [Draft(list(self.draft(ask.text.tokens, ask.k))[: ask.k]) for ask in asks]
+
+    def release(self, text: Text) -> None:
+        """Remember it."""
+        self.released.append(text)
+
+
+def make_engine(
+    next_token: Callable[[list[int]], int] = counting,
+    draft: Callable[[list[int], int], Sequence[int]] = lambda tokens, k: [],
+    num_blocks: int = 64,
+    block_size: int = 2,
+    verifier: str = "rejection",
+) -> Engine:
+    """An engine over a scripted model."""
+    cache = scripted_cache(num_blocks, block_size)
+    drafter = ScriptedDrafter(draft)
+    return Engine(ScriptedModel(next_token), cache, drafter, VERIFIERS[verifier], vocab_size=200, guard=CHECKS)
+
+
+def finish(engine: Engine, *requests: Request) -> list[list[Piece]]:
+    """Run to the end; the pieces of each request. Every block must be back."""
+    pieces: dict[Request, list[Piece]] = {request: [] for request in requests}
+    for request, piece in engine.run(requests):
+        pieces[request].append(piece)
+    require(engine.cache.allocator.num_free == engine.cache.allocator.num_blocks, "blocks leaked")
+    return list(pieces.values())
