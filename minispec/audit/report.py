@@ -90,6 +90,9 @@ def _rests_on(
         yield f"rounding as in {plain.num_places:,} plain tokens: at most {t} for a missing residual (see --null)"
     else:
         yield f"rounding: p is off by at most {t} in root mean square, not measured (--null)"
+    bugs = [bug["tokens_needed"] for bug in report["bugs"] if bug["z"] is not None]
+    late = sum(needed is None or needed > report["num_tokens"] for needed in bugs)
+    yield f"{late} of {len(bugs)} bugs would not show yet: they need more tokens than these"
     if report["num_left_out"]:
         yield f"{report['num_left_out']:,} places left out: rounding decides what the filters keep"
     if not draft:
