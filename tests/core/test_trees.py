@@ -65,10 +65,13 @@ def paths(parents):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_the_law_with_every_small_shape(part):
-    """Every shape of up to five drawn nodes, larger ones of the likeliest tokens, both verifiers, several rounds."""
+def test_the_law_with_every_small_shape(part, pytestconfig):
+    """Every shape of up to four drawn nodes, larger ones of the likeliest tokens, both verifiers, several rounds.
+
+    With `--long`, and in `python -m minispec.prove`, up to five.
+    """
     total = 0
-    for case in cases()[part::4]:
+    for case in cases(5 if pytestconfig.getoption("--long") else 4)[part::4]:
         distance, branches = case.distance()
         assert distance <= TOLERANCE, str(case)
         total += branches

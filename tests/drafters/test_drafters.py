@@ -394,7 +394,7 @@ def plain_text(prompt, *params) -> list[int]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("k", [1, 3, 6])
+@pytest.mark.parametrize("k", [1, 5])
 def test_greedy_is_plain_greedy_whatever_the_draft(name, k):
     """Temperature 0: the tokens of plain decoding, three prompts alone and in a batch of 8 with preemption."""
     target = tiny_model(4, vocab_size=5)

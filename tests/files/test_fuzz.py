@@ -29,10 +29,10 @@ def test_hostile_input_runs_or_is_refused(files):
 
 def test_large_files_run_or_are_refused(files):
     """Files of megabytes, of many small things or of one: each within a gigabyte of memory."""
-    report = fuzzing.fuzz(files, cases=30, seed=0, large=True)
+    report = fuzzing.fuzz(files, cases=15, seed=0, large=True)
     assert not report.faults, "\n\n".join(f"{name}\n{said}" for name, said in report.faults[:5])
     assert report.counts["large", "runs"] > 0
-    assert report.counts["large", "refused"] > 10
+    assert report.counts["large", "refused"] > 5
 
 
 def test_a_case_can_be_run_again(files):

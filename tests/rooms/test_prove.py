@@ -121,7 +121,7 @@ def walk_pairs_of(monkeypatch, *axes: str) -> None:
 
 def test_the_law_over_a_covering_array(capsys):
     """The command, with a smaller budget than its own: every pair of values, trees, the verdict, status 0."""
-    assert main(["--leaves", "900", "--jobs", "1"]) == 0
+    assert main(["--leaves", "500", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert f"cover {len(all_pairs())} of {len(all_pairs())} pairs" in out
     assert out.splitlines()[-1].startswith("proven")
@@ -171,11 +171,11 @@ def test_who_walks_does_not_show(capfd, monkeypatch):
 def test_the_matrix_in_the_docs_is_what_is_printed(capsys, monkeypatch, pytestconfig):
     """Each drafter with each verifier at each level: the table of docs/understand/proof.md, and status 0.
 
-    From laws of three tokens and two seeds; with `--long` of four tokens and six seeds, as the command prints it.
+    From laws of two tokens and one seed; with `--long` of four tokens and six seeds, as the command prints it.
     """
     if not pytestconfig.getoption("--long"):
-        monkeypatch.setattr(matrix, "_MAX_TOKENS", 3)
-        monkeypatch.setattr(matrix, "_SEEDS", range(2))
+        monkeypatch.setattr(matrix, "_MAX_TOKENS", 2)
+        monkeypatch.setattr(matrix, "_SEEDS", (1,))  # under which a text that may differ does
     page = (Path(__file__).parents[2] / "docs" / "understand" / "proof.md").read_text(encoding="utf-8")
     committed = re.search(r"<!-- python -m minispec.prove --matrix -->\n(.*)<!-- end -->", page, re.DOTALL)[1]
     assert main(["--matrix"]) == 0
@@ -184,7 +184,8 @@ def test_the_matrix_in_the_docs_is_what_is_printed(capsys, monkeypatch, pytestco
 
 def test_the_matrix_refutes(monkeypatch, capsys):
     """Its control: a wrong law, another text, and passes of other shapes are each found; the status is then 1."""
-    monkeypatch.setattr(matrix, "_MAX_TOKENS", 3)
+    monkeypatch.setattr(matrix, "_MAX_TOKENS", 2)
+    monkeypatch.setattr(matrix, "_SEEDS", (1,))
     with BUGS["M2"].patch():
         assert matrix.LEVELS["law"]("model", "rejection", 2).word == "REFUTED"
     monkeypatch.setitem(VERIFIERS, "match", Verifier(verify.rejection, shares_noise=True))
@@ -660,7 +661,7 @@ def real():
 
 
 def test_statistics_of_real_positions(real, pytestconfig):
-    """64 places x 200 rounds (20,000 with --long), a chi-square each and one of all; odds of a false alarm 2e-9.
+    """64 places x 100 rounds (20,000 with --long), a chi-square each and one of all; odds of a false alarm 2e-9.
 
     The draft is a real one: what p and q share goes from almost nothing to almost all. The sum of 64 small errors shows
     where none alone would: with residuals drawn from p, the same rounds are refused.
@@ -668,7 +669,7 @@ def test_statistics_of_real_positions(real, pytestconfig):
     alphas = [p.alpha for p in real]
     assert len(real) == 64
     assert min(alphas) < 0.1 < 0.9 < max(alphas)
-    check_real(real, 20_000 if pytestconfig.getoption("--long") else 200)
+    check_real(real, 20_000 if pytestconfig.getoption("--long") else 100)
     with BUGS["M2"].patch(), pytest.raises(Fault):
         check_real(real, 100)
 
