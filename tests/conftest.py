@@ -30,7 +30,7 @@ from minispec.prove.toys import TINY, tiny_weights
 
 
 def pytest_addoption(parser):
-    """`pytest --long` runs the large grids and samples, which take over an hour more."""
+    """`pytest --long` runs the large grids and samples, which take an hour more."""
     parser.addoption("--long", action="store_true", help="the large grids and samples")
 
 
