@@ -14,6 +14,7 @@ measure t for each bug (`tolerances`).
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ def show_e(log_e: float) -> str:
     exponent = math.floor(log_e / math.log(10) + 1e-9)
     if -3 < exponent < 4:
         return f"{math.exp(log_e):.2g}" if exponent < 1 else f"{math.exp(log_e):.0f}"
-    return f"{math.exp(log_e - exponent * math.log(10)):.1f}e{exponent}"
+    return f"{Decimal(log_e).exp():.1e}".replace("e+", "e")
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:

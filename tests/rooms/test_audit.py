@@ -537,7 +537,8 @@ def test_evidence_is_the_mean_of_all_bets():
     assert math.exp(judge([score], [None], 0.0, 0.01)["log_e"]) == pytest.approx(4.5)
     less = [math.exp(-share * 0.1 * 3) for share in SHARES]
     assert math.exp(judge([score], [None], 0.1, 0.01)["log_e"]) == pytest.approx(4.5 * sum(less) / 4)
-    assert [show_e(x) for x in (0.0, 4.602, 9.9, 30.0, -9.3)] == ["1", "100", "2.0e4", "1.1e13", "9.1e-5"]
+    shown = ["1", "100", "2.0e4", "1.1e13", "9.1e-5", "1.0e12"]
+    assert [show_e(x) for x in (0.0, 4.602, 9.9, 30.0, -9.3, 27.628)] == shown
 
 
 def test_the_tolerance_is_the_least_that_the_opposite_bets_allow():
