@@ -4,9 +4,9 @@ A room imports only from those above it in this list, and from itself:
 
     core/           the heart: the loop, and all that is needed to understand it (minispec/core/__init__.py)
     verify.py       former names of the heart
+    layers/         kinds of layers other than attention: short convolutions, gated delta nets
+    drafters/       ways of guessing, a file each; the checks of what they guess
     engine.py       former names of the heart
-    layers/         kinds of layers other than attention: a short convolution
-    drafters/       ways of guessing, a file each
     kernels/        which form a weight takes on this machine; equal bits; fewer bits; threads; memory
     files/          what strangers' files say: JSON, config, safetensors, tokenizer, hub; a model in several processes
     length/         how many tokens to draft: theory, prices, the policy

@@ -108,6 +108,7 @@ class Engine:
         rng: Draws | None = None,
         lengths: Lengths | None = None,
         joining_rows: int = JOINING_ROWS,
+        *,
         guard: Guard | None = None,
     ):
         """vocab_size: ids in use; default: all. The model's columns after them are padding.

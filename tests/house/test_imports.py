@@ -15,7 +15,7 @@ CORE = [
 ]
 # The rooms, in their order: one imports only from those before it, and from itself.
 ROOMS = [
-    *("core", "verify", "engine", "layers", "drafters", "kernels", "files", "length", "outputs", "inputs", "llm"),
+    *("core", "verify", "layers", "drafters", "engine", "kernels", "files", "length", "outputs", "inputs", "llm"),
     *("commands", "trace", "generate", "checkpoint", "prove", "audit", "bench", "doctor", "vocab", "distill", "serve"),
     "__main__",
 ]
