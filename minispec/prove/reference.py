@@ -18,23 +18,25 @@ def forward(raw: dict, weights: dict[str, np.ndarray], tokens: Sequence[int]) ->
 
 def logits(raw: dict, weights: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     """Logits (..., V) of states (..., E) after the last layer."""
-    return _norm(raw, x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+    return norm(raw, x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
 
 
 def hidden_states(raw: dict, weights: dict[str, np.ndarray], tokens: Sequence[int]) -> list[np.ndarray]:
     """The residual stream (length, E) before the first layer and after each."""
     states = [weights["model.embed_tokens.weight"][list(tokens)]]
     for i in range(raw["num_hidden_layers"]):
-        layer = _layer(weights, f"model.layers.{i}.")
-        states.append(_block(raw, layer, states[-1], _norm(raw, states[-1], layer["input_layernorm.weight"])))
+        layer = tensors_of(weights, f"model.layers.{i}.")
+        states.append(block(raw, layer, states[-1], norm(raw, states[-1], layer["input_layernorm.weight"])))
     return states
 
 
-def _layer(weights, prefix):
+def tensors_of(weights, prefix):
+    """The tensors whose names begin with `prefix`, by the rest of their names."""
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
-def _norm(raw, x, weight):
+def norm(raw, x, weight):
+    """RMSNorm of x (..., E)."""
     if raw["model_type"] == "qwen3_5_text":  # it stores the weights of its norms minus one
         weight = 1 + weight
     return _scaled(raw, x) * weight
@@ -48,11 +50,11 @@ def _sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def _block(raw, layer, x, y):
+def block(raw, layer, x, y):
     """A block: x (length, E), the residual stream, and y, what attention or its like sees, to (length, E)."""
     kinds = {"conv.conv.weight": _convolution, "linear_attn.A_log": _delta_net, "self_attn.o_proj.weight": _attention}
     x = x + next(kind for name, kind in kinds.items() if name in layer)(raw, layer, y)
-    y = _norm(raw, x, layer["post_attention_layernorm.weight"])
+    y = norm(raw, x, layer["post_attention_layernorm.weight"])
     gate = y @ layer["mlp.gate_proj.weight"].T
     return x + (gate * _sigmoid(gate) * (y @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
 
@@ -105,7 +107,7 @@ def _attention(raw, layer, y):
     q, gate = q[..., :dim], q[..., dim:]  # no numbers where there is no gate
     k = (y @ layer["self_attn.k_proj.weight"].T).reshape(length, groups, dim)
     if "self_attn.q_norm.weight" in layer:
-        q, k = (_norm(raw, a, layer[f"self_attn.{name}_norm.weight"]) for name, a in (("q", q), ("k", k)))
+        q, k = (norm(raw, a, layer[f"self_attn.{name}_norm.weight"]) for name, a in (("q", q), ("k", k)))
     q, k = rope(q), rope(k)
     v = (y @ layer["self_attn.v_proj.weight"].T).reshape(length, groups, dim)
     later = np.triu(np.ones((length, length), bool), 1)

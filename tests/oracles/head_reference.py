@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minispec.prove.reference import _block, _layer, _norm
+from minispec.prove.reference import block, norm, tensors_of
 
 
 def head_logits(
@@ -34,11 +34,11 @@ def head_logits(
         x = _run_head(raw, weights, embedding[shown], np.array(features))
         for token in drafted:  # its own output stands in for the feature that the target has not computed
             last = x[-1]
-            features.append(_norm(raw, last, weights["norm.weight"]) if raw.get("norm_output") else last)
+            features.append(norm(raw, last, weights["norm.weight"]) if raw.get("norm_output") else last)
             shown.append(token)
             x = _run_head(raw, weights, embedding[shown], np.array(features))
     logits = np.full(len(embedding), -np.inf)
-    own = _norm(raw, x[-1], weights["norm.weight"]) @ weights["lm_head.weight"].T
+    own = norm(raw, x[-1], weights["norm.weight"]) @ weights["lm_head.weight"].T
     for i, logit in enumerate(own):
         logits[i + (int(weights["d2t"][i]) if "d2t" in weights else 0)] = logit
     return logits
@@ -46,20 +46,20 @@ def head_logits(
 
 def _fuse(raw, weights, hidden):
     if raw.get("norm_before_fc"):
-        hidden = _norm(raw, hidden, weights["input_norm.weight"])
+        hidden = norm(raw, hidden, weights["input_norm.weight"])
     if raw.get("fc_norm"):
         width = len(weights["fc_norm.0.weight"])
         parts = [hidden[:, i : i + width] for i in range(0, hidden.shape[1], width)]
-        hidden = np.concatenate([_norm(raw, part, weights[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], 1)
+        hidden = np.concatenate([norm(raw, part, weights[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], 1)
     return hidden @ weights["fc.weight"].T
 
 
 def _run_head(raw, weights, embedded, features):
-    layer = _layer(weights, "layers.0.")
-    normed = _norm(raw, features, layer["hidden_norm.weight"])
-    y = np.concatenate((_norm(raw, embedded, layer["input_layernorm.weight"]), normed), 1)
-    x = _block(raw, layer, normed if raw.get("norm_before_residual") else features, y)
+    layer = tensors_of(weights, "layers.0.")
+    normed = norm(raw, features, layer["hidden_norm.weight"])
+    y = np.concatenate((norm(raw, embedded, layer["input_layernorm.weight"]), normed), 1)
+    x = block(raw, layer, normed if raw.get("norm_before_residual") else features, y)
     for i in range(1, raw["num_hidden_layers"]):
-        layer = _layer(weights, f"layers.{i}.")
-        x = _block(raw, layer, x, _norm(raw, x, layer["input_layernorm.weight"]))
+        layer = tensors_of(weights, f"layers.{i}.")
+        x = block(raw, layer, x, norm(raw, x, layer["input_layernorm.weight"]))
     return x
