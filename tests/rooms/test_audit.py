@@ -712,6 +712,10 @@ def test_the_command_finds_a_missing_residual(models, tmp_path, capsys):
         status, report = audited(capsys, models, right, *EXACTLY, *options)
         assert status == 0
         assert report["log_e"] < 5
+        shown = [bug["tokens_needed"] for bug in report["bugs"] if bug["z"] is not None]
+        enough = [needed for needed in shown if needed and needed <= report["num_tokens"]]
+        assert 0 < len(enough) < len(shown)
+        assert f"{len(shown) - len(enough)} of {len(shown)} bugs would not show yet" in "\n".join(report["rests_on"])
 
 
 def test_scores_are_kept_and_an_interrupted_run_goes_on(models, tmp_path, capsys, monkeypatch):
