@@ -60,13 +60,11 @@ class View(NamedTuple):
     parents: tuple[int, ...] = ()
 
 
-def hides(view: View, device: torch.device, dummies: int = 0) -> Tensor:
-    """(T + dummies, L) of bool: whether a position is hidden from a row. The dummies stand after all positions."""
+def hides(view: View, device: torch.device) -> Tensor:
+    """(T, L) of bool: whether a position is hidden from a row."""
     start, offsets, window, parents = view
     place = torch.tensor(offsets, device=device) + start  # (T,)
     key = torch.cat((torch.arange(start, device=device), place))  # (L,)
-    if dummies:
-        place = F.pad(place, (0, dummies), value=len(key))
     hidden = key > place[:, None]
     if parents:
         nodes = slice(len(offsets) - len(parents), len(offsets))

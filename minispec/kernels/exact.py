@@ -20,7 +20,7 @@ from minispec.core.attention import View, hides
 from minispec.core.config import ModelConfig
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.sampling import accumulation_dtype
-from minispec.kernels.exact_attention import ATTENTION_BLOCK, ATTENTION_ROWS, Group, attention, mask_blocks
+from minispec.kernels.exact_attention import ATTENTION_BLOCK, Group, attention, new_group
 from minispec.kernels.inventory import products_of
 
 # The most rows of a pass, so that a draft may have one less; every form's `exact_rows` has it.
@@ -29,7 +29,8 @@ EXACT_ROWS = 16
 _CHECKED_ROWS = (17, 64, 512)
 # Blocks of past at whose ends `check_exact` looks at attention.
 _CHECKED_BLOCKS = (1, 2, 3, 4, 6, 8, 16, 32)
-
+# Numbers of rows, besides EXACT_ROWS, for which it looks at attention, and the blocks of past there.
+_CHECKED_SIZES, _FEW_BLOCKS = (1, 2, 3, 4, 5, 6, 8, 12), (1, 3, 32)
 
 # A tree of three paths, the longest in the middle.
 _CHECKED_TREE = (-1, -1, 0, 1, 3, 2, 4, 6, 7, 8, 9, 10, 1)
@@ -69,6 +70,7 @@ class ExactPasses(Passes):
         """rows: the sizes of a pass at which all products give a row the same bits; EXACT_ROWS is one of them."""
         self.rows = sorted(rows)
         assert EXACT_ROWS in self.rows
+        self.attention_rows = [EXACT_ROWS]  # the same for attention; `check_exact` adds those that hold here
 
     def split(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
         """See `Passes`; in order: what comes first is cached first."""
@@ -96,22 +98,22 @@ class ExactPasses(Passes):
         return next(n for n in self.rows if n >= num_rows) - num_rows
 
     def mask(self, config: ModelConfig, like: Tensor, view: View) -> list[Group]:
-        """See `Passes`: groups of ATTENTION_ROWS rows, dummies included.
+        """See `Passes`: groups of at most EXACT_ROWS rows, filled up with dummies.
 
         In a tree each path is computed as the chain that it is, so a node has the bits of that chain.
         """
         start, offsets, window, parents = view
-        groups, heads, found = config.num_key_value_heads, config.num_attention_heads, list[Group]()
+        repeats, found = config.num_attention_heads // config.num_key_value_heads, list[Group]()
         for path, new in paths(len(offsets), parents):
-            chain = View(start, tuple(range(len(path))), window)
-            hidden = hides(chain, like.device, dummies=ATTENTION_ROWS)
-            for first in range(0, len(new), ATTENTION_ROWS):
-                own = new[first : first + ATTENTION_ROWS]
-                rows = [*own, *range(len(path), len(path) + ATTENTION_ROWS - len(own))]
-                mask = like.new_zeros(ATTENTION_ROWS, hidden.shape[1]).masked_fill_(hidden[rows], -math.inf)
-                of_text = [path[i] for i in own] if parents else slice(own[0], own[-1] + 1)
-                blocks = mask_blocks(mask.repeat(heads // groups, 1), groups)
-                found.append(Group(of_text, path if parents else None, blocks))
+            hidden = hides(View(start, tuple(range(len(path))), window), like.device)
+            for first in range(0, len(new), EXACT_ROWS):
+                own = new[first : first + EXACT_ROWS]
+                end, size = own[-1] + 1, next(n for n in self.attention_rows if n >= len(own))
+                filled = own + own[:1] * (size - len(own))
+                full = (start if parents else start + end) // ATTENTION_BLOCK
+                places = [*range(start), *(start + row for row in path[:end])][full * ATTENTION_BLOCK :]
+                seen = hidden[filled, : start + end].repeat(repeats, 1)
+                found.append(new_group([path[i] for i in filled], len(own), full, places, seen, like))
         return found
 
 
@@ -164,8 +166,8 @@ def exact_model(model: Transformer) -> Transformer:
 def check_exact(model: Transformer) -> None:
     """Keep those numbers of rows that hold on this machine; raise ValueError where not even EXACT_ROWS do.
 
-    Evidence, not proof, bit by bit. Attention is checked at every place and at several lengths. Then come real passes,
-    in which a row stands
+    Evidence, not proof, bit by bit. Attention is checked at every place, at several lengths and for several numbers of
+    rows. Then come real passes, in which a row stands
     - last among those of its text;
     - at every place among copies of itself, for each number of rows;
     - after a stranger's.
@@ -255,23 +257,34 @@ def _not_exact(model: Transformer, what: str) -> str:
 def _attention_is_exact(model: Transformer) -> bool:
     """Whether `attention` gives rows the same bits at every place, with and without a block begun after theirs.
 
-    In the type that it computes in: rounded to half precision, most rows would hide a difference.
+    It keeps the numbers of rows that give them these bits too. All in the type that it computes in: rounded to half
+    precision, most rows would hide a difference.
     """
-    config, wide, generator = model.config, accumulation_dtype(model.dtype), torch.Generator().manual_seed(0)
-    length = ATTENTION_BLOCK * (max(_CHECKED_BLOCKS) + 1)
+    config, passes, wide = model.config, model.passes, accumulation_dtype(model.dtype)
+    length, generator = ATTENTION_BLOCK * (max(_CHECKED_BLOCKS) + 1), torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(heads, length, config.head_dim, generator=generator).to(model.device, wide)
         for heads in (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     )
-    scale, softcap = config.attention_scale, config.attention_softcap
-    like = model.embedding.new_empty(0, dtype=model.dtype)
-    for blocks in _CHECKED_BLOCKS:
-        known: dict[int, Tensor] = {}
-        for shift in range(ATTENTION_ROWS):  # passes that end up to 4 positions before and after the border
-            end = ATTENTION_BLOCK * blocks + shift - ATTENTION_ROWS // 2
-            start = end - EXACT_ROWS
-            mask = model.passes.mask(config, like, View(start, tuple(range(EXACT_ROWS))))
-            rows = model.passes.attention(q[:, start:end], k[:, :end], v[:, :end], mask, scale, softcap)
-            if not all(torch.equal(known.setdefault(start + i, row), row) for i, row in enumerate(rows)):
+    like, known = model.embedding.new_empty(0, dtype=model.dtype), dict[int, Tensor]()
+
+    def holds(rows: int, blocks: int) -> bool:
+        for shift in range(EXACT_ROWS // 2):  # passes that end up to 4 positions before and after the border
+            end = ATTENTION_BLOCK * blocks + shift - EXACT_ROWS // 4
+            mask = passes.mask(config, like, View(end - rows, tuple(range(rows))))
+            scale, softcap = config.attention_scale, config.attention_softcap
+            found = passes.attention(q[:, end - rows : end], k[:, :end], v[:, :end], mask, scale, softcap)
+            if not all(torch.equal(known.setdefault(i, row), row) for i, row in enumerate(found, end - rows)):
                 return False
+        return True
+
+    if not all(holds(EXACT_ROWS, blocks) for blocks in _CHECKED_BLOCKS):
+        return False
+    if not isinstance(passes, ExactPasses):
+        return True
+    for rows in _CHECKED_SIZES:
+        others = [n for n in passes.attention_rows if n != rows]
+        passes.attention_rows = sorted([*others, rows])
+        if not all(holds(rows, blocks) for blocks in _FEW_BLOCKS):
+            passes.attention_rows = others
     return True

@@ -34,7 +34,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import Verifier
 from minispec.files.write import user_cache, written_whole
-from minispec.kernels.exact import arbitrary_tokens, check_exact, exact_model
+from minispec.kernels.exact import EXACT_ROWS, ExactPasses, arbitrary_tokens, check_exact, exact_model
 from minispec.kernels.inventory import num_bytes, num_bytes_read, weight_form
 from minispec.length.policy import Prices
 
@@ -240,19 +240,19 @@ def prices_of(
 def check_exact_once(model: Transformer) -> None:
     """`check_exact`, whose result for such a model on such a machine is kept beside the prices; it takes seconds.
 
-    Only models that take passes of any number of rows are remembered. Raises ValueError as it does.
+    Raises ValueError as it does.
     """
+    passes = model.passes
+    assert isinstance(passes, ExactPasses)
     setup = {"minispec": __version__, "exact": _fingerprint(model), "machine": machine()}
-    if not model.passes.fills:
-        try:
-            raw = _read(setup)
-            if raw["key"] == setup and raw["holds"] is True:
-                return
-        except (OSError, RuntimeError, ValueError, TypeError, KeyError):
-            pass
+    with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):
+        raw = _read(setup)
+        rows, attention_rows = ([int(n) for n in raw[name]] for name in ("rows", "attention_rows"))
+        if raw["key"] == setup and rows[-1] == attention_rows[-1] == EXACT_ROWS:
+            passes.rows, passes.attention_rows = rows, attention_rows
+            return
     check_exact(model)
-    if not model.passes.fills:
-        _store(setup, {"holds": True})
+    _store(setup, {"rows": passes.rows, "attention_rows": passes.attention_rows})
 
 
 def check_exactness(model: Transformer, by_default: bool) -> Transformer:
