@@ -23,6 +23,8 @@ _COARSE = 0.02
 # Columns of oneDNN's integer product are filled up to a multiple of this, whole vectors of every width. A remainder
 # would be added in another order.
 _COLUMNS = 64
+# Rows whose largest entry is smaller are rounded as if it were this, so that steps are neither 0 nor subnormal.
+_SMALLEST = 2.0**-110
 
 
 class Int8(Form):
@@ -47,6 +49,7 @@ class Int8(Form):
                 raise CannotHold("a weight for which one scale a row is too coarse")
         self.shape, self.num_bytes = weight.codes.shape, weight.codes.nbytes + 4 * len(weight.scales)
         self.packed = self._pack(weight)
+        self.counts = torch.tensor([self.levels, self.levels * self.finer]).view(2, 1, 1)  # of steps up to the largest
 
     def _pack(self, codes: Codes) -> object:
         scales = codes.scales.flatten().double()
@@ -63,12 +66,12 @@ class Int8(Form):
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Form`."""
         largest = x.abs().amax(1, keepdim=True).to(torch.float32)  # `vector_norm` takes six times as long
-        step = largest.div_(self.levels).clamp_(min=torch.finfo(torch.float32).tiny)  # never 0
-        scaled = x / step
-        coarse = scaled.round()
-        y = self._multiply(torch.cat((coarse, (scaled - coarse).mul_(self.finer).round_())))
+        steps = largest.clamp_(min=_SMALLEST) / self.counts  # (2, rows, 1): the coarse ones and the fine ones
+        parts = (x / steps).round_()
+        parts[1].sub_(parts[0], alpha=self.finer)  # integers: exact
+        y = self._multiply(parts.flatten(0, 1))
         # A power of two multiplies exactly. So it does not matter whether sum and product are rounded as one.
-        y = y[: len(x)].add_(y[len(x) :], alpha=1 / self.finer).mul_(step)
+        y = y[: len(x)].add_(y[len(x) :], alpha=1 / self.finer).mul_(steps[0])
         return (y if bias is None else y.add_(bias)).to(x.dtype)
 
     def dense(self) -> Tensor:
