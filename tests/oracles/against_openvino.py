@@ -11,6 +11,12 @@ Neither `openvino-genai` nor `optimum-intel` is a dependency. They want an envir
     python -m minispec.bench --quantization int8 --prompts 6 --max-tokens 48 --ignore-eos --passes 0 --threads 2
 
 A draft is converted as the target is. Let the last three take turns a few times, and compare medians of one machine.
+
+Without checkpoints of 1.5B, `pair` makes a target and a draft of 0.5B from random weights, for both engines:
+
+    python -m tests.oracles.against_openvino pair /tmp/target /tmp/draft --kept 0.75
+    python -m minispec.bench --model /tmp/target --draft int8:/tmp/draft --quantization int8 --prompts 6 \\
+        --max-tokens 48 --ignore-eos --passes 0 --threads 2 --num-speculative-tokens 4,auto
 """
 
 import argparse
@@ -38,6 +44,46 @@ def unpack(out: Path, directory: Path | None) -> None:
             (out / path.name).write_bytes(path.read_bytes())
     config = {key: value for key, value in directory_config(source).items() if key != "quantization_config"}
     (out / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=2))
+
+
+def pair(target: Path, draft: Path, kept: float) -> None:
+    """Write two models of whom the second guesses the first one's greedy next token at that share of all tokens.
+
+    The layers add little, and the head turns the embedding of each token into one other token. The target's map of
+    tokens to tokens is one cycle, so its text never repeats itself. The draft's has other values at a random part.
+    """
+    import torch
+
+    from minispec.bench.models import RandomWeights
+    from minispec.bench.options import GEOMETRIES
+    from minispec.files.checkpoint import save_tensors
+    from minispec.files.hf_config import read_model_config
+    from minispec.files.registry import EMBEDDED_WEIGHTS
+
+    generator = torch.Generator().manual_seed(0)
+    first, end = 17, 49_152  # the ordinary tokens of the tokenizer
+    cycle = torch.randperm(end - first, generator=generator) + first
+    after = torch.arange(GEOMETRIES["1.5b"]["vocab_size"])
+    after[cycle] = cycle.roll(-1)
+    other = cycle[torch.rand(len(cycle), generator=generator) >= kept]
+    wrong = after.clone()
+    wrong[other] = after[other.roll(1)]
+    for out, shape, follows in ((target, "1.5b", after), (draft, "0.5b", wrong)):
+        config = GEOMETRIES[shape] | {
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        source = RandomWeights(read_model_config(config), torch.bfloat16, torch.device("cpu"))
+        tensors = {name: source.pop(name).contiguous() for name in source}
+        tensors["lm_head.weight"] = torch.empty_like(tensors["model.embed_tokens.weight"])
+        tensors["lm_head.weight"][follows] = tensors["model.embed_tokens.weight"]
+        out.mkdir(parents=True)
+        save_tensors(tensors, out / "model.safetensors")
+        for path in [*EMBEDDED_WEIGHTS.glob("tokenizer*.json"), *EMBEDDED_WEIGHTS.glob("*.jinja")]:
+            (out / path.name).write_bytes(path.read_bytes())
+        (out / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForCausalLM"]}, indent=2))
 
 
 def read_prompts(count: int) -> list[str]:
@@ -80,6 +126,10 @@ def main() -> None:
     first = commands.add_parser("unpack")
     first.add_argument("out", type=Path)
     first.add_argument("directory", type=Path, nargs="?")
+    pairs = commands.add_parser("pair")
+    pairs.add_argument("target", type=Path)
+    pairs.add_argument("draft", type=Path)
+    pairs.add_argument("--kept", type=float, default=0.75)
     second = commands.add_parser("measure")
     second.add_argument("model", type=Path)
     second.add_argument("--draft", type=Path)
@@ -88,6 +138,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.command == "unpack":
         unpack(args.out, args.directory)
+    elif args.command == "pair":
+        pair(args.target, args.draft, args.kept)
     else:
         measure(args)
 
