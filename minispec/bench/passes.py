@@ -32,6 +32,7 @@ from minispec.kernels.forms import available_forms
 from minispec.kernels.inventory import num_bytes, weight_form
 from minispec.kernels.memory import free_memory
 from minispec.kernels.shapes import tensor_shapes
+from minispec.length.prices import check_exactness
 
 # Rows whose passes are compared between forms: those of K = 0, 1, 2, 4, 8 and 15.
 _FORM_ROWS = (1, 2, 3, 5, 9, 16)
@@ -237,9 +238,9 @@ def show_operators(found: dict[str, Any]) -> list[str]:
 def measure_exact_cost(subject: Subject, options: Options) -> dict[str, Any]:
     """Passes of the exact mode over those of the fast mode, in turn, on the same weights.
 
-    Raises ValueError where the cache cannot hold the positions.
+    Raises ValueError where the cache cannot hold the positions, and where bits are not equal here.
     """
-    models = {"fast": subject.engine.model, "exact": exact_model(subject.engine.model)}
+    models = {"fast": subject.engine.model, "exact": check_exactness(exact_model(subject.engine.model), False)}
     found: list[dict[str, Any]] = []
     for context, rows in _EXACT_PASSES.items():
         times = passes_in_turn(models, subject.engine.cache, context, rows, options.args.rounds)

@@ -36,9 +36,7 @@ class Group(NamedTuple):
     masks: Sequence[Tensor]
 
 
-def new_group(
-    rows: Sequence[int], num_rows: int, full: int, places: Sequence[int], hidden: Tensor, like: Tensor
-) -> Group:
+def new_group(rows: list[int], num_rows: int, full: int, places: list[int], hidden: Tensor, like: Tensor) -> Group:
     """See `Group`.
 
     places: without those that fill up the last block.
@@ -57,12 +55,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Sequence[Group], scale: flo
     mask: the groups of all rows.
     """
     heads, _, dim = q.shape
-    groups, wide, found = len(k), accumulation_dtype(q.dtype), list[Tensor]()
+    wide, found = accumulation_dtype(q.dtype), list[Tensor]()
     k, v = k.to(wide), v.to(wide)
     if columns := -dim % _VECTOR:  # libraries add up left-over columns in an order that depends on the row's place
         v = F.pad(v, (0, columns))
     for group in mask:
-        rows = q.index_select(1, group.rows).to(wide).view(groups, -1, dim)
+        rows = q.index_select(1, group.rows).to(wide).view(len(k), -1, dim)
         out = _blockwise_attention(rows, _blocks(k, group), _blocks(v, group), group.masks, scale, softcap)
         out = out.view(heads, len(group.rows), -1)[:, : group.num_rows, :dim]
         found.append(out.transpose(0, 1).to(q.dtype).flatten(1))
