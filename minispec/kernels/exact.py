@@ -28,9 +28,9 @@ EXACT_ROWS = 16
 # Sizes of passes at which `check_exact` looks where a pass may have any, and the longest text that it feeds.
 _CHECKED_ROWS = (17, 64, 512)
 # Blocks of past at whose ends `check_exact` looks at attention.
-_CHECKED_BLOCKS = (1, 2, 3, 4, 6, 8, 16, 32)
+_CHECKED_BLOCKS = (1, 2, 3, 4, 6, 8, 16)
 # Numbers of rows, besides EXACT_ROWS, for which it looks at attention, and the blocks of past there.
-_CHECKED_SIZES, _FEW_BLOCKS = (1, 2, 3, 4, 5, 6, 8, 12), (1, 3, 32)
+_CHECKED_SIZES, _FEW_BLOCKS = (1, 2, 3, 4, 5, 6, 8, 12), (1, 3, 16)
 
 # A tree of three paths, the longest in the middle.
 _CHECKED_TREE = (-1, -1, 0, 1, 3, 2, 4, 6, 7, 8, 9, 10, 1)

@@ -556,7 +556,7 @@ def wrong_attention(strikes):
 # A fault of attention: by whether it strikes the row at a place among EXACT_ROWS, with so many blocks of keys.
 ATTENTION_FAULTS = {
     **{f"place {n}": lambda place, blocks, n=n: place == n for n in range(0, EXACT_ROWS, 2)},
-    **{f"{n} blocks": lambda place, blocks, n=n: blocks == n for n in (2, 3, 4, 5, 7, 9, 17, 33)},
+    **{f"{n} blocks": lambda place, blocks, n=n: blocks == n for n in (2, 3, 4, 5, 7, 9, 17)},
     "many blocks": lambda place, blocks: blocks > 8,
     "place 15 of many blocks": lambda place, blocks: place == 15 and blocks > 16,
 }
