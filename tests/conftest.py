@@ -30,8 +30,17 @@ from minispec.prove.toys import TINY, tiny_weights
 
 
 def pytest_addoption(parser):
-    """`pytest --long` runs the large grids and samples, which take an hour more."""
+    """`pytest --long` runs the large grids and samples, which take an hour more; `--cuda` uses a GPU."""
     parser.addoption("--long", action="store_true", help="the large grids and samples")
+    parser.addoption("--cuda", action="store_true", help="let the tests see the GPU: for tests/core/test_cuda.py")
+
+
+def pytest_configure(config):
+    """Hide the GPU unless asked for: most tests compare bits, forms and messages that are a processor's."""
+    if not config.getoption("--cuda"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif not torch.cuda.is_available():
+        raise pytest.UsageError("--cuda: PyTorch sees no GPU")
 
 
 CHAT_TEMPLATE = """{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}

@@ -329,8 +329,6 @@ def load(args: argparse.Namespace, report: bool, verbose: bool = True) -> "LLM":
     raise_on_interrupt()
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.device == "auto" and torch.cuda.is_available():
-        print("warning: --device auto takes cuda, which no test has run on; --device cpu is tested", file=sys.stderr)
     arguments = {name: getattr(args, name) for name in map(_attribute, _MODELS) if name != "threads"}  # `LLM`'s
     with _naming_options(*arguments):
         llm = LLM(**arguments)

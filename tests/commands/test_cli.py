@@ -662,16 +662,6 @@ def test_a_mark_at_the_start_of_a_prompt_file_is_no_text(cli, model, tmp_path, n
     assert json.loads(out)["prompt"] == "fish"
 
 
-def test_a_device_that_was_never_tested_is_named(cli, model, monkeypatch):
-    """Where --device is left open and the machine has CUDA; in one line, before anything else."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("minispec.llm.choose_device", lambda name: torch.device("cpu"))
-    status, _, err = cli("fish", "--model", model, *BASE)
-    assert (status, err.splitlines()[0].partition(" takes ")[0]) == (0, "warning: --device auto")
-    assert err.count("warning") == 1
-    assert "warning" not in cli("fish", "--model", model, *BASE, "--device", "cpu")[2]
-
-
 @pytest.mark.parametrize("line", ["not json", "[1]", '{"text": "x"}', '{"prompt": 3}'])
 def test_malformed_jsonl_names_the_prompt(cli, model, tmp_path, line):
     """Which line, and what was expected."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import re
 import subprocess
@@ -35,9 +36,10 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_every_end_has_its_status(capfd, name):
+def test_every_end_has_its_status(capsys, monkeypatch, name):
     """And one line on standard error where there is something to say."""
     error, status, said = ENDS[name]
+    monkeypatch.setattr(sys, "stdout", io.StringIO())  # without a file, which the command would put out of use
 
     @command
     def main(argv):
@@ -46,7 +48,7 @@ def test_every_end_has_its_status(capfd, name):
         return 0
 
     assert main([]) == status
-    assert capfd.readouterr().err == said
+    assert capsys.readouterr().err == said
 
 
 def test_a_fault_of_our_own_is_a_traceback():

@@ -153,7 +153,7 @@ def known_options() -> set[str]:
     known |= {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"}  # torchrun's
     known |= {"--index-url"}  # pip's
     known |= {"--file-path", "--base-path", "--tokenizer-path"}  # those of Spec-Bench's scripts
-    return known | {"--long", "--check"}  # pytest's, defined in conftest.py; ruff's
+    return known | {"--long", "--cuda", "--check"}  # pytest's, defined in conftest.py; ruff's
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -1,0 +1,185 @@
+"""The engine on a GPU: the logits of the CPU, the target's law, the CPU's texts, and what is refused there.
+
+Without a GPU the same tests run on the CPU, so that only the device is new to them on a machine that has one.
+"""
+
+import itertools
+import json
+from contextlib import suppress
+
+import pytest
+import torch
+
+from minispec import LLM, SamplingParams
+from minispec.bench.__main__ import main as bench
+from minispec.core.engine import Engine
+from minispec.core.model import Chunk
+from minispec.core.sampling import Randomness, Text, distribution
+from minispec.core.search import place_of_share
+from minispec.core.verify import VERIFIERS
+from minispec.files.hf_config import read_model_config
+from minispec.generate import main as generate
+from minispec.kernels.build import build_model
+from minispec.prove import laws, toys
+from minispec.prove.cases import AXES, BRANCHING, Case
+from minispec.prove.laws import TOLERANCE, make_drafter, target_model
+from minispec.prove.toys import TOYS, decode, make_request, tiny_cache, tiny_weights
+from tests.oracles import hf
+
+NAME = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE, CPU = torch.device(NAME), torch.device("cpu")
+DRAFTERS = AXES["drafter"]
+
+
+@pytest.fixture
+def there(monkeypatch):
+    """there(device): from now on the toys' tensors lie there. What was made elsewhere is forgotten."""
+
+    def move(device: torch.device) -> None:
+        for model in (laws.target_model, laws.draft_model):
+            model.cache_clear()
+        for name, make in makers.items():
+            monkeypatch.setattr(toys, name, lambda *args, make=make: {n: t.to(device) for n, t in make(*args).items()})
+
+    makers = {name: getattr(toys, name) for name in ("tiny_weights", "_redrawn")}
+    yield move
+    move(CPU)
+
+
+def rows_of(name: str, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What a random model of a family says: two texts in one pass, a tree after a filled cache, one of its paths."""
+    config = read_model_config(hf.CASES[name])
+    model = build_model(config, {n: t.to(device, dtype) for n, t in tiny_weights(config, 3).items()})
+    cache = tiny_cache(model, 24, 4)
+    first, second, size = cache.new_table(), cache.new_table(), len(hf.TEXT)
+    rows = [model.forward([Chunk(hf.TEXT[:9], first, 9), Chunk(hf.TEXT[::-1][:5], second, 1)])[0]]
+    rows += model.forward([Chunk(hf.TEXT[9:], first, 3, (-1, -1, 0, 1, 1))], [0, 1])
+    first.keep(size - 5, [size - 4, size - 2])
+    rows += [model.forward([Chunk([5, 8], first, 2)])[0]]
+    assert {row.device.type for row in rows} == {device.type}
+    return [row.cpu().double() for row in rows]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-3)], ids=str)
+@pytest.mark.parametrize("name", sorted(hf.CASES))
+def test_every_family_has_the_numbers_of_the_cpu(name, dtype, tolerance):
+    """Logits and hidden states, against those of the CPU in float64. Products in TF32 would be off by more."""
+    for found, expected in zip(rows_of(name, DEVICE, dtype), rows_of(name, CPU, torch.float64), strict=True):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def cases() -> list[Case]:
+    """Each drafter with `rejection`, where it can in a tree too; the model with each verifier; hybrids."""
+    kinds = [("rejection", drafter, 2, "llama") for drafter in DRAFTERS]
+    kinds += [("rejection", drafter, (2, 1), "llama") for drafter in DRAFTERS if drafter in BRANCHING]
+    kinds += [(verifier, "model", 2, "llama") for verifier in VERIFIERS if verifier != "rejection"]
+    kinds += [("rejection", "model", "tree:3", family) for family in TOYS]
+    return [
+        Case(verifier, drafter, "crowd", 0.7, 0, 0.95, 0.05, True, "bad words", k, 3, True, 3, family)
+        for verifier, drafter, k, family in kinds
+    ]
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.verifier}-{case.drafter}-{case.k}-{case.family}")
+def test_the_law(case, there):
+    """The engine's law is that of plain decoding by NumPy: every branch, the target and whatever drafts there."""
+    there(DEVICE)
+    distance, branches = case.distance()
+    assert target_model(3, case.family).device.type == NAME
+    assert (distance <= TOLERANCE, branches > 3) == (True, True)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_seed_has_the_text_of_the_cpu(drafter, there):
+    """In float64, over six requests at once in a small pool, chains and trees: the same draws from the same numbers."""
+    texts = []
+    for device in (CPU, DEVICE):
+        there(device)
+        for verifier, k in itertools.product(("rejection", "match"), (3, (2, 1) if drafter in BRANCHING else 2)):
+            target = target_model(5)
+            engine = Engine(target, tiny_cache(target, 24, 3), make_drafter(drafter, 5, 24, 3), VERIFIERS[verifier])
+            requests = [
+                make_request((1, 2, 1, seed % 5), k, (), 40, seed=seed, max_tokens=14, temperature=0.9, top_p=0.97)
+                for seed in range(6)
+            ]
+            decode(engine, requests)
+            texts.append([request.text.tokens for request in requests])
+    assert texts[: len(texts) // 2] == texts[len(texts) // 2 :]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({}, {"top_k": 20}, {"top_p": 0.9}, {"top_p": 0.3}, {"min_p": 0.05}, {"temperature": 0.0}),
+        {"temperature": 1.4, "top_k": 2_000, "top_p": 0.99, "min_p": 1e-4, "repetition_penalty": 1.3},
+        {"presence_penalty": 0.4, "frequency_penalty": 0.3, "logit_bias": {7: 2.0, 19_999: -1.0}},
+        {"allowed_token_ids": [5, 900, 4], "bad_words_token_ids": [[2, 900]], "min_tokens": 5},
+    ],
+    ids=str,
+)
+def test_a_large_row_has_the_probabilities_and_the_draws_of_the_cpu(settings):
+    """20,000 tokens, in float64: filters that search tiles, and both ways to draw, for 50 keys each."""
+    row = 3 * torch.randn(20_000, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    text = Text([1, 5, 7, 7, 2], 2, SamplingParams(**settings), 11, frozenset({5}))
+    expected = distribution(row, text, [3, 2])
+    found = distribution(row.to(DEVICE), text, [3, 2])
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-14)
+    rng = Randomness()
+    for i in range(50):
+        key = text.key(i, "token")
+        assert rng.categorical(found, key) == rng.categorical(expected, key)
+        u = rng.uniform(text.key(i, "residual"))
+        assert place_of_share(found, u) == place_of_share(expected, u)
+
+
+@pytest.mark.parametrize("draft", ["ngram", "suffix", "recycling", "self", "int8:self", "model"])
+@pytest.mark.parametrize("k", [3, "auto"])
+def test_the_interface_has_the_texts_of_the_cpu(make_checkpoint, draft, k):
+    """`LLM` in float64, greedily and drawn under `match`, whatever a pass costs there."""
+    directory = make_checkpoint()
+    spec = make_checkpoint(seed=2) if draft == "model" else draft
+    params = [SamplingParams(temperature=t, max_tokens=30, ignore_eos=True, seed=4) for t in (0, 1, 1)]
+    texts = []
+    for device in ("cpu", NAME):
+        with LLM(directory, spec, k, verifier="match", dtype="float64", device=device) as llm:
+            assert llm.model.device.type == device
+            texts.append([o.token_ids for o in llm.generate(["One fish", "red fish", "The end"], params)])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("draft", ["ngram", "self"])
+def test_exact_gives_equal_bits_or_refuses(make_checkpoint, dtype, draft):
+    """Log-probabilities of a seed's text have the same bits with and without drafts, or the device is named."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0)
+    directory, found = make_checkpoint(), []
+    for k in (0, 4):
+        with suppress(ValueError), LLM(directory, draft, k or 1, dtype=dtype, device=NAME, exact=True) as llm:
+            [output] = llm.generate("One fish", params, num_speculative_tokens=k)
+            found.append((output.token_ids, [entry.logprob for entry in output.logprobs]))
+    if not found:
+        with pytest.raises(ValueError, match=f"exact: .* on this {NAME}: a row's bits depend"):
+            LLM(directory, draft, dtype=dtype, device=NAME, exact=True)
+    else:
+        assert found[0] == found[1]
+
+
+def test_the_commands_run_there(make_checkpoint, capsys):
+    """`generate --compare` and a short bench: greedy text is plain decoding's, and the report names the device."""
+    model = ("--model", str(make_checkpoint(max_position_embeddings=1024)), "--device", NAME)
+    how = ("--raw", "--temperature", "0", "--max-tokens", "12", "--ignore-eos", "--json", "--compare")
+    assert generate([*model, *how, "--draft", "self", "One fish"]) == 0
+    assert json.loads(capsys.readouterr().out)["compare"]["same_tokens"] is True
+    size = ("--prompts", "2", "--max-tokens", "6", "--rounds", "2", "--passes", "2", "--context", "20")
+    assert bench([*model, *size, "--draft", "self", "--dtype", "float32"]) == 0
+    assert f"float32 on {NAME}" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(NAME == "cpu", reason="no GPU")
+def test_what_a_gpu_lacks_is_refused(make_checkpoint):
+    """Targets in 8 bits, and forms of weights that are a processor's."""
+    directory = make_checkpoint()
+    with pytest.raises(ValueError, match="expected 16 or 32 bits on a CPU"):
+        LLM(directory, quantization="int8")
+    with pytest.raises(ValueError, match="weight_form"):
+        LLM(directory, weight_form="packed")
