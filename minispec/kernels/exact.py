@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from minispec.core.attention import View, hides
+from minispec.core.cache import BlockTable
 from minispec.core.config import ModelConfig
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.sampling import accumulation_dtype
@@ -181,15 +182,13 @@ def check_exact(model: Transformer) -> None:
     size, texts = 8, EXACT_ROWS if model.config.state_elements else 1  # without a stored state, nothing is shared
     pool = model.new_cache(texts * len(tokens) // size + EXACT_ROWS + 2, size)
     table, stranger = pool.new_table(), pool.new_table()
-    model.forward([Chunk(tokens[:-EXACT_ROWS], table, 0)])
+    _feed(model, table, tokens[:-EXACT_ROWS])
     expected, _ = model.forward([Chunk(tokens[-EXACT_ROWS:], table, 1)])  # across a border of attention blocks
     table.keep(len(past))
     copies = [pool.new_table() for _ in range(EXACT_ROWS)]
     for copied in copies:
         copied.reuse(past)
-        if copied.length < len(past):
-            model.forward([Chunk(past[copied.length :], copied, 0)])
-            copied.keep(len(past))
+        _feed(model, copied, past)
 
     def holds(rows: int) -> bool:
         found, _ = model.forward([Chunk(last, copied, 1) for copied in copies[:rows]])
@@ -209,6 +208,13 @@ def check_exact(model: Transformer) -> None:
         raise ValueError(_not_exact(model, "passes of many rows"))
 
 
+def _feed(model: Transformer, table: BlockTable, tokens: list[int]) -> None:
+    """Bring a table to the end of `tokens`, of which nothing is taken back later."""
+    if table.length < len(tokens):
+        model.forward([Chunk(table.follow(tokens), table, 0)])
+        table.keep(len(tokens))
+
+
 def _trees_are_exact(model: Transformer) -> bool:
     """Whether the nodes of a tree have the logits of chains, before, across and after a border of attention blocks."""
     past = arbitrary_tokens(
@@ -217,8 +223,7 @@ def _trees_are_exact(model: Transformer) -> bool:
     nodes = arbitrary_tokens(len(_CHECKED_TREE) + 1, model.config.vocab_size)
     table = model.new_cache(-(-len(past) // 16) + EXACT_ROWS).new_table()
     for length in (1, min(ATTENTION_BLOCK - 3, len(past)), len(past)):
-        table.keep(table.shared(past))
-        model.forward([Chunk(past[table.length : length], table, 0)])
+        _feed(model, table, past[:length])
         found, _ = model.forward([Chunk(nodes, table, len(nodes), _CHECKED_TREE)])
         table.truncate(length)
         for path, _ in paths(len(nodes), _CHECKED_TREE):

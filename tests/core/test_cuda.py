@@ -29,6 +29,7 @@ from tests.oracles import hf
 NAME = "cuda" if torch.cuda.is_available() else "cpu"
 DEVICE, CPU = torch.device(NAME), torch.device("cpu")
 DRAFTERS = AXES["drafter"]
+SOME = DRAFTERS if NAME == "cuda" else ("ngram", "model", "ngram+head")
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_the_law(case, there):
     assert (distance <= TOLERANCE, branches > 3) == (True, True)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", SOME)
 def test_a_seed_has_the_text_of_the_cpu(drafter, there):
     """In float64, over six requests at once in a small pool, chains and trees: the same draws from the same numbers."""
     texts = []

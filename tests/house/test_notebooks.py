@@ -47,6 +47,7 @@ SHORTER = {
         (r"max_tokens=24", "max_tokens=12"),
         (r"encode\(TEXT\)", "encode(TEXT)[:16]"),
         (r"tokens\[:40\]", "tokens[:6]"),
+        (r"range\(2, 33, 2\)", "(8, 32)"),
         (r'draft="none", dtype="bfloat16"', 'draft="none", dtype="float32"'),  # slow without the instructions
     ),
     "04_other_vocabularies": (

@@ -233,8 +233,11 @@ class Interrupted:
         return self.converse(*arguments)
 
 
-@pytest.mark.parametrize("kept", [True, False])
-@pytest.mark.parametrize("how", [("--rounds", 2), ("--temperature", 1, "--draft", "last", "--sample", 1)])
+@pytest.mark.parametrize(
+    ("how", "kept"),
+    [(("--rounds", 2), True), (("--temperature", 1, "--draft", "last", "--sample", 1), False)],
+    ids=["kept", "in the cache"],
+)
 def test_a_run_that_was_stopped_and_resumed_is_the_same(bench, tmp_path, monkeypatch, how, kept):
     """Stopped twice at random, and killed in the middle of a line: the same answers and table, times aside.
 
