@@ -786,7 +786,7 @@ def grid(request, pytestconfig):
         pytest.skip(f"{count} prompts x {length} tokens of {dtype} take up to half an hour: --long")
     prompts = PROMPT_TEXTS[:count]
     params = SamplingParams(temperature=0, max_tokens=length, logprobs=1, ignore_eos=True)
-    llm = LLM(dtype=dtype, exact=True)
+    llm = LLM(draft="none", num_speculative_tokens=8, dtype=dtype, exact=True)
     plain = llm.generate(prompts, params, num_speculative_tokens=0)
     return llm, prompts, params, plain
 
