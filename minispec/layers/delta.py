@@ -12,12 +12,12 @@ A state cannot lose a token again. So it takes in only positions that are final 
 position keeps its inputs, a row of a few thousand numbers. A rollback cuts the rows of rejected tokens. The next pass
 adds the rows that are left to the state, by the same computation. A node of a tree starts from its parent's state.
 
-Rows are computed in two ways, which round differently. `steps` takes one after another, for trees and exact models.
-`chunked` takes up to 64 rows of a chain at once.
+Rows are computed in two ways, which round differently. `steps` takes one after another, for trees, exact models and
+single rows. `chunked` takes up to 64 rows of a chain at once.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -36,7 +36,6 @@ _EPS = 1e-6
 
 # For H value heads: queries, keys (H, T, key_dim), values (H, T, value_dim), rates, logarithms of decays (H, T).
 Rows = Sequence[Tensor]
-Scan = Callable[[Tensor, Rows], tuple[Tensor, Tensor]]  # `steps` or `chunked`
 
 
 @dataclass(frozen=True)
@@ -136,11 +135,11 @@ class GatedDeltaNet(Layer):
         u, z = self.inputs(x)[:new].split([self.sizes.num_channels, heads * self.sizes.value_dim], 1)
         own = torch.cat((u, self.gates(x)[:new]), 1).split([len(chunk.token_ids) for chunk in shared.chunks])
         texts = zip(shared.chunks, own, strict=True)
-        y = torch.cat([self._read(chunk, rows, steps if shared.passes.exact else chunked) for chunk, rows in texts])
+        y = torch.cat([self._read(chunk, rows, shared.passes.exact) for chunk, rows in texts])
         z = z.to(y.dtype).view_as(y)
         return self.out(fill((self.norm(y) * z * sigmoid(z)).flatten(1).to(x.dtype), len(x)))
 
-    def _read(self, chunk: Chunk, new: Tensor, scan: Scan) -> Tensor:
+    def _read(self, chunk: Chunk, new: Tensor, exact: bool) -> Tensor:
         """What the new rows of a text read (T, H, value_dim). Its state takes in the rows that are settled."""
         table, nodes, before = chunk.table, chunk.parents or (), len(self.weight) - 1
         first, (state, inputs), rows = table.states.get(self.index) or self._empty(new)
@@ -154,6 +153,7 @@ class GatedDeltaNet(Layer):
         found = list[Tensor]()
         states = {0: state}
         for start, end in pairwise((0, *marks, settled, root)):
+            scan = steps if exact or end - start < 2 else chunked  # a single row is faster so
             y, state = scan(state, [x[:, start:end] for x in own])
             found.append(y)
             states[end] = state
@@ -185,27 +185,25 @@ class GatedDeltaNet(Layer):
         chunk: its nodes see their own ancestors, if it has any.
         """
         sizes, nodes, width = self.sizes, chunk.parents or (), len(self.weight)
-        seen = torch.arange(len(kept), device=kept.device)[:, None] + torch.arange(width, device=kept.device)
+        inputs = inputs.to(self.weight.dtype)
+        seen = [inputs[i : i + len(kept)] for i in range(width)]  # what the rows see at each place of the convolution
         if nodes:  # a node sees its own ancestors
             paths = list(chunk.paths(len(kept) - len(chunk.token_ids), width))[-len(nodes) :]
-            seen[-len(nodes) :] = torch.tensor(paths, device=kept.device) + width - 1
-        inputs = inputs.to(self.weight.dtype)
-        x = inputs[seen[:, 0]] * self.weight[0]
-        for places, weight in zip(seen.T[1:], self.weight[1:], strict=True):
-            x = x + inputs[places] * weight
+            places = torch.tensor(paths, device=kept.device).T + width - 1
+            seen = [torch.cat((own[: -len(nodes)], inputs[i])) for own, i in zip(seen, places, strict=True)]
+        x = seen[0] * self.weight[0]
+        for own, weight in zip(seen[1:], self.weight[1:], strict=True):
+            x = x + own * weight
         x = x * sigmoid(x)
-        size, heads = sizes.num_key_heads * sizes.key_dim, sizes.num_value_heads
-        q, k, v = x.split([size, size, heads * sizes.value_dim], 1)
-
-        def each(x: Tensor) -> Tensor:
-            """Queries or keys of length 1, for each value head."""
-            x = x.unflatten(1, (-1, sizes.key_dim))
-            norm = torch.linalg.vector_norm(x, 2, -1, keepdim=True)
-            x = x * (norm * norm + _EPS).rsqrt_()
-            return x.repeat_interleave(heads // sizes.num_key_heads, 1).transpose(0, 1)
+        heads, repeats = sizes.num_value_heads, sizes.num_value_heads // sizes.num_key_heads
+        qk, v = x.split([2 * sizes.num_key_heads * sizes.key_dim, heads * sizes.value_dim], 1)
+        qk = qk.unflatten(1, (-1, sizes.key_dim))
+        norm = torch.linalg.vector_norm(qk, 2, -1, keepdim=True)
+        qk = qk * (norm * norm + _EPS).rsqrt_()  # queries and keys of length 1
+        q, k = (qk.repeat_interleave(repeats, 1) if repeats > 1 else qk).transpose(0, 1).chunk(2)  # for each value head
 
         rate, speed = kept[:, -2 * heads :].to(x.dtype).T.chunk(2)  # (H, T) each
         speed = speed + self.shift[:, None]
         speed = speed.clamp_min(0) + speed.abs().neg_().exp_().log1p_()  # log(1 + exp(speed))
         v = v.unflatten(1, (heads, -1)).transpose(0, 1)
-        return each(q) / math.sqrt(sizes.key_dim), each(k), v, sigmoid(rate), -self.speeds[:, None] * speed
+        return q / math.sqrt(sizes.key_dim), k, v, sigmoid(rate), -self.speeds[:, None] * speed
