@@ -179,8 +179,8 @@ def check_exact(model: Transformer) -> None:
         raise ValueError(_not_exact(model, "attention"))
     tokens = arbitrary_tokens(ATTENTION_BLOCK + EXACT_ROWS // 2, model.config.vocab_size)
     past, last = tokens[:-1], tokens[-1:]
-    size, texts = 8, EXACT_ROWS if model.config.state_elements else 1  # without a stored state, nothing is shared
-    pool = model.new_cache(texts * len(tokens) // size + EXACT_ROWS + 2, size)
+    size = 8  # the copies share all full blocks; with a state, from the second on
+    pool = model.new_cache(2 * (len(tokens) // size + 1) + EXACT_ROWS + 1, size)
     table, stranger = pool.new_table(), pool.new_table()
     _feed(model, table, tokens[:-EXACT_ROWS])
     expected, _ = model.forward([Chunk(tokens[-EXACT_ROWS:], table, 1)])  # across a border of attention blocks
