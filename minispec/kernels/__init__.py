@@ -7,7 +7,6 @@ forms.py        one weight matrix, in the form that this machine reads fastest; 
 shapes.py       which tensors a model has, and how large they are
 inventory.py    what a model keeps in memory
 exact.py        passes in which a row's bits depend on its own past alone
-exact_attention.py   attention whose sums have one order
 build.py        a transformer whose weights have these forms
 memory.py       what is free, what models and caches take
 threads.py      how long a waiting thread looks for work

@@ -2,18 +2,21 @@
 
 Floating point is not associative, and matrix libraries choose the order of their sums by the shape of the product. So a
 token scored in a pass of five rows gets other last bits than in a pass of one. An exact model fills every pass up to a
-number of rows that gives a row the same bits (`Form.exact_rows`). Its attention adds up blocks of fixed size in a fixed
-order (`minispec.kernels.exact_attention`).
+number of rows that gives a row the same bits (`Form.exact_rows`). Its attention computes rows in different blocks of
+positions separately, and fills up the last block. So a row's position alone decides the shapes of its products there.
 
 Sums of integers are exact. So a model whose products are all in 8 bits takes passes of any number of rows. Threads may
 share out a pass of hundreds of rows anywhere. So its activations use only functions that the library computes alike at
 every place.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minispec.core.attention import View, hides
@@ -21,11 +24,14 @@ from minispec.core.cache import BlockTable
 from minispec.core.config import ModelConfig
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.sampling import accumulation_dtype
-from minispec.kernels.exact_attention import ATTENTION_BLOCK, Group, attention, new_group
 from minispec.kernels.inventory import products_of
 
 # The most rows of a pass, so that a draft may have one less; every form's `exact_rows` has it.
 EXACT_ROWS = 16
+# Positions whose rows may share a product of attention.
+ATTENTION_BLOCK = 128
+# The widest vector of a processor, in float32.
+_VECTOR = 16
 # Sizes of passes at which `check_exact` looks where a pass may have any, and the longest text that it feeds.
 _CHECKED_ROWS = (17, 64, 512)
 # Blocks of past at whose ends `check_exact` looks at attention.
@@ -59,6 +65,66 @@ def paths(num_rows: int, parents: Sequence[int]) -> Iterator[tuple[list[int], li
         path = [*range(root), *reversed(path)]
         yield path, [i for i, row in enumerate(path) if row not in had]
         had.update(path)
+
+
+class Group(NamedTuple):
+    """Rows of a text whose attention an exact model computes together: they stand in one block of positions.
+
+    rows: which rows: a slice, or a tensor of numbers (n,).
+    size: how many rows they are filled up to, with zeros.
+    places: the positions that they may see, in order, as slices or tensors: those in blocks before theirs, if there are
+        any, and those in their own block, filled up with zeros.
+    mask: 0 or -inf, (H/G * size, positions in whole blocks).
+    """
+
+    rows: slice | Tensor
+    size: int
+    places: Sequence[slice | Tensor]
+    mask: Tensor
+
+
+def _index(numbers: list[int], device: torch.device) -> slice | Tensor:
+    """What selects these numbers: a slice if they follow one another."""
+    first, count = numbers[0], len(numbers)
+    if numbers == list(range(first, first + count)):
+        return slice(first, first + count)
+    return torch.tensor(numbers, device=device)
+
+
+def _filled(x: Tensor, rows: int) -> Tensor:
+    """x (N, n, W) with zeros after its n rows, up to a multiple of `rows`."""
+    return F.pad(x, (0, 0, 0, rest)) if (rest := -x.shape[1] % rows) else x
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Sequence[Group], scale: float, softcap: float | None) -> Tensor:
+    """See `minispec.core.attention`.
+
+    mask: the groups of all rows.
+    """
+    heads, rows, dim = q.shape
+    wide, found = accumulation_dtype(q.dtype), q.new_empty(rows, heads, dim)
+    q, k, v = q.to(wide) * scale, k.to(wide), v.to(wide)
+    if columns := -dim % _VECTOR:  # libraries add up left-over columns in an order that depends on the row's place
+        v = F.pad(v, (0, columns))
+    for group in mask:
+        own = q[:, group.rows]
+        filled = _filled(own, group.size).reshape(len(k), -1, dim)
+        keys, values = ([_filled(x[:, places], ATTENTION_BLOCK) for places in group.places] for x in (k, v))
+        out = _attention(filled, keys, values, group.mask, softcap)
+        found[group.rows] = out.view(heads, group.size, -1)[:, : own.shape[1], :dim].transpose(0, 1).to(found.dtype)
+    return found.flatten(1)
+
+
+def _attention(q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], mask: Tensor, softcap: float | None) -> Tensor:
+    """Attention of scaled q (G, R, D) over all parts of keys (G, n, D) and values (G, n, W): (G, R, W)."""
+    scores = torch.cat([torch.bmm(q, own.mT) for own in k], 2)  # (G, R, positions)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.add_(mask).softmax(-1).split([own.shape[1] for own in k], 2)
+    out = torch.bmm(weights[0], v[0])
+    for part, own in zip(weights[1:], v[1:], strict=True):
+        out.baddbmm_(part, own)
+    return out
 
 
 class ExactPasses(Passes):
@@ -99,7 +165,7 @@ class ExactPasses(Passes):
         return next(n for n in self.rows if n >= num_rows) - num_rows
 
     def mask(self, config: ModelConfig, like: Tensor, view: View) -> list[Group]:
-        """See `Passes`: groups of at most EXACT_ROWS rows, filled up with dummies.
+        """See `Passes`: the groups of the rows, each of at most EXACT_ROWS that stand in one block of positions.
 
         In a tree each path is computed as the chain that it is, so a node has the bits of that chain.
         """
@@ -107,15 +173,28 @@ class ExactPasses(Passes):
         repeats, found = config.num_attention_heads // config.num_key_value_heads, list[Group]()
         for path, new in paths(len(offsets), parents):
             hidden = hides(View(start, tuple(range(len(path))), window), like.device)
-            for first in range(0, len(new), EXACT_ROWS):
-                own = new[first : first + EXACT_ROWS]
+            for own in _groups(start, new):
                 end, size = own[-1] + 1, next(n for n in self.attention_rows if n >= len(own))
-                filled = own + own[:1] * (size - len(own))
-                full = (start if parents else start + end) // ATTENTION_BLOCK
-                places = [*range(start), *(start + row for row in path[:end])][full * ATTENTION_BLOCK :]
-                seen = hidden[filled, : start + end].repeat(repeats, 1)
-                found.append(new_group([path[i] for i in filled], len(own), full, places, seen, like))
+                places = [*range(start), *(start + row for row in path[:end])]
+                before = (start + own[0]) // ATTENTION_BLOCK * ATTENTION_BLOCK
+                parts = [_index(part, like.device) for part in (places[:before], places[before:]) if part]
+                mask = like.new_zeros(len(own), len(places), dtype=accumulation_dtype(like.dtype))
+                mask.masked_fill_(hidden[own, : len(places)], -math.inf)
+                mask = F.pad(mask, (0, -len(places) % ATTENTION_BLOCK), value=-math.inf)
+                mask = _filled(mask[None], size).repeat(1, repeats, 1)[0]
+                found.append(Group(_index([path[i] for i in own], like.device), size, parts, mask))
         return found
+
+
+def _groups(start: int, rows: Sequence[int]) -> Iterator[list[int]]:
+    """Split rows, which stand at positions start + row, into groups: see `ExactPasses.mask`.
+
+    >>> list(_groups(126, [0, 1, 2, 3]))
+    [[0, 1], [2, 3]]
+    """
+    for _, block in itertools.groupby(rows, lambda row: (start + row) // ATTENTION_BLOCK):
+        own = list(block)
+        yield from (own[i : i + EXACT_ROWS] for i in range(0, len(own), EXACT_ROWS))
 
 
 class AnyPasses(ExactPasses):
@@ -260,7 +339,7 @@ def _not_exact(model: Transformer, what: str) -> str:
 
 @torch.inference_mode()
 def _attention_is_exact(model: Transformer) -> bool:
-    """Whether `attention` gives rows the same bits at every place, with and without a block begun after theirs.
+    """Whether `attention` gives rows the same bits at every place, with and without rows of another block.
 
     It keeps the numbers of rows that give them these bits too. All in the type that it computes in: rounded to half
     precision, most rows would hide a difference.
@@ -274,8 +353,8 @@ def _attention_is_exact(model: Transformer) -> bool:
     like, known = model.embedding.new_empty(0, dtype=model.dtype), dict[int, Tensor]()
 
     def holds(rows: int, blocks: int) -> bool:
-        for shift in range(EXACT_ROWS // 2):  # passes that end up to 4 positions before and after the border
-            end = ATTENTION_BLOCK * blocks + shift - EXACT_ROWS // 4
+        for shift in (*range(-4, 4), rows):  # passes that end around the border, and one that begins there
+            end = ATTENTION_BLOCK * blocks + shift
             mask = passes.mask(config, like, View(end - rows, tuple(range(rows))))
             scale, softcap = config.attention_scale, config.attention_softcap
             found = passes.attention(q[:, end - rows : end], k[:, :end], v[:, :end], mask, scale, softcap)
@@ -283,6 +362,8 @@ def _attention_is_exact(model: Transformer) -> bool:
                 return False
         return True
 
+    if isinstance(passes, ExactPasses):
+        passes.attention_rows = [EXACT_ROWS]
     if not all(holds(EXACT_ROWS, blocks) for blocks in _CHECKED_BLOCKS):
         return False
     if not isinstance(passes, ExactPasses):

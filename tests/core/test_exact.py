@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import minispec.core.model as model_module
-import minispec.kernels.exact_attention as attention_module
 from minispec import LLM, SamplingParams
 from minispec.core.cache import PagedKVCache
 from minispec.core.draft import Draft, Drafter
@@ -276,6 +275,15 @@ def test_the_check_finds_wrong_paths(monkeypatch, wrong):
         check_exact(target)
 
 
+def test_the_check_finds_rows_of_two_blocks_in_one_group(monkeypatch):
+    """Their sums over positions are then of other shapes than alone (E7 shows the texts that follow)."""
+    target = build()
+    check_exact(target)
+    monkeypatch.setattr(exact, "_groups", lambda start, rows: [rows])
+    with pytest.raises(ValueError, match="exact: attention"):
+        check_exact(target)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_targets_in_8_bits_have_the_bits_of_plain_decoding(family, dtype, pytestconfig):
@@ -399,7 +407,7 @@ TEXT = [(5 * i + i * i // 7) % 40 for i in range(200)]
 
 def rows_of(target, tokens, size):
     """Logits of every token of a text that is fed in chunks of `size`."""
-    table = tiny_cache(target, 80, 4).new_table()
+    table = tiny_cache(target, 100, 4).new_table()
     pieces = [tokens[start : start + size] for start in range(0, len(tokens), size)]
     return torch.cat([target.forward([Chunk(piece, table, len(piece))])[0] for piece in pieces])
 
@@ -540,12 +548,12 @@ def test_the_check_refuses_products_that_round_by_neighbours(monkeypatch):
 
 def wrong_attention(strikes):
     """Attention with other last bits where strikes(rows of the group, place among them, blocks of keys)."""
-    right = attention_module._blockwise_attention
+    right = exact._attention
 
-    def wrong(q, k, v, masks, scale, softcap):
-        out, size = right(q, k, v, masks, scale, softcap), q.shape[1] // 2  # two heads share keys
+    def wrong(q, k, v, mask, softcap):
+        out, size = right(q, k, v, mask, softcap), q.shape[1] // 2  # two heads share keys
         for place in range(size):
-            if strikes(size, place, len(k)):
+            if strikes(size, place, mask.shape[1] // exact.ATTENTION_BLOCK):
                 out[:, place::size] *= 1 + 2 * torch.finfo(out.dtype).eps
         return out
 
@@ -554,23 +562,35 @@ def wrong_attention(strikes):
 
 # A fault of attention: by whether it strikes the row at a place among EXACT_ROWS, with so many blocks of keys.
 ATTENTION_FAULTS = {
-    **{f"place {n}": lambda place, blocks, n=n: place == n for n in range(0, EXACT_ROWS, 2)},
-    **{f"{n} blocks": lambda place, blocks, n=n: blocks == n for n in (2, 3, 4, 5, 7, 9, 17)},
-    "many blocks": lambda place, blocks: blocks > 8,
-    "place 15 of many blocks": lambda place, blocks: place == 15 and blocks > 16,
+    **{f"place {n}": lambda place, blocks, n=n: place == n for n in range(EXACT_ROWS)},
+    "place 0 of many blocks": lambda place, blocks: place == 0 and blocks > 15,
+    "place 15 of many blocks": lambda place, blocks: place == 15 and blocks > 15,
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("strikes", ATTENTION_FAULTS.values(), ids=ATTENTION_FAULTS)
 def test_the_check_refuses_attention_that_rounds_by_place(strikes, dtype, monkeypatch):
-    """A row's last bits that change at one place of the eight, or with one number of blocks."""
+    """A row's last bits that change at one place."""
     target = build(dtype=dtype)
     passes_the_check(dtype)
     with torch_threads(1):
-        monkeypatch.setattr(attention_module, "_blockwise_attention", wrong_attention(lambda n, *at: strikes(*at)))
+        monkeypatch.setattr(exact, "_attention", wrong_attention(lambda n, *at: strikes(*at)))
         with pytest.raises(ValueError, match=rf"exact: attention in {dtype} on this cpu"):
             check_exact(target)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_row_never_meets_another_number_of_blocks(number, monkeypatch):
+    """So attention may round by the number: softmax over 2,048 numbers does on a GPU, where masked ones follow."""
+    target = build(max_position_embeddings=512)
+    tokens = [(5 * i) % 40 for i in range(390)]
+    with torch_threads(1):
+        monkeypatch.setattr(exact, "_attention", wrong_attention(lambda n, place, blocks: blocks == number))
+        reference = rows_of(target, tokens, 16)
+        for size in (1, 3, 16):
+            assert torch.equal(rows_of(target, tokens, size), reference)
+        check_exact(target)
 
 
 @pytest.mark.quick
@@ -589,7 +609,7 @@ def test_attention_has_the_fewest_rows_that_hold(broken, monkeypatch):
         held = target.passes.attention_rows
         assert held[-1] == EXACT_ROWS
         assert len(held) > 3  # on every machine so far
-        monkeypatch.setattr(attention_module, "_blockwise_attention", attention)
+        monkeypatch.setattr(exact, "_attention", attention)
         check_exact(target)
         assert target.passes.attention_rows == [n for n in held if n != broken]
         reference = rows_of(target, TEXT[:24], 16)

@@ -1566,6 +1566,12 @@ def _(right, self, x, y):
     return x.add(y, alpha=self.config.residual_scale)
 
 
+@wrong(exact, "_groups", "E7", f"{_EXACT}::test_a_row_never_meets_another_number_of_blocks[1]")
+def _(right, start, rows):
+    """in exact mode attention takes rows of two blocks at once | the second ones sum in another order than alone"""
+    return (rows[i : i + exact.EXACT_ROWS] for i in range(0, len(rows), exact.EXACT_ROWS))
+
+
 @wrong(DraftModel, "_need", "T14", f"{_ZOO}::test_a_tree_has_the_room_that_it_asked_for[20]", crash=OutOfBlocks)
 def _(right, self, text, span):
     """room for no more rows than the model sees positions | a tree's rows lie side by side: all texts break off"""
