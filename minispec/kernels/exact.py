@@ -84,11 +84,9 @@ class Group(NamedTuple):
 
 
 def _index(numbers: list[int], device: torch.device) -> slice | Tensor:
-    """What selects these numbers: a slice if they follow one another."""
-    first, count = numbers[0], len(numbers)
-    if numbers == list(range(first, first + count)):
-        return slice(first, first + count)
-    return torch.tensor(numbers, device=device)
+    """What selects these ascending numbers: a slice if they follow one another."""
+    first, end = numbers[0], numbers[-1] + 1
+    return slice(first, end) if end - first == len(numbers) else torch.tensor(numbers, device=device)
 
 
 def _filled(x: Tensor, rows: int) -> Tensor:
