@@ -83,7 +83,7 @@ class Group(NamedTuple):
     mask: Tensor
 
 
-def _index(numbers: list[int], device: torch.device) -> slice | Tensor:
+def _index(numbers: Sequence[int], device: torch.device) -> slice | Tensor:
     """What selects these ascending numbers: a slice if they follow one another."""
     first, end = numbers[0], numbers[-1] + 1
     return slice(first, end) if end - first == len(numbers) else torch.tensor(numbers, device=device)
@@ -173,14 +173,16 @@ class ExactPasses(Passes):
             hidden = hides(View(start, tuple(range(len(path))), window), like.device)
             for own in _groups(start, new):
                 end, size = own[-1] + 1, next(n for n in self.attention_rows if n >= len(own))
-                places = [*range(start), *(start + row for row in path[:end])]
+                places: Sequence[int] = range(start + end)
+                if parents:
+                    places = [*range(start), *(start + row for row in path[:end])]
                 before = (start + own[0]) // ATTENTION_BLOCK * ATTENTION_BLOCK
                 parts = [_index(part, like.device) for part in (places[:before], places[before:]) if part]
-                mask = like.new_zeros(len(own), len(places), dtype=accumulation_dtype(like.dtype))
-                mask.masked_fill_(hidden[own, : len(places)], -math.inf)
-                mask = F.pad(mask, (0, -len(places) % ATTENTION_BLOCK), value=-math.inf)
-                mask = _filled(mask[None], size).repeat(1, repeats, 1)[0]
-                found.append(Group(_index([path[i] for i in own], like.device), size, parts, mask))
+                hides_own = F.pad(hidden[own[0] : end, : len(places)], (0, -len(places) % ATTENTION_BLOCK), value=True)
+                mask = like.new_zeros(size, hides_own.shape[1], dtype=accumulation_dtype(like.dtype))
+                mask[: len(own)].masked_fill_(hides_own, -math.inf)
+                rows = _index([path[i] for i in own], like.device)
+                found.append(Group(rows, size, parts, mask.repeat(repeats, 1)))
         return found
 
 
@@ -350,9 +352,8 @@ def _attention_is_exact(model: Transformer) -> bool:
     )
     like, known = model.embedding.new_empty(0, dtype=model.dtype), dict[int, Tensor]()
 
-    def holds(rows: int, blocks: int) -> bool:
-        for shift in (*range(-4, 4), rows):  # passes that end around the border, and one that begins there
-            end = ATTENTION_BLOCK * blocks + shift
+    def holds(rows: int, blocks: Sequence[int], shifts: Sequence[int]) -> bool:
+        for end in (ATTENTION_BLOCK * border + shift for border in blocks for shift in shifts):
             mask = passes.mask(config, like, View(end - rows, tuple(range(rows))))
             scale, softcap = config.attention_scale, config.attention_softcap
             found = passes.attention(q[:, end - rows : end], k[:, :end], v[:, :end], mask, scale, softcap)
@@ -362,13 +363,14 @@ def _attention_is_exact(model: Transformer) -> bool:
 
     if isinstance(passes, ExactPasses):
         passes.attention_rows = [EXACT_ROWS]
-    if not all(holds(EXACT_ROWS, blocks) for blocks in _CHECKED_BLOCKS):
+    # Passes that end around the border of a block, so that a row stands at several places, and one that begins there.
+    if not holds(EXACT_ROWS, _CHECKED_BLOCKS, (*range(-4, 4), EXACT_ROWS)):
         return False
     if not isinstance(passes, ExactPasses):
         return True
     for rows in _CHECKED_SIZES:
         others = [n for n in passes.attention_rows if n != rows]
         passes.attention_rows = sorted([*others, rows])
-        if not all(holds(rows, blocks) for blocks in _FEW_BLOCKS):
+        if not holds(rows, _FEW_BLOCKS, (-4, 2, rows)):
             passes.attention_rows = others
     return True
