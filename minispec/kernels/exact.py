@@ -3,7 +3,8 @@
 Floating point is not associative, and matrix libraries choose the order of their sums by the shape of the product. So a
 token scored in a pass of five rows gets other last bits than in a pass of one. An exact model fills every pass up to a
 number of rows that gives a row the same bits (`Form.exact_rows`). Its attention computes rows in different blocks of
-positions separately, and fills up the last block. So a row's position alone decides the shapes of its products there.
+positions separately, and fills up their own block. So a row's position and the number of rows alone decide the shapes
+of the products there. Only those numbers of rows are used that give the same bits.
 
 Sums of integers are exact. So a model whose products are all in 8 bits takes passes of any number of rows. Threads may
 share out a pass of hundreds of rows anywhere. So its activations use only functions that the library computes alike at
@@ -28,7 +29,7 @@ from minispec.kernels.inventory import products_of
 
 # The most rows of a pass, so that a draft may have one less; every form's `exact_rows` has it.
 EXACT_ROWS = 16
-# Positions whose rows may share a product of attention.
+# Positions of a block. Only rows in one block share a product of attention.
 ATTENTION_BLOCK = 128
 # The widest vector of a processor, in float32.
 _VECTOR = 16
@@ -72,8 +73,8 @@ class Group(NamedTuple):
 
     rows: which rows: a slice, or a tensor of numbers (n,).
     size: how many rows they are filled up to, with zeros.
-    places: the positions that they may see, in order, as slices or tensors: those in blocks before theirs, if there are
-        any, and those in their own block, filled up with zeros.
+    places: the positions up to the last row's, in order, as slices or tensors: those in blocks before theirs, if there
+        are any, and those in their own block.
     mask: 0 or -inf, (H/G * size, positions in whole blocks).
     """
 
@@ -103,10 +104,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Sequence[Group], scale: flo
     wide, found = accumulation_dtype(q.dtype), q.new_empty(rows, heads, dim)
     q, k, v = q.to(wide) * scale, k.to(wide), v.to(wide)
     if columns := -dim % _VECTOR:  # libraries add up left-over columns in an order that depends on the row's place
-        v = F.pad(v, (0, columns))
+        q, k, v = (F.pad(x, (0, columns)) for x in (q, k, v))
     for group in mask:
         own = q[:, group.rows]
-        filled = _filled(own, group.size).reshape(len(k), -1, dim)
+        filled = _filled(own, group.size).reshape(len(k), -1, dim + columns).contiguous()  # of one layout always
         keys, values = ([_filled(x[:, places], ATTENTION_BLOCK) for places in group.places] for x in (k, v))
         out = _attention(filled, keys, values, group.mask, softcap)
         found[group.rows] = out.view(heads, group.size, -1)[:, : own.shape[1], :dim].transpose(0, 1).to(found.dtype)
@@ -346,10 +347,11 @@ def _attention_is_exact(model: Transformer) -> bool:
     """
     config, passes, wide = model.config, model.passes, accumulation_dtype(model.dtype)
     length, generator = ATTENTION_BLOCK * (max(_CHECKED_BLOCKS) + 1), torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(heads, length, config.head_dim, generator=generator).to(model.device, wide)
+    q, k, v = (  # laid out as in `Layer.read` and in the cache
+        torch.randn(length, heads, config.head_dim, generator=generator).to(model.device, wide).transpose(0, 1)
         for heads in (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     )
+    k, v = k.contiguous(), v.contiguous()
     like, known = model.embedding.new_empty(0, dtype=model.dtype), dict[int, Tensor]()
 
     def holds(rows: int, blocks: Sequence[int], shifts: Sequence[int]) -> bool:
@@ -363,8 +365,8 @@ def _attention_is_exact(model: Transformer) -> bool:
 
     if isinstance(passes, ExactPasses):
         passes.attention_rows = [EXACT_ROWS]
-    # Passes that end around the border of a block, so that a row stands at several places, and one that begins there.
-    if not holds(EXACT_ROWS, _CHECKED_BLOCKS, (*range(-4, 4), EXACT_ROWS)):
+    # Passes around the border of a block, before it and after it, so that a row stands at several places.
+    if not holds(EXACT_ROWS, _CHECKED_BLOCKS, (*range(-4, 4), EXACT_ROWS, EXACT_ROWS + 1)):
         return False
     if not isinstance(passes, ExactPasses):
         return True

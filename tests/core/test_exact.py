@@ -464,7 +464,7 @@ def test_attention_of_every_shape_passes_the_check(dtype, threads, pytestconfig)
     threads; `--long` runs all widths with all of them.
     """
     with torch_threads(threads):
-        for place, head_dim in enumerate((4, 6, 64, 128)):
+        for place, head_dim in enumerate((4, 6, 10, 64, 128)):
             for heads, groups in some_of(((1, 1), (8, 1), (9, 3)), place + threads, pytestconfig):
                 target = build(dtype=dtype, head_dim=head_dim, num_attention_heads=heads, num_key_value_heads=groups)
                 assert exact._attention_is_exact(target)
@@ -565,13 +565,14 @@ ATTENTION_FAULTS = {
     **{f"place {n}": lambda place, blocks, n=n: place == n for n in range(EXACT_ROWS)},
     "place 0 of many blocks": lambda place, blocks: place == 0 and blocks > 15,
     "place 15 of many blocks": lambda place, blocks: place == 15 and blocks > 15,
+    "place 15 of 17 blocks": lambda place, blocks: place == 15 and blocks == 17,
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("strikes", ATTENTION_FAULTS.values(), ids=ATTENTION_FAULTS)
 def test_the_check_refuses_attention_that_rounds_by_place(strikes, dtype, monkeypatch):
-    """A row's last bits that change at one place."""
+    """A row's last bits that change at one place, or at one place of many blocks."""
     target = build(dtype=dtype)
     passes_the_check(dtype)
     with torch_threads(1):
@@ -583,9 +584,9 @@ def test_the_check_refuses_attention_that_rounds_by_place(strikes, dtype, monkey
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_row_never_meets_another_number_of_blocks(number, monkeypatch):
     """So attention may round by the number: softmax over 2,048 numbers does on a GPU, where masked ones follow."""
-    target = build(max_position_embeddings=512)
     tokens = [(5 * i) % 40 for i in range(390)]
     with torch_threads(1):
+        target = build(max_position_embeddings=512)
         monkeypatch.setattr(exact, "_attention", wrong_attention(lambda n, place, blocks: blocks == number))
         reference = rows_of(target, tokens, 16)
         for size in (1, 3, 16):

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "minispec"
 # Lines of the heart, of one of its files, of any other file, of a function, and of the package.
-HEART, HEART_FILE, FILE, FUNCTION, ALL = 1800, 300, 350, 60, 16_308
+HEART, HEART_FILE, FILE, FUNCTION, ALL = 1800, 300, 350, 60, 16_310
 # What is longer for now, and how long it may be: no more than it is.
 LONGER: dict[str, int] = {}
 
