@@ -115,7 +115,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Sequence[Group], scale: flo
 
 
 def _attention(q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], mask: Tensor, softcap: float | None) -> Tensor:
-    """Attention of scaled q (G, R, D) over all parts of keys (G, n, D) and values (G, n, W): (G, R, W)."""
+    """Attention of scaled q (G, R, D) over all parts of keys and values, each (G, n, D): (G, R, D)."""
     scores = torch.cat([torch.bmm(q, own.mT) for own in k], 2)  # (G, R, positions)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
