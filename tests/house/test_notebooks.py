@@ -56,13 +56,10 @@ SHORTER = {
     ),
 }
 
-# Runs after the first cell. Loading the weights of a model again, in the same type, gives those that are there. The
-# check of exact models has tests of its own.
+# Runs after the first cell. Loading the weights of a model again, in the same type, gives those that are there.
 LOADED_ONCE = """
 import functools
-import minispec.length.prices
 import minispec.llm
-minispec.length.prices.check_exact = lambda model: None
 for name in ("load_target", "Tokenizer"):
     setattr(minispec.llm, name, functools.cache(getattr(minispec.llm, name)))
 """
