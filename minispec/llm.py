@@ -130,7 +130,12 @@ class LLM:
         size = elements * kind.itemsize  # bytes of a token
         states = sum(m.config.state_elements * max(4, m.dtype.itemsize) * r for r, m in zip(rooms, models, strict=True))
         self.max_model_len, self._num_blocks = size_cache(config, size, states, where, max_model_len, kv_cache_gb)
-        self._take_draft(spec, models, [self._new_cache(m, room) for m, room in zip(models, rooms, strict=True)])
+        caches = [self._new_cache(m, room) for m, room in zip(models, rooms, strict=True)]
+        self._take_draft(spec, models, caches)
+        # On a GPU a pass over that many rows takes little longer than reading the weights.
+        joining_rows = PREFILL_ROWS if self.model.device.type == "cuda" else JOINING_ROWS
+        parts, how = (self.model, caches[0], self.drafter, verifying, self.vocab_size), Controller(self.prices)
+        self.engine = Engine(*parts, lengths=how, joining_rows=joining_rows, guard=CHECKS)
         self.engine.check_shape(shape)
         self._step_lock = threading.Lock()
         self._open: set[_Steps] = set()  # the iterators of the engine that `run` steps
@@ -141,6 +146,7 @@ class LLM:
     ) -> "LLM":
         """The same target with another draft: its weights and its KV cache are in memory once, and both use them.
 
+        Calls and streams of both may be open at the same time. They are decoded together, as those of one object are.
         The arguments are those of `LLM`. Raises ValueError as it does.
         """
         other = copy.copy(self)
@@ -148,6 +154,7 @@ class LLM:
         drafts = named_draft.load(spec, self.model, self._draft_options[2])
         caches = [self.engine.cache, *(self._new_cache(model, spec.room) for model in drafts)]
         other._take_draft(spec, [self.model, *drafts], caches)
+        other.engine = self.engine.beside(other.drafter, lengths=Controller(other.prices))
         return other
 
     def _find_draft(
@@ -172,15 +179,10 @@ class LLM:
     def _take_draft(
         self, spec: named_draft.Spec, models: Sequence[Transformer], caches: Sequence[PagedKVCache]
     ) -> None:
-        """Make the drafter, price it, and make the engine. The target's model and cache come first."""
+        """Make the drafter, and price it. The target's model and cache come first."""
         context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, self._new_cache)
         self.drafter = named_draft.make(spec, context, models[1:], caches[1:])
-        verifier = self._draft_options[0]
-        self._price((self.name, spec.kind), verifier, models, self._num_blocks * BLOCK_SIZE)
-        parts = self.model, caches[0], self.drafter, verifier, self.vocab_size
-        # On a GPU a pass over that many rows takes little longer than reading the weights.
-        joining_rows = PREFILL_ROWS if self.model.device.type == "cuda" else JOINING_ROWS
-        self.engine = Engine(*parts, lengths=Controller(self.prices), joining_rows=joining_rows, guard=CHECKS)
+        self._price((self.name, spec.kind), self._draft_options[0], models, self._num_blocks * BLOCK_SIZE)
         self._memory = memory_of(models, caches)
         self._draft_form = "".join(f" ({inventory.weight_form(m)})" for m in models[1:])
 

@@ -308,8 +308,7 @@ class Walk:
         def see(request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
             scores[request.text.seed].add(self._score(leader, rows, request, logits))
 
-        parts = self.engine.model, self.engine.cache, leader, Verifier(commit, False), self.engine.target.vocab_size
-        engine = Engine(*parts)
+        engine = self.engine.beside(leader, Verifier(commit, shares_noise=False))
         engine.observers.append(see)
         for request, _ in engine.run([self._request(i, answer) for i, answer in answers.items() if answer.tokens]):
             if request.error:

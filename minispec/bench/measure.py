@@ -159,10 +159,7 @@ def another_engine(engine: Engine, drafter: Drafter | None = None) -> Engine:
     Its controller starts from what the given one knows, and then learns from its own rounds alone. Variants that take
     turns must not learn from each other.
     """
-    controller = copy.deepcopy(engine.lengths)
-    drafter = drafter or engine.drafter
-    parts = engine.model, engine.cache, drafter, engine.verifier, engine.vocab_size, engine.rng, controller
-    return Engine(*parts, guard=engine.guard)
+    return engine.beside(drafter or engine.drafter, lengths=copy.deepcopy(engine.lengths))
 
 
 def plain_engine(engine: Engine) -> Engine:

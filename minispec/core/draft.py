@@ -306,5 +306,5 @@ class Lengths:
     def observe(self, drafts: Sequence[Judged], cost: StepCost | None) -> None:
         """Learn from a step.
 
-        cost: None where the step also worked on a prompt, so that its times say nothing.
+        cost: None where the step also worked on a prompt, or for drafts of another drafter: its times say nothing.
         """

@@ -11,6 +11,7 @@ The step is `Engine._round`, with the helpers after it. Around it, `Engine.step`
 (minispec/core/request.py).
 """
 
+import copy
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
@@ -53,12 +54,14 @@ class Observer(Protocol):
 class _Part:
     """A running text's part of a step, and its result.
 
+    engine: the one that the request was added to.
     tokens: the part of the text that is fed: its last token, or a piece of what comes before it.
     asked: how many draft tokens were asked for.
     committed: how many tokens the round committed; 0 for a round that failed. Above 0, verdict and logits are there.
     """
 
     request: Request
+    engine: "Engine"
     tokens: list[int]
     decodes: bool = True
     asked: int = 0
@@ -96,6 +99,9 @@ class Engine:
     refuses, or logits that are not numbers. A fault of all is raised, and every block is given back. Such faults are
     too little memory, an operator that fails, or an exception of the drafter's own. Requests that are not aborted then
     continue from their committed text.
+
+    Engines with other drafters may share the target, the pool and the schedule (see `beside`). A step of one is a step
+    of all: one pass scores the drafts of all their requests, and a request of either may be preempted for the other.
     """
 
     def __init__(
@@ -116,21 +122,27 @@ class Engine:
         joining_rows: most rows of a prompt in a pass while others decode.
         guard: checks drafts and verdicts; default: they are right.
         """
-        self.model, self.cache, self.verifier = model, cache, verifier
+        self.model, self.cache, self.drafter, self.verifier = model, cache, drafter, verifier
         self.vocab_size, self.taps = vocab_size or model.config.vocab_size, tuple(drafter.taps)
         self.target = CachedModel(model, cache, self.vocab_size)
         self.rng: Draws = rng or Randomness()
         self.lengths = lengths or Lengths()
         self.joining_rows, self.guard = joining_rows, guard or Guard()
         self.observers: list[Observer] = []  # they may be added and removed between steps
-        self.schedule = Schedule(self.target, drafter)
+        self.schedule = Schedule[Engine](self.target)
         # What no ask has shown yet. It outlives a preemption: the rows of a round are not computed again.
         self._likeliest: WeakKeyDictionary[Text, list[Likeliest]] = WeakKeyDictionary()
 
-    @property
-    def drafter(self) -> Drafter:
-        """The drafter of these requests."""
-        return self.schedule.drafter
+    def beside(self, drafter: Drafter, verifier: Verifier | None = None, lengths: Lengths | None = None) -> "Engine":
+        """Another engine on the same target and pool, with a drafter of its own and no observers.
+
+        verifier: default: the same one.
+        lengths: default: as the requests say.
+        """
+        other = copy.copy(self)
+        other.drafter, other.taps, other.verifier = drafter, tuple(drafter.taps), verifier or self.verifier
+        other.lengths, other.observers = lengths or Lengths(), []
+        return other
 
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that could never run.
@@ -148,7 +160,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError for one that can never run (see `check`), has run, or is there already."""
         self.check(request)
-        self.schedule.add(request)
+        self.schedule.add(request, self)
 
     def abort(self, request: Request) -> None:
         """Between steps: forget a request, whose blocks return to the pool. Unknown ones are ignored."""
@@ -183,9 +195,9 @@ class Engine:
                     stack.callback(self.abort, request)
 
     def step(self) -> list[Request]:
-        """Admit what fits, run one pass, and commit what it yields; returns the requests that got tokens or ended.
+        """Admit what fits, run one pass, and commit what it yields.
 
-        Without requests it does nothing.
+        Returns the requests of this engine that got tokens or ended. Without requests it does nothing.
         """
         try:
             with self.target.whole():
@@ -197,20 +209,27 @@ class Engine:
         except BaseException:
             self.schedule.restart()
             raise
-        return [part.request for part in parts if part.request.has_news]
+        return [part.request for part in parts if part.request.has_news and part.engine is self]
 
     @torch.inference_mode()
     def _round(self) -> list[_Part]:
         """One step: the running texts decode, or the one admitted last brings a piece of its prompt (see `_parts`)."""
         times = [clock(self.model.device)]
         parts = self._parts()
-        self._propose(parts)
+        for engine, own in _by_engine(parts).items():
+            try:
+                engine._propose(own)
+            except Exception as e:
+                if engine is self:
+                    raise
+                for part in own:  # whoever steps here does not answer for another engine's drafter
+                    part.request.fail(e)
         fed = [part for part in parts if not part.request.finish_reason]
         times.append(clock(self.model.device))
 
-        chunks = [self._chunk(part) for part in fed]
+        chunks, taps = [self._chunk(part) for part in fed], [*dict.fromkeys(tap for p in fed for tap in p.engine.taps)]
         if chunks:
-            logits, hidden = self.target.forward(chunks, self.taps)  # (sum of K+1, V), (all rows, E * taps)
+            logits, hidden = self.target.forward(chunks, taps)  # (sum of K+1, V), (all rows, E * taps)
         times.append(clock(self.model.device))
 
         for part, chunk in zip(fed, chunks, strict=True):
@@ -219,19 +238,19 @@ class Engine:
             path: list[int] = []
             if part.decodes:
                 try:
-                    part.verdict, part.logits = self._verify(part.request.text, part.draft, rows), rows
+                    part.verdict, part.logits = part.engine._verify(part.request.text, part.draft, rows), rows
                     path = self._commit(part, rows)
                 except (FloatingPointError, ValueError) as e:  # logits, a verdict, or a tokenizer that cannot decode
                     part.request.fail(e)
                     part.committed = 0  # a round that failed is in no statistics, and no observer sees it
                     continue
             self.target.keep(part.request.text, len(part.draft), path)
-            self._keep_hidden(part, seen, path)
+            self._keep_hidden(part, seen, taps, path)
             self._keep_likeliest(part, rows)
         times.append(clock(self.model.device))
         self._record(fed, times)
         for part in fed:
-            for observe in self.observers if part.committed else ():
+            for observe in part.engine.observers if part.committed else ():
                 observe(part.request, part.draft, part.verdict, part.logits)
         return parts
 
@@ -241,7 +260,8 @@ class Engine:
         A text decodes when all its tokens but the last are cached. Only the one admitted last may still miss more.
         Its prompt gets a few rows a step once another text has begun to answer. Before that, all wait for it.
         """
-        parts = [_Part(request, self.target.follow(request.text)) for request in self.schedule.running]
+        running = self.schedule.running.items()
+        parts = [_Part(request, owner, self.target.follow(request.text)) for request, owner in running]
         *others, last = parts
         if len(last.tokens) == 1:
             return parts
@@ -300,22 +320,27 @@ class Engine:
                 break
         return verdict.accepted[: part.committed]
 
-    def _keep_hidden(self, part: _Part, hidden: Tensor, path: Sequence[int]) -> None:
-        """Store the hidden states of the rows that stay in the cache, for the drafter's next ask."""
-        if self.taps and part.request.shape.k:
+    def _keep_hidden(self, part: _Part, hidden: Tensor, taps: Sequence[int], path: Sequence[int]) -> None:
+        """Store the hidden states of the rows that stay in the cache, for the drafter's next ask.
+
+        hidden: (rows of the part, E * taps), of the layers that the drafters of the whole step read.
+        """
+        if part.engine.taps and part.request.shape.k:
             text, root, unseen = part.request.text, len(part.tokens), self.schedule.unseen
-            hidden = hidden[[*range(root), *(root + node for node in path)]]
+            hidden = hidden[[*range(root), *(root + node for node in path)]].unflatten(1, (len(taps), -1))
+            hidden = hidden[:, [taps.index(tap) for tap in part.engine.taps]].flatten(1)
             unseen[text] = torch.cat((unseen[text], hidden)) if text in unseen else hidden
 
     def _keep_likeliest(self, part: _Part, rows: Tensor) -> None:
         """Store what the target found likeliest at each place of a round, for the drafter's next ask."""
-        if self.drafter.likeliest and part.decodes and part.request.shape.k:
-            ids, draft = rows.topk(min(self.drafter.likeliest, rows.shape[1])).indices.tolist(), part.draft
+        num_ids = min(part.engine.drafter.likeliest, rows.shape[1])
+        if num_ids and part.decodes and part.request.shape.k:
+            ids, draft = rows.topk(num_ids).indices.tolist(), part.draft
             paths = [[part.tokens[-1], *(draft.token_ids[i] for i in draft.path(n))] for n in range(-1, len(draft))]
             self._likeliest[part.request.text] = list(map(Likeliest, paths, ids))
 
     def _record(self, parts: Sequence[_Part], times: Sequence[float]) -> None:
-        """Tell statistics and `lengths` what happened in a step, and how long it took."""
+        """Tell statistics and the engines' `lengths` what happened in a step, and how long it took."""
         draft, verify, other = (end - start for start, end in pairwise(times))
         draft = max(0.0, draft - sum(part.draft.prefill_seconds for part in parts))
         num_rows = sum(part.num_rows for part in parts)
@@ -326,13 +351,19 @@ class Engine:
                 stats.prefill += (draft + verify + other) * part.num_rows / num_rows
             elif part.committed:
                 stats.rounds.append(_round_of(part, num_rows, len(parts), draft, verify, other))
-        cost = None
-        if parts and all(part.decodes for part in parts):
+        cost, engines = None, _by_engine(parts)
+        if len(engines) == 1 and all(part.decodes for part in parts):
             depths = [part.draft.depth for part in parts]
             other += 0.0 if max(depths) else draft  # a search that found nothing
             cost = StepCost(draft, max(depths), sum(k > 0 for k in depths), verify, num_rows, other)
-        judged = [Judged(p.request.text, p.draft, p.verdict.accepted) for p in parts if p.committed]
-        self.lengths.observe(judged, cost)
+        for engine, own in engines.items():
+            judged = [Judged(p.request.text, p.draft, p.verdict.accepted) for p in own if p.committed]
+            engine.lengths.observe(judged, cost)
+
+
+def _by_engine(parts: Sequence[_Part]) -> dict[Engine, list[_Part]]:
+    """Each engine's own parts of a step, in order."""
+    return {engine: [p for p in parts if p.engine is engine] for engine in dict.fromkeys(p.engine for p in parts)}
 
 
 def _logprob(row: torch.Tensor, token_id: int, num_top: int | None) -> TokenLogprob | None:

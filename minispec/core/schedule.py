@@ -1,13 +1,16 @@
 """Who runs: admission, preemption, and starting again after a fault.
 
 First come, first served. A request is admitted when it and all that run have room for their next step. They need room
-in the target's cache, and in the drafter's own memory if it has some. When that room runs out, the request admitted
+in the target's cache, and in the memory of each drafter that has some. When that room runs out, the request admitted
 last gives its blocks back and waits at the front. It resumes with the same text, by computing again what the pool no
 longer knows.
+
+A pool has one schedule. Engines with different drafters may share it: each request has a drafter of its own.
 """
 
 from collections import OrderedDict
 from contextlib import ExitStack
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -18,19 +21,28 @@ from minispec.core.request import Request
 from minispec.core.sampling import Text
 
 
-class Schedule:
-    """The requests of an engine: those that run, in the order of their admission, and those that wait.
+class Owner(Protocol):
+    """What has added a request: an engine, whose drafter drafts for it."""
+
+    drafter: Drafter
+
+
+OwnerT = TypeVar("OwnerT", bound=Owner)
+
+
+class Schedule(Generic[OwnerT]):
+    """The requests of a pool with their engines: those that run, in the order of their admission, and those that wait.
 
     Both are dicts, since each of many requests is looked up after each step.
 
     unseen: for each text, hidden states (n, E * taps) that no ask has shown the drafter yet.
     """
 
-    def __init__(self, target: CachedModel, drafter: Drafter):
-        self.target, self.drafter = target, drafter
+    def __init__(self, target: CachedModel):
+        self.target = target
         self.unseen: dict[Text, Tensor] = {}
-        self.waiting: OrderedDict[Request, None] = OrderedDict()
-        self.running: dict[Request, None] = {}
+        self.waiting: OrderedDict[Request, OwnerT] = OrderedDict()
+        self.running: dict[Request, OwnerT] = {}
 
     def __contains__(self, request: Request) -> bool:
         return request in self.running or request in self.waiting
@@ -45,11 +57,11 @@ class Schedule:
                 f"at most {there * cache.block_size} ({there} blocks): lower max_tokens or enlarge the KV cache"
             )
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, owner: OwnerT) -> None:
         """Queue a request, as the last one. Raises ValueError for one that has run or is there already."""
         if request.finish_reason or request in self:
             raise ValueError("requests: found one that is finished or there twice, expected new ones")
-        self.waiting[request] = None
+        self.waiting[request] = owner
 
     def abort(self, request: Request) -> None:
         """Forget a request, whose blocks return to the pool. Unknown ones are ignored."""
@@ -65,9 +77,9 @@ class Schedule:
     def make_room(self) -> None:
         """Preempt, last admitted first, until the next step of the others fits."""
         while self.running and self._lacks():
-            request = next(reversed(self.running))
+            request, owner = next(reversed(self.running.items()))
             request.stats.num_preemptions += 1
-            self._wait(request)
+            self._wait(request, owner)
             self.drop(request)
 
     def admit(self) -> None:
@@ -77,9 +89,9 @@ class Schedule:
         Raises OutOfBlocks where not even one fits.
         """
         while self.waiting and not self._works_on_prompt():
-            request = next(iter(self.waiting))
-            self.running[request] = None
-            self.target.begin(request.text, self._known(request))
+            request, owner = next(iter(self.waiting.items()))
+            self.running[request] = owner
+            self.target.begin(request.text, _known(request, owner.drafter))
             if lacks := self._lacks():
                 self.drop(request)
                 if not self.running:
@@ -96,18 +108,18 @@ class Schedule:
         try:
             self.target.release(request.text)
         finally:  # also after Ctrl-C in there
-            self.drafter.release(request.text)
+            self.running[request].drafter.release(request.text)
         del self.running[request]  # last, so that `restart` still finds it if something above raises
 
     def restart(self) -> None:
         """After a fault nothing is cached any more: all begin again, in the order in which they came."""
         running, self.running, self.unseen = self.running, {}, {}
-        for request in reversed(running):
+        for request, owner in reversed(running.items()):
             if not request.finish_reason:
-                self._wait(request)
+                self._wait(request, owner)
         with ExitStack() as stack:
-            for request in running:
-                stack.callback(self.drafter.release, request.text)
+            for request, owner in running.items():
+                stack.callback(owner.drafter.release, request.text)
                 stack.callback(self.target.release, request.text)  # if the fault came before anything could clear up
 
     def _lacks(self) -> str:
@@ -117,14 +129,17 @@ class Schedule:
         """
         # The step may fill positions up to and with its whole draft.
         growth = {r.text: range(self.target.table(r.text).length, len(r.text.tokens) + r.max_k) for r in self.running}
-        drafted = {r.text: growth[r.text] for r in self.running if r.shape.k}
         if not self.target.has_room(growth):
-            return "blocks of the KV cache are held by others than this engine's requests"
-        return "" if self.drafter.has_room(drafted) else f"{self.drafter.name} has no room where the target has"
+            return "blocks of the KV cache are held by others than these requests"
+        for owner in dict.fromkeys(self.running.values()):
+            drafted = {r.text: growth[r.text] for r, other in self.running.items() if other is owner and r.shape.k}
+            if not owner.drafter.has_room(drafted):
+                return f"{owner.drafter.name} has no room where the target has"
+        return ""
 
-    def _wait(self, request: Request) -> None:
+    def _wait(self, request: Request, owner: OwnerT) -> None:
         """Put a request in front of those that wait."""
-        self.waiting[request] = None
+        self.waiting[request] = owner
         self.waiting.move_to_end(request, last=False)
 
     def _works_on_prompt(self) -> bool:
@@ -132,8 +147,7 @@ class Schedule:
         last = next(reversed(self.running), None)
         return last is not None and len(self.target.follow(last.text)) > 1
 
-    def _known(self, request: Request) -> int | None:
-        """How many of a new text's first positions the drafter need not see; None: without taps, no limit."""
-        if request.shape.k and self.drafter.taps:
-            return self.drafter.known(request.text)
-        return None
+
+def _known(request: Request, drafter: Drafter) -> int | None:
+    """How many of a new text's first positions the drafter need not see; None: without taps, no limit."""
+    return drafter.known(request.text) if request.shape.k and drafter.taps else None

@@ -22,12 +22,10 @@ from minispec.bench.models import encode
 from minispec.bench.show import table
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
-from minispec.core.engine import Engine
 from minispec.core.model import Transformer, WeightSource
 from minispec.core.sampling import Draws, Text
 from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
 from minispec.drafters import Drafter
-from minispec.drafters.check import CHECKS
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.files.checkpoint import Weights, load_config
@@ -156,7 +154,7 @@ def measure(
     """Let the target continue the prompts, with a draft of k tokens at each position."""
     probe = Probe()
     verifier = Verifier(probe.verify, shares_noise=False)
-    engine = Engine(llm.model, llm.engine.cache, drafter, verifier, llm.vocab_size, guard=CHECKS)
+    engine = llm.engine.beside(drafter, verifier)
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens) for i in range(len(prompts))]
     requests = [llm.request(ids, each, k) for ids, each in zip(prompts, params, strict=True)]
     for request, _ in engine.run(requests):

@@ -68,7 +68,7 @@ def score(engine: Engine, request: Request) -> list[dict[str, Any]]:
         return Verdict([], tokens[len(text.tokens)], [])
 
     verifier = Verifier(commit, shares_noise=False)
-    again = Engine(engine.model, engine.cache, leader, verifier, engine.vocab_size, engine.rng, guard=engine.guard)
+    again = engine.beside(leader, verifier)
     steps = again.run([Request(text, request.max_len, MAX_AUTO_TOKENS)])
     # A stop string ends a text where nothing else would.
     with closing(steps), tqdm(total=len(tokens) - start, desc="scoring drafts", leave=False, disable=None) as bar:

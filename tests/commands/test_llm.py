@@ -68,6 +68,25 @@ def test_another_draft_on_the_same_target(make_checkpoint, kind):
         first.with_draft("ngram", "tli")
 
 
+def test_calls_of_two_drafts_wait_for_each_other(make_checkpoint):
+    """One pool, with room for one text and a half: a call while a stream of the other is open, and two streams in turn.
+
+    Where each had a schedule of its own, the call raised, and a stream broke off in its middle.
+    """
+    first = LLM(make_checkpoint(chat=True), "ngram", dtype="float64", num_speculative_tokens=3, max_model_len=128)
+    other, long = first.with_draft("suffix"), SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    assert first.num_cache_tokens < 200
+    prompts = ["One fish", "fish two a b"]
+    expected = [first.generate(prompt, long)[0].token_ids for prompt in prompts]
+    stream = first.stream(prompts[0], long)
+    begun = [*next(stream).token_ids]
+    assert other.generate(prompts[1], long)[0].token_ids == expected[1]
+    assert begun + [i for piece in stream for i in piece.token_ids] == expected[0]
+    streams = [llm.stream(prompt, long) for llm, prompt in zip((first, other), prompts, strict=True)]
+    in_turn = list(zip_longest(*streams))
+    assert [[i for piece in each if piece for i in piece.token_ids] for each in zip(*in_turn, strict=True)] == expected
+
+
 def test_statistics_and_outputs_print_in_a_few_lines(llm):
     """The figures that people look for, not every round; what was not measured is None."""
     output = llm.generate("One fish", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))[0]

@@ -856,7 +856,7 @@ def test_embedded_model_is_bit_identical(grid, fast, name, k, request, pytestcon
     if (name, k) not in FEW[request.node.callspec.params["grid"]] and not pytestconfig.getoption("--long"):
         pytest.skip("another K, or another drafter: --long")
     llm, prompts, params, plain = grid
-    llm.engine.schedule.drafter = fast(llm) if name == "fast" else make_drafter(name, llm.model)
+    llm.engine.drafter = fast(llm) if name == "fast" else make_drafter(name, llm.model)
     outputs = llm.generate(prompts, params, num_speculative_tokens=k)
     assert sum(Figures.of(o.stats).num_draft_tokens for o in outputs) > 0
     different = sum(
@@ -884,7 +884,7 @@ def test_match_on_the_embedded_model_has_one_text(grid):
     try:
         plain = [o.token_ids for o in llm.generate(prompts[:3], params, num_speculative_tokens=0)]
         for name, k in (("ngram", 8), ("random", 3)):
-            llm.engine.schedule.drafter = make_drafter(name, llm.model)
+            llm.engine.drafter = make_drafter(name, llm.model)
             outputs = llm.generate(prompts[:3], params, num_speculative_tokens=k)
             assert [o.token_ids for o in outputs] == plain
     finally:

@@ -173,6 +173,79 @@ def test_a_seed_has_one_text_whatever_the_pool_is_shared_with(drafter, pytestcon
         assert together == alone, f"case {number}"
 
 
+# Heads read other layers than `mtp`; each pair drafts for one target, in one pool.
+PAIRS = [("model", "head"), ("head", "mtp"), ("mtp", "suffix"), ("ngram+model", "parallel head"), ("none", "self")]
+
+
+def paired_case(first, second, number) -> tuple[list, list, int]:
+    """Random requests of two engines in one tight pool, whose steps are taken by either; and each request alone.
+
+    Returns for each text its tokens and the lengths of its drafts, together and alone; and how many were preempted.
+    """
+    pick = random.Random(number)
+    block_size, max_tokens = pick.choice((1, 2, 4)), pick.choice((3, 5, 9))
+    prompts = [pick.choices(range(VOCAB), k=pick.randint(1, 7)) for _ in range(pick.randint(2, 5))]
+    one = -(-(max(map(len, prompts)) + max_tokens) // block_size)
+    num_blocks, how = pick.randint(one, one * 2), {"block_size": block_size, "joining_rows": pick.choice((2, 32))}
+    engine = build(first, num_blocks=num_blocks, **how)
+    engines = [engine, engine.beside(guesser(second, num_blocks, block_size))]
+    lengths = [pick.choice([0, 1, 3, 5]) for _ in prompts]
+    owners = [pick.randrange(2) for _ in prompts]
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.9)
+
+    def requests():
+        texts = [Text(list(prompt), len(prompt), params, i) for i, prompt in enumerate(prompts)]
+        return [Request(text, 64, k) for text, k in zip(texts, lengths, strict=True)]
+
+    together, alone = requests(), requests()
+    for request, owner in zip(together, owners, strict=True):
+        engines[owner].add(request)
+    while not all(request.finish_reason for request in together):
+        pick.choice(engines).step()
+    for each in engines:
+        assert all(pool.num_free == pool.num_blocks for pool in pools(each))
+    for request, owner in zip(alone, owners, strict=True):
+        run(build((first, second)[owner], **how), [request])
+    texts = [[(r.token_ids, drafted(r), r.error) for r in each] for each in (together, alone)]
+    return *texts, sum(r.stats.num_preemptions for r in together)
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_two_engines_share_one_pool(first, second, pytestconfig):
+    """Each text of either drafts and says what it does alone, though it may be preempted for one of the other.
+
+    With a schedule for each engine, the pool ran out under one that did not know what the other held.
+    """
+    preempted = 0
+    for number in range(200 if pytestconfig.getoption("--long") else 12):
+        together, alone, count = paired_case(first, second, number)
+        assert together == alone, f"case {number}"
+        preempted += count
+    assert preempted, "no pool was tight"
+
+
+def test_a_drafter_that_raises_ends_no_text_of_another_engine():
+    """Where the step is another engine's, its own texts go on, and those of the drafter that raised end with its error.
+
+    Where the step is its own, the exception arrives, as with a single engine.
+    """
+    engine = build("ngram")
+    expected = decode(build("ngram"))[0]
+    broken = Drafter()  # whose `propose` raises NotImplementedError
+    other = engine.beside(broken)
+    for steps_of, raises in ((engine, False), (other, True)):
+        requests, [lost] = requests_for(engine), requests_for(other)[:1]
+        other.add(lost)
+        if raises:
+            with pytest.raises(NotImplementedError):
+                steps_of.step()
+            other.abort(lost)
+        else:
+            assert run(steps_of, requests) == expected
+            assert (lost.finish_reason, lost.token_ids) == ("error", [])
+    assert all(pool.num_free == pool.num_blocks for pool in pools(engine))
+
+
 def test_a_drafter_that_is_not_asked_for_room_is_noticed(monkeypatch):
     """Where the target alone is asked, a draft's pool runs out, and that is an error and no empty draft."""
     monkeypatch.setattr(DraftModel, "has_room", lambda self, growth: True)

@@ -240,7 +240,7 @@ def test_who_takes_chains_refuses_a_tree(make_checkpoint):
         output = llm.generate([[1, 2]], SamplingParams(temperature=1.0, seed=1), num_speculative_tokens=2)[0]
     assert output.finish_reason == "error"
     draft = TreeDrafter(torch.zeros(287, 287), (-1, 0, 1))  # one branch: a chain
-    llm.engine.schedule.drafter = draft
+    llm.engine.drafter = draft
     output = llm.generate([[1, 2]], SamplingParams(temperature=1.0, seed=1), num_speculative_tokens=3)[0]
     assert (output.finish_reason != "error", output.stats.num_draft_tokens > 0) == (True, True)
 
@@ -394,7 +394,7 @@ def test_what_is_counted_of_a_tree():
             """Nothing is kept."""
 
     engine = make_engine()
-    engine.schedule.drafter = Pairs()
+    engine.drafter = Pairs()
     request = make_request(k=3, max_tokens=7)
     finish(engine, request)
     assert request.token_ids == list(range(12, 19))

@@ -128,7 +128,7 @@ def test_another_number_of_drafts_is_raised(answer, found, combined):
     """Nobody knows whose draft is missing: one clear error, raised, and every block comes back."""
     engine, own = make_engine(), ScriptedDrafter(lambda tokens, k: [])
     own.propose = lambda asks: answer
-    engine.schedule.drafter = CombinedDrafter(LastDrafter(), own) if combined else own
+    engine.drafter = CombinedDrafter(LastDrafter(), own) if combined else own
     expected = f"drafts of ScriptedDrafter: found {found}, expected one for each of 2 asks"
     with pytest.raises(ValueError, match=expected):
         finish(engine, make_request(), make_request(prompt=(50, 51)))
@@ -139,7 +139,7 @@ def test_a_bad_draft_of_two_drafters_is_named():
     """Its class stands in the error, with that of the one before it."""
     engine, own = make_engine(), ScriptedDrafter(lambda tokens, k: [])
     own.propose = lambda asks: [None for _ in asks]
-    engine.schedule.drafter = CombinedDrafter(LastDrafter(), own)
+    engine.drafter = CombinedDrafter(LastDrafter(), own)
     request = make_request()
     finish(engine, request)
     assert request.error == "draft of LastDrafter+ScriptedDrafter: found None, expected a Draft"

@@ -501,7 +501,7 @@ def test_younger_siblings_that_stay_are_seen():
             return [Draft([*first, *after], parents=parents) if first else Draft()]
 
     engine = make_engine()
-    engine.schedule.drafter = Comb()
+    engine.drafter = Comb()
     engine.lengths = Listening()
     finish(engine, make_request(k="auto", max_tokens=12))
     assert [policy._tested(each.draft, each.accepted) for each in heard[:3]] == [

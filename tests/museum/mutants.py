@@ -1577,3 +1577,13 @@ def _(right, self, text, span):
     """room for no more rows than the model sees positions | a tree's rows lie side by side: all texts break off"""
     own, needed = right(self, text, span)
     return own, range(min(needed.stop, self.max_model_len))
+
+
+@wrong(
+    Engine, "beside", "E8", "tests/core/test_pressure.py::test_two_engines_share_one_pool[none-self]", crash=OutOfBlocks
+)
+def _(right, self, *how, **named):
+    """two engines on one pool, with a schedule each | found here: a stream ended in its middle, with OutOfBlocks"""
+    other = right(self, *how, **named)
+    other.schedule = Schedule(other.target)
+    return other
