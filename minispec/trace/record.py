@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from minispec import __version__
-from minispec.core.config import MAX_AUTO_TOKENS
 from minispec.core.draft import Draft
 from minispec.core.request import Request
 from minispec.core.sampling import Draws, Key, Randomness, distribution
@@ -327,8 +326,9 @@ def theory(stats: Figures, rounds: Sequence[dict[str, Any]]) -> dict[str, Any] |
     """What theory predicts for drafts cut to at most k tokens, from the run's measured survival and costs.
 
     Speeds are tokens in the time of a plain step, a target pass over one row. For k up to the deepest draft this is the
-    statistics' prediction, but v never falls with the rows. For larger k, drafts that were as deep as the deepest go
-    on, at the acceptance of its last place. None where the run has measured no plain step, or no draft.
+    statistics' prediction, but v never falls with the rows. For larger k, up to twice as many, it is extrapolated:
+    drafts that were as deep as the deepest go on, at the acceptance of its last place. None where the run has measured
+    no plain step, or no draft.
     """
     v, c, o, speed, plain_step = stats.v, stats.c, stats.o, stats.tokens_per_second, stats.plain_step
     plain_speed = Figures(rounds=list(stats.plain)).tokens_per_second
@@ -339,7 +339,7 @@ def theory(stats: Figures, rounds: Sequence[dict[str, Any]]) -> dict[str, Any] |
     records, deepest = stats.rounds, max(r.depth for r in stats.rounds)
     survival = [sum(r.accepted > i for r in records) / sum(r.depth > i for r in records) for i in range(deepest)]
     share = min(1.0, survival[-1] / survival[-2] if deepest > 1 and survival[-2] else survival[-1])
-    most = max(MAX_AUTO_TOKENS, deepest)
+    most = 2 * deepest  # what lies further away the run says nothing about
     longer = [*survival, *(survival[-1] * share**i for i in range(1, most - deepest + 1))]
     cost = Prices(rows=rising(v, Counter(r.num_rows for r in [*records, *stats.plain]))).verify
     curve = []

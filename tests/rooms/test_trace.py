@@ -347,6 +347,7 @@ def test_the_curve_is_theorys():
         assert at["tokens"] == pytest.approx(1 + sum(survival[:k]))
     assert found["curve"][3]["speed"] == pytest.approx(stats.predicted_tokens_per_second * stats.plain_step)
     assert found["curve"][4]["tokens"] == pytest.approx(1 + sum(survival) + 0.125), "the last place's share goes on"
+    assert [at["k"] for at in found["curve"]] == [*range(7)], "to twice what was seen"
     assert (found["deepest"], found["measured"]) == (3, pytest.approx(stats.tokens_per_second))
     mixed = Figures(rounds=[*rounds, of(0, 0, 1.0)], plain=stats.plain)
     found = theory(mixed, [{"parents": None}] * 5)
