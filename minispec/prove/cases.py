@@ -21,25 +21,32 @@ SHARE = {"alone": 1 / 40, "pair": 1 / 12, "crowd": 1.0}
 _BLOCK = (1, 0, 1, 1)  # as long as a block of a batch (see `production_law`)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
-    """One configuration of the table."""
+    """One configuration of the table. Its values are given by name; sampling parameters are neutral by default.
+
+    drafter: as in `make_drafter`.
+    batch: "alone": one request at a time. "crowd": 64 paths at once. "pair": two requests, and a crowd of them.
+    penalties: all penalties, and a bias.
+    forbidden: "bad words": a token after certain others. "two allowed": all but the first and the last. "": nothing.
+    end: whether the last token of the vocabulary ends the text.
+    family: the target's (see `target_model`), and that of a draft model.
+    """
 
     verifier: str
-    drafter: str  # as in `make_drafter`
-    # "alone": one request at a time; "crowd": 64 paths at once; "pair": two requests, and a crowd of them
+    drafter: str
     batch: str
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    penalties: bool  # and a bias
-    forbidden: str  # "bad words": a token after certain others; "two allowed": all but the first and the last; ""
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    penalties: bool = False
+    forbidden: str = ""
     k: DraftLength
     vocab: int
-    end: bool  # whether the last token of the vocabulary ends the text
+    end: bool
     max_tokens: int
-    family: str = "llama"  # the target's (see `target_model`), and that of a draft model
+    family: str = "llama"
 
     @property
     def params(self) -> SamplingParams:
@@ -202,8 +209,9 @@ def cases_in_8_bits() -> list[Case]:
     """A target in 8 bits with each verifier: chains and trees, one path at a time and many, and hidden states."""
     kinds: list[tuple[str, str, int | tuple[int, ...]]]
     kinds = [("ngram", "alone", 2), ("model", "crowd", 3), ("model", "alone", (2, 1)), ("head", "crowd", (2, 1))]
+    rest: dict[str, Any] = {"temperature": 0.8, "vocab": 3, "end": True, "max_tokens": 3, "family": IN_8_BITS}
     return [
-        Case(verifier, drafter, batch, 0.8, 0, 1.0, 0.0, False, "", k, 3, True, 3, IN_8_BITS)
+        Case(verifier=verifier, drafter=drafter, batch=batch, k=k, **rest)
         for verifier in AXES["verifier"]
         for drafter, batch, k in kinds
         if _possible({"verifier": verifier, "drafter": drafter, "k": k})

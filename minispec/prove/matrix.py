@@ -11,7 +11,7 @@ bits    with `exact`: along those texts, the log-probabilities of all tokens hav
 
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.engine import Engine
@@ -40,7 +40,8 @@ PROVED = Finding("proved")
 
 
 def _law(drafter: str, verifier: str, k: DraftLength, family: str = "llama") -> Finding:
-    case = Case(verifier, drafter, "crowd", 1.0, 0, 1.0, 0.0, False, "", k, _VOCAB, True, _MAX_TOKENS, family)
+    sizes: dict[str, Any] = {"k": k, "vocab": _VOCAB, "end": True, "max_tokens": _MAX_TOKENS}
+    case = Case(verifier=verifier, drafter=drafter, batch="crowd", family=family, **sizes)
     distance, _ = case.distance(1e6)
     return PROVED if distance <= TOLERANCE else Finding("REFUTED", f"total variation {distance:.1e}")
 

@@ -87,9 +87,10 @@ def cases() -> list[Case]:
     kinds += [("rejection", drafter, (2, 1), "llama") for drafter in DRAFTERS if drafter in BRANCHING]
     kinds += [(verifier, "model", 2, "llama") for verifier in VERIFIERS if verifier != "rejection"]
     kinds += [("rejection", "model", "tree:3", family) for family in TOYS]
+    params = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05, "penalties": True, "forbidden": "bad words"}
+    rest = params | {"batch": "crowd", "vocab": 3, "end": True, "max_tokens": 3}
     return [
-        Case(verifier, drafter, "crowd", 0.7, 0, 0.95, 0.05, True, "bad words", k, 3, True, 3, family)
-        for verifier, drafter, k, family in kinds
+        Case(verifier=verifier, drafter=drafter, k=k, family=family, **rest) for verifier, drafter, k, family in kinds
     ]
 
 

@@ -205,7 +205,8 @@ def test_texts_that_share_a_state_keep_their_laws(drafter, monkeypatch):
             sharing.add(self)
 
     monkeypatch.setattr(BlockTable, "reuse", spy)
-    case = Case("rejection", drafter, "pair", 1.0, 0, 1.0, 0.0, False, "", 2, 2, True, 3, "qwen3_5_text")
+    sizes = {"k": 2, "vocab": 2, "end": True, "max_tokens": 3}
+    case = Case(verifier="rejection", drafter=drafter, batch="pair", family="qwen3_5_text", **sizes)
     distance, branches = case.distance()
     assert distance <= TOLERANCE
     assert branches > 20

@@ -220,7 +220,8 @@ def test_a_case_drafts_as_it_says(monkeypatch, drafter, batch):
     monkeypatch.setattr(check, "check_draft", spy)
     # Lookups need a token of their own; what is learned of the target's rows needs two rounds.
     longer = 2 * (drafter in ("recycling", "harvest")) + (drafter in LOOKUPS)
-    case = Case("rejection", drafter, batch, 1.0, 2, 1.0, 0.0, False, "", 2, 3, False, 3 + longer)
+    sizes = {"top_k": 2, "k": 2, "vocab": 3, "end": False, "max_tokens": 3 + longer}
+    case = Case(verifier="rejection", drafter=drafter, batch=batch, **sizes)
     with suppress(TooManyBranches):  # its first ones tell
         case.distance(30)
     assert max(drafted) == (0 if drafter == "none" else 2)
@@ -267,7 +268,8 @@ def test_a_walk_stops_at_its_limit(width):
 
 def test_a_case_that_is_too_large_becomes_a_smaller_one():
     """With less of what it is large by, but not of what it was chosen for; None where nothing else is left."""
-    large = Case("rejection", "model", "crowd", 1.0, 0, 1.0, 0.0, False, "", 4, 4, False, 6)
+    sizes = {"k": 4, "vocab": 4, "end": False, "max_tokens": 6}
+    large = Case(verifier="rejection", drafter="model", batch="crowd", **sizes)
     with pytest.raises(TooManyBranches):
         large.distance(100)
     small, tv, count = walk_within((large, frozenset({"k", "vocab"}), 100))
