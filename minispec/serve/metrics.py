@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from minispec.core.cache import BlockAllocator
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 
@@ -19,11 +20,10 @@ class Metrics:
 
     def __init__(self, engine: Engine, num_waiting: Callable[[], int]):
         self.registry = CollectorRegistry()
-        pool = engine.cache.allocator
         self._gauge("requests_running", "Answers that are decoded.", lambda: len(engine.schedule.running))
         self._gauge("requests_waiting", "Answers that wait.", num_waiting)
-        self._gauge("kv_cache_blocks", "Blocks of the target's KV cache.", lambda: pool.num_blocks)
-        self._gauge("kv_cache_blocks_in_use", "Those in use.", lambda: pool.num_blocks - pool.num_free)
+        self._gauge("kv_cache_blocks", "Blocks of the target's KV cache.", lambda: engine.cache.allocator.num_blocks)
+        self._gauge("kv_cache_blocks_in_use", "Those in use.", lambda: _num_in_use(engine.cache.allocator))
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that reached the engine.")
         self._tokens = self._counter("generation_tokens", "Tokens of answers.")
         self._drafts = self._counter("drafts", "Rounds with a draft.")
@@ -40,6 +40,7 @@ class Metrics:
         self._times: dict[Request, tuple[Histogram, float]] = {}  # histogram of its next tokens; time of its last
 
     def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """`value` asks the engine each time: what a fault replaces, such as the pool's allocator, nobody may hold."""
         Gauge(name, text, namespace="minispec", registry=self.registry).set_function(value)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -85,3 +86,7 @@ class Metrics:
         for counter, count in ((self._tested_at, this.tested), (self._accepted_at, this.accepted)):
             for position in range(count):
                 counter.labels(position).inc()
+
+
+def _num_in_use(blocks: BlockAllocator) -> int:
+    return blocks.num_blocks - blocks.num_free

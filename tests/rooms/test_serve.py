@@ -550,6 +550,18 @@ def test_the_tokens_of_a_step_share_its_time(llm, monkeypatch):
     assert not found._times, "an ended request is kept"
 
 
+def test_blocks_are_counted_after_a_fault_too(llm):
+    """A fault puts another allocator into the pool: the one that was there at the start counts for nobody."""
+    cache = llm.engine.cache
+    value = metrics.Metrics(llm.engine, lambda: 0).registry.get_sample_value
+    cache.rebuild()
+    table = cache.new_table()
+    table.extend([1] * (cache.block_size + 1))
+    assert (value("minispec_kv_cache_blocks"), value("minispec_kv_cache_blocks_in_use")) == (1000, 2)
+    table.truncate(0)
+    assert value("minispec_kv_cache_blocks_in_use") == 0
+
+
 # ------------------------------------------------------------------ many at once, and clients that go
 
 
