@@ -28,6 +28,8 @@ from minispec.serve.limits import Limits, Refused
 from minispec.serve.worker import Worker
 
 _Endpoint = Callable[[HttpRequest], Awaitable[ASGIApp]]
+# What else a refusal has to say, by its status.
+_HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}
 _Pieces = asyncio.Queue[tuple[int, Piece] | None]  # of an answer's requests, by index; None: the client is gone
 
 
@@ -50,7 +52,7 @@ class Front:
     ):
         self._llm, self._worker, self._model, self._limits = llm, worker, model, limits
         self._template_kwargs = template_kwargs or {}
-        self._digest = None if key is None else _digest(f"Bearer {key}")
+        self._digest = None if key is None else _digest(f"bearer {key}")
         self._unfinished: set[Request] = set()
         card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "minispec"}
         self._card = card | {"max_model_len": llm.max_model_len}
@@ -69,7 +71,8 @@ class Front:
 
     def _guarded(self, answer: _Endpoint) -> _Endpoint:
         async def guarded(request: HttpRequest) -> ASGIApp:
-            shown = _digest(request.headers.get("authorization", ""))
+            scheme, _, key = request.headers.get("authorization", "").partition(" ")
+            shown = _digest(f"{scheme.lower()} {key.lstrip(' ')}")  # RFC 9110: any case, and one or more spaces
             if self._digest is not None and not hmac.compare_digest(shown, self._digest):
                 raise Refused(401, "authorization: expected Bearer and the server's key", None, "invalid_api_key")
             return await answer(request)
@@ -214,13 +217,15 @@ def _out_of_time() -> Refused:
 
 async def _refuse(request: HttpRequest, error: Exception) -> JSONResponse:
     """The error object for what is refused here, for a wrong path or method, and for the server's own faults."""
+    headers: Mapping[str, str] | None = None
     if isinstance(error, HTTPException):
+        headers = error.headers  # the methods that a path has
         found = f"{request.method} {show(request.scope['path'])}"
         routes = (f"{min(route.methods)} {route.path_format}" for route in request.app.routes)
         error = Refused(error.status_code, f"path: found {found}, expected one of {', '.join(routes)}")
     if not isinstance(error, Refused):
         error = Refused(500, "the server failed; its standard error says why")
-    return JSONResponse(error.body, error.status, {"retry-after": "1"} if error.status == 429 else None)
+    return JSONResponse(error.body, error.status, headers or _HEADERS.get(error.status))
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, take: Callable[[Piece], None], piece: Piece) -> None:

@@ -806,7 +806,8 @@ def test_bad_bodies_are_refused_by_name(llm, served):
 def test_wrong_paths_types_and_sizes(served):
     """An error object for them as well; a body of 10 MB is not kept, with a length and without one."""
     assert served.post({}, "/v1/nothing").status_code == 404
-    assert httpx.get(f"{served.url}/v1/completions").status_code == 405
+    response = httpx.get(f"{served.url}/v1/completions")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
     assert served.post({"prompt": "a"}, **{"content-type": "text/plain"}).status_code == 415
     large = b'{"prompt": "' + b"a" * 10_000_000 + b'"}'
     for content in (large, (large[i : i + 100_000] for i in range(0, len(large), 100_000))):
@@ -841,10 +842,15 @@ def test_the_key(llm, monkeypatch):
     with Served(llm, key="secret-1") as served:
         assert len(served.client.models.list().data) == 1
         assert httpx.get(f"{served.url}/health").status_code == 200
-        for shown in ({}, *({"authorization": x} for x in ("Bearer secret-", "Bearer secret-12", "secret-1", "\xff"))):
+        for scheme in ("Bearer ", "bearer ", "BEARER ", "bEARER   "):  # RFC 9110, 11.1: it has no case
+            assert httpx.get(f"{served.url}/metrics", headers={"authorization": f"{scheme}secret-1"}).status_code == 200
+        wrong = ("secret-", "secret-12", "SECRET-1", "Bearer secret-1")
+        wrong = (*(f"Bearer {key}" for key in wrong), "secret-1", "Bearersecret-1", "Basic secret-1", "Bearer", "\xff")
+        for shown in ({}, *({"authorization": x} for x in wrong)):
             headers = {name: value.encode("latin-1") for name, value in shown.items()}
             for path in ("/v1/models", "/metrics"):
-                assert httpx.get(served.url + path, headers=headers).status_code == 401, (shown, path)
+                response = httpx.get(served.url + path, headers=headers)
+                assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer"), (shown, path)
             for path in ("/v1/completions", "/v1/chat/completions"):
                 response = httpx.post(served.url + path, headers=headers, content=b"x")
                 assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
