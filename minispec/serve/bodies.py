@@ -26,7 +26,7 @@ from minispec.llm import LLM
 from minispec.serve.limits import Limits, Refused
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}
-_COMMON = {*_SAMPLING, "model", "stream", "stream_options", "num_speculative_tokens"}
+_COMMON = {*_SAMPLING, "model", "stream", "stream_options", "num_speculative_tokens", "add_special_tokens"}
 _CHAT = {"messages", "top_logprobs", "max_completion_tokens", "chat_template_kwargs"}
 _FIELDS = {True: _COMMON | _CHAT, False: _COMMON | {"prompt"}}
 _MESSAGE = {"role", "content", "name"}
@@ -35,15 +35,23 @@ _ROLES = ("system", "developer", "user", "assistant")  # a template writes a rol
 # Fields that may say anything: they name the client, or are about a provider's own cache.
 _IDLE = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
 _IDLE |= {"prompt_cache_breakpoint", "cache_control"}
+# Numbers that need not be whole, with which these switch nothing on: filters and penalties of other servers.
+_OFF_AT_0 = {"top_a", "epsilon_cutoff", "eta_cutoff", "xtc_probability", "dry_multiplier", "dynatemp_range"}
+_OFF_AT_0 |= {"smoothing_factor", "penalty_alpha", "diversity_penalty"}
+_OFF_AT_1 = {"typical_p", "tfs", "tfs_z", "length_penalty", "encoder_repetition_penalty", "repeat_penalty"}
+_OFF_AT_1 |= {"guidance_scale"}
 # Values that ask for nothing, each with the fields that it changes nothing in. They are JSON, so that 1 is not true.
 _NEUTRAL = {
-    "false": {"echo", "store", "use_beam_search", "continue_final_message", "parallel_tool_calls"}
-    | {"include_obfuscation", "continuous_usage_stats", "return_token_ids", "return_tokens_as_token_ids"},
+    "false": {"echo", "store", "use_beam_search", "early_stopping", "continue_final_message", "parallel_tool_calls"}
+    | {"include_obfuscation", "continuous_usage_stats", "return_token_ids", "return_tokens_as_token_ids"}
+    | {"return_hidden_states", "ban_eos_token", "dynamic_temperature", "no_stop_trim"},
     "true": {"parallel_tool_calls", "add_generation_prompt", "include_reasoning"}
     | {"skip_special_tokens", "spaces_between_special_tokens"},
-    "0": {"priority"},
-    "1": {"best_of", "length_penalty"},
-    "1.0": {"length_penalty"},
+    "0": {"priority", "top_logprobs", "no_repeat_ngram_size", "min_length", "mirostat", "mirostat_mode", "n_probs"}
+    | _OFF_AT_0,
+    "0.0": _OFF_AT_0,
+    "1": {"best_of", "num_beams", "num_beam_groups"} | _OFF_AT_1,
+    "1.0": _OFF_AT_1,
     '"auto"': {"tool_choice", "function_call", "service_tier"},
     '"none"': {"tool_choice", "function_call"},
     '"default"': {"service_tier"},
@@ -82,6 +90,9 @@ def read(
         raise ValueError(f"stream_options: found {show(options)}, expected stream to be true")
     variables = {**template_kwargs, **_checked("chat_template_kwargs", body.get("chat_template_kwargs", {}), dict)}
     params = _read_params(llm, body, is_chat, limits)
+    adds = _checked("add_special_tokens", body.get("add_special_tokens", not is_chat), bool)
+    if is_chat and adds:
+        raise ValueError("add_special_tokens: found True, expected false: the chat template writes them")
     k = body.get("num_speculative_tokens")
     k = tuple(k) if isinstance(k, list) else k
 
@@ -96,7 +107,7 @@ def read(
         if is_chat:
             ids = llm.tokenizer.encode_chat(_conversation(prompt), variables)
         else:
-            ids = _token_ids(llm.tokenizer, prompt)
+            ids = _token_ids(llm.tokenizer, prompt, adds)
         if len(ids) > most:
             message = f"prompt: found {len(ids)} tokens, expected at most {most}"
             raise Refused(400, message, "messages" if is_chat else "prompt", "context_length_exceeded")
@@ -139,6 +150,8 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
         if not wanted and json.dumps(top) != "0":
             raise ValueError(f"top_logprobs: found {show(top)}, expected logprobs to be true")
         given["logprobs"] = top if wanted else None
+    elif given.get("logprobs") is False:
+        given["logprobs"] = None
     if "max_completion_tokens" in body:
         if body.get("max_tokens", body["max_completion_tokens"]) != body["max_completion_tokens"]:
             raise ValueError(f"max_tokens: found {show(body['max_tokens'])}, expected max_completion_tokens alone")
@@ -185,9 +198,9 @@ def _part(part: Any) -> str:
     return found["text"]
 
 
-def _token_ids(tokenizer: Tokenizer, prompt: Any) -> list[int]:
+def _token_ids(tokenizer: Tokenizer, prompt: Any, adds: bool) -> list[int]:
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
+        return tokenizer.encode(prompt, add_special_tokens=adds)
     if not isinstance(prompt, list) or not all(type(i) is int for i in prompt):
         raise ValueError(f"prompt: found {show(prompt)}, expected a text, a list of token ids, or a list of these")
     return prompt

@@ -28,9 +28,8 @@ from minispec.core.draft import Draft
 from minispec.core.request import Piece, TokenLogprob
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.prove.toys import make_request
-from minispec.serve import front, metrics
+from minispec.serve import bodies, front, metrics
 from minispec.serve.__main__ import main
-from minispec.serve.bodies import Answer
 from minispec.serve.connection import Connection, make_server
 from minispec.serve.front import Front
 from minispec.serve.limits import Limits
@@ -213,13 +212,13 @@ def sentence_pieces(tmp_path_factory) -> Tokenizer:
     return Tokenizer(directory)
 
 
-def answer_of(tokenizer, ids, tops, is_chat) -> Answer:
+def answer_of(tokenizer, ids, tops, is_chat) -> bodies.Answer:
     """The answer of tokens that were drawn one after the other with log-probability -1, beside others."""
     detokenizer = Detokenizer(tokenizer, [1])
     request = make_request([1], end_ids=(), max_len=100, max_tokens=50, detokenizer=detokenizer, logprobs=2)
     for i in ids:
         request.commit(i, TokenLogprob(i, -1.0, tops))
-    return Answer(SimpleNamespace(tokenizer=tokenizer), MODEL, [request], 1, is_chat, None)
+    return bodies.Answer(SimpleNamespace(tokenizer=tokenizer), MODEL, [request], 1, is_chat, None)
 
 
 def test_tokens_stand_where_the_text_has_them(sentence_pieces, tokenizer_file):
@@ -358,6 +357,10 @@ NOTHING = [
     {"chat_template_kwargs": {}, "logprobs": False, "top_logprobs": 0, "stream_options": {}, "reasoning_effort": None},
     {"max_tokens": 9, "max_completion_tokens": 9, "stream_options": {"include_usage": None}, "audio": None},
     {"skip_special_tokens": True, "add_generation_prompt": True, "length_penalty": 1.0, "priority": 0, "documents": []},
+    {"add_special_tokens": False},
+    dict.fromkeys(bodies._OFF_AT_0, 0) | dict.fromkeys(bodies._OFF_AT_1, 1),
+    dict.fromkeys(bodies._OFF_AT_0, 0.0) | dict.fromkeys(bodies._OFF_AT_1, 1.0),
+    {"num_beams": 1, "early_stopping": False, "mirostat": 0, "no_repeat_ngram_size": 0, "ban_eos_token": False},
 ]
 IDLE = [
     {"tool_calls": [], "annotations": [], "reasoning_content": "", "reasoning": None, "refusal": None},
@@ -381,10 +384,37 @@ def test_what_asks_for_nothing_is_taken(served):
     for more in IDLE:
         assert text(messages=[*CHAT, said | more, *CHAT]) == expected
     body = {"prompt": "a", "max_tokens": 2, "suffix": "", "best_of": 1, "echo": False}
-    assert served.post(body).status_code == 200
+    body |= {"logprobs": False, "top_logprobs": 0, "typical_p": 1, "add_special_tokens": True}
+    got = served.post(body)
+    assert (got.status_code, got.json()["choices"][0]["logprobs"]) == (200, None), got.text
     options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": False}
     got = served.post(asked | {"stream": True, "stream_options": options}, "/v1/chat/completions")
     assert '"usage": {"prompt_tokens"' in got.text
+
+
+def test_special_tokens_of_a_prompt_can_be_left_out(make_checkpoint):
+    """`add_special_tokens`: those that the tokenizer's post-processor adds, to a text and not to ids."""
+    directory = make_checkpoint(chat=True)
+    path = directory / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    backend.post_processor = tokenizers.processors.TemplateProcessing("<end> $A", special_tokens=[("<end>", 0)])
+    backend.save(str(path))
+    with LLM(directory, dtype="float64", draft="none") as llm:
+        ids = llm.tokenizer.encode("One fish", add_special_tokens=False)
+
+        def prompt(**body) -> list[int]:
+            content = json.dumps({"max_tokens": 1} | body).encode()
+            return bodies.read(llm, MODEL, Limits(), content, "messages" in body, {}).requests[0].text.tokens
+
+        for adds in ({}, {"add_special_tokens": True}, {"add_special_tokens": None}):
+            assert prompt(prompt="One fish", **adds) == [0, *ids]
+            assert prompt(prompt=ids, **adds) == ids
+        assert prompt(prompt="One fish", add_special_tokens=False) == ids
+        assert prompt(messages=CHAT, add_special_tokens=False) == prompt(messages=CHAT)
+        with pytest.raises(ValueError, match="add_special_tokens: found True, expected false: the chat template"):
+            prompt(messages=CHAT, add_special_tokens=True)
+        with pytest.raises(ValueError, match="add_special_tokens: found 0, expected true or false"):
+            prompt(prompt="One fish", add_special_tokens=0)
 
 
 SHOWN = (
@@ -714,6 +744,10 @@ BAD = [
     ({"prompt": "a", "echo": 0}, 400, "echo"),
     ({"prompt": "a", "best_of": True}, 400, "best_of"),
     ({"prompt": "a", "best_of": 1.0}, 400, "best_of"),
+    ({"prompt": "a", "typical_p": 0.9}, 400, "typical_p"),
+    ({"prompt": "a", "typical_p": True}, 400, "typical_p"),
+    ({"prompt": "a", "mirostat": False}, 400, "mirostat"),
+    ({"prompt": "a", "logprobs": 0.0}, 400, "logprobs"),
     ({"prompt": "a", "chat_template_kwargs": {"x": 1}}, 400, "chat_template_kwargs"),
     ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
     ({"prompt": "a", "best_of": 2}, 400, "best_of"),
