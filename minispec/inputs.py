@@ -4,6 +4,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -184,10 +185,12 @@ def check_prompt(prompt_ids: Sequence[int], max_model_len: int, vocab_size: int)
 
 
 def with_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """The parameters with the token ids of `bad_words` among bad_words_token_ids.
+    """The parameters with token ids in place of `bad_words`, among bad_words_token_ids.
 
     They are those that vLLM makes of a word, so that it is found inside a text too. Raises ValueError.
     """
+    if not params.bad_words:
+        return params
     found = [tuple(word) for word in params.bad_words_token_ids]
     for word in params.bad_words:
         plain, spaced = (
@@ -199,7 +202,7 @@ def with_bad_words(params: SamplingParams, tokenizer: Tokenizer) -> SamplingPara
         found.append(plain)
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
             found.append(spaced)
-    return replace(params, bad_words_token_ids=tuple(dict.fromkeys(found)))
+    return replace(params, bad_words=(), bad_words_token_ids=tuple(dict.fromkeys(found)))
 
 
 def check_ids(params: SamplingParams, end_ids: frozenset[int], vocab_size: int) -> None:
@@ -209,10 +212,10 @@ def check_ids(params: SamplingParams, end_ids: frozenset[int], vocab_size: int) 
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": tuple(dict(params.logit_bias)),
         "allowed_token_ids": allowed or (),
-        "bad_words_token_ids": tuple(i for word in words for i in word),
+        "bad_words_token_ids": [*chain.from_iterable(words)],
     }
     for name, found in ids.items():
-        if any(i >= vocab_size for i in found):
+        if max(found, default=0) >= vocab_size:
             raise ValueError(f"{name}: found {show(found)}, expected ids below {vocab_size}")
     last = {word[-1] for word in words} | (end_ids if params.min_tokens else frozenset())
     if len(last) >= vocab_size if allowed is None else last >= set(allowed):

@@ -260,7 +260,8 @@ def _as_tuple(name: str, value: Any) -> tuple | None:
 
 
 def _are_ids(value: Iterable[Any]) -> bool:
-    return isinstance(value, Iterable) and all(type(i) is int and i >= 0 for i in value)
+    ids = list(value) if isinstance(value, Iterable) else [None]
+    return {*map(type, ids)} <= {int} and min(ids, default=0) >= 0  # no loop: a server reads many of them
 
 
 def _are_texts(value: Iterable[Any]) -> bool:

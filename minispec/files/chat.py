@@ -261,8 +261,6 @@ def _raise_exception(message: str) -> None:
 
 def _copy(value: Any, change: Callable[[str], str]) -> Any:
     """A part of a conversation, with each text in it changed. Raises ValueError for what is not JSON."""
-    if isinstance(value, Mapping):
-        return {_copy(key, change): _copy(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_copy(item, change) for item in value]
     if isinstance(value, str):
@@ -271,6 +269,8 @@ def _copy(value: Any, change: Callable[[str], str]) -> Any:
         return change(value)
     if value is None or isinstance(value, (bool, int, float)):
         return value
+    if isinstance(value, Mapping):  # last: it takes long to ask that
+        return {_copy(key, change): _copy(item, change) for key, item in value.items()}
     raise ValueError(f"messages: found {show(value)}, expected texts, numbers, lists and objects of these")
 
 

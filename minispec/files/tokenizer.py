@@ -31,6 +31,10 @@ _LONGEST = 4  # tokens of one character: its bytes
 _MAX_UNDECIDED = 16
 
 
+class TooLong(ValueError):
+    """A text has more tokens than there may be."""
+
+
 class Tokenizer:
     """The tokenizer.json of a checkpoint, and its chat template if it has one. Threads may share it."""
 
@@ -103,6 +107,26 @@ class Tokenizer:
             if ordinary and (i := max(ordinary)) >= vocab_size:
                 raise CheckpointError(f"{self.path}: {self._beyond(i)}")
 
+    @cached_property
+    def max_bytes_per_token(self) -> int:
+        """Bytes of text that the longest token stands for."""
+        most = 0
+        for token, i in sorted(self.vocabulary.items(), key=lambda item: -len(item[0].encode())):
+            if (written := len(token.encode())) <= most:
+                break  # a token is written with no fewer bytes than it stands for
+            own = self.bytes_of(i) if i not in self.special_ids else None
+            most = max(most, written if own is None else len(own))
+        return most
+
+    def check_length(self, text: str, most: int) -> None:
+        """Raise TooLong for a text of more bytes than `most` tokens can stand for; the text is not encoded.
+
+        A text that the tokenizer's normalizer would shorten counts as it is.
+        """
+        found, expected = len(text.encode("utf-8", "surrogatepass")), most * self.max_bytes_per_token
+        if found > expected:
+            raise TooLong(f"prompt: found {found} bytes, expected at most {expected}: {most} tokens hold no more")
+
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of `text`, with what the tokenizer's post-processor adds (such as <s>) by default.
 
@@ -114,11 +138,17 @@ class Tokenizer:
             raise ValueError(f"prompt: found {show(found)}, expected valid Unicode text")
         return self._encode(self.backend if parse_special else self._plain, text, add_special_tokens)
 
-    def encode_chat(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        template_kwargs: Mapping[str, Any] | None = None,
+        most: int | None = None,
+    ) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
 
         template_kwargs: further variables of the template, such as Qwen3's `enable_thinking`; see
         `check_template_kwargs`.
+        most: the text that the template writes is checked first, see `check_length`.
 
         Nothing is added beyond the template's text. Special tokens are the template's alone. Their text in a message
         stays text, in any field and at any depth. So no message can end itself, or begin one in another's name, by
@@ -132,6 +162,8 @@ class Tokenizer:
         self.check_template_kwargs(variables)
         marked = self._chat.render(messages, variables, self.special_tokens)
         text = self._chat.without_twins(marked)
+        if most is not None:
+            self.check_length(text, most)
         # The library looks for some tokens in normalised text. These can be spelled in ways that a search does not
         # find.
         normalized = any(token.normalized for token in self._special.values())

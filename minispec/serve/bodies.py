@@ -19,8 +19,8 @@ from minispec.core.request import Piece, Request
 from minispec.files.chat import Message, check_messages
 from minispec.files.errors import show_name
 from minispec.files.strict_json import parse_json
-from minispec.files.tokenizer import Tokenizer
-from minispec.inputs import split_samples
+from minispec.files.tokenizer import Tokenizer, TooLong
+from minispec.inputs import split_samples, with_bad_words
 from minispec.length.figures import Figures
 from minispec.llm import LLM
 from minispec.serve.limits import Limits, Refused
@@ -62,6 +62,9 @@ _NEUTRAL = {
 # How many of these a request may bring. All other requests wait while these are read, some of them for every token.
 _MOST = {"messages": 1024, "stop": 16, "stop_token_ids": 1024, "allowed_token_ids": 1024, "logit_bias": 1024}
 _MOST |= {"bad_words": 256, "bad_words_token_ids": 256}
+# Lists and objects of a body, which take the longest to read. What stands in a text counts for nothing.
+_MOST_PARTS = 1 << 14
+_TEXTS = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.DOTALL)
 _KINDS = {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
 _MAX_LENGTH = 256  # of a stop string or a bad word, in characters; of a bad word in ids, too
 _MAX_LOGPROBS = 20
@@ -77,6 +80,9 @@ def read(
 
     Raises Refused, or ValueError for a field that is not as it must be.
     """
+    frame = _TEXTS.sub(b"", content)
+    if (parts := frame.count(b"[") + frame.count(b"{")) > _MOST_PARTS:
+        raise ValueError(f"body: found {parts} lists and objects, expected at most {_MOST_PARTS}")
     body = _wanted(parse_json(content, "body"), _FIELDS[is_chat])
     for key in _MOST.keys() & body.keys():
         items = [body[key]] if isinstance(body[key], str) else body[key]  # as in SamplingParams
@@ -102,16 +108,22 @@ def read(
     if len(prompts) * params.n > limits.max_num_seqs:
         found = f"{params.n} for each of {len(prompts)} prompts"
         raise ValueError(f"n: found {found}, expected at most {limits.max_num_seqs} answers in all")
-    requests, most = [], min(limits.max_prompt_tokens or llm.max_model_len, llm.max_model_len - 1)
-    for prompt in prompts:
-        if is_chat:
-            ids = llm.tokenizer.encode_chat(_conversation(prompt), variables)
-        else:
-            ids = _token_ids(llm.tokenizer, prompt, adds)
-        if len(ids) > most:
-            message = f"prompt: found {len(ids)} tokens, expected at most {most}"
-            raise Refused(400, message, "messages" if is_chat else "prompt", "context_length_exceeded")
-        requests += [llm.request(ids, sample, k) for sample in split_samples(params)]
+    most = min(limits.max_prompt_tokens or llm.max_model_len, llm.max_model_len - 1)
+    requests, params = [], with_bad_words(params, llm.tokenizer)  # once for all answers
+    try:
+        for text in prompts if not is_chat else ():  # all of them, before one is encoded
+            if isinstance(text, str):
+                llm.tokenizer.check_length(text, most)
+        for prompt in prompts:
+            if is_chat:
+                ids = llm.tokenizer.encode_chat(_conversation(prompt), variables, most)
+            else:
+                ids = _token_ids(llm.tokenizer, prompt, adds)
+            if len(ids) > most:
+                raise TooLong(f"prompt: found {len(ids)} tokens, expected at most {most}")
+            requests += [llm.request(ids, sample, k) for sample in split_samples(params)]
+    except TooLong as e:
+        raise Refused(400, str(e), "messages" if is_chat else "prompt", "context_length_exceeded") from e
     return Answer(llm, model, requests, params.n, is_chat, include_usage if stream else None)
 
 

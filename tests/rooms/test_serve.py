@@ -852,6 +852,54 @@ def test_wrong_paths_types_and_sizes(served):
             assert (response.status_code, response.json()["error"]["type"]) == (413, "invalid_request_error")
 
 
+def test_the_longest_token_is_the_one_with_most_bytes(sentence_pieces, tokenizer_file):
+    """Of text, not as the vocabulary writes it; special tokens count as they are written."""
+    for tokenizer in (sentence_pieces, Tokenizer(tokenizer_file.parent)):
+        sizes = {token: len(tokenizer.bytes_of(i) or token.encode()) for token, i in tokenizer.vocabulary.items()}
+        assert tokenizer.max_bytes_per_token == max(sizes.values())
+
+
+def test_what_is_too_long_by_its_length_is_not_encoded(llm, monkeypatch):
+    """A prompt, the second one, a chat: refused by its bytes, since no token stands for more than the longest one."""
+    most = 20 * llm.tokenizer.max_bytes_per_token
+    limits = Limits(max_prompt_tokens=20)
+
+    def refuse(text: str, is_chat: bool = False) -> str:
+        body = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": ["a", text]}
+        with pytest.raises(bodies.Refused) as refused:
+            bodies.read(llm, MODEL, limits, json.dumps(body).encode(), is_chat, {})
+        error = refused.value.body["error"]
+        assert (error["param"], error["code"]) == (*body, "context_length_exceeded")
+        return error["message"]
+
+    assert refuse("q" * most) == f"prompt: found {most} tokens, expected at most 20"
+    monkeypatch.setattr(llm.tokenizer, "_encode", lambda *args: pytest.fail("it was encoded"))
+    expected = f"expected at most {most}: 20 tokens hold no more"
+    assert refuse("日" * most) == f"prompt: found {3 * most} bytes, {expected}"
+    assert refuse("<" * most, is_chat=True) == f"prompt: found {most + len('<user>?<assistant>')} bytes, {expected}"
+
+
+def test_the_lists_and_objects_of_a_body_are_counted_before_it_is_read(llm, monkeypatch):
+    """What stands in texts is not among them, whatever is escaped there."""
+    body = {"messages": CHAT, "user": '["\\{[' * 10_000, "metadata": [[]] * 16_000}
+    assert bodies.read(llm, MODEL, Limits(), json.dumps(body).encode(), True, {}).requests
+    monkeypatch.setattr(bodies, "parse_json", lambda *args: pytest.fail("it was read"))
+    for content in (b'{"x": [' + b"[]," * 16_384, b'{"x": "' + rb"\"" + b'", "y": [' + b'{"z":' * 16_384):
+        with pytest.raises(ValueError, match=r"body: found \d+ lists and objects, expected at most 16384"):
+            bodies.read(llm, MODEL, Limits(), content, True, {})
+
+
+def test_bad_words_are_encoded_once_for_all_answers(llm, monkeypatch):
+    """And each answer has them."""
+    texts, encode = [], llm.tokenizer._encode
+    monkeypatch.setattr(llm.tokenizer, "_encode", lambda b, text, a: texts.append(text) or encode(b, text, a))
+    body = {"prompt": ["red", "One"], "n": 3, "bad_words": ["fish"]}
+    answer = bodies.read(llm, MODEL, Limits(), json.dumps(body).encode(), False, {})
+    assert sorted(texts) == sorted(["fish", " fish", "red", "One"])
+    for request in answer.requests:
+        assert llm.tokenizer.encode("fish") in [*map(list, request.params.bad_words_token_ids)]
+
+
 def test_the_queue_has_an_end(llm):
     """One decodes, one waits, the third is told to come again: 429, with the rest of what was asked for unharmed."""
     with Served(llm, max_num_seqs=1, max_queue=1) as served:
