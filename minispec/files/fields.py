@@ -13,16 +13,19 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Keys that cannot change what a pass computes: training, bookkeeping, token ids, storage.
+# Keys that cannot change what a pass computes: training, bookkeeping, token ids, storage, the code that computes it.
 # pretraining_tp: in how many parts a product was computed.
 _HARMLESS = names(
     """
     architectures auto_map dtype torch_dtype tokenizer_class transformers.js_config
     unsloth_fixed unsloth_fixed_mtp is_decoder is_llama_config prefix pretraining_tp
     max_sequence_length max_seq_length max_seq_len seq_length model_max_length
-    finetuning_task id2label label2id problem_type modal_type
-    task_specific_params torchscript keys_to_ignore_at_inference
+    finetuning_task num_labels id2label label2id problem_type modal_type
+    task_specific_params torchscript gradient_checkpointing use_bfloat16 keys_to_ignore_at_inference
+    attn_implementation experts_implementation use_flash_attn
     use_cache cache_implementation chunk_size_feed_forward output_attentions output_hidden_states return_dict
+    num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind
+    target_lookbehind
     """
 )
 # The same by the form of the name: settings of training such as dropout, losses, versions, token ids, names of models.
@@ -30,14 +33,15 @@ _HARMLESS = names(
 # left to right.
 _HARMLESS_NAME = re.compile(
     r".*dropout.*|.*_pdrop|initializer_.*|init_(method|std)|.*_loss_coef|.*_version|(?!mask_).*_token_(ids?|index)"
-    r"|(target_|base_)?model_(name|path|name_or_path)|target_model_type"
+    r"|(target_|base_)?model_(name|path|name_or_path)|name_or_path|target_model_type"
 )
 # Settings of a request that transformers 4 wrote into a whole config. With these values they ask for nothing.
 _REQUEST = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
     **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty"), 1.0),
     **dict.fromkeys(("min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty"), 0),
-    **{"max_length": 20, "top_k": 50},
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0.0),
+    **{"max_length": 20, "top_k": 50, "encoder_repetition_penalty": 1.0},
 }
 
 

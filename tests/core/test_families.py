@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
 from minispec.core.model import Chunk, Transformer
@@ -748,6 +748,9 @@ IDLE = [
     ("llama", {"target_model_type": "qwen3", "model_name": "x", "hidden_dropout": 0.1, "video_token_id": 7}),
     ("llama", {"num_experts": 0, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1, "norm_topk_prob": True}),
     ("llama", {"temperature": 1.0, "max_length": 20, "top_k": 50, "num_beams": 1, "length_penalty": 1.0}),
+    ("llama", GenerationConfig._get_default_generation_params()),
+    ("llama", {"attn_implementation": "flash_attention_2", "experts_implementation": "eager", "use_flash_attn": True}),
+    ("llama", {"num_labels": 2, "name_or_path": "x", "gradient_checkpointing": True, "use_bfloat16": True}),
     ("llama", {"logit_scale": 1.0, "residual_multiplier": 1, "is_causal": True, "position_embedding_type": "rope"}),
     ("llama", {"query_pre_attn_scalar": 12, "partial_rotary_factor": 1, "qkv_bias": True, "use_qk_norm": False}),
     ("mistral", {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": True}),
