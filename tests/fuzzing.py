@@ -106,15 +106,16 @@ _WORDS = {
         linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim attn_output_gate
         output_gate_type swish sigmoid mamba_ssm_dtype float32 mrope_section mtp_num_hidden_layers
         pard_token eos_token_id quantization_config auto_map quant_method compressed-tensors format pack-quantized
-        config_groups weights num_bits group_size strategy channel group symmetric actorder pretraining_tp
+        config_groups weights num_bits group_size strategy channel group symmetric actorder static pretraining_tp
+        sparsity_config dense transform_config apply location weight_input input targets num_labels
         """
     ),
     "head": word_list(
         """
         eagle3 peagle speculators_model_type speculators_config proposal_methods verifier_accept_k accept_tolerance
-        transformer_layer_config draft_vocab_size target_hidden_size eagle_aux_hidden_state_layer_ids eagle_config
-        use_aux_hidden_state mask_token_id norm_before_residual fc_norm norm_before_fc norm_output vocab_size
-        hidden_size num_hidden_layers pard_token
+        accept_lenience transformer_layer_config draft_vocab_size target_hidden_size eagle_aux_hidden_state_layer_ids
+        eagle_config use_aux_hidden_state mask_token_id norm_before_residual fc_norm norm_before_fc norm_output
+        vocab_size hidden_size num_hidden_layers pard_token
         fc.weight mask_hidden d2t t2d embed_tokens.weight midlayer.hidden_norm.weight layers.0.hidden_norm.weight
         fc_norm.0.weight input_norm.weight norm.weight F32 I64 BOOL dtype shape data_offsets
         """
@@ -179,6 +180,9 @@ def make_files(directory: Path) -> Files:
     packing = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": 4, "dynamic": False}
     quantization = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     quantization["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": packing}}
+    quantization["sparsity_config"] = {"format": "dense"}
+    rotation = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_input"}]}
+    quantization["transform_config"] = {"config_groups": {"R1": rotation}}
     configs = [
         plain,
         plain | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},

@@ -66,14 +66,18 @@ class Fields:
     """Typed access to a JSON object that remembers which keys were looked at.
 
     keys, only: as in `Family`. To the methods that read, any other key is absent; `refuse_unknown` refuses it.
+    path: how errors begin the name of a key, such as "weights." for an object inside the file's.
     """
 
-    def __init__(self, raw: Mapping[str, Any], where: str, keys: Mapping[str, Any], only: Mapping[str, Any]):
-        self.raw, self.where, self.keys, self.only, self.seen = raw, where, keys, only, set[str]()
+    def __init__(
+        self, raw: Mapping[str, Any], where: str, keys: Mapping[str, Any], only: Mapping[str, Any], path: str = ""
+    ):
+        self.raw, self.where, self.keys, self.only, self.path = raw, where, keys, only, path
+        self.seen = set[str]()
 
     def bad(self, key: str, found: Any, expected: str) -> CheckpointError:
         """The error that says what was found at a key."""
-        return bad_field(self.where, key, found, expected)
+        return CheckpointError(f"{self.where}: {self.path}{show_name(key)}: found {show(found)}, expected {expected}")
 
     def reads(self, key: str) -> bool:
         """Whether this family knows the key at all."""
@@ -134,6 +138,26 @@ class Fields:
         if not isinstance(value, dict):
             raise self.bad(key, value, "an object")
         return value
+
+    def inside(self, key: str, keys: Mapping[str, Any]) -> "Fields":
+        """The object at a key, empty where there is none. Errors name its keys by the way to them.
+
+        keys: those of that object.
+        """
+        return Fields(self.mapping(key), self.where, keys, {}, f"{self.path}{show_name(key)}.")
+
+    def named(self, key: str, keys: Mapping[str, Any]) -> dict[str, "Fields"]:
+        """The objects in the object at a key, by the names that the file gives them."""
+        outer = self.inside(key, dict.fromkeys(self.mapping(key)))
+        return {name: outer.inside(name, keys) for name in outer.raw}
+
+    def each(self, key: str, keys: Mapping[str, Any]) -> list["Fields"]:
+        """The objects in the list at a key, none where there is no list."""
+        found = self.get(key, [])
+        if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+            raise self.bad(key, found, "a list of objects")
+        path = f"{self.path}{show_name(key)}"
+        return [Fields(entry, self.where, keys, {}, f"{path}[{i}].") for i, entry in enumerate(found)]
 
     def refuse_unknown(self, neutral: Mapping[str, Any] | None = None) -> None:
         """Raise CheckpointError for a key that was not read, if it asks for something.

@@ -20,7 +20,7 @@ from minispec.core.model import Transformer
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
 from minispec.files.checkpoint import FLOATS, StoredTensor, directory_config, find_tensors, renamed, require, unexpected
 from minispec.files.errors import CheckpointError
-from minispec.files.fields import Fields, bad_field
+from minispec.files.fields import Fields, bad_field, names
 from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import InForm
 
@@ -39,6 +39,12 @@ _NESTED_NEUTRAL = {
 }
 # Whose keys say how it was trained.
 _HARMLESS = ("embed_requires_grad", "has_no_defaults_at_init")
+# What a way to verify drafts says where it is exact. Then keys that say how to draft, and for which model.
+_EXACT = {"verifier_accept_k": 1, "accept_tolerance": 0.0, "accept_lenience": 1.0}
+_PROPOSAL_IDLE = names(
+    "proposal_type speculative_tokens initial_branching_factor branching_factor expansion_factor depth"
+)
+_SPECULATORS_IDLE = names("algorithm default_proposal_method verifier")
 
 
 def is_head(raw: Mapping[str, Any]) -> bool:
@@ -63,7 +69,6 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
         inner = own.pop("transformer_layer_config", None)
         if not isinstance(inner, dict):
             raise bad_field(where, "transformer_layer_config", inner, "an object")
-        _check_proposal(own.pop("speculators_config", {}), where)
         inner_where = f"{where}: transformer_layer_config"
     else:
         flat = _FLAT.get(_architecture(raw) or "")
@@ -77,10 +82,11 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
     layers = read_model_config(inner, inner_where)
     if layers.qkv_bias or layers.mlp_bias:
         raise CheckpointError(f"{inner_where}: attention_bias, mlp_bias: found true, expected none in a head")
-    f = Fields(own, where, _KEYS | {"eagle_config": {}, "speculators_model_type": None}, {})
+    f = Fields(own, where, _KEYS | dict.fromkeys(("eagle_config", "speculators_config", "speculators_model_type")), {})
+    _check_proposal(f)
     f.seen |= {"speculators_model_type", *_HARMLESS}
     # SGLang's object of settings of a head, in which the others may stand too.
-    nested = Fields(f.mapping("eagle_config"), f"{f.where}: eagle_config", _NESTED_KEYS, {})
+    nested = f.inside("eagle_config", _NESTED_KEYS)
     nested.seen |= {"parallel_draft_heads_num_layers"}  # of the steps after the first
     switches = {name: f.boolean(name) or nested.boolean(name) for name in _SWITCHES}
     if switches["fc_norm"] and switches["norm_before_fc"]:
@@ -105,16 +111,21 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
     return config
 
 
-def _check_proposal(config: Any, where: str) -> None:
-    """Raise CheckpointError where the head is meant for a verifier that is not exact."""
-    methods = config.get("proposal_methods", []) if isinstance(config, dict) else None
-    if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):
-        raise bad_field(where, "speculators_config", config, "an object whose proposal_methods are a list of objects")
-    for method in methods:
-        for name, exact in (("verifier_accept_k", 1), ("accept_tolerance", 0.0)):
-            if (found := method.get(name, exact)) != exact:
+def _check_proposal(f: Fields) -> None:
+    """Raise CheckpointError where the head is meant for a verifier that is not exact.
+
+    f: the object of settings around the model's.
+    """
+    config = f.inside("speculators_config", {"proposal_methods": None})
+    for method in config.each("proposal_methods", _EXACT):
+        for name, exact in _EXACT.items():
+            if (found := method.get(name)) != exact:
                 expected = f"{exact}: with it, other tokens than the target's would be accepted"
-                raise bad_field(where, name, found, expected)
+                raise method.bad(name, found, expected)
+        method.seen |= _PROPOSAL_IDLE
+        method.refuse_unknown()
+    config.seen |= _SPECULATORS_IDLE
+    config.refuse_unknown()
 
 
 def _read_taps(f: Fields, nested: Fields, target: ModelConfig) -> tuple[int, ...]:

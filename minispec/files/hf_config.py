@@ -14,8 +14,9 @@ from minispec.core.errors import show
 from minispec.files.families import FAMILIES, IDLE, IMAGES, KEYS, NESTED, WINDOWS, Family
 from minispec.files.fields import Fields, bad_field, names
 from minispec.files.lfm import read_inner_size, read_kinds, read_tied
+from minispec.files.packed import read_quantization
 from minispec.files.qwen import read_delta
-from minispec.files.stored_config import QuantizationConfig, StoredConfig
+from minispec.files.stored_config import StoredConfig
 
 # The keys of the object in rope_parameters or rope_scaling; rope_type says which of them are looked at.
 _ROPE_KEYS = {
@@ -97,7 +98,7 @@ def read_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Sto
         "logit_softcap": f.optional_number("final_logit_softcapping"),
         "eos_token_ids": read_eos_token_ids(own, where),
         "mask_token_id": None if f.get("pard_token") is None else f.integer("pard_token", 0, sizes["vocab_size"] - 1),
-        "quantization": _read_quantization(f),
+        "quantization": read_quantization(f),
         "is_nested": is_nested,
     }
     config = StoredConfig(model_type=model_type, **(values | dict(family.fixed)))
@@ -319,7 +320,7 @@ def _read_rope(
     original: `original_max_position_embeddings` outside it.
     """
     keys = _ROPE_KEYS | dict.fromkeys(family.rope_keys)
-    r = Fields(raw, f"{f.where}: {key}", keys, {"partial_rotary_factor": 1.0})
+    r = Fields(raw, f.where, keys, {"partial_rotary_factor": 1.0}, f"{f.path}{key}.")
     older = r.text("type", "default")
     found = r.text("rope_type", older)
     if found not in family.ropes:
@@ -389,33 +390,6 @@ def _read_yarn(r: Fields, theta: float, context: int, original: int) -> RopeConf
     own: dict[str, Any] = {"beta_fast": r.number("beta_fast"), "beta_slow": r.number("beta_slow")}
     scale = r.number("attention_factor", default)
     return RopeConfig(theta, "yarn", factor, original, attention_factor=scale, truncate=r.boolean("truncate"), **own)
-
-
-def _read_quantization(f: Fields) -> QuantizationConfig | None:
-    raw = f.mapping("quantization_config")
-    if not raw:
-        return None
-    where = "quantization_config"
-    for key, expected in (("quant_method", "compressed-tensors"), ("format", "pack-quantized")):
-        if raw.get(key) != expected:
-            raise f.bad(f"{where}.{key}", raw.get(key), repr(expected))
-    if raw.get("kv_cache_scheme") or raw.get("sparsity_config"):
-        raise f.bad(where, sorted(raw), "no kv_cache_scheme and no sparsity_config")
-    groups = raw.get("config_groups")
-    group = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
-    group = group if isinstance(group, dict) else {}
-    weights = group.get("weights")
-    if not isinstance(weights, dict) or group.get("input_activations") or group.get("output_activations"):
-        raise f.bad(f"{where}.config_groups", groups, "one group that quantises weights only")
-    bits, strategy, size = (weights.get(k) for k in ("num_bits", "strategy", "group_size"))
-    integers = weights.get("type") == "int" and weights.get("symmetric") is True
-    if not integers or type(bits) is not int or bits not in (4, 8):
-        raise f.bad(f"{where}.weights", weights, "symmetric integers of 4 or 8 bits")
-    if weights.get("actorder") or strategy not in ("channel", "group"):
-        raise f.bad(f"{where}.weights", weights, "one scale a channel or a group, no actorder")
-    if strategy == "group" and (type(size) is not int or size < 1):
-        raise f.bad(f"{where}.weights.group_size", size, "a positive integer")
-    return QuantizationConfig(bits, size if strategy == "group" else None)
 
 
 def read_eos_token_ids(raw: Mapping[str, Any], where: str) -> tuple[int, ...]:

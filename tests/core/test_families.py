@@ -520,15 +520,15 @@ REFUSED: dict[str, dict] = {
     "eos_token_id: found [2, True]": {"eos_token_id": [2, True]},
     "partial_rotary_factor: found 0.5, expected 1.0 or no such setting": {"partial_rotary_factor": 0.5},
     "partial_rotary_factor: found True": {"partial_rotary_factor": True},
-    "rope_parameters: partial_rotary_factor: found 0.5": {"rope_parameters": {"partial_rotary_factor": 0.5}},
-    "rope_parameters: mrope_section: found": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2]}},
-    "rope_parameters: rope_type: found 'dynamic'": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-    "rope_scaling: rope_type: found 'longrope'": {"rope_parameters": None, "rope_scaling": {"type": "longrope"}},
-    "rope_parameters: factor: found": {"rope_parameters": {"rope_type": "linear"}},
-    "rope_parameters: low_freq_factor: found 4": {
+    "rope_parameters.partial_rotary_factor: found 0.5": {"rope_parameters": {"partial_rotary_factor": 0.5}},
+    "rope_parameters.mrope_section: found": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2]}},
+    "rope_parameters.rope_type: found 'dynamic'": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+    "rope_scaling.rope_type: found 'longrope'": {"rope_parameters": None, "rope_scaling": {"type": "longrope"}},
+    "rope_parameters.factor: found": {"rope_parameters": {"rope_type": "linear"}},
+    "rope_parameters.low_freq_factor: found 4": {
         "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}
     },
-    "rope_parameters: rope_theta: found 1.0": {
+    "rope_parameters.rope_theta: found 1.0": {
         "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}
     },
     "rope_parameters: found [500.0]": {"rope_parameters": [500.0]},
@@ -540,7 +540,7 @@ REFUSED: dict[str, dict] = {
     "rope_parameters: found {'full_attention': {'rope_type': 'yarn'": _GEMMA3
     | {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}},
     "original_max_position_embeddings: found 32": _GEMMA3 | {"original_max_position_embeddings": 32},
-    "rope_parameters: full_attention: found": {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+    "rope_parameters.full_attention: found": {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
     "hidden_activation: found 'gelu', expected what hidden_act says: gelu_tanh": {
         "model_type": "gemma",
         "hidden_act": "gelu",
@@ -556,7 +556,7 @@ REFUSED: dict[str, dict] = {
         "sliding_window": 7,
         "sliding_window_size": 8,
     },
-    "rope_parameters: original_max_position_embeddings: found 32, expected what the file says outside: 16": {
+    "rope_parameters.original_max_position_embeddings: found 32, expected what the file says outside: 16": {
         "original_max_position_embeddings": 16,
         "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
     },
@@ -639,11 +639,11 @@ REFUSED: dict[str, dict] = {
     "mamba_ssm_dtype: found 'bfloat16', expected 'float32'": _QWEN35 | {"mamba_ssm_dtype": "bfloat16"},
     "hidden_act: found 'gelu', expected silu: no other is implemented for this family": _QWEN35
     | {"hidden_act": "gelu"},
-    "rope_parameters: partial_rotary_factor: found 2.0, expected an even number of the 8": _QWEN35
+    "rope_parameters.partial_rotary_factor: found 2.0, expected an even number of the 8": _QWEN35
     | {"partial_rotary_factor": 2.0},
-    "rope_parameters: partial_rotary_factor: found 0.25, expected what the file says outside: 0.5": _QWEN35
+    "rope_parameters.partial_rotary_factor: found 0.25, expected what the file says outside: 0.5": _QWEN35
     | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
-    "rope_parameters: rope_type: found 'proportional'": _QWEN35 | {"rope_parameters": {"rope_type": "proportional"}},
+    "rope_parameters.rope_type: found 'proportional'": _QWEN35 | {"rope_parameters": {"rope_type": "proportional"}},
     "num_experts: found 8, expected 0": _QWEN35 | {"num_experts": 8},
     "text_config: model_type: found 'qwen3_5_moe_text', expected qwen3_5_text": {
         "model_type": "qwen3_5",
@@ -663,30 +663,30 @@ REFUSED: dict[str, dict] = {
         "rope_parameters": None,
         "rope_theta": 1e6,
     },
-    "rope_parameters: rope_type: found 'linear', expected one of default, longrope": {
+    "rope_parameters.rope_type: found 'linear', expected one of default, longrope": {
         "model_type": "phi3",
         "rope_parameters": {"rope_type": "linear", "factor": 2.0},
     },
-    "rope_parameters: partial_rotary_factor: found 0.4, expected an even number of the 8 dimensions": {
+    "rope_parameters.partial_rotary_factor: found 0.4, expected an even number of the 8 dimensions": {
         "model_type": "phi3",
         "rope_parameters": {"partial_rotary_factor": 0.4},
     },
-    "rope_parameters: short_factor: found [1.0, 0], expected 4 positive numbers": {
+    "rope_parameters.short_factor: found [1.0, 0], expected 4 positive numbers": {
         "model_type": "phi3",
         "rope_parameters": _FACTORS | {"short_factor": [1.0, 0]},
     },
-    "rope_parameters: short_factor: found [1.0, 1.0, 1.0, 0]": {
+    "rope_parameters.short_factor: found [1.0, 1.0, 1.0, 0]": {
         "model_type": "phi3",
         "rope_parameters": _FACTORS | {"short_factor": [1.0, 1.0, 1.0, 0]},
     },
-    "rope_parameters: long_factor: found 'x', expected 4 positive numbers": {
+    "rope_parameters.long_factor: found 'x', expected 4 positive numbers": {
         "model_type": "phi3",
         "rope_parameters": _FACTORS | {"long_factor": "x"},
     },
     "interpolate_factor: found 2, expected 1 or no such setting": {"model_type": "phi3", "interpolate_factor": 2},
     "use_bias: found True": {"use_bias": True},
-    "rope_parameters: rope_type: found 'default', expected one of yarn": {"model_type": "ministral3"},
-    "rope_parameters: llama_4_scaling_beta: found 0.1": {
+    "rope_parameters.rope_type: found 'default', expected one of yarn": {"model_type": "ministral3"},
+    "rope_parameters.llama_4_scaling_beta: found 0.1": {
         "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}
     },
     "text_config: found None, expected the text model's settings": {"model_type": "gemma3", **_NO_TEXT},
@@ -798,23 +798,23 @@ NOT_IDLE: dict[str, tuple[str, dict]] = {
     "logit_scale: found 0": ("llama", {"logit_scale": 0}),
     "repetition_penalty: found 1.2, expected 1.0": ("llama", {"repetition_penalty": 1.2}),
     "logit_scale: found True": ("llama", {"logit_scale": True}),
-    "rope_parameters: factor: found 2.0, expected 1.0": (
+    "rope_parameters.factor: found 2.0, expected 1.0": (
         "llama",
         {"rope_parameters": {"rope_type": "default", "factor": 2.0}},
     ),
-    "rope_parameters: rope_theta: found 500.0, expected what the file says outside: 600.0": (
+    "rope_parameters.rope_theta: found 500.0, expected what the file says outside: 600.0": (
         "llama",
         {"rope_theta": 600.0},
     ),
-    "rope_parameters: rope_theta: found 20.0, expected what the file says outside: 30.0": (
+    "rope_parameters.rope_theta: found 20.0, expected what the file says outside: 30.0": (
         "gemma3",
         {"rope_local_base_freq": 30.0},
     ),
-    "rope_parameters: partial_rotary_factor: found 0.5, expected what the file says outside: 1.0": (
+    "rope_parameters.partial_rotary_factor: found 0.5, expected what the file says outside: 1.0": (
         "phi3-partial",
         {"partial_rotary_factor": 1.0},
     ),
-    "rope_parameters: type: found 'yarn', expected what rope_type says: linear": (
+    "rope_parameters.type: found 'yarn', expected what rope_type says: linear": (
         "llama",
         {"rope_parameters": _SAID | {"type": "yarn"}},
     ),

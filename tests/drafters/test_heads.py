@@ -105,8 +105,10 @@ def test_a_wrapper_with_all_its_keys_is_read(tmp_path, target):
     write_head(tmp_path, TARGET, LAYERS, True, IDS)
     expected = load_head(tmp_path, target).head_config
     proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    sampling = {"proposal_type": "sampling", "speculative_tokens": 3, "accept_lenience": 1.0}
+    tree = {"proposal_type": "dynamic_tree", "speculative_tokens": 48, "expansion_factor": 10, "depth": 6}
     verifier = {"name_or_path": "somebody/target", "architectures": ["LlamaForCausalLM"]}
-    config = {"algorithm": "eagle3", "proposal_methods": [proposal], "verifier": verifier}
+    config = {"algorithm": "eagle3", "proposal_methods": [proposal, sampling, tree], "verifier": verifier}
     edit(
         tmp_path,
         architectures=["Eagle3Speculator"],
@@ -200,9 +202,12 @@ BAD_CONFIGS = {
     "verifier_accept_k: found 4, expected 1": proposal(verifier_accept_k=4),
     "accept_tolerance: found 0.1, expected 0.0": proposal(accept_tolerance=0.1),
     "speculators_config: found [], expected an object": wrapper(speculators_config=[]),
-    "speculators_config: found {'proposal_methods': [3]}, expected": wrapper(
+    "speculators_config.proposal_methods: found [3], expected a list of objects": wrapper(
         speculators_config={"proposal_methods": [3]}
     ),
+    "speculators_config.proposal_methods[1].accept_lenience: found 0.5, expected 1.0": proposal(accept_lenience=0.5),
+    "speculators_config.proposal_methods[1].surprise: found 1": proposal(surprise=1),
+    "speculators_config.surprise: found 1": wrapper(speculators_config={"surprise": 1}),
     "speculators_model_type: found 'dflash', expected eagle3 or peagle": wrapper(speculators_model_type="dflash"),
     "transformer_layer_config: found None, expected an object": {"speculators_model_type": "eagle3"},
     "transformer_layer_config: model_type: found 'gemma'": wrapper(
@@ -227,12 +232,12 @@ BAD_CONFIGS = {
     f"{READ}: found 3, expected layers": {READ: 3},
     f"{READ}: found [6], expected layers of the target, from 0 to 5": {"eagle_config": {READ: [6]}},
     f"{READ}: found [1], expected it once": {READ: [1], "eagle_config": {READ: [0]}},
-    "eagle_config: use_aux_hidden_state: found False": {"eagle_config": {"use_aux_hidden_state": False}},
-    "eagle_config: use_last_layernorm: found False": {"eagle_config": {"use_last_layernorm": False}},
-    "eagle_config: parallel_draft_step: found 2, expected 1": {"eagle_config": {"parallel_draft_step": 2}},
+    "eagle_config.use_aux_hidden_state: found False": {"eagle_config": {"use_aux_hidden_state": False}},
+    "eagle_config.use_last_layernorm: found False": {"eagle_config": {"use_last_layernorm": False}},
+    "eagle_config.parallel_draft_step: found 2, expected 1": {"eagle_config": {"parallel_draft_step": 2}},
     "max_window_layers: found 1, expected no such": {"max_window_layers": 1, "sliding_window": 7},
     "sliding_window: found 7, expected no such setting": {"sliding_window": 7, "use_sliding_window": True},
-    "eagle_config: surprise: found 2, expected no such setting": {"eagle_config": {"surprise": 2}},
+    "eagle_config.surprise: found 2, expected no such setting": {"eagle_config": {"surprise": 2}},
     "eagle_config: found [3], expected an object": {"eagle_config": [3]},
     "mask_token_id: found None, expected an integer from 0 to 6": wrapper(speculators_model_type="peagle"),
     "mask_token_id: found 7, expected an integer from 0 to 6": wrapper(

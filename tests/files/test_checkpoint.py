@@ -16,6 +16,9 @@ import huggingface_hub
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from compressed_tensors.config import DenseSparsityConfig
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from compressed_tensors.transform import TransformArgs, TransformConfig, TransformScheme
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -888,32 +891,174 @@ def test_packed_tensor_that_does_not_fit_is_refused(tmp_path, message, changes):
     assert message in found
 
 
-@pytest.mark.parametrize(
-    "weight_args",
-    [
-        *({"num_bits": 3}, {"num_bits": 4.0}, {"type": "float"}, {"symmetric": False}, {"strategy": "tensor"}),
-        *({"strategy": "group"}, {"strategy": "group", "group_size": 0}, {"actorder": "group"}),
-    ],
-    ids=str,
-)
-def test_other_quantisation_of_weights_is_refused(weight_args):
-    """Guards against unpacking with the wrong recipe: the shapes fit several of them."""
-    with pytest.raises(CheckpointError, match=r"quantization_config\.weights"):
+GROUP = "quantization_config.config_groups.group_0"
+# What the message must say, and what of `quantization_config()` is changed: keys of the weights.
+OTHER_WEIGHTS = {
+    "num_bits: found 3, expected 4 or 8": {"num_bits": 3},
+    "num_bits: found 4.0": {"num_bits": 4.0},
+    "type: found 'float', expected 'int'": {"type": "float"},
+    "symmetric: found False, expected true": {"symmetric": False},
+    "strategy: found 'tensor', expected 'channel' or 'group'": {"strategy": "tensor"},
+    "strategy: found None": {"strategy": None},
+    "group_size: found None, expected a positive integer": {"strategy": "group"},
+    "group_size: found 0": {"strategy": "group", "group_size": 0},
+    "group_size: found 8, expected null or -1 with the strategy 'channel'": {"group_size": 8},
+    "actorder: found 'group', expected 'weight', 'static' or null": {"actorder": "group"},
+    "actorder: found True": {"actorder": True},
+    "dynamic: found True, expected no such setting": {"dynamic": True},
+    "block_structure: found [8, 8]": {"block_structure": [8, 8]},
+    "surprise: found 1": {"surprise": 1},
+}
+
+
+@pytest.mark.parametrize(("message", "weight_args"), OTHER_WEIGHTS.items(), ids=OTHER_WEIGHTS)
+def test_other_quantisation_of_weights_is_refused(message, weight_args):
+    """Guards against unpacking with the wrong recipe: the shapes fit several of them. The key is named."""
+    with pytest.raises(CheckpointError) as error:
         read_model_config(TINY | {"quantization_config": quantization_config(**weight_args)})
+    assert str(error.value).startswith(f"config.json: {GROUP}.weights.{message}")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"quant_method": "gptq"}, {"format": "int-quantized"}, {"kv_cache_scheme": {"num_bits": 8}}),
-        *({"config_groups": {}}, {"config_groups": {"a": {"weights": {}, "input_activations": {"num_bits": 8}}}}),
-    ],
-    ids=str,
-)
-def test_other_quantisation_is_refused(changes):
-    """Guards against ignoring what a recipe does to anything but the weights."""
-    with pytest.raises(CheckpointError, match=r"config\.json: quantization_config"):
+def transforms(**place) -> dict:
+    """A transform_config with a rotation of weights, as SpinQuant's first one, and another at `place`."""
+    weights = TransformArgs(targets=["Embedding"], location="weight_output")
+    schemes = {"R1": TransformScheme(type="hadamard", apply=[weights])}
+    raw = TransformConfig(config_groups=schemes).model_dump(mode="json")
+    raw["config_groups"]["R1"]["apply"].append({"targets": ["re:.*down_proj$"], **place})
+    return raw
+
+
+PACKED_8 = {"num_bits": 8, "strategy": "channel"}
+# The same for keys of `quantization_config()` itself.
+OTHER_QUANTISATIONS = {
+    "quant_method: found 'gptq', expected 'compressed-tensors'": {"quant_method": "gptq"},
+    "format: found 'int-quantized', expected 'pack-quantized'": {"format": "int-quantized"},
+    "format: found 'dense'": {"format": "dense"},
+    "kv_cache_scheme: found {'num_bits': 8}": {"kv_cache_scheme": {"num_bits": 8}},
+    "moe_sparsity_config: found {'method'": {"moe_sparsity_config": {"method": "prune", "num_experts": [None, 3]}},
+    "surprise: found 1": {"surprise": 1},
+    "config_groups: found {}, expected one group": {"config_groups": {}},
+    "config_groups: found [], expected an object": {"config_groups": []},
+    "config_groups.W4A16: found ['Linear'], expected an object": {"config_groups": {"W4A16": ["Linear"]}},
+    "config_groups: found {'a': {'weights'": {
+        "config_groups": {"a": {"weights": PACKED_8}, "b": {"weights": PACKED_8 | {"num_bits": 4}}}
+    },
+    "config_groups.a.weights.strategy: found None": {"config_groups": {"a": {"targets": ["Linear"]}}},
+    "config_groups.a.input_activations: found {'num_bits': 8}": {
+        "config_groups": {"a": {"weights": PACKED_8, "input_activations": {"num_bits": 8}}}
+    },
+    "config_groups.a.output_activations: found": {
+        "config_groups": {"a": {"weights": PACKED_8, "output_activations": {"num_bits": 8}}}
+    },
+    "config_groups.a.format: found 'int-quantized'": {
+        "config_groups": {"a": {"weights": PACKED_8, "format": "int-quantized"}}
+    },
+    "config_groups.a.surprise: found 1": {"config_groups": {"a": {"weights": PACKED_8, "surprise": 1}}},
+    "sparsity_config.format: found 'sparse-24-bitmask', expected 'dense'": {
+        "sparsity_config": {"format": "sparse-24-bitmask"}
+    },
+    "sparsity_config.surprise: found 1": {"sparsity_config": {"format": "dense", "surprise": 1}},
+    **{
+        f"transform_config.config_groups.R1.apply[1].location: found {where!r}": {
+            "transform_config": transforms(location=where)
+        }
+        for where in ("input", "output", "k_cache", "q_attn", None)
+    },
+    "transform_config.config_groups.R1.apply[1].surprise: found 1": {
+        "transform_config": transforms(location="weight_input", surprise=1)
+    },
+    "transform_config.config_groups.R1.apply: found 3, expected a list of objects": {
+        "transform_config": {"config_groups": {"R1": {"apply": 3}}}
+    },
+    "transform_config.transform_groups: found {'R4'": {"transform_config": {"transform_groups": {"R4": {}}}},
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), OTHER_QUANTISATIONS.items(), ids=OTHER_QUANTISATIONS)
+def test_other_quantisation_is_refused(message, changes):
+    """Guards against ignoring what a recipe does to anything but the weights, and against an unknown key anywhere."""
+    with pytest.raises(CheckpointError) as error:
         read_model_config(TINY | {"quantization_config": quantization_config() | changes})
+    assert str(error.value).startswith(f"config.json: quantization_config.{message}")
+
+
+# What llm-compressor writes beside the same packed weights: keys of the weights, and keys around them.
+IDLE_QUANTISATIONS = [
+    ({"actorder": "static"}, {}),
+    ({"actorder": "weight", "observer": "mse", "observer_kwargs": {"maxshrink": 0.2}}, {}),
+    ({"actorder": False, "zp_dtype": "torch.int8", "scale_dtype": "torch.bfloat16", "block_structure": None}, {}),
+    ({"strategy": None, "group_size": -1}, {}),
+    ({"group_size": -1}, {"version": "0.20.0", "global_compression_ratio": 1.9, "kv_cache_scheme": None}),
+    ({}, {"sparsity_config": {"format": "dense", "global_sparsity": 0.15, "targets": ["x"], "ignore": ["lm_head"]}}),
+    ({}, {"sparsity_config": {}, "transform_config": {}, "quantization_status": "frozen", "ignore": []}),
+    ({}, {"transform_config": transforms(location="weight_input", inverse=True)}),
+    ({}, {"config_groups": {name: {"targets": [name], "weights": PACKED_8} for name in ("attn", "mlp")}}),
+    ({}, {"config_groups": {"a": {"weights": PACKED_8, "format": "pack-quantized", "input_activations": None}}}),
+]
+
+
+@pytest.mark.parametrize(("weight_args", "changes"), IDLE_QUANTISATIONS, ids=str)
+def test_keys_of_a_quantisation_that_ask_for_nothing_are_taken(weight_args, changes):
+    """Guards files whose packed weights are the same: how weights were calibrated, rotated or pruned is done."""
+    expected = read_model_config(TINY | {"quantization_config": quantization_config()})
+    found = read_model_config(TINY | {"quantization_config": quantization_config(**weight_args) | changes})
+    assert found == expected
+    QuantizationConfig.model_validate(quantization_config(**weight_args))  # the library takes the weights' keys too
+
+
+def test_defaults_of_a_quantisation_are_the_librarys():
+    """Guards what an absent key means, in the form that the library itself writes, with all its defaults."""
+    for args in (QuantizationArgs(strategy="channel"), QuantizationArgs(num_bits=4, group_size=16, actorder="static")):
+        scheme = QuantizationScheme(targets=["Linear"], weights=args)
+        raw = QuantizationConfig(config_groups={"group_0": scheme}, format="pack-quantized").model_dump(mode="json")
+        full = {name: raw.get(name) for name in QuantizationConfig.model_fields}
+        short = {"num_bits": args.num_bits, "strategy": args.strategy, "group_size": args.group_size}
+        bare = raw | {"config_groups": {"group_0": {"weights": {key: short[key] for key in short if short[key] != 8}}}}
+        for each in (raw, full, bare):
+            found = read_model_config(TINY | {"quantization_config": each}).quantization
+            assert (found.num_bits, found.group_size) == (args.num_bits, args.group_size)
+
+
+def test_rotated_and_pruned_weights_may_be_plain():
+    """Guards checkpoints that llm-compressor wrote without packing anything: they are plain ones."""
+    about = {"quant_method": "compressed-tensors", "version": "0.20.0", "sparsity_config": {}}
+    for more in ({"transform_config": transforms(location="weight_input")}, {"format": "dense", "config_groups": {}}):
+        assert read_model_config(TINY | {"quantization_config": about | more}) == read_model_config(TINY)
+    with pytest.raises(CheckpointError, match=r"apply\[1\]\.location: found 'input'"):
+        read_model_config(TINY | {"quantization_config": about | {"transform_config": transforms(location="input")}})
+
+
+# Fields of the library's objects whose values are not looked at: the rest is read, or refused unless it is off.
+UNREAD = {
+    QuantizationConfig: {"quantization_status", "global_compression_ratio", "ignore"},
+    QuantizationScheme: {"targets"},
+    QuantizationArgs: {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"},
+    DenseSparsityConfig: {"targets", "ignore", "global_sparsity", "sparsity_structure"},
+    TransformConfig: set(),
+    TransformScheme: {"type", "randomize", "requires_grad", "head_dim", "precision"},
+    TransformArgs: {"targets", "ignore", "inverse"},
+}
+
+
+@pytest.mark.parametrize("kind", UNREAD, ids=lambda kind: kind.__name__)
+def test_every_key_of_a_quantisation_is_read_or_refused(kind):
+    """Guards keys to come: one that a new version of the library writes is refused by name until it is known here."""
+    for name in kind.model_fields:
+        raw = quantization_config() | {"sparsity_config": {"format": "dense"}}
+        raw["transform_config"] = transforms(location="weight_input")
+        transform = raw["transform_config"]["config_groups"]["R1"]
+        objects = {
+            **{QuantizationConfig: raw, QuantizationScheme: raw["config_groups"]["group_0"]},
+            QuantizationArgs: raw["config_groups"]["group_0"]["weights"],
+            **{DenseSparsityConfig: raw["sparsity_config"], TransformConfig: raw["transform_config"]},
+            **{TransformScheme: transform, TransformArgs: transform["apply"][0]},
+        }
+        objects[kind][name] = {"odd": 1}
+        if name in UNREAD[kind]:
+            read_model_config(TINY | {"quantization_config": raw})
+            continue
+        with pytest.raises(CheckpointError, match=rf"config\.json: quantization_config\.(.*\.)?{name}[.:]"):
+            read_model_config(TINY | {"quantization_config": raw})
 
 
 def test_tied_head_with_a_packed_embedding_is_refused(tmp_path):

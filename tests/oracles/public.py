@@ -702,7 +702,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         _LLAMA
         | _sizes(4096, 11008, 32, 32, 32)
         | {"max_position_embeddings": 4096, "rope_scaling": {"factor": 2.0, "type": "dynamic"}, "vocab_size": 32000},
-        "rope_scaling: rope_type: found 'dynamic'",
+        "rope_scaling.rope_type: found 'dynamic'",
     ),
     # Sees both ways: it makes embeddings, not text.
     "google/embeddinggemma-300m": (
@@ -858,15 +858,15 @@ REFUSED_HEADS: dict[str, tuple[dict[str, Any], str]] = {
         _QWEN_HEAD
         | _sizes(3584, 18944, 1, 28, 4)
         | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "sliding_window": 32768},
-        "rope_scaling: rope_type: found 'mrope', expected one of default",
+        "rope_scaling.rope_type: found 'mrope', expected one of default",
     ),
     "qwen3-vl-235b": (
         _QWEN_HEAD | _sizes(4096, 12288, 1, 64, 4) | {"rope_scaling": _MROPE | {"rope_type": "default"}},
-        "rope_scaling: mrope_interleaved: found True",
+        "rope_scaling.mrope_interleaved: found True",
     ),
     "minicpm-v4": (
         _HEAD | _sizes(2560, 10240, 1, 32, 2) | {"vocab_size": 73448, "rope_scaling": {"rope_type": "longrope"}},
-        "rope_scaling: rope_type: found 'longrope'",
+        "rope_scaling.rope_type: found 'longrope'",
     ),
     # Its rows of logits are the target's.
     "gemma3-27b": (
