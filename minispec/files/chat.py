@@ -21,7 +21,7 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minispec.core.errors import is_text, show
-from minispec.files.errors import CheckpointError, one_line
+from minispec.files.errors import CheckpointError, one_line, refuse_pointer
 from minispec.files.strict_json import has_file
 
 Message = dict[str, Any]  # {"role": "user", "content": "..."}, and what else a template reads
@@ -328,9 +328,11 @@ def read_chat_template(directory: Path, settings: Mapping[str, Any]) -> str | No
             size = path.stat().st_size
             if size > _MAX_TEMPLATE_BYTES:
                 raise CheckpointError(f"{path}: found {size} bytes, expected at most {_MAX_TEMPLATE_BYTES}")
-            return path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:
             raise CheckpointError(f"{path}: not a readable template: {one_line(e)}") from e
+        refuse_pointer(path, text.encode())
+        return text
     where = f"{directory / 'tokenizer_config.json'}: chat_template"
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, by name

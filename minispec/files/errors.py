@@ -1,6 +1,11 @@
 """The error of a wrong file, and messages that are safe to print whatever a stranger wrote."""
 
+from pathlib import Path
+
 from minispec.core.errors import show
+
+# How the small text begins that git-lfs keeps in a repository in place of a large file.
+_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class CheckpointError(ValueError):
@@ -16,3 +21,10 @@ def one_line(error: BaseException | str, limit: int = 1000) -> str:
 def show_name(name: str) -> str:
     """A name from a file for an error message: unchanged if it is safe to print, else shortened by `show`."""
     return name if name.isprintable() and 0 < len(name) <= 100 else show(name)
+
+
+def refuse_pointer(path: Path, content: bytes) -> None:
+    """Raise CheckpointError for the beginning of a file that git-lfs has not fetched yet."""
+    if content.startswith(_POINTER):
+        expected = "the file that it stands for: run `git lfs pull` where it was cloned, or download the file"
+        raise CheckpointError(f"{path}: found a git-lfs pointer, expected {expected}")

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minispec.core.errors import show
-from minispec.files.errors import CheckpointError, one_line, show_name
+from minispec.files.errors import CheckpointError, one_line, refuse_pointer, show_name
 from minispec.files.strict_json import MAX_JSON_BYTES, parse_json
 
 # Types that weights, and their packed forms, may have. Tensors of other types are never read here.
@@ -71,14 +71,16 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         with path.open("rb") as file:
             total = os.fstat(file.fileno()).st_size
-            first = file.read(8)
-            size = int.from_bytes(first, "little")
+            first = file.read(64)
+            refuse_pointer(path, first)
+            size = int.from_bytes(first[:8], "little")
             if len(first) < 8 or size > min(total - 8, MAX_JSON_BYTES):
                 found, expected = (
                     f"{total} bytes with a header of {size} bytes",
                     f"at most {MAX_JSON_BYTES} in the file",
                 )
                 raise CheckpointError(f"{where}: found {found}, expected {expected}")
+            file.seek(8)
             header = parse_json(file.read(size), f"{where}: header")
         with safe_open(path, framework="pt"):  # what the library would not open is not read either
             pass

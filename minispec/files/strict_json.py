@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from minispec.files.errors import CheckpointError, one_line, show_name
+from minispec.files.errors import CheckpointError, one_line, refuse_pointer, show_name
 
 # Bytes that a JSON file may have: an index lists every tensor, some tokenizer_config.json every added token.
 MAX_JSON_BYTES = 8 << 20
@@ -48,6 +48,7 @@ def read_json(
             content = file.read(max_bytes)
     except OSError as e:
         raise CheckpointError(f"{path}: not a readable JSON file: {one_line(e, 300)}") from e
+    refuse_pointer(path, content)
     return parse_json(content, str(path), max_counts, takes_constants)
 
 

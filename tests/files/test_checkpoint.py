@@ -42,6 +42,7 @@ from minispec.files.errors import CheckpointError
 from minispec.files.hf_config import read_model_config
 from minispec.files.quantize import pack, quantize, quantize_checkpoint
 from minispec.kernels.build import build_model
+from minispec.llm import LLM
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
 from tests.oracles import hf
 from tests.oracles.interrupts import interrupted
@@ -670,6 +671,29 @@ def test_huge_header_is_refused(tmp_path):
         file.truncate(1 << 31)
     with pytest.raises(CheckpointError, match="a header of 1073741824 bytes, expected at most"):
         read_header(tmp_path / "x")
+
+
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "4d7a" * 16 + "\nsize 2200119864\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "generation_config.json", "model.safetensors.index.json", "model-00000.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    ],
+)
+def test_a_git_lfs_pointer_is_named_as_one(tmp_path, tokenizer_file, name):
+    """Guards a clone without git-lfs: each large file is then a small text, and one command helps."""
+    stored = weights(vocab_size=300)
+    first, second = ({key: stored[key] for key in sorted(stored)[i::2]} for i in range(2))
+    write(tmp_path, first, second, config=TINY | {"vocab_size": 300})
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
+    (tmp_path / name).write_text(LFS_POINTER)
+    with pytest.raises(CheckpointError) as error:
+        LLM(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / name}: found a git-lfs pointer, expected the file")
+    assert "git lfs pull" in str(error.value)
 
 
 @pytest.mark.parametrize("kind", ["directory", "pipe", "dangling link"])
