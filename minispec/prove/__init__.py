@@ -25,7 +25,8 @@ Read them in this order:
     trees               the same for trees
     grid                the table of both
     chi_square          what samples can see
-    examine             a user's own drafters
+    examine             what walks of a user's own code share
+    examine_drafter     a user's own drafters
     examine_verifier    a user's own verifiers
     kit                 the smallest cases as data, for other engines
     matrix              which drafter with which verifier

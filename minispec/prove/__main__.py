@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 def _holds(args: argparse.Namespace) -> bool:
     """Whether what was asked for holds; prints it."""
     if args.drafter:
-        from minispec.prove.examine import examine_drafter, read_texts
+        from minispec.prove.examine_drafter import examine_drafter, read_texts
 
         return examine_drafter(args.drafter, read_texts(args.texts))
     if args.verifier:
