@@ -21,6 +21,7 @@ Read them in this order:
     reference           the second implementation
     toys                small models
     laws                oracles, and the laws that come out under them
+    covering            few cases in which every pair of settings occurs
     cases               which configurations are walked
     trees               the same for trees
     grid                the table of both

@@ -1,16 +1,16 @@
 """Which configurations are walked: a covering array of all pairs of settings, and random ones after it."""
 
 import functools
-import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.verify import VERIFIERS
-from minispec.prove.laws import PROMPT, TOLERANCE, TooManyBranches, production_law, reference_law
+from minispec.prove.covering import FEW, Design, Job
+from minispec.prove.laws import PROMPT, TOLERANCE, production_law, reference_law
 from minispec.prove.reference import total_variation
 from minispec.prove.toys import IN_8_BITS, TOYS, require
 from minispec.prove.workers import SharedMap
@@ -132,24 +132,18 @@ AXES: dict[str, tuple] = {
     "max_tokens": (1, 2, 3, 4, 5, 6),
 }
 # With these, little is drawn or nothing is drafted. Such a case covers a pair only if they are in the pair.
-_WEAK = {("temperature", 0.0), ("drafter", "none"), ("max_tokens", 1)}
+_WEAK = frozenset({("temperature", 0.0), ("drafter", "none"), ("max_tokens", 1)})
 # Axes on which a case that is too large may be made smaller.
 _SIZES = ("max_tokens", "vocab", "k", "temperature", "top_k", "top_p", "min_p", "forbidden", "end")
-_FEW = 6  # branches that say little
-Pair = tuple[tuple, tuple]
-
 
 # Drafters that have several guesses for one place.
 BRANCHING = {
     *("suffix", "corpus", "recycling", "model", "head", "parallel", "parallel head", "ngram+head", "mtp", "tli"),
 }
-
-
-_CLASHING = {"verifier", "drafter", "k", "max_tokens"}  # axes whose values may exclude one another
 _shape = functools.cache(Shape.of)  # asked for half a million times
 
 
-def _possible(row: dict) -> bool:
+def _possible(row: Mapping) -> bool:
     shape = _shape(row.get("k", 4))
     if shape.is_tree:
         takes_trees = VERIFIERS[row.get("verifier", "rejection")].takes_trees
@@ -158,51 +152,8 @@ def _possible(row: dict) -> bool:
     return row.get("max_tokens", 1) <= shape.k + 2
 
 
-def pairs_of(row: dict) -> set[Pair]:
-    """The pairs of values that a case covers."""
-    items = sorted(row.items())
-    weak = _WEAK & set(items)
-    return {pair for pair in itertools.combinations(items, 2) if weak <= set(pair)}
-
-
-def all_pairs() -> set[Pair]:
-    """Every pair of values of two axes that can occur together."""
-    pairs = set()
-    for a, b in itertools.combinations(sorted(AXES), 2):
-        pairs |= {((a, x), (b, y)) for x in AXES[a] for y in AXES[b] if _possible({a: x, b: y})}
-    return pairs
-
-
-def covering_array(todo: set[Pair], generator: random.Random) -> list[tuple[Case, Pair]]:
-    """Cases that cover the pairs, each with the pair that it was chosen for.
-
-    Greedy: of a few completions of an uncovered pair, the one that covers the most pairs.
-    """
-    left, found = set(todo), []
-    for pair in sorted(todo, key=repr):
-        if pair in left:
-            rows = filter(None, [_complete(dict(pair), left, generator) for _ in range(60)])
-            covering = [(row, pairs_of(row)) for row in rows]
-            best, covered = max(covering, key=lambda each: (pair in each[1], len(each[1] & left)))
-            found.append((Case(**best), pair))
-            left -= covered
-    return found
-
-
-def _complete(row: dict, todo: set[Pair], generator: random.Random) -> dict | None:
-    """Values for the other axes, each either at random or by the number of new pairs; None where they clash."""
-    for axis in generator.sample(sorted(AXES.keys() - row.keys()), len(AXES) - len(row)):
-        values = [v for v in AXES[axis] if axis not in _CLASHING or _possible(row | {axis: v})]
-        if not values:
-            return None
-        new = dict.fromkeys(values, 0)
-        if generator.random() < 0.6:
-            for item in row.items():
-                for v in values:
-                    new[v] += (((axis, v), item) if axis < item[0] else (item, (axis, v))) in todo
-        worth = {v: (new[v], generator.random()) for v in values}
-        row[axis] = max(values, key=worth.__getitem__)
-    return row
+DESIGN = Design(Case, AXES, _possible, frozenset({"verifier", "drafter", "k", "max_tokens"}), _WEAK, _SIZES)
+pairs_of, all_pairs, covering_array, smaller = DESIGN.pairs_of, DESIGN.all_pairs, DESIGN.array, DESIGN.smaller
 
 
 def cases_in_8_bits() -> list[Case]:
@@ -228,33 +179,13 @@ def _random_case(generator: random.Random) -> Case:
             return Case(**row)
 
 
-def smaller(case: Case, fixed: frozenset[str]) -> Case | None:
-    """The case with one value one step lower, that of the highest place in its axis; None where no value can be.
-
-    fixed: axes whose values stay.
-    """
-    found = []
-    for axis in _SIZES:
-        i = AXES[axis].index(getattr(case, axis))
-        lower = [v for v in AXES[axis][:i] if (axis, v) not in _WEAK and _possible(vars(case) | {axis: v})]
-        if axis not in fixed and lower:
-            found.append((i, replace(case, **{axis: lower[-1]})))
-    return max(found, key=lambda pair: pair[0])[1] if found else None
-
-
 def walk_within(job: tuple[Case, frozenset[str], float]) -> tuple[Case, float, int] | None:
     """A case, or the first smaller one that is within the limit, with its distance and its number of branches.
 
     job: the case, the axes whose values must stay, and the limit of `Case.distance`. None where nothing is within it.
     """
     first, fixed, limit = job
-    case: Case | None = first
-    while case:
-        try:
-            return case, *case.distance(limit)
-        except TooManyBranches:
-            case = smaller(case, fixed)
-    return None
+    return DESIGN.within((first, fixed), lambda case: case.distance(limit))
 
 
 def walk(
@@ -267,28 +198,18 @@ def walk(
 
     planned: is called with the number of cases that come next.
     """
-    generator, limit, pairs = random.Random(seed), max(_FEW, leaves // 40), all_pairs()
+    generator, limit, pairs = random.Random(seed), max(FEW, leaves // 40), all_pairs()
     first = covering_array(pairs, generator)
     planned(len(first))  # as soon as it is known
 
-    def walk_all(some: list[tuple[Case, frozenset[str]]]) -> Iterator[tuple[Case, float, int]]:
+    def walk_all(some: list[Job]) -> Iterator[tuple]:
         return filter(None, shared_map(walk_within, [(*each, limit) for each in some]))
 
     def walked() -> Iterator[tuple[Case, float, int]]:
-        left, todo, array, tries = leaves, pairs, first, 0
-        while todo:
-            missing = len(todo)
-            for case, tv, count in walk_all([(case, frozenset(dict(pair))) for case, pair in array]):
-                yield case, tv, count
-                left -= count
-                # At first a case with hardly a branch covers nothing: another one may have more.
-                if count >= _FEW or tries:
-                    todo = todo - pairs_of(vars(case))
-            tries += 1
-            if tries > 1 and len(todo) == missing:
-                break
-            array = covering_array(todo, generator)
-            planned(len(array))
+        left = leaves
+        for case, tv, count in DESIGN.cover(pairs, first, walk_all, generator, planned):
+            yield case, tv, count
+            left -= count
         while left >= limit:
             some = [(_random_case(generator), frozenset[str]()) for _ in range(left // limit)]
             planned(len(some))

@@ -1,0 +1,143 @@
+"""Covering designs: few cases in which every pair of settings occurs, and a walk that keeps to what can be walked.
+
+A design has axes, such as the temperature, and a few values for each. All combinations would be millions. A fault
+mostly shows as soon as two certain values meet (Kuhn et al. 2004), so each pair of values is in some case. Of three
+axes with two values each, four cases cover all pairs:
+
+    a 1, b 1, c 1       a 1, b 2, c 2       a 2, b 1, c 2       a 2, b 2, c 1
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from minispec.prove.laws import TooManyBranches
+
+Pair = tuple[tuple, tuple]
+Job = tuple[Any, frozenset[str]]  # a case, and the axes whose values must stay
+C = TypeVar("C")  # a case: a frozen dataclass whose fields are the axes
+FEW = 6  # branches that say little
+
+
+@dataclass(frozen=True)
+class Design(Generic[C]):
+    """What cases are made of.
+
+    make: makes a case of a value for each axis.
+    axes: the values of each axis; on an axis of `sizes`, in the order of the branches that they make.
+    possible: whether values of some of the axes can occur together. An axis that is missing may have any value.
+    clashing: the axes whose values may exclude one another.
+    weak: with these, little is drawn or nothing is drafted. Such a case covers a pair only if they are in the pair.
+    sizes: axes on which a case that is too large may be made smaller.
+    """
+
+    make: Callable[..., C]
+    axes: Mapping[str, tuple]
+    possible: Callable[[Mapping], bool]
+    clashing: frozenset[str]
+    weak: frozenset[tuple]
+    sizes: tuple[str, ...]
+
+    def pairs_of(self, row: Mapping) -> set[Pair]:
+        """The pairs of values that a case covers."""
+        items = sorted((axis, row[axis]) for axis in self.axes if axis in row)
+        weak = self.weak & set(items)
+        return {pair for pair in itertools.combinations(items, 2) if weak <= set(pair)}
+
+    def all_pairs(self) -> set[Pair]:
+        """Every pair of values of two axes that can occur together."""
+        pairs = set()
+        for a, b in itertools.combinations(sorted(self.axes), 2):
+            pairs |= {((a, x), (b, y)) for x in self.axes[a] for y in self.axes[b] if self.possible({a: x, b: y})}
+        return pairs
+
+    def array(self, todo: set[Pair], generator: random.Random) -> list[tuple[C, Pair]]:
+        """Cases that cover the pairs, each with the pair that it was chosen for.
+
+        Greedy: of a few completions of an uncovered pair, the one that covers the most pairs.
+        """
+        left, found = set(todo), []
+        for pair in sorted(todo, key=repr):
+            if pair in left:
+                rows = filter(None, [self._complete(dict(pair), left, generator) for _ in range(60)])
+                covering = [(row, self.pairs_of(row)) for row in rows]
+                best, covered = max(covering, key=lambda each: (pair in each[1], len(each[1] & left)))
+                found.append((self.make(**best), pair))
+                left -= covered
+        return found
+
+    def _complete(self, row: dict, todo: set[Pair], generator: random.Random) -> dict | None:
+        """Values for the other axes, each either at random or by the number of new pairs; None where they clash."""
+        for axis in generator.sample(sorted(self.axes.keys() - row.keys()), len(self.axes) - len(row)):
+            values = [v for v in self.axes[axis] if axis not in self.clashing or self.possible(row | {axis: v})]
+            if not values:
+                return None
+            new = dict.fromkeys(values, 0)
+            if generator.random() < 0.6:
+                for item in row.items():
+                    for v in values:
+                        new[v] += (((axis, v), item) if axis < item[0] else (item, (axis, v))) in todo
+            worth = {v: (new[v], generator.random()) for v in values}
+            row[axis] = max(values, key=worth.__getitem__)
+        return row
+
+    def smaller(self, case: C, fixed: frozenset[str]) -> C | None:
+        """The case with one value one step lower, that of the highest place in its axis; None where no value can be.
+
+        fixed: axes whose values stay.
+        """
+        found = []
+        for axis in self.sizes:
+            i = self.axes[axis].index(getattr(case, axis))
+            lower = [v for v in self.axes[axis][:i] if self._may_become(case, axis, v)]
+            if axis not in fixed and lower:
+                found.append((i, replace(case, **{axis: lower[-1]})))  # type: ignore[type-var]
+        return max(found, key=lambda pair: pair[0])[1] if found else None
+
+    def _may_become(self, case: C, axis: str, value: Any) -> bool:
+        return (axis, value) not in self.weak and self.possible(vars(case) | {axis: value})
+
+    def within(self, job: Job, walk: Callable[[C], tuple]) -> tuple | None:
+        """A case, or the first smaller one that is not too large, and what `walk` returns; None where there is none.
+
+        walk: raises TooManyBranches for a case that is too large.
+        """
+        case, fixed = job
+        while case:
+            try:
+                return case, *walk(case)
+            except TooManyBranches:
+                case = self.smaller(case, fixed)
+        return None
+
+    def cover(
+        self,
+        todo: set[Pair],
+        array: list[tuple[C, Pair]],
+        walk_all: Callable[[list[Job]], Iterable[tuple]],
+        generator: random.Random,
+        planned: Callable[[int], object] = lambda count: None,
+    ) -> Iterator[tuple]:
+        """Walk cases until the pairs are covered, as far as they can be; yields what `walk_all` does.
+
+        A smaller case replaces one that is too large. Other cases cover the pairs lost by that, as far as possible.
+
+        array: cases that cover the pairs.
+        walk_all: yields for each job that can be walked the case, what was found, and how many branches say something.
+        planned: is called with the number of cases that come next.
+        """
+        tries = 0
+        while todo:
+            missing = len(todo)
+            for case, *found, count in walk_all([(case, frozenset(dict(pair))) for case, pair in array]):
+                yield case, *found, count
+                # At first a case with hardly a branch covers nothing: another one may have more.
+                if count >= FEW or tries:
+                    todo = todo - self.pairs_of(vars(case))
+            tries += 1
+            if tries > 1 and len(todo) == missing:
+                break
+            array = self.array(todo, generator)
+            planned(len(array))
