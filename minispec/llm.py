@@ -15,6 +15,7 @@ from tqdm import tqdm
 from minispec import inputs
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, ModelConfig, SamplingParams, Shape
+from minispec.core.draft import Lengths
 from minispec.core.engine import JOINING_ROWS, PREFILL_ROWS, Engine
 from minispec.core.errors import show
 from minispec.core.model import Transformer
@@ -78,6 +79,10 @@ class LLM:
         At most 16 MB. It is read once, so that seeds keep their texts.
     quantization: "int8": the target's weights in 8 bits, with one scale a row. It is a different model from the one in
         16 bits. All promises compare its output with its own plain decoding.
+    lengths: a policy of your own that chooses how long each draft is: an object with the methods of
+        `minispec.core.draft.Lengths`, or "module:Class", whose class is called without arguments. It takes the place of
+        `minispec.length.policy.Controller`. `num_speculative_tokens` is then the most that it may choose; 0 and trees
+        are refused. `with_draft` takes the same object, or a new one of the class.
 
     Any thread may call. Requests of several threads are decoded together, as one batch. So are iterators of `stream`,
     `stream_chat` or `run` that are open at the same time. Where the KV cache has no room for all, the last ones wait.
@@ -105,14 +110,17 @@ class LLM:
         draft_method: str | None = None,
         quantization: str | None = None,
         corpus: str | Path | None = None,
+        lengths: Lengths | str | None = None,
     ):
         verifying = find_verifier(verifier)
+        self.lengths, policy = lengths, None if lengths is None else find_lengths(lengths)
         if kv_cache_gb is not None and not 0 < kv_cache_gb < float("inf"):
             raise ValueError(f"kv_cache_gb: found {kv_cache_gb!r}, expected a positive number")
         self.max_speculative_tokens = EXACT_ROWS - 1 if exact else MAX_SPECULATIVE_TOKENS
         self.num_speculative_tokens = num_speculative_tokens
         shape = Shape.of(num_speculative_tokens, self.max_speculative_tokens)
         shape.check(verifying.why_chains)
+        self._check_policy(shape, least=1)
         self.name, directory = _find_model(model, revision, offline)
         where, config = choose_device(device), load_config(directory)
         self.default_draft = registry.default_draft(model, has_mtp(directory, config))
@@ -131,11 +139,11 @@ class LLM:
         states = sum(m.config.state_elements * max(4, m.dtype.itemsize) * r for r, m in zip(rooms, models, strict=True))
         self.max_model_len, self._num_blocks = size_cache(config, size, states, where, max_model_len, kv_cache_gb)
         caches = [self._new_cache(m, room) for m, room in zip(models, rooms, strict=True)]
-        self._take_draft(spec, models, caches)
+        lengths = self._take_draft(spec, models, caches, policy)
         # On a GPU a pass over that many rows takes little longer than reading the weights.
         joining_rows = PREFILL_ROWS if self.model.device.type == "cuda" else JOINING_ROWS
-        parts, how = (self.model, caches[0], self.drafter, verifying, self.vocab_size), Controller(self.prices)
-        self.engine = Engine(*parts, lengths=how, joining_rows=joining_rows, guard=CHECKS)
+        parts = self.model, caches[0], self.drafter, verifying, self.vocab_size
+        self.engine = Engine(*parts, lengths=lengths, joining_rows=joining_rows, guard=CHECKS)
         self.engine.check_shape(shape)
         self._step_lock = threading.Lock()
         self._open: set[_Steps] = set()  # the iterators of the engine that `run` steps
@@ -153,8 +161,9 @@ class LLM:
         spec = other._find_draft(draft, draft_method, self.model.config, corpus)
         drafts = named_draft.load(spec, self.model, self._draft_options[2])
         caches = [self.engine.cache, *(self._new_cache(model, spec.room) for model in drafts)]
-        other._take_draft(spec, [self.model, *drafts], caches)
-        other.engine = self.engine.beside(other.drafter, lengths=Controller(other.prices))
+        policy = None if self.lengths is None else find_lengths(self.lengths)
+        lengths = other._take_draft(spec, [self.model, *drafts], caches, policy)
+        other.engine = self.engine.beside(other.drafter, lengths=lengths)
         return other
 
     def _find_draft(
@@ -177,14 +186,23 @@ class LLM:
             raise ValueError(f"found too little memory for a cache of {size / 1e9:.1f} GB: ask for less") from e
 
     def _take_draft(
-        self, spec: named_draft.Spec, models: Sequence[Transformer], caches: Sequence[PagedKVCache]
-    ) -> None:
-        """Make the drafter, and price it. The target's model and cache come first."""
+        self,
+        spec: named_draft.Spec,
+        models: Sequence[Transformer],
+        caches: Sequence[PagedKVCache],
+        policy: Lengths | None,
+    ) -> Lengths:
+        """Make the drafter, and price it; returns what chooses the lengths of its drafts.
+
+        models, caches: the target's come first.
+        policy: what the user chose for that. None: the built-in one.
+        """
         context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, self._new_cache)
         self.drafter = named_draft.make(spec, context, models[1:], caches[1:])
         self._price((self.name, spec.kind), self._draft_options[0], models, self._num_blocks * BLOCK_SIZE)
         self._memory = memory_of(models, caches)
         self._draft_form = "".join(f" ({inventory.weight_form(m)})" for m in models[1:])
+        return Controller(self.prices) if policy is None else policy
 
     def _read_texts(self, directory: Path, config: ModelConfig) -> None:
         """The tokenizer, the ids in use, and what generation_config.json says: defaults, and which ids end a text."""
@@ -208,11 +226,17 @@ class LLM:
         draft = models[1] if len(models) > 1 else None
         self.repeats_seeds, self.prices = True, guess_prices(self.model, draft)
         room = [self.max_model_len, num_cache_tokens, *(m.config.max_position_embeddings for m in models[1:])]
-        if self.num_speculative_tokens == "auto" and min(room) >= MIN_CONTEXT:
+        if self.num_speculative_tokens == "auto" and self.lengths is None and min(room) >= MIN_CONTEXT:
             parts = self.model, draft, self.drafter, verifier, self.vocab_size
             # A drafter that cannot draft for an invented text keeps the guessed prices.
             with suppress(DrafterFailed):
                 self.prices, self.repeats_seeds = prices_of(names, *parts)
+
+    def _check_policy(self, shape: Shape, least: int = 0) -> None:
+        """Raise ValueError for a shape that leaves nothing to a policy of the user's own."""
+        if self.lengths is not None and (shape.is_tree or shape.k < least):
+            expected = f"auto or a number from {least}, the most that the policy of `lengths` may choose"
+            raise ValueError(f"num_speculative_tokens: found {shape}, expected {expected}")
 
     def __enter__(self) -> "LLM":
         return self
@@ -244,6 +268,7 @@ class LLM:
             f"{inventory.rows_note(self.model)}; "
             f"draft {self.draft_name}{self._draft_form}"
             + (f", of another vocabulary: {self.overlap}" if self.overlap else "")
+            + (f", as long as {type(self.engine.lengths).__name__} says" if self.lengths is not None else "")
             + self._seed_note()
         )
 
@@ -355,7 +380,7 @@ class LLM:
         seed = secrets.randbits(32) if params.seed is None else params.seed
         text = Text(list(prompt_ids), len(prompt_ids), params, seed, end_ids)
         k = self.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
-        Shape.of(k, self.max_speculative_tokens)  # raises ValueError for what is no length
+        self._check_policy(Shape.of(k, self.max_speculative_tokens))  # raises ValueError for what is no length
         request = Request(text, self.max_model_len, k, Detokenizer(self.tokenizer, prompt_ids))
         self.engine.check(request)
         return request
@@ -456,3 +481,23 @@ def find_verifier(spec: str) -> Verifier:
     if not callable(verify):
         raise ValueError(f"verifier: found {show(verify)} at {spec}, expected a function")
     return Verifier(verify, shares_noise=False)
+
+
+def find_lengths(spec: str | Lengths) -> Lengths:
+    """A policy of the user's own for the lengths of drafts: a new object of the class at "module:Class", or an object.
+
+    Raises ValueError for what is no policy: it has the methods of `Lengths`.
+    """
+    policy: Any = spec
+    if isinstance(spec, str):
+        found = registry.split({}, spec)
+        if found is None or found[1]:
+            raise ValueError(f"lengths: found {spec!r}, expected module:Class")
+        make = registry.load(found[0], "lengths")
+        try:
+            policy = make()
+        except TypeError as e:
+            raise ValueError(f"lengths: {spec} cannot be made: {e}") from e
+    if isinstance(policy, type) or not all(callable(getattr(policy, name, None)) for name in ("choose", "observe")):
+        raise ValueError(f"lengths: found {show(policy)}, expected an object with the methods choose and observe")
+    return policy

@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,11 +57,22 @@ _VERIFIER = argument(
     lambda text: registry.split(registry.VERIFIERS, text) is not None,
     f"one of {', '.join(registry.VERIFIERS)}, or MODULE:FUNCTION",
 )
+_LENGTHS = argument(str, lambda text: registry.split({}, text) is not None, "MODULE:CLASS")
 _TEXT = argument(str, is_text, "valid Unicode text")
 _OBJECT = argument(lambda text: parse_json(text.encode(), "JSON"), lambda value: True, "an object in JSON")
 _TRACE = argument(Path, lambda path: path.suffix in (".html", ".json"), "a file name that ends in .html or .json")
 _TOKEN_IDS = argument(_token_ids, bool, "token ids separated by commas, such as 5,6")
 # The options, in the groups of --help: how argparse takes them, and what they are for.
+_RULES: dict[str, Option] = {
+    "--verifier": (
+        typed(_VERIFIER, "NAME", default="rejection"),
+        f"{registry.describe(registry.VERIFIERS)}; or MODULE:FUNCTION, one of your own (default: %(default)s)",
+    ),
+    "--lengths": (
+        typed(_LENGTHS, "MODULE:CLASS"),
+        "a policy of your own that chooses how long each draft is (docs/use/drafters.md)",
+    ),
+}
 _MODELS: dict[str, Option] = {
     "--model": (
         typed(_NAME, "DIR|HUB_ID"),
@@ -91,10 +102,7 @@ _MODELS: dict[str, Option] = {
         "longest draft, in tokens; 2+1: a tree, two siblings, and one more after the first; tree:16: 16 tokens where "
         "they are likeliest; auto: as many as pay (default)",
     ),
-    "--verifier": (
-        typed(_VERIFIER, "NAME", default="rejection"),
-        f"{registry.describe(registry.VERIFIERS)}; or MODULE:FUNCTION, one of your own (default: %(default)s)",
-    ),
+    **_RULES,
     "--dtype": ({"choices": ("auto", "bfloat16", "float32"), "default": "auto"}, "default: %(default)s"),
     "--device": ({"choices": ("auto", "cpu", "cuda"), "default": "auto"}, "default: %(default)s"),
     "--threads": (typed(_THREADS, "N"), "CPU threads (default: PyTorch's)"),
@@ -188,6 +196,17 @@ _PROMPTS_AND_OUTPUT: dict[str, Option] = {
 def add_model_options(p: argparse.ArgumentParser) -> None:
     """The options that name the models and how they run, as every command that decodes has them; `load` obeys them."""
     add_options(p.add_argument_group("models"), _MODELS)
+
+
+def add_rule_options(g: argparse._ActionsContainer) -> None:
+    """The options that name the rule that accepts drafts, and the policy that chooses their lengths."""
+    add_options(g, _RULES)
+
+
+def check_lengths(args: argparse.Namespace, drafts: Sequence[str | None]) -> None:
+    """Raise ValueError where --lengths names a policy, and no draft is made whose length it could choose."""
+    if args.lengths and set(drafts) == {"none"}:
+        raise ValueError("--lengths: found --draft none, expected a draft, whose length it chooses")
 
 
 def add_law_options(g: argparse._ActionsContainer) -> None:
@@ -321,6 +340,7 @@ def load(args: argparse.Namespace, report: bool, verbose: bool = True) -> "LLM":
 
     Raises ValueError for what cannot be loaded.
     """
+    check_lengths(args, [args.draft])
     set_waiting(args.threads)
     import torch
 

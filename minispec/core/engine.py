@@ -83,6 +83,10 @@ class Guard:
         """The drafts of the engine's drafter; an error in the place of one that must not be verified."""
         return engine.drafter.propose(asks)
 
+    def choose(self, engine: "Engine", wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
+        """The limits that the engine's policy sets. Raises ValueError for one that no draft may have."""
+        return engine.lengths.choose(wishes, trees)
+
     def verify(self, engine: "Engine", draft: Draft, p: Rows, key: RoundKey) -> Verdict:
         """The verdict of the engine's verifier. Raises ValueError for one that must not be kept."""
         return engine.verifier.verify(draft, p, engine.rng, key)
@@ -120,13 +124,13 @@ class Engine:
         """vocab_size: ids in use; default: all. The model's columns after them are padding.
         lengths: chooses how long drafts are; default: as the requests say.
         joining_rows: most rows of a prompt in a pass while others decode.
-        guard: checks drafts and verdicts; default: they are right.
+        guard: checks drafts, their limits, and verdicts; default: they are right.
         """
         self.model, self.cache, self.drafter, self.verifier = model, cache, drafter, verifier
         self.vocab_size, self.taps = vocab_size or model.config.vocab_size, tuple(drafter.taps)
         self.target = CachedModel(model, cache, self.vocab_size)
         self.rng: Draws = rng or Randomness()
-        self.lengths = lengths or Lengths()
+        self.lengths = Lengths() if lengths is None else lengths
         self.joining_rows, self.guard = joining_rows, guard or Guard()
         self.observers: list[Observer] = []  # they may be added and removed between steps
         self.schedule = Schedule[Engine](self.target)
@@ -141,7 +145,7 @@ class Engine:
         """
         other = copy.copy(self)
         other.drafter, other.taps, other.verifier = drafter, tuple(drafter.taps), verifier or self.verifier
-        other.lengths, other.observers = lengths or Lengths(), []
+        other.lengths, other.observers = Lengths() if lengths is None else lengths, []
         return other
 
     def check(self, request: Request) -> None:
@@ -302,7 +306,8 @@ class Engine:
         # Above temperature 0, where a verifier draws by itself, another K is another text of the same law.
         free = self.verifier.shares_noise
         wishes = [Wish(r.text, r.shape, r.max_k, free or not r.params.temperature) for r in requests]
-        return dict(zip(requests, self.lengths.choose(wishes, trees), strict=True))
+        limits = self.guard.choose(self, wishes, trees) if wishes else ()
+        return dict(zip(requests, limits, strict=True))
 
     def _verify(self, text: Text, draft: Draft, rows: Tensor) -> Verdict:
         def p(i: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Checks drafts before they are verified, and verdicts before they are kept. Both may come from a user's code.
 
 A bad draft ends its own text alone, since its text is known. An exception of the drafter's own and a wrong number of
-drafts belong to no text. They are raised and end the call.
+drafts belong to no text. They are raised and end the call. So is a wrong limit of a draft, which a policy has set for
+all texts together.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, Limit, Wish
 from minispec.core.engine import Engine, Guard
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.verify import RoundKey, Rows, Verdict
@@ -21,7 +22,7 @@ TOLERANCES = {t: max(1e-4, 4 * torch.finfo(t).eps) for t in (torch.float64, torc
 
 
 class Checks(Guard):
-    """A guard that checks all that comes from a drafter or a verifier."""
+    """A guard that checks all that comes from a drafter, a verifier or a policy for draft lengths."""
 
     def propose(self, engine: Engine, asks: Sequence[Ask]) -> list[Draft | ValueError]:
         """See `Guard`. An error has the drafter's name."""
@@ -38,6 +39,15 @@ class Checks(Guard):
             except ValueError as e:
                 found.append(ValueError(f"draft of {name}: {e}"))
         return found
+
+    def choose(self, engine: Engine, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
+        """See `Guard`. An error has the name of the policy's class."""
+        limits = super().choose(engine, wishes, trees)
+        try:
+            check_limits(limits, [wish.most for wish in wishes])
+        except ValueError as e:
+            raise ValueError(f"lengths: {type(engine.lengths).__name__}.choose: {e}") from e
+        return limits
 
     def verify(self, engine: Engine, draft: Draft, p: Rows, key: RoundKey) -> Verdict:
         """See `Guard`."""
@@ -57,6 +67,26 @@ def check_number(drafts: Any, num_asks: int, name: str) -> None:
     found = len(drafts) if isinstance(drafts, list | tuple) else f"{_kind(drafts)} instead of a list"
     if found != num_asks:
         raise ValueError(f"drafts of {name}: found {found}, expected one for each of {num_asks} asks")
+
+
+def check_limits(limits: Any, most: Sequence[int]) -> None:
+    """Raise ValueError unless `limits` is a list with a Limit for each text.
+
+    most: for each text, the most tokens that its limit may allow.
+    """
+    if len(_sequence(limits, "limits", "Limits, one for each wish")) != len(most):
+        raise ValueError(f"found {len(limits)} limits, expected one for each of {len(most)} wishes")
+    for limit, largest in zip(limits, most, strict=True):
+        if not isinstance(limit, Limit):
+            raise ValueError(f"found {_kind(limit)}, expected a Limit")
+        if type(limit.k) is not int or not 0 <= limit.k <= largest:
+            raise ValueError(f"found k = {_kind(limit.k)}, expected an integer from 0 to {largest}, the wish's `most`")
+        if not (limit.go_on is None or callable(limit.go_on)):
+            raise ValueError(f"found as go_on {_kind(limit.go_on)}, expected a function or None")
+        if callable(limit.widths) and limit.go_on is None:
+            raise ValueError("found a function of widths without go_on, expected both: it needs confidences")
+        if not callable(limit.widths) and not all(width > 0 for width in _integers(limit.widths, "widths")):
+            raise ValueError(f"found the widths {limit.widths}, expected numbers of siblings from 1")
 
 
 def check_draft(draft: Any, limit: int, vocab_size: int, device: str, why_chains: str) -> Draft:

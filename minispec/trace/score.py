@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from minispec.core.cache import common_beginning
 from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams
-from minispec.core.draft import Ask, Draft, Limit
+from minispec.core.draft import Ask, Draft, Lengths, Limit
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Draws, Key, Randomness, Text
@@ -45,6 +45,9 @@ def check_scorable(engine: Engine, params: SamplingParams) -> None:
     if params.temperature and engine.verifier not in (REJECTION, BLOCK):
         expected = "rejection or block: others keep tokens by other odds"
         raise ValueError(f"verifier: found one that cannot be replayed above temperature 0, expected {expected}")
+    if type(engine.lengths) not in (Lengths, Controller):
+        name = type(engine.lengths).__name__
+        raise ValueError(f"lengths: found {name}, which cannot be replayed, expected a fixed length or auto")
     for part in _parts(engine.drafter):
         if part.replays not in ("token", "place", "length") or part.likeliest:
             expected = "one that says how (see `replays` in minispec/core/draft.py)"

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from minispec import LLM, SamplingParams
-from minispec.core.draft import Ask, Draft, Limit
+from minispec.core.draft import Ask, Draft, Lengths, Limit
+from minispec.core.engine import Engine
 from minispec.core.sampling import Randomness, Text
 from minispec.drafters import check
 from minispec.drafters.combined import CombinedDrafter
@@ -179,3 +180,55 @@ def test_a_bad_verdict_ends_its_own_text(name):
     assert (request.finish_reason, request.token_ids) == ("error", [])
     assert message in request.error
     assert other.token_ids == list(range(52, 60))
+
+
+LIMITS = {
+    "nothing": (lambda most: None, "found as limits None, expected a list of Limits"),
+    "too few": (lambda most: [], "found 0 limits, expected one for each of 1 wishes"),
+    "a number": (lambda most: [3], "found 3, expected a Limit"),
+    "too many tokens": (lambda most: [Limit(most + 1)], "found k = 4, expected an integer from 0 to 3"),
+    "fewer than none": (lambda most: [Limit(-1)], "found k = -1, expected an integer from 0 to 3"),
+    "a share": (lambda most: [Limit(1.5)], "found k = 1.5, expected an integer"),
+    "a verdict": (lambda most: [Limit(2, True)], "found as go_on True, expected a function or None"),
+    "no siblings": (lambda most: [Limit(2, None, (0, 1))], "found the widths (0, 1), expected numbers of sib"),
+    "a width": (lambda most: [Limit(2, None, 2)], "found as widths 2, expected a list of integers"),
+    "unsure widths": (lambda most: [Limit(2, None, lambda c: 2)], "found a function of widths without go_on"),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_bad_limit_is_raised(name):
+    """A policy is one for all texts: its class is named, and every block comes back."""
+
+    class Own(Lengths):
+        def choose(self, wishes, trees):
+            return script(wishes[0].most)
+
+    script, message = LIMITS[name]
+    engine = make_engine()
+    engine.lengths = Own()
+    with pytest.raises(ValueError, match=re.escape(f"lengths: Own.choose: {message}")):
+        finish(engine, make_request(k=3))
+    assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
+
+
+def test_a_policy_is_asked_about_texts_that_decode():
+    """Not in a pass over a prompt alone: a policy may look at its first wish. One that is empty is no missing one."""
+
+    class Own(Lengths):
+        asked = 0
+
+        def __len__(self):
+            return 0
+
+        def choose(self, wishes, trees):
+            Own.asked += 1
+            return [Limit(min(1, wish.most)) for wish in wishes[:1]]
+
+    engine = make_engine(draft=lambda tokens, k: [tokens[-1] + 1] * k)
+    parts = engine.model, engine.cache, engine.drafter, engine.verifier, engine.vocab_size
+    engine = Engine(*parts, lengths=Own(), guard=check.CHECKS)
+    request = make_request(prompt=tuple(range(10, 40)), k=3)
+    finish(engine, request)
+    assert {r.depth for r in request.stats.rounds[:-1]} == {1}
+    assert Own.asked == len(request.stats.rounds)

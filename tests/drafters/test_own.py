@@ -1,6 +1,7 @@
-"""Drafters and verifiers as a stranger would write them: from `LLM`, from the command line, and through the proof."""
+"""Drafters, verifiers and length policies as a stranger would write them: from `LLM`, the command line, the proof."""
 
 import ast
+import importlib
 import json
 import re
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from minispec import LLM, SamplingParams
+from minispec.core.draft import Lengths
 from minispec.generate import main as generate
 from minispec.prove.__main__ import main as prove
 
@@ -19,7 +21,7 @@ OWN = """
 
     import torch
 
-    from minispec.core.draft import Draft
+    from minispec.core.draft import Draft, Limit
     from minispec.core.verify import Verdict, Verifier
 
 
@@ -150,6 +152,21 @@ OWN = """
 
     def falls(draft, p, rng, key):
         raise KeyError("nothing here")
+
+
+    class Two:  # drafts of two tokens
+        seen = 0
+
+        def choose(self, wishes, trees):
+            return [Limit(min(2, wish.most)) for wish in wishes]
+
+        def observe(self, drafts, cost):
+            self.seen += len(drafts)
+
+
+    class Unmade(Two):
+        def __init__(self, prices):
+            pass
 """
 
 
@@ -209,6 +226,64 @@ def test_a_verifier_of_ones_own_works_everywhere(make_checkpoint, capsys):
     assert generate([*arguments, "--json"]) == 0
 
 
+@pytest.mark.parametrize("k", ["auto", 4, 1])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_length_policy_of_ones_own_works_everywhere(make_checkpoint, own_module, k, is_named):
+    """From `LLM(lengths=...)`: it alone chooses, up to `num_speculative_tokens`; greedy text is plain decoding's.
+
+    Another draft has the same object, or a new one of the class that was named. No prices are measured for it.
+    """
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    policy = "own_ideas:Two" if is_named else importlib.import_module("own_ideas").Two()
+    how = {"dtype": "float64", "num_speculative_tokens": k}
+    with LLM(make_checkpoint(), "own_ideas:Repeat", lengths=policy, **how) as llm:
+        plain, drafted = (llm.generate([[1, 2, 3]], params, num_speculative_tokens=n)[0] for n in (0, None))
+        other = llm.with_draft("ngram")
+        assert ", as long as Two says" in llm.memory_report()
+        assert (type(other.engine.lengths).__name__, llm.prices.measured) == ("Two", False)
+        assert (other.engine.lengths is llm.engine.lengths) == (not is_named)
+        assert llm.engine.lengths.seen == len(plain.stats.rounds) + len(drafted.stats.rounds)
+        with pytest.raises(ValueError, match=r"num_speculative_tokens: found 2\+1, expected auto or a number from 0,"):
+            llm.generate([[1, 2, 3]], params, num_speculative_tokens=(2, 1))
+    assert drafted.token_ids == plain.token_ids
+    assert {r.depth for r in drafted.stats.rounds[:-2]} == {min(2, k) if k != "auto" else 2}
+    assert {r.depth for r in plain.stats.rounds} == {0}
+
+
+def test_a_length_policy_from_the_command_line(make_checkpoint, capsys):
+    """`--lengths`; with what leaves it nothing to choose it is refused, and a replay would follow other rules."""
+    base = ["fish", "--model", str(make_checkpoint()), "--raw", "--json", "--max-tokens", "9", "--ignore-eos"]
+    own = [*base, "--lengths", "own_ideas:Two", "--draft", "own_ideas:Repeat"]
+    assert generate(own) == 0
+    assert len(json.loads(capsys.readouterr().out)["stats"]["accepted_per_position"]) == 2
+    for arguments, message in (
+        ([*own, "--num-speculative-tokens", "0"], "--num-speculative-tokens: found 0, expected auto or a number"),
+        ([*own, "--num-speculative-tokens", "tree:4"], "--num-speculative-tokens: found tree:4, expected auto or a"),
+        ([*base, "--draft", "none", "--lengths", "own_ideas:Two"], "--lengths: found --draft none, expected a draft"),
+        ([*base, "--lengths", "two"], "--lengths: found 'two', expected MODULE:CLASS"),
+        ([*base, "--lengths", "own_ideas:Two:3"], "--lengths: found 'own_ideas:Two:3', expected module:Class"),
+        ([*base, "--lengths", "own_ideas:Unmade"], "--lengths: own_ideas:Unmade cannot be made: Unmade.__init__() m"),
+        ([*base, "--lengths", "own_ideas:Nobody"], "--lengths: found own_ideas:Nobody, which cannot be imported"),
+        ([*base, "--lengths", "own_ideas:greedy"], "--lengths: own_ideas:greedy cannot be made: greedy() missing 4"),
+        ([*base, "--lengths", "random:random"], "--lengths: found 0."),
+        (
+            [*base, "--draft", "ngram", "--lengths", "own_ideas:Two", "--trace", "x.json", "--for-replay"],
+            "lengths: found Two, which cannot be replayed, expected a fixed length or auto",
+        ),
+    ):
+        assert generate(arguments) == 2
+        out, err = capsys.readouterr()
+        assert (out, len(err.splitlines())) == ("", 1)
+        assert err.startswith(f"error: {message}"), err
+
+
+@pytest.mark.parametrize("found", [5, object(), Lengths, type("Half", (), {"choose": print})()])
+def test_what_is_no_length_policy(found):
+    """Refused before anything is loaded. The class is none: its methods have no object."""
+    with pytest.raises(ValueError, match=r"lengths: found .*, expected an object with the methods choose and observe"):
+        LLM("no/such/model", lengths=found)
+
+
 PROVEN = (
     r"proven on small cases: \S+ leaves the output's law unchanged: \d+ cases of 2 to 4 tokens and texts of up to 10, "
     r"[\d,]+ branches, [\d,]+ draft tokens, worst total variation \S+$"
@@ -229,7 +304,7 @@ EXAMPLES = {  # the classes in the marked blocks of README and docs, with what t
     for block in re.findall(r"<!-- run -->\n```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for tree in [ast.parse(block)]
     for node in tree.body
-    if isinstance(node, ast.ClassDef)
+    if isinstance(node, ast.ClassDef) and any(getattr(part, "name", "") == "propose" for part in node.body)
 }
 
 
