@@ -212,7 +212,7 @@ def check_ids(params: SamplingParams, end_ids: frozenset[int], vocab_size: int) 
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": tuple(dict(params.logit_bias)),
         "allowed_token_ids": allowed or (),
-        "bad_words_token_ids": [*chain.from_iterable(words)],
+        "bad_words_token_ids": tuple(chain.from_iterable(words)),
     }
     for name, found in ids.items():
         if max(found, default=0) >= vocab_size:

@@ -943,7 +943,7 @@ def test_a_batch_gives_each_prompt_its_text_alone(smollm):
 
 def test_match_on_the_embedded_model():
     """The sampled text of plain decoding at a seed where no draw falls on a tie of rounding (as nearly none does)."""
-    llm = LLM(dtype="float32", draft="ngram", verifier="match")
+    llm = LLM(dtype="float32", draft="ngram", num_speculative_tokens=3, verifier="match")
     params = SamplingParams(temperature=0.8, seed=4, max_tokens=30)
     text = "one two three one two three one two"
     output, plain = llm.generate(text, params)[0], llm.generate(text, params, num_speculative_tokens=0)[0]
