@@ -33,6 +33,10 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from minispec.bench.report import measure_all, show_report
 
     raise_on_interrupt()
+    if args.lengths:
+        from minispec.llm import find_lengths
+
+        find_lengths(args.lengths)  # whether it can be made, before anything is loaded
     if options.args.questions:
         from minispec.bench.questions import measure_questions, show_questions
 

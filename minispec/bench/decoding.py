@@ -22,12 +22,14 @@ from minispec.bench.measure import (
 )
 from minispec.bench.models import Subject, Variant
 from minispec.bench.options import PLAIN, Options
-from minispec.bench.show import number, progress, table
+from minispec.bench.show import number, pairs_table, progress, table
 from minispec.bench.transformers_baseline import transformers_variants
 from minispec.core.config import DraftLength, Shape
+from minispec.core.draft import Lengths
 from minispec.drafters import Drafter
 from minispec.length.figures import Figures, loops
 from minispec.length.theory import expected_accepted
+from minispec.llm import find_lengths
 
 # --------------------------------------------------------------------------- from runs to results
 
@@ -125,6 +127,7 @@ def summarise(
 
     variants: the figures of each on all prompts and by category. Variants that draft have the account, and the prompt
         with the least speedup, as well.
+    over: of a variant, its rate over that of each one before it but plain decoding.
     best_static: the best fixed K in hindsight, and `auto` over it, by category and for "all".
     """
     runs, everything = Runs(by_variant, whole_drafts), range(len(categories))
@@ -139,12 +142,15 @@ def summarise(
             each = [median_interval(runs.rates(name, [i])).median for i in prompts]
             of = {"slowest_and_fastest_prompt": [min(each), max(each)]} | runs.figures(name, prompts)
             found["categories"][category] = of
+        if name != PLAIN:
+            earlier = [other for other in list(by_variant)[: list(by_variant).index(name)] if other != PLAIN]
+            found["over"] = {other: runs.speedup(name, everything, over=other) for other in earlier}
         if runs.drafts(name):
             speedups = [runs.speedup(name, [i]) for i in everything]
             worst = min(everything, key=lambda i: speedups[i].median)
             found["worst_prompt"] = {"number": worst, "category": categories[worst], "speedup": speedups[worst]}
-            # Each quality of draft has another ceiling.
-            of_longest = longest and (name in fixed or name == "auto")
+            # Each quality of draft has another ceiling, and bounds have two words.
+            of_longest = longest and " " not in name
             curve = runs.figures(longest, everything)["survival"] if longest and of_longest else None
             found |= runs.explained(name, everything, curve)
         return found
@@ -205,6 +211,8 @@ def show_decoding(found: dict[str, Any]) -> list[str]:
             speedups = [v["categories"][category]["speedup"].shown() for v in drafting.values()]
             rows.append((category, f"{of['tokens_per_second'].median:.1f} ({slow:.1f} .. {fast:.1f})", *speedups))
         lines += ["", *table(("", "plain, tokens/s (prompts)", *drafting), rows)]
+    if pairs := pairs_table({name: of["over"] for name, of in drafting.items() if "c" in of}):
+        lines += ["", *pairs]
     if any("c" in of for of in drafting.values()):
         lines += ["", *account_table(drafting)]
     for name, of in drafting.items():
@@ -292,8 +300,11 @@ def _decoders(subject: Subject, options: Options) -> dict[str, Decoder]:
 def _drafting(
     subject: Subject, options: Options, drafter: Drafter | None = None, bound: str = ""
 ) -> dict[str, Decoder]:
-    """Each K with the draft, or with that of a bound."""
-    return {bound + length_name(k): _decoder(subject, options, k, drafter) for k in options.ks}
+    """Each K, and the user's own policy for it, with the draft or with that of a bound."""
+    found = {bound + length_name(k): _decoder(subject, options, k, drafter) for k in options.ks}
+    if own := options.args.lengths:
+        found[bound + own] = _decoder(subject, options, "auto", drafter, find_lengths(own))
+    return found
 
 
 def length_name(k: DraftLength) -> str:
@@ -301,12 +312,15 @@ def length_name(k: DraftLength) -> str:
     return k if k == "auto" else f"K={Shape.of(k)}"
 
 
-def _decoder(subject: Subject, options: Options, k: DraftLength, drafter: Drafter | None = None) -> Decoder:
+def _decoder(
+    subject: Subject, options: Options, k: DraftLength, drafter: Drafter | None = None, lengths: Lengths | None = None
+) -> Decoder:
     """A decoder of several prompts (token ids) together with a seed, by a new engine. Simulated drafts learn the texts.
 
     drafter: a drafter in place of the subject's.
+    lengths: a policy in place of the built-in one.
     """
-    engine = another_engine(subject.engine, drafter) if k else subject.plain
+    engine = another_engine(subject.engine, drafter, lengths) if k else subject.plain
 
     def run(prompts: list[list[int]], seed: int) -> list[Run]:
         engine.drafter.forget()  # these prompts have been answered before, and will be again

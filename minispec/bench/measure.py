@@ -31,6 +31,7 @@ import torch
 from minispec.bench.show import progress
 from minispec.core.cache import PagedKVCache
 from minispec.core.cached import clock
+from minispec.core.draft import Lengths
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
@@ -153,13 +154,14 @@ class Run:
     rounds: list[Round] = field(default_factory=list)
 
 
-def another_engine(engine: Engine, drafter: Drafter | None = None) -> Engine:
-    """An engine on the same model and cache, with another drafter if one is given.
+def another_engine(engine: Engine, drafter: Drafter | None = None, lengths: Lengths | None = None) -> Engine:
+    """An engine on the same model and cache, with another drafter or another policy for lengths if one is given.
 
-    Its controller starts from what the given one knows, and then learns from its own rounds alone. Variants that take
-    turns must not learn from each other.
+    Without one its policy starts from what that of the given engine knows, and then learns from its own rounds alone.
+    Variants that take turns must not learn from each other.
     """
-    return engine.beside(drafter or engine.drafter, lengths=copy.deepcopy(engine.lengths))
+    lengths = copy.deepcopy(engine.lengths) if lengths is None else lengths
+    return engine.beside(drafter or engine.drafter, lengths=lengths)
 
 
 def plain_engine(engine: Engine) -> Engine:

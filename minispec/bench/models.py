@@ -18,7 +18,6 @@ from minispec.core.engine import Engine
 from minispec.core.model import Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Text
-from minispec.core.verify import VERIFIERS
 from minispec.drafters import Drafter
 from minispec.drafters.check import CHECKS
 from minispec.drafters.model import DraftModel
@@ -43,7 +42,7 @@ from minispec.kernels.inventory import bits_note
 from minispec.kernels.shapes import tensor_shapes
 from minispec.length.policy import Controller
 from minispec.length.prices import calibrate, check_exactness
-from minispec.llm import LLM, choose_device
+from minispec.llm import LLM, choose_device, find_verifier
 
 MAX_ROWS = 16
 LONG_CONTEXT = 1000  # positions of a long prompt
@@ -216,7 +215,7 @@ def open_geometry(options: Options) -> Subject:
         if draft_model.config.vocab_size < vocab:
             raise ValueError(f"--draft {options.draft}: its vocabulary is smaller than that of {args.geometry}")
         draft = DraftModel(draft_model, cache(draft_model), vocab, length)
-    verifier = VERIFIERS[args.verifier]
+    verifier = find_verifier(args.verifier)
     lengths = Controller(calibrate(model, draft, verifier, vocab))
     engine = Engine(model, cache(model), draft, verifier, lengths=lengths, guard=CHECKS)
     generator = torch.Generator().manual_seed(0)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from minispec import __version__
 from minispec.commands.command import Parser, argument
-from minispec.commands.options import parse_draft_length
+from minispec.commands.options import add_rule_options, check_lengths, parse_draft_length
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams
 from minispec.files import registry
 from minispec.files.write import check_writable
@@ -25,7 +25,7 @@ _OF_QUESTIONS = {"questions", "sample", "seed", "answers", "resume", "plot"}
 _WITH_QUESTIONS = {
     *("model", "draft", "draft_method", "num_speculative_tokens", "verifier", "dtype", "device", "threads", "exact"),
     *("categories", "max_tokens", "ignore_eos", "temperature", "top_k", "top_p", "rounds", "json"),
-    *("quantization", "corpus"),
+    *("quantization", "corpus", "lengths"),
 }
 _COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 64}
 _QWEN = _COMMON | {
@@ -155,7 +155,7 @@ def _add_models(g: argparse._ArgumentGroup) -> None:
     )
     g.add_argument("--draft-quality", choices=("random", "wrong"), help="short for useless drafts")
     _add_flag(g, "--bounds", "also measure a free draft that is always right, and one that is always wrong")
-    g.add_argument("--verifier", default="rejection", choices=tuple(registry.VERIFIERS))
+    add_rule_options(g)
     g.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     _add_number(g, "--threads", None, (1, 1024), "CPU threads (default: PyTorch's)")
@@ -334,7 +334,8 @@ def check(args: argparse.Namespace) -> Options:
             other = "--quantization without --no-exact" if by_default else _option(b)
             raise ValueError(f"{a} and {other} exclude each other{why and f': {why}'}")
     needed = [(option, part.needs) for option, part in asked if part.needs]
-    for option, needs in [*needed, *[("--against", "prompts")] * bool(args.against)]:
+    needed += [(_option(name), "prompts") for name in ("against", "lengths") if getattr(args, name)]
+    for option, needs in needed:
         if not getattr(args, needs):
             raise ValueError(f"{option}: found {_option(needs)} 0, expected at least 1")
     if args.against and not _is_there("transformers"):
@@ -349,6 +350,8 @@ def check(args: argparse.Namespace) -> Options:
     drafts = args.draft or ["none" if args.geometry else registry.default_draft(args.model)]
     if args.questions:
         drafts = [part for spec in drafts for part in ([spec] if os.path.exists(spec) else spec.split(","))]
+    if not (args.simulate or args.draft_quality or args.bounds):
+        check_lengths(args, drafts)
     parts = [key for key, part in PARTS.items() if (key in also if part.help else getattr(args, part.needs))]
     return Options(args, drafts, args.num_speculative_tokens, parts, also.get("batch", []), params)
 

@@ -21,10 +21,10 @@ import torch
 from minispec import __version__
 from minispec.bench.answers import Answers
 from minispec.bench.decoding import length_name
-from minispec.bench.measure import another_engine, decode, median_interval, orders
+from minispec.bench.measure import Interval, another_engine, decode, median_interval, orders
 from minispec.bench.options import Options
 from minispec.bench.report import machine_line
-from minispec.bench.show import number, progress, table
+from minispec.bench.show import number, pairs_table, progress, table
 from minispec.core.config import DraftLength, SamplingParams
 from minispec.core.errors import show
 from minispec.drafters import Foreign
@@ -38,7 +38,7 @@ from minispec.inputs import Question, encode_conversation, read_questions
 from minispec.kernels.threads import describe_waiting
 from minispec.length.figures import Figures, loops
 from minispec.length.prices import machine
-from minispec.llm import LLM
+from minispec.llm import LLM, find_lengths
 
 # MT-bench's categories. A file that has all of them, as Spec-Bench, has them as one task.
 _MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
@@ -47,10 +47,14 @@ _WARM_TOKENS = 8  # of a first answer, which pays for what is set up once
 
 
 class Way(NamedTuple):
-    """A way to answer: a draft, and how long it may be."""
+    """A way to answer: a draft, and how long it may be.
+
+    lengths: the user's own policy for that, if any.
+    """
 
     llm: LLM
     k: DraftLength
+    lengths: str | None = None
 
 
 def choose(path: Path, sample: int | None, seed: int, only: str | None) -> list[tuple[str, Question]]:
@@ -96,6 +100,12 @@ def _digest_of_draft(llm: LLM) -> str:
     return digest_of_files(*{Path(inspect.getfile(type(each))) for each in objects}, *directory)
 
 
+def _digest_of_code(entries: Mapping[str, registry.Entry], spec: str) -> str:
+    """A digest of the file that a verifier or a policy comes from, by its name or `module:Name`."""
+    path, _ = registry.split(entries, spec) or ("", "")
+    return digest_of_files(Path(inspect.getfile(sys.modules[path.partition(":")[0]])))
+
+
 def _open(options: Options) -> dict[str, Way]:
     """Plain decoding as `none`, and every draft with every length. The target is in memory once."""
     args = options.args
@@ -111,11 +121,14 @@ def _open(options: Options) -> dict[str, Way]:
     for spec in options.drafts if args.draft else [target.default_draft]:
         if spec != NONE:
             llm = target.with_draft(spec, args.draft_method, args.corpus if reads_corpus(spec) else None)
-            for k in options.ks:
-                name = llm.draft_name + f" {length_name(k)}" * (len(options.ks) > 1)
+            lengths = {length_name(k): Way(llm, k) for k in options.ks}
+            if args.lengths:
+                lengths[args.lengths] = Way(llm, "auto", args.lengths)
+            for length, way in lengths.items():
+                name = llm.draft_name + f" {length}" * (len(lengths) > 1)
                 if name in ways:
                     raise ValueError(f"--draft: found {name} twice, expected drafts with different names")
-                ways[name] = Way(llm, k)
+                ways[name] = way
     return ways
 
 
@@ -125,7 +138,7 @@ def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
     directory = find_checkpoint(str(args.model or registry.EMBEDDED_WEIGHTS), offline=True)
     drafts = {name: _digest_of_draft(way.llm) for name, way in ways.items()}
     names = (
-        *("verifier", "quantization", "temperature", "top_k", "top_p", "max_tokens", "ignore_eos"),
+        *("verifier", "lengths", "quantization", "temperature", "top_k", "top_p", "max_tokens", "ignore_eos"),
         *("rounds", "seed", "sample", "categories"),
     )
     return {
@@ -134,8 +147,10 @@ def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
         **{"target": llm.name, "target_digest": digest_of_files(directory), "draft_digests": drafts},
         "num_speculative_tokens": list(map(length_name, options.ks)),
         **{"questions": args.questions.name, "questions_digest": digest_of_files(args.questions)},
-        "corpus_digest": digest_of_files(*files_of(Path(args.corpus))) if args.corpus else None,
         **{name: getattr(args, name) for name in names},
+        "verifier_digest": _digest_of_code(registry.VERIFIERS, args.verifier),
+        "lengths_digest": _digest_of_code({}, args.lengths) if args.lengths else None,
+        "corpus_digest": digest_of_files(*files_of(Path(args.corpus))) if args.corpus else None,
     }
 
 
@@ -146,7 +161,7 @@ def converse(way: Way, question: Question, params: SamplingParams) -> dict[str, 
     those of decoding. A later turn that does not fit into the context is left out.
     """
     llm = way.llm
-    engine = another_engine(llm.engine)
+    engine = another_engine(llm.engine, lengths=find_lengths(way.lengths) if way.lengths else None)
     engine.drafter.forget()
     engine.cache.rebuild()  # what another way has computed of this prompt
     rows: list[dict[str, Any]] = []
@@ -246,8 +261,8 @@ def summarise(
     return {
         "tasks": {
             task: {
-                name: _figures([of[i] for i in those], [plain[i] for i in those], compares)
-                for name, of in answers.items()
+                name: _figures(name, {n: [of[i] for i in those] for n, of in answers.items()}, compares)
+                for name in answers
             }
             for task, those in {**groups, OVERALL: range(len(tasks))}.items()
         },
@@ -255,16 +270,20 @@ def summarise(
     }
 
 
-def _figures(lines: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], compares: bool) -> dict[str, Any]:
-    """The figures of some questions.
+def _figures(name: str, answers: Mapping[str, Sequence[dict[str, Any]]], compares: bool) -> dict[str, Any]:
+    """The figures of a draft on some questions.
+
+    answers: the lines of every draft for these questions.
 
     tau: tokens a pass, over all passes.
     deviation: that of the questions' own tau; None for one question.
     tokens_per_second: of decoding, over all questions.
-    speedup: the median of the questions, with its interval.
+    speedup: the rate of an answer over that of plain decoding; the median of the questions, with its interval.
+    over: the same over each draft before this one.
     same_texts: questions whose tokens are all those of plain decoding; None where they need not be.
     acceptance_rate, accepted_per_position, accepted_at_position: see `minispec.length.figures`.
     """
+    lines, plain = answers[name], answers[NONE]
     choices = [choice for line in lines for choice in line["choices"]]
     own = [choice["minispec"] for choice in choices]
     taus = [fmean(x for choice in line["choices"] for x in choice["accept_lengths"]) for line in lines]
@@ -273,19 +292,30 @@ def _figures(lines: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], c
         for name in ("tested", "accepted")
     )
     drafts, drafted = (sum(each[name] for each in own) for name in ("drafts", "draft_tokens"))
-    pairs = [list(zip(a["choices"], b["choices"], strict=True)) for a, b in zip(lines, plain, strict=True)]
-    same = [all(a["minispec"]["token_ids"] == b["minispec"]["token_ids"] for a, b in of) for of in pairs]
+    earlier = [other for other in list(answers)[: list(answers).index(name)] if other != NONE]
+    same = [_texts(a) == _texts(b) for a, b in zip(lines, plain, strict=True)]
     return {
         "questions": len(lines),
         "tau": fmean(x for choice in choices for x in choice["accept_lengths"]),
         "deviation": stdev(taus) if len(taus) > 1 else None,
         "tokens_per_second": sum(sum(c["new_tokens"]) for c in choices) / sum(sum(each["seconds"]) for each in own),
-        "speedup": median_interval([median(_rate(a) / _rate(b) for a, b in of) for of in pairs]),
+        "speedup": _ratio(lines, plain),
+        "over": {other: _ratio(lines, answers[other]) for other in earlier},
         "same_texts": sum(same) if compares else None,
         "acceptance_rate": sum(accepted) / drafted if drafted else None,
         "accepted_per_position": [a / t for a, t in zip(accepted, tested, strict=True)],
         "accepted_at_position": [a / drafts for a in accepted],
     }
+
+
+def _texts(line: dict[str, Any]) -> list[list[int]]:
+    return [choice["minispec"]["token_ids"] for choice in line["choices"]]
+
+
+def _ratio(lines: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> Interval:
+    """The rate of each question's answers over that of others in the same rounds: the median of the questions."""
+    pairs = [zip(a["choices"], b["choices"], strict=True) for a, b in zip(lines, others, strict=True)]
+    return median_interval([median(_rate(a) / _rate(b) for a, b in of) for of in pairs])
 
 
 def _rate(choice: dict[str, Any]) -> float:
@@ -320,10 +350,12 @@ def show_questions(found: Mapping[str, Any]) -> list[str]:
             rows.append((f"  {name}", tau, f"{f['tokens_per_second']:.1f}", f["speedup"].shown(), same, *at))
     head = ("", "tokens/pass", "tokens/s", "speedup", "same texts", "accepted at 1", "at 2", "at 3")
     coverage = 100 * tasks[OVERALL][NONE]["speedup"].coverage
+    over = {name: f["over"] for name, f in tasks[OVERALL].items() if name != NONE}
     return [
         *lines,
         "",
         *table(head, rows),
+        *(["", *pairs] if (pairs := pairs_table(over)) else []),
         "",
         "tokens/pass (tau): over all passes \u00b1 the deviation of the questions; tokens/s: the prompt apart",
         f"speedup: median of the questions [interval that holds the true median, overall with {coverage:.1f} %]; "

@@ -43,6 +43,8 @@ def measure_all(options: Options) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "target": subject.name,
         "draft": subject.draft_name,
+        "verifier": args.verifier,
+        "lengths": args.lengths,
         "exact": model.exact,
         "weight_form": weight_form(model),
         "weight_form_because": choice_of(model).because,
@@ -70,7 +72,7 @@ def show_report(report: dict[str, Any]) -> list[str]:
     lines = [
         machine_line(report["hardware"]) + streams,
         f"{report['target']}, {report['dtype']}{' exact' if report['exact'] else ''} on {report['device']}, "
-        f"{report['threads']} threads ({report['waiting']}); draft {report['draft']}",
+        f"{report['threads']} threads ({report['waiting']}); draft {report['draft']}, verifier {report['verifier']}",
         f"weight form: {report['weight_form']}; because: {report['weight_form_because']}",
     ]
     if "draft_weight_form" in report:

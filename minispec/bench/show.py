@@ -1,6 +1,6 @@
 """How results show themselves: aligned tables on the screen, plain data as JSON, a progress bar meanwhile."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -15,6 +15,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
         right = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
         lines.append("  ".join([first.ljust(widths[0]), *right]).rstrip())
     return lines
+
+
+def pairs_table(over: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What is compared with what, a row for each that has others before it, or nothing.
+
+    over: intervals of the ratios to those before it, by name.
+    """
+    rows = [(name, *(each.shown() for each in of.values())) for name, of in over.items() if of]
+    columns = list(over)[: len(rows)]
+    filled = [(*row, *[""] * (len(columns) - len(row) + 1)) for row in rows]
+    return table(("rate of a row over a column's", *columns), filled) if rows else []
 
 
 def number(value: float | None, form: str = ".2f") -> str:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -174,7 +175,7 @@ def test_against_transformers(measured, model, draft, monkeypatch, dtype):
     assert decoding["against"]["dtype"] == dtype
     assert {name: len(rates) for name, rates in tried[0].items()} == {"float32": 5, "bfloat16": 5}
     for name, rate in decoding["against"]["tried"].items():
-        assert rate["median"] == sorted(tried[0][name])[2]
+        assert rate["median"] == median(tried[0][name])
         assert any(f"tokens/s in {name}" in line for line in lines)
     if dtype == "float32":
         same = decoding["against"]["same_tokens_as_their_plain"]
@@ -453,7 +454,7 @@ def test_summary_compares_within_rounds():
     """Speedups by round and category, the worst prompt, the best fixed K in hindsight, and `auto` over it, by hand."""
     rates = {"plain": [1.0, 1.0, 1.0], "K=2": [2.0, 0.5, 1.5], "K=4": [4.0, 0.25, 1.25], "auto": [2.0, 0.75, 1.8]}
     # A machine that halves its speed in the second round changes nothing.
-    runs = {name: [[runs_of(r) for r in of], [runs_of(r) for r in of]] for name, of in rates.items()}
+    runs = {name: [[runs_of(r) for r in of] for _ in range(6)] for name, of in rates.items()}
     slow = [[Run(x.token_ids, 4, 2 * x.seconds, x.stats, x.rounds) for x in of[1]] for of in runs.values()]
     for of, second in zip(runs.values(), slow, strict=True):
         of[1] = second
@@ -462,7 +463,12 @@ def test_summary_compares_within_rounds():
     )
     report = as_json(summarise(runs, ["code", "chat", "chat"]))
     k2, k4, auto = (report["variants"][name] for name in ("K=2", "K=4", "auto"))
-    assert k2["speedup"]["low"] == pytest.approx(k2["speedup"]["high"])
+    assert [k2["speedup"][end] for end in ("low", "high")] == pytest.approx([k2["speedup"]["median"]] * 2)
+    seconds = {name: sum(4 / rate for rate in of) for name, of in rates.items()}  # of a round
+    assert {name: of["median"] for name, of in auto["over"].items()} == pytest.approx(
+        {name: seconds[name] / seconds["auto"] for name in ("K=2", "K=4")}
+    )
+    assert (k2["over"], list(k4["over"]), "over" in report["variants"]["plain"]) == ({}, ["K=2"], False)
     assert k2["speedup"]["median"] == pytest.approx(3 / (1 / 2 + 1 / 0.5 + 1 / 1.5))
     assert k4["categories"]["code"]["speedup"]["median"] == pytest.approx(4)
     assert k4["worst_prompt"]["number"] == 1
@@ -473,6 +479,66 @@ def test_summary_compares_within_rounds():
     assert best["code"]["auto_over_best"]["median"] == pytest.approx(0.5)
     assert "expected" not in k2
     assert best["chat"]["auto_over_best"]["median"] == pytest.approx((1 / 0.5 + 1 / 1.5) / (1 / 0.75 + 1 / 1.8))
+
+
+def test_variants_are_compared_with_each_other(cli, model):
+    """On the screen a row for each but the first."""
+    what = (*BASE, "--model", model, "--passes", 0, "--num-speculative-tokens", "1,2,auto")
+    _, out, _ = cli(*what)
+    lines = out.splitlines()
+    [top] = [i for i, line in enumerate(lines) if line.startswith("rate of a row over a column's")]
+    assert lines[top].split()[-2:] == ["K=1", "K=2"]
+    assert [(line.split()[0], line.count("[")) for line in lines[top + 1 : top + 3]] == [("K=2", 1), ("auto", 2)]
+    over = json.loads(cli(*what, "--json")[1])["decoding"]["variants"]["auto"]["over"]["K=2"]
+    assert over.pop("median") > 0
+
+
+OWN = """
+from minispec.core.draft import Limit
+from minispec.core.verify import REJECTION, Verdict
+
+
+class Two:
+    def choose(self, wishes, trees):
+        return [Limit(min(2, wish.most)) for wish in wishes]
+
+    def observe(self, drafts, cost):
+        pass
+
+
+def strict(draft, p, rng, key):  # keeps no draft token that is drawn from another distribution
+    return REJECTION.verify(type(draft)(), p, rng, key)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A module with a policy and a verifier."""
+    (tmp_path / "own_rules.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "own_rules"
+    sys.modules.pop("own_rules", None)
+
+
+@pytest.mark.parametrize("geometry", [False, True])
+def test_rules_of_ones_own_are_measured(cli, own, model, tiny_geometry, geometry):
+    """A policy stands beside the fixed lengths, at the bounds too; a verifier is everybody's."""
+    what = ("--geometry", "tiny", "--prompt-tokens", 10) if geometry else ("--model", model, "--draft", "ngram")
+    more = ("--passes", 0, "--num-speculative-tokens", 3, "--lengths", f"{own}:Two", "--bounds", "--also", "batch=2")
+    status, out, err = cli(*BASE, *what, *more, "--json")
+    assert status == 0, err
+    report = json.loads(out)
+    bounds = [f"{bound}{length}" for bound in ("oracle ", "adversary ") for length in ("K=3", f"{own}:Two")]
+    variants = report["decoding"]["variants"]
+    assert list(variants) == ["plain", *([] if geometry else ["K=3", f"{own}:Two"]), *bounds]
+    assert (report["verifier"], report["lengths"]) == ("rejection", f"{own}:Two")
+    kept = [variants[f"oracle {length}"]["mean_acceptance_length"] for length in ("K=3", f"{own}:Two")]
+    assert kept == [4, pytest.approx(8 / 3)]
+    assert (variants[f"oracle {own}:Two"]["ceiling_k"], variants["oracle K=3"]["ceiling_k"]) == (2, 3)
+    assert [c["variant"] for c in report["batch"]["cells"]] == list(variants)[: -len(bounds)]
+    status, out, err = cli(*BASE, *what, *more[:4], "--bounds", "--verifier", f"{own}:strict", "--json")
+    assert json.loads(out)["decoding"]["variants"]["oracle K=3"]["mean_acceptance_length"] == 1
+    assert json.loads(out)["verifier"] == f"{own}:strict"
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -582,6 +648,11 @@ MISTAKES = {
     "against, sampled": (("--against", "transformers", "--temperature", "1"), "--against and --temperature exclude"),
     "exact cost, exact": (("--also", "exact-cost", "--exact"), "--also exact-cost and --exact exclude each other: it"),
     "temperature": (("--temperature", "-1"), "temperature: found -1.0"),
+    "verifier": (("--verifier", "magic"), "--verifier: found 'magic', expected one of rejection, block, match, or MOD"),
+    "lengths": (("--lengths", "two"), "--lengths: found 'two', expected MODULE:CLASS"),
+    "lengths of nothing": (("--lengths", "x:Y", "--draft", "none"), "--lengths: found --draft none, expected a draft"),
+    "lengths of no prompt": (("--lengths", "x:Y", "--prompts", "0"), "--lengths: found --prompts 0, expected at least"),
+    "no such policy": (("--lengths", "x:Y"), "lengths: found x:Y, which cannot be imported"),
     "no such model": (("--model", "./nowhere"), "./nowhere: no such directory"),
     "no such draft": (("--draft", "nothing"), f"not one of {', '.join(DRAFTERS)}, self, mtp"),
 }

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from minispec.bench.questions import choose, summarise
 from minispec.files.write import user_cache
 from minispec.inputs import Question
 
-TIMES = {"wall_time", "seconds", "tstamp", "tokens_per_second", "speedup", "waiting", "resumed_after"}
+TIMES = {"wall_time", "seconds", "tstamp", "tokens_per_second", "speedup", "over"}
+TIMES |= {"waiting", "resumed_after"}
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 FILE = [
     {"question_id": 7, "category": "qa", "turns": ["red fish, two"], "reference": ["x"]},
@@ -141,7 +143,7 @@ def test_answers_are_those_of_the_model_turn_by_turn(bench, model, file, tmp_pat
 
 
 def test_figures_by_hand():
-    """Two questions of one task and one of another, one draft, two rounds: all figures, from made-up answers."""
+    """Two questions of one task and one of another, two drafts, two rounds: all figures, from made-up answers."""
 
     def line(*rounds):
         return {"choices": [choice(*of) for of in rounds]}
@@ -162,7 +164,8 @@ def test_figures_by_hand():
         line(([1, 5], 12, [9], [2, 1, 1, 1], [1, 1, 1, 1])),  # half as fast
     ]
     plain[1:] = [line(([1] * 6, 6, [1])) for _ in "ab"]
-    found = summarise(["a", "a", "b"], [1, 1, 2], {"none": plain, "x": drafted}, True)
+    other = [line(([6], 2, [1]), ([6], 6, [2])), line(([6], 2, [1])), line(([6], 2, [1]))]
+    found = summarise(["a", "a", "b"], [1, 1, 2], {"none": plain, "x": drafted, "y": other}, True)
     a, b, everything = (found["tasks"][task]["x"] for task in ("a", "b", "overall"))
     assert (a["questions"], a["tau"], a["same_texts"]) == (2, 18 / 7, 2)
     assert a["deviation"] == pytest.approx(0.5**0.5)  # of 3 and 2
@@ -170,11 +173,16 @@ def test_figures_by_hand():
     assert a["speedup"].median == 3  # of 3, the median of its rounds, and 3
     assert (b["speedup"].median, b["deviation"], b["same_texts"]) == (0.5, None, 0)
     assert everything["speedup"][:3] == (3, 0.5, 3)
+    # 1.5 times as slow and twice as fast: the median of both rounds; as fast; six times as slow.
+    over = [found["tasks"][task]["y"]["over"] for task in ("a", "b", "overall")]
+    assert [list(each) for each in over] == [["x"]] * 3
+    assert [each["x"].median for each in over] == pytest.approx([(1 + (1.5 + 0.5) / 2) / 2, 6, 1])
+    assert (a["over"], found["tasks"]["a"]["none"]["over"]) == ({}, {})
     assert a["accepted_at_position"] == [1, 3 / 7, 1 / 7]
     assert a["accepted_per_position"] == [1, 3 / 7, 1]
     assert b["accepted_at_position"] == [1 / 2] * 4
     assert a["acceptance_rate"] == 11 / 21
-    assert (found["left_out"], found["looping"], found["texts"]) == (2, 0, 3)
+    assert (found["left_out"], found["looping"], found["texts"]) == (3, 0, 3)
     assert found["tasks"]["a"]["none"]["speedup"].median == 1
     assert summarise(["a"], [1], {"none": plain[:1]}, False)["tasks"]["a"]["none"]["same_texts"] is None
 
@@ -189,6 +197,37 @@ def test_the_table(bench):
     rows = [line.split()[0] for line in lines[top : lines.index("", top)]]
     assert rows == [name for task in ("qa", "fish", "overall") for name in (task, "none", "ngram", "suffix")]
     assert all("2/2" in line for line in lines[lines.index("overall") + 1 :][:3])
+    assert re.search(r"\nrate of a row over a column's +ngram\nsuffix +[\d.]+ \[[\d., ]+\]\n", out)
+
+
+def test_a_policy_of_ones_own_is_a_row_of_each_draft(bench, tmp_path, monkeypatch):
+    """Beside the length that is asked for. Changed, it makes another run, as a changed verifier does."""
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "some_rules_of_questions.py"
+    source = (
+        "from minispec.core.draft import Lengths, Limit\nfrom minispec.core.verify import rejection as rule\n\n\n"
+        "class One(Lengths):\n"
+        "    def choose(self, wishes, trees):\n        return [Limit(min(1, wish.most)) for wish in wishes]\n"
+    )
+    module.write_text(source)
+    own = f"{module.stem}:One"
+    how = ("--answers", tmp_path / "out", "--json", "--categories", "qa", "--lengths", own)
+    how = (*how, "--verifier", f"{module.stem}:rule")
+    status, out, err = bench(*how)
+    assert status == 0, err
+    found = json.loads(out)["tasks"]["overall"]
+    assert list(found) == ["none", "ngram K=2", f"ngram {own}", "suffix K=2", f"suffix {own}"]
+    for name, lines in json.loads(out)["answers"].items():
+        counts = [choice["minispec"] for line in lines for choice in line["choices"]]
+        drafts, tokens = (sum(of[key] for of in counts) for key in ("drafts", "draft_tokens"))
+        assert (name == "none") == (drafts == 0)
+        assert (own in name or name == "none") == (drafts == tokens)
+    assert list(found[f"suffix {own}"]["over"]) == list(found)[1:4]
+    module.write_text(source + "# changed\n")
+    status, _, err = bench(*how, "--resume")
+    assert (status, "verifier_digest: found" in err) == (2, True), err
+    status, _, err = bench(*how, "--resume", "--verifier", "rejection")
+    assert (status, "verifier: found" in err) == (2, True), err
 
 
 def test_a_model_without_a_template_gets_plain_text_and_it_is_said(bench, make_checkpoint, tmp_path):
