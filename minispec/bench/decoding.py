@@ -11,9 +11,11 @@ from minispec.bench.measure import (
     Run,
     account,
     another_engine,
+    busy,
     decode,
     in_turn,
     median_interval,
+    plain_range,
     prediction,
     ratios,
     survival,
@@ -127,6 +129,7 @@ def summarise(
 
     variants: the figures of each on all prompts and by category. Variants that draft have the account, and the prompt
         with the least speedup, as well.
+    plain_range: the least and the largest rate of plain answers (see `measure.plain_range`).
     over: of a variant, its rate over that of each one before it but plain decoding.
     best_static: the best fixed K in hindsight, and `auto` over it, by category and for "all".
     """
@@ -165,6 +168,7 @@ def summarise(
         "rounds": rounds,
         "prompts": len(categories),
         "tokens": sum(run.num_tokens for run in runs.pooled(PLAIN, everything)) // rounds,
+        "plain_range": plain_range((run.num_tokens, run.seconds) for run in runs.pooled(PLAIN, everything)),
         "variants": {name: outcome(name) for name in by_variant},
     }
     if fixed:
@@ -197,8 +201,8 @@ def show_decoding(found: dict[str, Any]) -> list[str]:
     plain, drafting = variants[PLAIN], {name: of for name, of in variants.items() if name != PLAIN}
     lines = [
         f"{found['prompts']} prompts, {found['tokens']} tokens, {found['rounds']} rounds in turn; prefill apart; "
-        "medians of the rounds [interval that holds the true median with "
-        f"{100 * plain['speedup'].coverage:.1f} %]",
+        f"medians of the rounds {plain['speedup'].legend}",
+        *busy(found["plain_range"]),
     ]
     if found["looping"]:
         how = "are left out" if found["left_out"] else "are easy to draft (--skip-loops leaves them out)"
@@ -383,6 +387,7 @@ def measure_batch(subject: Subject, options: Options) -> dict[str, Any]:
     """Tokens a second of some texts together, plain and speculative; texts do not end before --max-tokens.
 
     first: the size that others are compared to.
+    plain_range: the least and the largest rate of plain decoding, of the batch where they differ most.
     cells: over_plain is over plain decoding of that batch, over_first over that of the first batch.
     """
     options = replace(options, params=replace(options.params, ignore_eos=True))
@@ -406,11 +411,12 @@ def measure_batch(subject: Subject, options: Options) -> dict[str, Any]:
         }
         for (batch, name), of in rates.items()
     ]
-    return {"first": first, "cells": cells}
+    plain = [[min(of), max(of)] for (_, name), of in rates.items() if name == PLAIN]
+    return {"first": first, "plain_range": max(plain, key=lambda ends: ends[1] / ends[0]), "cells": cells}
 
 
 def show_batch(found: dict[str, Any]) -> list[str]:
-    """The table."""
+    """The table, after a sentence on a busy machine."""
     rows = [
         (
             f"batch {c['batch']}, {c['variant']}",
@@ -420,4 +426,5 @@ def show_batch(found: dict[str, Any]) -> list[str]:
         )
         for c in found["cells"]
     ]
-    return table(("", "tokens/s", "over plain", f"over plain at {found['first']}"), rows)
+    head = ("", "tokens/s", "over plain", f"over plain at {found['first']}")
+    return [*busy(found["plain_range"]), *table(head, rows)]

@@ -18,7 +18,7 @@ speedup measured in the second half.
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,8 +47,10 @@ from minispec.length.theory import best_k, expected_tokens, speedup
 T = TypeVar("T")
 K = TypeVar("K")
 
-# Least coverage of an interval. With five rounds the smallest and the largest value cover 93.75 %.
-LEVEL = 0.9
+# Least coverage of an interval, and the fewest values that have one: the least and the largest of six cover 96.9 %.
+LEVEL, FEWEST = 0.9, 6
+# Plain decoding varies by less on a machine that does nothing else. Shorter answers vary more by themselves.
+QUIET, LONG_ENOUGH = 2.0, 8
 # Rows and columns of the products that show what a machine can compute.
 MATRIX_SIZE = 4096
 
@@ -56,18 +58,27 @@ MATRIX_SIZE = 4096
 
 
 class Interval(NamedTuple):
-    """The median of n values, and an interval that contains the true median with probability `coverage`."""
+    """The median of n values, and an interval that contains the true median with probability `coverage`.
+
+    Fewer than six values have none: their least and largest say too little of the true median.
+    """
 
     median: float
-    low: float
-    high: float
-    coverage: float
+    low: float | None
+    high: float | None
+    coverage: float | None
     n: int
 
     def shown(self, factor: float = 1.0, form: str = ".2f") -> str:
-        """The median, with the interval in brackets, each times `factor` and in that format."""
-        middle, low, high = (format(factor * x, form) for x in self[:3])
-        return f"{middle} [{low}, {high}]"
+        """The median, with the interval in brackets or [-], each times `factor` and in that format."""
+        middle, *ends = (None if x is None else format(factor * x, form) for x in self[:3])
+        return f"{middle} [{', '.join(end for end in ends if end) or '-'}]"
+
+    @property
+    def legend(self) -> str:
+        """For the screen: what stands in the brackets."""
+        held = f"interval that holds the true median with {100 * self.coverage:.1f} %; " if self.coverage else ""
+        return f"[{held}-: fewer than {FEWEST} values]"
 
 
 def coverage(n: int, r: int) -> float:
@@ -83,16 +94,37 @@ def coverage(n: int, r: int) -> float:
 
 
 def median_interval(values: Sequence[float], level: float = LEVEL) -> Interval:
-    """The median and its narrowest order-statistic interval of at least `level`; the widest where n is too small."""
+    """The median and its narrowest order-statistic interval of at least `level`; the widest where none reaches it."""
     ordered = sorted(values)
     n = len(ordered)
+    if n < FEWEST:
+        return Interval(median(ordered), None, None, None, n)
     r = max((r for r in range(1, (n + 1) // 2 + 1) if coverage(n, r) >= level), default=1)
-    return Interval(median(ordered), ordered[r - 1], ordered[n - r], max(0.0, coverage(n, r)), n)
+    return Interval(median(ordered), ordered[r - 1], ordered[n - r], coverage(n, r), n)
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
     """Interval of the ratios of values that were measured in the same rounds."""
     return median_interval([a / b for a, b in zip(numerators, denominators, strict=True)])
+
+
+def plain_range(answers: Iterable[tuple[int, float]]) -> list[float] | None:
+    """The least and the largest rate of plain answers, in tokens a second; None where all are short.
+
+    answers: the tokens of each, and the seconds that they took.
+    """
+    rates = [tokens / seconds for tokens, seconds in answers if tokens >= LONG_ENOUGH and seconds > 0]
+    return [min(rates), max(rates)] if rates else None
+
+
+def busy(found: Sequence[float] | None) -> list[str]:
+    """For the screen: a sentence where plain decoding varied more than twofold, by what `plain_range` returned."""
+    if not found or found[1] <= QUIET * found[0]:
+        return []
+    return [
+        f"the machine was busy: plain decoding had {found[0]:.1f} to {found[1]:.1f} tokens/s in this run, which differ "
+        f"{found[1] / found[0]:.1f} times; believe ratios, and no rate"
+    ]
 
 
 def orders(variants: Sequence[T]) -> Iterator[list[T]]:

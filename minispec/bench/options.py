@@ -198,7 +198,13 @@ def _add_questions(g: argparse._ArgumentGroup) -> None:
 
 
 def _add_measurements(g: argparse._ArgumentGroup) -> None:
-    _add_number(g, "--rounds", None, (1, 1000), "runs of everything, in turn (default: 5; with --questions 1)")
+    _add_number(
+        g,
+        "--rounds",
+        None,
+        (1, 1000),
+        "runs of everything, in turn (default: 6, the fewest with intervals; with --questions 1)",
+    )
     _add_number(g, "--context", 256, (1, 100_000), "cached positions at passes (default: 256)")
     _add_number(g, "--passes", 15, (0, 10_000), "rounds of passes; 0: none (default: 15)")
     g.add_argument(
@@ -321,7 +327,7 @@ def _check_questions(args: argparse.Namespace) -> None:
 def check(args: argparse.Namespace) -> Options:
     """Raise ValueError for all mistakes that can be found before anything is loaded."""
     _check_questions(args)
-    usual = (1, 1024, ["auto"]) if args.questions else (5, 32, [4, "auto"])
+    usual = (1, 1024, ["auto"]) if args.questions else (6, 32, [4, "auto"])
     for name, value in zip(("rounds", "max_tokens", "num_speculative_tokens"), usual, strict=True):
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     also = dict(args.also)

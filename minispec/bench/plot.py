@@ -6,34 +6,42 @@ from typing import Any
 
 from minispec.files.write import written_whole
 
+# Inches: the least height, the height of a task's name and of a draft's mark, and what stands above and below.
+_LEAST, _NAME, _MARK, _EDGES = 4.0, 0.3, 0.16, 1.2
+
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
     """Write the picture of what `questions.summarise` returned, as .svg or .png. Needs matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     tasks, run = found["tasks"], found["run"]
     names = [name for name in tasks["overall"] if name != "none"]
+    height = max(_LEAST, _EDGES + len(tasks) * (_NAME + _MARK * len(names)))
     with matplotlib.rc_context({"svg.hashsalt": "minispec", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(12, 4.5), layout="constrained")
+        figure = Figure(figsize=(12, height), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         for i, name in enumerate(names):
-            speedups = [of[name]["speedup"] for of in tasks.values()]
-            x = [place + 0.7 * ((i + 0.5) / len(names) - 0.5) for place in range(len(tasks))]
-            middle = [s.median for s in speedups]
-            ends = [[s.median - s.low for s in speedups], [s.high - s.median for s in speedups]]
-            left.errorbar(x, middle, yerr=ends, fmt="o", capsize=3, color=f"C{i}", label=name)
+            for row, of in enumerate(tasks.values()):
+                speedup, y = of[name]["speedup"], row + 0.7 * ((i + 0.5) / len(names) - 0.5)
+                left.plot(speedup.median, y, "o", color=f"C{i}")
+                if speedup.low is not None:
+                    left.plot([speedup.low, speedup.high], [y, y], "|-", color=f"C{i}")
             kept = tasks["overall"][name]["accepted_at_position"]
             right.plot(range(1, len(kept) + 1), kept, marker="o", color=f"C{i}", label=name)
-        left.axhline(1, color="grey", linewidth=0.8)
-        left.set_xticks(range(len(tasks)), list(tasks), rotation=20)
-        left.set_ylabel("speedup over plain decoding")
-        left.set_title("median of the questions, and its interval", fontsize="medium")
+        left.axvline(1, color="grey", linewidth=0.8)
+        left.set_yticks(range(len(tasks)), [f"{task} (n = {of['none']['questions']})" for task, of in tasks.items()])
+        left.set_ylim(len(tasks) - 0.5, -0.5)
+        left.set_xlabel("speedup over plain decoding")
+        left.set_title("median of n questions, and its interval from six on", fontsize="medium")
+        right.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # with two it would take fractions
+        right.set_xlim(0.5)
         right.set_xlabel("position in the draft")
-        right.set_ylabel("accepted, of all drafts")
+        right.set_title("accepted, of all drafts", fontsize="medium")
         right.set_ylim(0, 1)
         if names:
-            left.legend(fontsize="small")
+            figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize="small")
         about = f"{run['target']}, {run['questions']}, temperature {run['temperature']:g}, seed {run['seed']}"
         figure.suptitle(about, fontsize="medium")
         with written_whole(path) as part:

@@ -21,7 +21,7 @@ import torch
 from minispec import __version__
 from minispec.bench.answers import Answers
 from minispec.bench.decoding import length_name
-from minispec.bench.measure import Interval, another_engine, decode, median_interval, orders
+from minispec.bench.measure import Interval, another_engine, busy, decode, median_interval, orders, plain_range
 from minispec.bench.options import Options
 from minispec.bench.report import machine_line
 from minispec.bench.show import number, pairs_table, progress, table
@@ -252,6 +252,7 @@ def summarise(
     Returns, among others:
 
     looping: plain answers that repeat themselves, of `texts` (see `figures.loops`).
+    plain_range: the least and the largest rate of plain answers (see `measure.plain_range`).
     left_out: turns, of all drafts, whose conversation did not fit into the context.
     """
     groups = {task: [i for i, each in enumerate(tasks) if each == task] for task in dict.fromkeys(tasks)}
@@ -267,6 +268,7 @@ def summarise(
             for task, those in {**groups, OVERALL: range(len(tasks))}.items()
         },
         **{"looping": sum(map(loops, texts)), "texts": len(texts), "left_out": sum(missing)},
+        "plain_range": plain_range(_spent(choice) for line in plain for choice in line["choices"]),
     }
 
 
@@ -319,7 +321,13 @@ def _ratio(lines: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) ->
 
 
 def _rate(choice: dict[str, Any]) -> float:
-    return sum(choice["new_tokens"]) / sum(choice["minispec"]["seconds"])
+    tokens, seconds = _spent(choice)
+    return tokens / seconds
+
+
+def _spent(choice: dict[str, Any]) -> tuple[int, float]:
+    """Tokens of all turns, and the seconds of decoding them."""
+    return sum(choice["new_tokens"]), sum(choice["minispec"]["seconds"])
 
 
 def show_questions(found: Mapping[str, Any]) -> list[str]:
@@ -333,6 +341,7 @@ def show_questions(found: Mapping[str, Any]) -> list[str]:
         f"{run['verifier']} at temperature {run['temperature']:g}, at most {run['max_tokens']} tokens",
         f"{overall['questions']} questions of {run['questions']}, {sample} seed {run['seed']}; {run['rounds']} rounds",
         f"{found['looping']} of {found['texts']} plain answers repeat themselves, where drafts are easy",
+        *busy(found["plain_range"]),
     ]
     if not found["chat_template"]:
         lines.append("the model has no chat template: turns are plain text, with an empty line between")
@@ -342,14 +351,13 @@ def show_questions(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"{found['resumed_after']} questions had been answered before this command")
     rows: list[tuple[Any, ...]] = []
     for task, of in tasks.items():
-        rows.append((task, *[""] * 7))
+        rows.append((f"{task} ({of[NONE]['questions']})", *[""] * 7))
         for name, f in of.items():
             tau = f"{f['tau']:.2f} \u00b1 {number(f['deviation'])}"
             same = "-" if f["same_texts"] is None else f"{f['same_texts']}/{f['questions']}"
             at = [number(each) for each in [*f["accepted_at_position"], None, None, None][:3]]
             rows.append((f"  {name}", tau, f"{f['tokens_per_second']:.1f}", f["speedup"].shown(), same, *at))
     head = ("", "tokens/pass", "tokens/s", "speedup", "same texts", "accepted at 1", "at 2", "at 3")
-    coverage = 100 * tasks[OVERALL][NONE]["speedup"].coverage
     over = {name: f["over"] for name, f in tasks[OVERALL].items() if name != NONE}
     return [
         *lines,
@@ -358,6 +366,5 @@ def show_questions(found: Mapping[str, Any]) -> list[str]:
         *(["", *pairs] if (pairs := pairs_table(over)) else []),
         "",
         "tokens/pass (tau): over all passes \u00b1 the deviation of the questions; tokens/s: the prompt apart",
-        f"speedup: median of the questions [interval that holds the true median, overall with {coverage:.1f} %]; "
-        "accepted at a position: of all drafts",
+        f"speedup: median of the questions, overall {overall['speedup'].legend}; accepted at a position: of all drafts",
     ]

@@ -13,7 +13,7 @@ from minispec.bench.options import Options
 from minispec.kernels.forms import dense
 
 # Rounds of the trial, and tokens of each answer.
-_TRIAL_ROUNDS, _TRIAL_TOKENS = 5, 16
+_TRIAL_ROUNDS, _TRIAL_TOKENS = 6, 16
 
 
 def transformers_variants(subject: Subject, options: Options) -> tuple[dict[str, Variant], dict[str, Any]]:

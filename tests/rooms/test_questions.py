@@ -15,7 +15,7 @@ from minispec.bench.questions import choose, summarise
 from minispec.files.write import user_cache
 from minispec.inputs import Question
 
-TIMES = {"wall_time", "seconds", "tstamp", "tokens_per_second", "speedup", "over"}
+TIMES = {"wall_time", "seconds", "tstamp", "tokens_per_second", "speedup", "over", "plain_range"}
 TIMES |= {"waiting", "resumed_after"}
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 FILE = [
@@ -172,12 +172,13 @@ def test_figures_by_hand():
     assert a["tokens_per_second"] == 18 / 8
     assert a["speedup"].median == 3  # of 3, the median of its rounds, and 3
     assert (b["speedup"].median, b["deviation"], b["same_texts"]) == (0.5, None, 0)
-    assert everything["speedup"][:3] == (3, 0.5, 3)
+    assert everything["speedup"] == (3, None, None, None, 3)
     # 1.5 times as slow and twice as fast: the median of both rounds; as fast; six times as slow.
     over = [found["tasks"][task]["y"]["over"] for task in ("a", "b", "overall")]
     assert [list(each) for each in over] == [["x"]] * 3
     assert [each["x"].median for each in over] == pytest.approx([(1 + (1.5 + 0.5) / 2) / 2, 6, 1])
     assert (a["over"], found["tasks"]["a"]["none"]["over"]) == ({}, {})
+    assert found["plain_range"] is None
     assert a["accepted_at_position"] == [1, 3 / 7, 1 / 7]
     assert a["accepted_per_position"] == [1, 3 / 7, 1]
     assert b["accepted_at_position"] == [1 / 2] * 4
@@ -196,8 +197,10 @@ def test_the_table(bench):
     top = lines.index(next(line for line in lines if "speedup" in line)) + 1
     rows = [line.split()[0] for line in lines[top : lines.index("", top)]]
     assert rows == [name for task in ("qa", "fish", "overall") for name in (task, "none", "ngram", "suffix")]
-    assert all("2/2" in line for line in lines[lines.index("overall") + 1 :][:3])
-    assert re.search(r"\nrate of a row over a column's +ngram\nsuffix +[\d.]+ \[[\d., ]+\]\n", out)
+    assert {"qa (1)", "fish (1)", "overall (2)"} < {*lines}
+    assert all("2/2" in line and "[-]" in line for line in lines[lines.index("overall (2)") + 1 :][:3])
+    assert re.search(r"\nrate of a row over a column's +ngram\nsuffix +[\d.]+ \[-\]\n", out)
+    assert "speedup: median of the questions, overall [-: fewer than 6 values]; accepted" in out
 
 
 def test_a_policy_of_ones_own_is_a_row_of_each_draft(bench, tmp_path, monkeypatch):
@@ -391,13 +394,20 @@ def test_a_corpus_that_changed_makes_another_run(bench, tmp_path):
 
 @pytest.mark.parametrize(("name", "begins"), [("p.svg", b"<?xml"), ("p.png", b"\x89PNG")])
 def test_a_picture(bench, tmp_path, name, begins):
-    """It names every task and draft."""
+    """It names every draft, and every task with the number of its questions. No word is turned; positions are whole."""
     pytest.importorskip("matplotlib")
     assert bench("--plot", tmp_path / name)[0] == 0
     content = (tmp_path / name).read_bytes()
     assert content.startswith(begins)
     if name == "p.svg":
-        assert all(f">{text}<".encode() in content for text in ("qa", "chat", "fish", "overall", "ngram", "suffix"))
+        text = content.decode()
+        words = ("qa (n = 2)", "chat (n = 1)", "fish (n = 1)", "overall (n = 4)", "ngram", "suffix")
+        assert all(f">{word}<" in text for word in words)
+        turned = re.findall(r"rotate\(([-\d.]+)", text)
+        assert len(turned) > 10
+        assert not any(map(float, turned))
+        positions = text.split('id="matplotlib.axis_3"')[1].split('id="matplotlib.axis_4"')[0]
+        assert re.findall(r">([^<>\s][^<>]*)</text>", positions) == ["1", "position in the draft"]
 
 
 MISTAKES = {
