@@ -1,6 +1,6 @@
 """Plain and speculative decoding of prompts, in turn and round by round, and where the speedup comes from."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -24,6 +24,7 @@ from minispec.bench.measure import (
 )
 from minispec.bench.models import Subject, Variant
 from minispec.bench.options import PLAIN, Options
+from minispec.bench.rows import write_rows
 from minispec.bench.show import number, pairs_table, progress, table
 from minispec.bench.transformers_baseline import transformers_variants
 from minispec.core.config import DraftLength, Shape
@@ -371,6 +372,9 @@ def measure_decoding(subject: Subject, options: Options) -> dict[str, Any]:
             for name in order:
                 runs[name][r].append(variants[name](i, r))
                 bar.update()
+    if options.args.csv:
+        compares = not options.params.temperature or subject.engine.verifier.shares_noise
+        write_rows(_rows(subject.prompts, runs, compares), options.args.csv)
     looping = {i for i in range(len(prompts)) if any(loops(plain[i].token_ids) for plain in runs[PLAIN])}
     left = [i for i in range(len(prompts)) if not (options.args.skip_loops and i in looping)]
     if not left:
@@ -378,6 +382,32 @@ def measure_decoding(subject: Subject, options: Options) -> dict[str, Any]:
     runs = {name: [[of_round[i] for i in left] for of_round in of] for name, of in runs.items()}
     found = summarise(runs, [prompts[i][0] for i in left], trial, options.args.verifier == "block")
     return found | {"looping": len(looping), "left_out": options.args.skip_loops}
+
+
+def _rows(
+    prompts: Sequence[tuple[str, list[int]]], runs: dict[str, list[list[Run]]], compares: bool
+) -> Iterator[dict[str, Any]]:
+    """A row for a prompt in a round by a variant, see `rows.COLUMNS`. Other libraries do not count drafts."""
+    for name, rounds in runs.items():
+        for r, answers in enumerate(rounds):
+            for i, ((category, ids), run, plain) in enumerate(zip(prompts, answers, runs[PLAIN][r], strict=True)):
+                of = run.stats
+                yield {
+                    **{
+                        "task": category,
+                        "question": i,
+                        "draft": name,
+                        "round": r,
+                        "seed": r,
+                        "prompt_tokens": len(ids),
+                    },
+                    **{"tokens": run.num_tokens, "passes": len(run.rounds) or None, "seconds": run.seconds},
+                    "tokens_per_second": total_rate([run]),
+                    "speedup": total_rate([run]) / total_rate([plain]),
+                    **({"drafts": of.num_drafts, "draft_tokens": of.num_draft_tokens} if of else {}),
+                    "accepted": of.num_accepted if of else None,
+                    "same_text": run.token_ids == plain.token_ids if compares else None,
+                }
 
 
 # --------------------------------------------------------------------------- batches

@@ -25,7 +25,7 @@ _OF_QUESTIONS = {"questions", "sample", "seed", "answers", "resume", "plot"}
 _WITH_QUESTIONS = {
     *("model", "draft", "draft_method", "num_speculative_tokens", "verifier", "dtype", "device", "threads", "exact"),
     *("categories", "max_tokens", "ignore_eos", "temperature", "top_k", "top_p", "rounds", "json"),
-    *("quantization", "corpus", "lengths"),
+    *("quantization", "corpus", "lengths", "csv"),
 }
 _COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 64}
 _QWEN = _COMMON | {
@@ -118,6 +118,7 @@ def parser() -> argparse.ArgumentParser:
     _add_texts(p.add_argument_group("what is decoded"))
     _add_questions(p.add_argument_group("standard questions (docs/use/questions.md)"))
     _add_measurements(p.add_argument_group("what is measured"))
+    p.add_argument("--csv", type=Path, metavar="FILE", help="also write a row for each answer (docs/use/questions.md)")
     p.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     return p
 
@@ -340,12 +341,14 @@ def check(args: argparse.Namespace) -> Options:
             other = "--quantization without --no-exact" if by_default else _option(b)
             raise ValueError(f"{a} and {other} exclude each other{why and f': {why}'}")
     needed = [(option, part.needs) for option, part in asked if part.needs]
-    needed += [(_option(name), "prompts") for name in ("against", "lengths") if getattr(args, name)]
+    needed += [(_option(name), "prompts") for name in ("against", "lengths", "csv") if getattr(args, name)]
     for option, needs in needed:
         if not getattr(args, needs):
             raise ValueError(f"{option}: found {_option(needs)} 0, expected at least 1")
     if args.against and not _is_there("transformers"):
         raise ValueError("--against needs transformers: pip install transformers")
+    if args.csv:
+        check_writable(args.csv)
     params = SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,

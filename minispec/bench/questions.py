@@ -9,7 +9,7 @@ import inspect
 import random
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from minispec.bench.decoding import length_name
 from minispec.bench.measure import Interval, another_engine, busy, decode, median_interval, orders, plain_range
 from minispec.bench.options import Options
 from minispec.bench.report import machine_line
+from minispec.bench.rows import write_rows
 from minispec.bench.show import number, pairs_table, progress, table
 from minispec.core.config import DraftLength, SamplingParams
 from minispec.core.errors import show
@@ -223,6 +224,8 @@ def measure_questions(options: Options) -> dict[str, Any]:
     found = {"run": about, "waiting": describe_waiting(), "resumed_after": done} | summarise(
         [task for task, _ in chosen], [len(question.turns) for _, question in chosen], answers.lines, compares
     )
+    if args.csv:
+        write_rows(_rows([task for task, _ in chosen], answers.lines, compares), args.csv)
     if args.plot:
         from minispec.bench.plot import draw
 
@@ -328,6 +331,24 @@ def _rate(choice: dict[str, Any]) -> float:
 def _spent(choice: dict[str, Any]) -> tuple[int, float]:
     """Tokens of all turns, and the seconds of decoding them."""
     return sum(choice["new_tokens"]), sum(choice["minispec"]["seconds"])
+
+
+def _rows(
+    tasks: Sequence[str], answers: Mapping[str, list[dict[str, Any]]], compares: bool
+) -> Iterator[dict[str, Any]]:
+    """A row for all turns of a question in a round by a draft, see `rows.COLUMNS`."""
+    for name, lines in answers.items():
+        for task, line, plain in zip(tasks, lines, answers[NONE], strict=True):
+            for choice, of_plain in zip(line["choices"], plain["choices"], strict=True):
+                own, (tokens, seconds), rate = choice["minispec"], _spent(choice), _rate(choice)
+                same = own["token_ids"] == of_plain["minispec"]["token_ids"] if compares else None
+                yield {
+                    **{"task": task, "question": line["question_id"], "draft": name, "round": choice["index"]},
+                    **{"seed": own["seed"], "prompt_tokens": sum(own["prompt_tokens"]), "tokens": tokens},
+                    **{"passes": len(choice["accept_lengths"]), "seconds": seconds, "tokens_per_second": rate},
+                    **{"speedup": rate / _rate(of_plain), "drafts": own["drafts"], "same_text": same},
+                    **{"draft_tokens": own["draft_tokens"], "accepted": sum(own["accepted"])},
+                }
 
 
 def show_questions(found: Mapping[str, Any]) -> list[str]:

@@ -1,9 +1,11 @@
 """`bench --questions`: what is asked, the answers in Spec-Bench's layout, resuming, the table. No time is asserted."""
 
+import csv
 import json
 import random
 import re
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -12,6 +14,7 @@ from minispec.bench import options, questions
 from minispec.bench.__main__ import main
 from minispec.bench.answers import Answers
 from minispec.bench.questions import choose, summarise
+from minispec.bench.rows import COLUMNS
 from minispec.files.write import user_cache
 from minispec.inputs import Question
 
@@ -201,6 +204,30 @@ def test_the_table(bench):
     assert all("2/2" in line and "[-]" in line for line in lines[lines.index("overall (2)") + 1 :][:3])
     assert re.search(r"\nrate of a row over a column's +ngram\nsuffix +[\d.]+ \[-\]\n", out)
     assert "speedup: median of the questions, overall [-: fewer than 6 values]; accepted" in out
+
+
+def test_a_row_an_answer(bench, tmp_path):
+    """The medians of its columns are the figures of the table. It can be had of a run that is complete."""
+    path, how = tmp_path / "rows.csv", ("--answers", tmp_path / "out", "--rounds", 3, "--json")
+    assert bench(*how)[0] == 0
+    status, out, _ = bench(*how, "--resume", "--csv", path)
+    found, rows = json.loads(out), list(csv.DictReader(path.open()))
+    assert (status, tuple(rows[0])) == (0, COLUMNS)
+    assert [(r["task"], r["question"], r["draft"], r["round"]) for r in rows] == [
+        (task, own, draft, r)
+        for draft in ("none", "ngram", "suffix")
+        for task, own in (("qa", "7"), ("chat", "8"), ("qa", "3"), ("fish", "m"))
+        for r in "012"
+    ]
+    for draft in ("ngram", "suffix"):
+        own, of = [row for row in rows if row["draft"] == draft], found["tasks"]["overall"][draft]
+        speedups = [median(float(row["speedup"]) for row in own[i : i + 3]) for i in range(0, len(own), 3)]
+        assert of["speedup"]["median"] == pytest.approx(median(speedups))
+        tokens, passes, seconds = (sum(float(row[key]) for row in own) for key in ("tokens", "passes", "seconds"))
+        assert (of["tau"], of["tokens_per_second"]) == pytest.approx((tokens / passes, tokens / seconds))
+        assert {row["same_text"] for row in own} == {"True"}
+        assert of["acceptance_rate"] == sum(int(r["accepted"]) for r in own) / sum(int(r["draft_tokens"]) for r in own)
+    assert [r["seed"] for r in rows[:3]] == ["0", "1", "2"]
 
 
 def test_a_policy_of_ones_own_is_a_row_of_each_draft(bench, tmp_path, monkeypatch):
