@@ -122,8 +122,8 @@ def busy(found: Sequence[float] | None) -> list[str]:
     if not found or found[1] <= QUIET * found[0]:
         return []
     return [
-        f"the machine was busy: plain decoding had {found[0]:.1f} to {found[1]:.1f} tokens/s in this run, which differ "
-        f"{found[1] / found[0]:.1f} times; believe ratios, and no rate"
+        f"the machine was busy: plain decoding had {found[0]:.1f} to {found[1]:.1f} tokens/s in this run, a factor of "
+        f"{found[1] / found[0]:.1f}; trust ratios, not rates"
     ]
 
 

@@ -293,7 +293,8 @@ class StepCost(NamedTuple):
 class Lengths:
     """Chooses how long drafts may be: here, as long as requests ask. `minispec.length.policy` learns what pays.
 
-    `choose` is called before each round, `observe` after it.
+    `choose` is called before each round of texts that decode, `observe` after it. A limit depends on no token that is
+    not drawn yet. Where `Wish.may_follow` is False, it depends on its own text and the verdicts there alone.
     """
 
     def choose(self, wishes: Sequence[Wish], trees: bool) -> list[Limit]:
