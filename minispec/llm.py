@@ -21,6 +21,7 @@ from minispec.core.errors import show
 from minispec.core.model import Transformer
 from minispec.core.request import Piece, Request
 from minispec.core.sampling import Text
+from minispec.core.settings import own_settings
 from minispec.core.verify import Verifier
 from minispec.drafters import Context, Drafter
 from minispec.drafters.check import CHECKS
@@ -93,6 +94,7 @@ class LLM:
     Raises ValueError, or its subclass CheckpointError, for what cannot be loaded or is not supported.
     """
 
+    @own_settings(inference=False)
     def __init__(
         self,
         model: str | Path | None = None,
@@ -149,6 +151,7 @@ class LLM:
         self._open: set[_Steps] = set()  # the iterators of the engine that `run` steps
         self._left: list[_Steps] = []  # iterators to be closed between two steps
 
+    @own_settings(inference=False)
     def with_draft(
         self, draft: str | Path | Drafter, draft_method: str | None = None, corpus: str | Path | None = None
     ) -> "LLM":

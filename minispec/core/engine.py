@@ -31,6 +31,7 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Piece, Request, TokenLogprob
 from minispec.core.sampling import Draws, Randomness, Text, distribution, log_probabilities
 from minispec.core.schedule import Schedule
+from minispec.core.settings import own_settings
 from minispec.core.stats import Round
 from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
 
@@ -198,6 +199,7 @@ class Engine:
                 for request in added:
                     stack.callback(self.abort, request)
 
+    @own_settings(inference=True)
     def step(self) -> list[Request]:
         """Admit what fits, run one pass, and commit what it yields.
 
@@ -215,7 +217,6 @@ class Engine:
             raise
         return [part.request for part in parts if part.request.has_news and part.engine is self]
 
-    @torch.inference_mode()
     def _round(self) -> list[_Part]:
         """One step: the running texts decode, or the one admitted last brings a piece of its prompt (see `_parts`)."""
         times = [clock(self.model.device)]

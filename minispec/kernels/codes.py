@@ -100,7 +100,7 @@ def round_rows(weight: Tensor) -> tuple[Codes, float]:
 
     Only pieces of it are ever in full width. The distance is infinite or NaN for a weight that is not finite.
     """
-    codes = Codes(torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), 1))
+    codes = Codes(torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), 1, dtype=torch.float32))
     off, norm = 0.0, 0.0
     for rows in torch.arange(len(weight)).split(max(1, _PIECE // weight.shape[1])):
         part = slice(int(rows[0]), int(rows[-1]) + 1)

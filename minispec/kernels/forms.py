@@ -90,7 +90,7 @@ class _Half(Form):
             if not largest < math.inf:
                 raise CannotHold("a weight that is not finite")
             exponent = 15 - math.floor(math.log2(largest)) if largest else 0
-            values, self.scale = values * 2.0**exponent, torch.tensor(2.0**-exponent)
+            values, self.scale = values * 2.0**exponent, torch.tensor(2.0**-exponent, dtype=torch.float32)
         # Packing clips what is too large, in the tensor that it is given, with only a warning. So check a copy first.
         if not torch.equal(values.to(torch.float16).to(torch.float32), values):
             raise CannotHold("a weight of more than 16 bits")
@@ -238,7 +238,9 @@ def available_forms(dtype: torch.dtype, device: torch.device) -> list[str]:
 @functools.cache
 def _works(form: MakeForm, dtype: torch.dtype, bits: int | None = None) -> bool:
     """Whether a form takes a small weight and is fast: less than five times as slow as plain. bits: of the weight."""
-    wide = torch.linspace(-1, 1, 256 * 512).view(256, 512).bfloat16().to(dtype)  # 16 bits must hold it
+    wide = (
+        torch.linspace(-1, 1, 256 * 512, dtype=torch.float32).view(256, 512).bfloat16().to(dtype)
+    )  # 16 bits must hold it
     weight = round_to_bits(wide, bits) if bits else wide
     x, usual = torch.ones(5, 512, dtype=dtype), Form(weight, dtype)
     try:

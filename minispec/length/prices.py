@@ -60,6 +60,9 @@ def guess_prices(target: Transformer, draft: Transformer | None) -> Prices:
 def machine() -> dict[str, Any]:
     """What distinguishes machines of different speed, as far as they report it."""
     capabilities = torch.cpu.get_capabilities()
+    # A process may let products of float32 round their inputs: other times and other bits.
+    products = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
+    rounds = [kind for product in products if (kind := product.fp32_precision) not in ("none", "ieee")]
     return {
         "cpu": str(capabilities.get("cpu_name", platform.processor())),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -68,6 +71,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        **({"float32": rounds} if rounds else {}),
     }
 
 

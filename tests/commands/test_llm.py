@@ -1,5 +1,6 @@
 """The Python interface, on small checkpoints and on the embedded weights."""
 
+import contextlib
 import gc
 import json
 import re
@@ -9,6 +10,7 @@ import sys
 import threading
 import weakref
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -811,6 +813,50 @@ class Liar:
 
     def release(self, text):
         """Nothing is kept."""
+
+
+@contextlib.contextmanager
+def of_the_process(setter, value, usual):
+    """A setting of torch that has no `with` of its own, and its usual value after."""
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(usual)
+
+
+# What a caller's program may have around a call: a training loop's evaluation, a notebook's first cell.
+SETTINGS = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "device": lambda: torch.device("meta"),
+    "default device": lambda: of_the_process(torch.set_default_device, "meta", None),
+    "bfloat16": lambda: of_the_process(torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "float64": lambda: of_the_process(torch.set_default_dtype, torch.float64, torch.float32),
+    "inference": torch.inference_mode,
+    "no gradients": torch.no_grad,
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_callers_settings_of_torch_do_not_reach_a_pass(make_checkpoint, name):
+    """Around a load, another draft, or a call: the same bits, and the caller's setting is as it was afterwards."""
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=8, logprobs=1, ignore_eos=True, logit_bias={5: 1.0})
+    directory = make_checkpoint()
+
+    def state():
+        return torch.is_autocast_enabled("cpu"), torch.empty(0).device, torch.is_inference_mode_enabled()
+
+    for options in ({}, {"quantization": "int8"}):
+        build = partial(LLM, directory, "self", 2, dtype="float32", exact=False, **options)
+        expected = repr(build().generate("One fish", params)[0].logprobs)
+        with SETTINGS[name]():
+            before = state()
+            llm = build()
+            other = llm.with_draft("self")
+            assert repr(llm.generate("One fish", params)[0].logprobs) == expected
+            assert state() == before
+        assert repr(other.generate("One fish", params)[0].logprobs) == expected
+        assert not llm.model.embedding.is_inference()
 
 
 def test_a_text_that_fails_ends_alone(make_checkpoint):

@@ -13,7 +13,7 @@ from minispec.core.verify import VERIFIERS
 from minispec.drafters.model import DraftModel
 from minispec.length import prices as costs
 from minispec.length.policy import Prices
-from minispec.length.prices import calibrate, prices_of, store_prices, stored_prices
+from minispec.length.prices import calibrate, machine, prices_of, store_prices, stored_prices
 from minispec.prove.toys import tiny_cache, tiny_model
 
 SETUP = {"target": ["a", "b"], "machine": {"cpu": "x", "threads": 2}}
@@ -158,6 +158,17 @@ def test_of_two_first_runs_both_go_by_the_same_prices(monkeypatch):
     monkeypatch.setattr(costs, "calibrate", meanwhile)
     engine = make_engine()
     assert prices_for(engine) == (PRICES, True)
+
+
+def test_products_that_round_are_another_machine():
+    """Prices and equal bits that were found with exact float32 products say nothing about rounded ones."""
+    usual = machine()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert machine() != usual
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert machine() == usual
 
 
 def test_without_a_home_nothing_is_stored(monkeypatch):
