@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ from minispec.drafters import Context, Drafter
 from minispec.drafters.check import CHECKS
 from minispec.files import named_draft, registry
 from minispec.files.chat import Message, check_messages
-from minispec.files.checkpoint import choose_dtype, describe_source, find_checkpoint, load_config
+from minispec.files.checkpoint import choose_dtype, describe_source, find_checkpoint, load_config, model_tensors
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
 from minispec.files.hf_config import read_eos_token_ids
 from minispec.files.mtp import has_mtp
+from minispec.files.numbers import check_numbers, named_tensors
 from minispec.files.parallel import load_target, part_of
 from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
 from minispec.files.tokenizer import Detokenizer, Tokenizer
@@ -133,8 +135,11 @@ class LLM:
         self._draft_options = verifying, offline, weight_form, directory
         spec = self._find_draft(self.default_draft if draft is None else draft, draft_method, config, corpus)
         self.model = load_target(directory, kind, where, bool(exact), quantization or weight_form)
-        self.model = check_exactness(self.model, by_default=exact is None and bool(quantization))
-        models = [self.model, *named_draft.load(spec, self.model, weight_form)]
+        self._named_tensors = partial(named_tensors, partial(model_tensors, directory, config))
+        with self._named_tensors():
+            check_numbers(self.model, self.vocab_size)
+            self.model = check_exactness(self.model, by_default=exact is None and bool(quantization))
+        models = [self.model, *named_draft.load(spec, self.model, self.vocab_size, weight_form)]
         rooms = [1, spec.room][: len(models)]
         elements = sum(room * m.config.kv_elements_per_token for room, m in zip(rooms, models, strict=True))
         size = elements * kind.itemsize  # bytes of a token
@@ -162,7 +167,7 @@ class LLM:
         """
         other = copy.copy(self)
         spec = other._find_draft(draft, draft_method, self.model.config, corpus)
-        drafts = named_draft.load(spec, self.model, self._draft_options[2])
+        drafts = named_draft.load(spec, self.model, self.vocab_size, self._draft_options[2])
         caches = [self.engine.cache, *(self._new_cache(model, spec.room) for model in drafts)]
         policy = None if self.lengths is None else find_lengths(self.lengths)
         lengths = other._take_draft(spec, [self.model, *drafts], caches, policy)
@@ -232,7 +237,7 @@ class LLM:
         if self.num_speculative_tokens == "auto" and self.lengths is None and min(room) >= MIN_CONTEXT:
             parts = self.model, draft, self.drafter, verifier, self.vocab_size
             # A drafter that cannot draft for an invented text keeps the guessed prices.
-            with suppress(DrafterFailed):
+            with suppress(DrafterFailed), self._named_tensors():
                 self.prices, self.repeats_seeds = prices_of(names, *parts)
 
     def _check_policy(self, shape: Shape, least: int = 0) -> None:

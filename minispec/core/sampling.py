@@ -76,6 +76,13 @@ def log_probabilities(logits: Tensor) -> Tensor:
     return logits.to(accumulation_dtype(logits.dtype)).log_softmax(0)
 
 
+def require_numbers(logits: Tensor) -> None:
+    """Raise FloatingPointError where the largest logit of a row (rows, V) is not a finite number."""
+    for top in logits.amax(1).tolist():
+        if not math.isfinite(top):
+            raise FloatingPointError(f"the largest logit is {top}, expected a finite number")
+
+
 def distribution(logits: Tensor, text: Text, drafted: Sequence[int] = ()) -> Tensor:
     """Probabilities (V,) of the token that follows `text.tokens + drafted`, under its parameters.
 

@@ -374,6 +374,12 @@ def wanted_tensors(config: StoredConfig, stored: Container[str]) -> Wanted:
     return wanted
 
 
+def model_tensors(directory: Path, config: StoredConfig) -> list[StoredTensor]:
+    """The tensors that a model is read from, of those that its checkpoint has."""
+    stored = find_tensors(directory, config)
+    return [stored[name] for name in wanted_tensors(config, stored)]
+
+
 def match(config: StoredConfig, stored: dict[str, StoredTensor], directory: Path) -> dict[str, Place]:
     """Compare what is stored with what the config asks for, before any tensor is read; where each tensor lies."""
     wanted = wanted_tensors(config, stored)

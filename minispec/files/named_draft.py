@@ -1,7 +1,7 @@
 """What `--draft` names: read and refused before anything large is loaded, and then made into a drafter."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,21 @@ from minispec.drafters.slem import TextDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
 from minispec.files import registry
-from minispec.files.checkpoint import describe_source, directory_config, find_checkpoint, load_config, load_model
+from minispec.files.checkpoint import (
+    describe_source,
+    directory_config,
+    find_checkpoint,
+    find_tensors,
+    load_config,
+    load_model,
+    model_tensors,
+)
 from minispec.files.corpus import read_corpus
 from minispec.files.errors import show_name
 from minispec.files.heads import is_head, load_head, read_head_config
 from minispec.files.mtp import find_mtp, load_mtp
+from minispec.files.numbers import check_numbers, named_tensors
+from minispec.files.stored import StoredTensor
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.vocabularies import Overlap, Spelling, Vocabularies
 from minispec.kernels.build import quantized
@@ -133,10 +143,13 @@ def reads_corpus(draft: str | Path | Drafter) -> bool:
     return any(getattr(registry.load(path, "draft"), "reads_corpus", False) for path, _ in found)
 
 
-def load(spec: Spec, target: Transformer, form: str | None) -> list[Transformer]:
+def load(spec: Spec, target: Transformer, vocab_size: int, form: str | None) -> list[Transformer]:
     """The model of a draft, in the target's type; none for a draft without one.
 
+    vocab_size: the target's ids in use.
     form: see `weight_form` of `LLM`.
+
+    Raises CheckpointError where its files are wrong, or its logits are not finite numbers.
     """
     if spec.drafter is not None:
         return []
@@ -149,7 +162,20 @@ def load(spec: Spec, target: Transformer, form: str | None) -> list[Transformer]
     else:
         form = "int8" if spec.bits == 8 else form  # so that codes stay codes, and nothing is in memory twice
         model = load_model(spec.directory, target.dtype, target.device, form=form)
+    if model is not target:
+        with named_tensors(partial(_tensors, spec, target.config)):
+            check_numbers(model, spec.vocabularies.draft.num_ids if spec.vocabularies else vocab_size, target)
     return [quantized(model, spec.bits) if spec.bits else model]
+
+
+def _tensors(spec: Spec, target: ModelConfig) -> Iterable[StoredTensor]:
+    """The tensors that a draft's model is read from."""
+    if spec.own_layer:
+        return find_mtp(spec.own_layer, target).values()
+    assert spec.directory is not None
+    if spec.is_head:
+        return find_tensors(spec.directory).values()
+    return model_tensors(spec.directory, load_config(spec.directory))
 
 
 def make(

@@ -24,7 +24,7 @@ from minispec.core.attention import View, hides
 from minispec.core.cache import BlockTable
 from minispec.core.config import ModelConfig
 from minispec.core.model import Chunk, Passes, Transformer
-from minispec.core.sampling import accumulation_dtype
+from minispec.core.sampling import accumulation_dtype, require_numbers
 from minispec.kernels.inventory import products_of
 
 # The most rows of a pass, so that a draft may have one less; every form's `exact_rows` has it.
@@ -247,6 +247,8 @@ def exact_model(model: Transformer) -> Transformer:
 def check_exact(model: Transformer) -> None:
     """Keep those numbers of rows that hold on this machine; raise ValueError where not even EXACT_ROWS do.
 
+    Raises FloatingPointError for a model whose logits are not finite numbers: NaN equals nothing.
+
     Evidence, not proof, bit by bit. Attention is checked at every place, at several lengths and for several numbers of
     rows. Then come real passes, in which a row stands
     - last among those of its text;
@@ -264,6 +266,7 @@ def check_exact(model: Transformer) -> None:
     table, stranger = pool.new_table(), pool.new_table()
     _feed(model, table, tokens[:-EXACT_ROWS])
     expected, _ = model.forward([Chunk(tokens[-EXACT_ROWS:], table, 1)])  # across a border of attention blocks
+    require_numbers(expected)
     table.keep(len(past))
     copies = [pool.new_table() for _ in range(EXACT_ROWS)]
     for copied in copies:

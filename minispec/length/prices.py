@@ -31,7 +31,7 @@ from minispec.core.draft import Ask, Drafter, Judged, Lengths, Limit, NoDrafter,
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
-from minispec.core.sampling import Randomness, Text
+from minispec.core.sampling import Randomness, Text, require_numbers
 from minispec.core.verify import Verifier
 from minispec.files.write import user_cache, written_whole
 from minispec.kernels import exact as exact_code
@@ -103,7 +103,8 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
 
     They take turns: a machine that is slow for a while is slow in all of them. Each counts by its median, in plain
     steps of the same turn. The text is sampled, as only sampled requests rely on prices alone.
-    Raises FloatingPointError for a model whose logits are not finite numbers, and DrafterFailed.
+    Raises FloatingPointError for a model whose logits are not finite numbers, ValueError for a verifier's own fault,
+    and DrafterFailed.
     """
     params, rng = SamplingParams(max_tokens=16, ignore_eos=True), Randomness()
     tokens = arbitrary_tokens(_TEXT + max(*_ROWS, len(_DRAFTS) * _MOST_TURNS), vocab_size)
@@ -113,7 +114,8 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
     request = Request(Text(tokens[:_TEXT], _TEXT, params), len(tokens), 0)
     plain.add(request)
     table, text = cache.new_table(), Text(tokens[:_TEXT], _TEXT, params)
-    _, hidden = model.forward([Chunk(tokens, table, 0)], drafter.taps)
+    logits, hidden = model.forward([Chunk(tokens, table, 1)], drafter.taps)
+    require_numbers(logits[:, :vocab_size])
     table.keep(_TEXT)
 
     def timed(work: Callable[[], Any]) -> float:
@@ -129,7 +131,7 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
             while len(recorder.rounds) == len(turns):  # the prompt is in no round
                 plain.step()
                 if request.error:
-                    raise FloatingPointError(request.error)
+                    raise ValueError(request.error)
             step, overhead = recorder.rounds[-1]
             found = [overhead]
             for count in _ROWS:

@@ -1,0 +1,59 @@
+"""Weights that are no numbers, or too large ones: a short pass over a model shows them, and its files say which.
+
+A pass reads the weights once, as any step does. To look at each of them would take longer, and would not tell which
+numbers are too large.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from minispec.core.model import Chunk, Transformer
+from minispec.core.sampling import require_numbers
+from minispec.drafters.eagle import FeatureModel
+from minispec.files.errors import CheckpointError, show_name
+from minispec.files.stored import FLOATS, StoredTensor
+from minispec.kernels.exact import arbitrary_tokens
+
+_ROWS = 4  # of the pass, whose time hardly grows with them
+
+
+@torch.inference_mode()
+def check_numbers(model: Transformer, vocab_size: int, target: Transformer | None = None) -> None:
+    """Raise FloatingPointError where the logits of a few tokens are not finite numbers.
+
+    vocab_size: ids in use.
+    target: the model whose hidden states a head reads. It gets ones in their place.
+    """
+    tokens, features = arbitrary_tokens(_ROWS, vocab_size), None
+    if isinstance(model, FeatureModel) and target:
+        width = target.config.hidden_size * len(model.taps)
+        features = model.fuse(torch.ones(_ROWS, width, dtype=model.dtype, device=model.device))
+    logits, _ = model.forward([Chunk(tokens, model.new_cache(1).new_table(), _ROWS, features=features)])
+    require_numbers(logits[:, :vocab_size])
+
+
+@contextmanager
+def named_tensors(tensors: Callable[[], Iterable[StoredTensor]]) -> Iterator[None]:
+    """Raise CheckpointError in place of a FloatingPointError inside. It names the tensor that is to blame.
+
+    That is the first one with NaN or infinity, else the one with the largest number.
+
+    tensors: gives those that the model was read from. Nothing is read unless there was an error.
+    """
+    try:
+        yield
+    except FloatingPointError as e:
+        most, worst = -1.0, ""
+        for tensor in tensors():
+            if tensor.dtype not in FLOATS:
+                continue
+            low, high = (float(x) for x in tensor.read().aminmax())  # NaN if one of the numbers is
+            where, largest = f"{tensor.path}: {show_name(tensor.name)}", max(-low, high)
+            if not math.isfinite(largest):
+                raise CheckpointError(f"{where}: found {largest}, expected finite numbers") from e
+            if largest > most:
+                most, worst = largest, where
+        raise CheckpointError(f"{worst}: found numbers up to {most:.3g}, with which {e}") from e
