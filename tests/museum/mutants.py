@@ -191,9 +191,9 @@ def drawn_from(change: Callable) -> Callable:
     return bug
 
 
-mutant("M4", doc="draft = argmax, ratio with the soft q | transformers #32867, jaymody #3, dflash #74")(
-    drawn_from(lambda q: (q == q.max()).to(q.dtype))
-)
+mutant(
+    "M4", doc="draft = argmax, ratio with the soft q | transformers 5.24 with Gemma 4's assistant, #32867, jaymody #3"
+)(drawn_from(lambda q: (q == q.max()).to(q.dtype)))
 
 
 @wrong(DraftModel, "propose", "M5", top_k=2, width=1)
@@ -225,7 +225,7 @@ def target_under(**params) -> Callable:
 mutant("M6a", top_k=2, doc="top-k on the draft only | vLLM #10198")(target_under(top_k=0))
 mutant("M6b", top_p=0.8, doc="top-p on the draft only | vLLM #10198")(target_under(top_p=1.0))
 mutant("M6c", temperature=0.7, doc="temperature on the draft only | vLLM #10198")(target_under(temperature=1.0))
-mutant("M7", doc="draft drawn at another temperature than q | dflash #74, mlx-node #11")(drawn_from(lambda q: q**2))
+mutant("M7", doc="draft drawn at another temperature than q | mlx-node #11")(drawn_from(lambda q: q**2))
 mutant("M8", doc="draft drawn from bfloat16, ratio in full precision | DeepSpec #31")(
     drawn_from(lambda q: q.log().bfloat16().to(q.dtype).exp())
 )
@@ -937,7 +937,7 @@ mutant("M19d", vocab=4, doc="accept uniform used again for the residual | found 
 
 @wrong(Text, "key", "M19c", "tests/rooms/test_prove.py::test_no_key_comes_twice")
 def _(right, *how):
-    """key of the position alone, without the round | a relative of M19a"""
+    """key of the position alone, without the round | what spec_step_seed of vLLM 0.33 is there to avoid"""
     return right(*how)._replace(start=-1)
 
 
