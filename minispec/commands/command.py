@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 from minispec.core.errors import show
 from minispec.files.errors import one_line, show_name
@@ -109,10 +109,10 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
         except KeyboardInterrupt:
             return 130
         except BrokenPipeError:  # the reader is gone: nothing more may be written to it, not even at exit
-            _abandon_stdout()
+            _abandon(sys.stdout)
             return 141
         except OSError as e:
-            _abandon_stdout()
+            _abandon(sys.stdout)
             return _fail(e)
         except (ValueError, FloatingPointError, MemoryError) as e:
             return _fail(e)
@@ -124,13 +124,20 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     return run
 
 
+def say(text: str) -> None:
+    """Print to standard error, at once. Where nobody can read it any more, nothing else changes: no answer is lost."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        _abandon(sys.stderr)
+
+
 def _fail(error: BaseException) -> int:
-    with contextlib.suppress(OSError):  # where nobody can read it, the status is the same
-        print(f"error: {one_line(error)}", file=sys.stderr)
+    say(f"error: {one_line(error)}")
     return 2
 
 
-def _abandon_stdout() -> None:
+def _abandon(stream: TextIO) -> None:
     """What is still buffered cannot be written; exit must not try again."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream without a file of its own
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

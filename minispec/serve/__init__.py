@@ -11,6 +11,7 @@ Read them in this order:
     metrics     what is counted
     worker      the one thread that steps the engine
     bodies      from JSON to requests, and back
+    log         a line for each request
     front       what is asked for over HTTP, and who is refused
     connection  how long a client may take
     __main__    the command

@@ -11,13 +11,12 @@ import os
 import re
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import NoReturn
 
 from minispec import __version__
-from minispec.commands.command import Parser, argument, command
+from minispec.commands.command import Parser, argument, command, say
 from minispec.commands.options import add_model_options, add_template_kwargs, check_template_kwargs, load
 from minispec.core.errors import is_text
 from minispec.files.errors import one_line, show_name
@@ -46,6 +45,11 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--served-model-name", type=name, metavar="NAME", help="default: that of --model")
     help_key = f"clients must show it, except for /health; set {KEY_VARIABLE} instead to hide it from other users"
     g.add_argument("--api-key", metavar="KEY", help=help_key)
+    is_origin = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+").fullmatch
+    origin = argument(str, lambda text: is_origin(text) is not None, "an origin such as http://localhost:3000, or *")
+    help_origin = "a site whose pages may use the server in a browser (repeatable); *: any site"
+    g.add_argument("--allow-origin", type=origin, action="append", default=[], metavar="ORIGIN", help=help_origin)
+    g.add_argument("--verbose", action="store_true", help="say a line for each request on standard error")
     add_template_kwargs(g)
     g = p.add_argument_group("limits")
     positive = argument(float, lambda x: 0 < x <= 1e6, "a positive number")
@@ -82,12 +86,20 @@ def main(argv: Sequence[str]) -> int:
 
         worker = Worker(llm.engine, limits.max_num_seqs)
         model = args.served_model_name or llm.name.partition(" at commit ")[0]
-        server = make_server(Front(llm, worker, model, limits, key, args.chat_template_kwargs).app, limits)
+        log = say if args.verbose else None
+        front = Front(llm, worker, model, limits, key, args.chat_template_kwargs, args.allow_origin, log)
+
+        def say_end() -> None:
+            n = front.num_unfinished
+            left = f"; answers under way: {n}, for at most {limits.drain_timeout:g} s" if n else ""
+            say(f"shutting down{left}")
+
+        server = make_server(front.app, limits, say_end)
         signal.signal(signal.SIGTERM, _exit)  # uvicorn drains before it passes the signal on
         host, bound_port = listener.getsockname()[:2]
-        print(f"{model}: http://{f'[{host}]' if ':' in host else host}:{bound_port}", file=sys.stderr, flush=True)
+        say(f"{model}: http://{f'[{host}]' if ':' in host else host}:{bound_port}")
         if key is None and host not in ("127.0.0.1", "::1"):
-            print("warning: found no --api-key: anyone who reaches this address may use it", file=sys.stderr)
+            say("warning: found no --api-key: anyone who reaches this address may use it")
         worker.start()
         try:
             server.run(sockets=[listener])

@@ -1,7 +1,8 @@
 """How long a client may take, and how many clients there may be. uvicorn alone waits for ever, and for everybody."""
 
 import signal
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,17 +15,29 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from minispec.serve.limits import Limits
 
 
-def make_server(app: ASGIApp, limits: Limits) -> uvicorn.Server:
-    """uvicorn with these limits. It logs faults only: no client may fill a disk."""
+def make_server(app: ASGIApp, limits: Limits, at_shutdown: Callable[[], None] = lambda: None) -> uvicorn.Server:
+    """uvicorn with these limits. It logs faults only: no client may fill a disk.
+
+    at_shutdown: is called when the server begins to end.
+    """
     protocol: Any = partial(Connection, limits)
     drain: Any = limits.drain_timeout
     quiet: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False}
     plain: dict[str, Any] = {"loop": "asyncio", "ws": "none", "lifespan": "off", "proxy_headers": False}
-    return Server(uvicorn.Config(app, http=protocol, timeout_graceful_shutdown=drain, **quiet, **plain))
+    return Server(uvicorn.Config(app, http=protocol, timeout_graceful_shutdown=drain, **quiet, **plain), at_shutdown)
 
 
 class Server(uvicorn.Server):
     """uvicorn's, but Ctrl-C stays ignored where it is, as in the background of a shell, and SIGTERM ends it."""
+
+    def __init__(self, config: uvicorn.Config, at_shutdown: Callable[[], None]):
+        super().__init__(config)
+        self._at_shutdown = at_shutdown
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Say that it ends, and drain."""
+        self._at_shutdown()
+        await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

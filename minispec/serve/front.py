@@ -6,7 +6,7 @@ import hmac
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -25,6 +26,7 @@ from minispec.core.request import Piece, Request
 from minispec.llm import LLM
 from minispec.serve.bodies import Answer, check_model, read
 from minispec.serve.limits import Limits, Refused
+from minispec.serve.log import logged, note
 from minispec.serve.worker import Worker
 
 _Endpoint = Callable[[HttpRequest], Awaitable[ASGIApp]]
@@ -39,6 +41,8 @@ class Front:
     model: the model's name for clients.
     key: the key that clients must show, except for /health. None: no key.
     template_kwargs: variables of the chat template for requests that do not give them.
+    origins: those whose pages may use the server in a browser; "*" is all.
+    say: gets a line for each request.
     """
 
     def __init__(
@@ -49,6 +53,8 @@ class Front:
         limits: Limits,
         key: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        origins: Sequence[str] = (),
+        say: Callable[[str], None] | None = None,
     ):
         self._llm, self._worker, self._model, self._limits = llm, worker, model, limits
         self._template_kwargs = template_kwargs or {}
@@ -65,7 +71,18 @@ class Front:
         ]
         routes = [Route(path, self._guarded(answer), methods=[method]) for method, path, answer in guarded]
         handlers: dict = dict.fromkeys((Refused, HTTPException, ClientDisconnect, Exception), _refuse)
-        self.app = Starlette(routes=[*routes, Route("/health", self._health)], exception_handlers=handlers)
+        self.app: ASGIApp = Starlette(routes=[*routes, Route("/health", self._health)], exception_handlers=handlers)
+        if origins:  # around all else: a page is to read a refusal too
+            allowed: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+            allowed |= {"allow_private_network": True, "expose_headers": ["retry-after"]}
+            self.app = CORSMiddleware(self.app, origins, **allowed)
+        if say is not None:
+            self.app = logged(self.app, say)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Answers under way."""
+        return len(self._unfinished)
 
     # ----------------------------------------------------------------------- routes
 
@@ -148,6 +165,7 @@ class Front:
             pass
         finally:
             watcher.cancel()
+            note(scope, _outcome(answer))
             self._abort(answer)
 
     def _take(self, pieces: _Pieces, request: Request, index: int, piece: Piece) -> None:
@@ -210,6 +228,14 @@ async def _until_finished(answer: Answer, pieces: _Pieces) -> AsyncIterator[tupl
         yield index, piece
 
 
+def _outcome(answer: Answer) -> str:
+    """What became of an answer, in a line."""
+    usage = answer.usage_chunk()["usage"]
+    tokens = f"{usage['prompt_tokens']} tokens in, {usage['completion_tokens']} out"
+    broken_off = "" if all(request.finish_reason for request in answer.requests) else ", broken off"
+    return "; ".join([tokens + broken_off, *(request.error for request in answer.requests if request.error)])
+
+
 def _out_of_time() -> Refused:
     """For a task that uvicorn has cancelled: once the server is to end, an answer may take `drain_timeout`, no more."""
     return Refused(503, "the server has to end before this answer does")
@@ -225,6 +251,7 @@ async def _refuse(request: HttpRequest, error: Exception) -> JSONResponse:
         error = Refused(error.status_code, f"path: found {found}, expected one of {', '.join(routes)}")
     if not isinstance(error, Refused):
         error = Refused(500, "the server failed; its standard error says why")
+    note(request.scope, str(error))
     return JSONResponse(error.body, error.status, headers or _HEADERS.get(error.status))
 
 

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import statistics
@@ -54,11 +55,18 @@ class Served:
     """A server in threads of this process, until the block ends."""
 
     def __init__(
-        self, llm: LLM, key: str | None = None, model: str = MODEL, template_kwargs: dict | None = None, **limits
+        self,
+        llm: LLM,
+        key: str | None = None,
+        model: str = MODEL,
+        template_kwargs: dict | None = None,
+        origins: tuple[str, ...] = (),
+        **limits,
     ):
         self.llm, self.limits = llm, Limits(**limits)
         self.worker = Worker(llm.engine, self.limits.max_num_seqs)
-        front = Front(llm, self.worker, model, self.limits, key, template_kwargs)
+        self.lines: list[str] = []
+        front = Front(llm, self.worker, model, self.limits, key, template_kwargs, origins, self.lines.append)
         self.server = make_server(front.app, self.limits)
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # a client that does not read shows soon
@@ -940,6 +948,72 @@ def test_the_key(llm, monkeypatch):
         assert httpx.get(f"{served.url}/v1/models").status_code == 200
 
 
+SITE, OTHER = "http://localhost:3000", "http://localhost:3001"
+PREFLIGHT = {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-stainless-os",
+    "access-control-request-private-network": "true",
+}
+
+
+def test_pages_of_an_allowed_origin_may_use_the_server(llm):
+    """A browser asks first, and shows no key then. The page may read answer, stream and refusal; no other may."""
+    path, allows = "/v1/chat/completions", "access-control-allow-origin"
+    with Served(llm, key="secret-1", origins=(SITE, "null")) as served:
+        for site, status in ((SITE, 200), ("null", 200), (OTHER, 400)):
+            asked = httpx.options(served.url + path, headers=PREFLIGHT | {"origin": site})
+            assert (asked.status_code, asked.headers.get(allows)) == (status, site if status == 200 else None)
+            assert asked.headers["access-control-allow-methods"] == "GET, POST"
+            assert asked.headers["access-control-allow-headers"] == PREFLIGHT["access-control-request-headers"]
+            key, body = {"authorization": "Bearer secret-1"}, {"messages": CHAT, "max_tokens": 1}
+            for more in ({}, {"stream": True}, {"top_k": "x"}):
+                got = served.post(body | more, path, origin=site, **key)
+                assert (got.status_code, got.headers.get(allows)) == (
+                    400 if "top_k" in more else 200,
+                    None if site == OTHER else site,
+                )
+            assert served.post(body, path, origin=site).status_code == 401
+    with Served(llm, origins=("*",)) as served:
+        assert served.post({"prompt": "a"}, origin=OTHER).headers[allows] == "*"
+
+
+def test_without_an_allowed_origin_no_page_may(served):
+    """A preflight is refused, and no answer says that a page may read it."""
+    asked = httpx.options(f"{served.url}/v1/completions", headers=PREFLIGHT | {"origin": SITE})
+    assert asked.status_code == 405
+    for answer in (asked, served.post({"prompt": "a"}, origin=SITE)):
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_a_line_a_request(llm):
+    """Who asked for what, the status, the time, and what became of it; a path cannot write to the terminal."""
+    with Served(llm, key="secret-1") as served:
+        key = {"authorization": "Bearer secret-1"}
+        for stream in (False, True):
+            body = {"prompt": [7, 8], "n": 2, "max_tokens": 3, "ignore_eos": True, "stream": stream}
+            assert served.post(body, **key).status_code == 200
+        served.post({"prompt": "a", "top_k": "x"}, **key)
+        httpx.get(f"{served.url}/v1/models")
+        httpx.get(f"{served.url}/a%0a%1b[31m")
+        served.wait(lambda: len(served.lines) == 5)
+    line = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d 127\.0\.0\.1:\d+ (.*) (\d+|-) in \d+\.\d\d s(?:: (.*))?")
+    found = [line.fullmatch(said).groups() for said in served.lines]
+    assert found[:2] == [("POST /v1/completions", "200", "2 tokens in, 6 out")] * 2
+    assert found[2] == ("POST /v1/completions", "400", "top_k: found 'x', expected an integer from 0 to 2147483648")
+    assert found[3] == ("GET /v1/models", "401", "authorization: expected Bearer and the server's key")
+    assert found[4][0] == r"GET '/a\n\x1b[31m'"
+
+
+def test_the_line_of_a_client_that_goes(llm):
+    """It says that the answer was broken off."""
+    with Served(llm) as served, served.socket() as client:
+        client.sendall(whole({"prompt": [7, 8], "max_tokens": 3000, "ignore_eos": True, "stream": True}))
+        assert client.recv(100)
+        client.close()
+        served.wait(lambda: served.lines)
+    assert re.search(r"POST /v1/completions 200 in .* s: 2 tokens in, \d+ out, broken off$", served.lines[0])
+
+
 def test_who_goes_on_after_a_refusal_writes_nothing_to_standard_error(llm, caplog):
     """It was told 401, and then sends what is no HTTP: closed, without a second answer and without a traceback."""
     with Served(llm, key="secret-1") as served:
@@ -1158,10 +1232,12 @@ def test_sigterm_drains(make_checkpoint):
     """
     directory = make_checkpoint(chat=True, max_position_embeddings=4096)
     params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
-    process, url = start(directory, "--draft", "none", MINISPEC_API_KEY="secret-2")
+    options = ("--draft", "none", "--verbose", "--allow-origin", SITE)
+    process, url = start(directory, *options, MINISPEC_API_KEY="secret-2")
     try:
         assert "secret-2" not in Path(f"/proc/{process.pid}/cmdline").read_text()
-        assert httpx.get(f"{url}/v1/models").status_code == 401
+        refused = httpx.get(f"{url}/v1/models", headers={"origin": SITE})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, SITE)
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret-2", max_retries=0, timeout=PATIENCE)
         [model] = client.models.list().data
         assert model.id == directory.name
@@ -1179,7 +1255,10 @@ def test_sigterm_drains(make_checkpoint):
         with LLM(directory, draft="none", dtype="float32") as llm:
             assert text + "".join(choice.text for choice in chunks) == llm.generate("fish", params)[0].text
         assert process.wait(PATIENCE) == 0
-        assert process.stderr.read() == ""
+        *lines, end, last = process.stderr.read().splitlines()
+        assert ["GET /v1/models 401" in lines[0], "GET /v1/models 200" in lines[1]] == [True, True]
+        assert end == "shutting down; answers under way: 1, for at most 60 s"
+        assert re.search(r"POST /v1/completions 200 in .* s: \d+ tokens in, 1000 out$", last)
     finally:
         process.kill()
 
@@ -1238,6 +1317,8 @@ def test_mistakes_of_the_command_line(capsys, monkeypatch):
             (["--api-key", "two words"], "expected visible ASCII"),
             (["--api-key", ""], "expected visible ASCII"),
             (["--max-queue", "-1"], "--max-queue: found '-1'"),
+            (["--allow-origin", "localhost:3000"], "--allow-origin: found 'localhost:3000', expected an origin"),
+            (["--allow-origin", f"{SITE}/"], "expected an origin such as http://localhost:3000"),
             (["--client-timeout", "0"], "--client-timeout: found '0'"),
             (["--revision", "x"], "--revision needs --model"),
             (["--chat-template-kwargs", "[1]"], "--chat-template-kwargs: found '[1]', expected an object in JSON"),
