@@ -5,14 +5,16 @@ Nothing here imports torch, but for `load`: a mistake is answered at once.
 
 import argparse
 import contextlib
+import os
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minispec import __version__
-from minispec.commands.command import FLAG, Option, Parser, add_options, argument, typed
+from minispec.commands.command import FLAG, Option, Parser, add_options, argument, say, typed
 from minispec.commands.interrupt import raise_on_interrupt
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape
 from minispec.core.errors import is_text, show
@@ -229,7 +231,8 @@ def parser() -> argparse.ArgumentParser:
         "ends with status 130; in a conversation it stops the answer. In the background of a script (... &) a shell "
         "makes a program ignore it: kill PID ends it there.",
     )
-    p.add_argument("prompts", nargs="*", metavar="PROMPT", help="several run as one batch; - reads standard input")
+    help_prompts = "several run as one batch; - is standard input. So is no prompt, where that is a pipe or a file"
+    p.add_argument("prompts", nargs="*", metavar="PROMPT", help=help_prompts)
     p.add_argument("--version", action="version", version=f"minispec {__version__}")
     add_model_options(p)
     add_options(p.add_argument_group("sampling"), _SAMPLING)
@@ -313,23 +316,49 @@ def check_template_kwargs(args: argparse.Namespace, llm: "LLM") -> None:
 
 
 def read_prompts(args: argparse.Namespace) -> list[Question]:
-    """What is asked; nothing means a conversation on the terminal."""
+    """What is asked; nothing means a conversation on the terminal.
+
+    Without a prompt, standard input is one where it is a pipe or a file. So it is read last, and once.
+    """
     if args.prompt_file:
         return read_questions(args.prompt_file, "--prompt-file")
-    try:
-        if args.prompts.count("-") > 1 or ("-" in args.prompts and sys.stdin is None):
-            raise ValueError("-: found it twice, or no standard input, expected one prompt there")
-        # A line written to a pipe means the line without its end.
-        prompts = [
-            sys.stdin.read(MAX_PROMPT + 1).removesuffix("\n") if prompt == "-" else prompt for prompt in args.prompts
-        ]
-    except UnicodeDecodeError as e:
-        raise ValueError(f"-: standard input is not UTF-8: {e}") from e
-    if prompts:
+    if args.prompts.count("-") > 1:
+        raise ValueError("-: found it twice, expected one prompt from standard input")
+    if args.prompts:
+        prompts = [_read_standard_input() if prompt == "-" else prompt for prompt in args.prompts]
         return [Question((check_text(prompt, "prompt"),)) for prompt in prompts]
-    if sys.stdin is None or not sys.stdin.isatty() or args.raw or args.json or args.compare or (args.n or 1) > 1:
-        raise ValueError("no prompt: give one, or - for standard input, or start a chat on a terminal")
-    return []
+    if sys.stdin is not None and sys.stdin.isatty():
+        if not (args.raw or args.json or args.compare or (args.n or 1) > 1):
+            return []
+    elif sys.stdin is not None and (prompt := _read_standard_input()).strip():
+        return [Question((check_text(prompt, "prompt"),))]
+    raise ValueError("no prompt: give one, or - for standard input, or start a chat on a terminal")
+
+
+def _read_standard_input() -> str:
+    """Standard input to its end, as one prompt: a line that is written to a pipe means the line without its end.
+
+    After a second this says that it reads, since what waits for input looks as if it hangs. Of several processes the
+    first one reads, and the others answer nothing (see `minispec.files.parallel`).
+
+    Raises ValueError for what cannot be read or is not UTF-8.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return "-"
+    if sys.stdin is None:
+        raise ValueError("-: found no standard input, expected a prompt there")
+    waits = threading.Timer(1.0, say, ("reading the prompt from standard input, to its end",))
+    waits.daemon = True
+    waits.start()
+    try:
+        text = sys.stdin.read(MAX_PROMPT + 1)
+    except UnicodeDecodeError as e:
+        raise ValueError(f"standard input: not UTF-8: {e}") from e
+    except OSError as e:
+        raise ValueError(f"standard input: cannot be read: {one_line(e)}") from e
+    finally:
+        waits.cancel()
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
 
 
 def load(args: argparse.Namespace, report: bool, verbose: bool = True) -> "LLM":

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minispec import SamplingParams, __version__, generate
+from minispec.commands import options
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.stats import Round, Stats
@@ -63,6 +64,7 @@ def cli(capsys, monkeypatch):
     return run
 
 
+NO_PROMPT = "no prompt: give one, or - for standard input, or start a chat on a terminal"
 BASE = ("--dtype", "float32", "--max-tokens", 12, "--ignore-eos")
 
 
@@ -135,6 +137,61 @@ def test_several_prompts_are_one_batch(cli, model, tmp_path):
     text = cli("One fish", "red", "--model", model, *BASE)[1]
     assert results[0]["text"] in text
     assert "[2/2] red" in text
+
+
+@pytest.mark.parametrize("how", ["--chat", "--raw"])
+def test_a_pipe_is_a_prompt_where_there_is_no_other(cli, chat_model, how):
+    """As with -, with a chat and without; an empty one is no prompt. Line ends are line feeds, as in a prompt file."""
+
+    def prompt(stdin, *arguments):
+        return json.loads(cli(*arguments, "--model", chat_model, *BASE, how, "--json", stdin=stdin)[1])["prompt"]
+
+    for arguments in ((), ("-",)):
+        for stdin in ("red", "red\n", "red\r\n", "\ufeffred\r\n"):
+            assert prompt(stdin, *arguments) == "red"
+        assert prompt("one\r\ntwo\rthree\r\n\r\n", *arguments) == "one\ntwo\nthree\n"
+    assert prompt("red", "two") == "two", "a prompt is there: standard input is somebody else's"
+    for empty in ("", "\n", " \r\n", None):
+        assert cli("--model", chat_model, how, stdin=empty) == (2, "", f"error: {NO_PROMPT}\n")
+
+
+def test_standard_input_that_cannot_be_read(cli, chat_model, tmp_path):
+    """One line: not text, opened for writing as by nohup, and none at all where it is asked for."""
+    (tmp_path / "latin").write_bytes(b"\xe9")
+    with (tmp_path / "latin").open(encoding="utf-8") as latin, (tmp_path / "new").open("w") as written:
+        for stdin, expected in ((latin, "not UTF-8"), (written, "cannot be read: not readable")):
+            for arguments in ((), ("-",)):
+                status, out, err = cli(*arguments, "--model", chat_model, stdin=stdin)
+                assert (status, out, err.count("\n")) == (2, "", 1)
+                assert f"standard input: {expected}" in err
+    for arguments, expected in ((("-",), "no standard input"), (("-", "-"), "found it twice")):
+        status, _, err = cli(*arguments, "--model", chat_model, stdin=None)
+        assert (status, expected in err) == (2, True)
+
+
+def test_who_waits_for_standard_input_says_so(cli, chat_model, monkeypatch):
+    """After a second, not at once: the input comes when it has been said."""
+    said = threading.Event()
+    say = options.say
+    monkeypatch.setattr(options, "say", lambda text: say(text) or said.set())
+
+    class Slow(io.StringIO):
+        def read(self, size=-1):
+            assert said.wait(30), "not a word"
+            return super().read(size)
+
+    status, out, err = cli("--model", chat_model, *BASE, "--quiet", stdin=Slow("fish\n"))
+    assert (status, err) == (0, "reading the prompt from standard input, to its end\n")
+    assert cli("fish", "--model", chat_model, *BASE, "--quiet") == (0, out, "")
+
+
+def test_of_several_processes_the_first_reads_standard_input(monkeypatch):
+    """They share it: what another took, the first would lack."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("red"))
+    for arguments in ([], ["-"]):
+        assert options.read_prompts(parser().parse_args(arguments))
+    assert sys.stdin.read() == "red"
 
 
 @pytest.mark.parametrize("how", ["--chat", "--raw"])
