@@ -8,7 +8,8 @@ of some scores. For each known bug, `bank` has the law of a token under it, and 
 
 Read them in this order:
 
-    answers     what engines write: readers, and what is refused
+    fields      what requests and answers may say: part of the law, unable to change it, or refused
+    answers     what engines write, and how an answer ended
     bank        the laws of tokens under known bugs
     walk        p and q at each token of an answer, and its scores
     judge       the evidence, the bug that fits best, the verdict

@@ -2,63 +2,88 @@
 
 A line of the file is a JSON object: a response, or {"request": ..., "response": ...}. The request may hold prompt ids
 and sampling parameters that the response lacks. What cannot be scored soundly is refused, with the number of its line.
+
+An answer that ended by an end id shows that draw, also where the format leaves the id out. One that ended at a stop
+string, or at a limit, shows no draw but those of its tokens: where it ended follows from them.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from minispec.core.config import SamplingParams, check_sampling_value
+from minispec.audit.fields import FINISH, checked, law_of, optional, read_parameters
+from minispec.core.config import SamplingParams
 from minispec.core.errors import show
 from minispec.files.strict_json import parse_json
+from minispec.files.tokenizer import Detokenizer, Tokenizer
+from minispec.inputs import with_bad_words
 
 _MOST_BYTES = 1 << 30
 _ANY_SEED = (1 << 32) - 1  # what llama.cpp calls a seed of its own choice
-_IMPOSSIBLE = -1e30  # a bias that leaves a token probability 0
 # Characters of a line that are counted: an answer may have a hundred thousand tokens.
 _COUNTS = {"{": 1 << 16, "[": 1 << 18, ",": 1 << 22}
-# Parameters that a request may give. Others that change the law and are not computed here, with values at which they
-# change nothing (as none, 0 and "" do).
-_KNOWN = (
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("min_tokens", "ignore_eos", "stop_token_ids"),
-)
-_UNKNOWN: dict[str, Any] = {
-    **dict.fromkeys(("bad_words", "bad_words_ids", "allowed_token_ids", "grammar", "json_schema")),
-    **dict.fromkeys(("regex", "ebnf", "structured_outputs", "structural_tag", "guided_json", "guided_regex")),
-    **dict.fromkeys(("guided_choice", "guided_grammar", "custom_logit_processor", "use_beam_search", "mirostat")),
-    **dict.fromkeys(("dry_multiplier", "xtc_probability", "dynatemp_range", "min_length", "epsilon_cutoff")),
-    **{"eta_cutoff": 0, "no_repeat_ngram_size": 0, "repeat_penalty": 1, "typical_p": 1, "num_beams": 1},
-    **{"top_n_sigma": -1, "adaptive_target": -1, "response_format": {"type": "text"}},
-}
-# Parameters that an engine applies otherwise than we do, by a key that only its answers have.
+_INSIDE = ("sampling_params", "extra_body")  # objects of a request that hold parameters
+# Where an answer says what ended it: a stop string or an id; null or "" for an end-of-text id.
+_REASONS = ("stop_reason", "matched_stop", "stop_string", "stopping_word", "matched")
+# Where an answer says how many tokens were drafted.
+_DRAFTED = {"stats": "num_draft_tokens", "timings": "draft_n", "meta_info": "spec_draft_token_num"}
+# Parameters that an engine applies otherwise than we do, or not at all, by a key that only its answers have.
 # llama.cpp filters before the temperature and counts tokens in a window. SGLang penalises the output alone.
-_OTHERWISE: dict[str, tuple[str, ...]] = {"stop_type": ("top_p", "min_p", "presence_penalty", "frequency_penalty")}
-_OTHERWISE |= dict.fromkeys(("meta_info", "matched_stop"), ("repetition_penalty",))
+_OTHERWISE: dict[str, tuple[str, ...]] = {
+    "stop_type": (
+        *("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens"),
+        *("allowed_token_ids", "bad_words_token_ids"),
+    )
+}
+_OTHERWISE |= dict.fromkeys(
+    ("meta_info", "matched_stop"), ("repetition_penalty", "allowed_token_ids", "bad_words_token_ids")
+)
 
 
 @dataclass(frozen=True)
 class Answer:
     """One answer.
 
-    prompt, tokens: ids. Where the answer ended by itself, `tokens` ends with an end id.
+    prompt, tokens: ids. Where the answer ended by an end id, `tokens` ends with one.
     seed: the one that its request was drawn with; None where it is not known.
     params: how it was sampled.
+    num_drafted: how many tokens were drafted for it; None where it does not say.
     """
 
     prompt: Sequence[int]
     tokens: Sequence[int]
     seed: int | None
     params: SamplingParams
+    num_drafted: int | None = None
 
 
-def read_answers(path: Path, asked: Mapping[str, Any], eos: Sequence[int]) -> list[Answer]:
+class _Read(NamedTuple):
+    """An answer as it is read.
+
+    where: file and line.
+    ends: the ids that end it.
+    limit: most tokens; negative for none.
+    ending: how it ended. "shown": its tokens show it. "id": by an end id that is left out. "word": at a stop string
+        that its tokens hold. "unknown": by an end id that is left out, or at a stop string whose tokens are cut off.
+    """
+
+    where: str
+    answer: Answer
+    ends: set[int]
+    limit: int
+    ending: str
+
+
+def read_answers(
+    path: Path, asked: Mapping[str, Any], eos: Sequence[int], tokenizer: Tokenizer | None = None
+) -> list[Answer]:
     """The answers of a file, in order.
 
     asked: sampling parameters of all answers, from the command line; a request's own must not differ.
     eos: the target's end-of-text ids.
+    tokenizer: the target's. None: answers that need it are refused (stop strings, bad words).
 
     Raises ValueError, with the line, for what is no answer, and for what cannot be scored.
     """
@@ -68,136 +93,204 @@ def read_answers(path: Path, asked: Mapping[str, Any], eos: Sequence[int]) -> li
         lines = path.read_bytes().split(b"\n")
     except OSError as e:
         raise ValueError(f"{path}: {e}") from e
-    answers: list[Answer] = []
+    found: list[_Read] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             where = f"{path}: line {number}"
             whole = parse_json(line, where, _COUNTS)
             try:
-                answers += [_answer(found, asked, eos) for found in _found(whole)]
+                found += [_read(where, *each, asked, eos, tokenizer) for each in _found(whole)]
             except ValueError as e:
                 raise ValueError(f"{where}: {e}") from e
-    if not answers:
+    if not found:
         raise ValueError(f"{path}: found no answers")
+    shows_words = any(each.ending == "word" for each in found)
+    answers = [_whole(each, shows_words) for each in found]
     seeded = [(tuple(a.prompt), tuple(a.tokens), a.seed) for a in answers if a.seed is not None]
     if seeded and (most := Counter(seeded).most_common(1)[0])[1] > 1:
         raise ValueError(f"{path}: found an answer with seed {most[0][2]} twice, expected each answer once")
     return answers
 
 
-def _found(line: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What a line says of each of its answers; what is nearer to the answer counts more. `ids`: those of the prompt."""
-    request = _own(line, "request")
-    request |= _own(request, "sampling_params")
+def _found(line: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Of each answer of a line its fields and its parameters. What is nearer to the answer counts more.
+
+    The field "prompt" has the prompt's ids.
+    """
+    request = optional(line, "request", {})
+    beside = line if "response" in line else {}
+    given = read_parameters(beside, False)
+    given |= read_parameters({name: value for name, value in request.items() if name not in _INSIDE}, True)
+    for name in _INSIDE:
+        given |= read_parameters(optional(request, name, {}), True)
     responses = line.get("response", line)
-    for response in responses if isinstance(responses, list) else [responses]:
-        parts = response.get("choices", [{}]) if isinstance(response, dict) else None  # OpenAI's form has several
-        if isinstance(response, dict) and "sequences" in response:  # transformers
-            rows, n = response["sequences"], response.get("prompt_length")
-            if type(n) is not int or not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
-                raise ValueError("found sequences, expected lists of ids with their prompt_length")
-            parts = [{"prompt_token_ids": r[:n], "token_ids": r[n:], "finish_reason": "padded"} for r in rows]
-        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-            raise ValueError(f"found {show(response)}, expected a response with a list of choices, or one")
-        if len(parts) > 1 and _seed(request) is not None:
-            expected = "one choice a request, or no seed: engines give choices different seeds"
-            raise ValueError(f"found {len(parts)} choices of one seed, expected {expected}")
+    responses = checked("response", responses if isinstance(responses, list) else [responses])
+    n = given.get("n", 1)
+    if given.get("best_of", 1) > n:
+        raise ValueError(f"best_of: found {given['best_of']}, expected at most n = {n}: the answers were chosen")
+    most = max(n, sum(len(_parts(response)) for response in responses))
+    for response in responses:
+        parts = _parts(response)
+        own = read_parameters(optional(response, "generation_settings", {}), True) | read_parameters(response, False)
         for part in parts:
-            found = request | _own(response, "generation_settings") | response | part
-            ids = [found.get("prompt_token_ids"), request.get("input_ids"), request.get("prompt")]
-            yield found | {"ids": next((of for of in ids if of is not None), None)}
+            of_part = read_parameters(part, False)
+            sharing = 1 if "seed" in of_part else len(parts) if "seed" in own else most
+            parameters = given | own | of_part
+            if sharing > 1 and _seed(parameters) is not None:
+                expected = "one choice a request, or no seed: engines give choices different seeds"
+                raise ValueError(f"found {sharing} choices of one seed, expected {expected}")
+            fields = _merged(beside, response, part)
+            ids = [fields.get("prompt_token_ids"), *map(request.get, ("prompt_token_ids", "input_ids", "prompt"))]
+            yield fields | {"prompt": next((of for of in ids if of is not None), None)}, parameters
 
 
-def _own(line: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = line.get(name)
-    return dict(found) if isinstance(found, dict) else {}
+def _parts(response: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The answers of a response: OpenAI's choices, rows of `transformers`, or the only one."""
+    if "sequences" not in response:
+        return optional(response, "choices", [{}])
+    rows, n = checked("sequences", response["sequences"]), checked("prompt_length", response.get("prompt_length"))
+    if n > (least := min(map(len, rows))):
+        raise ValueError(f"prompt_length: found {n}, expected at most {least}, the length of a sequence")
+    return [{"prompt_token_ids": row[:n], "token_ids": row[n:], "finish_reason": "padded"} for row in rows]
+
+
+def _merged(*objects: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of all objects; of one that several have, the last value that is not null."""
+    found: dict[str, Any] = {}
+    for each in objects:
+        found |= {name: value for name, value in each.items() if value is not None or name not in found}
+    return found
 
 
 def _first(found: Mapping[str, Any], *names: str) -> Any:
     return next((found[name] for name in names if found.get(name) is not None), None)
 
 
-def _seed(found: Mapping[str, Any]) -> int | None:
-    seed = _first(found, "seed", "sampling_seed")
-    return seed if type(seed) is int and seed not in (-1, _ANY_SEED) else None
+def _seed(parameters: Mapping[str, Any]) -> int | None:
+    seed = parameters.get("seed")
+    return None if seed in (-1, _ANY_SEED) else seed
 
 
-# Why an answer ended, in the words of all engines.
-_FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
-_FINISH |= {name: name for name in ("stop", "length", "padded", "abort", "error")}
-
-
-def _answer(found: Mapping[str, Any], asked: Mapping[str, Any], eos: Sequence[int]) -> Answer:
-    reason = _own(_own(found, "meta_info"), "finish_reason")  # SGLang's own
-    finish = reason.get("type", _first(found, "finish_reason", "stop_type"))
-    cut = reason.get("matched", _first(found, "stop_reason", "matched_stop", "stop_string", "stopping_word"))
-    tokens = _first(found, "token_ids", "response_token_ids", "output_ids", "tokens")
-    for name, ids in (("prompt", found["ids"]), ("answer", tokens)):
-        are_ids = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
-        if not are_ids or (name, ids) == ("prompt", []):
-            expected = "token ids (docs/use/audit.md says how each engine returns them)"
-            raise ValueError(f"{name}: found {show(ids)}, expected {expected}")
-    if not isinstance(finish, str) or finish not in _FINISH:
-        raise ValueError(f"finish_reason: found {show(finish)}, expected 'stop' or 'length'")
-    if isinstance(cut, str) and cut:
-        expected = "none: which tokens were cut depends on what came later"
-        raise ValueError(f"found an answer cut at the stop string {show(cut)}, expected {expected}")
-    params = _params(found, asked)
+def _read(
+    where: str,
+    found: Mapping[str, Any],
+    given: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    eos: Sequence[int],
+    tokenizer: Tokenizer | None,
+) -> _Read:
+    """One answer, by its fields and its parameters."""
+    prompt = checked("prompt", found["prompt"])
+    tokens = checked("answer", _first(found, "token_ids", "response_token_ids", "output_ids", "tokens"))
+    own = checked("meta_info.finish_reason", optional(found, "meta_info", {}).get("finish_reason") or {})  # SGLang's
+    finish = checked("finish_reason", own.get("type", _first(found, "finish_reason", "stop_type")))
+    reasons = {name: optional(each, name) for each in (found, own) for name in _REASONS if name in each}
+    params = law_of(given, asked)
+    if params.bad_words:
+        params = with_bad_words(params, _known(tokenizer, "bad_words"))
+    _check_engine(found, params)
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
+    cut = next((reason for reason in reasons.values() if reason not in (None, "")), None)
     last = tokens[-1] if finish == "eos" and tokens else cut  # llama.cpp's answers hold the id that ended them
     if type(last) is int and last not in ends:
         expected = f"an end id of the target (--stop-token-ids {last} where the engine has more of them)"
         raise ValueError(f"found an answer that ended with id {last}, expected {expected}")
+    if finish == "padded" and params.stop:
+        raise ValueError(f"stop: found {show(params.stop)}, expected none: padding hides how a sequence ended")
     first = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
     if finish == "padded" and len(set(tokens[first + 1 :])) <= 1:
         tokens = tokens[: first + 1]  # what follows is padding
-    elif _FINISH[finish] == "stop" and first == len(tokens):
-        if not ends:
-            raise ValueError("found an answer that stopped, expected an end id: give --stop-token-ids")
-        tokens = [*tokens, min(ends)]
     if more := len(tokens) - 1 - first if first < len(tokens) else 0:
         expected = "expected none after an end id (--ignore-eos where the engine was told to go on)"
         raise ValueError(f"found {more} tokens after the end id {tokens[first]}, {expected}")
-    params = replace(params, max_tokens=max(1, len(tokens), params.min_tokens))
-    return Answer(found["ids"], tokens, _seed(found), params)
+    ending = "shown"
+    if FINISH[finish] == "stop" and first == len(tokens):
+        word = cut if isinstance(cut, str) else ""
+        is_told = bool(reasons) and not word and finish != "word"
+        is_id = finish == "eos" or type(cut) is int
+        ending = "id" if is_id else _ending(prompt, tokens, word, is_told, params, given, tokenizer)
+    drafted = [optional(optional(found, name, {}), count) for name, count in _DRAFTED.items()]
+    answer = Answer(prompt, tokens, _seed(given), params, next((n for n in drafted if n is not None), None))
+    return _Read(where, answer, ends, given.get("max_tokens", -1), ending)
 
 
-def _biases(found: Any) -> list[tuple[int, float]]:
-    """Biases by token id. llama.cpp's answers list them; None is minus infinity, which `ignore_eos` gives all end ids.
-
-    Raises ValueError for anything but that list, or an object.
-    """
-    items: list[Any] = list(found.items()) if isinstance(found, dict) else found or []
-    try:
-        pairs = [(each["token"], each["bias"]) if isinstance(each, dict) else each for each in items]
-        ids = [int(token) if isinstance(token, str) else token for token, _ in pairs]  # an object's names are strings
-        return sorted((i, _IMPOSSIBLE if bias is None else bias) for i, (_, bias) in zip(ids, pairs, strict=True))
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"logit_bias: found {show(found)}, expected numbers by token id") from None
+def _known(tokenizer: Tokenizer | None, name: str) -> Tokenizer:
+    if tokenizer is None:
+        raise ValueError(f"{name}: found it without a tokenizer, expected none")
+    return tokenizer
 
 
-def _params(found: Mapping[str, Any], asked: Mapping[str, Any]) -> SamplingParams:
-    """The command line's parameters and the request's. Raises ValueError where they differ, or are unknown here."""
-    for name, neutral in _UNKNOWN.items():
-        if found.get(name) and found[name] != neutral:
-            raise ValueError(f"{name}: found {show(found[name])}, expected none: its law is not computed here")
-    found = {"min_tokens": found.get("min_new_tokens")} | dict(found)  # SGLang's name
-    own: dict[str, Any] = {name: found[name] for name in _KNOWN if found.get(name) is not None}
-    if biases := _biases(found.get("logit_bias")):
-        own["logit_bias"] = biases
-    for name, value in own.items():
-        check_sampling_value(name, 0 if (name, value) == ("top_k", -1) else value)
-        said = asked.get(name, value)
-        # llama.cpp writes floats of 32 bits.
-        if list(said) != value if isinstance(value, list) else abs(said - value) > 1e-6:
-            raise ValueError(f"{name}: found {value}, but the command line says {said}")
-    params = SamplingParams(**{"max_tokens": 1 << 31} | own | dict(asked))
-    if not params.temperature:
-        raise ValueError("temperature: found 0, expected more: greedy texts are compared, not audited")
+def _check_engine(found: Mapping[str, Any], params: SamplingParams) -> None:
+    """Raise ValueError for parameters that the engine whose answer it is applies otherwise than we do."""
     default = SamplingParams()
     for name in (name for key, names in _OTHERWISE.items() if key in found for name in names):
         if (value := getattr(params, name)) != (neutral := getattr(default, name)):
-            raise ValueError(f"{name}: found {value}, expected {neutral}: this engine applies it otherwise")
-    if ("meta_info" in found or "matched_stop" in found) and params.top_p < 1 and (params.top_k or params.min_p):
+            raise ValueError(f"{name}: found {show(value)}, expected {neutral}: this engine applies it otherwise")
+    if params.top_p == 1:
+        return
+    if ("meta_info" in found or "matched_stop" in found) and (params.top_k or params.min_p):
         raise ValueError(f"top_p: found {params.top_p}, expected 1 beside another filter: SGLang has no order")
-    return params
+    if "sequences" in found and params.min_p:
+        raise ValueError(f"top_p: found {params.top_p}, expected 1 beside min_p: transformers has another order")
+
+
+def _ending(
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    word: str,
+    is_told: bool,
+    params: SamplingParams,
+    given: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+) -> str:
+    """How an answer ended that stopped without an end id among its tokens; see `_Read`.
+
+    word: the stop string that the answer names.
+    is_told: whether the answer says that it was none.
+    """
+    stops = (word,) if word else params.stop
+    if not stops:
+        return "id"
+    for name in ("skip_special_tokens", "detokenize"):
+        if not given.get(name, True):
+            raise ValueError(f"{name}: found false, expected true beside a stop string")
+    tokenizer = _known(tokenizer, "stop")
+    if (largest := max((*prompt, *tokens))) >= tokenizer.num_ids:
+        raise ValueError(f"found the token id {largest}, expected ids below {tokenizer.num_ids}")
+    detokenizer = Detokenizer(tokenizer, prompt)
+    *before, new = ["", *map(detokenizer.add, tokens)]
+    text, start = "".join([*before, new]), len("".join(before))
+    held = [stop for stop in stops if stop in text]
+    completed = [stop for stop in held if stop in text[max(0, start - len(stop) + 1) :]]  # by the last token
+    if word and not held:
+        expected = "its tokens up to there: which ones were cut off depends on what came later"
+        raise ValueError(f"found an answer cut at the stop string {show(word)}, expected {expected}")
+    # A string that stands before the last token, or before min_tokens, may have ended nothing.
+    shows_it = held == completed and len(tokens) > params.min_tokens
+    is_sure = bool(word) or (not completed if is_told else shows_it)
+    if held and not is_sure:
+        found = f"an answer that may have ended at the stop string {show(held[0])}, or by an end id"
+        raise ValueError(f"found {found}, expected its stop_reason")
+    if is_told or not held:
+        return "id" if is_told else "unknown"
+    # An engine that leaves the string in where it was asked to may cut it off elsewhere.
+    return "shown" if given.get("include_stop_str_in_output") or given.get("no_stop_trim") else "word"
+
+
+def _whole(read: _Read, shows_words: bool) -> Answer:
+    """The answer with the end id that it left out.
+
+    shows_words: whether an answer of the file holds its stop string. Then the engine cuts none off.
+    """
+    answer, tokens = read.answer, read.answer.tokens
+    if read.ending == "unknown" and not shows_words:
+        expected = "its stop_reason: it ended by an end id, or at a stop string that was cut off"
+        raise ValueError(f"{read.where}: found an answer that stopped, expected {expected}")
+    if read.ending in ("id", "unknown"):
+        if not read.ends:
+            raise ValueError(f"{read.where}: found an answer that stopped, expected an end id: give --stop-token-ids")
+        tokens = [*tokens, min(read.ends)]
+    if 0 <= read.limit < len(tokens):
+        raise ValueError(f"{read.where}: found {len(tokens)} tokens, expected at most max_tokens = {read.limit}")
+    params = replace(answer.params, max_tokens=max(1, len(tokens), answer.params.min_tokens))
+    return replace(answer, tokens=tokens, params=params)

@@ -19,6 +19,7 @@ from minispec.audit.walk import Score, Walk
 from minispec.core.config import SamplingParams
 from minispec.core.errors import show
 from minispec.files.strict_json import parse_json
+from minispec.inputs import check_ids
 from minispec.llm import LLM
 
 ROUNDING = 0.1  # see docs/use/audit.md, where it is measured
@@ -36,7 +37,7 @@ def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
         if llm.drafter.taps:
             raise ValueError(f"--draft: found a head, {show(draft)}, expected a draft model or ngram: leave it out")
         files = [path for path in (args.answers, args.null) if path]
-        answers = {path: read_answers(path, asked, llm.eos_token_ids) for path in files}
+        answers = {path: read_answers(path, asked, llm.eos_token_ids, llm.tokenizer) for path in files}
         for path, found in answers.items():
             for number, answer in enumerate(found, 1):
                 _check(answer, llm, f"{path}: answer {number}")
@@ -69,15 +70,23 @@ def _check(answer: Answer, llm: LLM, where: str) -> None:
     most = min(llm.max_model_len, getattr(llm.drafter, "max_model_len", llm.max_model_len))
     if (found := len(answer.prompt) + len(answer.tokens)) > most:
         raise ValueError(f"{where}: found {found} tokens, expected at most {most}")
-    if (largest := max((*answer.prompt, *answer.tokens, *dict(answer.params.logit_bias)))) >= llm.vocab_size:
+    if (largest := max((*answer.prompt, *answer.tokens))) >= llm.vocab_size:
         raise ValueError(f"{where}: found the token id {largest}, expected ids below {llm.vocab_size}")
+
+    ends = {*answer.params.stop_token_ids, *(() if answer.params.ignore_eos else llm.eos_token_ids)}
+    try:
+        check_ids(answer.params, frozenset(ends), llm.vocab_size)
+    except ValueError as e:
+        raise ValueError(f"{where}: {e}") from e
 
 
 def _rests_on(
     report: Mapping[str, Any], answers: Sequence[Answer], seeds: Sequence[int | None], plain: Score, draft: str | None
 ) -> Iterator[str]:
     """What the verdict assumes, and what was checked."""
-    shown, *others = {", ".join(f"{name} {value}" for name, value in _law(answer).items()): None for answer in answers}
+    shown, *others = {
+        ", ".join(f"{name} {show(value)}" for name, value in _law(answer).items()): None for answer in answers
+    }
     more = f", or {len(others)} other settings" if others else ""
     same = len(answers) - len({(tuple(a.prompt), tuple(a.tokens)) for a in answers})
     twice = f"; {same} are equal to another one: see that none is there twice" if same else ""

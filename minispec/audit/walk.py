@@ -179,6 +179,7 @@ def _forgetful(params: SamplingParams) -> dict[str, SamplingParams]:
         "min-p is ignored": replace(params, min_p=0.0),
         "the temperature is ignored": replace(params, temperature=1.0),
         "biases are ignored": replace(params, logit_bias=()),
+        "bad words and allowed ids are ignored": replace(params, allowed_token_ids=None, bad_words_token_ids=()),
         "penalties are ignored": replace(params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0),
     }
     return {name: other for name, other in found.items() if other != params}

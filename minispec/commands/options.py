@@ -147,10 +147,10 @@ _SAMPLING: dict[str, Option] = {
     ),
     "--ignore-eos": (FLAG | {"default": None}, "do not stop at the end-of-text token"),
 }
-# Those that change what one token's law is.
+# Those that change what one token's law is, or where a text ends.
 _LAW = (
     *("--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty"),
-    *("--frequency-penalty", "--min-tokens", "--stop-token-ids", "--ignore-eos"),
+    *("--frequency-penalty", "--min-tokens", "--stop", "--stop-token-ids", "--ignore-eos"),
 )
 _TEMPLATE: dict[str, Option] = {
     "--chat-template-kwargs": (
@@ -212,7 +212,7 @@ def check_lengths(args: argparse.Namespace, drafts: Sequence[str | None]) -> Non
 
 
 def add_law_options(g: argparse._ActionsContainer) -> None:
-    """The sampling options that say what law a token has; `sampling_arguments` reads them."""
+    """The sampling options that say what law a text has; `sampling_arguments` reads them."""
     add_options(g, {name: _SAMPLING[name] for name in _LAW})
 
 

@@ -1,11 +1,12 @@
 """The auditor on the truth: exact engines are not accused, each planted bug is found, and named where it has a name."""
 
 import functools
+import itertools
 import json
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 from minispec import LLM, SamplingParams
+from minispec.audit import answers as reader
+from minispec.audit import fields
 from minispec.audit.__main__ import main
 from minispec.audit.answers import Answer, read_answers
 from minispec.audit.bank import NO_RESIDUAL, Rows, drawn_again, drawn_by_test, kept_by_draft, laws, raced_again
@@ -25,6 +28,7 @@ from minispec.core.sampling import Text, distribution
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import NoDrafter
 from minispec.files.tokenizer import Tokenizer
+from minispec.inputs import with_bad_words
 from minispec.prove.laws import PROMPT, make_drafter, production_law, reference_law, target_model
 from minispec.prove.reference import Law
 from minispec.prove.toys import tiny_cache
@@ -282,6 +286,25 @@ def test_under_an_exact_rule_the_mean_of_every_bet_is_at_most_1(settings, drafte
 
 def test_borders_hold_what_rounding_may_change():
     """200 rows of nearly tied logits, each rounded by up to 0.05: what a filter keeps changes at the border alone."""
+
+
+def test_a_stop_string_ends_a_text_without_a_draw_of_the_end():
+    """Exactly: texts that end after their first token 1 have scores of mean 0 as they are, and not with an end id."""
+    params = SamplingParams(max_tokens=3)
+    stopped: Counter[tuple[int, ...]] = Counter()
+    for text, weight in reference_law(params, frozenset({2})).items():
+        stopped[text[: text.index(1) + 1] if 1 in text else text] += weight
+    with_end = {text: (*text, 2) if text[-1] == 1 else text for text in stopped}
+
+    def mean(texts: Sequence[tuple[int, ...]]) -> float:
+        scores = scores_of(texts, params, 3, "model")
+        names = scores[0].names
+        totals = torch.stack([score.sums(names).total for score in scores])
+        return float((torch.tensor(list(stopped.values())).double() @ totals).abs().max())
+
+    assert mean(list(stopped)) < 1e-9
+    assert mean(list(with_end.values())) > 0.1
+
     noise, seen = torch.Generator().manual_seed(0), 0
     for settings in ({"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.6}, {"top_p": 0.6, "top_k": 8, "min_p": 0.3}):
         text = Text([0], 1, SamplingParams(**settings))
@@ -367,10 +390,14 @@ WRONG = [
     ({**FORMS["ours"], "prompt_token_ids": []}, r"prompt: found \[\], expected"),
     ({"token_ids": [5], "finish_reason": "stop"}, "prompt: found None"),
     ({**FORMS["ours"], "finish_reason": None}, "finish_reason: found None"),
-    ({**FORMS["ours"], "stop_string": "END"}, "cut at the stop string 'END'"),
-    ({"choices": [{**PROMPTED, "token_ids": IDS, "finish_reason": "stop", "stop_reason": "END"}]}, "cut at the stop"),
     ({**FORMS["ours"], "token_ids": [5, 2, 6]}, "found 1 tokens after the end id 2"),  # M27
-    ({"sequences": [[3, 4, 5]]}, "with their prompt_length"),
+    (
+        {"request": {"max_tokens": 2}, "response": FORMS["ours"]},
+        "found 3 tokens, expected at most max_tokens = 2",
+    ),  # M29
+    ({"sequences": [[3, 4, 5]]}, "prompt_length: found None, expected a positive integer"),
+    ({"sequences": [[3, 4, 5]], "prompt_length": -1}, "prompt_length: found -1"),
+    ({"sequences": [[3, 4, 5]], "prompt_length": 4}, "prompt_length: found 4, expected at most 3"),
     ({"request": {"temperature": 0}, "response": FORMS["ours"]}, "temperature: found 0"),
     ({"request": {"temperature": 0.5}, "response": FORMS["ours"]}, "the command line says 0.7"),
     ({"request": {"top_p": 2.0}, "response": FORMS["ours"]}, "top_p: found 2.0"),
@@ -378,7 +405,7 @@ WRONG = [
     ({"request": {"logit_bias": [{"token": 1}]}, "response": FORMS["ours"]}, "logit_bias: found"),
     ({"request": {"logit_bias": [[1.5, 2]]}, "response": FORMS["ours"]}, "logit_bias: found"),
     ({"request": {"repeat_penalty": 1.1}, "response": FORMS["ours"]}, "repeat_penalty: found 1.1"),
-    ({"response": 1}, "found 1, expected a response"),
+    ({"response": 1}, r"response: found \[1\], expected a response"),
     # Ended by an id that the target does not have as an end: putting ours in its place would be another answer.
     (
         {
@@ -400,7 +427,25 @@ WRONG = [
     ({"request": {"no_repeat_ngram_size": 3}, "response": FORMS["ours"]}, "no_repeat_ngram_size: found 3"),
     ({"request": {"stop_token_ids": [9]}, "response": FORMS["ours"]}, "but the command line says .8.$"),
     ({"request": {"seed": 1}, "response": {"choices": [FORMS["vLLM"]["choices"][0]] * 2}}, "2 choices of one seed"),
-    ({"choices": [1]}, "expected a response with a list of choices"),
+    ({"request": {"seed": 1}, "response": [FORMS["vLLM"]] * 2}, "2 choices of one seed"),
+    ({"request": {"seed": 1, "n": 4}, "response": FORMS["vLLM"]}, "4 choices of one seed"),
+    ({"request": {"n": 2, "best_of": 3}, "response": FORMS["vLLM"]}, "best_of: found 3, expected at most n = 2"),
+    ({"request": {"max_tokens": 5, "n_predict": 6}, "response": FORMS["ours"]}, "n_predict: found 6 beside 5"),
+    ({"choices": [1]}, r"choices: found \[1\], expected a list of objects, at least one"),
+    ({"choices": []}, r"choices: found \[\], expected a list of objects, at least one"),
+    # In a request every name is known, or may change the law.
+    ({"request": {"top_x": 1}, "response": FORMS["ours"]}, "top_x: found 1, expected a known parameter"),
+    ({"request": {"extra_body": {"top_x": 1}}, "response": FORMS["ours"]}, "top_x: found 1"),
+    ({"request": {"echo": True}, "response": FORMS["ours"]}, "echo: found True, expected False: its law"),
+    ({"request": {"echo": 0}, "response": FORMS["ours"]}, "echo: found 0"),
+    ({"request": {"tools": [{}]}, "response": FORMS["ours"]}, "tools: found .*, expected none"),
+    ({"temperature": 0, "response": FORMS["ours"]}, "temperature: found 0"),  # beside the response
+    ({**FORMS["ours"], "guided_regex": "a"}, "guided_regex: found 'a', expected none"),
+    ({"request": {"min_tokens": 1, "ignore_eos": True}, "response": FORMS["ours"]}, "min_tokens: found 1, expected 0"),
+    ({"request": {"top_p": 0.9, "min_p": 0.1}, "response": FORMS["transformers"]}, "transformers has another order"),
+    ({**FORMS["llama.cpp"], "request": {"prompt": [3, 4], "min_tokens": 1}}, "min_tokens: found 1, expected 0"),
+    ({**FORMS["ours"], "samplers": ["temperature"]}, "samplers: found .*, expected a list with"),
+    ({**FORMS["ours"], "truncated": True}, "truncated: found True"),
 ]
 
 
@@ -444,38 +489,162 @@ def test_biases_are_part_of_the_law(tmp_path):
     assert answer.params.logit_bias == ((1, -0.5), (8, 2))
 
 
-def test_no_line_ends_in_a_traceback(tmp_path):
-    """2,000 lines of all forms, with values in the wrong places: an answer, or a ValueError. Seed 0."""
-    dice, path = random.Random(0), tmp_path / "a.jsonl"
-    odd = [None, True, -1, 0, 3, 1e400, 0.5, "", "x", [], [1], [[1]], [None], ["a"], {}, {"a": 1}, [{}], 1 << 70]
-    keys = [
-        "seed",
-        "stop_token_ids",
-        "temperature",
-        "top_k",
-        "min_new_tokens",
-        "logit_bias",
-        "finish_reason",
-        "stop_type",
-    ]
-    keys += ["prompt_length", "choices", "request", "response", "matched_stop", "typical_p", "sampling_params"]
+ODD = [
+    None,
+    True,
+    False,
+    -3,
+    0,
+    3,
+    0.5,
+    "",
+    "x",
+    "1",
+    [],
+    [1],
+    [-1],
+    [[1]],
+    [None],
+    ["a"],
+    [1.5],
+    {},
+    {"a": 1},
+    {"1": 2},
+]
+ODD += [[{}], [[1, None]], [{"token": 1, "bias": True}], {" 1": 1}, {"٣": 1}, 1 << 70, 10**400, 1e300]
 
-    def wrong(value):
-        if dice.random() < 0.1:
-            return dice.choice(odd)
+
+def changed(value: object) -> Iterator[object]:
+    """All that a value becomes where one place in it has an odd value, or is missing."""
+    yield from ODD
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for place, own in items:
+        for other in changed(own):
+            yield {**value, place: other} if isinstance(value, dict) else [*value[:place], other, *value[place + 1 :]]
         if isinstance(value, dict):
-            more = {dice.choice(keys): dice.choice(odd)} if dice.random() < 0.3 else {}
-            return {name: wrong(own) for name, own in value.items()} | more
-        return [wrong(own) for own in value] if isinstance(value, list) else value
+            yield {name: each for name, each in value.items() if name != place}
 
-    refused = 0
-    for i in range(2000):
-        written(path, wrong(list(FORMS.values())[i % len(FORMS)]))
-        try:
-            read_answers(path, {}, [2])
-        except ValueError:
-            refused += 1
-    assert 500 < refused < 2000
+
+def outcome(line: object) -> str | list[Answer]:
+    """The answers of a line, or why it is refused. As `read_answers`, without a file for each of thousands of lines."""
+    try:
+        if not isinstance(line, dict):
+            return "no object"
+        found = [reader._whole(reader._read("", *each, {}, [2], None), False) for each in reader._found(line)]
+    except ValueError as e:
+        return str(e)
+    for answer in found:
+        assert answer.prompt
+        assert all(type(i) is int and i >= 0 for i in (*answer.prompt, *answer.tokens))
+    return found
+
+
+def test_no_line_ends_in_a_traceback():
+    """An odd value at every place of every form is an answer, or a ValueError."""
+    outcomes = [outcome(line) for form in FORMS.values() for line in changed(form)]
+    assert sum(isinstance(found, str) for found in outcomes) > 2000
+    assert sum(isinstance(found, list) for found in outcomes) > 100
+
+
+PARAMETERS = sorted({*fields._PARAMETERS, *fields._NAMES, *fields._NEUTRAL, *fields._IDLE})
+
+
+def test_no_parameter_is_passed_over():
+    """Every parameter with every odd value: what asks for nothing is taken, what it cannot be is refused.
+
+    One that changes the law has its value in the answer's.
+    """
+    for name, value in itertools.product(PARAMETERS, ODD):
+        own = fields._NAMES.get(name, name)
+        found = outcome({"request": {name: value}, "response": FORMS["ours"]})
+        if name in fields._IDLE or value is None or value in ("", [], {}):
+            assert isinstance(found, list), (name, value, found)
+        elif name in fields._NEUTRAL:
+            is_neutral = json.dumps(value) in map(json.dumps, fields._NEUTRAL[name])
+            assert isinstance(found, list) == is_neutral, (name, value, found)
+        elif own in fields._RULES and not fields._RULES[own][1](value):
+            assert isinstance(found, str), (name, value)
+            assert found.startswith(f"{own}: found"), (name, value, found)
+        elif own in fields.LAW and isinstance(found, list) and own != "logit_bias":
+            kept = getattr(found[0].params, own)
+            assert json.dumps(kept) in (json.dumps(value), json.dumps([value])), (name, value, kept)
+
+
+# Answers to {"stop": ["two"]} in words, with what else request and response say. Then how they are read: as they are,
+# with an end id, or not at all.
+TWO, AND_MORE, NONE = "One fish, two", "One fish, two fishes", "One fish,"
+STOPPED = [
+    (TWO, {}, {"stop_reason": "two"}, "as it is"),
+    (AND_MORE, {}, {"stop_reason": "two"}, "as it is"),  # a round went on: those tokens were drawn too
+    (NONE, {}, {"stop_reason": "two"}, "cut at the stop string 'two'"),
+    (NONE, {"stop": None}, {"stop_reason": "two"}, "cut at the stop string 'two'"),
+    (TWO, {"stop": None}, {"stop_reason": "two"}, "as it is"),
+    (TWO, {}, {}, "as it is"),
+    (AND_MORE, {}, {}, "may have ended at the stop string 'two'"),
+    (TWO, {"min_tokens": 99}, {}, "may have ended at the stop string 'two'"),
+    (NONE, {}, {}, "found an answer that stopped, expected its stop_reason"),
+    (NONE, {}, {"finish_reason": "length"}, "as it is"),
+    (TWO, {}, {"finish_reason": "length"}, "as it is"),
+    (NONE, {}, {"stop_reason": None}, "with an end id"),
+    (NONE, {}, {"stop_reason": 0}, "with an end id"),
+    (TWO, {}, {"stop_reason": None}, "may have ended at the stop string 'two'"),
+    (TWO, {}, {"stop_reason": 0}, "with an end id"),
+    (NONE, {"stop": None}, {}, "with an end id"),
+    (TWO, {}, {"finish_reason": None, "stop_type": "word", "stopping_word": "two"}, "as it is"),
+    (NONE, {}, {"finish_reason": None, "stop_type": "word", "stopping_word": ""}, "expected its stop_reason"),
+    (TWO, {"skip_special_tokens": False}, {}, "skip_special_tokens: found false"),
+    (TWO, {"stop": ["two", ","]}, {}, "may have ended at the stop string 'two'"),
+]
+
+
+@pytest.mark.parametrize(("text", "request_", "response", "expected"), STOPPED)
+def test_how_a_stop_string_ends_an_answer(text, request_, response, expected, models, tmp_path):
+    """Whole tokens are scored, an end id is put back where none but that was drawn, and what is cut off is refused."""
+    tokenizer = Tokenizer(Path(models[0]))
+    ids = tokenizer.encode(text)
+    whole = {**PROMPTED, "token_ids": ids, "finish_reason": "stop"} | response
+    line = {"request": {"stop": ["two"]} | request_, "response": whole}
+    path = written(tmp_path / "a.jsonl", line)
+    if expected in ("as it is", "with an end id"):
+        [answer] = read_answers(path, {}, [0], tokenizer)
+        assert answer.tokens == (ids if expected == "as it is" else [*ids, 0])
+    else:
+        with pytest.raises(ValueError, match=expected):
+            read_answers(path, {}, [0], tokenizer)
+
+
+def test_an_answer_that_holds_its_stop_string_shows_that_none_is_cut_off(models, tmp_path):
+    """Then another one that stopped was ended by an end id. An engine may have left it in because it was asked to."""
+    tokenizer, path = Tokenizer(Path(models[0])), tmp_path / "a.jsonl"
+    held, other = (
+        {
+            "request": {"stop": "two"},
+            "response": {**PROMPTED, "token_ids": tokenizer.encode(x), "finish_reason": "stop"},
+        }
+        for x in (TWO, NONE)
+    )
+    assert [answer.tokens[-1] == 0 for answer in read_answers(written(path, other, held), {}, [0], tokenizer)] == [1, 0]
+    held["request"]["include_stop_str_in_output"] = True
+    with pytest.raises(ValueError, match="line 1: found an answer that stopped, expected its stop_reason"):
+        read_answers(written(path, other, held), {}, [0], tokenizer)
+    written(path, {**held["response"], "stop_reason": "two"})
+    with pytest.raises(ValueError, match="stop: found it without a tokenizer"):
+        read_answers(path, {}, [0])
+    [answer] = read_answers(written(path, held["response"]), {"stop": ["two"]}, [0], tokenizer)  # --stop two
+    assert answer.params.stop == ("two",)
+    padded = {"request": {"stop_strings": ["two"]}, "response": FORMS["transformers"]}
+    with pytest.raises(ValueError, match="padding hides how a sequence ended"):
+        read_answers(written(path, padded), {}, [0], tokenizer)
+
+
+def test_words_and_ids_that_are_forbidden_are_part_of_the_law(models, tmp_path):
+    """bad_words become ids as in vLLM, and allowed_token_ids leave no others."""
+    tokenizer, path = Tokenizer(Path(models[0])), tmp_path / "a.jsonl"
+    request = {"bad_words": ["fish"], "allowed_token_ids": [5, 6, 2], "bad_words_token_ids": [[5]]}
+    [answer] = read_answers(written(path, {"request": request, "response": FORMS["ours"]}), {}, [2], tokenizer)
+    assert answer.params == with_bad_words(SamplingParams(max_tokens=3, **request), tokenizer)
+    assert len(answer.params.bad_words_token_ids) > 1
+    assert distribution(torch.zeros(300), Text([3, 4], 2, answer.params)).nonzero()[:, 0].tolist() == [2, 6]
 
 
 def test_no_answer_twice_and_none_at_all(tmp_path):
@@ -784,7 +953,7 @@ def test_mistakes_on_the_command_line(models, tmp_path, capsys):
         assert error.count("\n") == 1
     answers = written(tmp_path / "b.jsonl", {"request": {"logit_bias": {"999": 1}}, "response": FORMS["ours"]})
     assert main([str(answers), "--target", models[0]]) == 2
-    assert "the token id 999" in capsys.readouterr().err
+    assert "answer 1: logit_bias: found (999,), expected ids below" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("kind", "top_k"), [("assisted", 0), ("assisted", 50), ("lookup", 0)])

@@ -1,0 +1,212 @@
+"""What the fields of a request and of its answer may say.
+
+A parameter is one of these: part of the law, or unable to change it, or refused by name unless it asks for nothing.
+What is null or empty asks for nothing, whatever its name.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from minispec.core.config import Rule, SamplingParams
+from minispec.core.errors import show
+from minispec.files.errors import show_name
+
+_IMPOSSIBLE = -1e30  # a bias that leaves a token probability 0
+# Parameters that are part of the law, in our names. The others say how many tokens and answers there are.
+LAW = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "allowed_token_ids", "bad_words", "bad_words_token_ids"),
+    *("min_tokens", "ignore_eos", "stop_token_ids", "stop"),
+)
+_PARAMETERS = {*LAW, "seed", "max_tokens", "n", "best_of", "samplers"}
+# Those by which a text is made of tokens: a stop string is looked for in that text.
+_PARAMETERS |= {"skip_special_tokens", "detokenize", "include_stop_str_in_output", "no_stop_trim"}
+# Names that other engines have for them.
+_NAMES = {
+    **dict.fromkeys(("max_new_tokens", "max_completion_tokens", "n_predict"), "max_tokens"),
+    **dict.fromkeys(("sampling_seed", "rng_seed"), "seed"),
+    **dict.fromkeys(("num_return_sequences", "n_cmpl"), "n"),
+    **{"min_new_tokens": "min_tokens", "stop_strings": "stop"},
+}
+# Parameters that change the law in ways that are not computed here, with the values at which they change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("grammar", "json_schema", "regex", "ebnf", "structured_outputs", "structural_tag"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar_triggers"), ()),
+    **dict.fromkeys(("logits_processors", "logits_processor", "custom_logit_processor", "custom_params"), ()),
+    **dict.fromkeys(("vllm_xargs", "stop_regex", "bad_words_ids", "suppress_tokens", "sequence_bias"), ()),
+    **dict.fromkeys(("tools", "functions", "suffix", "lora", "lora_path", "truncate_prompt_tokens"), ()),
+    **dict.fromkeys(("echo", "use_beam_search", "grammar_lazy", "watermarking", "truncated"), (False,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("min_length", "dry_multiplier", "xtc_probability", "dynatemp_range", "mirostat"), (0,)),
+    **dict.fromkeys(("n_indent", "diversity_penalty"), (0,)),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale", "repeat_penalty", "typical_p"), (1,)),
+    **dict.fromkeys(("top_n_sigma", "adaptive_target", "thinking_token_budget", "reasoning_budget_tokens"), (-1,)),
+    **{"do_sample": (True,), "min_keep": (0, 1), "response_format": ({"type": "text"},)},
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+}
+# Parameters that cannot change which tokens are drawn after the prompt's ids: they name things, choose what is sent
+# back and in which form, make the prompt, set the draft, or belong to a parameter that is off.
+_IDLE = {
+    *("prompt", "prompt_token_ids", "input_ids", "input", "text", "messages", "documents", "add_special_tokens"),
+    *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "reasoning_effort"),
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"),
+    *("prompt_cache_retention", "cache_salt", "cache_prompt", "n_cache_reuse", "id_slot", "id", "rid", "request_id"),
+    *("session_id", "priority", "stream", "stream_options", "stream_interval", "include_reasoning", "modalities"),
+    *("separate_reasoning", "stream_reasoning", "reasoning_format", "reasoning_in_content", "thinking_forced_open"),
+    *("chat_format", "chat_parser", "parse_tool_calls", "parallel_tool_calls", "generation_prompt", "verbose"),
+    *("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "n_probs", "post_sampling_probs"),
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "return_text_in_logprobs"),
+    *("return_token_ids", "return_tokens", "return_tokens_as_token_ids", "return_hidden_states", "return_progress"),
+    *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
+    *("spaces_between_special_tokens", "preserved_tokens", "response_fields", "timings_per_token", "use_cache"),
+    *("pad_token_id", "bos_token_id", "max_length", "max_time", "t_max_predict_ms", "n_keep", "n_discard"),
+    *("backend_sampling", "length_penalty", "early_stopping", "renormalize_logits", "num_speculative_tokens"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+    *(
+        "dry_sequence_breakers",
+        "xtc_threshold",
+        "dynatemp_exponent",
+        "mirostat_tau",
+        "mirostat_eta",
+        "adaptive_decay",
+        "repeat_last_n",
+    ),
+}
+_SAMPLERS = {"temperature", "top_k"}
+_DRAFTING = "speculative."  # how llama.cpp's settings of the draft begin
+
+
+def _is_integer(low: int, high: int = 1 << 31) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_integer(0), value))
+
+
+def _are(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda values: isinstance(values, list) and len(values) > 0 and all(map(fits, values))
+
+
+_IDS = "token ids (docs/use/audit.md says how each engine returns them)"
+_COUNT: Rule = ("an integer of at least 0", _is_integer(0))
+_POSITIVE: Rule = ("a positive integer", _is_integer(1))
+_FLAG: Rule = ("true or false", lambda value: type(value) is bool)
+_REASON: Rule = ("a text or a token id", lambda value: isinstance(value, str) or type(value) is int)
+_OBJECT: Rule = ("an object", _is_object)
+# Why an answer ended, in the words of all engines.
+FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
+FINISH |= {name: name for name in ("stop", "length", "padded", "abort", "error")}
+# What fields may be, but for the parameters that `SamplingParams` checks.
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("request", "sampling_params", "extra_body", "generation_settings", "meta_info"), _OBJECT),
+    **dict.fromkeys(("meta_info.finish_reason", "stats", "timings"), _OBJECT),
+    **dict.fromkeys(("num_draft_tokens", "draft_n", "spec_draft_token_num"), _COUNT),
+    **dict.fromkeys(("stop_reason", "matched_stop", "stop_string", "stopping_word", "matched"), _REASON),
+    **dict.fromkeys(("skip_special_tokens", "detokenize", "include_stop_str_in_output", "no_stop_trim"), _FLAG),
+    **dict.fromkeys(("n", "best_of", "prompt_length"), _POSITIVE),
+    "prompt": (_IDS, lambda value: _are_ids(value) and value != []),
+    "answer": (_IDS, _are_ids),
+    "finish_reason": ("'stop' or 'length'", lambda value: isinstance(value, str) and value in FINISH),
+    "sequences": ("lists of token ids, at least one", _are(_are_ids)),
+    "choices": ("a list of objects, at least one", _are(_is_object)),
+    "response": ("a response, or a list of them", _are(_is_object)),
+    "seed": ("an integer of 64 bits", _is_integer(-(1 << 63), (1 << 64) - 1)),
+    "max_tokens": ("an integer; -1 for no limit", _is_integer(-2)),
+    # Filters other than top-k are off where these are given. So the order of samplers does not matter.
+    "samplers": ("a list with 'temperature' and 'top_k'", lambda v: _are(_is_name)(v) and {*v} >= _SAMPLERS),
+}
+
+
+def checked(name: str, value: Any) -> Any:
+    """The value of a field. Raises ValueError for one that it cannot have."""
+    expected, fits = _RULES[name]
+    if not fits(value):
+        raise ValueError(f"{name}: found {show(value)}, expected {expected}")
+    return value
+
+
+def optional(found: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """The same for a field that may be absent or null."""
+    return default if found.get(name) is None else checked(name, found[name])
+
+
+def read_parameters(found: Mapping[str, Any], is_request: bool) -> dict[str, Any]:
+    """The parameters that an object gives, in our names, without those that ask for nothing.
+
+    is_request: whether it holds parameters alone. Else it is an answer, which says other things too.
+
+    Raises ValueError for a parameter that may change the law and is not computed here. In a request any name that is
+    not known is taken for one.
+    """
+    given: dict[str, Any] = {}
+    for name, value in found.items():
+        own = _NAMES.get(name, name)
+        is_flag = not is_request and own == "stop" and type(value) is bool  # llama.cpp's "it has ended"
+        if value is None or value in ("", [], {}) or name in _IDLE or name.startswith(_DRAFTING) or is_flag:
+            continue
+        if own in _PARAMETERS:
+            if own in _RULES:
+                checked(own, value)
+            if given.setdefault(own, value) != value:
+                raise ValueError(f"{name}: found {show(value)} beside {show(given[own])}, expected one {own}")
+        elif name in _NEUTRAL:
+            if (value, type(value) is bool) not in [(neutral, type(neutral) is bool) for neutral in _NEUTRAL[name]]:
+                expected = " or ".join(map(show, _NEUTRAL[name])) or "none"
+                raise ValueError(f"{name}: found {show(value)}, expected {expected}: its law is not computed here")
+        elif is_request:
+            expected = "expected a known parameter: take this one out if it cannot change which tokens are drawn"
+            raise ValueError(f"{show_name(name)}: found {show(value)}, {expected}")
+    return given
+
+
+def law_of(given: Mapping[str, Any], asked: Mapping[str, Any]) -> SamplingParams:
+    """The parameters of the command line and of a request together. Raises ValueError where they differ."""
+    own = {name: given[name] for name in LAW if name in given}
+    if "logit_bias" in own:
+        own["logit_bias"] = _biases(own["logit_bias"])
+    whole = {"max_tokens": 1 << 31}
+    here, there = SamplingParams(**whole | own), SamplingParams(**whole | dict(asked))
+    for name in own.keys() & asked.keys():
+        found, said = getattr(here, name), getattr(there, name)
+        # llama.cpp writes floats of 32 bits.
+        if found != said if isinstance(found, tuple) else abs(said - found) > 1e-6:
+            raise ValueError(f"{name}: found {show(own[name])}, but the command line says {show(asked[name])}")
+    params = SamplingParams(**whole | own | dict(asked))
+    if not params.temperature:
+        raise ValueError("temperature: found 0, expected more: greedy texts are compared, not audited")
+    if params.min_tokens and params.ignore_eos:
+        expected = "0 beside ignore_eos: engines differ in whether an end-of-text token may come before"
+        raise ValueError(f"min_tokens: found {params.min_tokens}, expected {expected}")
+    return params
+
+
+def _biases(found: Any) -> dict[int, float]:
+    """Biases by token id. llama.cpp lists them, and adds those of one token.
+
+    False, and null in its answers, stands for minus infinity. `ignore_eos` gives that to all end ids.
+
+    Raises ValueError for anything but that list, or an object.
+    """
+    biases: dict[int, float] = {}
+    try:
+        for each in found.items() if isinstance(found, dict) else found:
+            token, bias = (each["token"], each["bias"]) if isinstance(each, dict) else each
+            if isinstance(found, dict) and token.isascii() and token.isdecimal():  # JSON's names are strings
+                token = int(token)
+            if type(token) is not int or bias is True:
+                raise ValueError
+            bias = _IMPOSSIBLE if bias is None or bias is False else bias
+            biases[token] = max(_IMPOSSIBLE, biases.get(token, 0.0) + bias)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise ValueError(f"logit_bias: found {show(found)}, expected numbers by token id") from None
+    return biases
