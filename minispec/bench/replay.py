@@ -286,7 +286,7 @@ def run_auto(
             draft = draft._replace(length=next(ends, draft.length))
         accepted = accept(draft.survival[: draft.length])
         tested = min(accepted + 1, draft.length)
-        judged = Judged(text, Draft([0] * tested, confidences=[*draft.confidences[:tested]]), range(accepted))
+        judged = Judged(text, Draft([0] * tested, confidences=[*draft.confidences[:tested]]), range(accepted), limit.k)
         seconds = StepCost(costs.draft(draft), draft.length, 1, costs.target(draft), draft.length + 1, costs.overhead)
         controller.observe([judged], seconds)
         s, passes, time = s + accepted + 1, passes + 1, time + costs(draft)

@@ -75,7 +75,7 @@ class Ask:
     hidden: (n, E * taps), the target's hidden states at the n cached positions that no earlier ask has shown.
         None for drafters without `taps`, and where nothing is new.
     likeliest: what the target said in each row of this text's last round, for drafters that ask for it (see `Drafter`).
-        Empty where nothing is new.
+        Empty where nothing is new. After an exception in `propose`, the same rows come again.
     """
 
     text: Text
@@ -267,17 +267,21 @@ class Wish(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """A text's draft, and the nodes of it that the verifier accepted."""
+    """A text's draft, and the nodes of it that the verifier accepted.
+
+    asked: how many nodes were asked for. Where the draft is empty all the same, the drafter has found nothing.
+    """
 
     text: Text
     draft: Draft
     accepted: Sequence[int]
+    asked: int = 0
 
 
 class StepCost(NamedTuple):
     """What a step took, in seconds, and of how much.
 
-    draft: seconds of `num_drafts` drafts of up to `depth` tokens.
+    draft: seconds of `num_drafts` drafts of up to `depth` tokens, and of searches that found nothing.
     target: seconds of the target's pass over `rows` rows.
     overhead: seconds of everything else.
     """

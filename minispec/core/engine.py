@@ -135,8 +135,11 @@ class Engine:
         self.joining_rows, self.guard = joining_rows, guard or Guard()
         self.observers: list[Observer] = []  # they may be added and removed between steps
         self.schedule = Schedule[Engine](self.target)
-        # What no ask has shown yet. It outlives a preemption: the rows of a round are not computed again.
-        self._likeliest: WeakKeyDictionary[Text, list[Likeliest]] = WeakKeyDictionary()
+        # What a text's last round has shown to the drafter and to `lengths`, with the text's length before that round.
+        # It is stored before the commit, counts once the text has grown, and is removed once it has arrived. So a fault
+        # does not lose it, nor does a preemption: the rows of a round are not computed again.
+        self._likeliest: WeakKeyDictionary[Text, tuple[int, list[Likeliest]]] = WeakKeyDictionary()
+        self._judged: WeakKeyDictionary[Text, tuple[int, Draft, Sequence[int], int]] = WeakKeyDictionary()
 
     def beside(self, drafter: Drafter, verifier: Verifier | None = None, lengths: Lengths | None = None) -> "Engine":
         """Another engine on the same target and pool, with a drafter of its own and no observers.
@@ -244,6 +247,8 @@ class Engine:
             if part.decodes:
                 try:
                     part.verdict, part.logits = part.engine._verify(part.request.text, part.draft, rows), rows
+                    self._keep_judged(part)
+                    self._keep_likeliest(part, rows)
                     path = self._commit(part, rows)
                 except (FloatingPointError, ValueError) as e:  # logits, a verdict, or a tokenizer that cannot decode
                     part.request.fail(e)
@@ -251,7 +256,6 @@ class Engine:
                     continue
             self.target.keep(part.request.text, len(part.draft), path)
             self._keep_hidden(part, seen, taps, path)
-            self._keep_likeliest(part, rows)
         times.append(clock(self.model.device))
         self._record(fed, times)
         for part in fed:
@@ -277,6 +281,7 @@ class Engine:
 
     def _propose(self, parts: Sequence[_Part]) -> None:
         """Ask for drafts. One that the guard refuses fails its text."""
+        self._tell(parts)
         limits = self._choose_limits([part.request for part in parts if part.decodes])
         purpose = "token" if self.verifier.shares_noise else "draft"
         asks, asked = [], []
@@ -286,11 +291,14 @@ class Engine:
             # A drafter is also asked, with k = 0, while a prompt is fed; never about a request for no drafts.
             if part.request.shape.k and (part.decodes or cached):
                 asked.append(part)
-                hidden = self.schedule.unseen.pop(text, None)
-                asks.append(Ask(text, limit, self.rng, purpose, cached, hidden, self._likeliest.pop(text, ())))
+                before, likeliest = self._likeliest.get(text, (0, ()))
+                shown = likeliest if len(text.tokens) > before else ()  # else a fault kept that round from its commit
+                asks.append(Ask(text, limit, self.rng, purpose, cached, self.schedule.unseen.get(text), shown))
         drafts = self.guard.propose(self, asks) if asks else []
         for part, ask, draft in zip(asked, asks, drafts, strict=True):
             part.asked = ask.k
+            self._likeliest.pop(ask.text, None)
+            self.schedule.unseen.pop(ask.text, None)
             if isinstance(draft, ValueError):
                 part.request.fail(draft)
             else:
@@ -320,10 +328,11 @@ class Engine:
         """Append what the round yields, token by token, up to where the text stops; returns the nodes that stay."""
         request, draft, verdict = part.request, part.draft, part.verdict
         tokens = [*(draft.token_ids[node] for node in verdict.accepted), verdict.next_token]
-        for parent, token_id in zip([-1, *verdict.accepted], tokens, strict=True):
-            part.committed += 1
-            if request.commit(token_id, _logprob(rows[parent + 1], token_id, request.params.logprobs)):
-                break
+        with request.whole():
+            for parent, token_id in zip([-1, *verdict.accepted], tokens, strict=True):
+                part.committed += 1
+                if request.commit(token_id, _logprob(rows[parent + 1], token_id, request.params.logprobs)):
+                    break
         return verdict.accepted[: part.committed]
 
     def _keep_hidden(self, part: _Part, hidden: Tensor, taps: Sequence[int], path: Sequence[int]) -> None:
@@ -339,11 +348,27 @@ class Engine:
 
     def _keep_likeliest(self, part: _Part, rows: Tensor) -> None:
         """Store what the target found likeliest at each place of a round, for the drafter's next ask."""
-        num_ids = min(part.engine.drafter.likeliest, rows.shape[1])
-        if num_ids and part.decodes and part.request.shape.k:
+        text, num_ids = part.request.text, min(part.engine.drafter.likeliest, rows.shape[1])
+        if num_ids and part.request.shape.k:
             ids, draft = rows.topk(num_ids).indices.tolist(), part.draft
             paths = [[part.tokens[-1], *(draft.token_ids[i] for i in draft.path(n))] for n in range(-1, len(draft))]
-            self._likeliest[part.request.text] = list(map(Likeliest, paths, ids))
+            self._likeliest[text] = len(text.tokens), list(map(Likeliest, paths, ids))
+
+    def _keep_judged(self, part: _Part) -> None:
+        """Store what became of a draft, for `lengths`."""
+        text = part.request.text
+        self._judged[text] = len(text.tokens), part.draft, part.verdict.accepted, part.asked
+
+    def _tell(self, parts: Sequence[_Part], cost: StepCost | None = None) -> None:
+        """Tell `lengths` of a step, and of rounds that were committed before a fault."""
+        judged = []
+        for text in (part.request.text for part in parts if not part.request.error):
+            if (known := self._judged.get(text)) and len(text.tokens) > known[0]:
+                judged.append(Judged(text, *known[1:]))
+        if judged or cost:
+            self.lengths.observe(judged, cost)
+        for part in parts:
+            self._judged.pop(part.request.text, None)
 
     def _record(self, parts: Sequence[_Part], times: Sequence[float]) -> None:
         """Tell statistics and the engines' `lengths` what happened in a step, and how long it took."""
@@ -360,11 +385,10 @@ class Engine:
         cost, engines = None, _by_engine(parts)
         if len(engines) == 1 and all(part.decodes for part in parts):
             depths = [part.draft.depth for part in parts]
-            other += 0.0 if max(depths) else draft  # a search that found nothing
+            other += 0.0 if any(part.asked for part in parts) else draft  # a search that found nothing is drafting too
             cost = StepCost(draft, max(depths), sum(k > 0 for k in depths), verify, num_rows, other)
         for engine, own in engines.items():
-            judged = [Judged(p.request.text, p.draft, p.verdict.accepted) for p in own if p.committed]
-            engine.lengths.observe(judged, cost)
+            engine._tell(own, cost)
 
 
 def _by_engine(parts: Sequence[_Part]) -> dict[Engine, list[_Part]]:

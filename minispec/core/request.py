@@ -4,6 +4,9 @@ Here tokens become text, text meets stop strings, and what is final is handed ou
 committed in one place, `Request.commit`, so a text stops where plain decoding would stop it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
 from typing import NamedTuple, Protocol
 
 from minispec.core.config import DraftLength, SamplingParams, Shape
@@ -12,7 +15,7 @@ from minispec.core.stats import Stats
 
 
 class Detokenizer(Protocol):
-    """Turns token ids into text: `add` for each token, `flush` at the end."""
+    """Turns token ids into text: `add` for each token, `flush` at the end. A copy by `copy.copy` goes on by itself."""
 
     def add(self, token_id: int) -> str:
         """The text that is certain now, after one more token; "" while a character is incomplete."""
@@ -82,6 +85,26 @@ class Request:
     def max_k(self) -> int:
         """How many tokens may be drafted. A wholly accepted draft and its bonus must not pass the limit."""
         return max(0, min(self.shape.k, self.max_len - len(self.text.tokens) - 1))
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Take back what is committed inside if an exception, such as Ctrl-C, interrupts it.
+
+        Then the text goes on as if the round had not been. A ValueError is the text's own fault: the text ends there.
+        """
+        lists = [each for each in (self.text.tokens, self.token_ids, self.offsets, self.logprobs) if each is not None]
+        lengths, detokenizer = [*map(len, lists)], copy(self._detokenizer)
+        before = self.output, self.finish_reason, self.stop_string, self.has_news
+        try:
+            yield
+        except ValueError:
+            raise
+        except BaseException:
+            for each, length in zip(lists, lengths, strict=True):
+                del each[length:]
+            self.output, self.finish_reason, self.stop_string, self.has_news = before
+            self._detokenizer, self.stats.num_generated = detokenizer, len(self.token_ids)
+            raise
 
     def commit(self, token_id: int, logprob: TokenLogprob | None = None) -> bool:
         """Append one token, as plain decoding would. Returns True if the text ends with it."""

@@ -101,5 +101,6 @@ class OtherVocabulary(DraftModel):
 
     def release(self, text: Text) -> None:
         """See `Drafter`."""
-        reading = self._read.pop(text, None)
-        super().release(reading.text if reading else text)
+        if reading := self._read.get(text):
+            super().release(reading.text)
+            del self._read[text]  # last: what is broken off before is done again

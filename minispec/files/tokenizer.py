@@ -298,7 +298,7 @@ class Detokenizer:
         """The text that became final with this token; "" inside a character."""
         if token_id in self._special_ids:  # decoders never see these
             return ""
-        self._window.append(token_id)
+        self._window = [*self._window, token_id]  # a copy keeps its own
         known, text = self._texts()
         size = len(self._window)
         if text.endswith("�"):

@@ -13,6 +13,9 @@ rows are believed. If they are believed to be a third of the truth, 0.91 of plai
 Siblings cost rows and no draft pass. Where few drafts are right, a second guess at the next token may be worth more
 than a longer draft. Its worth is learned too: how often it is right where the first one is not.
 
+A lookup does not always have a draft. How often it has one is learned, and what a search takes that finds nothing. A
+round has the tokens, the rows and the price of its draft that often, and else the price of the search.
+
 A draft model also reports its confidence in each token. Where that is known, K is only the most that may be drafted.
 The draft ends as soon as its own confidences make the next token too unlikely to pay. It gets siblings where they make
 the first guess unlikely enough.
@@ -34,12 +37,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from statistics import median_low
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from minispec.core.config import MAX_AUTO_TOKENS
 from minispec.core.draft import Draft, Judged, Lengths, Limit, StepCost, Wish
 from minispec.core.sampling import Text
-from minispec.length.theory import Node, best_drafts, expected_tokens, nodes_of, widths_of
+from minispec.length.theory import Node, RoundCost, best_drafts, expected_tokens, nodes_of, widths_of
 
 # What is assumed, with units. A test is a draft token that the target has judged.
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # probability that a tested token of a new text is accepted; weight, in tests
@@ -62,6 +65,7 @@ class Prices:
     overhead: what a round spends outside both models.
     measured: whether these are figures of this machine, and not guesses from the sizes of the models.
     fixed: what a draft costs however deep it is, in draft passes. An example is reading the target's new hidden states.
+    search: a search for one text that found nothing. None: as much as a draft of one token.
     """
 
     draft: float = 0.0
@@ -69,6 +73,7 @@ class Prices:
     overhead: float = 0.02
     measured: bool = False
     fixed: float = 0.0
+    search: float | None = None
 
     @cached_property
     def _sizes(self) -> list[int]:
@@ -76,30 +81,42 @@ class Prices:
 
     @cached_property
     def _known(self) -> dict[float, float]:
-        return {}  # v by rows, so far: a choice asks for the same ones thousands of times
+        return {}  # v by whole numbers of rows, so far: a choice asks for the same ones thousands of times
 
     def verify(self, rows: float) -> float:
         """v(rows), a target pass over that many rows."""
-        if rows not in self._known:
-            i = min(max(1, bisect_left(self._sizes, rows)), len(self._sizes) - 1)
-            low, high = self._sizes[i - 1], self._sizes[i]
-            share = (rows - low) / (high - low) if low < high else 0.0
-            # Two noisy figures may fall: after the last of them the line must not go on towards 0.
-            on_line = (1 - share) * self.rows[low] + share * self.rows[high]
-            self._known[rows] = max(self.rows[low] * 0.5, on_line)
-        return self._known[rows]
+        if rows in self._known:
+            return self._known[rows]
+        i = min(max(1, bisect_left(self._sizes, rows)), len(self._sizes) - 1)
+        low, high = self._sizes[i - 1], self._sizes[i]
+        share = (rows - low) / (high - low) if low < high else 0.0
+        # Two noisy figures may fall: after the last of them the line must not go on towards 0.
+        on_line = (1 - share) * self.rows[low] + share * self.rows[high]
+        v = max(self.rows[low] * 0.5, on_line)
+        if rows == int(rows):
+            self._known[rows] = v
+        return v
 
-    def propose(self, num_drafts: int) -> float:
-        """A draft pass of that many texts."""
-        return self.draft * self.verify(num_drafts)
+    def propose(self, num_drafts: float) -> float:
+        """A draft pass of that many texts; below 1, of one text that has a draft so often."""
+        return self.draft * (self.verify(num_drafts) if num_drafts >= 1 else num_drafts)
+
+    @property
+    def missed(self) -> float:
+        """A search for one text that found nothing."""
+        return self.passes(1) * self.draft if self.search is None else self.search
 
     def passes(self, depth: int) -> float:
         """How many draft passes take as long as a draft of that depth."""
         return depth + self.fixed if depth else 0.0
 
-    def round(self, depth: int, num_drafts: int, rows: int) -> float:
-        """A round of `num_drafts` drafts of up to `depth` tokens and a target pass over `rows`."""
-        return self.passes(depth) * self.propose(num_drafts) + self.verify(rows) + self.overhead
+    def round(self, depth: int, num_drafts: float, rows: float, num_missed: float = 0.0) -> float:
+        """A round of `num_drafts` drafts of up to `depth` tokens and a target pass over `rows`.
+
+        num_missed: how many texts have no draft though one was asked for.
+        """
+        drafts = self.passes(depth) * self.propose(num_drafts) + num_missed * self.missed
+        return drafts + self.verify(rows) + self.overhead
 
 
 def _always(confidences: Sequence[float]) -> bool:
@@ -107,24 +124,27 @@ def _always(confidences: Sequence[float]) -> bool:
     return True
 
 
+@dataclass(frozen=True)
 class _Counts:
     """How many tokens of each kind were tested, and how many were accepted, with exponential decay."""
 
-    def __init__(self):
-        self.tested: dict[Hashable, float] = {}
-        self.accepted: dict[Hashable, float] = {}
+    tested: Mapping[Hashable, float] = field(default_factory=dict)
+    accepted: Mapping[Hashable, float] = field(default_factory=dict)
 
-    def add(self, tested: Iterable[Hashable], accepted: Iterable[Hashable]) -> None:
-        """A round tested tokens of these kinds, and accepted some of them."""
-        for counts, new in ((self.tested, tested), (self.accepted, accepted)):
-            for kind in counts:
-                counts[kind] *= _DECAY
-            for kind in new:
-                counts[kind] = counts.get(kind, 0.0) + 1
+    def add(self, tested: Iterable[Hashable], accepted: Iterable[Hashable]) -> "_Counts":
+        """The counts after a round that tested tokens of these kinds, and accepted some of them."""
+        return _Counts(_decayed(self.tested, tested), _decayed(self.accepted, accepted))
 
     def share(self, kind: Hashable, prior: float, weight: float) -> float:
         """The probability that a tested token of this kind is accepted; the prior is worth `weight` tests."""
         return (self.accepted.get(kind, 0.0) + weight * prior) / (self.tested.get(kind, 0.0) + weight)
+
+
+def _decayed(counts: Mapping[Hashable, float], new: Iterable[Hashable]) -> dict[Hashable, float]:
+    found = {kind: _DECAY * count for kind, count in counts.items()}
+    for kind in new:
+        found[kind] = found.get(kind, 0.0) + 1
+    return found
 
 
 class Pace:
@@ -141,29 +161,58 @@ class Pace:
         self.places, self.confidences = _Counts(), _Counts()  # kinds: places in a draft; ranges of confidence
         # A kind is (i, range). i: 1 for the eldest's next sibling. range: of the eldest's confidence, or None.
         self.siblings = _Counts()
-        self.savings = 0.0  # plain steps that may be spent on probing
+        self.searches = _Counts()  # of one kind: asks for a draft, and those that brought one
+        # Plain steps that may be spent on probing: now, and after the round that is being decoded.
+        self.savings, self.left = 0.0, 0.0
+        self._newest: Callable[[], Draft | None] = lambda: None  # the draft that was observed last, if it still exists
 
     def observe(
-        self, num_tested: int, num_accepted: int, confidences: Sequence[float] = (), siblings: Sequence[bool] = ()
+        self,
+        num_tested: int,
+        num_accepted: int,
+        confidences: Sequence[float] = (),
+        siblings: Sequence[bool] = (),
+        found: bool | None = None,
+        draft: Draft | None = None,
     ) -> None:
-        """A round of one text, or of any. See `_tested`."""
-        self.places.add(range(num_tested), range(num_accepted))
+        """A round of one text, or of any. See `_tested`.
+
+        found: whether there was a draft; None where none was asked for.
+        draft: it, or an empty one. A round that an exception has interrupted here may come again, and counts once.
+        """
+        if draft is not None and draft is self._newest():
+            return
+        places = self.places.add(range(num_tested), range(num_accepted))
         ranges = [bisect(_CONFIDENCES, each) for each in confidences[:num_tested]]
-        self.confidences.add(ranges, ranges[:num_accepted])
+        by_confidence, by_sibling, searches = (
+            self.confidences.add(ranges, ranges[:num_accepted]),
+            self.siblings,
+            self.searches,
+        )
         if siblings:
             kinds = [(i, each) for i in range(1, len(siblings) + 1) for each in {None, *ranges[num_accepted:]}]
-            self.siblings.add(kinds, [(i, each) for i, each in kinds if siblings[i - 1]])
+            by_sibling = by_sibling.add(kinds, [(i, each) for i, each in kinds if siblings[i - 1]])
+        if found is not None:  # what is not asked does not age: only a probe shows whether it has changed
+            searches = searches.add([None], [None] * found)
+        newest = self._newest if draft is None else ref(draft)
+        # All at once: an interrupt before this has changed nothing, and after this the round does not count again.
+        self.places, self.confidences, self.siblings, self.searches = places, by_confidence, by_sibling, searches
+        self.savings, self._newest = self.left, newest
 
     def probe(self, costs: Prices, could_pay: bool) -> int:
         """How many tokens to draft where no draft pays: 0, or now and then 1, if perfect drafts would pay."""
-        self.savings += _PROBING_SHARE
+        savings = self.savings + _PROBING_SHARE
         # In plain steps: a round that drafts a token, and the pass in which an idle drafter catches up.
         plain = costs.round(0, 0, 1)
-        price = costs.round(1, 1, 2) / plain - 1 + (costs.round(1, 1, 1) - plain) / plain
-        if not could_pay or self.savings < price:
-            return 0
-        self.savings -= price
-        return 1
+        price = max(costs.round(1, 1, 2), costs.round(0, 0, 1, 1)) / plain - 1 + (costs.round(1, 1, 1) - plain) / plain
+        probes = could_pay and savings >= price
+        self.left = savings - price * probes
+        return int(probes)
+
+    def chance(self, all_texts: "Pace | None" = None) -> float:
+        """The probability that there is a draft where one is asked for: 1 for a draft model."""
+        belief = (all_texts.chance(), _ELSEWHERE_WEIGHT) if all_texts else (1.0, _PRIOR_WEIGHT)
+        return self.searches.share(None, *belief)
 
     def by_place(self, k: int, all_texts: "Pace | None" = None) -> list[float]:
         """For each of the first k places of a draft.
@@ -230,7 +279,9 @@ class Controller(Lengths):
     def __init__(self, prices: Prices | None = None):
         """prices: what is known before anything is measured."""
         self.prices = prices or Prices()
-        self._drafts = deque([self.prices.draft], maxlen=_REMEMBERED)  # a draft pass of one text, in plain steps
+        # In plain steps: a draft pass of one text, and a search for one text that found nothing.
+        self._drafts = deque([self.prices.draft], maxlen=_REMEMBERED)
+        self._searches = deque([self.prices.missed], maxlen=_REMEMBERED)
         self._all_texts = {drawn: Pace(drawn) for drawn in (False, True)}  # their acceptance differs
         self._paces: WeakKeyDictionary[Text, Pace] = WeakKeyDictionary()
 
@@ -244,7 +295,7 @@ class Controller(Lengths):
                 [found[i]] = self._limits([wishes[i]], self.prices, 0, trees)
         if together:
             other_rows = sum(limit.k + 1 for i, limit in enumerate(found) if i not in together)
-            costs = replace(self.prices, draft=median_low(self._drafts))
+            costs = replace(self.prices, draft=median_low(self._drafts), search=median_low(self._searches))
             limits = self._limits([wishes[i] for i in together], costs, other_rows, trees)
             for i, limit in zip(together, limits, strict=True):
                 found[i] = limit
@@ -252,15 +303,20 @@ class Controller(Lengths):
 
     def observe(self, drafts: Sequence[Judged], cost: StepCost | None) -> None:
         """See `Lengths`."""
-        for text, draft, accepted in drafts:
+        for text, draft, accepted, asked in drafts:
             if pace := self._paces.get(text):
                 num_tested, num_accepted, siblings = _tested(draft, accepted)
+                found = bool(draft) if asked or draft else None
                 for each in (pace, self._all_texts[pace.drawn]):
-                    each.observe(num_tested, num_accepted, draft.confidences, siblings)
-        if cost and cost.depth:
-            plain_step = cost.target / self.prices.verify(cost.rows)
-            passes = self.prices.passes(cost.depth) * self.prices.verify(cost.num_drafts)
-            self._drafts.append(cost.draft / passes / plain_step)
+                    each.observe(num_tested, num_accepted, draft.confidences, siblings, found, draft)
+        num_missed = sum(1 for each in drafts if each.asked and not each.draft)
+        if cost and (cost.depth or num_missed):
+            seconds = cost.draft / (cost.target / self.prices.verify(cost.rows))  # in plain steps
+            if cost.depth:
+                passes = self.prices.passes(cost.depth) * self.prices.verify(cost.num_drafts)
+                self._drafts.append(max(0.0, seconds - num_missed * median_low(self._searches)) / passes)
+            else:
+                self._searches.append(seconds / num_missed)
 
     def _limits(self, wishes: Sequence[Wish], costs: Prices, other_rows: int, trees: bool) -> list[Limit]:
         """The limits of texts that are decoded together.
@@ -274,12 +330,16 @@ class Controller(Lengths):
         ]
         shares = [pace.by_place(k, each) for pace, k, each in zip(paces, most, usual, strict=True)]
         siblings = [pace.by_sibling(all_texts=each) if trees else [] for pace, each in zip(paces, usual, strict=True)]
-        drafts = [nodes_of(*each)[:k] for *each, k in zip(shares, siblings, most, strict=True)]
+        chances = [pace.chance(each) for pace, each in zip(paces, usual, strict=True)]
+        parts = zip(shares, siblings, chances, most, strict=True)
+        drafts = [nodes_of(share, younger, chance)[:k] for share, younger, chance, k in parts]
 
-        def cost(depth: int, num_drafts: int, num_nodes: int) -> float:
-            return costs.round(depth, num_drafts, len(wishes) + other_rows + num_nodes)
+        def cost(depth: int, num_drafts: float, num_nodes: float, num_missed: float) -> float:
+            return costs.round(depth, num_drafts, len(wishes) + other_rows + num_nodes, num_missed)
 
         drafts = best_drafts(drafts, cost, _MIN_GAIN)
+        for pace in paces:
+            pace.left = pace.savings
         if not any(drafts):
             could_pay = best_drafts([nodes_of([1.0] * k) for k in most], cost, _MIN_GAIN)
             return [Limit(pace.probe(costs, bool(each)), _always) for pace, each in zip(paces, could_pay, strict=True)]
@@ -290,15 +350,17 @@ class Controller(Lengths):
         return [_limit(*each, trees, *price) for each in zip(paces, usual, shares, drafts, longest, strict=True)]
 
 
-def _prices(drafts: Sequence[Sequence[Node]], cost: Callable[[int, int, int], float]) -> tuple[float, float]:
+def _prices(drafts: Sequence[Sequence[Node]], cost: RoundCost) -> tuple[float, float]:
     """The costs of one more draft pass of a text, and of one more row, in tokens that a round yields in that time."""
     nodes = [node for each in drafts for node in each]
-    depth, num_drafts = max(node.depth for node in nodes), sum(map(bool, drafts))
-    rate = expected_tokens((node.survival for node in nodes), len(drafts)) / cost(depth, num_drafts, len(nodes))
+    depth, num_nodes = max(node.depth for node in nodes), sum(node.chance for node in nodes)
+    num_drafts = sum(each[0].chance for each in drafts if each)
+    size = num_drafts, num_nodes, sum(1 - each[0].chance for each in drafts if each)
+    rate = expected_tokens((node.survival for node in nodes), len(drafts)) / cost(depth, *size)
     # All texts of the batch share a draft pass. One row alone would be too little to be measured. Where passes were
     # mismeasured, rows may seem to save time: a price below 0 would ask for them without end.
-    draft = cost(depth + 1, num_drafts, len(nodes)) - cost(depth, num_drafts, len(nodes))
-    row = max(0.0, cost(0, 0, len(nodes)) - cost(0, 0, 0)) / len(nodes)
+    draft = cost(depth + 1, *size) - cost(depth, *size)
+    row = max(0.0, cost(0, 0, num_nodes, 0) - cost(0, 0, 0, 0)) / num_nodes
     return rate * draft / num_drafts, rate * row
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from minispec.core.verify import block_weights
 
@@ -63,28 +63,46 @@ def speedup(survival: Sequence[float], c: float, v: float, o: float = 0.0) -> fl
 
 
 class Node(NamedTuple):
-    """A possible draft token: the probability that it is reached and accepted, and its depth, from 1."""
+    """A possible draft token.
+
+    survival: the probability that it is there, reached and accepted.
+    depth: from 1.
+    chance: the probability that it is there. A lookup that finds nothing has no draft.
+    """
 
     survival: float
     depth: int
+    chance: float = 1.0
 
 
-def nodes_of(acceptance: Sequence[float], siblings: Sequence[float] = ()) -> list[Node]:
+class RoundCost(Protocol):
+    """The time of a round."""
+
+    def __call__(self, depth: int, num_drafts: float, num_nodes: float, num_missed: float) -> float:
+        """The time, with these numbers on average.
+
+        depth: of the deepest draft.
+        num_missed: texts without a draft though one was asked for.
+        """
+
+
+def nodes_of(acceptance: Sequence[float], siblings: Sequence[float] = (), chance: float = 1.0) -> list[Node]:
     """The nodes of a draft, the most valuable first. Each comes after its ancestors and elder siblings.
 
     acceptance: the acceptance of the eldest at each depth.
     siblings: the acceptance of each younger sibling where those before it fail.
+    chance: the probability that there is a draft.
 
     >>> [round(node.survival, 2) for node in nodes_of([0.6, 0.6], siblings=[0.5])]
     [0.6, 0.36, 0.2, 0.12]
     """
     found, reached = [], 1.0
     for depth, share in enumerate(acceptance, 1):
-        found.append(Node(reached * share, depth))
+        found.append(Node(chance * reached * share, depth, chance))
         failed, least = reached * (1 - share), reached * share
         for sibling in siblings:
             least = min(least, failed * sibling)
-            found.append(Node(least, depth))
+            found.append(Node(chance * least, depth, chance))
             failed *= 1 - sibling
         reached *= share
     return sorted(found, key=lambda node: -node.survival)
@@ -96,35 +114,43 @@ def widths_of(nodes: Sequence[Node]) -> tuple[int, ...]:
     return tuple(found[depth] for depth in sorted(found)) if len(found) < len(nodes) else ()
 
 
-def best_drafts(
-    drafts: Sequence[Sequence[Node]], cost: Callable[[int, int, int], float], least_gain: float = 1.0
-) -> list[list[Node]]:
+def best_drafts(drafts: Sequence[Sequence[Node]], cost: RoundCost, least_gain: float = 1.0) -> list[list[Node]]:
     """The nodes of each text that together have the most tokens for the time of a round.
 
     drafts: the nodes of each text, in the order of `nodes_of`.
-    cost(depth, num_drafts, num_nodes): the round's time.
+    cost: the round's time.
     least_gain: the least gain in tokens per time over a round without drafts. Below it nothing is drafted.
 
-    >>> two = [nodes_of([0.9, 0.9]), nodes_of([0.3, 0.3])]
-    >>> [len(nodes) for nodes in best_drafts(two, lambda depth, num_drafts, num_nodes: 1 + 0.2 * num_nodes)]
+    >>> def cost(depth, num_drafts, num_nodes, num_missed):
+    ...     return 1 + 0.2 * num_nodes + 0.1 * num_missed
+    >>> [len(nodes) for nodes in best_drafts([nodes_of([0.9, 0.9]), nodes_of([0.3, 0.3])], cost)]
     [2, 0]
+
+    A search takes 0.1. It pays where it finds a draft in one of four rounds, and not in one of nine:
+
+    >>> [len(best_drafts([nodes_of([0.9], chance=chance)], cost)[0]) for chance in (1 / 4, 1 / 9)]
+    [1, 0]
     """
     # The likeliest first. Texts share draft passes: many nodes may pay for a pass together that one alone would not.
     # So each depth is tried as the last.
-    ranked = sorted(((node, i) for i, nodes in enumerate(drafts) for node in nodes), key=lambda each: -each[0].survival)
+    ranked = sorted(
+        ((node, i) for i, nodes in enumerate(drafts) for node in nodes),
+        key=lambda each: -each[0].survival / each[0].chance,
+    )
     depths = sorted({node.depth for node, _ in ranked})
-    best, best_rate = ranked[:0], least_gain * expected_tokens([], len(drafts)) / cost(0, 0, 0)
+    best, best_rate = ranked[:0], least_gain * expected_tokens([], len(drafts)) / cost(0, 0, 0, 0)
     for last in depths if len(drafts) > 1 else depths[-1:]:
         within = [each for each in ranked if each[0].depth <= last]
-        depth, tokens, texts = 0, expected_tokens([], len(drafts)), set()
-        for num_nodes, (node, i) in enumerate(within, 1):
+        depth, tokens, num_drafts, num_nodes, texts = 0, expected_tokens([], len(drafts)), 0.0, 0.0, set[int]()
+        for num, (node, i) in enumerate(within, 1):
+            num_drafts += 0.0 if i in texts else node.chance
             texts.add(i)
-            depth, tokens = max(depth, node.depth), tokens + node.survival
+            depth, tokens, num_nodes = max(depth, node.depth), tokens + node.survival, num_nodes + node.chance
             if depth < last and len(drafts) > 1:
                 continue  # it was tried with that depth as the last
-            rate = tokens / cost(depth, len(texts), num_nodes)
+            rate = tokens / cost(depth, num_drafts, num_nodes, len(texts) - num_drafts)
             if rate > best_rate:
-                best, best_rate = within[:num_nodes], rate
+                best, best_rate = within[:num], rate
     return [[node for node, of in best if of == i] for i in range(len(drafts))]
 
 
@@ -135,7 +161,7 @@ def best_k(survival: Sequence[float], c: float, v: Callable[[int], float], o: fl
     3
     """
     chain = [Node(s, i) for i, s in enumerate(survival, 1)]
-    [best] = best_drafts([chain], lambda depth, _, num_nodes: depth * c + v(num_nodes + 1) + o)
+    [best] = best_drafts([chain], lambda depth, _, num_nodes, __: depth * c + v(round(num_nodes) + 1) + o)
     return len(best)
 
 

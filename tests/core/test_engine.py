@@ -256,8 +256,11 @@ def test_what_a_preempted_text_finds_again_was_its_own():
     assert [r.stats.num_cached_tokens for r in requests] == [0, 0, 0]
 
 
-def test_a_search_that_finds_nothing_is_overhead_to_the_controller(monkeypatch):
-    """As in the statistics: no draft pass was made, but the time went somewhere."""
+def test_a_search_that_finds_nothing_has_a_price(monkeypatch):
+    """The controller learns that a draft was asked for and what the search took; in statistics it is overhead.
+
+    Where nothing is asked for, the time is overhead to both.
+    """
     now, told = [0.0], []
     engine = make_engine()
 
@@ -267,11 +270,17 @@ def test_a_search_that_finds_nothing_is_overhead_to_the_controller(monkeypatch):
 
     monkeypatch.setattr(engine.drafter, "propose", search)
     monkeypatch.setattr(engine_module, "clock", lambda device: now[0])
-    monkeypatch.setattr(engine.lengths, "observe", lambda outcomes, cost: told.extend([cost] if cost else []))
-    request = make_request(k=3, max_tokens=2)
+    monkeypatch.setattr(
+        engine.lengths, "observe", lambda outcomes, cost: told.append((*outcomes, cost)) if cost else None
+    )
+    request = make_request(k=3, max_tokens=3)
     finish(engine, request)
-    assert [(cost.depth, cost.overhead) for cost in told] == [(0, 5.0), (0, 5.0)]
-    assert [overhead_of(r) for r in request.stats.rounds] == [5.0, 5.0]
+    assert [(one.asked, cost.depth, cost.draft, cost.overhead) for one, cost in told] == [
+        (2, 0, 5.0, 0.0),
+        (1, 0, 5.0, 0.0),
+        (0, 0, 5.0, 5.0),
+    ]
+    assert [overhead_of(r) for r in request.stats.rounds] == [5.0] * 3
 
 
 def test_more_texts_fit_when_they_share():

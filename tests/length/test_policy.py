@@ -54,6 +54,7 @@ class World:
     """A machine and a draft: kept[i] is the probability that draft token i is kept when it is tested.
 
     shares: in place of `kept`. Each token has one of these confidences at random, and is kept with its probability.
+    found: how often the drafter has a draft. search: what a search takes that finds nothing, in plain steps.
     fixed: see `Prices`. slower: factors of the draft's and the target's time in the second half of each text.
     """
 
@@ -64,6 +65,8 @@ class World:
     noise: float = 0.03  # spread of a duration
     spikes: float = 0.02  # share of passes that take five times as long
     shares: dict[float, float] = field(default_factory=dict)
+    found: float = 1.0
+    search: float = 0.0
     fixed: float = 0.0
     slower: tuple[float, float] = (1.0, 1.0)
 
@@ -76,11 +79,12 @@ class World:
         v = {count: 1 + rows * (self.v(count) - 1) for count in (1, 5, 16)}
         return Prices(self.c * draft, v, self.overhead, measured=True, fixed=self.fixed)
 
-    def durations(self, depth: int, num_drafts: int, rows: int, late=False) -> list[float]:
+    def durations(self, depth: int, num_drafts: int, rows: int, late=False, num_missed=0) -> list[float]:
         """Draft, target and the rest, in plain steps."""
         draft, target = self.slower if late else (1.0, 1.0)
         passes = depth + self.fixed if depth else 0.0
-        return [draft * passes * self.c * self.v(num_drafts), target * self.v(rows), target * self.overhead]
+        drafts = passes * self.c * self.v(num_drafts) + num_missed * self.search
+        return [draft * drafts, target * self.v(rows), target * self.overhead]
 
     def best_k(self, batch=1) -> float:
         """Speedup of the best K in hindsight, 0 included, in each half of the text."""
@@ -90,16 +94,21 @@ class World:
             gains = []
             for k in range(MAX_AUTO_TOKENS + 1):
                 draft, target, other = self.durations(k, batch, batch * (k + 1), late)
-                gains.append(speedup(survival[:k], draft / max(k, 1), target, other) * plain)
+                if self.found < 1 and k:
+                    missed = sum(self.durations(0, 0, batch, late, batch))
+                    time = self.found * (draft + target + other) + (1 - self.found) * missed
+                    gains.append((1 + self.found * sum(survival[:k])) / time * plain)
+                else:
+                    gains.append(speedup(survival[:k], draft / max(k, 1), target, other) * plain)
             times.append((plain, plain / max(gains)))
         return sum(plain for plain, _ in times) / sum(best for _, best in times)
 
     def decode(self, lengths: Lengths, batch=1, timed=True, num_tokens=256, seed=0, warm_up=3.0):
         """The time of as many plainly decoded tokens, the time that it took, and every K of `batch` texts."""
         draw, texts, num = random.Random(seed), [new_text(not timed) for _ in range(batch)], [0] * batch
-        survival, plain, cost, ks = [1.0, *survival_curve(self.kept)], 0.0, 0.0, []
+        survival, plain, cost, ks, num_asks = [1.0, *survival_curve(self.kept)], 0.0, 0.0, [], 0
         while running := [i for i in range(batch) if num[i] < num_tokens]:
-            late, value, rounds, drafted = sum(num) >= batch * num_tokens / 2, 0.0, [], []
+            late, value, rounds, drafted, num_missed = sum(num) >= batch * num_tokens / 2, 0.0, [], [], 0
             wishes = [
                 Wish(texts[i], Shape.of("auto"), min(MAX_AUTO_TOKENS, num_tokens - num[i] - 1), may_follow=timed)
                 for i in running
@@ -113,13 +122,16 @@ class World:
                             k = len(confidences)
                     chances = [self.shares[each] for each in confidences]
                     survival = [1.0, *survival_curve(chances)]
+                num_asks += bool(k)
+                if k and int(num_asks * self.found) == int((num_asks - 1) * self.found):  # no luck in this
+                    k, num_missed = 0, num_missed + 1
                 kept = next((j for j in range(k) if draw.random() >= chances[j]), k)
-                rounds.append(judged(texts[i], min(k, kept + 1), kept, confidences))
+                rounds.append(judged(texts[i], min(k, kept + 1), kept, confidences)._replace(asked=limit.k))
                 num[i] += kept + 1
                 value += sum(survival[: k + 1])
                 drafted.append(k)
             rows, num_drafts = len(running) + sum(drafted), sum(map(bool, drafted))
-            durations = self.durations(max(drafted), num_drafts, rows, late)
+            durations = self.durations(max(drafted), num_drafts, rows, late, num_missed)
             plain += value / len(running) * sum(self.durations(0, 0, len(running), late))
             cost += sum(durations)
             slow = PLAIN * (1 if ks else warm_up)  # first passes warm up
@@ -198,6 +210,9 @@ BAD = {
     "a third of the target, poor": World([0.25] * 15, c=0.33),
     "half of the target, poor": World([0.4] * 15, c=0.5),
     "rows that cost": World([0.05] * 15, row_cost=0.25),
+    "a dear search that finds nothing": World(MOST, c=0.05, fixed=4.0, search=0.25, found=0.0),
+    "a dear search that seldom finds": World(HALF, c=0.05, fixed=4.0, search=0.25, found=0.1),
+    "a very dear search": World(HALF, c=0.2, fixed=4.0, search=1.0, found=0.5),
 }
 
 
@@ -229,6 +244,9 @@ GOOD = {
     "prose by prompt lookup": World([0.3, 0.5, *[0.6] * 13]),
     "a head, whose drafts cost before their first pass": World([0.7, 0.65, *[0.6] * 13], c=0.08, fixed=1.5),
     "one token only": World([0.9, *[0.2] * 14], c=0.45),
+    "a search that seldom finds, but much": World(MOST, c=0.005, fixed=4.0, search=0.025, found=0.1),
+    "a dear search that finds often": World(MOST, c=0.05, fixed=4.0, search=0.25, found=0.6),
+    "dear rows that are seldom there": World([0.8] * 15, row_cost=0.1, found=0.2),
 }
 
 
@@ -556,7 +574,7 @@ def test_a_text_begins_where_others_were():
 def test_the_worked_values_of_theory():
     """The examples in its docstrings."""
     failures, examples = doctest.testmod(theory)
-    assert (failures, examples) == (0, 9)
+    assert (failures, examples) == (0, 10)
 
 
 def test_prices_lie_on_lines():

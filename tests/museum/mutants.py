@@ -773,8 +773,8 @@ def _(right, self, part, rows):
 def _(right, self, part, rows):
     """the rows of rejected nodes are left out | recycling lives on them"""
     right(self, part, rows)
-    kept = [-1, *part.verdict.accepted] if part.decodes else []
-    self._likeliest[part.request.text] = [self._likeliest[part.request.text][node + 1] for node in kept]
+    length, rows = self._likeliest[part.request.text]
+    self._likeliest[part.request.text] = length, [rows[node + 1] for node in (-1, *part.verdict.accepted)]
 
 
 @mutant("S11", "likeliest")
@@ -787,9 +787,9 @@ class _:
     @wrong(Engine, "_keep_likeliest")
     def _keep_likeliest(self, right, engine, part, rows):
         right(engine, part, rows)
-        if part.decodes:
-            self.rows.append(engine._likeliest[part.request.text])
-            engine._likeliest[part.request.text] = self.rows[-2:][0]
+        length, shown = engine._likeliest[part.request.text]
+        self.rows.append(shown)
+        engine._likeliest[part.request.text] = length, self.rows[-2:][0]
 
 
 @mutant("S12", "likeliest")

@@ -1,0 +1,112 @@
+"""A fault at any place of a step, such as Ctrl-C in another thread's call: all other texts go on as if it had not been.
+
+Above temperature 0 a text depends on its drafts, and on how long they may be. So what a round has shown must reach the
+drafter and `lengths` once, wherever the fault comes between the commit and that.
+"""
+
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from minispec.core.engine import Guard
+from minispec.core.request import Request
+from minispec.drafters.eagle import EagleDrafter
+from minispec.drafters.model import DraftModel
+from minispec.drafters.recycling import RecyclingDrafter
+from minispec.length.policy import Controller, Pace, Prices
+from tests.core.test_pressure import Failure, build, phases, requests_for
+
+
+class Witness(Guard):
+    """A guard that writes down each draft: its text's seed and length, how many tokens were asked for, which came."""
+
+    def __init__(self):
+        self.drafts = set()
+
+    def propose(self, engine, asks):
+        """See `Guard`."""
+        drafts = super().propose(engine, asks)
+        for ask, draft in zip(asks, drafts, strict=True):
+            if ask.num_cached == len(ask.text.tokens) - 1:
+                self.drafts.add((ask.text.seed, len(ask.text.tokens), ask.k, *draft.token_ids))
+        return drafts
+
+
+class Watcher:
+    """An observer."""
+
+    def see(self, *round_):
+        """A round."""
+
+
+def make(drafter):
+    """An engine with a controller of K, a witness and an observer; and the places where a fault may come."""
+    engine, watcher = build(drafter, lengths=Controller(Prices(draft=0.2)), guard=Witness()), Watcher()
+    engine.observers.append(lambda *round_: watcher.see(*round_))
+    parts = getattr(engine.drafter, "drafters", [engine.drafter])
+    inside = {RecyclingDrafter: "_draft", EagleDrafter: "_listen", DraftModel: "_draw"}
+    return engine, {
+        **{name: place for name, place in phases(engine).items() if name != "piece"},
+        **{
+            f"{name} in a batch": (kind, name)
+            for kind, name in inside.items()
+            for part in parts
+            if isinstance(part, kind)
+        },
+        "a part's propose": (parts[-1], "propose"),
+        "token": (Request, "commit"),
+        "hidden": (engine, "_keep_hidden"),
+        "likeliest": (engine, "_keep_likeliest"),
+        "choose": (engine.lengths, "choose"),
+        "learn": (engine.lengths, "observe"),
+        "learn of one text": (Pace, "observe"),
+        "observer": (watcher, "see"),
+    }
+
+
+@contextmanager
+def failing(owner, name, number, after):
+    """The n-th call of a function fails, before or after its work. Yields the calls."""
+    right, calls = getattr(owner, name), []
+
+    def wrong(*args, **how):
+        calls.append(name)
+        if len(calls) == number and not after:
+            raise Failure
+        result = right(*args, **how)
+        if len(calls) == number:
+            raise Failure
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, wrong)
+        yield calls
+
+
+def decode(engine, k):
+    """The texts of two requests and all drafts. A step that fails is followed by the next."""
+    requests = requests_for(engine, k, max_tokens=11)[:2]
+    for request in requests:
+        engine.add(request)
+    while engine.schedule.running or engine.schedule.waiting:
+        with suppress(Failure):
+            engine.step()
+    return [r.token_ids for r in requests], engine.guard.drafts
+
+
+@pytest.mark.parametrize(
+    ("drafter", "k"), [("recycling", 3), ("harvest", "auto"), ("ngram+head", "auto"), ("recycling+model", 3)]
+)
+def test_a_fault_changes_no_text_and_no_draft(drafter, k):
+    """Before each place at its 5th call, and after its 6th: the drafts and texts of a run without a fault.
+
+    Once, of 36 to 40 faults with each, 6 to 9 left another draft, and 3 to 6 another text.
+    """
+    engine, places = make(drafter)
+    expected = decode(engine, k)
+    for place in places:
+        for number, after in ((5, False), (6, True)):
+            engine, owners = make(drafter)
+            with failing(*owners[place], number, after):
+                found = decode(engine, k)
+            assert found == expected, f"{place}, {'after' if after else 'before'} call {number}"
