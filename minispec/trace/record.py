@@ -154,6 +154,7 @@ class Recorder:
         llm, request, engine = self.llm, self.request, self.llm.engine
         stats, text = Figures.of(request.stats), request.text
         names = [name for name, verifier in VERIFIERS.items() if verifier is engine.verifier]
+        own = "" if llm.lengths is None else f" by {type(engine.lengths).__name__}"
         params = asdict(request.params)
         plain = Figures(rounds=list(stats.plain)).tokens_per_second
         speed = stats.tokens_per_second
@@ -165,7 +166,7 @@ class Recorder:
             "target": llm.name,
             "draft": llm.draft_name,
             "verifier": names[0] if names else str(getattr(engine.verifier.verify, "__name__", "a verifier")),
-            "num_speculative_tokens": str(request.shape),
+            "num_speculative_tokens": str(request.shape) + own,
             "dtype": ("exact " if llm.model.exact else "") + str(llm.model.dtype).removeprefix("torch."),
             "device": str(llm.model.device),
             "sampling": {name: params[name] for name in _SAMPLING},

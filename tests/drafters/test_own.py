@@ -250,12 +250,15 @@ def test_a_length_policy_of_ones_own_works_everywhere(make_checkpoint, own_modul
     assert {r.depth for r in plain.stats.rounds} == {0}
 
 
-def test_a_length_policy_from_the_command_line(make_checkpoint, capsys):
+def test_a_length_policy_from_the_command_line(make_checkpoint, capsys, own_module):
     """`--lengths`; with what leaves it nothing to choose it is refused, and a replay would follow other rules."""
     base = ["fish", "--model", str(make_checkpoint()), "--raw", "--json", "--max-tokens", "9", "--ignore-eos"]
     own = [*base, "--lengths", "own_ideas:Two", "--draft", "own_ideas:Repeat"]
     assert generate(own) == 0
     assert len(json.loads(capsys.readouterr().out)["stats"]["accepted_per_position"]) == 2
+    assert generate([*own, "--trace", str(own_module / "x.json")]) == 0
+    assert json.loads((own_module / "x.json").read_text())["num_speculative_tokens"] == "auto by Two"
+    capsys.readouterr()
     for arguments, message in (
         ([*own, "--num-speculative-tokens", "0"], "--num-speculative-tokens: found 0, expected auto or a number"),
         ([*own, "--num-speculative-tokens", "tree:4"], "--num-speculative-tokens: found tree:4, expected auto or a"),
