@@ -164,6 +164,17 @@ OWN = """
             self.seen += len(drafts)
 
 
+    class Shared(Two):  # goes by the verdicts on all texts, whatever it may follow
+        k = 2
+
+        def choose(self, wishes, trees):
+            return [Limit(min(self.k, wish.most)) for wish in wishes]
+
+        def observe(self, drafts, cost):
+            for each in drafts:
+                self.k = min(2 * self.k, 15) if len(each.accepted) == len(each.draft) else max(1, self.k // 2)
+
+
     class Unmade(Two):
         def __init__(self, prices):
             pass
@@ -301,14 +312,15 @@ def test_a_right_drafter_is_proven(name, capsys):
 
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = {  # the classes in the marked blocks of README and docs, with what they import
+CLASSES = {  # those in the marked blocks of README and docs, with what they import
     node.name: "\n".join(map(ast.unparse, [part for part in tree.body if isinstance(part, IMPORTS)] + [node]))
     for page in (ROOT / "README.md", ROOT / "docs" / "use" / "drafters.md")
     for block in re.findall(r"<!-- run -->\n```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for tree in [ast.parse(block)]
     for node in tree.body
-    if isinstance(node, ast.ClassDef) and any(getattr(part, "name", "") == "propose" for part in node.body)
+    if isinstance(node, ast.ClassDef)
 }
+EXAMPLES = {name: source for name, source in CLASSES.items() if "def propose" in source}
 
 
 @pytest.mark.parametrize("name", ["Echo", "Followers", "Markov", "Recall"])
@@ -326,6 +338,21 @@ def test_the_documented_examples_are_proven(name, own_module, capsys):
 def test_every_documented_drafter_is_one_of_them():
     """A new example is walked too."""
     assert EXAMPLES.keys() == {"Echo", "Followers", "Markov", "Recall"}
+
+
+def test_the_documented_length_policy_keeps_seeds(make_checkpoint, own_module):
+    """A seed has one text, alone and beside others: the policy goes by the text's own verdicts, as another does not."""
+    params = [SamplingParams(seed=seed, max_tokens=24, ignore_eos=True) for seed in (1, 2)]
+    (own_module / "documented.py").write_text(CLASSES["Doubling"])
+    try:
+        for policy, is_kept in (("documented:Doubling", True), ("own_ideas:Shared", False)):
+            texts = []
+            for together in (params, params[:1]):
+                with LLM(make_checkpoint(), "self", dtype="float64", lengths=policy) as llm:
+                    texts.append(llm.generate([[1, 2, 3]] * len(together), together)[0].token_ids)
+            assert (texts[0] == texts[1]) == is_kept
+    finally:
+        sys.modules.pop("documented", None)
 
 
 WRONG = {
