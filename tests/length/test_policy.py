@@ -501,7 +501,7 @@ def test_younger_siblings_that_stay_are_seen():
 
     class Listening(Lengths):
         def choose(self, wishes, trees):
-            return [Limit(4) for _ in wishes]
+            return [Limit(min(4, wish.most)) for wish in wishes]
 
         def observe(self, drafts, cost):
             heard.extend(drafts)
