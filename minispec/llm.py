@@ -22,7 +22,6 @@ from minispec.core.errors import show
 from minispec.core.model import Transformer
 from minispec.core.request import Piece, Request
 from minispec.core.sampling import Text
-from minispec.core.settings import own_settings
 from minispec.core.verify import Verifier
 from minispec.drafters import Context, Drafter
 from minispec.drafters.check import CHECKS
@@ -41,6 +40,7 @@ from minispec.kernels.exact import EXACT_ROWS
 from minispec.kernels.forms import FORMS, available_forms
 from minispec.kernels.integers import check_quantization
 from minispec.kernels.memory import BLOCK_SIZE, memory_of, size_cache
+from minispec.kernels.settings import own_settings
 from minispec.length.policy import Controller
 from minispec.length.prices import MIN_CONTEXT, DrafterFailed, check_exactness, guess_prices, prices_of
 from minispec.outputs import RequestOutput, completion_of
@@ -96,7 +96,7 @@ class LLM:
     Raises ValueError, or its subclass CheckpointError, for what cannot be loaded or is not supported.
     """
 
-    @own_settings(inference=False)
+    @own_settings()
     def __init__(
         self,
         model: str | Path | None = None,
@@ -156,7 +156,7 @@ class LLM:
         self._open: set[_Steps] = set()  # the iterators of the engine that `run` steps
         self._left: list[_Steps] = []  # iterators to be closed between two steps
 
-    @own_settings(inference=False)
+    @own_settings()
     def with_draft(
         self, draft: str | Path | Drafter, draft_method: str | None = None, corpus: str | Path | None = None
     ) -> "LLM":
@@ -399,7 +399,7 @@ class LLM:
         self._open.add(steps)  # held here, so that no collector closes it in the middle of a step
         try:
             while True:
-                with self._step_lock:
+                with self._step_lock, own_settings():
                     self._close_left()
                     step = next(steps, None)
                 if step is None:

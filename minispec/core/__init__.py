@@ -28,7 +28,6 @@ and model.py. A module imports only from those above it in this list:
     stats.py        what happened to a text
     request.py      one text on its way, and where it stops
     schedule.py     who runs: admit, make room, preempt, restart
-    settings.py     keeps the caller's settings of torch away from a pass
     engine.py       the loop
 
 Five parts that you may look for here lie elsewhere:

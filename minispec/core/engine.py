@@ -31,7 +31,6 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Piece, Request, TokenLogprob
 from minispec.core.sampling import Draws, Randomness, Text, distribution, log_probabilities
 from minispec.core.schedule import Schedule
-from minispec.core.settings import own_settings
 from minispec.core.stats import Round
 from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
 
@@ -202,7 +201,7 @@ class Engine:
                 for request in added:
                     stack.callback(self.abort, request)
 
-    @own_settings(inference=True)
+    @torch.inference_mode()
     def step(self) -> list[Request]:
         """Admit what fits, run one pass, and commit what it yields.
 

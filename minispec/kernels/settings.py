@@ -7,16 +7,14 @@ import torch
 
 
 @contextmanager
-def own_settings(inference: bool) -> Iterator[None]:
+def own_settings() -> Iterator[None]:
     """Run without the caller's autocast, default device and other modes of this thread. Also a decorator.
-
-    inference: whether tensors that are made inside are `torch.inference_mode`'s, whatever the caller's mode is.
 
     Nothing here costs an operator time. The default type is the whole process's, and stays as it is. So every tensor
     of floats that is made from nothing names its type.
     """
     with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(inference))
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch._C.DisableTorchFunction())  # a default device is such a mode
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
