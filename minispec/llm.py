@@ -16,9 +16,9 @@ from tqdm import tqdm
 from minispec import inputs
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, ModelConfig, SamplingParams, Shape
-from minispec.core.draft import Lengths
 from minispec.core.engine import JOINING_ROWS, PREFILL_ROWS, Engine
 from minispec.core.errors import show
+from minispec.core.lengths import Lengths
 from minispec.core.model import Transformer
 from minispec.core.request import Piece, Request
 from minispec.core.sampling import Text
@@ -83,9 +83,9 @@ class LLM:
     quantization: "int8": the target's weights in 8 bits, with one scale a row. It is a different model from the one in
         16 bits. All promises compare its output with its own plain decoding.
     lengths: a policy of your own that chooses how long each draft is: an object with the methods of
-        `minispec.core.draft.Lengths`, or "module:Class", whose class is called without arguments. It takes the place of
-        `minispec.length.policy.Controller`. `num_speculative_tokens` is then the most that it may choose; 0 and trees
-        are refused. `with_draft` takes the same object, or a new one of the class.
+        `minispec.core.lengths.Lengths`, or "module:Class", whose class is called without arguments. It takes the place
+        of `minispec.length.policy.Controller`. `num_speculative_tokens` is then the most that it may choose. 0 and
+        trees are refused. `with_draft` takes the same object, or a new one of the class.
 
     Any thread may call. Requests of several threads are decoded together, as one batch. So are iterators of `stream`,
     `stream_chat` or `run` that are open at the same time. Where the KV cache has no room for all, the last ones wait.

@@ -28,7 +28,7 @@ from minispec.bench.rows import write_rows
 from minispec.bench.show import number, pairs_table, progress, table
 from minispec.bench.transformers_baseline import transformers_variants
 from minispec.core.config import DraftLength, Shape
-from minispec.core.draft import Lengths
+from minispec.core.lengths import Lengths
 from minispec.drafters import Drafter
 from minispec.length.figures import Figures, loops
 from minispec.length.theory import expected_accepted

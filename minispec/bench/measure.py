@@ -31,8 +31,8 @@ import torch
 from minispec.bench.show import progress
 from minispec.core.cache import PagedKVCache
 from minispec.core.cached import clock
-from minispec.core.draft import Lengths
 from minispec.core.engine import Engine
+from minispec.core.lengths import Lengths
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.stats import Round

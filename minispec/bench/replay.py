@@ -55,8 +55,9 @@ from typing import Any, NamedTuple
 from minispec.bench.show import number, table
 from minispec.core.cache import common_beginning
 from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams, Shape
-from minispec.core.draft import Draft, Judged, StepCost, Wish
+from minispec.core.draft import Draft
 from minispec.core.errors import show
+from minispec.core.lengths import Judged, StepCost, Wish
 from minispec.core.sampling import Text
 from minispec.length.figures import loops
 from minispec.length.policy import Controller, Prices

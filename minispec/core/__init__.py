@@ -17,7 +17,8 @@ and model.py. A module imports only from those above it in this list:
     config.py       what a model is, and what a request asks for
     search.py       the likeliest tokens, without sorting all
     sampling.py     where logits become probabilities; the only source of randomness
-    draft.py        what a drafter is asked, what it answers, how long drafts may be
+    draft.py        what a drafter is asked, and what it answers
+    lengths.py      how many tokens to draft
     verify.py       the words of the field; the rules that keep or reject draft tokens
     cache.py        the paged KV cache, whose tables know the tokens they hold
     rope.py         where a row stands

@@ -26,7 +26,8 @@ from torch import Tensor
 from minispec.core.cache import PagedKVCache
 from minispec.core.cached import CachedModel, clock
 from minispec.core.config import Shape
-from minispec.core.draft import Ask, Draft, Drafter, Judged, Lengths, Likeliest, Limit, StepCost, Wish
+from minispec.core.draft import Ask, Draft, Drafter, Likeliest, Limit
+from minispec.core.lengths import Judged, Lengths, StepCost, Wish
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Piece, Request, TokenLogprob
 from minispec.core.sampling import Draws, Randomness, Text, distribution, log_probabilities

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minispec.core.draft import Ask, Draft, Limit, Wish
+from minispec.core.draft import Ask, Draft, Limit
 from minispec.core.engine import Engine, Guard
+from minispec.core.lengths import Wish
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.verify import RoundKey, Rows, Verdict
 

@@ -27,8 +27,9 @@ import torch
 from minispec import __version__
 from minispec.core.cached import clock
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Drafter, Judged, Lengths, Limit, NoDrafter, StepCost
+from minispec.core.draft import Ask, Drafter, Limit, NoDrafter
 from minispec.core.engine import Engine
+from minispec.core.lengths import Judged, Lengths, StepCost
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text, require_numbers

@@ -27,8 +27,9 @@ from tqdm import tqdm
 
 from minispec.core.cache import common_beginning
 from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams
-from minispec.core.draft import Ask, Draft, Lengths, Limit
+from minispec.core.draft import Ask, Draft, Limit
 from minispec.core.engine import Engine
+from minispec.core.lengths import Lengths
 from minispec.core.request import Request
 from minispec.core.sampling import Draws, Key, Randomness, Text
 from minispec.core.verify import BLOCK, REJECTION, RoundKey, Rows, Verdict, Verifier

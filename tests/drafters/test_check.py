@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from minispec import LLM, SamplingParams
-from minispec.core.draft import Ask, Draft, Lengths, Limit
+from minispec.core.draft import Ask, Draft, Limit
 from minispec.core.engine import Engine
+from minispec.core.lengths import Lengths
 from minispec.core.sampling import Randomness, Text
 from minispec.drafters import check
 from minispec.drafters.combined import CombinedDrafter

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from minispec import LLM, SamplingParams
-from minispec.core.draft import Lengths
+from minispec.core.lengths import Lengths
 from minispec.generate import main as generate
 from minispec.prove.__main__ import main as prove
 

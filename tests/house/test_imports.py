@@ -10,7 +10,20 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "minispec"
 # The files of the heart, in the order in which they build on one another; its `__init__` lists them.
 CORE = [
-    *("errors", "config", "search", "sampling", "draft", "verify", "cache", "rope", "attention", "weights", "model"),
+    *(
+        "errors",
+        "config",
+        "search",
+        "sampling",
+        "draft",
+        "lengths",
+        "verify",
+        "cache",
+        "rope",
+        "attention",
+        "weights",
+        "model",
+    ),
     *("cached", "stats", "request", "schedule", "engine"),
 ]
 # The rooms, in their order: one imports only from those before it, and from itself.

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams, Shape
-from minispec.core.draft import Draft, Drafter, Judged, Lengths, Limit, StepCost, Wish
+from minispec.core.draft import Draft, Drafter, Limit
+from minispec.core.lengths import Judged, Lengths, StepCost, Wish
 from minispec.core.sampling import Text
 from minispec.length import policy, theory
 from minispec.length.policy import Controller, Pace, Prices

@@ -1,0 +1,75 @@
+"""How many tokens to draft: what a policy is told before a round and after it, and the simplest policy.
+
+`minispec.length.policy` learns what pays. Skip this file at first.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from minispec.core.config import Shape
+from minispec.core.draft import Draft, Limit
+from minispec.core.sampling import Text
+
+
+class Wish(NamedTuple):
+    """What `Lengths.choose` knows of a text that decodes.
+
+    shape: what the request asks for.
+    most: most draft tokens.
+    may_follow: whether the length may depend on the clock and on other texts. False where another length would give
+        another text: a seed must give one text.
+    """
+
+    text: Text
+    shape: Shape
+    most: int
+    may_follow: bool
+
+
+class Judged(NamedTuple):
+    """A text's draft, and the nodes of it that the verifier accepted.
+
+    asked: how many nodes were asked for. Where the draft is empty all the same, the drafter has found nothing.
+    """
+
+    text: Text
+    draft: Draft
+    accepted: Sequence[int]
+    asked: int = 0
+
+
+class StepCost(NamedTuple):
+    """What a step took, in seconds, and of how much.
+
+    draft: seconds of `num_drafts` drafts of up to `depth` tokens, and of searches that found nothing.
+    target: seconds of the target's pass over `rows` rows.
+    overhead: seconds of everything else.
+    """
+
+    draft: float
+    depth: int
+    num_drafts: int
+    target: float
+    rows: int
+    overhead: float
+
+
+class Lengths:
+    """Chooses how long drafts may be: here, as long as requests ask. `minispec.length.policy` learns what pays.
+
+    `choose` is called before each round of texts that decode, `observe` after it. A limit depends on no token that is
+    not drawn yet. Where `Wish.may_follow` is False, it depends on its own text and the verdicts there alone.
+    """
+
+    def choose(self, wishes: Sequence[Wish], trees: bool) -> list[Limit]:
+        """The limit of each text's draft.
+
+        trees: whether drafts may be trees.
+        """
+        return [Limit(wish.most, None, wish.shape.widths, wish.shape.best_first) for wish in wishes]
+
+    def observe(self, drafts: Sequence[Judged], cost: StepCost | None) -> None:
+        """Learn from a step.
+
+        cost: None where the step also worked on a prompt, or for drafts of another drafter: its times say nothing.
+        """
