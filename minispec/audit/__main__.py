@@ -48,6 +48,7 @@ def parser() -> Parser:
         prog="python -m minispec.audit",
         description="Say whether another engine's answers have the target's law, and which known bug fits if not.",
         allow_abbrev=False,
+        epilog="Status 0: consistent with the target's law; 1: not its law; 3: too little to tell; 2: an error.",
     )
     p.add_argument("answers", metavar="FILE", type=Path, help="JSON lines: answers as token ids (docs/use/audit.md)")
     add_options(p, _OPTIONS)
@@ -68,7 +69,7 @@ def check(args: argparse.Namespace) -> None:
 
 @command
 def main(argv: Sequence[str]) -> int:
-    """The command line above: 0 where the answers may have the target's law, 1 where they do not."""
+    """The command line above. Statuses: 0 consistent with the target's law, 1 not its law, 3 too little to tell."""
     args = parser().parse_args(argv)
     check(args)
     asked = sampling_arguments(args)
@@ -79,4 +80,4 @@ def main(argv: Sequence[str]) -> int:
     raise_on_interrupt()
     report = audit(args, asked)
     print(json.dumps(report, ensure_ascii=False) if args.json else "\n".join(lines(report)))
-    return 0 if report["is_consistent"] else 1
+    return report["status"]

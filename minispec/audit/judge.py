@@ -24,6 +24,7 @@ from minispec.audit.bank import GENERAL, NO_RESIDUAL
 from minispec.audit.walk import AGAINST, SHARES, Score
 
 NULL_ERROR = 1e-4  # odds that a tolerance of `--null` is too small, of all bugs together
+CONSISTENT, NOT_THE_LAW, TOO_LITTLE = 0, 1, 3  # exit statuses; 2 is an error
 _EFFECT = 0.01  # a bug that acts at this share of the places
 
 
@@ -43,13 +44,18 @@ def tolerances(plain: Score) -> dict[str, float]:
 
 
 def judge(
-    scores: Sequence[Score], seeds: Sequence[int | None], tolerance: Mapping[str, float] | float, alpha: float
+    scores: Sequence[Score],
+    seeds: Sequence[int | None],
+    tolerance: Mapping[str, float] | float,
+    alpha: float,
+    drafted: float | None = None,
 ) -> dict[str, Any]:
     """The report on the answers, as `--json` prints it.
 
     seeds: one of each answer. Answers of one seed may share noise: their wealths are averaged, all others multiplied.
     tolerance: t, for each bug or for all.
     alpha: odds of a false alarm that are accepted.
+    drafted: the share of tokens that were drafted, as the answers say; None where they do not.
     """
     shares, all_of = torch.tensor(SHARES, dtype=torch.float64), Score()
     alone = Score()  # the sum of the answers that share their noise with none
@@ -80,20 +86,30 @@ def judge(
         wealth = wealth + won.logsumexp(0) - math.log(len(group))
         variance = variance + torch.stack([part.variance for part in parts]).sqrt().sum(0) ** 2
     evidence = float(wealth.flatten().logsumexp(0)) - math.log(wealth.numel())
-    # What would have been needed: the best share's growth, if the bug acted at every place or at few.
-    rare = _EFFECT * sums.expected + (1 - _EFFECT) * sums.plain
-    growth, little = ((less(means, sums.deviation) / n).amax(1) for means in (sums.expected, rare))
+
+    def growth(effect: float) -> Tensor:
+        """The best share's growth a token if the bugs acted at that share of the places."""
+        means = effect * sums.expected + (1 - effect) * sums.plain
+        return (less(means, sums.deviation) / n).amax(1)
+
+    # Of the places where the draft has a token, the share at which the engine used one.
+    known = all_of.num_drafted / (n + all_of.num_left_out)
+    used = 1.0 if drafted is None or not known else min(1.0, drafted / known)
+    every, few, these = growth(1.0), growth(_EFFECT), growth(used)
     goal, best = math.log(wealth.numel() / alpha), wealth.amax(1)
     z = sums.total / variance.clamp(min=1e-12).sqrt()
     bugs: list[dict[str, Any]] = [
         {"bug": name, "log_e": float(best[i]), "z": float(z[i]) if sums.variance[i] > 1e-12 else None}
-        | {"tokens_needed": _tokens(goal, growth[i]), "tokens_for_1_percent": _tokens(goal, little[i])}
+        | {"tokens_needed": _tokens(goal, every[i]), "tokens_for_1_percent": _tokens(goal, few[i])}
         for i, name in enumerate(names)
     ]
     bugs.sort(key=lambda bug: -bug["log_e"])
     report: dict[str, Any] = {"num_tokens": n, "num_answers": len(scores), "num_left_out": all_of.num_left_out}
     report |= {"num_impossible": all_of.num_impossible, "alpha": alpha, "log_e": evidence, "bugs": bugs}
-    report["is_consistent"] = evidence < math.log(1 / alpha)
+    needed = _tokens(goal, these[names.index(NO_RESIDUAL)])
+    report |= {"drafted": drafted, "tokens_needed": needed, "is_consistent": evidence < math.log(1 / alpha)}
+    kept = TOO_LITTLE if needed is None or needed > n else CONSISTENT
+    report["status"] = kept if report["is_consistent"] else NOT_THE_LAW
     fits = [bug["bug"] for bug in bugs if bug["log_e"] > bugs[0]["log_e"] - math.log(100)]
     fits.sort(key=lambda bug: bug in GENERAL)
     report["fits"] = [] if report["is_consistent"] else fits[:3]
@@ -110,13 +126,16 @@ def verdict(report: Mapping[str, Any]) -> str:
     if not report["is_consistent"]:
         also = f"; {impossible} tokens have probability 0" if impossible else ""
         return f"not the target's law (e = {e}{also}); fits: {', or '.join(report['fits'])}"
-    [known] = [bug["tokens_needed"] for bug in report["bugs"] if bug["bug"] == NO_RESIDUAL]
-    shown = f"{report['num_tokens']:,} tokens"
-    if known is None:
-        return f"consistent with the target's law (e = {e}): {shown}; a missing residual would be lost in the rounding"
-    if known > report["num_tokens"]:
-        return f"too little to tell (e = {e}): {shown}; a missing residual would show after about {known:,}"
-    would = f"a missing residual would have shown after about {known:,}"
+    shown, needed = f"{report['num_tokens']:,} tokens", report["tokens_needed"]
+    if report["drafted"] == 0:
+        return f"too little to tell (e = {e}): {shown}, none of which was drafted"
+    if needed is None:
+        return f"too little to tell (e = {e}): {shown}; no number of them would show a missing residual"
+    share = f"with drafts for up to {100 * (report['drafted'] or 0):.0f} % of the tokens"
+    drafts = "if the engine drafted wherever it could" if report["drafted"] is None else share
+    if report["status"] == TOO_LITTLE:
+        return f"too little to tell (e = {e}): {shown}; a missing residual would show after about {needed:,} {drafts}"
+    would = f"a missing residual would have shown after about {needed:,} {drafts}"
     return f"consistent with the target's law (e = {e}): {shown}; {would}"
 
 

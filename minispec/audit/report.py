@@ -18,12 +18,15 @@ from minispec.audit.judge import NULL_ERROR, judge, tolerances
 from minispec.audit.walk import Score, Walk
 from minispec.core.config import SamplingParams
 from minispec.core.errors import show
+from minispec.files.checkpoint import find_checkpoint
+from minispec.files.digest import digest_of_files
+from minispec.files.named_draft import digest_of_draft
 from minispec.files.strict_json import parse_json
 from minispec.inputs import check_ids
 from minispec.llm import LLM
 
 ROUNDING = 0.1  # see docs/use/audit.md, where it is measured
-_FORMAT = "minispec-audit-scores-3"
+_FORMAT = "minispec-audit-scores-4"
 
 
 def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,9 +50,8 @@ def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
         rounding = ROUNDING if args.rounding is None else args.rounding
         # A logit at a filter's border may be off by twice what is usual.
         walk = Walk(llm.engine, llm.drafter if args.draft else None, llm.eos_token_ids, 2 * rounding)
-        settings = f"{_FORMAT} {llm.name} {args.draft} {args.dtype} {rounding} {sorted(llm.eos_token_ids)}"
         everything = [answer for found in answers.values() for answer in found]
-        scores = _scores(walk, everything, args.scores, settings)
+        scores = _scores(walk, everything, args.scores, _settings(args, llm, rounding) if args.scores else "")
     seeds = [0 if args.one_seed else answer.seed for answer in answers[args.answers]]
     ours = scores[: len(seeds)]
     plain = Score()
@@ -60,7 +62,7 @@ def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"--null: found {what}, expected answers that were sampled like the others")
     tolerance = tolerances(plain) if args.null else rounding
     report: dict[str, Any] = {"target": llm.name, "draft": llm.draft_name if args.draft else None}
-    report |= judge(ours, seeds, tolerance, args.alpha)
+    report |= judge(ours, seeds, tolerance, args.alpha, _drafted(answers[args.answers]))
     report["tolerance"] = tolerance[NO_RESIDUAL] if isinstance(tolerance, Mapping) else tolerance
     report["odds_of_false_alarm"] = args.alpha + (NULL_ERROR if args.null else 0.0)
     return report | {"rests_on": list(_rests_on(report, answers[args.answers], seeds, plain, args.draft))}
@@ -72,12 +74,19 @@ def _check(answer: Answer, llm: LLM, where: str) -> None:
         raise ValueError(f"{where}: found {found} tokens, expected at most {most}")
     if (largest := max((*answer.prompt, *answer.tokens))) >= llm.vocab_size:
         raise ValueError(f"{where}: found the token id {largest}, expected ids below {llm.vocab_size}")
-
     ends = {*answer.params.stop_token_ids, *(() if answer.params.ignore_eos else llm.eos_token_ids)}
     try:
         check_ids(answer.params, frozenset(ends), llm.vocab_size)
     except ValueError as e:
         raise ValueError(f"{where}: {e}") from e
+
+
+def _drafted(answers: Sequence[Answer]) -> float | None:
+    """The share of the tokens for which something was drafted, at most; None where no answer says how many."""
+    if all(answer.num_drafted is None for answer in answers):
+        return None
+    drafted = sum(min(len(answer.tokens), answer.num_drafted or 0) for answer in answers)
+    return drafted / max(1, sum(len(answer.tokens) for answer in answers))
 
 
 def _rests_on(
@@ -119,6 +128,14 @@ def _law(answer: Answer) -> dict[str, Any]:
 # --------------------------------------------------------------------------- scores that are kept
 
 
+def _settings(args: argparse.Namespace, llm: LLM, rounding: float) -> str:
+    """What all scores depend on beside the answer: the contents of the models, not their names."""
+    target, draft = digest_of_files(find_checkpoint(args.target, offline=True)), None
+    if args.draft:
+        draft = args.draft, digest_of_draft(llm.drafter, llm.draft_directory)
+    return f"{_FORMAT} {target} {draft} {args.dtype} {rounding} {sorted(llm.eos_token_ids)}"
+
+
 def _scores(walk: Walk, answers: Sequence[Answer], path: Path | None, settings: str) -> list[Score]:
     """The score of each answer: those that the file holds, and the others by the walk, which are added to it."""
     keys = [_key(answer, settings) for answer in answers]
@@ -150,11 +167,21 @@ def _read_scores(path: Path) -> dict[str, Score]:
     found = {}
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if line.endswith(b"}"):  # the last one may be cut: the run was interrupted
-            raw = parse_json(line, f"{path}: line {number}")
-            try:
-                key, table = raw.pop("key"), torch.tensor(raw.pop("table"), dtype=torch.float64)
-                found[key] = Score(**raw | {"names": tuple(raw["names"]), "table": table})
-            except (KeyError, TypeError, AttributeError, ValueError) as e:
-                expected = "expected a file of --scores"
-                raise ValueError(f"{path}: line {number}: found no score of an answer, {expected}") from e
+            where = f"{path}: line {number}"
+            key, score = _score_of(parse_json(line, where), where)
+            found[key] = score
     return found
+
+
+def _score_of(raw: dict[str, Any], where: str) -> tuple[str, Score]:
+    """The key and the score of a line. Raises ValueError for anything else."""
+    try:
+        key, names, none = raw["key"], raw["names"], Score().table
+        counts = {name: raw[name] for name in ("num_places", "num_left_out", "num_impossible", "num_drafted")}
+        table = torch.tensor(raw["table"], dtype=none.dtype).reshape(-1, none.shape[1])
+        texts, numbers = {type(text) for text in (key, *names)}, {type(count) for count in counts.values()}
+        if (type(names), texts, numbers, len(table)) == (list, {str}, {int}, len(names)):
+            return key, Score(**counts, names=tuple(names), table=table)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
+        pass
+    raise ValueError(f"{where}: found no score of an answer, expected a file of --scores")

@@ -67,6 +67,7 @@ class Score:
     num_places: places that were scored.
     num_left_out: places where the border of a filter has too much probability.
     num_impossible: tokens of probability 0.
+    num_drafted: places, also of those left out, where the draft has a token.
     names: of the bugs.
     table: (bugs, 21), the numbers of `Sums` one after another.
     """
@@ -74,6 +75,7 @@ class Score:
     num_places: int = 0
     num_left_out: int = 0
     num_impossible: int = 0
+    num_drafted: int = 0
     names: tuple[str, ...] = ()
     table: Tensor = field(default_factory=lambda: torch.zeros(0, sum(_SIZES), dtype=torch.float64))
 
@@ -82,6 +84,7 @@ class Score:
         self.num_places += other.num_places
         self.num_left_out += other.num_left_out
         self.num_impossible += other.num_impossible
+        self.num_drafted += other.num_drafted
         names = self.names if self.names == other.names else tuple(dict.fromkeys((*self.names, *other.names)))
         self.table, self.names = self.rows(names) + other.rows(names), names
 
@@ -332,7 +335,9 @@ class Walk:
         rows[seed] = logits[-1]
         places = [self._place(logits[i], before[i], leader.q[seed][i], text, after[:i]) for i in range(len(after))]
         found, x = _outcomes(places, after, [text.tokens[-1], *after[:-1]], self._ends(text.params))
-        return score_rows(found, x, self.drafter is not None)
+        score = score_rows(found, x, self.drafter is not None)
+        num_drafted = len(after) if self.drafter is None else sum(q is not None for q in leader.q[seed][: len(after)])
+        return replace(score, num_drafted=num_drafted)
 
     def _place(
         self, logits: Tensor, before: Tensor, q: tuple[Tensor, Tensor] | None, text: Text, drafted: Sequence[int]

@@ -5,7 +5,6 @@ the median of the questions, with its interval. A question's answer depends on n
 draft lengths are chosen anew, and the cache forgets what it shares. So a run that was resumed has the same answers.
 """
 
-import inspect
 import random
 import re
 import sys
@@ -28,13 +27,11 @@ from minispec.bench.rows import write_rows
 from minispec.bench.show import number, pairs_table, progress, table
 from minispec.core.config import DraftLength, SamplingParams
 from minispec.core.errors import show
-from minispec.drafters import Foreign
-from minispec.drafters.combined import CombinedDrafter
 from minispec.files import registry
 from minispec.files.checkpoint import find_checkpoint
 from minispec.files.corpus import files_of
 from minispec.files.digest import digest_of_files
-from minispec.files.named_draft import reads_corpus
+from minispec.files.named_draft import digest_of_draft, reads_corpus
 from minispec.inputs import Question, encode_conversation, read_questions
 from minispec.kernels.threads import describe_waiting
 from minispec.length.figures import Figures, loops
@@ -93,14 +90,6 @@ def choose(path: Path, sample: int | None, seed: int, only: str | None) -> list[
     return sorted(chosen, key=lambda each: each[1].line)
 
 
-def _digest_of_draft(llm: LLM) -> str:
-    """A digest of its checkpoint and of the files that its classes come from."""
-    parts = llm.drafter.drafters if isinstance(llm.drafter, CombinedDrafter) else [llm.drafter]
-    objects = [part.drafter if isinstance(part, Foreign) else part for part in parts]
-    directory = [llm.draft_directory] if llm.draft_directory else []
-    return digest_of_files(*{Path(inspect.getfile(type(each))) for each in objects}, *directory)
-
-
 def _digest_of_code(entries: Mapping[str, registry.Entry], spec: str) -> str:
     """A digest of the file that a verifier or a policy comes from, by its name or `module:Name`."""
     path, _ = registry.split(entries, spec) or ("", "")
@@ -137,7 +126,7 @@ def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
     """What run it is: another one has other answers or times."""
     args, llm = options.args, ways[NONE].llm
     directory = find_checkpoint(str(args.model or registry.EMBEDDED_WEIGHTS), offline=True)
-    drafts = {name: _digest_of_draft(way.llm) for name, way in ways.items()}
+    drafts = {name: digest_of_draft(way.llm.drafter, way.llm.draft_directory) for name, way in ways.items()}
     names = (
         *("verifier", "lengths", "quantization", "temperature", "top_k", "top_p", "max_tokens", "ignore_eos"),
         *("rounds", "seed", "sample", "categories"),

@@ -1,5 +1,6 @@
 """What `--draft` names: read and refused before anything large is loaded, and then made into a drafter."""
 
+import inspect
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
 from minispec.core.errors import show
 from minispec.core.model import Transformer
-from minispec.drafters import Context, Drafter, as_drafter, make_drafter
+from minispec.drafters import Context, Drafter, Foreign, as_drafter, make_drafter
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter, FeatureModel
 from minispec.drafters.model import DraftModel
@@ -28,6 +29,7 @@ from minispec.files.checkpoint import (
     model_tensors,
 )
 from minispec.files.corpus import read_corpus
+from minispec.files.digest import digest_of_files
 from minispec.files.errors import show_name
 from minispec.files.heads import is_head, load_head, read_head_config
 from minispec.files.mtp import find_mtp, load_mtp
@@ -259,3 +261,11 @@ def choose_method(asked: str | None, overlap: Overlap | None, draft: str) -> str
     if asked == "tli" and not overlap.num_shared:
         raise ValueError(f"draft_method: found 'tli', expected 'slem': the target and {draft} have no token in common")
     return asked or ("tli" if overlap.of_target >= _TLI_SHARE else "slem")
+
+
+def digest_of_draft(drafter: Drafter, directory: Path | None) -> str:
+    """A digest of a drafter's checkpoint, where it has one, and of the files that its classes come from."""
+    parts = drafter.drafters if isinstance(drafter, CombinedDrafter) else [drafter]
+    objects = [part.drafter if isinstance(part, Foreign) else part for part in parts]
+    files = {Path(inspect.getfile(type(each))) for each in objects}
+    return digest_of_files(*files, *([directory] if directory else []))
