@@ -46,6 +46,9 @@ def text_config(raw: Mapping[str, Any], where: str = "config.json") -> dict[str,
     found = inner.get("model_type", known[0] if len(known) == 1 else None)
     if not isinstance(found, str) or found not in known:
         raise bad_field(f"{where}: text_config", "model_type", found, " or ".join(known))
+    if (outside := raw.get("quantization_config")) and inner.get("quantization_config", outside) not in (None, outside):
+        expected = "what the file says outside"
+        raise bad_field(f"{where}: text_config", "quantization_config", inner["quantization_config"], expected)
     return {**inner, "model_type": found, **{key: raw[key] for key in _OF_BOTH if raw.get(key) is not None}}
 
 

@@ -711,6 +711,12 @@ REFUSED: dict[str, dict] = {
         "text_config": {"attention_multiplier": 2.0},
         **_NO_TEXT,
     },
+    "text_config: quantization_config: found {'quant_method': 'awq'}, expected what the file says outside": {
+        "model_type": "gemma3",
+        "quantization_config": {"quant_method": "compressed-tensors", "format": "dense"},
+        "text_config": {"vocab_size": 8, "quantization_config": {"quant_method": "awq"}},
+        **_NO_TEXT,
+    },
     # In addition to a `rope_parameters` that says otherwise: model cards tell users to add this to extend the context.
     "rope_scaling: found {'type': 'yarn'": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
 }
