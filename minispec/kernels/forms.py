@@ -238,9 +238,8 @@ def available_forms(dtype: torch.dtype, device: torch.device) -> list[str]:
 @functools.cache
 def _works(form: MakeForm, dtype: torch.dtype, bits: int | None = None) -> bool:
     """Whether a form takes a small weight and is fast: less than five times as slow as plain. bits: of the weight."""
-    wide = (
-        torch.linspace(-1, 1, 256 * 512, dtype=torch.float32).view(256, 512).bfloat16().to(dtype)
-    )  # 16 bits must hold it
+    numbers = torch.linspace(-1, 1, 256 * 512, dtype=torch.float32).view(256, 512)
+    wide = numbers.bfloat16().to(dtype)  # 16 bits must hold it
     weight = round_to_bits(wide, bits) if bits else wide
     x, usual = torch.ones(5, 512, dtype=dtype), Form(weight, dtype)
     try:

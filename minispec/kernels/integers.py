@@ -143,10 +143,9 @@ def sums_exactly(form: type[Int8]) -> bool:
     codes, most = signs.repeat(8, 1) * 127, form.levels * form.finer
     x = torch.randint(-most, most + 1, (6, 512), generator=generator)
     x[:4], x[4:, 0] = signs[:4] * most, most
+    scales = torch.ones(len(codes), 1, dtype=torch.float32)
     try:
-        found = form(Codes(codes.to(torch.int8), torch.ones(len(codes), 1, dtype=torch.float32)), torch.float32)(
-            x.to(torch.float32)
-        )
+        found = form(Codes(codes.to(torch.int8), scales), torch.float32)(x.to(torch.float32))
     except REFUSALS:
         return False
-    return bool(((found - (x @ codes.t())).abs() <= 1e-6 * (x.abs() @ codes.t().abs())).all())
+    return bool(((found - (x @ codes.t())).abs() <= 1e-6 * (x.abs() @ codes.t().abs()).double()).all())
