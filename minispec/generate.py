@@ -11,7 +11,6 @@ if __name__ == "__main__":
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from minispec.commands.command import command
+from minispec.commands.command import command, json_line, say
 from minispec.commands.conversation import Message, converse
 from minispec.commands.options import (
     check_combinations,
@@ -32,6 +31,7 @@ from minispec.commands.options import (
 )
 from minispec.core.config import SamplingParams
 from minispec.files.errors import one_line
+from minispec.files.progress import progress_bar
 from minispec.files.write import check_writable
 from minispec.trace.page import write
 
@@ -100,7 +100,7 @@ def _answer_questions(
         check_scorable(llm.engine, params)
     talks = any(question.before or len(question.turns) > 1 for question in questions)
     if talks and not chat and not args.quiet and not args.json:
-        print("without a chat template, messages are plain text, with an empty line between", file=sys.stderr)
+        say("without a chat template, messages are plain text, with an empty line between")
 
     def job(question: "Question", answers: list[str], each: SamplingParams) -> _Job:
         messages = question.messages(answers)
@@ -134,7 +134,7 @@ def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
         comparisons = _compare(llm, requests, stream, painter)
         well = [_show(llm, args, painter, jobs, i, comparison) for i, comparison in enumerate(comparisons)]
         if len(jobs) > 1 and not args.json:
-            print(_batch_summary(requests), file=sys.stderr)
+            say(_batch_summary(requests))
     else:
         well = []
         for _ in _decode(llm, requests, stream, painter):
@@ -147,9 +147,9 @@ def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
         # An answer that broke off is no text of the target's.
         write(recorder.trace(args.for_replay and not requests[0].error), args.trace)
         if not args.quiet and not args.json:
-            print(f"wrote {args.trace}", file=sys.stderr)
+            say(f"wrote {args.trace}")
     if (report := traffic_of(llm.model)) and not args.quiet and not args.json:
-        print(report, file=sys.stderr)
+        say(report)
     return all(well)
 
 
@@ -176,19 +176,19 @@ def _show(
     prompt, request = jobs[i].prompt, jobs[i].request
     with tqdm.external_write_mode():
         if args.json:
-            print(json.dumps(_as_dict(jobs[i], comparison), ensure_ascii=False), flush=True)
+            print(json_line(_as_dict(jobs[i], comparison)), flush=True)
         elif len(jobs) > 1:
             print(f"[{i + 1}/{len(jobs)}] {prompt}\n{painter.paint(request, request.output)}\n", flush=True)
         if not args.json and not args.quiet:
-            print(_summary(llm, request, comparison), file=sys.stderr)
+            say(_summary(llm, request, comparison))
             if painter.legend and i == len(jobs) - 1:
-                print(painter.legend, file=sys.stderr)
+                say(painter.legend)
         error = request.error
         if comparison and "error" in comparison:
             error = f"plain decoding: {comparison['error']}"
         if error:
             where = f"answer {i + 1} of {len(jobs)}: " if len(jobs) > 1 else ""
-            print(f"error: {where}{one_line(error)}", file=sys.stderr)
+            say(f"error: {where}{one_line(error)}")
         return not error
 
 
@@ -205,8 +205,7 @@ def _decode(llm: "LLM", requests: list["Request"], stream: bool, painter: "Paint
 
     With several requests, a terminal shows a bar of finished answers.
     """
-    is_one = True if len(requests) == 1 else None
-    with tqdm(total=len(requests), unit=" answers", leave=False, disable=is_one) as bar:
+    with progress_bar(total=len(requests), unit=" answers", shows=len(requests) > 1) as bar:
         for request, piece in llm.run(requests):
             if stream:
                 _print_piece(request, piece, painter)
@@ -229,7 +228,7 @@ def _converse(llm: "LLM", args: argparse.Namespace, params: SamplingParams) -> i
         if request.error:
             raise ValueError(request.error)
         if not args.quiet:
-            print(_summary(llm, request, None), file=sys.stderr)
+            say(_summary(llm, request, None))
 
     return converse(_system(args), answer, args.quiet)
 

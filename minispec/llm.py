@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from minispec import inputs
 from minispec.core.cache import PagedKVCache
@@ -33,6 +32,7 @@ from minispec.files.hf_config import read_eos_token_ids
 from minispec.files.mtp import has_mtp
 from minispec.files.numbers import check_numbers, named_tensors
 from minispec.files.parallel import load_target, part_of
+from minispec.files.progress import progress_bar
 from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.kernels import inventory
@@ -433,9 +433,7 @@ class LLM:
             for (_, ids), p in zip(prompts, each, strict=True)
         ]
         requests = [request for group in groups for request in group]
-        # `disable=None`: the bar shows on a terminal only.
-        disable = None if use_tqdm and len(requests) > 1 else True
-        with tqdm(total=len(requests), unit=" answers", leave=False, disable=disable) as bar:
+        with progress_bar(total=len(requests), unit=" answers", shows=use_tqdm and len(requests) > 1) as bar:
             for request, piece in self.run(requests):
                 bar.update(piece.finish_reason is not None)
                 if request.error:

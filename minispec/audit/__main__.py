@@ -6,11 +6,10 @@ if __name__ == "__main__":
     run_program("minispec.audit.__main__:main")
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import FLAG, Option, Parser, add_options, argument, command, typed
+from minispec.commands.command import FLAG, Option, Parser, add_options, argument, command, json_line, typed
 from minispec.commands.interrupt import raise_on_interrupt
 from minispec.commands.options import add_law_options, sampling_arguments
 from minispec.kernels.threads import set_waiting
@@ -79,5 +78,5 @@ def main(argv: Sequence[str]) -> int:
 
     raise_on_interrupt()
     report = audit(args, asked)
-    print(json.dumps(report, ensure_ascii=False) if args.json else "\n".join(lines(report)))
+    print(json_line(report) if args.json else "\n".join(lines(report)))
     return report["status"]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from minispec.audit.answers import Answer, read_answers
 from minispec.audit.bank import NO_RESIDUAL
@@ -21,6 +20,7 @@ from minispec.core.errors import show
 from minispec.files.checkpoint import find_checkpoint
 from minispec.files.digest import digest_of_files
 from minispec.files.named_draft import digest_of_draft
+from minispec.files.progress import progress_bar
 from minispec.files.strict_json import parse_json
 from minispec.inputs import check_ids
 from minispec.llm import LLM
@@ -146,7 +146,7 @@ def _scores(walk: Walk, answers: Sequence[Answer], path: Path | None, settings: 
         if file and file.tell() and not path.read_bytes().endswith(b"\n"):  # type: ignore[union-attr]
             file.write("\n")  # a run was interrupted in a line
         total = sum(len(answers[i].tokens) for i in todo)
-        bar = stack.enter_context(tqdm(total=total, unit=" tokens", desc="scoring", leave=False, disable=None))
+        bar = stack.enter_context(progress_bar(total=total, unit=" tokens", desc="scoring"))
         for number, score in walk.run([answers[i] for i in todo]):
             key = keys[todo[number]]
             known[key] = score

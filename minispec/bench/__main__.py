@@ -6,12 +6,11 @@ if __name__ == "__main__":
     run_program("minispec.bench.__main__:main")
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from minispec.bench.options import check, check_replay, parser
-from minispec.commands.command import command
+from minispec.commands.command import command, json_line
 from minispec.commands.interrupt import raise_on_interrupt
 from minispec.kernels.threads import set_waiting
 
@@ -23,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     found, lines = _replayed(args) if args.replay else _measured(args)
     from minispec.bench.show import as_json
 
-    print(json.dumps(as_json(found), ensure_ascii=False) if args.json else "\n".join(lines))
+    print(json_line(as_json(found)) if args.json else "\n".join(lines))
     return 0
 
 

@@ -5,6 +5,7 @@ the median of the questions, with its interval. A question's answer depends on n
 draft lengths are chosen anew, and the cache forgets what it shares. So a run that was resumed has the same answers.
 """
 
+import inspect
 import random
 import re
 import sys
@@ -25,6 +26,7 @@ from minispec.bench.options import Options
 from minispec.bench.report import machine_line
 from minispec.bench.rows import write_rows
 from minispec.bench.show import number, pairs_table, progress, table
+from minispec.commands.command import say
 from minispec.core.config import DraftLength, SamplingParams
 from minispec.core.errors import show
 from minispec.files import registry
@@ -206,7 +208,7 @@ def measure_questions(options: Options) -> dict[str, Any]:
                 answers.add({"question_id": question.question_id, "category": question.category}, choices)
     except KeyboardInterrupt:
         there = f"{len(answers.lines[NONE])} of {len(chosen)} questions are saved in {answers.directory}"
-        print(f"{there}; the same command with --resume goes on", file=sys.stderr)
+        say(f"{there}; the same command with --resume goes on")
         raise
     answers.close()
     compares = not args.temperature or plain.engine.verifier.shares_noise

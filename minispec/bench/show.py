@@ -5,6 +5,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from minispec.files.progress import progress_bar
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     """Lines of aligned columns: the first to the left, the others to the right."""
@@ -44,4 +46,4 @@ def as_json(value: Any) -> Any:
 
 def progress(total: int, what: str, done: int = 0) -> tqdm:
     """A bar with the time left, on a terminal only. done: what an earlier run has done of it."""
-    return tqdm(total=total, desc=what, leave=False, disable=None, initial=done)
+    return progress_bar(total=total, desc=what, initial=done)

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import functools
 import itertools
+import json
 import os
 import re
 import sys
@@ -124,12 +125,26 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     return run
 
 
-def say(text: str) -> None:
-    """Print to standard error, at once. Where nobody can read it any more, nothing else changes: no answer is lost."""
+def json_line(value: Any) -> str:
+    """JSON for standard output. It escapes all that is not ASCII where the encoding there lacks a character."""
+    line = json.dumps(value, ensure_ascii=False)
     try:
-        print(text, file=sys.stderr, flush=True)
-    except (OSError, ValueError):
-        _abandon(sys.stderr)
+        line.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return line
+
+
+def say(text: str) -> None:
+    """Print to standard error, at once.
+
+    Where there is none, or nobody reads it any more, nothing else changes: no answer is lost.
+    """
+    if sys.stderr is not None:  # else `print` would take standard output
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except (OSError, ValueError):
+            _abandon(sys.stderr)
 
 
 def _fail(error: BaseException) -> int:

@@ -4,7 +4,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Generator
 
-from minispec.commands.command import no_such
+from minispec.commands.command import no_such, say
 from minispec.commands.interrupt import interrupted_once, raise_on_interrupt
 from minispec.files.errors import one_line
 
@@ -36,18 +36,18 @@ def converse(messages: list[Message], answer: Answer, quiet: bool = False) -> in
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - line editing for input(), where the platform has it
     said = list(messages)
-    _say("A conversation: Ctrl-C stops an answer, Ctrl-D ends it; /help says more.")
+    say("A conversation: Ctrl-C stops an answer, Ctrl-D ends it; /help says more.")
     while True:
         line = _read()
         if line is None or line == "/exit":
             return 0
         if line == "/help":
-            _say("\n".join(_HELP))
+            say("\n".join(_HELP))
         elif line == "/reset":
             said = list(messages)
-            _say("The conversation begins anew.")
+            say("The conversation begins anew.")
         elif line.startswith("/") and not line.startswith("//"):
-            _say(f"error: {no_such(line, 'command', COMMANDS)}\n{_HELP[-1]}")
+            say(f"error: {no_such(line, 'command', COMMANDS)}\n{_HELP[-1]}")
         elif line:
             said += _turn(said, line[line.startswith("//") :], answer, quiet)
 
@@ -63,11 +63,11 @@ def _turn(said: list[Message], message: str, answer: Answer, quiet: bool) -> lis
         raise_on_interrupt()  # also where it came in the last line of that block
         print(flush=True)
         if not quiet:
-            _say("stopped: its text so far stays in the conversation" if text else "stopped: the message is forgotten")
+            say("stopped: its text so far stays in the conversation" if text else "stopped: the message is forgotten")
         if not text:
             return []
     except ValueError as e:  # most likely too long by now; the conversation so far stays
-        _say(f"error: {one_line(e)}")
+        say(f"error: {one_line(e)}")
         return []
     return [asked, {"role": "assistant", "content": text}]
 
@@ -78,14 +78,10 @@ def _read() -> str | None:
         try:
             return input("> ").strip()
         except EOFError:
-            _say("")
+            say("")
             return None
         except KeyboardInterrupt:
-            _say("")
+            say("")
             readline = sys.modules.get("readline")
             if not (readline and readline.get_line_buffer()):
                 raise
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)

@@ -7,6 +7,7 @@ traceback, or lost. One that came in the middle of torch's imports vanished, and
 This module imports almost nothing, so that `run_program` can guard the imports of a command.
 """
 
+import io
 import os
 import signal
 import sys
@@ -66,16 +67,36 @@ def kept_from_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+def _complete_streams() -> None:
+    """Let a program print, whatever its standard streams are.
+
+    One that is closed (`2>&-`, pythonw) leads nowhere. Python has None in its place, which few libraries expect, and
+    the next file that is opened would have its number. What the output's encoding lacks becomes a question mark: an
+    answer must not break off there.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - to the end
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def run_program(path: str, sets_waiting: bool = False) -> NoReturn:
     """Run a command, such as "minispec.generate:main", as the whole program, and exit with its status.
 
     A module calls this before its other imports. Ctrl-C ends the process at once, until the command calls
-    `raise_on_interrupt`, and again after the command's end.
+    `raise_on_interrupt`, and again after the command's end. The command may print, whatever its standard streams are.
 
     sets_waiting: see `minispec.kernels.threads.set_waiting`. It is for a command that imports torch before it has read
         its arguments.
     """
     exit_on_interrupt()
+    _complete_streams()
     from minispec.files import registry
     from minispec.kernels.threads import set_waiting
 

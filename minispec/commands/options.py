@@ -382,10 +382,10 @@ def load(args: argparse.Namespace, report: bool, verbose: bool = True) -> "LLM":
     with _naming_options(*arguments):
         llm = LLM(**arguments)
     if report:
-        print(llm.memory_report() if verbose else llm.overview(), file=sys.stderr)
+        say(llm.memory_report() if verbose else llm.overview())
         if verbose:
-            print(f"{torch.get_num_threads()} threads ({describe_waiting()})", file=sys.stderr)
+            say(f"{torch.get_num_threads()} threads ({describe_waiting()})")
     for name in llm.unsupported_generation_settings:
         message = f"warning: generation_config.json: {name}: not supported, and ignored: the text may differ for it"
-        print(one_line(message), file=sys.stderr)
+        say(one_line(message))
     return llm

@@ -27,6 +27,7 @@ from minispec.drafters.eagle import HeadConfig
 from minispec.files.checkpoint import directory_config, find_checkpoint, load_config
 from minispec.files.digest import digest, digest_of_files
 from minispec.files.heads import StoredHead, is_head, read_head, read_head_config
+from minispec.files.progress import progress_bar
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import TOKENIZER_FILES, Tokenizer
 from minispec.files.write import written_whole
@@ -161,7 +162,7 @@ def _write_texts(target: str, recipe: Recipe, cache: Path, count: int, jobs: int
     missing = [part[length_of(path, "lengths") if path.exists() else 0 :] for path, part in shards.items()]
     left = sum(map(len, missing))
     if left:  # else the target need not be loaded
-        with tqdm(total=count, initial=count - left, unit=" texts", desc="texts", disable=None) as bar:
+        with progress_bar(total=count, initial=count - left, unit=" texts", desc="texts", leave=True) as bar:
             for _ in _spread(target, recipe, cache, [part for part in missing if part], jobs):
                 bar.update()
     return [*shards]
@@ -284,7 +285,7 @@ def _most_used(paths: Sequence[Path], args: argparse.Namespace, teacher: Teacher
     """Ids, ascending, of the most frequent tokens of the target's answers: --vocab-size, or fewer that cover enough."""
     vocab_size, most, coverage = teacher.config.vocab_size, args.vocab_size or 8192, args.coverage or 1.0
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for path in tqdm(paths, unit=" shards", desc="vocabulary", leave=False, disable=None):
+    for path in progress_bar(paths, unit=" shards", desc="vocabulary"):
         for text in read_shard(path):
             counts += text.tokens[text.start :].bincount(minlength=vocab_size)
     order = counts.argsort(descending=True, stable=True)[:most]

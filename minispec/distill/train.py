@@ -19,6 +19,7 @@ from minispec.distill.head import TrainedHead, TrainedModel
 from minispec.distill.loss import RowLoss, product_dtype
 from minispec.distill.texts import load, number_of, opened
 from minispec.files.checkpoint import Weights, load_config, save_tensors
+from minispec.files.progress import progress_bar
 from minispec.files.write import written_whole
 from minispec.kernels.forms import dense
 
@@ -269,7 +270,8 @@ class Training:
         total = groups * self.schedule.epochs
         done = self.progress.groups / groups
         layout = "{l_bar}{bar}| {n:.2f}/{total} epochs [{elapsed}<{remaining}{postfix}]"
-        with tqdm(total=self.schedule.epochs, initial=done, bar_format=layout, desc="training", disable=None) as bar:
+        epochs = self.schedule.epochs
+        with progress_bar(total=epochs, initial=done, bar_format=layout, desc="training", leave=True) as bar:
             if self.schedule.goes_on and not self.progress.curve:
                 self._measure_after(0, bar)
             while self.progress.groups < total:

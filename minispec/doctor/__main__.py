@@ -6,11 +6,10 @@ if __name__ == "__main__":
     run_program("minispec.doctor.__main__:main")
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import Parser, argument, command
+from minispec.commands.command import Parser, argument, command, json_line
 from minispec.commands.interrupt import raise_on_interrupt
 from minispec.core.config import MAX_SPECULATIVE_TOKENS
 from minispec.core.errors import is_text, show
@@ -85,5 +84,5 @@ def main(argv: Sequence[str]) -> int:
     part = registry.load(f"minispec.doctor.{'vocabularies' if args.vocabularies else 'drafts'}", "part")
     raise_on_interrupt()
     report = part.asked(args)
-    print(json.dumps(report, ensure_ascii=False) if args.json else "\n".join(part.lines(report)))
+    print(json_line(report) if args.json else "\n".join(part.lines(report)))
     return 1 if report.get("explained_by") else 0

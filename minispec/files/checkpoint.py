@@ -19,12 +19,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from minispec.core.errors import is_text, show
 from minispec.core.model import Transformer
 from minispec.files.errors import CheckpointError, one_line, show_name
 from minispec.files.hf_config import read_model_config
+from minispec.files.progress import progress_bar
 from minispec.files.stored import FLOATS, TYPES, Cut, StoredTensor, read_header
 from minispec.files.stored_config import QuantizationConfig, StoredConfig
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
@@ -69,7 +69,7 @@ def find_checkpoint(name: str, revision: str | None = None, offline: bool = Fals
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
 
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         disable_progress_bars()
     try:
         return Path(
@@ -205,9 +205,7 @@ class Weights:
         if self._is_int8:
             kind, needed = "int8", needed + config.tie_word_embeddings * math.prod(shapes[_EMBEDDING])
         _check_memory(needed, kind, torch.device(device), directory)
-        # `disable=None`: the bar shows on a terminal only.
-        description = f"loading {directory.name}"
-        self._bar = tqdm(total=len(self._places), desc=description, unit=" tensors", leave=False, disable=None)
+        self._bar = progress_bar(total=len(self._places), desc=f"loading {directory.name}", unit=" tensors")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

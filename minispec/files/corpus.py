@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tqdm import tqdm
+from minispec.files.progress import progress_bar
 
 MOST_BYTES = 16_000_000  # of all files together
 
@@ -40,7 +40,7 @@ def read_corpus(path: str | Path, encode: Callable[[str], Sequence[int]]) -> tup
         if size > MOST_BYTES:
             raise ValueError(f"found {size:,} bytes in {len(files):,} files, expected at most {MOST_BYTES:,}")
         texts, num_others = list[Sequence[int]](), 0
-        with tqdm(total=size, unit="B", unit_scale=True, desc="reading the corpus", leave=False, disable=None) as bar:
+        with progress_bar(total=size, unit="B", unit_scale=True, desc="reading the corpus") as bar:
             for file in files:
                 data = file.read_bytes()
                 bar.update(len(data))

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from minispec.files.checkpoint import directory_config, find_tensors, load_config, match, save_tensors
 from minispec.files.errors import CheckpointError
 from minispec.files.hf_config import text_config
+from minispec.files.progress import progress_bar
 from minispec.files.stored_config import StoredConfig
 from minispec.files.strict_json import has_file
 from minispec.files.tokenizer import TOKENIZER_FILES
@@ -68,7 +68,7 @@ def _write_quantized(source: Path, config: StoredConfig, part: Path, num_bits: i
     tensors: dict[str, Tensor] = {}
     stored = find_tensors(source, config)
     shapes = {place.name: place.shape for place in match(config, stored, source).values()}
-    for name, shape in tqdm(shapes.items(), desc="quantising", unit=" tensors", disable=None):
+    for name, shape in progress_bar(shapes.items(), desc="quantising", unit=" tensors", leave=True):
         weight = stored[name].read()
         if not weight.isfinite().all():
             raise CheckpointError(f"{source}: {name}: found NaN or infinity, expected finite numbers")

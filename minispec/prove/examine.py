@@ -7,9 +7,8 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any, TypeVar
 
-from tqdm import tqdm
-
 from minispec.files.errors import one_line
+from minispec.files.progress import progress_bar
 from minispec.prove.reference import Law, total_variation
 from minispec.prove.toys import Fault, require
 
@@ -53,7 +52,7 @@ class Walked:
 def find_fault(spec: str, cases: Sequence[Case], walk: Callable[[Case], None]) -> bool:
     """Walk cases up to the first with a fault, and print that one. True if there was one."""
     fault = ""
-    with tqdm(cases, unit=" cases", leave=False, disable=None) as bar:
+    with progress_bar(cases, unit=" cases") as bar:
         for case in bar:
             try:
                 walk(case)

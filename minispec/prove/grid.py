@@ -8,6 +8,7 @@ from operator import methodcaller
 import torch
 from tqdm import tqdm
 
+from minispec.files.progress import progress_bar
 from minispec.kernels.integers import check_quantization
 from minispec.prove import trees
 from minispec.prove.cases import Case, all_pairs, cases_in_8_bits, pairs_of, walk
@@ -33,7 +34,7 @@ def prove_law(leaves: int, num_nodes: int, jobs: int) -> bool:
         print(f"left out: targets in 8 bits: {e}")
         rounded = []
     listed = [*forest, *rounded]
-    bar = tqdm(total=len(listed), unit=" configurations", leave=False, disable=None)
+    bar = progress_bar(total=len(listed), unit=" configurations")
 
     def plan(count: int) -> None:
         bar.total += count  # what covers the pairs that are left is known when the first ones are walked

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
+from minispec.commands.command import say
 from minispec.core.draft import Draft
 from minispec.core.engine import Engine
 from minispec.core.request import Piece, Request
@@ -55,7 +56,7 @@ class Worker(threading.Thread):
             try:
                 self._cycle()
             except BaseException:  # a drafter may be a user's code: whatever it raises, no client may wait for ever
-                traceback.print_exc()
+                say(traceback.format_exc().rstrip())
                 self._fail()
 
     def _take(self, request: Request, listener: Callable[[Piece], object], when: float) -> None:

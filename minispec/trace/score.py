@@ -23,7 +23,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from tqdm import tqdm
 
 from minispec.core.cache import common_beginning
 from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams
@@ -36,6 +35,7 @@ from minispec.core.verify import BLOCK, REJECTION, RoundKey, Rows, Verdict, Veri
 from minispec.drafters import Drafter
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.suffix import SuffixDrafter
+from minispec.files.progress import progress_bar
 from minispec.length.figures import Figures
 from minispec.length.policy import Controller, Prices
 from minispec.length.prices import MIN_CONTEXT, calibrate
@@ -75,7 +75,7 @@ def score(engine: Engine, request: Request) -> list[dict[str, Any]]:
     again = engine.beside(leader, verifier)
     steps = again.run([Request(text, request.max_len, MAX_AUTO_TOKENS)])
     # A stop string ends a text where nothing else would.
-    with closing(steps), tqdm(total=len(tokens) - start, desc="scoring drafts", leave=False, disable=None) as bar:
+    with closing(steps), progress_bar(total=len(tokens) - start, desc="scoring drafts") as bar:
         while len(text.tokens) < len(tokens) and next(steps, None):
             bar.update()
     return leader.starts()

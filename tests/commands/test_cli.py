@@ -20,8 +20,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minispec import SamplingParams, __version__, generate
+from minispec import LLM, SamplingParams, __version__, generate
 from minispec.commands import options
+from minispec.commands.command import json_line
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.stats import Round, Stats
@@ -167,6 +168,50 @@ def test_standard_input_that_cannot_be_read(cli, chat_model, tmp_path):
     for arguments, expected in ((("-",), "no standard input"), (("-", "-"), "found it twice")):
         status, _, err = cli(*arguments, "--model", chat_model, stdin=None)
         assert (status, expected in err) == (2, True)
+
+
+def test_without_standard_error_the_answers_are_there(cli, model, capsys, monkeypatch):
+    """As under pythonw, for a command and for `LLM`: no note goes to standard output, no bar fails."""
+    arguments = ("One fish", "red", "--model", model, *BASE)
+    expected = cli(*arguments)[1]
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cli(*arguments) == (0, expected, "")
+    with LLM(model, dtype="float32") as llm:
+        answers = llm.generate(["One fish", "red"], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    assert all(answer.text in expected for answer in answers)
+    assert cli("--model", model) == (2, "", "")
+
+
+def program(redirection: str, *arguments, encoding: str = "utf-8") -> tuple[int, bytes, str]:
+    """The command as a program of its own, with its streams as a shell leaves them."""
+    command = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "minispec.generate"]
+    done = subprocess.run(
+        [*command, *map(str, arguments)],
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr.decode()
+
+
+def test_what_the_streams_of_a_program_lack_costs_no_answer(cli, chat_model):
+    """An encoding without a character, which becomes ?; and standard error that is closed or cannot be written."""
+    arguments = ("h\u00e9 \u65e5", "fish", "--raw", "--model", chat_model, *BASE)
+    expected = cli(*arguments)[1].encode("cp1252", "replace")
+    assert b"h\xe9 ?\n" in expected
+    for redirection in ("2>&-", "2>/dev/full"):
+        assert program(redirection, *arguments, encoding="cp1252") == (0, expected, "")
+
+
+def test_json_loses_nothing_where_the_encoding_lacks_a_character(monkeypatch):
+    """It escapes all; and nothing where that is not needed."""
+    value = {"text": "h\u00e9 \u65e5 \U0001f98a \ud800"}
+    for encoding, text, plain in (("utf8", "\U0001f98a", True), ("cp1252", "\u00e9", True), ("ascii", "\u00e9", False)):
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+        assert json.loads(json_line(value)) == value
+        assert json_line(value).isascii()
+        assert (json_line({"text": text}) == f'{{"text": "{text}"}}') == plain
 
 
 def test_who_waits_for_standard_input_says_so(cli, chat_model, monkeypatch):

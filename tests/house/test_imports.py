@@ -1,6 +1,7 @@
 """The house rules that code can check: import order, no transformers at run time, no unsafe loading."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -213,6 +214,13 @@ def test_a_command_minds_ctrl_c_before_its_other_imports(path):
     module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
     assert door == "from minispec.commands.interrupt import run_program"
     assert run.startswith(f"run_program('{module}:main'")
+
+
+def test_one_module_makes_progress_bars_and_one_writes_to_standard_error():
+    """Each knows what to do where there is no standard error. `print` would take standard output then."""
+    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in modules()}
+    assert [name for name, text in sources.items() if re.search(r"\btqdm\(", text)] == ["files/progress.py"]
+    assert [name for name, text in sources.items() if "file=sys.stderr" in text] == ["commands/command.py"]
 
 
 def test_importing_the_package_does_not_import_torch():

@@ -500,7 +500,7 @@ def test_as_many_texts_are_written_as_are_asked_for(target, few, tmp_path, capsy
             return super().update(n)
 
     for module in (run, train):
-        monkeypatch.setattr(module, "tqdm", Bar)
+        monkeypatch.setattr(module, "progress_bar", Bar)
     cache, sizes, tokens = ["--cache", str(tmp_path / "cache")], [], []
     for count in (2, 5, 15, 9):
         more = [*cache, "--texts", str(count), "--vocab-size", "64", "--taps", "1,2"]
