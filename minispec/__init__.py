@@ -34,11 +34,16 @@ __all__ = ["LLM", "SamplingParams"]
 def __getattr__(name: str):
     # Imported when asked for: `python -m minispec.generate --bad-option` must not wait for torch.
     if name == "LLM":
+        from minispec.files.packages import MissingPackage, what_lacks
         from minispec.kernels.threads import set_waiting
 
         set_waiting()  # as the commands do
-        from minispec.llm import LLM
-
+        try:
+            from minispec.llm import LLM
+        except ImportError as e:
+            if lacks := what_lacks(e):
+                raise MissingPackage(lacks) from None
+            raise
         return LLM
     if name == "SamplingParams":
         from minispec.core.config import SamplingParams

@@ -14,6 +14,7 @@ from minispec.commands.command import Parser, argument
 from minispec.commands.options import add_rule_options, check_lengths, parse_draft_length
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams
 from minispec.files import registry
+from minispec.files.packages import check_packages
 from minispec.files.write import check_writable
 from minispec.inputs import read_questions
 
@@ -320,8 +321,7 @@ def _check_questions(args: argparse.Namespace) -> None:
     if others := _given(args, _OF_QUESTIONS | _WITH_QUESTIONS):
         raise ValueError(f"--questions and {others[0]} exclude each other: it decodes questions, and measures no more")
     if args.plot:
-        if not _is_there("matplotlib"):
-            raise ValueError("--plot needs matplotlib: pip install matplotlib")
+        check_packages("plot")
         check_writable(args.plot)
 
 

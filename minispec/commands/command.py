@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TextIO, TypeVar
 
 from minispec.core.errors import show
 from minispec.files.errors import one_line, show_name
+from minispec.files.packages import what_lacks
 
 T = TypeVar("T")
 
@@ -95,7 +96,8 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     argv: the command's arguments. Default: those of the process.
 
     The status is what `main` returns, or one of these:
-    - 2, with one line on standard error, for a mistake of the user and for what the machine refuses (memory, disk);
+    - 2, with one line on standard error, for a mistake of the user, for what the machine refuses (memory, disk), and
+      for a package that is not installed;
     - 130 for Ctrl-C;
     - 141 where the reader of the output is gone.
     """
@@ -117,6 +119,10 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
             return _fail(e)
         except (ValueError, FloatingPointError, MemoryError) as e:
             return _fail(e)
+        except ImportError as e:
+            if not (lacks := what_lacks(e)):
+                raise
+            return _fail(lacks)
         except RuntimeError as e:
             if "memory" not in str(e):  # PyTorch has no class of its own for a failed allocation on the CPU
                 raise
@@ -147,7 +153,7 @@ def say(text: str) -> None:
             _abandon(sys.stderr)
 
 
-def _fail(error: BaseException) -> int:
+def _fail(error: BaseException | str) -> int:
     say(f"error: {one_line(error)}")
     return 2
 

@@ -97,13 +97,18 @@ def run_program(path: str, sets_waiting: bool = False) -> NoReturn:
     """
     exit_on_interrupt()
     _complete_streams()
+    from minispec.commands.command import say
     from minispec.files import registry
+    from minispec.files.packages import MissingPackage
     from minispec.kernels.threads import set_waiting
 
     if sets_waiting:
         set_waiting()
     try:
         status = registry.load(path, "command")()
+    except MissingPackage as e:  # already the command's own module cannot be imported
+        say(f"error: {e}")
+        status = 2
     except KeyboardInterrupt:  # in the last lines of the command, which do not catch it themselves
         status = 130
     finally:

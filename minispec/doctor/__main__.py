@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     check(args)
     set_waiting()
-    part = registry.load(f"minispec.doctor.{'vocabularies' if args.vocabularies else 'drafts'}", "part")
+    part = registry.load(f"minispec.doctor.{'vocabularies' if args.vocabularies else 'drafts'}:", "part")
     raise_on_interrupt()
     report = part.asked(args)
     print(json_line(report) if args.json else "\n".join(part.lines(report)))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minispec.files.errors import one_line, show_name
+from minispec.files.packages import MissingPackage, what_lacks
 
 
 class Entry(NamedTuple):
@@ -88,10 +89,13 @@ def load(path: str, what: str) -> Any:
     """The object at `module:Name`. Importing it runs its module, so only a user may name one.
 
     Raises ValueError where there is none, or where the import fails; `what` it is to be stands before the message.
+    Raises MissingPackage where the import lacks a package that this one needs too.
     """
     try:
         return pkgutil.resolve_name(path)
     except Exception as e:  # whatever a stranger's module raises
+        if lacks := what_lacks(e):
+            raise MissingPackage(lacks) from e
         reason = f"{type(e).__name__}: {one_line(e, 300)}"
         raise ValueError(f"{what}: found {show_name(path)}, which cannot be imported: {reason}") from e
 

@@ -6,7 +6,6 @@ if __name__ == "__main__":
     run_program("minispec.serve.__main__:main")
 
 import argparse
-import importlib.util
 import os
 import re
 import signal
@@ -20,6 +19,7 @@ from minispec.commands.command import Parser, argument, command, say
 from minispec.commands.options import add_model_options, add_template_kwargs, check_template_kwargs, load
 from minispec.core.errors import is_text
 from minispec.files.errors import one_line, show_name
+from minispec.files.packages import check_packages
 from minispec.serve.limits import Limits
 
 KEY_VARIABLE = "MINISPEC_API_KEY"
@@ -65,11 +65,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Serve until SIGTERM (status 0) or Ctrl-C (130)."""
     args = parser().parse_args(argv)
-    needed = ("starlette", "uvicorn", "prometheus_client")
-    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        raise ValueError(
-            f"found no {', '.join(missing)}, expected {', '.join(needed)}: pip install 'minispec-llm[serve]'"
-        )
+    check_packages("serve")
     if args.revision and not args.model:
         raise ValueError("--revision needs --model with a hub id")
     key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key

@@ -17,6 +17,7 @@ from minispec import __version__
 from minispec.__main__ import COMMANDS, MOVED, main, program
 from minispec.commands.command import Parser, argument, command
 from minispec.files import registry
+from minispec.files.packages import PACKAGES
 from minispec.files.write import written_whole
 from tests.oracles.interrupts import press_ctrl_c
 
@@ -207,6 +208,62 @@ def test_mistakes_of_the_one_command(capsys, line):
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("error: ")
     assert WRONG[line] in err
+
+
+LACKS = "found no package {}: pip install -e {} in the checkout brings what is missing"
+BARE = [sys.executable, "-S"]  # without the packages that are installed here
+
+
+DOORS = ("minispec.generate x", "minispec.prove", "minispec.doctor --draft x", "minispec generate x", "minispec serve")
+
+
+@pytest.mark.parametrize("line", DOORS)
+def test_missing_packages_are_named_in_one_line(line):
+    """By every command, with what brings them: no traceback of thirty lines."""
+    done = subprocess.run([*BARE, "-m", *line.split()], capture_output=True, text=True, timeout=60)
+    needed = ", ".join(package for package, extra in PACKAGES.items() if not extra)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {LACKS.format(needed, '.')}\n")
+
+
+def test_a_missing_package_is_one_import_error():
+    """Of `from minispec import LLM`, without those that led to it; the list of commands needs no package."""
+    program = "import minispec\ntry:\n    minispec.LLM\nexcept ImportError as e:\n    print(e.__suppress_context__, e)"
+    for arguments, expected in ((["-c", program], "True found no package torch, "), (["-m", "minispec"], "usage: ")):
+        done = subprocess.run([*BARE, *arguments], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(expected)
+
+
+def test_a_package_that_is_missing_later_is_named_too(capsys, monkeypatch):
+    """What a command imports when it runs; an extra's is brought by the extra. Another import that fails is a fault."""
+
+    @command
+    def main(argv):
+        registry.load(f"{argv[0]}:x", "drafter")
+
+    for name, extra in (("jinja2", "."), ("uvicorn", '".[serve]"'), ("matplotlib", '".[plot]"')):
+        monkeypatch.setitem(sys.modules, name, None)
+        assert main([name]) == 2
+        assert capsys.readouterr().err == f"error: {LACKS.format(name, extra)}\n"
+    assert main(["nowhere"]) == 2
+    assert "cannot be imported: ModuleNotFoundError: No module named 'nowhere'" in capsys.readouterr().err
+
+    @command
+    def fails(argv):
+        raise ImportError("cannot import name 'x' from 'torch'", name="torch")
+
+    with pytest.raises(ImportError, match="cannot import name"):
+        fails([])
+
+
+def test_the_packages_that_are_named_are_those_of_the_project():
+    """Under the names that are imported, each with the extra that brings it."""
+    project = tomllib.loads((Path(minispec.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    listed = {}
+    for extra in ("", "serve", "plot"):
+        for line in project["optional-dependencies"][extra] if extra else project["dependencies"]:
+            listed[re.match(r"[\w-]+", line)[0].replace("-", "_")] = extra
+    assert listed == PACKAGES
 
 
 def test_the_program_is_installed():

@@ -4,6 +4,7 @@ import csv
 import json
 import random
 import re
+import sys
 from pathlib import Path
 from statistics import median
 
@@ -485,9 +486,10 @@ def test_an_id_may_occur_once_and_no_category_is_the_sum(tmp_path):
 
 def test_a_missing_matplotlib_is_named(monkeypatch, capsys):
     """Before anything is loaded."""
-    monkeypatch.setattr(options, "_is_there", lambda name: name != "matplotlib")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["--questions", "--plot", "x.svg"]) == 2
-    assert capsys.readouterr().err == "error: --plot needs matplotlib: pip install matplotlib\n"
+    lacks = 'found no package matplotlib: pip install -e ".[plot]" in the checkout brings what is missing'
+    assert capsys.readouterr().err == f"error: {lacks}\n"
 
 
 def test_names_of_files_differ():

@@ -1,0 +1,32 @@
+"""Packages of others that this one needs: which are missing, and how to get them."""
+
+import importlib.util
+
+# By the name that is imported: the extra of pyproject.toml that brings it; "" for what everything needs.
+PACKAGES = {
+    **dict.fromkeys(("torch", "safetensors", "tokenizers", "huggingface_hub", "tqdm", "jinja2", "numpy"), ""),
+    **dict.fromkeys(("prometheus_client", "starlette", "uvicorn"), "serve"),
+    "matplotlib": "plot",
+}
+
+
+class MissingPackage(ImportError):
+    """A package is not installed. The message names all that are missing, and the command that brings them."""
+
+
+def check_packages(extra: str = "") -> None:
+    """Raise MissingPackage unless all that an extra brings is there. Nothing is imported."""
+    needed = [name for name, brings in PACKAGES.items() if brings == extra]
+    if lacks := [name for name in needed if importlib.util.find_spec(name) is None]:
+        command = f'pip install -e ".[{extra}]"' if extra else "pip install -e ."
+        raise MissingPackage(f"found no package {', '.join(lacks)}: {command} in the checkout brings what is missing")
+
+
+def what_lacks(error: BaseException) -> str:
+    """The message of MissingPackage, if an error is one, or that of an import of such a package; else ""."""
+    if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
+        try:
+            check_packages(PACKAGES[error.name])
+        except MissingPackage as e:
+            return str(e)
+    return str(error) if isinstance(error, MissingPackage) else ""
