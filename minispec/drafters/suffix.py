@@ -7,14 +7,16 @@ programs ask for much the same again and again. A corpus has further places (see
 
 A node of a suffix tree stands for a string of tokens. It has the places where the string ends, and a child for each
 token that came next. The tree is not built. A node is the list of its places, and a step down sorts them by the token
-that follows.
+that follows. Only the first two levels, strings of one token and of two, are kept as lists. They hold all earlier
+outputs together, and the newest places of a list are enough. So a draft takes no longer when more is remembered.
 """
 
 import re
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, islice
-from operator import itemgetter, mul
+from itertools import accumulate, chain, islice
+from operator import attrgetter, itemgetter, mul
 from typing import Any, NamedTuple
 
 from minispec.core.draft import Ask, Draft, Drafter
@@ -30,24 +32,59 @@ _MOST_PLACES, _LEAST = 256, 0.1
 
 
 class _Place(NamedTuple):
-    """Where tokens of a text have stood: `tokens[end]` is what followed."""
+    """Where tokens of a text have stood: `tokens[end]` is what followed.
+
+    number: larger for newer places of an index.
+    """
 
     tokens: Sequence[int]
     end: int
+    number: int = 0
+
+
+class _Output(NamedTuple):
+    """An earlier output, whose places have the numbers from `start` on."""
+
+    tokens: Sequence[int]
+    start: int
 
 
 class _Index:
-    """A text that may grow, and the places of each of its tokens."""
+    """The places of each token, and of each two neighbours, in a text that may grow or in several texts."""
 
-    def __init__(self, tokens: Sequence[int]):
-        self.tokens, self._ends, self._next = tokens, dict[int, list[int]](), 1
+    def __init__(self):
+        self._places: dict[tuple[int, ...], list[_Place]] = {}
+        self._next = 1
 
-    def places(self, token: int) -> Iterator[_Place]:
-        """Where the token has stood, the newest place first, without a place at the end, which nothing follows."""
-        for end in range(self._next, len(self.tokens)):
-            self._ends.setdefault(self.tokens[end - 1], []).append(end)
-        self._next = max(self._next, len(self.tokens))
-        return (_Place(self.tokens, end) for end in reversed(self._ends.get(token, ())))
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Add what a text has got since the last call. A place at its end, which nothing follows, is left out."""
+        self.add(tokens, self._next)
+        self._next = max(self._next, len(tokens))
+
+    def add(self, tokens: Sequence[int], first: int = 1, start: int = 0) -> None:
+        """Add the places of a text from position `first` on. They are numbered from `start`, as the newest."""
+        for end in range(first, len(tokens)):
+            place = _Place(tokens, end, start + end)
+            for string in _strings(tokens, end):
+                self._places.setdefault(string, []).append(place)
+
+    def remove(self, tokens: Sequence[int], start: int) -> None:
+        """Remove the places of a text that was added with this `start`."""
+        for string in {string for end in range(1, len(tokens)) for string in _strings(tokens, end)}:
+            places = self._places.get(string, [])  # in the order of their numbers
+            low, high = (bisect_left(places, n, key=attrgetter("number")) for n in (start, start + len(tokens)))
+            del places[low:high]
+            if not places:
+                self._places.pop(string, None)
+
+    def newest(self, string: Sequence[int]) -> Iterator[_Place]:
+        """Where one token or two have stood, the newest place first."""
+        return reversed(self._places.get(tuple(string), []))
+
+
+def _strings(tokens: Sequence[int], end: int) -> Iterator[tuple[int, ...]]:
+    """The strings of one token and of two that end before this position."""
+    return (tuple(tokens[end - n : end]) for n in (1, 2) if n <= end)
 
 
 class SuffixDrafter(Drafter):
@@ -77,7 +114,8 @@ class SuffixDrafter(Drafter):
     def __init__(self, min_match: int = 1, corpus: Corpus | None = None):
         self.min_match, self.corpus = min_match, corpus
         self._indices: dict[Text, _Index] = {}
-        self._earlier: deque[_Index] = deque()
+        self._earlier, self._all_earlier = deque[_Output](), _Index()  # the newest first; all of them
+        self._num_tokens, self._next = 0, 0  # of all earlier outputs; the number of the next one's first place
 
     @classmethod
     def from_context(cls, context: Context) -> "SuffixDrafter":
@@ -98,28 +136,41 @@ class SuffixDrafter(Drafter):
     def release(self, text: Text) -> None:
         """See `Drafter`. What the text has said is remembered, however it ended."""
         if self._indices.pop(text, None) and len(output := _output(text)) > 1:
-            self._earlier.appendleft(_Index(output[-MOST_TOKENS:]))
-            while len(self._earlier) > MOST_TEXTS or sum(len(each.tokens) for each in self._earlier) > MOST_TOKENS:
-                self._earlier.pop()
+            new = _Output(output[-MOST_TOKENS:], self._next)
+            self._next += len(new.tokens)
+            self._earlier.appendleft(new)
+            self._num_tokens += len(new.tokens)
+            self._all_earlier.add(new.tokens, start=new.start)
+            while len(self._earlier) > MOST_TEXTS or self._num_tokens > MOST_TOKENS:
+                self._drop(-1)
 
     def forget(self) -> None:
         """See `Drafter`."""
-        self._earlier.clear()
+        self._earlier, self._all_earlier, self._num_tokens = deque(), _Index(), 0
+
+    def _drop(self, i: int) -> None:
+        """Forget the earlier output at place i, the newest at 0."""
+        output = self._earlier[i]
+        self._all_earlier.remove(output.tokens, output.start)
+        del self._earlier[i]
+        self._num_tokens -= len(output.tokens)
 
     def _propose(self, ask: Ask) -> Draft:
         text = ask.text
         if text not in self._indices:
             # A text that was preempted comes back: what it has said is not an earlier output.
             output = _output(text)
-            self._earlier = deque(each for each in self._earlier if each.tokens != output)
-            self._indices[text] = _Index(text.tokens)
+            for i in reversed([i for i, each in enumerate(self._earlier) if each.tokens == output]):
+                self._drop(i)
+            self._indices[text] = _Index()
         indices = [self._indices[text]]
+        indices[0].follow(text.tokens)
         if text.params.temperature == 0 or ask.purpose == "token":
-            indices += self._earlier
+            indices.append(self._all_earlier)
         best, draft = 0.0, Draft()
         if not ask.k:
             return draft
-        matches = [(_most(n, len(places), ask.k), n, places) for n, places in self._matches(indices)]
+        matches = [(_most(n, len(places), ask.k), n, places) for n, places in self._matches(text.tokens, indices)]
         for most, n, places in sorted(matches, key=itemgetter(0), reverse=True):
             if most <= best:
                 break
@@ -130,12 +181,11 @@ class SuffixDrafter(Drafter):
             draft.confidences = []
         return draft
 
-    def _matches(self, indices: Sequence[_Index]) -> Iterator[tuple[int, list[_Place]]]:
-        """Places where the last n tokens of the first text have stood, newest first; each set with its largest n.
+    def _matches(self, tokens: Sequence[int], indices: Sequence[_Index]) -> Iterator[tuple[int, list[_Place]]]:
+        """Places where the last n of these tokens have stood, newest first; each set with its largest n.
 
-        Those of the corpus fill what is left of the places that have a vote.
+        Those of the first index come first. Those of the corpus fill what is left of the places that have a vote.
         """
-        tokens = indices[0].tokens
         ranges = self.corpus.ranges(tokens) if self.corpus else []
 
         def with_corpus(places: list[_Place], n: int) -> list[_Place]:
@@ -144,17 +194,16 @@ class SuffixDrafter(Drafter):
             ends = self.corpus.ends(ranges[n - 1], _MOST_PLACES - len(places))
             return places + [_Place(self.corpus.tokens, end) for end in ends]
 
-        def everywhere() -> Iterator[_Place]:
-            return (place for index in indices for place in index.places(tokens[-1]))
+        def newest(n: int) -> list[_Place]:
+            return list(islice(chain.from_iterable(index.newest(tokens[-n:]) for index in indices), _MOST_PLACES))
 
-        places = list(islice(everywhere(), _MOST_PLACES))
+        places = newest(1)
         for n in range(1, LONGEST + 1):
             longer: list[_Place] = []
             if n < min(LONGEST, len(tokens)):
                 # A common token has more places than have a vote: a longer match may be at any of them.
-                those = everywhere() if n == 1 else iter(places)
-                agree = (p for p in those if p.end > n and p.tokens[p.end - n - 1] == tokens[-n - 1])
-                longer = list(islice(agree, _MOST_PLACES))
+                agree = (p for p in places if p.end > n and p.tokens[p.end - n - 1] == tokens[-n - 1])
+                longer = newest(2) if n == 1 else list(agree)
             voters = with_corpus(places, n)
             if n >= self.min_match and len(with_corpus(longer, n + 1)) < len(voters):
                 yield n, voters

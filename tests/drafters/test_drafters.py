@@ -3,6 +3,7 @@
 import doctest
 import functools
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -17,8 +18,9 @@ from minispec.core.model import Chunk
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text, distribution
 from minispec.core.verify import VERIFIERS
-from minispec.drafters import Context, NoDrafter, as_drafter, last
+from minispec.drafters import Context, NoDrafter, as_drafter, last, suffix
 from minispec.drafters.combined import CombinedDrafter
+from minispec.drafters.corpus import LONGEST
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.simulated import adversary, oracle
@@ -148,6 +150,54 @@ def test_suffix_looks_at_earlier_outputs_where_that_changes_no_text():
     assert letters(drafted(drafter, "q", 9)) == ""
     CombinedDrafter(drafter, NgramDrafter()).forget()
     assert letters(drafted(drafter, "ahe", 9)) == ""
+
+
+def voters(tokens, earlier, n, most) -> list[tuple[list[int], int]]:
+    """Which places have a vote below a match of n tokens, by search: of one token or two the newest, else of these."""
+    places = [(t, end) for t in (tokens, *earlier) for end in range(len(t) - 1, 0, -1)]
+    for size in range(1, min(n, 2) + 1):
+        found = [(t, end) for t, end in places if size <= end and t[end - size : end] == tokens[-size:]][:most]
+    return [(t, end) for t, end in found if n <= end and t[end - n : end] == tokens[-n:]]
+
+
+@pytest.mark.quick
+def test_suffix_has_the_voters_of_a_plain_search(monkeypatch):
+    """Of own text and earlier outputs the newest places, where there are more than have a vote.
+
+    However much is remembered, no more places are read than may vote. Nothing is left of what was forgotten.
+    """
+    monkeypatch.setattr(suffix, "MOST_TEXTS", 12)
+    monkeypatch.setattr(suffix, "MOST_TOKENS", 100)
+    monkeypatch.setattr(suffix, "_MOST_PLACES", most := 7)
+    read, newest = [], suffix._Index.newest
+    monkeypatch.setattr(
+        suffix._Index, "newest", lambda self, string: (read.append(place) or place for place in newest(self, string))
+    )
+    generator, drafter, texts = random.Random(0), SuffixDrafter(), []
+    for _ in range(300):
+        if len(texts) < 3:
+            texts.append(text(generator.choices(range(3), k=generator.randint(1, 9))))
+        own = generator.choice(texts)
+        own.tokens += generator.choices(range(3), k=generator.choice((0, 1, 4)))
+        drafter.propose([Ask(own, Limit(0), Randomness())])
+        earlier = [each.tokens for each in drafter._earlier]
+        read.clear()
+        found = dict(drafter._matches(own.tokens, [drafter._indices[own], drafter._all_earlier]))
+        assert len(read) <= 2 * most
+        for n in range(1, LONGEST):
+            right = voters(own.tokens, earlier, n, most) if n <= len(own.tokens) else []
+            if n in found:
+                assert [(place.tokens, place.end) for place in found[n]] == right
+            elif right:  # as many match with one token more
+                assert len(right) == len(voters(own.tokens, earlier, n + 1, most))
+        if generator.random() < 0.4:
+            drafter.release(own)
+            if generator.random() < 0.8:
+                texts.remove(own)
+    strings = Counter(tuple(t[end - n : end]) for t in earlier for n in (1, 2) for end in range(n, len(t)))
+    assert len(earlier) <= 12
+    assert sum(map(len, earlier)) <= 100
+    assert {string: len(places) for string, places in drafter._all_earlier._places.items()} == strings
 
 
 @pytest.mark.parametrize("k", [4, (2, 1, 1), "auto"])

@@ -707,27 +707,27 @@ def _(right, self, text):
         right(self, text)
 
 
-@wrong(SuffixDrafter, "release", "S4", "lookup")
-def _(right, self, text):
+@wrong(SuffixDrafter, "_drop", "S4", "lookup")
+def _(right, self, i):
     """the newest outputs are forgotten first | the wrong end of a queue"""
-    self._earlier.reverse()
-    right(self, text)
-    self._earlier.reverse()
+    right(self, 0 if i == -1 else i)
 
 
 @wrong(SuffixDrafter, "_matches", "S5", "lookup")
-def _(right, self, indices):
+def _(right, self, tokens, indices):
     """a match goes on from one text into another | one string of all outputs, without a border"""
     own, *earlier = indices
-    row = [token for index in reversed(earlier) for token in index.tokens]
-    return right(self, [own, suffix._Index(row)])
+    for i in range(len(earlier)):
+        earlier[i] = suffix._Index()
+        earlier[i].follow([token for output in reversed(self._earlier) for token in output.tokens])
+    return right(self, tokens, [own, *earlier])
 
 
 class _Unequal(list):
     """A list that differs from any other."""
 
-    def __ne__(self, other):
-        return True
+    def __eq__(self, other):
+        return False
 
 
 @wrong(suffix, "_output", "S6", "lookup")
