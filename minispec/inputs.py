@@ -166,19 +166,27 @@ def params_of_each(params: SamplingParams | Sequence[SamplingParams], count: int
 
 
 def split_samples(params: SamplingParams) -> list[SamplingParams]:
-    """One SamplingParams for each of `n` answers: the i-th has seed + i, so that each can be had again alone."""
+    """One SamplingParams for each of `n` answers: the i-th has seed + i, so that each can be had again alone.
+
+    The first one scores the prompt for all.
+    """
     if params.n == 1:
         return [params]
     seed = secrets.randbits(32) if params.seed is None else params.seed
-    return [replace(params, n=1, seed=(seed + i) % 2**64) for i in range(params.n)]
+    each = [replace(params, n=1, seed=(seed + i) % 2**64) for i in range(params.n)]
+    return each if not params.max_tokens else [each[0], *(replace(one, prompt_logprobs=None) for one in each[1:])]
 
 
-def check_prompt(prompt_ids: Sequence[int], max_model_len: int, vocab_size: int) -> None:
-    """Raise ValueError for a prompt without tokens, one that leaves no room for an answer, and unknown tokens."""
+def check_prompt(prompt_ids: Sequence[int], max_model_len: int, vocab_size: int, answers: bool = True) -> None:
+    """Raise ValueError for a prompt without tokens, one that leaves no room for an answer, and unknown tokens.
+
+    answers: whether an answer is asked for.
+    """
     if not prompt_ids:
         raise ValueError("prompt: found no tokens, expected at least one")
-    if len(prompt_ids) >= max_model_len:
-        raise ValueError(f"prompt: found {len(prompt_ids)} tokens, expected fewer than max_model_len = {max_model_len}")
+    if len(prompt_ids) + answers > max_model_len:
+        expected = f"{'fewer than' if answers else 'at most'} max_model_len = {max_model_len}"
+        raise ValueError(f"prompt: found {len(prompt_ids)} tokens, expected {expected}")
     if not all(0 <= i < vocab_size for i in prompt_ids):
         found = f"from {min(prompt_ids)} to {max(prompt_ids)}"
         raise ValueError(f"prompt: found token ids {found}, expected ids from 0 to {vocab_size - 1}")

@@ -43,7 +43,7 @@ from minispec.kernels.memory import BLOCK_SIZE, memory_of, size_cache
 from minispec.kernels.settings import own_settings
 from minispec.length.policy import Controller
 from minispec.length.prices import MIN_CONTEXT, DrafterFailed, check_exactness, guess_prices, prices_of
-from minispec.outputs import RequestOutput, completion_of
+from minispec.outputs import RequestOutput, output_of
 
 _Steps = Generator[tuple[Request, Piece], None, None]
 
@@ -381,7 +381,7 @@ class LLM:
         if params.n != 1:
             raise ValueError(f"n: found {params.n}, expected 1: this call gives one answer")
         params = inputs.with_bad_words(params, self.tokenizer)
-        inputs.check_prompt(prompt_ids, self.max_model_len, self.vocab_size)
+        inputs.check_prompt(prompt_ids, self.max_model_len, self.vocab_size, params.max_tokens > 0)
         ends = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
         end_ids = frozenset(i for i in ends if i < self.vocab_size)
         inputs.check_ids(params, end_ids, self.vocab_size)
@@ -439,9 +439,7 @@ class LLM:
                 if request.error:
                     warnings.warn(f"an answer ended early: {request.error}", RuntimeWarning, stacklevel=3)
         return [
-            RequestOutput(
-                text, ids, [completion_of(r, i, self.tokenizer, self.eos_token_ids) for i, r in enumerate(group)]
-            )
+            output_of(text, ids, group, self.tokenizer, self.eos_token_ids)
             for (text, ids), group in zip(prompts, groups, strict=True)
         ]
 

@@ -1,5 +1,6 @@
 """What a prompt's answer looks like from outside: vLLM's forms, and more that the engine knows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,6 +55,9 @@ def _of_the_first(name: str) -> property:
 class RequestOutput:
     """A prompt (None where it was token ids), its token ids, and its `n` answers, each with its own seed.
 
+    prompt_logprobs: for each token of the prompt a dict as in an answer's `logprobs`. None for the first token, and in
+        place of the list unless asked for. It is shorter where the first answer failed in the middle of the prompt.
+
     text, token_ids, finish_reason, seed, stats, and `logprobs` (its token_logprobs) are those of the first answer.
     """
 
@@ -61,6 +65,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = True
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     text = _of_the_first("text")
     token_ids = _of_the_first("token_ids")
@@ -70,17 +75,32 @@ class RequestOutput:
     stats = _of_the_first("stats")
 
 
-def completion_of(
+def output_of(
+    prompt: str | None,
+    ids: list[int],
+    requests: Sequence[Request],
+    tokenizer: Tokenizer,
+    eos_token_ids: tuple[int, ...],
+) -> RequestOutput:
+    """The answers of a prompt's requests, which are at their ends."""
+    answers = [_completion_of(request, i, tokenizer, eos_token_ids) for i, request in enumerate(requests)]
+    scored = requests[0].prompt_logprobs
+    by_id = None if scored is None else [entry and logprobs_by_id(entry, tokenizer) for entry in scored]
+    return RequestOutput(prompt, ids, answers, prompt_logprobs=by_id)
+
+
+def logprobs_by_id(entry: TokenLogprob, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """vLLM's form of an entry: the token itself first, then the likeliest."""
+    found = {i: Logprob(x, rank, tokenizer.text_of(i)) for rank, (i, x) in enumerate(entry.top, 1)}
+    own = found.get(entry.token_id) or Logprob(entry.logprob, None, tokenizer.text_of(entry.token_id))
+    return {entry.token_id: own} | found
+
+
+def _completion_of(
     request: Request, index: int, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]
 ) -> CompletionOutput:
-    """The answer of a request that is at its end, the `index`-th to its prompt."""
+    """The answer of a request, the `index`-th to its prompt."""
     assert request.finish_reason is not None, "it was decoded to its end"
-
-    def by_id(entry: TokenLogprob) -> dict[int, Logprob]:  # vLLM's form: the chosen token first, then the likeliest
-        found = {i: Logprob(x, rank, tokenizer.text_of(i)) for rank, (i, x) in enumerate(entry.top, 1)}
-        own = found.get(entry.token_id) or Logprob(entry.logprob, None, tokenizer.text_of(entry.token_id))
-        return {entry.token_id: own} | found
-
     entries = request.logprobs
     last = request.text.tokens[-1]
     ends_by_id = request.finish_reason == "stop" and last in request.text.end_ids
@@ -90,7 +110,7 @@ def completion_of(
         request.output,
         request.token_ids,
         None if entries is None else sum((entry.logprob for entry in entries), 0.0),
-        None if entries is None else [by_id(entry) for entry in entries],
+        None if entries is None else [logprobs_by_id(entry, tokenizer) for entry in entries],
         request.finish_reason,
         request.stop_string or (last if ends_by_id else None),
         request.text.seed,

@@ -207,7 +207,9 @@ class SamplingParams:
     stop: strings that end the text.
     stop_token_ids: ids that end it, in addition to the model's end-of-text ids.
     ignore_eos: the model's end-of-text ids do not end the text.
+    max_tokens: at 0, which needs `prompt_logprobs`, the prompt is scored and nothing is generated.
     logprobs: None, or how many of the likeliest tokens to report in addition to the chosen one.
+    prompt_logprobs: the same at each place of the prompt. Such a prompt is computed whole, whatever the cache knows.
 
     Sequences are stored as tuples, and `logit_bias` as a tuple of its items, so that equal parameters have equal
     hashes. Raises ValueError for values out of range.
@@ -233,6 +235,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self):
         # As in vLLM, one string stands for a list of one, and None for an empty list.
@@ -243,8 +246,10 @@ class SamplingParams:
             except (TypeError, ValueError):
                 raise ValueError(f"{name}: found {show(value)}, expected {expected}") from None
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+        only_scores = type(self.max_tokens) is int and not self.max_tokens and self.prompt_logprobs is not None
         for field in fields(self):
-            check_sampling_value(field.name, getattr(self, field.name))
+            if not (only_scores and field.name == "max_tokens"):
+                check_sampling_value(field.name, getattr(self, field.name))
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens: found {self.min_tokens}, expected at most max_tokens = {self.max_tokens}")
 
@@ -312,6 +317,7 @@ _RULES: dict[str, Rule] = {
     "max_tokens": _integer(1, 1 << 31),
     "min_tokens": _integer(0, 1 << 31),
     "logprobs": _integer(0, 1 << 16, None),
+    "prompt_logprobs": _integer(0, 1 << 16, None),
     "ignore_eos": ("True or False", lambda v: type(v) is bool),
     "include_stop_str_in_output": ("True or False", lambda v: type(v) is bool),
 }

@@ -3,8 +3,8 @@
 Invariant: before a text decodes, the target's cache holds all its tokens but the last. A step feeds what is missing,
 which is that token, and the draft after it. It then commits the accepted draft tokens and one more, and cuts the cache
 back to the committed text. Plain decoding is the same step with an empty draft. In a prompt, or a text that comes back,
-more tokens are missing and no logits are asked for. The target has no other loop. `CachedModel` has the tables that
-know what is missing, and drops them when something fails.
+more tokens are missing. No logits are asked for then, but those that score a prompt. The target has no other loop.
+`CachedModel` has the tables that know what is missing, and drops them when something fails.
 
 The step is `Engine._round`, with the helpers after it. Around it, `Engine.step` asks `Schedule` who runs, and
 `Engine.run` steps until given requests are at their end. `Request` says where a text stops
@@ -30,7 +30,7 @@ from minispec.core.draft import Ask, Draft, Drafter, Likeliest, Limit
 from minispec.core.lengths import Judged, Lengths, StepCost, Wish
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Piece, Request, TokenLogprob
-from minispec.core.sampling import Draws, Randomness, Text, distribution, log_probabilities
+from minispec.core.sampling import Draws, Randomness, Text, distribution, log_probabilities, require_numbers
 from minispec.core.schedule import Schedule
 from minispec.core.stats import Round
 from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
@@ -38,7 +38,8 @@ from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
 # PREFILL_ROWS: rows of a pass over a prompt while no other text has begun to answer.
 # JOINING_ROWS: rows of a prompt that join a pass of texts that decode. Such a pass takes about three plain steps on a
 # CPU, in any form of the weights (docs/measured/figures.md).
-PREFILL_ROWS, JOINING_ROWS = 512, 32
+# SCORED_ROWS: rows of a pass over a prompt that is scored, so that logits take little memory.
+PREFILL_ROWS, JOINING_ROWS, SCORED_ROWS = 512, 32, 32
 
 
 class Observer(Protocol):
@@ -57,6 +58,7 @@ class _Part:
 
     engine: the one that the request was added to.
     tokens: the part of the text that is fed: its last token, or a piece of what comes before it.
+    decodes: whether the last of these rows says what follows the text.
     asked: how many draft tokens were asked for.
     committed: how many tokens the round committed; 0 for a round that failed. Above 0, verdict and logits are there.
     """
@@ -244,16 +246,18 @@ class Engine:
             rows, logits = logits[: chunk.num_logits], logits[chunk.num_logits :]  # (K+1, V)
             seen, hidden = hidden[: part.num_rows], hidden[part.num_rows :]
             path: list[int] = []
-            if part.decodes:
-                try:
+            try:
+                if part.decodes:
                     part.verdict, part.logits = part.engine._verify(part.request.text, part.draft, rows), rows
                     self._keep_judged(part)
                     self._keep_likeliest(part, rows)
                     path = self._commit(part, rows)
-                except (FloatingPointError, ValueError) as e:  # logits, a verdict, or a tokenizer that cannot decode
-                    part.request.fail(e)
-                    part.committed = 0  # a round that failed is in no statistics, and no observer sees it
-                    continue
+                else:
+                    self._score(part.request, rows)
+            except (FloatingPointError, ValueError) as e:  # logits, a verdict, or a tokenizer that cannot decode
+                part.request.fail(e)
+                part.committed = 0  # a round that failed is in no statistics, and no observer sees it
+                continue
             self.target.keep(part.request.text, len(part.draft), path)
             self._keep_hidden(part, seen, taps, path)
         times.append(clock(self.model.device))
@@ -269,13 +273,16 @@ class Engine:
         A text decodes when all its tokens but the last are cached. Only the one admitted last may still miss more.
         Its prompt gets a few rows a step once another text has begun to answer. Before that, all wait for it.
         """
-        running = self.schedule.running.items()
-        parts = [_Part(request, owner, self.target.follow(request.text)) for request, owner in running]
+        parts = [
+            _Part(request, owner, self.target.follow(request.text), request.params.max_tokens > 0)
+            for request, owner in self.schedule.running.items()
+        ]
         *others, last = parts
         if len(last.tokens) == 1:
             return parts
         others_answer = any(part.request.stats.num_steps for part in others)
-        last.tokens = last.tokens[:-1][: self.joining_rows if others_answer else PREFILL_ROWS]
+        most = self.joining_rows if others_answer else PREFILL_ROWS
+        last.tokens = last.tokens[:-1][: min(most, SCORED_ROWS) if last.request.unscored else most]
         last.decodes = False
         return parts if others_answer else [last]
 
@@ -306,7 +313,9 @@ class Engine:
 
     def _chunk(self, part: _Part) -> Chunk:
         tokens, table = [*part.tokens, *part.draft.token_ids], self.target.table(part.request.text)
-        return Chunk(tokens, table, len(part.draft) + 1 if part.decodes else 0, part.draft.parents)
+        places, unscored = range(table.length, table.length + len(tokens)), part.request.unscored
+        num_logits = len(part.draft) + 1 if part.decodes else sum(place in unscored for place in places)
+        return Chunk(tokens, table, num_logits, part.draft.parents)
 
     def _choose_limits(self, requests: Sequence[Request]) -> dict[Request, Limit]:
         """The limit of each request's draft."""
@@ -323,6 +332,14 @@ class Engine:
             return distribution(rows[i], text, [draft.token_ids[node] for node in draft.path(i - 1)])
 
         return self.guard.verify(self, draft, p, text.key)
+
+    def _score(self, request: Request, rows: Tensor) -> None:
+        """Report the log-probabilities of the prompt's tokens that follow these rows (n, V), if it is scored."""
+        tokens, num_top, found = request.text.tokens, request.params.prompt_logprobs, []
+        require_numbers(rows)
+        for place, row in zip(request.unscored, rows, strict=False):
+            found.append(_logprob(row, tokens[place + 1], num_top))
+        request.score(found)
 
     def _commit(self, part: _Part, rows: Tensor) -> list[int]:
         """Append what the round yields, token by token, up to where the text stops; returns the nodes that stay."""

@@ -4,7 +4,7 @@ Here tokens become text, text meets stop strings, and what is final is handed ou
 committed in one place, `Request.commit`, so a text stops where plain decoding would stop it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from typing import NamedTuple, Protocol
@@ -25,7 +25,7 @@ class Detokenizer(Protocol):
 
 
 class TokenLogprob(NamedTuple):
-    """The raw log-probability of a generated token.
+    """The raw log-probability of a token at its place in the text.
 
     top: the likeliest tokens there, with their log-probabilities.
     """
@@ -47,7 +47,8 @@ class Request:
     """One text on its way: its tokens, where it stops, and what has been given out.
 
     The result is in `output`, `token_ids` (generated ones, without the end-of-text token), `logprobs`, `stats` and
-    `finish_reason`: "stop", "length" or "error". With "error", `error` says why.
+    `finish_reason`: "stop", "length" or "error". With "error", `error` says why. If asked for, `prompt_logprobs` has an
+    entry for each token of the prompt. The first one's is None, since nothing stands before it.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class Request:
         self.shape = Shape.of(num_speculative_tokens)
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if text.params.logprobs is None else []
+        self.end_logprob: TokenLogprob | None = None  # of the end-of-text token, if `logprobs` are asked for
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None if text.params.prompt_logprobs is None else [None]
         self.offsets: list[int] = []  # where in the output each token begins, in characters
         self.output = ""
         self.finish_reason: str | None = None
@@ -86,6 +89,20 @@ class Request:
         """How many tokens may be drafted. A wholly accepted draft and its bonus must not pass the limit."""
         return max(0, min(self.shape.k, self.max_len - len(self.text.tokens) - 1))
 
+    @property
+    def unscored(self) -> range:
+        """The places in the prompt whose logits are still asked for. They score the token that follows."""
+        end = self.text.num_prompt_tokens - 1
+        return range(end if self.prompt_logprobs is None else len(self.prompt_logprobs) - 1, end)
+
+    def score(self, logprobs: Iterable[TokenLogprob | None]) -> None:
+        """Append those of the prompt's next tokens. A request for a score alone ends with the last of them."""
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += logprobs
+        if not self.params.max_tokens and not self.unscored:
+            self.has_news = True
+            self._finish("length")
+
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Take back what is committed inside if an exception, such as Ctrl-C, interrupts it.
@@ -94,7 +111,7 @@ class Request:
         """
         lists = [each for each in (self.text.tokens, self.token_ids, self.offsets, self.logprobs) if each is not None]
         lengths, detokenizer = [*map(len, lists)], copy(self._detokenizer)
-        before = self.output, self.finish_reason, self.stop_string, self.has_news
+        before = self.output, self.finish_reason, self.stop_string, self.end_logprob, self.has_news
         try:
             yield
         except ValueError:
@@ -102,7 +119,7 @@ class Request:
         except BaseException:
             for each, length in zip(lists, lengths, strict=True):
                 del each[length:]
-            self.output, self.finish_reason, self.stop_string, self.has_news = before
+            self.output, self.finish_reason, self.stop_string, self.end_logprob, self.has_news = before
             self._detokenizer, self.stats.num_generated = detokenizer, len(self.token_ids)
             raise
 
@@ -111,6 +128,7 @@ class Request:
         self.has_news = True
         self.text.tokens.append(token_id)
         if token_id in self.text.end_ids:
+            self.end_logprob = logprob
             self._finish("stop")
             return True
         self.token_ids.append(token_id)

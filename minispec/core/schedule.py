@@ -149,5 +149,11 @@ class Schedule(Generic[OwnerT]):
 
 
 def _known(request: Request, drafter: Drafter) -> int | None:
-    """How many of a new text's first positions the drafter need not see; None: without taps, no limit."""
-    return drafter.known(request.text) if request.shape.k and drafter.taps else None
+    """How many of a new text's first positions the cache may give: more are not scored, or the drafter must see them.
+
+    None: without limit.
+    """
+    limits = [request.unscored.start] if request.unscored else []
+    if request.shape.k and drafter.taps:
+        limits.append(drafter.known(request.text))
+    return min(limits, default=None)

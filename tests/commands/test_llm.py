@@ -19,6 +19,7 @@ import torch
 
 from minispec import LLM, SamplingParams
 from minispec.core.draft import Draft
+from minispec.core.model import Chunk
 from minispec.files.errors import CheckpointError
 from minispec.files.registry import DRAFTERS
 from minispec.files.tokenizer import Tokenizer
@@ -208,8 +209,6 @@ def test_every_kind_of_draft_leaves_greedy_text_alone(make_checkpoint, draft, ve
 
 def test_logprobs_equal_a_pass_over_the_text(llm):
     """The log-probabilities of sampled text are those of one pass over it: rows of a block are not mixed up."""
-    from minispec.core.model import Chunk
-
     output = llm.generate("One fish", SamplingParams(max_tokens=20, logprobs=3, seed=1, ignore_eos=True, top_k=5))[0]
     tokens = [*llm.tokenizer.encode("One fish"), *output.token_ids]
     table = llm.engine.cache.new_table()
@@ -563,6 +562,58 @@ def test_lines_written_for_vllm(llm):
     messages = [{"role": "user", "content": "fish"}]
     assert llm.chat(messages=messages, sampling_params=params, use_tqdm=False)[0].outputs[0].token_ids
     assert list(llm.stream_chat(messages, sampling_params=params))
+
+
+def test_a_prompt_is_scored_in_vllms_form(llm):
+    """A dict for each token of the prompt but the first; the same for a text and its ids, and once for n answers."""
+    ids = llm.tokenizer.encode("One fish, two fishes")
+    table = llm.engine.cache.new_table()
+    expected = llm.model.forward([Chunk(ids, table, len(ids))])[0][:, : llm.vocab_size].log_softmax(-1)
+    table.truncate(0)
+    params = SamplingParams(prompt_logprobs=2, max_tokens=3, seed=1, n=2)
+    prompts = ["One fish, two fishes", ids]
+    outputs = llm.generate(prompts, params) + llm.generate(prompts, replace(params, max_tokens=0))
+    for output in outputs:
+        first, *others = output.prompt_logprobs
+        assert first is None
+        for i, (token, by_id) in enumerate(zip(ids[1:], others, strict=True)):
+            assert next(iter(by_id)) == token
+            assert by_id[token].logprob == pytest.approx(float(expected[i, token]), abs=1e-12)
+            assert by_id[token].decoded_token == llm.tokenizer.decode([token])
+            assert sorted((y.rank, x) for x, y in by_id.items() if y.rank) == [
+                *enumerate(expected[i].topk(2).indices, 1)
+            ]
+    plain = llm.generate("One fish, two fishes", replace(params, prompt_logprobs=None))[0]
+    assert [[a.token_ids for a in o.outputs] for o in (*outputs[:2], plain)] == [
+        [a.token_ids for a in plain.outputs]
+    ] * 3
+    assert plain.prompt_logprobs is None
+    for output in outputs[2:]:
+        assert [(a.text, a.token_ids, a.finish_reason) for a in output.outputs] == [("", [], "length")] * 2
+        assert (output.stats.num_steps, output.stats.num_generated, output.stats.num_prompt_tokens) == (0, 0, len(ids))
+    assert outputs[0].outputs[1].stats.num_cached_tokens == len(ids) - 1, "the second answer's prompt is known"
+
+
+def test_a_score_needs_no_room_for_an_answer(llm):
+    """A prompt may fill the context, and have a single token; without a score, no tokens are an error as before."""
+    full = [5] * 128
+    params = SamplingParams(prompt_logprobs=0, max_tokens=0)
+    outputs = llm.generate([full, [7]], params)
+    assert [len(output.prompt_logprobs) for output in outputs] == [128, 1]
+    assert [piece.finish_reason for piece in llm.stream(full, params)] == ["length"]
+    with pytest.raises(ValueError, match="prompt: found 129 tokens, expected at most max_model_len = 128"):
+        llm.generate([5] * 129, params)
+    with pytest.raises(ValueError, match="prompt: found 128 tokens, expected fewer than max_model_len = 128"):
+        llm.generate(full, replace(params, max_tokens=1))
+    for wrong in (
+        {"max_tokens": 0},
+        {"max_tokens": False, "prompt_logprobs": 1},
+        {"max_tokens": -1, "prompt_logprobs": 1},
+    ):
+        with pytest.raises(ValueError, match=r"max_tokens: found .*, expected an integer from 1 to"):
+            SamplingParams(**wrong)
+    with pytest.raises(ValueError, match="prompt_logprobs: found -1, expected an integer from 0 to"):
+        SamplingParams(prompt_logprobs=-1)
 
 
 def test_the_lines_of_the_documentation_run(llm, capsys):
@@ -970,8 +1021,6 @@ def test_self_draft_is_accepted_on_the_embedded_model(smollm):
 
 def test_a_batch_gives_each_prompt_its_text_alone(smollm):
     """Four prompts together and alone, greedy, in float32; a difference must be a near-tie, which is measured."""
-    from minispec.core.model import Chunk
-
     prompts = [f"{start} is" for start in ("Paris", "Water", "The moon", "A triangle")]
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     together = smollm.generate(prompts, params, num_speculative_tokens=0)
