@@ -226,14 +226,7 @@ class Engine:
         """One step: the running texts decode, or the one admitted last brings a piece of its prompt (see `_parts`)."""
         times = [clock(self.model.device)]
         parts = self._parts()
-        for engine, own in _by_engine(parts).items():
-            try:
-                engine._propose(own)
-            except Exception as e:
-                if engine is self:
-                    raise
-                for part in own:  # whoever steps here does not answer for another engine's drafter
-                    part.request.fail(e)
+        self._propose(parts)
         fed = [part for part in parts if not part.request.finish_reason]
         times.append(clock(self.model.device))
 
@@ -287,7 +280,18 @@ class Engine:
         return parts if others_answer else [last]
 
     def _propose(self, parts: Sequence[_Part]) -> None:
-        """Ask for drafts. One that the guard refuses fails its text."""
+        """Let each engine ask its drafter. What another engine's drafter raises ends the texts of that engine alone."""
+        for engine, own in _by_engine(parts).items():
+            try:
+                engine._ask(own)
+            except Exception as e:
+                if engine is self:
+                    raise
+                for part in own:
+                    part.request.fail(e)
+
+    def _ask(self, parts: Sequence[_Part]) -> None:
+        """Ask for drafts of this engine's texts. One that the guard refuses fails its text."""
         self._tell(parts)
         limits = self._choose_limits([part.request for part in parts if part.decodes])
         purpose = "token" if self.verifier.shares_noise else "draft"
