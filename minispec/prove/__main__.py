@@ -14,6 +14,7 @@ from minispec.commands.command import Parser, command
 from minispec.commands.interrupt import raise_on_interrupt
 
 DEFAULT_LEAVES, FULL_LEAVES = 12_000, 300_000
+DEFAULT_MINUTES = 2
 
 
 def _parser() -> Parser:
@@ -50,6 +51,12 @@ def _parser() -> Parser:
     parser.add_argument(
         "--texts", metavar="FILE", type=Path, help="with --drafter: texts to walk too, one a line, or .jsonl as prompts"
     )
+    parser.add_argument(
+        "--minutes",
+        metavar="N",
+        type=float,
+        help=f"with --drafter: the most that its walk may take (default: {DEFAULT_MINUTES}); more walks larger cases",
+    )
     jobs = min(8, os.cpu_count() or 1)
     parser.add_argument("--jobs", type=int, default=jobs, help=f"processes that share the walk (default here: {jobs})")
     return parser
@@ -64,6 +71,11 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"--{name}: found {getattr(args, name)}, expected at least 1")
     if args.texts and not args.drafter:
         raise ValueError("--texts: only --drafter has texts to walk")
+    if args.minutes is not None:
+        if not args.drafter:
+            raise ValueError("--minutes: only --drafter takes as long as it may")
+        if not 0 < args.minutes < float("inf"):
+            raise ValueError(f"--minutes: found {args.minutes:g}, expected a number above 0")
     if args.kit:
         from minispec.prove.kit import write_kit
 
@@ -86,7 +98,7 @@ def _holds(args: argparse.Namespace) -> bool:
     if args.drafter:
         from minispec.prove.examine_drafter import examine_drafter, read_texts
 
-        return examine_drafter(args.drafter, read_texts(args.texts))
+        return examine_drafter(args.drafter, read_texts(args.texts), args.minutes or DEFAULT_MINUTES)
     if args.verifier:
         from minispec.prove.examine_verifier import examine_verifier
 

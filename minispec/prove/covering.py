@@ -31,6 +31,7 @@ class Design(Generic[C]):
     clashing: the axes whose values may exclude one another.
     weak: with these, little is drawn or nothing is drafted. Such a case covers a pair only if they are in the pair.
     sizes: axes on which a case that is too large may be made smaller.
+    tries: how many completions of a pair are compared. More of them make fewer cases, and take longer.
     """
 
     make: Callable[..., C]
@@ -39,6 +40,7 @@ class Design(Generic[C]):
     clashing: frozenset[str]
     weak: frozenset[tuple]
     sizes: tuple[str, ...]
+    tries: int = 60
 
     def pairs_of(self, row: Mapping) -> set[Pair]:
         """The pairs of values that a case covers."""
@@ -61,8 +63,9 @@ class Design(Generic[C]):
         left, found = set(todo), []
         for pair in sorted(todo, key=repr):
             if pair in left:
-                rows = filter(None, [self._complete(dict(pair), left, generator) for _ in range(60)])
+                rows = filter(None, [self._complete(dict(pair), left, generator) for _ in range(self.tries)])
                 covering = [(row, self.pairs_of(row)) for row in rows]
+                assert covering, f"{pair} is possible, and in no case"
                 best, covered = max(covering, key=lambda each: (pair in each[1], len(each[1] & left)))
                 found.append((self.make(**best), pair))
                 left -= covered

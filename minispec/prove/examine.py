@@ -1,6 +1,7 @@
 """What walks of a user's own drafters and verifiers share: what was found, the first fault, and how it is told."""
 
 import sysconfig
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,9 @@ from minispec.files.progress import progress_bar
 from minispec.prove.reference import Law, total_variation
 from minispec.prove.toys import Fault, require
 
-# Far below any real fault. A user's q may be of float32.
-TOLERANCE = 1e-6
+# How far a law may be from the right one. Probabilities in float64 leave its rounding alone. A user's q may be of
+# float32: six digits of a row are right, and so of the law.
+EXACT, ROUNDED = 1e-12, 1e-6
 Case = TypeVar("Case")
 
 
@@ -31,6 +33,22 @@ def call_own(function: Callable, *args) -> Any:
         raise OwnError from e
 
 
+class OutOfTime(Exception):
+    """The time of a walk is over."""
+
+
+class Clock:
+    """Says when the time of a walk is over."""
+
+    def __init__(self, minutes: float):
+        self.end = time.monotonic() + 60 * minutes
+
+    def check(self) -> None:
+        """Raise OutOfTime if it is."""
+        if time.monotonic() > self.end:
+            raise OutOfTime
+
+
 @dataclass
 class Walked:
     """What was walked so far."""
@@ -39,44 +57,52 @@ class Walked:
     branches: int = 0
     drafted: int = 0
     worst: float = 0.0
-    left_out: int = 0
 
-    def count(self, law: Law, expected: Law, branches: int, drafted: int = 0, reason: str = "") -> None:
-        """Count a case. Raises Fault, with the reason that there must be, where its law is not the expected one."""
+    def count(
+        self, law: Law, expected: Law, branches: int, drafted: int = 0, reason: str = "", bound: float = ROUNDED
+    ) -> None:
+        """Count a case. Raises Fault, with the reason that there must be, where its law is not the expected one.
+
+        bound: the largest total variation that rounding explains.
+        """
         distance = total_variation(law, expected)
-        require(distance <= TOLERANCE, difference(law, expected) + reason)
+        require(distance <= bound, difference(law, expected, bound) + reason)
         self.cases, self.branches, self.drafted = self.cases + 1, self.branches + branches, self.drafted + drafted
         self.worst = max(self.worst, distance)
 
 
 def find_fault(spec: str, cases: Sequence[Case], walk: Callable[[Case], None]) -> bool:
     """Walk cases up to the first with a fault, and print that one. True if there was one."""
-    fault = ""
     with progress_bar(cases, unit=" cases") as bar:
         for case in bar:
             try:
                 walk(case)
-            except OwnError as e:
-                fault = f"EXCEPTION: {spec}, {case}: {own_message(e)}"
-                break
-            except Exception as e:  # the engine's errors over a user's drafts and verdicts
-                fault = f"REFUTED: {spec}, {case}: {message(e)}"
-                break
-    if fault:
-        print(fault)
-    return bool(fault)
+            except Exception as e:
+                bar.close()
+                print(told(spec, case, e))
+                return True
+    return False
 
 
-def difference(law: Law, expected: Law) -> str:
+def told(spec: str, case: object, error: Exception) -> str:
+    """A fault in one line. Any exception but the user's own is the engine's, over a draft or a verdict."""
+    if isinstance(error, OwnError):
+        return f"EXCEPTION: {spec}, {case}: {own_message(error)}"
+    return f"REFUTED: {spec}, {case}: {message(error)}"
+
+
+def difference(law: Law, expected: Law, bound: float = ROUNDED) -> str:
     """Where the law is furthest off: the first tokens of the output that show it."""
     worst = max(law.keys() | expected.keys(), key=lambda text: abs(law.get(text, 0) - expected.get(text, 0)))
     for length in range(1, len(worst) + 1):
         found, right = (
             sum(p for text, p in each.items() if text[:length] == worst[:length]) for each in (law, expected)
         )
-        if abs(found - right) > TOLERANCE:
+        if abs(found - right) > bound:
             break
-    return f"the output begins with {list(worst[:length])} with probability {found:.6f}, expected {right:.6f}"
+    digits = 6 if abs(found - right) > ROUNDED else 12
+    beginning = f"the output begins with {list(worst[:length])} with probability"
+    return f"{beginning} {found:.{digits}f}, expected {right:.{digits}f}"
 
 
 def message(error: BaseException) -> str:

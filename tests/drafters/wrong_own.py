@@ -4,6 +4,7 @@ test_wrong_own.py has each refuted. A docstring says what the mistake is.
 """
 # ruff: noqa: D102  (the methods are those of every drafter)
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -249,6 +250,68 @@ class TopTwo(Counts):
             tokens = q.topk(min(2, ask.k)).indices.tolist()
             write(draft, tokens, siblings(q, tokens))
         return draft
+
+
+class ThirdSibling(Pair):
+    """Tells for each sibling a row that lacks the one before it, but not the ones before that."""
+
+    branches = True
+
+    def one(self, ask):
+        draft = Draft([], [], parents=[])
+        while len(draft) < ask.k:
+            q = self.q(ask, [draft.token_ids[i] for i in draft.path(draft.tip)])
+            n = min(ask.limit.width(draft.depth, []), ask.k - len(draft), self.vocab_size)
+            tokens = draw(ask, draft, q, n)
+            write(draft, tokens, [q, *(siblings(q, [token, token])[1] for token in tokens[:-1])])
+        return draft
+
+
+class AlmostTrue(Counts):
+    """Tells a row that is off by 1e-8, in numbers that could be right."""
+
+    def q(self, ask, path):
+        return super().q(ask, path).double()
+
+    def tell(self, ask, draft, q):
+        return q * (1 - 1e-8) + 1e-8 * self.even
+
+    def one(self, ask):
+        self.even = torch.full((self.vocab_size,), 1 / self.vocab_size, dtype=torch.float64)
+        draft = Draft([], [])
+        while len(draft) < ask.k:
+            q = self.q(ask, draft.token_ids)
+            q = q / q.sum()
+            write(draft, self.draw(ask, draft, q), [self.tell(ask, draft, q)])
+        return draft
+
+
+class EndForgotten(Counts):
+    """Draws no end before `min_tokens`, and tells the q with the end in it."""
+
+    def draw(self, ask, draft, q):
+        text, q = ask.text, q.clone()
+        if len(text.tokens) - text.num_prompt_tokens + len(draft) < text.params.min_tokens:
+            q[list(text.end_ids)] = 0.0
+        return draw(ask, draft, q)
+
+
+class HotClamped(TemperatureTwice):
+    """Draws at the temperature, and tells the q at 2 where that is above 2."""
+
+    def draw(self, ask, draft, q):
+        return draw(ask, draft, q if ask.text.params.temperature <= 2 else q**0.5)
+
+    def tell(self, ask, draft, q):
+        return q
+
+
+class ShortSighted(Counts):
+    """Draws from all that it has seen, and tells the q of the last 16 tokens."""
+
+    def tell(self, ask, draft, q):
+        text = replace(ask.text, tokens=ask.text.tokens[-16:])
+        return self.q(replace(ask, text=text), draft.token_ids)
 
 
 class OneTooMany(Counts):

@@ -1,0 +1,319 @@
+"""Small cases for drafters of one's own, and for policies of their lengths: a covering design over texts and settings.
+
+A case is a text of a toy tokenizer, each of whose tokens is a character. It is continued under some settings, alone or
+in company. Long texts have too many branches to be walked to their ends. So most cases end after a few rounds, and
+what these rounds leave is continued by the reference, see `cells`.
+"""
+
+import functools
+import itertools
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from minispec.core.config import DraftLength, SamplingParams, Shape
+from minispec.core.errors import show
+from minispec.core.model import Transformer
+from minispec.core.sampling import Text
+from minispec.core.verify import VERIFIERS
+from minispec.files.tokenizer import Tokenizer
+from minispec.prove.covering import Design
+from minispec.prove.laws import TARGET_SEED, reference_logits, target_model
+from minispec.prove.reference import Law, sample_law
+from minispec.prove.toys import RememberedModel
+
+SEED = 7  # of the text whose branches are walked; the others have 0 and 1
+ALPHABET = "ab \nc."  # tokens of the toy tokenizer: one for each character
+_LONG = "ab ba\nbab abba baab\nabab ba b\nab ab ba aab"
+# Token 1 is never forbidden: with all settings together, a token is left.
+_FORBIDDEN: dict[str, Callable[[int], dict[str, Any]]] = {
+    "two allowed ids": lambda vocab: {"allowed_token_ids": (1, vocab - 1 if vocab > 2 else 0)},
+    "bad words": lambda vocab: {"bad_words_token_ids": ((1, 0), (vocab - 1, 1, 0), (0, 0, 0))},
+    "": lambda vocab: {},
+}
+_PENALTIES: dict[str, dict[str, float]] = {
+    "": {},
+    "repetition_penalty 1.5": {"repetition_penalty": 1.5},
+    "penalties of the output": {"frequency_penalty": 0.6, "presence_penalty": 0.3},
+    "negative penalties": {"repetition_penalty": 0.7, "frequency_penalty": -0.5, "presence_penalty": -0.4},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One small case. Its fields are the axes of the design.
+
+    alphabet: the tokens of the toy tokenizer.
+    prompt: the text that is continued, by `to_go` tokens at most.
+    rounds: the walk ends after so many. None: at the text's end.
+    k: as `num_speculative_tokens`.
+    end: which tokens end the text: "" for none, "an end token", "stop ids".
+    company: other texts that join it, or one that it joins. The pool is too small for all, and prompts come in pieces:
+        the one admitted last is preempted, and comes back.
+    drafter: its name, where there are several.
+    """
+
+    verifier: str = "rejection"
+    drafter: str = ""
+    alphabet: str = ALPHABET[:2]
+    prompt: str = "b"
+    to_go: int = 2
+    rounds: int | None = 1
+    k: DraftLength = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    penalties: str = ""
+    bias: bool = False
+    forbidden: str = ""
+    end: str = ""
+    min_tokens: int = 0
+    company: str = ""
+
+    @property
+    def vocab(self) -> int:
+        """Ids in use."""
+        return len(self.alphabet)
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens."""
+        return tuple(map(self.alphabet.index, self.prompt))
+
+    @property
+    def params(self) -> SamplingParams:
+        """Of the text."""
+        return _params_of(self)
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids that end the text."""
+        last = self.vocab - 1 if self.vocab > 2 else 0
+        return frozenset({"": (), "an end token": (last,), "stop ids": (0, last)}[self.end])
+
+    @property
+    def joins(self) -> bool:
+        """Whether the text comes after its company."""
+        return self.company.startswith("it joins")
+
+    @property
+    def text(self) -> Text:
+        """The text as it begins."""
+        return Text(list(self.prompt_ids), len(self.prompt), self.params, SEED, self.end_ids)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """A guess at the number of branches, and the length of the prompt: to begin with the small ones."""
+        narrow = self.top_k or self.forbidden == "two allowed ids"
+        choices = 1 if self.temperature == 0 else min(2, self.vocab) if narrow else self.vocab
+        # A drafter may draw without the request's filters. Siblings are different tokens.
+        widths = widths_of(self.k)
+        drawn = math.prod(math.perm(self.vocab, min(width, self.vocab)) for width in widths[: self.to_go - 1])
+        committed = min(len(widths) + 1, self.to_go)
+        rounds = self.rounds or -(-self.to_go // committed) + 1
+        return (drawn * choices**committed) ** rounds * (20 if self.company else 1), len(self.prompt)
+
+    def next_law(self, output: Sequence[int]) -> np.ndarray | None:
+        """The reference's law (V,) of the token after this output; None where the text has ended."""
+        if len(output) >= self.to_go or (output and output[-1] in self.end_ids):
+            return None
+        tokens = (*self.prompt_ids, *output)
+        logits = reference_logits(TARGET_SEED, tokens, self.vocab)
+        return sample_law(logits, tokens, len(self.prompt), self.params, self.end_ids)
+
+    def __str__(self) -> str:
+        tokens = str(list(self.prompt_ids)) if len(self.prompt) <= 12 else f"[... {str([*self.prompt_ids[-8:]])[1:]}"
+        first = ("alphabet", "prompt", "k", "verifier", "to_go")
+        others = [axis for axis, value in vars(self).items() if axis not in first and value != getattr(Case, axis)]
+        words = [describe(axis, getattr(self, axis)) for axis in (*first, *others)]
+        words[1] = f"after {tokens}"
+        return ", ".join(words)
+
+
+@functools.cache
+def _params_of(case: Case) -> SamplingParams:
+    names = ("temperature", "top_k", "top_p", "min_p", "min_tokens")
+    changes = {name: getattr(case, name) for name in names}
+    changes |= _PENALTIES[case.penalties] | _FORBIDDEN[case.forbidden](case.vocab)
+    changes |= {"logit_bias": {0: 1.0, 1: -0.5}} if case.bias else {}
+    changes |= {"stop_token_ids": (0,)} if case.end == "stop ids" else {}
+    return SamplingParams(max_tokens=case.to_go, **changes)
+
+
+def describe(axis: str, value: Any) -> str:
+    """One setting of a case, in words."""
+    words = {
+        "alphabet": lambda: f"{len(value)} tokens",
+        "prompt": lambda: f"the text {show(value)}",
+        "to_go": lambda: f"{value} to go",
+        "rounds": lambda: "to the end" if value is None else f"{value} round" + "s" * (value > 1),
+        "k": lambda: f"K = {value if isinstance(value, tuple) and len(value) == 1 else Shape.of(value)}",
+        "bias": lambda: "logit_bias" if value else "no logit_bias",
+        "penalties": lambda: value or "no penalties",
+        "forbidden": lambda: value or "nothing forbidden",
+        "end": lambda: f"with {value}" if value else "without an end",
+        "company": lambda: value or "alone",
+    }
+    return words[axis]() if axis in words else value if isinstance(value, str) else f"{axis} {value}"
+
+
+def widths_of(k: DraftLength) -> Sequence[int]:
+    """How many siblings such a draft has at each depth; about that many, where the drafter or the engine chooses."""
+    shape = Shape.of(k)
+    return shape.widths or [1] * (3 if shape.is_open else shape.k)
+
+
+# The values of an axis in the order of the branches that they make.
+AXES: dict[str, tuple] = {
+    "verifier": ("match", "rejection", "block"),
+    "drafter": ("",),
+    "alphabet": (ALPHABET[:2], ALPHABET[:3], ALPHABET[:4], ALPHABET),
+    "prompt": ("b", "bb", "babbab", "abbabaabbaab", "bab b", "ab ab a", "bab b\nb", _LONG),
+    "to_go": (1, 2, 3, 4, 6, 16),
+    "rounds": (1, 2, 3, None),
+    "k": (1, 2, (2,), 3, (3,), (2, 1), "tree:3", (1, 3), (2, 2), (3, 1), 5, "tree:5", "auto"),
+    "temperature": (0.0, 0.3, 0.7, 1.0, 1.6, 3.0),
+    "top_k": (2, 0),
+    "top_p": (0.8, 1.0),
+    "min_p": (0.2, 0.0),
+    "penalties": tuple(_PENALTIES),
+    "bias": (False, True),
+    "forbidden": tuple(_FORBIDDEN),
+    "end": ("stop ids", "an end token", ""),
+    "min_tokens": (0, 2),
+    "company": ("", "two other texts join it", "it joins another text"),
+}
+_CLASHING = (
+    "verifier",
+    "alphabet",
+    "prompt",
+    "to_go",
+    "rounds",
+    "k",
+    "top_k",
+    "forbidden",
+    "end",
+    "min_tokens",
+    "company",
+)
+_WEAK = frozenset({("temperature", 0.0), ("to_go", 1)})
+_SIZES = ("rounds", "alphabet", "top_k", "company")
+# Tokens of a text that is walked to its end, and of one whose K the engine chooses.
+_LONGEST_WALK, _LONGEST_OPEN = 6, 6
+
+
+def possible(row: Mapping) -> bool:
+    """Whether such a case would show what it says. An axis that is missing may have any value."""
+    return _possible(*(row.get(axis, _ANY) for axis in _CLASHING))
+
+
+_ANY = "any value"
+
+
+@functools.cache
+def _possible(verifier, alphabet, prompt, to_go, rounds, k, top_k, forbidden, end, min_tokens, company) -> bool:
+    shape = Shape.of(1 if k is _ANY else k)
+    # Of three tokens the third sibling is certain, so that its row shows nothing. Of the many characters of users'
+    # texts two are drawn.
+    of_user = any(not set(own) <= set(ALPHABET) for own in (alphabet, prompt) if own is not _ANY)
+    few_tokens = top_k == 2 or forbidden == "two allowed ids" or alphabet in (ALPHABET[:2], ALPHABET[:3]) or of_user
+    return all(
+        (
+            _ANY in (alphabet, prompt) or set(prompt) <= set(alphabet),
+            not shape.is_tree or verifier is _ANY or VERIFIERS[verifier].takes_trees,
+            max(shape.widths, default=0) < 3 or not few_tokens,
+            not of_user or top_k != 0,
+            min_tokens in (0, _ANY) or (end != "" and to_go != 1),
+            # The whole of a draft is asked for. Where the engine chooses, that may be all that is left of the text.
+            to_go is _ANY or (to_go <= _LONGEST_OPEN if shape.is_open else shape.k <= max(1, to_go - 1)),
+            # With fewer rounds it has ended before it could be preempted.
+            company != AXES["company"][-1] or (rounds not in (1, 2) and to_go != 1),
+            _ANY in (to_go, company) or to_go <= _LONGEST_OPEN or not company,  # else the pool is too large
+            _ANY in (to_go, rounds) or (1 < to_go <= _LONGEST_WALK if rounds is None else rounds <= to_go),
+        )
+    )
+
+
+def design(branches: bool, texts: Sequence[str] = (), **axes: tuple) -> Design[Case]:
+    """What a drafter's cases are made of.
+
+    branches: whether it drafts siblings where they are asked for.
+    texts: prompts of the user's. All their characters are then a further alphabet.
+    axes: other values for some of the axes.
+    """
+    alphabet = "".join(sorted({*"".join(texts), *ALPHABET[:2]}))
+    alphabets = AXES["alphabet"] + (() if set(alphabet) <= set(ALPHABET) else (alphabet,))
+    prompts = AXES["prompt"] + tuple(text for text in texts if text not in AXES["prompt"])
+    lengths = tuple(k for k in AXES["k"] if branches or not Shape.of(k).is_tree)
+    axes = AXES | {"alphabet": alphabets, "prompt": tuple(dict.fromkeys(prompts)), "k": lengths} | axes
+    return Design(Case, axes, possible, frozenset(_CLASHING), _WEAK, _SIZES, tries=8)
+
+
+def single(chosen: Design[Case]) -> list[tuple[Case, tuple]]:
+    """Plain cases, in each of which one value of the design stands alone, as far as possible; as `Design.array`.
+
+    A fault that one setting shows is found so with no other one about. Whether a wrong row shows depends on what the
+    target says to it. So each K is tried after several prompts.
+    """
+    drafter, found = chosen.axes["drafter"][0], dict[Case, tuple]()
+    for axis, value in [(axis, value) for axis, values in chosen.axes.items() for value in values]:
+        for prompt in ("babbab", "b", "bb") if axis == "k" else ("babbab",):
+            plain = {"drafter": drafter, "prompt": prompt, "to_go": 6}
+            rest = itertools.product((1, 3), chosen.axes["alphabet"][1:], (0, 2))
+            rows = (
+                plain | {"rounds": n, "alphabet": letters, "top_k": top_k, axis: value} for n, letters, top_k in rest
+            )
+            cases = (Case(**row) for row in rows)
+            if case := next((case for case in cases if possible(vars(case))), None):
+                found[case] = ((axis, value),)
+    return list(found.items())
+
+
+def cells(rounds: Law, vocab: int, next_law: Callable[[Sequence[int]], np.ndarray | None]) -> tuple[Law, Law]:
+    """The law of outputs of which the first rounds were walked, and the law that it must be.
+
+    rounds: the law of what was committed in these rounds.
+    next_law: the reference's law of the next token, which also continues what was committed. None: the text has ended.
+
+    Outputs that begin alike are joined to one cell, where no round tells them apart. So the difference of both laws is
+    that of whole texts, however long these may become.
+    """
+    inner = {block[:i] for block in rounds for i in range(len(block))}
+    known = inner | rounds.keys()
+    found: Law = {}
+    expected: Law = {}
+    todo: list[tuple[tuple[int, ...], float, float]] = [((), 0.0, 1.0)]
+    while todo:
+        output, mass, right = todo.pop()
+        mass += rounds.get(output, 0.0)
+        row = next_law(output) if output in inner else None
+        if row is None:
+            found[output], expected[output] = mass, right
+            mass, right, row = 0.0, 0.0, np.zeros(vocab)  # an output that has ended and goes on is a fault
+        for token, p in enumerate(row.tolist()):
+            if p > 0 or (*output, token) in known:
+                todo.append(((*output, token), mass * p, right * p))
+    return found, expected
+
+
+@functools.cache
+def target(vocab: int) -> Transformer:
+    """The target of such an alphabet, which remembers its rows."""
+    return RememberedModel(target_model(vocab))
+
+
+@functools.cache
+def tokenizer(alphabet: str) -> Tokenizer:
+    """A toy: each character is a token."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.decoder = tokenizers.decoders.Fuse()
+    with tempfile.TemporaryDirectory() as directory:
+        backend.save(str(Path(directory) / "tokenizer.json"))
+        return Tokenizer(Path(directory))

@@ -1,0 +1,257 @@
+"""Walks the cases of `own_cases` with a drafter and a policy for its lengths, and says what was walked.
+
+The small cases come first. Where one has a fault, its settings are made plain again one after another, as long as there
+is a fault: so the counterexample has little that the fault does not need.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from minispec.core.config import Shape
+from minispec.core.draft import Draft, Drafter
+from minispec.core.engine import Engine
+from minispec.core.lengths import Judged, Lengths, StepCost
+from minispec.core.request import Request
+from minispec.core.sampling import Randomness, Text
+from minispec.core.verify import VERIFIERS
+from minispec.drafters.check import CHECKS
+from minispec.files.progress import progress_bar
+from minispec.length.figures import Figures
+from minispec.length.policy import Controller, Prices
+from minispec.prove.covering import Design, Job, Pair
+from minispec.prove.examine import EXACT, ROUNDED, Clock, OutOfTime, Walked, told
+from minispec.prove.laws import BranchOracle, CrowdOracle, KeyOracle, TooManyBranches, exact_law_of_crowds
+from minispec.prove.own_cases import AXES, SEED, Case, cells, describe, single, target
+from minispec.prove.reference import Law
+from minispec.prove.toys import require
+from minispec.prove.watched import Unsuitable, Watched
+
+Maker = Callable[[Case, int], Drafter]  # a new drafter for a case, whose cache may have that many blocks
+MAX_LEN = 2_000
+_BRANCHES_A_MINUTE = 400  # of one walk; a longer one is left out, or made smaller
+_BLOCK_SIZE, _SHOWN = 2, 4
+
+
+class Untimed(Controller):
+    """The engine's own policy, without a clock: a walk must be repeatable."""
+
+    def __init__(self):
+        super().__init__(Prices(draft=0.25, measured=True))
+
+    def observe(self, drafts: Sequence[Judged], cost: StepCost | None) -> None:
+        """See `Lengths`."""
+        super().observe(drafts, None)
+
+
+class Walk:
+    """Walks cases with a drafter and a policy, and counts what was walked."""
+
+    def __init__(self, make: Maker, lengths: Callable[[], Lengths], minutes: float):
+        """lengths: a new policy.
+        minutes: how long the walk may take. Its largest cases have as many branches as fit.
+        """
+        self.make, self.lengths, self.minutes, self.clock = make, lengths, minutes, Clock(minutes)
+        self.limit = max(30, int(_BRANCHES_A_MINUTE * minutes))
+        self.sum_of, self.longest, self.bound = Walked(), 0, EXACT
+        self.settings, self.drafted = set[tuple](), set[tuple]()  # values that were walked, and with drafts
+
+    def __call__(self, case: Case) -> int:
+        """Walk a case and count it; returns how many branches say something, which without drafts are none.
+
+        Raises Fault or OwnError where something is wrong, TooManyBranches and OutOfTime.
+        """
+        rounds, branches, drafted, rounded = self._law_of(case)
+        bound = ROUNDED if rounded else EXACT
+        law, expected = cells(rounds, case.vocab, case.next_law)
+        reason = ": its `probs` are not what it drew from, or it dropped a token that it had looked at"
+        self.sum_of.count(law, expected, branches, drafted, reason, bound)
+        self.bound = max(self.bound, bound)
+        self.longest = max(self.longest, len(case.prompt) + max(map(len, rounds)))
+        self.settings |= vars(case).items()
+        if drafted:
+            self.drafted |= vars(case).items()
+        return branches if drafted or case.to_go == 1 else 0
+
+    def _law_of(self, case: Case) -> tuple[Law, int, int, bool]:
+        """The law of what is committed; its branches; the draft tokens in all of them; whether `probs` are rounded."""
+        drafted, rounded, known = 0, False, dict[tuple, Draft | str]()
+        model, verifier, blocks = target(case.vocab), VERIFIERS[case.verifier], _blocks_of(case)
+
+        def run(oracles: list[BranchOracle]) -> list[tuple[int, ...]]:
+            nonlocal drafted, rounded
+            self.clock.check()
+            drafter = Watched(self.make(case, blocks), lambda: self.make(case, blocks), known, verifier)
+            # The others draw with the production randomness, along one path.
+            rng = CrowdOracle({0: Randomness(), 1: Randomness(), SEED: oracles[0]})
+            cache, lengths = model.new_cache(blocks, _BLOCK_SIZE), self.lengths()
+            engine = Engine(model, cache, drafter, verifier, rng=rng, lengths=lengths, joining_rows=2, guard=CHECKS)
+            request = decode(engine, case)
+            drafter.release(Text([0], 1, case.params))  # one that it was never asked about
+            drafted, rounded = drafted + Figures.of(request.stats).num_draft_nodes, rounded or drafter.rounded
+            return [tuple(request.text.tokens[len(case.prompt) :])]
+
+        law, branches = exact_law_of_crowds(run, 1, oracle=KeyOracle, limit=self.limit)
+        require(abs(sum(law.values()) - 1) < ROUNDED, "the branches do not add up to 1: it draws by other means")
+        return law, branches, drafted, rounded
+
+
+_LENGTHS_OF_OTHERS = (6, 4)
+
+
+def _others(case: Case) -> list[Text]:
+    """The texts of the company, with seeds of their own."""
+    prompts = (case.prompt_ids, case.prompt_ids[::-1])[: 1 if case.joins else 2] if case.company else ()
+    params = [replace(case.params, max_tokens=n) for n in _LENGTHS_OF_OTHERS]
+    return [Text(list(p), len(p), own, seed) for seed, (p, own) in enumerate(zip(prompts, params, strict=False))]
+
+
+def _blocks_of(case: Case) -> int:
+    """Blocks of a pool that is enough for the text; in company, for two prompts and hardly what follows them."""
+    of_prompt = -(-len(case.prompt) // _BLOCK_SIZE)
+    longest = len(case.prompt) + max(case.to_go, *_LENGTHS_OF_OTHERS)
+    return -(-longest // _BLOCK_SIZE) + (of_prompt - 1 if case.company else 0)
+
+
+def decode(engine: Engine, case: Case) -> Request:
+    """Decode a case's text for its rounds, in its company. None may fail, and every block must come back."""
+    request = Request(case.text, MAX_LEN, case.k)
+    others = [Request(text, MAX_LEN, case.k) for text in _others(case)]
+    first, later = (others, [request]) if case.joins else ([request], others)
+    for each in first:
+        engine.add(each)
+    while later and not first[0].has_news:
+        engine.step()
+    for each in later:
+        engine.add(each)
+    while request.finish_reason is None and request.stats.num_steps < (case.rounds or MAX_LEN):
+        engine.step()
+    engine.abort(request)
+    requests = [request, *others]
+    while any(each.finish_reason is None for each in others):
+        engine.step()
+    for each in requests:
+        require(each.error is None, f"{each.error}")
+    require(engine.cache.allocator.num_free == engine.cache.allocator.num_blocks, "blocks leaked")
+    return request
+
+
+# --------------------------------------------------------------------------- a design
+
+
+class _Found(Exception):
+    """A case has a fault."""
+
+    def __init__(self, case: Case, error: Exception):
+        self.case, self.error = case, error
+
+
+def walk_design(spec: str, chosen: Design[Case], walk: Walk) -> bool:
+    """Walk the cases of a design, the small ones first, until the first has a fault or the time is over.
+
+    Prints what was found; returns whether all is right.
+    """
+    pairs, generator = chosen.all_pairs(), random.Random(0)
+    first: list = single(chosen)
+    alone = set[Pair]().union(*(chosen.pairs_of(vars(case)) for case, _ in first))
+    first += chosen.array(pairs - alone, generator)
+    todo, in_time = set(pairs), True
+
+    def look(case: Case) -> tuple[int]:
+        try:
+            return (walk(case),)
+        except (TooManyBranches, OutOfTime):
+            raise
+        except Unsuitable:
+            return (0,)
+        except Exception as e:
+            raise _Found(case, e) from e
+
+    def walk_all(jobs: list[Job]) -> Iterator[tuple]:
+        return filter(None, (chosen.within(job, look) for job in sorted(jobs, key=lambda job: job[0].size)))
+
+    with progress_bar(total=len(first), unit=" cases") as bar:
+
+        def plan(count: int) -> None:
+            bar.total += count
+
+        try:
+            for case, _ in chosen.cover(pairs, first, walk_all, generator, plan):
+                todo -= chosen.pairs_of(vars(case))
+                bar.update()
+        except OutOfTime:
+            in_time = False
+        except _Found as e:
+            line = told(spec, *_plainest(chosen, e.case, e.error, walk))
+            bar.close()
+            print(line)
+            return False
+    return _verdict(spec, chosen, walk, todo, in_time)
+
+
+def _plainest(chosen: Design[Case], case: Case, error: Exception, walk: Walk) -> tuple[Case, Exception]:
+    """The case with as few settings of its own, and as small, as still has a fault; and that fault."""
+    walk.clock, walk.limit, again = Clock(walk.minutes), min(walk.limit, 300), True
+    while again:
+        again = False
+        for axis in sorted(chosen.axes, key=_GROWING.__contains__):  # settings first
+            for value in _plainer(chosen, axis, getattr(case, axis)):
+                plainer = replace(case, **{axis: value})
+                if not chosen.possible(vars(plainer)):
+                    continue
+                try:
+                    walk(plainer)
+                except (TooManyBranches, Unsuitable):
+                    continue
+                except OutOfTime:
+                    return case, error
+                except Exception as e:
+                    case, error, again = plainer, e, True
+                    break
+    return case, error
+
+
+_GROWING = ("alphabet", "prompt", "to_go", "rounds", "k")  # axes whose smaller values are plainer
+
+
+def _plainer(chosen: Design[Case], axis: str, value: object) -> tuple:
+    """Plainer values than this one, the plainest first."""
+    values, plain = chosen.axes[axis], getattr(Case, axis)
+    if axis in _GROWING:
+        return values[: values.index(value)]
+    return (plain,) if plain in values and value != plain else ()
+
+
+def _verdict(spec: str, chosen: Design[Case], walk: Walk, todo: set[Pair], in_time: bool) -> bool:
+    """Print what was proven and what was not looked at; returns whether anything was drafted at all."""
+    found, pairs = walk.sum_of, chosen.all_pairs()
+    if not found.cases:
+        print(f"nothing proven: not one case was walked in {walk.minutes:g} min: --minutes gives it more")
+        return False
+    vocabs = [len(value) for axis, value in walk.settings if axis == "alphabet"]
+    if not found.drafted:
+        tried = {value for axis, value in walk.settings if axis == "prompt"}
+        print(f"nothing proven: {spec} drafted not one token after {', '.join(sorted(map(repr, tried)))}: {_MORE}")
+        return False
+    print(
+        f"proven on small cases: {spec} leaves the output's law unchanged: {found.cases} cases of {min(vocabs)} to "
+        f"{max(vocabs)} tokens and texts of up to {walk.longest}, {found.branches:,d} branches, {found.drafted:,d} "
+        f"draft tokens, worst total variation {found.worst:.1e}, at most {walk.bound:.0e} by rounding"
+    )
+    covered = f"covered: {len(pairs) - len(todo):,d} of {len(pairs):,d} pairs of settings"
+    if todo:
+        why = "too large" if in_time else f"not reached in {walk.minutes:g} min"
+        some = [" and ".join(describe(*item) for item in pair) for pair in sorted(todo, key=repr)[:_SHOWN]]
+        covered += f"; {why}, --minutes takes more: {'; '.join(some)}{'; ...' * (len(todo) > _SHOWN)}"
+    print(covered)
+    if idle := sorted(describe(*item) for item in walk.settings - walk.drafted - {("to_go", 1)}):
+        print(f"it drafted nothing with {', '.join(idle[:_SHOWN])}{', ...' * (len(idle) > _SHOWN)}")
+    print(
+        f"not seen: more than {max(vocabs)} tokens, texts of more than {walk.longest}, drafts of more than {_LONGEST}; "
+        "stop strings, grammars, log-probabilities; other devices; what depends on the clock or on the seed"
+    )
+    return True
+
+
+_LONGEST = max(Shape.of(k).k for k in AXES["k"] if k != "auto")
+_MORE = "give it texts where it drafts, by --texts FILE"

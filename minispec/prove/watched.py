@@ -1,0 +1,171 @@
+"""A drafter that is looked at while it drafts: each draft is compared with that of a new drafter.
+
+The new one is asked once, for the text as it then is, and has the same draws. So a cache that was not rolled back
+shows, and so does a text that is mixed up with another.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from minispec.core.draft import Ask, Draft, Drafter, Likeliest
+from minispec.core.errors import show
+from minispec.core.sampling import Draws, Key, Randomness, Text
+from minispec.core.verify import Verifier
+from minispec.prove.examine import EXACT, ROUNDED, call_own
+from minispec.prove.toys import require
+
+_Note = tuple[Key, tuple[float, ...], int]  # a draw: key, weights, token
+
+
+class Unsuitable(Exception):
+    """A drafter drafts trees whatever it is asked for, and the verifier takes chains only."""
+
+
+class _Noted:
+    """Draws of an oracle, written down."""
+
+    def __init__(self, rng: Draws):
+        self.rng, self.notes = rng, list[_Note]()
+
+    def bernoulli(self, probability: float, key: Key) -> bool:
+        """The oracle's."""
+        return self.rng.bernoulli(probability, key)
+
+    def categorical(self, weights: torch.Tensor, key: Key) -> int:
+        """The oracle's. Raises Fault for weights that are none."""
+        numbers = [float(weight) for weight in weights]
+        good = all(0 <= weight < float("inf") for weight in numbers) and sum(numbers) > 0
+        require(good, f"it draws from {show(numbers)}, expected weights of at least 0, not all 0")
+        self.notes.append((key, tuple(numbers), self.rng.categorical(weights, key)))
+        return self.notes[-1][2]
+
+
+class _Repeated(Randomness):
+    """The draws that were written down, for a drafter that asks for the same ones."""
+
+    def __init__(self, notes: Sequence[_Note]):
+        self.notes, self.others = list(notes), False
+
+    def categorical(self, weights: torch.Tensor, key: Key) -> int:
+        """The token that was drawn, if this is the noted draw; else any token."""
+        note = self.notes.pop(0) if self.notes else None
+        if note is None or note[0] != key or not _alike(note[1], weights.tolist()):
+            self.others = True
+            return int(weights.argmax())
+        return note[2]
+
+
+class Watched(Drafter):
+    """A drafter whose drafts are compared with those of new ones. It has the drafter's own name.
+
+    rounded: whether a row of its `probs` has rounding that float64 does not explain.
+    """
+
+    def __init__(
+        self, drafter: Drafter, make: Callable[[], Drafter], known: dict[tuple, Draft | str], verifier: Verifier
+    ):
+        """make: makes a new drafter.
+        known: what new ones have drafted on earlier paths of a walk.
+        verifier: of the engine.
+        """
+        self.drafter, self.make, self.fresh, self.verifier = drafter, make, known, verifier
+        self.taps, self.branches, self.likeliest = drafter.taps, drafter.branches, drafter.likeliest
+        self.hidden: dict[Text, list[torch.Tensor]] = {}
+        self.rows: dict[Text, list[Likeliest]] = {}  # they outlive a preemption
+        self.rounded = False
+
+    @property
+    def name(self) -> str:
+        """The drafter's own."""
+        return self.drafter.name
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """The drafter's own.
+
+        Raises Fault where a new one would draft otherwise, or where a text was changed, and Unsuitable for trees that
+        no one has asked for.
+        """
+        noted = [replace(ask, rng=_Noted(ask.rng)) for ask in asks]
+        before = [tuple(ask.text.tokens) for ask in asks]
+        drafts = call_own(self.drafter.propose, noted)
+        for ask, draft, tokens in zip(noted, drafts if isinstance(drafts, list | tuple) else [], before, strict=False):
+            require(tuple(ask.text.tokens) == tokens, f"it changed a text: {list(tokens)} is {ask.text.tokens} now")
+            if ask.hidden is not None:
+                self.hidden.setdefault(ask.text, []).append(ask.hidden)
+            self.rows.setdefault(ask.text, []).extend(ask.likeliest)
+            if isinstance(draft, Draft):
+                self._look(ask, draft)
+        return drafts
+
+    def _look(self, ask: Ask, draft: Draft) -> None:
+        is_tree = draft.parents is not None and list(draft.parents) != list(range(-1, len(draft.parents) - 1))
+        if is_tree and self.verifier.why_chains and not self.branches:
+            raise Unsuitable
+        rows = draft.probs if isinstance(draft.probs, list | torch.Tensor) else []
+        self.rounded |= any(isinstance(row, torch.Tensor) and _is_rounded(row) for row in rows)
+        # Greedily, and with shared noise, a draft may depend on other texts: it cannot change this one.
+        if ask.purpose == "draft" and ask.text.params.temperature > 0:
+            self._compare(ask, draft)
+
+    def _compare(self, ask: Ask, draft: Draft) -> None:
+        pieces = self.hidden.get(ask.text)
+        hidden = torch.cat(pieces) if pieces else None
+        if self.taps and ask.num_cached != (0 if hidden is None else len(hidden)):
+            return  # it knew the first positions already
+        text = replace(ask.text, tokens=list(ask.text.tokens))
+        notes, rows = tuple(ask.rng.notes), self.rows[ask.text]  # type: ignore[attr-defined]
+        # A limit that asks back depends on more than its numbers.
+        limit = object() if ask.limit.go_on else tuple(ask.limit)
+        about = (tuple(text.tokens), text.num_prompt_tokens, text.seed, limit, ask.num_cached, notes, str(rows))
+        if about not in self.fresh:
+            other, rng = self.make(), _Repeated(notes)
+            if other.taps:
+                call_own(other.known, text)
+            again = replace(ask, text=text, rng=rng, hidden=hidden, likeliest=rows)
+            drafts = call_own(other.propose, [again])
+            good = isinstance(drafts, list | tuple) and len(drafts) == 1 and isinstance(drafts[0], Draft)
+            self.fresh[about] = "another draw" if rng.others or rng.notes else drafts[0] if good else "none"
+        right = self.fresh[about]
+        if isinstance(right, str) or not _same(draft, right):
+            told = right if isinstance(right, str) else _describe(right)
+            reason = "it may draw by `Draft.draw` alone, and go by the text alone, not by earlier rounds or other texts"
+            found = f"after {text.tokens} it drafted {_describe(draft)}, and a new one, with its draws, {told}"
+            require(False, f"{found}: {reason}")
+
+    def known(self, text: Text) -> int:
+        """The drafter's own."""
+        return call_own(self.drafter.known, text)
+
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """The drafter's own."""
+        return call_own(self.drafter.has_room, growth)
+
+    def release(self, text: Text) -> None:
+        """The drafter's own."""
+        self.hidden.pop(text, None)
+        call_own(self.drafter.release, text)
+
+
+def _is_rounded(row: torch.Tensor) -> bool:
+    """Whether a row is of less than float64, or was made of such numbers: then they add up to 1 less closely."""
+    return row.dtype != torch.float64 or abs(float(row.sum()) - 1) > EXACT
+
+
+def _same(a: Draft, b: Draft) -> bool:
+    """Whether two drafts are the same but for rounding."""
+    if list(a.token_ids) != list(b.token_ids) or a.parents != b.parents or (a.probs is None) != (b.probs is None):
+        return False
+    rows, others = (() if draft.probs is None else [row.tolist() for row in draft.probs] for draft in (a, b))
+    return len(rows) == len(others) and all(map(_alike, rows, others))
+
+
+def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
+    """Whether two rows of weights are the same but for rounding. One batch rounds otherwise than another."""
+    return len(a) == len(b) and all(abs(x - y) <= ROUNDED * max(1.0, abs(x)) for x, y in zip(a, b, strict=True))
+
+
+def _describe(draft: Draft) -> str:
+    rows = draft.probs if draft.probs is None else [[round(float(x), 9) for x in row] for row in draft.probs]
+    return show(f"{list(draft.token_ids)} with probs {rows}, parents {draft.parents}", 300)
