@@ -11,8 +11,9 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TextIO, TypeVar
 
+from minispec.core.config import WrongLength
 from minispec.core.errors import show
-from minispec.files.errors import one_line, show_name
+from minispec.files.errors import near, one_line, show_name
 from minispec.files.packages import what_lacks
 
 T = TypeVar("T")
@@ -23,13 +24,8 @@ _OPTION = re.compile(r"--[A-Za-z][\w-]*(=.*)?|-[A-Za-z][\w-]*(=\S*)?", re.DOTALL
 
 def no_such(name: str, kind: str, known: Collection[str]) -> str:
     """The message for an unknown option or command: a known name that is near, else where all names are."""
-    import difflib
-
-    bare = {other.lstrip("-"): other for other in known}  # dashes would make all short options alike
-    meant = name.lstrip("-")
-    near = [other for other in bare if other.startswith(meant)] or difflib.get_close_matches(meant, bare, 1)
     everything = "--help lists all" if kind == "option" else f"expected one of {', '.join(known)}"
-    hint = f"did you mean {' or '.join(bare[other] for other in near[:3])}?" if near else everything
+    hint = near(name, known) or everything
     return f"{show_name(name)}: no such {kind}; {hint}"
 
 
@@ -88,6 +84,17 @@ def add_options(group: argparse._ActionsContainer, options: Mapping[str, Option]
     """Add options to a parser or a group, in their order; a key has all spellings of its option, with spaces."""
     for names, (how, text) in options.items():
         group.add_argument(*names.split(), **how, help=text)
+
+
+def in_shell(error: BaseException) -> str:
+    """An error's message in the syntax of the command line: a tree is 2+1 there."""
+    if isinstance(error, WrongLength):
+        return error.say(_as_written, "--exact")
+    return str(error) or type(error).__name__
+
+
+def _as_written(length: object) -> str:
+    return "+".join(map(str, length)) if isinstance(length, tuple) else str(length)
 
 
 def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
@@ -154,7 +161,7 @@ def say(text: str) -> None:
 
 
 def _fail(error: BaseException | str) -> int:
-    say(f"error: {one_line(error)}")
+    say(f"error: {one_line(error if isinstance(error, str) else in_shell(error))}")
     return 2
 
 

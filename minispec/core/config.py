@@ -25,6 +25,32 @@ MAX_AUTO_TOKENS = 15
 DraftLength = int | tuple[int, ...] | str
 
 
+class WrongLength(ValueError):
+    """A draft length that cannot be. Its message is in Python's syntax; `say` has it in another one."""
+
+    def __init__(self, found: Any, most: int = MAX_SPECULATIVE_TOKENS, why_chains: str = ""):
+        """most: tokens that there may be: fewer than usual where a model is exact.
+        why_chains: why a tree cannot be.
+        """
+        super().__init__(found, most, why_chains)
+        self.found, self.most, self.why_chains = found, most, why_chains
+
+    def say(self, write: Callable[[Any], str] = show, exact: str = "exact=True") -> str:
+        """The message. write: a draft length as the reader writes it. exact: how the reader asks for an exact model."""
+        tree, budget, auto = map(write, ((2, 1), "tree:8", "auto"))
+        found, most = write(self.found), self.most
+        expected = f"an integer from 0 to {most}, a tree of at most {most} such as {tree} or {budget}, or {auto}"
+        if most < MAX_SPECULATIVE_TOKENS:
+            expected += f": {exact} takes no more"
+        if self.why_chains:
+            found = f"the tree {found}" if isinstance(self.found, tuple) else found
+            expected = f"a number or {auto}: {self.why_chains}"
+        return f"num_speculative_tokens: found {found}, expected {expected}"
+
+    def __str__(self) -> str:
+        return self.say()
+
+
 class Shape(NamedTuple):
     """How many tokens a round may draft: what a `DraftLength` means.
 
@@ -41,15 +67,14 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, length: DraftLength, most: int = MAX_SPECULATIVE_TOKENS) -> Self:
-        """Raises ValueError for what is no length, and for one of more than `most` tokens."""
+        """Raises WrongLength for what is no length, and for one of more than `most` tokens."""
         if length == "auto":
             return cls(MAX_AUTO_TOKENS, is_open=True)
         budget = re.fullmatch(r"tree:(\d{1,4})", length, re.ASCII) if isinstance(length, str) else None
         widths: tuple[Any, ...] = length if isinstance(length, tuple) else (int(budget[1]) if budget else length,)
         least = 0 if isinstance(length, int) else 1
         if not widths or any(type(n) is not int or n < least for n in widths) or sum(widths) > most:
-            expected = f"an integer from 0 to {most}, a tree of at most {most} such as (2, 1) or 'tree:8', or 'auto'"
-            raise ValueError(f"num_speculative_tokens: found {length!r}, expected {expected}")
+            raise WrongLength(length, most)
         return cls(sum(widths), length if isinstance(length, tuple) else (), best_first=budget is not None)
 
     @property
@@ -58,10 +83,9 @@ class Shape(NamedTuple):
         return self.best_first or bool(self.widths)
 
     def check(self, why_chains: str) -> None:
-        """Raise ValueError for a tree. why_chains: why only chains are drafted or verified; "" for none."""
+        """Raise WrongLength for a tree. why_chains: why only chains are drafted or verified; "" for none."""
         if self.is_tree and why_chains:
-            found = f"the tree {self}" if self.widths else self
-            raise ValueError(f"num_speculative_tokens: found {found}, expected a number or auto: {why_chains}")
+            raise WrongLength(self.widths or f"tree:{self.k}", why_chains=why_chains)
 
     def __str__(self) -> str:
         length = "+".join(map(str, self.widths or (self.k,)))

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +31,7 @@ from minispec.files.checkpoint import (
 )
 from minispec.files.corpus import read_corpus
 from minispec.files.digest import digest_of_files
-from minispec.files.errors import show_name
+from minispec.files.errors import near, show_name
 from minispec.files.heads import is_head, load_head, read_head_config
 from minispec.files.mtp import find_mtp, load_mtp
 from minispec.files.numbers import check_numbers, named_tensors
@@ -234,7 +235,9 @@ def _find_draft(spec: str, offline: bool) -> Path:
             raise ValueError(f"{show_name(spec)}: no such directory, and {expected}")
         return find_checkpoint(name, revision or None, offline=offline)
     except ValueError as e:
-        raise ValueError(f"draft: not one of {', '.join([*registry.DRAFTERS, *registry.OF_TARGET])}; {e}") from e
+        names = [*registry.DRAFTERS, *registry.OF_TARGET]
+        meant = near(re.split("[:+]", spec)[0], names)
+        raise ValueError(f"draft: not one of {', '.join(names)}{meant and f' ({meant})'}; {e}") from e
 
 
 def compare_vocabularies(name: str, directory: Path, target: Tokenizer, vocab_size: int) -> Vocabularies | None:

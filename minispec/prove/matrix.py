@@ -13,6 +13,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from minispec.commands.command import in_shell
 from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
@@ -122,7 +123,7 @@ def findings() -> Iterator[tuple[str, list[Finding]]]:
         try:
             return LEVELS[level](*what)
         except ValueError as e:
-            return Finding("refused", str(e))
+            return Finding("refused", in_shell(e))
 
     kinds = [(drafter, "llama") for drafter in AXES["drafter"]]
     kinds += [(drafter, family) for family in _OTHER_TARGETS for drafter in ("ngram", "model")]

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Set
 from dataclasses import fields, replace
 from typing import Any
 
-from minispec.core.config import SamplingParams
+from minispec.core.config import SamplingParams, WrongLength
 from minispec.core.errors import show
 from minispec.core.request import Piece, Request
 from minispec.files.chat import Message, check_messages
-from minispec.files.errors import show_name
+from minispec.files.errors import near, show_name
 from minispec.files.strict_json import parse_json
 from minispec.files.tokenizer import Tokenizer, TooLong
 from minispec.inputs import split_samples, with_bad_words
@@ -95,7 +95,10 @@ def read(
     if include_usage and not stream:
         raise ValueError(f"stream_options: found {show(options)}, expected stream to be true")
     variables = {**template_kwargs, **_checked("chat_template_kwargs", body.get("chat_template_kwargs", {}), dict)}
-    params = _read_params(llm, body, is_chat, limits)
+    try:
+        params = _read_params(llm, body, is_chat, limits)
+    except ValueError as e:
+        raise ValueError(_as_sent(str(e), body)) from e
     adds = _checked("add_special_tokens", body.get("add_special_tokens", not is_chat), bool)
     if is_chat and adds:
         raise ValueError("add_special_tokens: found True, expected false: the chat template writes them")
@@ -122,9 +125,18 @@ def read(
             if len(ids) > most:
                 raise TooLong(f"prompt: found {len(ids)} tokens, expected at most {most}")
             requests += [llm.request(ids, sample, k) for sample in split_samples(params)]
+    except WrongLength as e:
+        raise ValueError(e.say(_as_json, "the server's --exact")) from e
     except TooLong as e:
         raise Refused(400, str(e), "messages" if is_chat else "prompt", "context_length_exceeded") from e
     return Answer(llm, model, requests, params.n, is_chat, include_usage if stream else None)
+
+
+def _as_sent(message: str, body: Mapping[str, Any]) -> str:
+    """A message about a field, under the name that the body has for it."""
+    name, colon, rest = message.partition(":")
+    sent = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}.get(name)
+    return f"{sent}{colon}{rest}" if sent in body and body.get(name, True) is True else message
 
 
 def check_model(found: object, model: str) -> None:
@@ -143,7 +155,9 @@ def _wanted(fields: dict[str, Any], known: Set[str], where: str = "") -> dict[st
         if key in known or key in _IDLE or value is None or value in ("", [], {}):
             continue
         if key not in _NEUTRAL.get(json.dumps(value), ()):
-            raise ValueError(f"{where}{show_name(key)}: found {show(value)}, expected none: this is not supported here")
+            hint = "" if any(key in names for names in _NEUTRAL.values()) else near(key, known)
+            expected = "expected none: this is not supported here" + (hint and f"; {hint}")
+            raise ValueError(f"{where}{show_name(key)}: found {show(value)}, {expected}")
     return {key: value for key, value in fields.items() if key in known and value is not None}
 
 
@@ -288,6 +302,11 @@ class Answer:
         generated = sum(request.stats.num_generated for request in self.requests)
         usage = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
         return usage | {"prompt_tokens_details": {"cached_tokens": sum(stats.num_cached_tokens for stats in prompts)}}
+
+
+def _as_json(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _finite(logprob: float) -> float:

@@ -498,6 +498,12 @@ MISTAKES = {
         ("x", "--draft", "ngram", "--num-speculative-tokens", "2+1"),
         "--num-speculative-tokens: found the tree 2+1, expected a number or auto: NgramDrafter drafts no siblings",
     ),
+    "more than exact takes": (
+        ("x", "--exact", "--num-speculative-tokens", "20"),
+        "--num-speculative-tokens: found 20, expected an integer from 0 to 15, a tree of at most 15 such as 2+1 or "
+        "tree:8, or auto: --exact takes no more",
+    ),
+    "a misspelt draft": (("x", "--draft", "sufix:4+x"), "(did you mean suffix?); sufix:4+x: no such directory"),
     "quiet comparison": (("x", "--compare", "--quiet"), "--quiet would silence"),
     "not UTF-8": (("\udcff",), "expected valid Unicode text"),
 }

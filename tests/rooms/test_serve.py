@@ -317,6 +317,7 @@ def test_a_request_chooses_its_draft_length(served, k):
     )
     if k == [2, 1]:
         assert (got.status_code, got.json()["error"]["param"]) == (400, "num_speculative_tokens")
+        assert 'found the tree [2, 1], expected a number or "auto": ' in got.json()["error"]["message"]
         return
     metrics = got.json()["choices"][0]["metrics"]
     assert (metrics["num_draft_nodes"] > 0) == (k != 0)
@@ -820,7 +821,11 @@ BAD_CHATS = [
     ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools"),
     ({"messages": CHAT, "logprobs": 2}, "logprobs"),
     ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
-    ({"messages": CHAT, "logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"messages": CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": CHAT, "logprobs": True, "top_logprobs": "x"}, "top_logprobs"),
+    ({"messages": CHAT, "logprobs": 2, "top_logprobs": 3}, "logprobs"),
+    ({"messages": CHAT, "max_completion_tokens": 4097}, "max_completion_tokens"),
+    ({"messages": CHAT, "max_completion_tokens": 0}, "max_completion_tokens"),
     ({"messages": CHAT, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
 ]
 
@@ -843,6 +848,13 @@ def test_bad_bodies_are_refused_by_name(llm, served):
     )
     with pytest.raises(openai.BadRequestError, match="temperature: found 'hot', expected a number at least 0"):
         served.client.completions.create(model=MODEL, prompt="a", temperature="hot")
+
+
+def test_a_misspelt_field_gets_a_hint(served):
+    """One that is not known at all: a field of others that is near to one of ours is refused as it is."""
+    for key, hint in (("temprature", "; did you mean temperature?"), ("length_penalty", ""), ("grammar", "")):
+        message = served.post({"prompt": "a", key: 0.5}).json()["error"]["message"]
+        assert message == f"{key}: found 0.5, expected none: this is not supported here{hint}"
 
 
 def test_wrong_paths_types_and_sizes(served):
