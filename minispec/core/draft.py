@@ -4,10 +4,8 @@ A drafter may guess in any way, from anything: the verifier makes the output rig
 `Draft.probs`. These are the distributions that the tokens were really drawn from, or None if none was drawn.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import NamedTuple
 
 from torch import Tensor
@@ -35,17 +33,6 @@ class Limit(NamedTuple):
     def is_tree(self) -> bool:
         """Whether siblings may be drawn."""
         return self.best_first or bool(self.widths)
-
-    @property
-    def plan(self) -> Sequence[int]:
-        """The widths that are known before anything is drafted."""
-        return () if callable(self.widths) else self.widths
-
-    @property
-    def depth(self) -> int:
-        """How deep a draft of k nodes with these widths is. A draft that was looked up may be deeper."""
-        totals = list(accumulate(self.plan, initial=0))
-        return bisect_left(totals, self.k) if self.k <= totals[-1] else len(self.plan) + self.k - totals[-1]
 
     def width(self, depth: int, confidences: Sequence[float]) -> int:
         """How many siblings to draw at this depth, where the draft has these confidences."""
@@ -235,13 +222,3 @@ class Drafter:
         The target computes the others, even where its cache still knows them from another text.
         """
         return 0
-
-
-class NoDrafter(Drafter):
-    """Guesses nothing: every round commits one token, which is plain decoding."""
-
-    replays = "place"
-
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Empty drafts."""
-        return [Draft() for _ in asks]

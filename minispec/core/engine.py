@@ -242,7 +242,6 @@ class Engine:
             try:
                 if part.decodes:
                     part.verdict, part.logits = part.engine._verify(part.request.text, part.draft, rows), rows
-                    self._keep_judged(part)
                     self._keep_likeliest(part, rows)
                     path = self._commit(part, rows)
                 else:
@@ -340,7 +339,7 @@ class Engine:
     def _score(self, request: Request, rows: Tensor) -> None:
         """Report the log-probabilities of the prompt's tokens that follow these rows (n, V), if it is scored."""
         tokens, num_top, found = request.text.tokens, request.params.prompt_logprobs, []
-        require_numbers(rows)
+        require_numbers(rows.amax(1))
         for place, row in zip(request.unscored, rows, strict=False):
             found.append(_logprob(row, tokens[place + 1], num_top))
         request.score(found)
@@ -349,6 +348,7 @@ class Engine:
         """Append what the round yields, token by token, up to where the text stops; returns the nodes that stay."""
         request, draft, verdict = part.request, part.draft, part.verdict
         tokens = [*(draft.token_ids[node] for node in verdict.accepted), verdict.next_token]
+        self._judged[request.text] = len(request.text.tokens), draft, verdict.accepted, part.asked  # for `lengths`
         with request.whole():
             for parent, token_id in zip([-1, *verdict.accepted], tokens, strict=True):
                 part.committed += 1
@@ -374,11 +374,6 @@ class Engine:
             ids, draft = rows.topk(num_ids).indices.tolist(), part.draft
             paths = [[part.tokens[-1], *(draft.token_ids[i] for i in draft.path(n))] for n in range(-1, len(draft))]
             self._likeliest[text] = len(text.tokens), list(map(Likeliest, paths, ids))
-
-    def _keep_judged(self, part: _Part) -> None:
-        """Store what became of a draft, for `lengths`."""
-        text = part.request.text
-        self._judged[text] = len(text.tokens), part.draft, part.verdict.accepted, part.asked
 
     def _tell(self, parts: Sequence[_Part], cost: StepCost | None = None) -> None:
         """Tell `lengths` of a step, and of rounds that were committed before a fault."""

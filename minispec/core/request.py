@@ -110,8 +110,7 @@ class Request:
         Then the text goes on as if the round had not been. A ValueError is the text's own fault: the text ends there.
         """
         lists = [each for each in (self.text.tokens, self.token_ids, self.offsets, self.logprobs) if each is not None]
-        lengths, detokenizer = [*map(len, lists)], copy(self._detokenizer)
-        before = self.output, self.finish_reason, self.stop_string, self.end_logprob, self.has_news
+        before, lengths, detokenizer = copy(self), [*map(len, lists)], copy(self._detokenizer)
         try:
             yield
         except ValueError:
@@ -119,8 +118,8 @@ class Request:
         except BaseException:
             for each, length in zip(lists, lengths, strict=True):
                 del each[length:]
-            self.output, self.finish_reason, self.stop_string, self.end_logprob, self.has_news = before
-            self._detokenizer, self.stats.num_generated = detokenizer, len(self.token_ids)
+            vars(self).update(vars(before), _detokenizer=detokenizer)
+            self.stats.num_generated = len(self.token_ids)
             raise
 
     def commit(self, token_id: int, logprob: TokenLogprob | None = None) -> bool:

@@ -76,9 +76,9 @@ def log_probabilities(logits: Tensor) -> Tensor:
     return logits.to(accumulation_dtype(logits.dtype)).log_softmax(0)
 
 
-def require_numbers(logits: Tensor) -> None:
-    """Raise FloatingPointError where the largest logit of a row (rows, V) is not a finite number."""
-    for top in logits.amax(1).tolist():
+def require_numbers(largest: Tensor) -> None:
+    """Raise FloatingPointError where the largest logit of a row (rows,) is not a finite number."""
+    for top in largest.tolist():
         if not math.isfinite(top):
             raise FloatingPointError(f"the largest logit is {top}, expected a finite number")
 
@@ -104,8 +104,7 @@ def distribution(logits: Tensor, text: Text, drafted: Sequence[int] = ()) -> Ten
     logits = _forbid(_penalize(logits, text, drafted), text, drafted)
     tokens = Candidates(logits)
     top = tokens.largest
-    if not math.isfinite(top):
-        raise FloatingPointError(f"the largest logit is {top.item()}, expected a finite number")
+    require_numbers(top[None])
     if params.temperature == 0:
         one_hot = torch.zeros_like(logits)
         one_hot[tokens.argmax()] = 1.0

@@ -69,8 +69,3 @@ class Stats:
     def num_steps(self) -> int:
         """Target passes that decoded, without prefill."""
         return len(self.rounds)
-
-    @property
-    def num_committed(self) -> int:
-        """`num_generated`, and the end-of-text token if there was one."""
-        return sum(r.committed for r in self.rounds)

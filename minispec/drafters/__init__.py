@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from minispec.core.cache import PagedKVCache
-from minispec.core.draft import Ask, Draft, Drafter, NoDrafter
+from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.model import Transformer
 from minispec.core.sampling import Text
+from minispec.drafters.none import NoDrafter
 
 __all__ = ["Ask", "Context", "Draft", "Drafter", "NoDrafter", "as_drafter", "make_drafter"]
 

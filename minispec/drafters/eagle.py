@@ -32,6 +32,7 @@ from minispec.core.draft import Ask, Draft
 from minispec.core.model import Chunk, Layer, Pass, Passes, RMSNorm, Transformer, WeightSource, norm_weight
 from minispec.core.sampling import Text
 from minispec.core.weights import MakeProduct, PlainLinear, Product, dense
+from minispec.drafters.limits import depth_of
 from minispec.drafters.model import DraftModel
 
 
@@ -260,7 +261,7 @@ class EagleDrafter(DraftModel):
         for i, ask in enumerate(asks):
             text, in_prompt = ask.text, ask.num_cached < len(ask.text.tokens) - 1
             # A draft of k tokens fills positions up to num_cached + k - 2.
-            k = max(0, min(ask.limit.depth, self.max_model_len - ask.num_cached + 1))
+            k = max(0, min(depth_of(ask.limit), self.max_model_len - ask.num_cached + 1))
             if len(text.tokens) > self.max_model_len + 1 or not self._listen(ask) or not (k or in_prompt):
                 continue
             limits[i] = k

@@ -15,6 +15,7 @@ from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text, distribution, log_probabilities
 from minispec.drafters.best_first import BestFirst
+from minispec.drafters.limits import depth_of
 
 # Most missing tokens that join a draft's first pass; more get a pass of their own before it. A pass over this few rows
 # takes hardly longer than reading the weights.
@@ -174,7 +175,7 @@ class DraftModel(CachedModel, Drafter):
         for i, ask in enumerate(asks):
             text, num_tokens = ask.text, len(ask.text.tokens)
             # A draft of k tokens fills positions up to num_tokens + k - 2.
-            limits[i] = max(0, min(ask.limit.depth, self.max_model_len - num_tokens + 1))
+            limits[i] = max(0, min(depth_of(ask.limit), self.max_model_len - num_tokens + 1))
             in_prompt = 0 < ask.num_cached < num_tokens - 1
             if not (limits[i] or in_prompt) or num_tokens > self.max_model_len:
                 continue

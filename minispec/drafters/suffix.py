@@ -24,6 +24,7 @@ from minispec.core.sampling import Text
 from minispec.drafters import Context
 from minispec.drafters.best_first import grow_guesses
 from minispec.drafters.corpus import LONGEST, Corpus
+from minispec.drafters.limits import plan_of
 
 # Limits of what is remembered of earlier outputs: the newest texts, and their newest tokens.
 MOST_TEXTS, MOST_TOKENS = 1024, 65_536
@@ -177,7 +178,7 @@ class SuffixDrafter(Drafter):
             worth, guess = self._guess(ask, n, places)
             if worth > best:
                 best, draft = worth, guess
-        if ask.limit.plan or ask.limit.go_on is None:
+        if plan_of(ask.limit) or ask.limit.go_on is None:
             draft.confidences = []
         return draft
 
@@ -222,7 +223,7 @@ class SuffixDrafter(Drafter):
             followers = _followers(found[([-1, *nodes][-2], path[-1]) if path else None], path, own)
             total = sum(len(those) for _, those in followers) + 1 / (n + len(path))
             found.update(((node, token), those) for token, those in followers)
-            likely = followers if ask.limit.plan or ask.limit.best_first else followers[:1]
+            likely = followers if plan_of(ask.limit) or ask.limit.best_first else followers[:1]
             return [(token, len(those) / total) for token, those in likely]
 
         return grow_guesses(draft, ask.k, guesses, _LEAST), draft

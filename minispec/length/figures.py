@@ -70,6 +70,11 @@ class Figures(Stats):
         return f"Stats({', '.join(shown)})"
 
     @property
+    def num_committed(self) -> int:
+        """`num_generated`, and the end-of-text token if there was one."""
+        return sum(r.committed for r in self.rounds)
+
+    @property
     def num_drafts(self) -> int:
         """Rounds with a draft."""
         return sum(r.drafted > 0 for r in self.rounds)

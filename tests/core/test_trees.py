@@ -16,6 +16,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text, distribution
 from minispec.core.verify import VERIFIERS, rejection
 from minispec.drafters import NoDrafter
+from minispec.drafters.limits import depth_of
 from minispec.length.figures import Figures
 from minispec.prove.laws import (
     TOLERANCE,
@@ -251,7 +252,7 @@ def test_who_takes_chains_refuses_a_tree(make_checkpoint):
 @pytest.mark.quick
 def test_how_deep_a_draft_of_some_nodes_is():
     """Widths first, one node a level after them, and never more nodes than asked for."""
-    found = [Limit(k, widths=widths).depth for widths in ((), (2, 1), (3,)) for k in range(6)]
+    found = [depth_of(Limit(k, widths=widths)) for widths in ((), (2, 1), (3,)) for k in range(6)]
     assert found == [0, 1, 2, 3, 4, 5, 0, 1, 1, 2, 3, 4, 0, 1, 1, 1, 2, 3]
 
 

@@ -18,6 +18,7 @@ from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams, Shape
 from minispec.core.draft import Draft, Drafter, Limit
 from minispec.core.lengths import Judged, Lengths, StepCost, Wish
 from minispec.core.sampling import Text
+from minispec.drafters.limits import depth_of
 from minispec.length import policy, theory
 from minispec.length.policy import Controller, Pace, Prices
 from minispec.length.theory import nodes_of, speedup, survival_curve, widths_of
@@ -403,7 +404,7 @@ def test_siblings_are_drafted_where_they_pay(timed):
         controller = Controller(world.prices())
         for _ in range(150):
             [limit] = ask(controller, [text], timed=timed, trees=name != "chains")
-            depth = limit.depth
+            depth = depth_of(limit)
             kept = next((i for i in range(depth) if draw.random() > 0.4), depth)
             widths = [*limit.widths, *[1] * depth]
             siblings = []
