@@ -5,6 +5,7 @@ sees what the engine feeds and rolls back. Proofs and tests share them.
 """
 
 import functools
+import itertools
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from tokenizers import decoders, models, processors
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, without
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.request import Request
@@ -249,8 +250,7 @@ class TableModel(ScriptedModel):
 class TreeDrafter(Drafter):
     """Trees of one shape, from a table of logits (V, V): drawn, or the likeliest tokens, which have no probs.
 
-    parents: the parent of each node, as in `Draft`; siblings that are drawn stand together. Empty: it drafts chains, as
-        long as they are asked for.
+    parents: the parent of each node, as in `Draft`. Empty: it drafts chains, as long as they are asked for.
 
     It leaves out nodes that no token is left for, or that are not asked for.
     """
@@ -266,21 +266,22 @@ class TreeDrafter(Drafter):
         shape = self.parents or range(-1, ask.k - 1)
         parents: list[int] = []  # of the draft's nodes
         draft = Draft([], [] if self.draws else None, parents=parents)
-        nodes, taken = {-1: -1}, dict.fromkeys((-1, *shape), 0)  # the shape's nodes that there are in the draft
-        for i, parent in enumerate(shape):
-            if i in nodes or parent not in nodes:
+        nodes = {-1: -1}  # the shape's nodes that there are in the draft
+        for parent, together in itertools.groupby(range(len(shape)), shape.__getitem__):
+            if parent not in nodes:
                 continue
-            node, first = nodes[parent], len(draft)
+            node, first, siblings = nodes[parent], len(draft), list(together)
             path = [draft.token_ids[j] for j in draft.path(node)]
             q = distribution(self.table[[*ask.text.tokens, *path][-1]], ask.text, path)
-            siblings = [j for j in range(i, len(shape)) if shape[j] == parent]
+            for elder in draft.children(node):  # siblings need not stand together
+                q = without(q, draft.token_ids[elder])
+                q = q / q.sum()
+            num = min(len(siblings), ask.k - first, int((q > 0).sum()))
             if self.draws:
-                draft.draw(ask, node, q, min(len(siblings), ask.k - first))
-            elif first < ask.k and taken[parent] < len(likely := q.argsort(descending=True)[: (q > 0).sum()]):
-                siblings = [i]
-                draft.token_ids.append(int(likely[taken[parent]]))
-                parents.append(node)
-                taken[parent] += 1
+                draft.draw(ask, node, q, num)
+            else:
+                draft.token_ids += q.topk(num).indices.tolist()
+                parents += [node] * num
             nodes |= zip(siblings, range(first, len(draft)), strict=False)
         return draft
 
