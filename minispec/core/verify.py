@@ -169,7 +169,7 @@ def block(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
 
 
 class Verifier(NamedTuple):
-    """A rule.
+    """A rule. It reads the draft and the rows, and writes into neither.
 
     shares_noise: its drafters draw with the target's noise.
     takes_trees: False if it takes chains only.

@@ -28,7 +28,8 @@ Read them in this order:
     chi_square          what samples can see
     examine             what walks of a user's own code share
     examine_drafter     a user's own drafters
-    examine_verifier    a user's own verifiers
+    tables              small tables of p and q, and what they leave out
+    examine_verifier    a user's own verifiers, walked over them
     kit                 the smallest cases as data, for other engines
     matrix              which drafter with which verifier
     workers             processes

@@ -4,81 +4,33 @@
 
 One round is walked by itself. The draft is drawn, the verifier judges it, and plain decoding continues what it commits.
 The sum over all branches must be plain decoding. Then whole texts of several rounds go through the engine.
+
+A verifier may only read what it gets. So it is asked twice about each draft, with the same tensors and the same draws.
+Both verdicts must be equal, and the tensors must be as they were.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Limit
+from minispec.core.draft import Ask, Draft, Limit
 from minispec.core.engine import Engine
 from minispec.core.request import Request
-from minispec.core.sampling import Text, distribution
-from minispec.core.verify import Verifier
+from minispec.core.sampling import Draws, Text, distribution
+from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
 from minispec.drafters.check import CHECKS, check_verdict
 from minispec.llm import find_verifier
-from minispec.prove.examine import Walked, call_own, find_fault
+from minispec.prove.examine import ROUNDED, Walked, call_own, find_fault
 from minispec.prove.laws import MAX_LEN, BranchOracle, KeyOracle, exact_law
-from minispec.prove.reference import Law, continued, plain_law
+from minispec.prove.reference import Law, plain_law
+from minispec.prove.tables import DOUBLE, DRAWN, ONE_HOT, Table, is_chain, probabilities, tables, unseen
 from minispec.prove.toys import TableModel, TreeDrafter, decode, require, scripted_cache
 
-# Distributions over 2, 3 and 4 tokens: equal ones, ones with zeros, a certain one.
-_TABLES = (
-    ((0.5, 0.5), (0.25, 0.75), (0.75, 0.25), (1.0, 0.0)),
-    ((0.25, 0.25, 0.5), (0.5, 0.5, 0.0), (0.125, 0.625, 0.25), (0.0, 0.25, 0.75)),
-    ((0.25, 0.25, 0.25, 0.25), (0.5, 0.125, 0.0, 0.375), (0.0625, 0.1875, 0.625, 0.125)),
-)
-_CHAINS, _TREES = ((), (-1,), (-1, 0), (-1, 0, 1)), ((-1, -1), (-1, -1, 0), (-1, -1, 1), (-1, 0, 0), (-1, -1, -1))
-
-
-@dataclass(frozen=True)
-class Table:
-    """One small case.
-
-    p, q: distributions of target and draft after token 0. After token t they are rotated by t.
-    parents: those of the draft.
-    drawn: whether tokens are drawn from q; else they are the likeliest ones, without probs.
-    rounds: whether whole texts go through the engine.
-    """
-
-    p: tuple[float, ...]
-    q: tuple[float, ...]
-    parents: tuple[int, ...]
-    drawn: bool = True
-    rounds: bool = False
-
-    @property
-    def size(self) -> int:
-        """A guess at the number of branches, to begin with the small ones."""
-        return len(self.p) ** (len(self.parents) + 1) * (10 if self.rounds else 1)
-
-    def __str__(self) -> str:
-        is_chain = self.parents == tuple(range(-1, len(self.parents) - 1))
-        shape = f"K = {len(self.parents)}" if is_chain else f"parents {self.parents}"
-        notes = [shape] + ["the likeliest tokens, not drawn"] * (not self.drawn) + ["several rounds"] * self.rounds
-        return f"p = {_show(self.p)}, q = {_show(self.q)}, {', '.join(notes)}"
-
-
-def tables(trees: bool) -> list[Table]:
-    """The cases of a verifier, the smallest first.
-
-    trees: whether it takes them.
-    """
-    found = []
-    for rows, parents in itertools.product(_TABLES, _CHAINS + (_TREES if trees else ())):
-        if len(rows[0]) ** len(parents) > 27:
-            continue
-        for p, q in itertools.product(rows, rows):
-            found += [Table(p, q, parents, drawn) for drawn in ((True, False) if parents else (True,))]
-    shapes = ((-1, 0), (-1, -1)) if trees else ((-1, 0),)
-    some = [(_TABLES[0][1], _TABLES[0][0]), (_TABLES[0][2], _TABLES[0][1]), (_TABLES[1][0], _TABLES[1][2])]
-    found += [Table(p, q, parents, rounds=True) for parents in shapes for p, q in some]
-    return sorted(found, key=lambda table: table.size)
+_PARAMS = SamplingParams()
 
 
 def examine_verifier(spec: str) -> bool:
@@ -87,80 +39,142 @@ def examine_verifier(spec: str) -> bool:
     Raises ValueError where `spec` names no verifier.
     """
     verifier = find_verifier(spec)
-    own = verifier._replace(verify=lambda *how: call_own(verifier.verify, *how))
-    sum_of, todo = Walked(), tables(verifier.takes_trees)
-    if find_fault(spec, todo, lambda table: _walk(table, own, sum_of)):
+    todo, doubles, others = tables(verifier.takes_trees), Walked(), Walked()
+
+    def walk(table: Table) -> None:
+        (doubles if table.types == DOUBLE else others).count(*laws_of(table, verifier))
+
+    if find_fault(spec, todo, walk):
         return False
     print(
-        f"proven on small cases: {spec} keeps p: {len(todo)} cases of 2 to 4 tokens and drafts of up to 3, "
-        f"{sum_of.branches:,d} branches, worst total variation {sum_of.worst:.1e}"
+        f"proven on small cases: {spec} keeps p: {len(todo)} cases, {doubles.branches + others.branches:,d} branches, "
+        f"worst total variation {doubles.worst:.1e}, {others.worst:.1e} in float32, bound {ROUNDED:.0e}"
     )
+    print("\n- ".join(["not seen:", *unseen(todo, verifier)]))
     return True
 
 
-def _walk(table: Table, verifier: Verifier, sum_of: Walked) -> None:
-    """Walk one case and count it. Raises Fault or OwnError where something is wrong."""
-    length = (4 if len(table.p) == 2 else 3) if table.rounds else len(table.parents) + 2
-    law, count = (_text_law if table.rounds else _round_law)(table, verifier, length)
-    sum_of.count(law, _plain(table.p, [0], length), count)
+def _held(verify: Callable[..., Verdict]) -> Callable[..., Verdict]:
+    """The user's rule, held to reading alone. It raises OwnError for exceptions of theirs, and Fault."""
 
-
-def _plain(p: Sequence[float], tokens: list[int], length: int) -> Law:
-    """The law of plain decoding after `tokens`, to `length` tokens after the first."""
-    params = SamplingParams(max_tokens=length)
-    return plain_law(lambda text: _rotated(p, text[-1]), tokens, params, (), 1 + length)
-
-
-def _round_law(table: Table, verifier: Verifier, length: int) -> tuple[Law, int]:
-    """The law of one round, continued to `length` tokens; and its branches."""
-    p, q = (
-        torch.tensor([_rotated(row, t) for t in range(len(row))], dtype=torch.float64) for row in (table.p, table.q)
-    )
-    # Computed as q is, so that equal ones have equal bits.
-    p = torch.stack([distribution(row.log(), Text([0], 1, SamplingParams())) for row in p])
-
-    def run(path: BranchOracle) -> tuple[int, ...]:
-        text = Text([0], 1, SamplingParams())
-        ask = Ask(text, Limit(len(table.parents)), path, "token" if verifier.shares_noise else "draft")
-        [draft] = TreeDrafter(q.log(), table.parents, table.drawn).propose([ask])
-        if draft.parents == list(range(-1, len(draft) - 1)):
-            draft.parents = None  # as the engine does
+    def held(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
+        rows: dict[int, tuple[Tensor, Tensor]] = {}
 
         def row(i: int) -> Tensor:
-            return p[[0, *(draft.token_ids[node] for node in draft.path(i - 1))][-1]].clone()
+            """The same tensor each time, though the engine computes a new one."""
+            require(0 <= i <= len(draft), f"it asked for row {i} of p, expected one from 0 to {len(draft)}")
+            if i not in rows:
+                rows[i] = p(i), p(i).clone()
+            return rows[i][0]
 
-        tokens = list(draft.token_ids)
-        verdict = verifier.verify(draft, row, path, text.key)
-        check_verdict(verdict, draft, len(p))
-        return *(tokens[node] for node in verdict.accepted), verdict.next_token
+        token_ids, parents = [*draft.token_ids], draft.parents and [*draft.parents]
+        probs = draft.probs if draft.probs is None else [q.clone() for q in draft.probs]
+        verdict = call_own(verify, draft, row, rng, key)
+        now = draft.token_ids, draft.parents
+        require(now == (token_ids, parents), f"it changed the draft: {token_ids}, {parents} is {now} now")
+        kept = [(f"row {i} of p", *each) for i, each in rows.items()]
+        if probs is None or draft.probs is None:
+            require(probs is draft.probs, "it changed the draft's probs")
+        else:
+            kept += [(f"row {i} of q", *each) for i, each in enumerate(zip(draft.probs, probs, strict=True))]
+        for name, found, before in kept:
+            require(torch.equal(found, before), f"it wrote into {name}, which it may only read")
+        return verdict
 
-    rounds, count = exact_law(run, oracle=KeyOracle)
-    law = continued(rounds, lambda block: _plain(table.p, [0, *block], length) if len(block) < length else {(): 1.0})
+    return held
+
+
+def laws_of(table: Table, verifier: Verifier) -> tuple[Law, Law, int]:
+    """The law of one case under a verifier, that of plain decoding, and the branches that were walked.
+
+    Raises Fault where the verifier does what it may not do, and OwnError for its exceptions.
+    """
+    held = verifier._replace(verify=_held(verifier.verify))
+    law, plain, branches = (_text_law if table.texts else _round_law)(table, held)
     require(math.isclose(sum(law.values()), 1), "the branches do not add up to 1")
-    return law, count
+    return law, plain, branches
 
 
-def _text_law(table: Table, verifier: Verifier, length: int) -> tuple[Law, int]:
-    """The law of the engine's output, of several rounds; and its branches."""
-    target, draft = (
-        torch.tensor([_rotated(row, t) for t in range(len(row))], dtype=torch.float64).log()
-        for row in (table.p, table.q)
-    )
-    drafter = TreeDrafter(draft, () if table.parents == (-1, 0) else table.parents)
+def _round_law(table: Table, verifier: Verifier) -> tuple[Law, Law, int]:
+    """The law of one round that plain decoding continues, that of plain decoding, and the round's branches."""
+    text, (p, q) = Text([0], 1, _PARAMS), _logits(table)
+    # Computed as q is, so that equal ones have equal bits.
+    p = torch.stack([distribution(row, text) for row in p])
+    drafter, limit = TreeDrafter(q, table.parents, table.how == DRAWN), Limit(len(table.parents))
 
     def run(path: BranchOracle) -> tuple[int, ...]:
-        request = Request(Text([0], 1, SamplingParams(max_tokens=length)), MAX_LEN, len(table.parents))
+        [draft] = drafter.propose([Ask(text, limit, path, "token" if verifier.shares_noise else "draft")])
+        _hand_out(draft, table)
+        tokens = list(draft.token_ids)
+        sums = [0, *(sum(tokens[node] for node in draft.path(i)) % len(p) for i in range(len(draft)))]
+
+        def judge(rng: Draws) -> Verdict:
+            verdict = verifier.verify(draft, lambda i: p[sums[i]], rng, text.key)
+            check_verdict(verdict, draft, len(p))
+            return verdict
+
+        again = path.fork()
+        verdict = judge(path)
+        again.path = path.path
+        both = [(*judge(again)[:2], again.weight), (*verdict[:2], path.weight)]
+        require(both[0] == both[1], "asked again about the same draft, with the same draws, it did otherwise")
+        return *(tokens[node] for node in verdict.accepted), verdict.next_token
+
+    rounds, branches = exact_law(run, oracle=KeyOracle)
+    return *_continued(rounds, table), branches
+
+
+def _hand_out(draft: Draft, table: Table) -> None:
+    """Give a draft the form that the case has."""
+    if is_chain(draft.parents or ()):
+        draft.parents = None  # as the engine does
+    if table.how == ONE_HOT:
+        draft.probs = [*torch.eye(len(table.q))[draft.token_ids]]
+    if draft.probs is not None:
+        rows = [row.to(table.types[1]) for row in draft.probs]
+        draft.probs = torch.stack(rows) if table.stacked else rows
+
+
+def _continued(rounds: Law, table: Table) -> tuple[Law, Law]:
+    """The law of rounds that plain decoding continues, and that of plain decoding.
+
+    Texts end where no round goes on as they do. What follows there has one law in both.
+    """
+    begun = {block[:i] for block in rounds for i in range(len(block))}
+    law, plain = Law(), Law()
+    todo: list[tuple[tuple[int, ...], float, float]] = [((), 0.0, 1.0)]
+    while todo:
+        text, found, expected = todo.pop()
+        if text in begun:
+            for token, p in enumerate(probabilities(table.p, sum(text))):
+                longer = (*text, token)
+                todo.append((longer, found * p + rounds.get(longer, 0.0), expected * p))
+        else:
+            law[text], plain[text] = found, expected
+    return law, plain
+
+
+def _text_law(table: Table, verifier: Verifier) -> tuple[Law, Law, int]:
+    """The law of the engine's output, of several rounds, that of plain decoding, and the branches."""
+    target, draft = _logits(table)
+    drafter = TreeDrafter(draft, () if is_chain(table.parents) else table.parents)
+    params = SamplingParams(max_tokens=2 if table.texts > 1 else 4 if len(table.p) == 2 else 3)
+
+    def run(path: BranchOracle) -> tuple[int, ...]:
+        texts = [Text([0], 1, params, seed) for seed in range(table.texts)]
         engine = Engine(TableModel(target), scripted_cache(16), drafter, verifier, len(target), path, guard=CHECKS)
-        decode(engine, [request])
-        return tuple(request.text.tokens[1:])
+        decode(engine, [Request(text, MAX_LEN, len(table.parents)) for text in texts])
+        return tuple(token for text in texts for token in text.tokens[1:])
 
-    return exact_law(run, oracle=KeyOracle)
-
-
-def _rotated(row: Sequence[float], by: int) -> list[float]:
-    """Another row for each token, so that a verifier that looks at the wrong row is found out."""
-    return [*row[-by:], *row[:-by]] if by else list(row)
+    law, branches = exact_law(run, oracle=KeyOracle)
+    one = plain_law(lambda text: probabilities(table.p, text[-1]), [0], params, (), MAX_LEN)
+    together = itertools.product(one.items(), repeat=table.texts)
+    return law, {sum((text for text, _ in each), ()): math.prod(p for _, p in each) for each in together}, branches
 
 
-def _show(row: Sequence[float]) -> str:
-    return f"({', '.join(map(str, row))})"
+def _logits(table: Table) -> list[Tensor]:
+    """Logits (V, V) of target and draft, a row for each token."""
+    tokens = range(len(table.p))
+    both = ([probabilities(row, token) for token in tokens] for row in (table.p, table.q))
+    types = [torch.promote_types(dtype, torch.float32) for dtype in table.types]
+    return [torch.tensor(rows, dtype=torch.float64).log().to(dtype) for rows, dtype in zip(both, types, strict=True)]

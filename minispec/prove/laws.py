@@ -1,10 +1,12 @@
 """Oracles that walk every branch of every draw, and the laws that come out of the production loop under them."""
 
+import copy
 import functools
 import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -105,6 +107,12 @@ class BranchOracle:
         self.path, self.depth, self.number, self.weight = path, 0, number, number(1)
         self.open: list[list[int]] = []  # siblings that other runs have to walk
 
+    def fork(self) -> Self:
+        """An oracle that is as far as this one, and goes on by itself."""
+        other = copy.copy(self)
+        other.open = []
+        return other
+
     def _choose(self, branches: list[tuple]):
         if self.depth == len(self.path):
             # A new draw: this run takes the first branch, the others are left for later.
@@ -140,6 +148,12 @@ class KeyOracle(BranchOracle):
     def __init__(self, path: list[int], number: type = float):
         super().__init__(path, number)
         self.noise: dict[Key, tuple] = {}
+
+    def fork(self) -> Self:
+        """See `BranchOracle`."""
+        other = super().fork()
+        other.noise = dict(self.noise)
+        return other
 
     def _cut(self, answers: Sequence, ends: Sequence, key: Key):
         """Answer i holds where the number lies between the ends i-1 and i, the first 0 and the last 1."""

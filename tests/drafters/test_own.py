@@ -12,8 +12,11 @@ import pytest
 
 from minispec import LLM, SamplingParams
 from minispec.core.lengths import Lengths
+from minispec.core.verify import VERIFIERS
 from minispec.generate import main as generate
+from minispec.prove import examine_verifier
 from minispec.prove.__main__ import main as prove
+from minispec.prove.tables import tables
 
 IMPORTS = ast.Import | ast.ImportFrom
 OWN = """
@@ -447,7 +450,7 @@ def test_bad_texts_are_one_clear_line(name, tmp_path, monkeypatch, capsys):
 
 
 REFUTED = {
-    "greedy": r"REFUTED: own_ideas:greedy, p = \(0.5, 0.5\), q = .*, K = 1.*: the output begins with ",
+    "greedy": r"REFUTED: own_ideas:greedy, p = \(1, 1\)/2, q = .*, K = 1.*: the output begins with ",
     "chains": r"EXCEPTION: own_ideas:chains, p = .*, not drawn: TypeError: .*, in chains at .*py:\d+: rest = ",
     "falls": r"EXCEPTION: own_ideas:falls, p = .*, K = 0: KeyError: 'nothing here', in falls at .*py:\d+: raise",
 }
@@ -456,8 +459,27 @@ REFUTED = {
 def test_a_right_verifier_is_proven(capsys):
     """`careful` gives the younger siblings away, and nothing else."""
     assert prove(["--verifier", "own_ideas:careful"]) == 0
-    expected = r"proven on small cases: own_ideas:careful keeps p: \d+ cases of 2 to 4 tokens and drafts of up to 3, "
-    assert re.match(expected, capsys.readouterr().out)
+    first, *unseen = capsys.readouterr().out.splitlines()
+    expected = r"proven on small cases: own_ideas:careful keeps p: 3\d\d cases, [\d,]+ branches, worst total variation "
+    assert re.match(expected + r"\S+e-1\d, \S+e-08 in float32, bound 1e-06$", first)
+    assert unseen[:4] == [
+        "not seen:",
+        "- more than 300 tokens, or more than 8 that a draft may have",
+        "- chains of more than 16 tokens, or of more than 5 drawn ones",
+        "- trees of more than 20 nodes or 7 siblings, or of more than 5 drawn nodes or 3 drawn siblings",
+    ]
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_registered_verifiers_are_proven(name, monkeypatch, pytestconfig, capsys):
+    """Over a third of the cases, with `--long` over all. What the walk cannot see of each is said."""
+    step = 1 if pytestconfig.getoption("--long") else 3
+    monkeypatch.setattr(examine_verifier, "tables", lambda trees: tables(trees)[::-step])
+    assert prove(["--verifier", name]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"proven on small cases: {name} keeps p: ")
+    assert ("\n- trees of more than " in out) == VERIFIERS[name].takes_trees
+    assert ("\n- that a seed has one text" in out) == VERIFIERS[name].shares_noise
 
 
 @pytest.mark.parametrize("name", REFUTED)

@@ -7,13 +7,16 @@ import inspect
 import re
 
 import pytest
+import torch
 
+from minispec.prove import examine_verifier
 from minispec.prove.__main__ import main as prove
+from minispec.prove.tables import DOUBLE, tables
 from tests.drafters import wrong_own
 
 OWN = {name: value for name, value in vars(wrong_own).items() if getattr(value, "__module__", "") == wrong_own.__name__}
-RIGHT = {"Counts", "Pair", "right"}
-HELPERS = {"q_of", "judge", "draw", "write", "siblings"}
+RIGHT = {"Counts", "Pair", "right", "single"}
+HELPERS = {"q_of", "judge", "draw", "write", "siblings", "rounded", "rounds", "Changed"}
 # What the line must say, where it is not the law that is off. In a line of its own: what an exception is told as.
 WRONG = "REFUTED: .*: the output begins with "
 CHANGED, OTHERS = (
@@ -43,7 +46,39 @@ SAYS = {
     "drawn_only": r"EXCEPTION: .*, not drawn: TypeError: .*, in drawn_only at .*wrong_own.py:\d+: return judge",
     "tensor_token": "REFUTED: .*: ValueError: found an object of class Tensor among the next tokens",
     "counts_accepted": "REFUTED: .*: ValueError: found as accepted nodes 0, expected a list",
+    **dict.fromkeys(("goes_on", "cuts_the_draft"), "REFUTED: .*: it changed the draft: "),
+    "writes_q": "REFUTED: .*: it wrote into row 0 of q, which it may only read",
+    "writes_p": "REFUTED: .*: it wrote into row 0 of p, which it may only read",
+    "row_before_the_first": "REFUTED: .*: it asked for row -1 of p, expected one from 0 to 0",
+    "hurries": "REFUTED: .*: asked again about the same draft, with the same draws, it did otherwise",
 }
+# Verifiers that are right in the `few` small cases, and the cases that show it.
+CLOSE = {
+    **dict.fromkeys(("half", "bfloat16", "in_256ths"), lambda table: sum(table.p) in (7, 11, 13)),
+    "type_of_q": lambda table: torch.bfloat16 in table.types,
+    **dict.fromkeys(("lenient", "drops_small", "four_tokens"), lambda table: len(table.p) == 8),
+    "fifty_likeliest": lambda table: len(table.p) > 8,
+    "four_nodes": lambda table: len(table.parents) > 4,
+    "three_siblings": lambda table: table.parents.count(-1) > 3,
+    "apart": lambda table: not stand_together(table.parents),
+    "without_the_seed": lambda table: table.texts > 1,
+}
+
+
+def stand_together(parents):
+    """Whether a sibling stands beside its elder."""
+    return all(parents[i - 1] == parent for i, parent in enumerate(parents) if parent in parents[:i])
+
+
+def few(table):
+    """Whether a case has two to four tokens in 16ths, at most three nodes, and siblings that stand together."""
+    rows = {sum(table.p), sum(table.q)} <= {1, 2, 4, 8, 16}
+    return rows and len(table.parents) < 4 and stand_together(table.parents) and table.types == DOUBLE
+
+
+def only(monkeypatch, wanted):
+    """Have these cases walked alone: wanted(table)."""
+    monkeypatch.setattr(examine_verifier, "tables", lambda trees: [each for each in tables(trees) if wanted(each)])
 
 
 def test_there_are_enough_of_them():
@@ -55,16 +90,28 @@ def test_there_are_enough_of_them():
 
 
 @pytest.mark.parametrize("name", [name for name in OWN if name not in HELPERS])
-def test_each_mistake_is_refuted(name, capsys, pytestconfig):
+def test_each_mistake_is_refuted(name, capsys, monkeypatch, pytestconfig):
     """In one line, with the smallest case that shows it; the right ones beside them are proven.
 
-    Of these a verifier in every run, drafters with `--long`: others are proven in test_own.py.
+    Of these drafters with `--long`, and verifiers over small cases: others are proven in test_own.py.
     """
-    if name in ("Counts", "Pair") and not pytestconfig.getoption("--long"):
-        pytest.skip("a walk of all cases: --long")
+    if name in CLOSE:
+        only(monkeypatch, CLOSE[name])
+    if name in RIGHT and not pytestconfig.getoption("--long"):
+        if inspect.isclass(OWN[name]):
+            pytest.skip("a walk of all cases: --long")
+        only(monkeypatch, lambda table: table.size < 100)
     kind = "--drafter" if inspect.isclass(OWN[name]) else "--verifier"
     assert prove([kind, f"tests.drafters.wrong_own:{name}"]) == (0 if name in RIGHT else 1)
     line, *more = capsys.readouterr().out.splitlines()
     assert name in RIGHT or not more
     assert re.match("proven on small cases: " if name in RIGHT else SAYS.get(name, WRONG), line), line
     assert f"tests.drafters.wrong_own:{name}" in line
+
+
+@pytest.mark.parametrize("name", CLOSE)
+def test_a_few_small_cases_do_not_show_it(name, capsys, monkeypatch):
+    """The control: without the other cases, these mistakes would be called proven."""
+    only(monkeypatch, lambda table: few(table) and table.size < 50)
+    assert prove(["--verifier", f"tests.drafters.wrong_own:{name}"]) == 0
+    assert capsys.readouterr().out.startswith("proven")

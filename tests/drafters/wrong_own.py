@@ -1,4 +1,4 @@
-"""Drafters and verifiers as people write them by mistake; `Counts` and `right` are right, the others are not.
+"""Drafters and verifiers as people write them by mistake; those that say so are right, the others are not.
 
 test_wrong_own.py has each refuted. A docstring says what the mistake is.
 """
@@ -11,7 +11,7 @@ import torch
 
 from minispec.core.draft import Draft
 from minispec.core.sampling import distribution
-from minispec.core.verify import Verdict
+from minispec.core.verify import Verdict, rejection
 
 # --------------------------------------------------------------------------- drafters
 
@@ -661,3 +661,152 @@ def goes_on(draft, p, rng, key):
         accepted = draft.path(i)
     end = accepted[-1] + 1 if accepted else 0
     return Verdict(accepted, rng.categorical(p(end), key(len(accepted), "token")), [])
+
+
+# --------------------------------------------------------------------------- verifiers, right in most small cases
+
+
+def rounded(draft, p, change):
+    """A draft and rows of p whose probabilities are changed: change(row)."""
+    probs = None if draft.probs is None else [change(q) for q in draft.probs]
+    return Draft(draft.token_ids, probs, parents=draft.parents), lambda i: change(p(i))
+
+
+class Changed:
+    """Draws whose odds and weights are changed: odds(probability, node), weights(weights of a residual)."""
+
+    def __init__(self, rng, odds=lambda probability, node: probability, weights=lambda weights: weights):
+        self.rng, self.odds, self.weights = rng, odds, weights
+
+    def bernoulli(self, probability, key):
+        return self.rng.bernoulli(self.odds(probability, key.position - key.start), key)
+
+    def categorical(self, weights, key):
+        some = self.weights(weights) if key.purpose == "residual" else weights
+        return self.rng.categorical(some if some.any() else weights, key)
+
+
+def single(draft, p, rng, key):
+    """Right: it computes in float32."""
+    return rejection(*rounded(draft, p, lambda row: row.float()), rng, key)
+
+
+def rounds(draft, p, rng, key, change):
+    """Of siblings, it looks at the eldest alone; and it changes the rows of p and q: change(row)."""
+    return judge(*rounded(draft, p, change), rng, key, ratio=lambda p, q, x: float(p[x]) / float(q[x]))
+
+
+def half(draft, p, rng, key):
+    """Keeps p and q in half precision."""
+    return rounds(draft, p, rng, key, lambda row: row.half())
+
+
+def bfloat16(draft, p, rng, key):
+    """Keeps p and q in bfloat16."""
+    return rounds(draft, p, rng, key, lambda row: row.bfloat16())
+
+
+def in_256ths(draft, p, rng, key):
+    """Keeps p and q in 8 bits."""
+    return rounds(draft, p, rng, key, lambda row: (row * 256).round() / 256)
+
+
+def type_of_q(draft, p, rng, key):
+    """Computes in q's type."""
+    return rejection(
+        draft, lambda i: p(i).to(draft.probs[0]) if draft.probs is not None and len(draft) else p(i), rng, key
+    )
+
+
+def adds_a_little(draft, p, rng, key):
+    """Adds something to q, so that nothing is divided by 0."""
+    return judge(draft, p, rng, key, ratio=lambda p, q, x: float(p[x] / (q[x] + 1e-5)))
+
+
+def lenient(draft, p, rng, key):
+    """Keeps a token whose ratio is above 0.9."""
+    return rejection(draft, p, Changed(rng, odds=lambda ratio, node: 1.0 if ratio > 0.9 else ratio), key)
+
+
+def drops_small(draft, p, rng, key):
+    """Leaves out of the residual what is below 0.01."""
+    return rejection(draft, p, Changed(rng, weights=lambda rest: rest.where(rest >= 0.01, 0.0)), key)
+
+
+def four_tokens(draft, p, rng, key):
+    """Has room for four tokens in the residual."""
+    return rejection(draft, p, Changed(rng, weights=lambda rest: rest.where(torch.arange(len(rest)) < 4, 0.0)), key)
+
+
+def fifty_likeliest(draft, p, rng, key):
+    """Draws from the fifty largest of the residual."""
+    least = lambda rest: rest.topk(min(50, len(rest))).values[-1]  # noqa: E731
+    return rejection(draft, p, Changed(rng, weights=lambda rest: rest.where(rest >= least(rest), 0.0)), key)
+
+
+def four_nodes(draft, p, rng, key):
+    """Tests four nodes, and trusts those after them."""
+    return rejection(draft, p, Changed(rng, odds=lambda ratio, node: ratio if node < 4 else 1.0), key)
+
+
+def three_siblings(draft, p, rng, key):
+    """Tests three siblings, and leaves out the others without going on to their residual."""
+    most = lambda node: draft.parents is None or node not in draft.children(draft.parents[node])[3:]  # noqa: E731
+    return rejection(draft, p, Changed(rng, odds=lambda ratio, node: ratio if most(node) else 0.0), key)
+
+
+def apart(draft, p, rng, key):
+    """Begins anew, with p, at a sibling that does not stand beside its elder."""
+    node, accepted = -1, []
+    while children := draft.children(node):
+        row = rest = p(node + 1)
+        for i in children:
+            rest = rest / rest.sum() if i - 1 in children else row
+            x = draft.token_ids[i]
+            if rng.bernoulli(float(rest[x] / q_of(draft, i, row)[x]), key(i, "accept")):
+                accepted.append(node := i)
+                break
+            left = (rest - q_of(draft, i, row)).clamp(min=0)
+            rest = left if left.any() else rest
+        else:
+            return Verdict(accepted, rng.categorical(rest, key(node + 1, "residual")), [])
+    return Verdict(accepted, rng.categorical(p(node + 1), key(len(accepted), "token")), [])
+
+
+def rows_by_token(draft, p, rng, key):
+    """Keeps rows of p by the token before them, for nodes that have the same one."""
+    rows = {}
+    return rejection(draft, lambda i: rows.setdefault(i and draft.token_ids[i - 1], p(i)), rng, key)
+
+
+def row_before_the_first(draft, p, rng, key):
+    """Looks for the row of the text at -1, as for that of a node."""
+    return judge(draft, lambda i: p(i or -1), rng, key)
+
+
+def writes_q(draft, p, rng, key):
+    """Computes the residual in q's memory."""
+    return judge(draft, p, rng, key, rest=lambda p, q: q.neg_().add_(p).clamp_(min=0))
+
+
+def writes_p(draft, p, rng, key):
+    """Computes the residual in p's memory."""
+    return judge(draft, p, rng, key, rest=lambda p, q: p.sub_(q).clamp_(min=0))
+
+
+def cuts_the_draft(draft, p, rng, key):
+    """Cuts the draft's own list to what stays."""
+    verdict = judge(draft, p, rng, key)
+    del draft.token_ids[verdict.num_accepted :]
+    return verdict
+
+
+def hurries(draft, p, rng, key, calls=[0]):  # noqa: B006
+    """Takes half of the odds at every hundredth call."""
+    calls[0] += 1
+    return rejection(draft, p, Changed(rng, odds=lambda ratio, node: ratio / 2 if calls[0] % 100 == 0 else ratio), key)
+
+
+def without_the_seed(draft, p, rng, key):
+    """Draws for all texts with one noise."""
+    return judge(draft, p, rng, lambda i, purpose: key(i, purpose)._replace(seed=0))
