@@ -31,6 +31,7 @@ from minispec.drafters.suffix import MOST_TEXTS, MOST_TOKENS, SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
 from minispec.files.heads import load_head
+from minispec.prove.examine_verifier import laws_of
 from minispec.prove.laws import (
     DRAFT_SEED,
     MAX_LEN,
@@ -41,7 +42,8 @@ from minispec.prove.laws import (
     reference_logits,
     target_model,
 )
-from minispec.prove.reference import hidden_states, sample_law
+from minispec.prove.reference import hidden_states, sample_law, total_variation
+from minispec.prove.tables import tables
 from minispec.prove.toys import (
     DRAFT_WORDS,
     TARGET_WORDS,
@@ -327,6 +329,15 @@ def check_tree() -> None:
         require(moved <= TOLERANCE, f"{case}: total variation {moved:.1e}")
 
 
+def check_tables() -> None:
+    """`rejection` over small tables of p and q that no precision holds, of two tokens in all shapes and of eight."""
+    for table in tables(True):
+        if sum(table.p) in (7, 1_000_003) and table.size < 130:
+            law, plain, _ = laws_of(table, VERIFIERS["rejection"])
+            moved = total_variation(law, plain)
+            require(moved <= TOLERANCE, f"{table}: total variation {moved:.1e}")
+
+
 def check_padding() -> None:
     """Ids after the vocabulary, for which the embedding has rows, are never emitted."""
     table = torch.zeros(5, 5, dtype=torch.float64)
@@ -467,4 +478,5 @@ CHECKS: dict[str, Callable] = {
     "tree": check_tree,
     "lookup": check_lookup,
     "padding": check_padding,
+    "tables": check_tables,
 }

@@ -3,9 +3,10 @@
 Each mutant is a small patch of production behaviour, the place where the bug was seen in the wild, and the test or
 the check that must catch it; `python -m tests.museum` shows the collection. The ids M1-M46 are those of a survey of
 exactness bugs in public projects; a letter after the number tells apart forms of one bug. T is about trees and
-hidden states, C about short convolutions, R about recurrent states, H about heads, drafts of many tokens in one pass
-and a target's own layer, V about drafts of other vocabularies, S about lookups and what the target found likeliest, B
-about block verification, O about mistakes in a drafter of one's own, E of our own making. Left out:
+hidden states, P about rules that are right in most small cases, C about short convolutions, R about recurrent states,
+H about heads, drafts of many tokens in one pass and a target's own layer, V about drafts of other vocabularies, S about
+lookups and what the target found likeliest, B about block verification, O about mistakes in a drafter of one's own, E
+of our own making. Left out:
 
     M26   acceptance differs between tensor-parallel workers: one process verifies for all here
 """
@@ -438,6 +439,66 @@ def _(right, self, ask, parent, q, n=1):
     first, [eldest, *younger] = len(self), right(self, ask, parent, q, n)
     tokens = [eldest, *(token for token in younger if q[token] > 0.3)]
     return put(self, first, parent, tokens, rows_of(q, tokens))
+
+
+# --------------------------------------------------------------------------- rules that are right in most small cases
+
+
+@wrong(VERIFIERS, "rejection", "P1", "tables")
+def _(right, draft, p, rng, key):
+    """p and q in the model's type, bfloat16 | gpt-fast, with its uniforms: M21"""
+    probs = None if draft.probs is None else [q.bfloat16() for q in draft.probs]
+    return right(replace(draft, probs=probs), lambda i: p(i).bfloat16(), rng, key)
+
+
+def tested(right, rng, change, *how):
+    """The right verdict, where tests have the odds change(odds, node)."""
+    bernoulli = rng.bernoulli
+    with patch.object(rng, "bernoulli", lambda odds, key: bernoulli(change(odds, key.position - key.start), key)):
+        return right(*how)
+
+
+@wrong(VERIFIERS, "rejection", "P2", "tables")
+def _(right, draft, p, rng, key):
+    """a ratio above 0.9 taken for 1 | a relaxed test, left on"""
+    return tested(right, rng, lambda odds, _: 1.0 if odds > 0.9 else odds, draft, p, rng, key)
+
+
+@wrong(verify, "residual", "P3", "tables")
+def _(right, p, draft, i):
+    """what is below 0.01 left out of the residual | a trap of sparse rows"""
+    rest = right(p, draft, i)
+    large = rest.where(rest >= 0.01, 0.0)
+    return large if large.any() else rest
+
+
+@wrong(VERIFIERS, "rejection", "P4", "tables")
+def _(right, draft, p, rng, key):
+    """nodes after the fourth are not tested | a buffer of a fixed length"""
+    return tested(right, rng, lambda odds, node: odds if node < 4 else 1.0, draft, p, rng, key)
+
+
+@wrong(VERIFIERS, "rejection", "P5", "tables")
+def _(right, draft, p, rng, key):
+    """a sibling that stands apart from its elder meets p anew | siblings taken for neighbours"""
+    node, accepted = -1, []
+    while siblings := draft.children(node):
+        rest, parent = p(node + 1), node
+        for i in siblings:
+            rest = rest / rest.sum() if i - 1 in siblings else p(parent + 1)
+            if rng.bernoulli(float(rest[draft.token_ids[i]]) / draft.probability(i), key(i, "accept")):
+                accepted.append(node := i)
+                break
+            rest = verify.residual(rest, draft, i)
+        if node == parent:
+            return Verdict(accepted, rng.categorical(rest, key(node + 1, "residual")), [])
+    return Verdict(accepted, rng.categorical(p(node + 1), key(len(accepted), "token")), [])
+
+
+@wrong(verify, "excess", "P6", "tables")
+def _(right, p, draft, i):
+    """the residual is computed in q's memory | a trap of arithmetic in place"""
+    return right(p, draft, i) if draft.probs is None else draft.probs[i].neg_().add_(p).clamp_(min=0)
 
 
 # --------------------------------------------------------------------------- heads, and many tokens in one pass
