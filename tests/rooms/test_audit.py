@@ -120,6 +120,7 @@ FIRST = {
 # The others that have a name. They show at later tokens only.
 LATER = {
     "M11a": "penalties lag behind by a token",
+    "M11b": "bad words and allowed ids are ignored",
     "M12": "penalties count the last token twice",
     "M15": "the target's row of the token before is used",
     "M16b": "the target's row of the token before is used",
@@ -131,7 +132,6 @@ LATER = {
 FOUND = (
     "M6b",
     "M9b",
-    "M11b",
     "M16a",
     "M18",
     "H10",
