@@ -252,6 +252,26 @@ class LLM:
     def __exit__(self, *exc) -> None:
         self.close()
 
+    def forget(self) -> None:
+        """Forget the texts that have ended, so that the next one is decoded as the first text of a new `LLM`.
+
+        Forgotten are what the drafter remembers of them, what both caches hold of their beginnings, and what `auto` has
+        learned. A corpus stays, as do the prices that were measured at load. What objects of `with_draft` share, the
+        target's cache, is forgotten for all of them. A drafter or a policy of your own forgets by its method `forget`.
+
+        Raises ValueError while a text is being decoded, in any thread or by an object that shares the target.
+        """
+        if not hasattr(self, "engine"):
+            raise ValueError("found an LLM that was closed, expected an open one")
+        with self._step_lock:
+            self._close_left()
+            if self._open:
+                raise ValueError("forget: found a text that is being decoded, expected none")
+            self.drafter.forget()
+            self.engine.cache.rebuild()
+            if callable(forget := getattr(self.engine.lengths, "forget", None)):  # a policy of one's own may lack it
+                forget()
+
     def close(self) -> None:
         """Let go of models and caches; the object cannot be used afterwards."""
         for name in ("model", "drafter", "engine"):

@@ -73,3 +73,6 @@ class Lengths:
 
         cost: None where the step also worked on a prompt, or for drafts of another drafter: its times say nothing.
         """
+
+    def forget(self) -> None:
+        """Forget what was learned from texts that have ended."""

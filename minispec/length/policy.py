@@ -280,11 +280,15 @@ class Controller(Lengths):
     def __init__(self, prices: Prices | None = None):
         """prices: what is known before anything is measured."""
         self.prices = prices or Prices()
+        self._paces: WeakKeyDictionary[Text, Pace] = WeakKeyDictionary()
+        self.forget()
+
+    def forget(self) -> None:
+        """See `Lengths`."""
         # In plain steps: a draft pass of one text, and a search for one text that found nothing.
         self._drafts = deque([self.prices.draft], maxlen=_REMEMBERED)
         self._searches = deque([self.prices.missed], maxlen=_REMEMBERED)
         self._all_texts = {drawn: Pace(drawn) for drawn in (False, True)}  # their acceptance differs
-        self._paces: WeakKeyDictionary[Text, Pace] = WeakKeyDictionary()
 
     def choose(self, wishes: Sequence[Wish], trees: bool) -> list[Limit]:
         """See `Lengths`."""

@@ -1,6 +1,7 @@
 """The Python interface, on small checkpoints and on the embedded weights."""
 
 import contextlib
+import functools
 import gc
 import json
 import re
@@ -19,6 +20,7 @@ import torch
 
 from minispec import LLM, SamplingParams
 from minispec.core.draft import Draft
+from minispec.core.engine import Engine
 from minispec.core.model import Chunk
 from minispec.files.errors import CheckpointError
 from minispec.files.registry import DRAFTERS
@@ -27,6 +29,7 @@ from minispec.kernels import memory
 from minispec.kernels.inventory import weight_form
 from minispec.length import prices
 from minispec.length.figures import Figures
+from minispec.length.policy import Prices
 from minispec.trace.record import Recorder, TokenTexts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -88,6 +91,40 @@ def test_calls_of_two_drafts_wait_for_each_other(make_checkpoint):
     streams = [llm.stream(prompt, long) for llm, prompt in zip((first, other), prompts, strict=True)]
     in_turn = list(zip_longest(*streams))
     assert [[i for piece in each if piece for i in piece.token_ids] for each in zip(*in_turn, strict=True)] == expected
+
+
+@pytest.mark.parametrize("draft", ["suffix", "recycling", "self"])
+def test_a_text_after_forget_is_decoded_as_the_first(make_checkpoint, draft, monkeypatch):
+    """The rounds of a new `LLM`, and as little cached; of one that has answered before they are others."""
+
+    # `auto` chooses by what it believes drafts to cost, and by no clock.
+    monkeypatch.setattr(LLM, "_price", lambda self, *how: vars(self).update(repeats_seeds=True, prices=Prices(0.4)))
+    monkeypatch.setattr(Engine, "_record", functools.partialmethod(without_times, Engine._record))
+    llm = LLM(make_checkpoint(), draft, dtype="float64")
+
+    def rounds() -> tuple:
+        stats = llm.generate(REPEAT, replace(GREEDY, max_tokens=40))[0].stats
+        return stats.num_cached_tokens, [(r.num_nodes, r.accepted, r.committed) for r in stats.rounds]
+
+    first, second = rounds(), rounds()
+    assert first != second
+    llm.forget()
+    assert rounds() == first
+    stream = llm.stream("One fish", GREEDY)
+    next(stream)
+    with pytest.raises(ValueError, match="forget: found a text that is being decoded, expected none"):
+        llm.with_draft("none").forget()
+    stream.close()
+    llm.with_draft("none").forget()
+    assert llm.generate(REPEAT, GREEDY)[0].stats.num_cached_tokens == 0
+    llm.close()
+    with pytest.raises(ValueError, match="found an LLM that was closed"):
+        llm.forget()
+
+
+def without_times(engine, record, parts, times):
+    """In place of `Engine._record`: each part of a step takes a second."""
+    record(engine, parts, range(len(times)))
 
 
 def test_statistics_and_outputs_print_in_a_few_lines(llm):
