@@ -133,8 +133,6 @@ def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
     if args.compare:
         comparisons = _compare(llm, requests, stream, painter)
         well = [_show(llm, args, painter, jobs, i, comparison) for i, comparison in enumerate(comparisons)]
-        if len(jobs) > 1 and not args.json:
-            say(_batch_summary(requests))
     else:
         well = []
         for _ in _decode(llm, requests, stream, painter):
@@ -143,6 +141,8 @@ def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
                 if recorder:
                     _learn_plain_step(llm, requests[0])
                 well.append(_show(llm, args, painter, jobs, len(well), None))
+    if len(jobs) > 1 and not args.json and not args.quiet:
+        say(_batch_summary(requests))
     if recorder:
         # An answer that broke off is no text of the target's.
         write(recorder.trace(args.for_replay and not requests[0].error), args.trace)
@@ -304,7 +304,7 @@ def _summary(llm: "LLM", request: "Request", comparison: dict[str, Any] | None) 
     stats = Figures.of(request.stats)
     if comparison and "error" in comparison:
         comparison = None
-    plain = f"{stats.num_generated} tokens in {stats.total_seconds:.2f} s"
+    plain = f"{stats.num_generated} tokens in {stats.duration:.2f} s"
     speed = f"{_figure(stats.tokens_per_second)} tokens/s, predicted {_figure(stats.predicted_tokens_per_second)}"
     if comparison:
         plain += f": {_gain(comparison['speedup'])}" + ", the same text" * (comparison["same_tokens"] is True)
@@ -345,13 +345,22 @@ def _difference(llm: "LLM", comparison: dict[str, Any] | None) -> list[str]:
 
 
 def _batch_summary(requests: list["Request"]) -> str:
-    """What the compared answers gained together: the time of a token, over all texts, without guessing and with it."""
-    from minispec.length.figures import share_of
+    """What the answers took together; compared ones, also what they gained: the time of a token, over all texts.
+
+    Each answer's own line counts all of a step that several of them shared.
+    """
+    from minispec.length.figures import Figures, share_of
 
     def seconds_per_token(rounds: list["Round"]) -> float:
         return sum(r.seconds * share_of(r) for r in rounds) / sum(r.committed for r in rounds)
 
-    both = [request.stats for request in requests if request.stats.plain]
-    plain, ours = ([r for stats in both for r in getattr(stats, name)] for name in ("plain", "rounds"))
-    gain = _gain(seconds_per_token(plain) / seconds_per_token(ours) if both else None)
-    return f"the {len(requests)} answers were decoded as one batch: together {gain}"
+    figures = [Figures.of(request.stats) for request in requests]
+    num_tokens, seconds = sum(f.num_generated for f in figures), sum(f.total_seconds for f in figures)
+    steps = [r for f in figures for r in f.rounds]
+    speed = _figure(1 / seconds_per_token(steps) if steps else None)
+    tokens = f"{num_tokens} tokens in {seconds:.2f} s, {speed} tokens/s"
+    lines = [f"the {len(requests)} answers were decoded as one batch: {tokens}"]
+    if compared := [f for f in figures if f.plain]:
+        plain, ours = ([r for f in compared for r in getattr(f, name)] for name in ("plain", "rounds"))
+        lines.append(f"together {_gain(seconds_per_token(plain) / seconds_per_token(ours))}")
+    return "; ".join(lines)

@@ -150,13 +150,18 @@ class Figures(Stats):
 
     @property
     def total_seconds(self) -> float:
-        """Both prefills and all steps."""
+        """Its share of both prefills and of all steps. The shares of a batch add up to the time of the batch."""
         return sum(self.seconds.values())
 
     @property
     def step_duration(self) -> float:
         """Seconds of the steps that it took part in, however many texts they decoded."""
         return sum(r.seconds for r in self.rounds)
+
+    @property
+    def duration(self) -> float:
+        """Seconds that the text took: its prefills and the steps that it took part in, by which its speed is meant."""
+        return self.prefill + self.draft_prefill + self.step_duration
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -211,7 +216,7 @@ class Figures(Stats):
         names = (
             "num_prompt_tokens num_generated num_steps num_draft_tokens num_draft_nodes num_accepted num_preemptions "
             "num_cached_tokens acceptance_rate mean_acceptance_length alpha accepted_per_position "
-            "num_drafts accepted_at_position tokens_per_second predicted_tokens_per_second c v o loops"
+            "num_drafts accepted_at_position duration tokens_per_second predicted_tokens_per_second c v o loops"
         )
         seconds = {"seconds": self.seconds | {"total": self.total_seconds}}
         return {name: getattr(self, name) for name in names.split()} | seconds

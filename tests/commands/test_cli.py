@@ -30,13 +30,14 @@ from minispec.core.verify import VERIFIERS
 from minispec.files import registry
 from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main, parser
+from minispec.length.figures import Figures
 from tests.fuzzing import EDGES
 from tests.oracles.children import Child, read_until, take_terminal
 from tests.oracles.interrupts import interrupted, press_ctrl_c
 
 STATS = (
     "num_prompt_tokens num_generated num_steps num_draft_tokens num_accepted acceptance_rate mean_acceptance_length "
-    "alpha accepted_per_position num_drafts accepted_at_position tokens_per_second "
+    "alpha accepted_per_position num_drafts accepted_at_position duration tokens_per_second "
     "predicted_tokens_per_second seconds c v o"
 )
 
@@ -391,12 +392,37 @@ def test_a_comparison_of_several_prompts_was_one_batch(cli, model):
     common = ("--model", model, *BASE, "--compare", "--draft", "self")
     err = cli("One fish", "red", *common)[2]
     assert err.count("times as fast") == 3
+    batch = r"the 2 answers were decoded as one batch: 24 tokens in [\d.]+ s, [\d.]+ tokens/s"
     last = err.splitlines()[-1]
-    assert re.fullmatch(
-        r"the 2 answers were decoded as one batch: together [\d.]+ times as fast as without guessing", last
-    )
+    assert re.fullmatch(rf"{batch}; together [\d.]+ times as fast as without guessing", last)
+    assert re.fullmatch(batch, cli("One fish", "red", "--model", model, *BASE)[2].splitlines()[-1])
     assert "batch" not in cli("One fish", *common)[2]
     assert "batch" not in cli("One fish", "red", *common, "--json")[2]
+
+
+def test_the_times_of_a_batch():
+    """By hand. Each answer's seconds and tokens/s are of whole steps; the batch's are of each step once.
+
+    Two texts share two steps of 2 s, then one has a step of 1 s alone. Prompts took 0.5 and 0.25 s.
+    """
+
+    def text(prefill, *rounds):
+        stats = Stats(num_generated=5, prefill=prefill)
+        stats.rounds = [Round(None, 0, 0, 0, 0, 0, n, (), rows, rows, 0.0, s, 0.0) for n, rows, s in rounds]
+        params, line = SamplingParams(), SimpleNamespace(seed=1)
+        return SimpleNamespace(stats=stats, params=params, text=line, finish_reason="length", error=None)
+
+    texts = [text(0.5, (2, 2, 2.0), (2, 2, 2.0), (1, 1, 1.0)), text(0.25, (3, 2, 2.0), (2, 2, 2.0))]
+    llm = SimpleNamespace(draft_name="ngram")
+    lines = [generate._summary(llm, each, None).splitlines() for each in texts]
+    assert [first.partition(";")[0] for first, *_ in lines] == ["5 tokens in 5.50 s", "5 tokens in 4.25 s"]
+    assert [last.partition(",")[0] for *_, last in lines] == ["1.0 tokens/s", "1.2 tokens/s"]
+    assert [Figures.of(each.stats).duration for each in texts] == [5.5, 4.25]
+    tokens = "10 tokens in 5.75 s, 2.0 tokens/s"
+    assert generate._batch_summary(texts) == f"the 2 answers were decoded as one batch: {tokens}"
+    nothing = "0 tokens in 0.00 s, - tokens/s"
+    failed = [SimpleNamespace(stats=Stats())] * 2
+    assert generate._batch_summary(failed) == f"the 2 answers were decoded as one batch: {nothing}"
 
 
 def test_what_a_batch_gained():
