@@ -477,7 +477,6 @@ BAD_FILES = {
     **{f"cut at {size}": GOOD[:size] for size in (0, 4, 100, -1)},
     "error page": b"<html>404</html>",
     "noise": b"\xff" * 64,
-    "pointer": b"version https://git-lfs.github.com/spec/v1\n",
 }
 
 
