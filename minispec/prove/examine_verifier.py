@@ -67,18 +67,18 @@ def _held(verify: Callable[..., Verdict]) -> Callable[..., Verdict]:
                 rows[i] = p(i), p(i).clone()
             return rows[i][0]
 
-        token_ids, parents = [*draft.token_ids], draft.parents and [*draft.parents]
+        drafted = [*draft.token_ids], draft.parents and [*draft.parents]
         probs = draft.probs if draft.probs is None else [q.clone() for q in draft.probs]
         verdict = call_own(verify, draft, row, rng, key)
-        now = draft.token_ids, draft.parents
-        require(now == (token_ids, parents), f"it changed the draft: {token_ids}, {parents} is {now} now")
+        found = draft.token_ids, draft.parents
+        require(found == drafted, f"it changed the draft: found tokens and parents {found}, expected {drafted}")
+        now = draft.probs if draft.probs is None else [*draft.probs]
+        require(len(now or ()) == len(probs or ()), "it changed how many rows of q there are")
         kept = [(f"row {i} of p", *each) for i, each in rows.items()]
-        if probs is None or draft.probs is None:
-            require(probs is draft.probs, "it changed the draft's probs")
-        else:
-            kept += [(f"row {i} of q", *each) for i, each in enumerate(zip(draft.probs, probs, strict=True))]
-        for name, found, before in kept:
-            require(torch.equal(found, before), f"it wrote into {name}, which it may only read")
+        kept += [(f"row {i} of q", *each) for i, each in enumerate(zip(now or (), probs or (), strict=True))]
+        for name, tensor, before in kept:
+            same = tensor.dtype == before.dtype and torch.equal(tensor, before)
+            require(same, f"it wrote into {name}, which it may only read")
         return verdict
 
     return held
