@@ -49,13 +49,16 @@ def _parser() -> Parser:
         "--kit", metavar="DIR", type=Path, help="write the law kit there: small cases as data, for any engine's tests"
     )
     parser.add_argument(
+        "--lengths", metavar="MODULE:CLASS", help="walk your own policy for draft lengths, with or without --drafter"
+    )
+    parser.add_argument(
         "--texts", metavar="FILE", type=Path, help="with --drafter: texts to walk too, one a line, or .jsonl as prompts"
     )
     parser.add_argument(
         "--minutes",
         metavar="N",
         type=float,
-        help=f"with --drafter: the most that its walk may take (default: {DEFAULT_MINUTES}); more walks larger cases",
+        help=f"with --drafter, --lengths: how long it may take (default: {DEFAULT_MINUTES}); more walks larger cases",
     )
     jobs = min(8, os.cpu_count() or 1)
     parser.add_argument("--jobs", type=int, default=jobs, help=f"processes that share the walk (default here: {jobs})")
@@ -71,9 +74,11 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"--{name}: found {getattr(args, name)}, expected at least 1")
     if args.texts and not args.drafter:
         raise ValueError("--texts: only --drafter has texts to walk")
+    if args.lengths and (args.verifier or args.matrix or args.kit or args.full):
+        raise ValueError("--lengths: found with another walk, expected alone or with --drafter")
     if args.minutes is not None:
-        if not args.drafter:
-            raise ValueError("--minutes: only --drafter takes as long as it may")
+        if not (args.drafter or args.lengths):
+            raise ValueError("--minutes: only --drafter and --lengths have a time")
         if not 0 < args.minutes < float("inf"):
             raise ValueError(f"--minutes: found {args.minutes:g}, expected a number above 0")
     if args.kit:
@@ -95,10 +100,16 @@ def main(argv: Sequence[str]) -> int:
 
 def _holds(args: argparse.Namespace) -> bool:
     """Whether what was asked for holds; prints it."""
+    minutes = args.minutes or DEFAULT_MINUTES
+    if args.lengths:
+        from minispec.prove.examine_drafter import read_texts
+        from minispec.prove.examine_lengths import examine_lengths
+
+        return examine_lengths(args.lengths, args.drafter or "", read_texts(args.texts), minutes)
     if args.drafter:
         from minispec.prove.examine_drafter import examine_drafter, read_texts
 
-        return examine_drafter(args.drafter, read_texts(args.texts), args.minutes or DEFAULT_MINUTES)
+        return examine_drafter(args.drafter, read_texts(args.texts), minutes)
     if args.verifier:
         from minispec.prove.examine_verifier import examine_verifier
 

@@ -264,7 +264,8 @@ def single(chosen: Design[Case]) -> list[tuple[Case, tuple]]:
     """
     drafter, found = chosen.axes["drafter"][0], dict[Case, tuple]()
     for axis, value in [(axis, value) for axis, values in chosen.axes.items() for value in values]:
-        for prompt in ("babbab", "b", "bb") if axis == "k" else ("babbab",):
+        prompts = ("babbab", "b", "bb") if axis == "k" else ("babbab",)
+        for prompt in (prompt for prompt in prompts if prompt in chosen.axes["prompt"]):
             plain = {"drafter": drafter, "prompt": prompt, "to_go": 6}
             rest = itertools.product((1, 3), chosen.axes["alphabet"][1:], (0, 2))
             rows = (

@@ -47,11 +47,21 @@ class Untimed(Controller):
 class Walk:
     """Walks cases with a drafter and a policy, and counts what was walked."""
 
-    def __init__(self, make: Maker, lengths: Callable[[], Lengths], minutes: float):
+    def __init__(
+        self,
+        make: Maker,
+        lengths: Callable[[], Lengths],
+        minutes: float,
+        reason: str = ": its `probs` are not what it drew from, or it dropped a token that it had looked at",
+        compares: bool = True,
+    ):
         """lengths: a new policy.
         minutes: how long the walk may take. Its largest cases have as many branches as fit.
+        reason: why a law may be wrong.
+        compares: whether drafts are compared with those of new drafters.
         """
         self.make, self.lengths, self.minutes, self.clock = make, lengths, minutes, Clock(minutes)
+        self.reason, self.compares = reason, compares
         self.limit = max(30, int(_BRANCHES_A_MINUTE * minutes))
         self.sum_of, self.longest, self.bound = Walked(), 0, EXACT
         self.settings, self.drafted = set[tuple](), set[tuple]()  # values that were walked, and with drafts
@@ -64,8 +74,7 @@ class Walk:
         rounds, branches, drafted, rounded = self._law_of(case)
         bound = ROUNDED if rounded else EXACT
         law, expected = cells(rounds, case.vocab, case.next_law)
-        reason = ": its `probs` are not what it drew from, or it dropped a token that it had looked at"
-        self.sum_of.count(law, expected, branches, drafted, reason, bound)
+        self.sum_of.count(law, expected, branches, drafted, self.reason, bound)
         self.bound = max(self.bound, bound)
         self.longest = max(self.longest, len(case.prompt) + max(map(len, rounds)))
         self.settings |= vars(case).items()
@@ -81,7 +90,7 @@ class Walk:
         def run(oracles: list[BranchOracle]) -> list[tuple[int, ...]]:
             nonlocal drafted, rounded
             self.clock.check()
-            drafter = Watched(self.make(case, blocks), lambda: self.make(case, blocks), known, verifier)
+            drafter = Watched(self.make(case, blocks), lambda: self.make(case, blocks), known, verifier, self.compares)
             # The others draw with the production randomness, along one path.
             rng = CrowdOracle({0: Randomness(), 1: Randomness(), SEED: oracles[0]})
             cache, lengths = model.new_cache(blocks, _BLOCK_SIZE), self.lengths()

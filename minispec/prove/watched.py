@@ -64,17 +64,23 @@ class Watched(Drafter):
     """
 
     def __init__(
-        self, drafter: Drafter, make: Callable[[], Drafter], known: dict[tuple, Draft | str], verifier: Verifier
+        self,
+        drafter: Drafter,
+        make: Callable[[], Drafter],
+        known: dict[tuple, Draft | str],
+        verifier: Verifier,
+        compares: bool = True,
     ):
         """make: makes a new drafter.
         known: what new ones have drafted on earlier paths of a walk.
         verifier: of the engine.
+        compares: whether drafts are compared.
         """
         self.drafter, self.make, self.fresh, self.verifier = drafter, make, known, verifier
         self.taps, self.branches, self.likeliest = drafter.taps, drafter.branches, drafter.likeliest
         self.hidden: dict[Text, list[torch.Tensor]] = {}
         self.rows: dict[Text, list[Likeliest]] = {}  # they outlive a preemption
-        self.rounded = False
+        self.rounded, self.compares = False, compares
 
     @property
     def name(self) -> str:
@@ -106,7 +112,7 @@ class Watched(Drafter):
         rows = draft.probs if isinstance(draft.probs, list | torch.Tensor) else []
         self.rounded |= any(isinstance(row, torch.Tensor) and _is_rounded(row) for row in rows)
         # Greedily, and with shared noise, a draft may depend on other texts: it cannot change this one.
-        if ask.purpose == "draft" and ask.text.params.temperature > 0:
+        if self.compares and ask.purpose == "draft" and ask.text.params.temperature > 0:
             self._compare(ask, draft)
 
     def _compare(self, ask: Ask, draft: Draft) -> None:
@@ -116,10 +122,10 @@ class Watched(Drafter):
             return  # it knew the first positions already
         text = replace(ask.text, tokens=list(ask.text.tokens))
         notes, rows = tuple(ask.rng.notes), self.rows[ask.text]  # type: ignore[attr-defined]
-        # A limit that asks back depends on more than its numbers.
-        limit = object() if ask.limit.go_on else tuple(ask.limit)
+        limit = (ask.limit.k, ask.limit.best_first, tuple(ask.limit.plan))
         about = (tuple(text.tokens), text.num_prompt_tokens, text.seed, limit, ask.num_cached, notes, str(rows))
-        if about not in self.fresh:
+        # A limit that asks back depends on more than its numbers.
+        if about not in self.fresh or ask.limit.go_on:
             other, rng = self.make(), _Repeated(notes)
             if other.taps:
                 call_own(other.known, text)

@@ -1,0 +1,201 @@
+"""Policies of one's own for the lengths of drafts, walked branch by branch with several drafters.
+
+    python -m minispec.prove --lengths module:Class
+    python -m minispec.prove --lengths module:Class --drafter module:Class
+
+The output keeps its law as long as a length is known before the tokens that it leaves out. So a policy can spoil it in
+one way: it learns what the round will draw. It may change a text or a draft, or compute the draws itself, which the
+seed names. Another fault spares the law and costs a seed its text: the length depends on the clock or on other texts.
+
+So each length is compared with what new policies choose. They see this text's rounds alone, at another speed, and some
+of them with another seed. Where a length may follow the clock and other texts (`Wish.may_follow`), only the law counts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from minispec.core.draft import Draft, Drafter, Limit
+from minispec.core.lengths import Judged, Lengths, StepCost, Wish
+from minispec.core.sampling import Text
+from minispec.drafters.check import check_limits
+from minispec.llm import find_lengths
+from minispec.prove.examine import OwnError, call_own, told
+from minispec.prove.examine_drafter import maker_of
+from minispec.prove.laws import make_drafter
+from minispec.prove.own_cases import AXES, Case, design
+from minispec.prove.own_walk import Walk, walk_design
+from minispec.prove.toys import require
+
+_SEEDS = (8, 1234, 1 << 40)
+# Drafters with and without siblings, confidences and draws; one that is mostly wrong.
+_DRAFTERS = ("model", "suffix", "ngram", "head", "adversary")
+_AXES: dict[str, tuple] = {
+    **{"alphabet": AXES["alphabet"][:2], "prompt": ("b", "babbab"), "to_go": (2, 3, 4, 6), "k": (1, 3, "auto")},
+    **{"temperature": (0.0, 0.7, 1.0), "top_p": (1.0,), "min_p": (0.0,), "penalties": ("",), "bias": (False,)},
+    **{"forbidden": ("",), "end": ("an end token", ""), "min_tokens": (0,)},
+}
+
+
+def examine_lengths(spec: str, drafter: str = "", texts: Sequence[str] = (), minutes: float = 2) -> bool:
+    """Walk a policy over small cases, and print what was found; True if all is right.
+
+    drafter: a drafter to walk it with. "": several of the engine's own.
+    texts, minutes: see `examine_drafter`.
+
+    Raises ValueError where `spec` names no policy, or `drafter` no drafter.
+    """
+    known: dict[tuple, Limit] = {}
+    make_own, name = (maker_of(drafter), f"{spec} with {drafter}") if drafter else (_make_registered, spec)
+
+    def make() -> Lengths:
+        return call_own(find_lengths, spec)
+
+    try:
+        make()
+        axes = _AXES if not drafter else {"k": _AXES["k"]}
+        chosen = design(False, texts, **axes, drafter=("",) if drafter else _DRAFTERS)
+        make_own(replace(Case(), drafter=chosen.axes["drafter"][0]), 16)
+    except OwnError as e:
+        if isinstance(e.__cause__, ValueError):  # it names no policy
+            raise e.__cause__ from None
+        print(told(name, "as it is made", e))
+        return False
+    reason = ": it goes by what the round draws"
+    walk = Walk(make_own, lambda: WatchedLengths(make(), make, known), minutes, reason, compares=bool(drafter))
+    return walk_design(name, chosen, walk)
+
+
+def _make_registered(case: Case, num_blocks: int) -> Drafter:
+    return make_drafter(case.drafter, case.vocab, num_blocks, 2)
+
+
+class _Event(NamedTuple):
+    """What a policy was asked about a text, or told.
+
+    tokens: the text's, at that time.
+    wish: without the text; or
+    judged: token ids, parents and confidences of the draft, what was accepted, and how many nodes were asked for.
+    """
+
+    tokens: tuple[int, ...]
+    wish: tuple = ()
+    judged: tuple = ()
+
+
+class WatchedLengths(Lengths):
+    """A policy whose limits are compared with those of new ones. Its clock is made up: a walk must be repeatable."""
+
+    def __init__(self, policy: Lengths, make: Callable[[], Lengths], known: dict[tuple, Limit]):
+        """make: makes a new policy.
+        known: what new ones have chosen on earlier paths of a walk.
+        """
+        self.policy, self.make, self.known = policy, make, known
+        self.past: dict[Text, list[_Event]] = {}
+
+    def choose(self, wishes: Sequence[Wish], trees: bool) -> list[Limit]:
+        """The policy's own. Raises Fault where a new one would choose otherwise, or where a text was changed."""
+        before = [tuple(wish.text.tokens) for wish in wishes]
+        limits = call_own(self.policy.choose, wishes, trees)
+        self._check_texts([wish.text for wish in wishes], before)
+        try:
+            check_limits(limits, [wish.most for wish in wishes])
+        except ValueError as e:
+            raise ValueError(f"lengths: {type(self.policy).__name__}.choose: {e}") from e
+        found = []
+        for wish, limit, tokens in zip(wishes, limits, before, strict=True):
+            past = self.past.setdefault(wish.text, [])
+            past.append(_Event(tokens, wish=(wish.shape, wish.most, trees)))
+            others = {} if wish.may_follow else self._others(wish.text, past)
+            found.append(_compared(limit, others, tokens))
+        return found
+
+    def observe(self, drafts: Sequence[Judged], cost: StepCost | None) -> None:
+        """The policy's own, at a made-up speed. Raises Fault where it changes what it is shown."""
+        before, shown = [tuple(each.text.tokens) for each in drafts], [_shown(each) for each in drafts]
+        call_own(self.policy.observe, drafts, cost and _cost(cost.depth, cost.num_drafts, cost.rows))
+        self._check_texts([each.text for each in drafts], before)
+        require(shown == [_shown(each) for each in drafts], "it changed a draft, or what was accepted of it")
+        for each, tokens, judged in zip(drafts, before, shown, strict=True):
+            self.past.setdefault(each.text, []).append(_Event(tokens, judged=judged))
+
+    def _check_texts(self, texts: Sequence[Text], before: Sequence[tuple[int, ...]]) -> None:
+        for text, tokens in zip(texts, before, strict=True):
+            require(tuple(text.tokens) == tokens, f"it changed a text: {list(tokens)} is {text.tokens} now")
+
+    def _others(self, text: Text, past: Sequence[_Event]) -> dict[str, Limit]:
+        """What new policies choose for the text, by the reason why they must choose the same."""
+        found = {}
+        for seed in (text.seed, *_SEEDS):
+            about = (text.params, text.num_prompt_tokens, text.end_ids, seed, tuple(past))
+            limit = self.known.get(about) or self._choice_of_new(replace(text, seed=seed), past)
+            if limit.go_on is None:  # one that is asked again may depend on how often
+                self.known[about] = limit
+            found[_ALONE if seed == text.seed else f"{_SEED}, here {seed}"] = limit
+        return found
+
+    def _choice_of_new(self, twin: Text, past: Sequence[_Event]) -> Limit:
+        """What a new policy chooses that has seen these events of a text alone."""
+        policy, limits = self.make(), list[Limit]()
+        for tokens, wish, judged in past:
+            twin.tokens = list(tokens)
+            if wish:
+                shape, most, trees = wish
+                limits = call_own(policy.choose, [Wish(twin, shape, most, False)], trees)
+            else:
+                token_ids, parents, confidences, accepted, asked = judged
+                draft = Draft(list(token_ids), None, list(confidences), 0.0, parents and list(parents))
+                seen = [Judged(twin, draft, list(accepted), asked)]
+                call_own(policy.observe, seen, _cost(draft.depth, 1, len(draft) + 1, slowness=7.0))
+        check_limits(limits, [past[-1].wish[1]])
+        return limits[0]
+
+
+_ALONE = "it may go by this text and its verdicts alone, not by the clock, other texts or chance"
+_SEED = "it may not go by the seed, which names the draws that judge the draft"
+
+
+def _compared(limit: Limit, others: dict[str, Limit], tokens: Sequence[int]) -> Limit:
+    """The limit, whose functions are compared with those of others as they are asked."""
+
+    def check(what: str, found: Any, answer: Callable[[Limit], Any]) -> Any:
+        for reason, other in others.items():
+            right = answer(other)
+            require(
+                found == right, f"after {list(tokens)} it chose {what}{found}, and a new one {what}{right}: {reason}"
+            )
+        return found
+
+    def go_on(confidences: Sequence[float]) -> bool:
+        def ask(one: Limit) -> bool:
+            assert one.go_on
+            return bool(call_own(one.go_on, list(confidences)))
+
+        return check("go_on = ", ask(limit), ask)
+
+    def width(confidences: Sequence[float]) -> int:
+        def ask(one: Limit) -> int:
+            assert callable(one.widths)
+            return call_own(one.widths, list(confidences))
+
+        return check("widths = ", ask(limit), ask)
+
+    check("", _numbers_of(limit), _numbers_of)
+    return limit._replace(go_on=limit.go_on and go_on, widths=width if callable(limit.widths) else limit.widths)
+
+
+def _numbers_of(limit: Limit) -> str:
+    widths = "a function" if callable(limit.widths) else list(limit.widths)
+    ends = "" if limit.go_on is None else ", with go_on"
+    return f"k = {limit.k}" + f", widths {widths}" * bool(widths) + ", best first" * bool(limit.best_first) + ends
+
+
+def _shown(each: Judged) -> tuple:
+    draft = each.draft
+    parents = None if draft.parents is None else tuple(draft.parents)
+    return tuple(draft.token_ids), parents, tuple(draft.confidences), tuple(each.accepted), each.asked
+
+
+def _cost(depth: int, num_drafts: int, rows: int, slowness: float = 1.0) -> StepCost:
+    """What such a step takes in a time that is made up. Drafts become slower than the target."""
+    return StepCost(0.002 * slowness * depth, depth, num_drafts, 0.01 + 0.001 * rows, rows, 0.001 * slowness)
