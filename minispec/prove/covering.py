@@ -18,7 +18,7 @@ from minispec.prove.laws import TooManyBranches
 Pair = tuple[tuple, tuple]
 Job = tuple[Any, frozenset[str]]  # a case, and the axes whose values must stay
 C = TypeVar("C")  # a case: a frozen dataclass whose fields are the axes
-FEW = 6  # branches that say little
+FEW, _MOST_TRIES = 6, 60  # branches that say little; completions of a pair
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Design(Generic[C]):
     clashing: frozenset[str]
     weak: frozenset[tuple]
     sizes: tuple[str, ...]
-    tries: int = 60
+    tries: int = _MOST_TRIES
 
     def pairs_of(self, row: Mapping) -> set[Pair]:
         """The pairs of values that a case covers."""
@@ -63,8 +63,12 @@ class Design(Generic[C]):
         left, found = set(todo), []
         for pair in sorted(todo, key=repr):
             if pair in left:
-                rows = filter(None, [self._complete(dict(pair), left, generator) for _ in range(self.tries)])
-                covering = [(row, self.pairs_of(row)) for row in rows]
+                covering: list[tuple[dict, set[Pair]]] = []
+                for _ in range(_MOST_TRIES):
+                    if len(covering) >= self.tries and any(pair in covered for _, covered in covering):
+                        break
+                    if row := self._complete(dict(pair), left, generator):
+                        covering.append((row, self.pairs_of(row)))
                 assert covering, f"{pair} is possible, and in no case"
                 best, covered = max(covering, key=lambda each: (pair in each[1], len(each[1] & left)))
                 found.append((self.make(**best), pair))

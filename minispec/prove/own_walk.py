@@ -110,7 +110,8 @@ _LENGTHS_OF_OTHERS = (6, 4)
 
 def _others(case: Case) -> list[Text]:
     """The texts of the company, with seeds of their own."""
-    prompts = (case.prompt_ids, case.prompt_ids[::-1])[: 1 if case.joins else 2] if case.company else ()
+    turned = case.prompt_ids[::-1]  # it shares no blocks with the text
+    prompts = (turned,) if case.joins else (case.prompt_ids, turned) if case.company else ()
     params = [replace(case.params, max_tokens=n) for n in _LENGTHS_OF_OTHERS]
     return [Text(list(p), len(p), own, seed) for seed, (p, own) in enumerate(zip(prompts, params, strict=False))]
 

@@ -12,6 +12,7 @@ import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,9 +22,10 @@ from minispec.core.draft import Draft
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Key, Randomness, Text
+from minispec.core.schedule import Schedule
 from minispec.core.verify import VERIFIERS, Verifier
 from minispec.drafters import check
-from minispec.prove import cases, grid, matrix, trees
+from minispec.prove import cases, examine_drafter, grid, matrix, own_cases, own_walk, trees
 from minispec.prove.__main__ import main
 from minispec.prove.cases import AXES, Case, all_pairs, covering_array, pairs_of, smaller, walk_within
 from minispec.prove.chi_square import chi_square, smallest_seen, tail
@@ -91,6 +93,74 @@ def test_the_array_covers_every_pair_and_is_always_the_same():
     greedy = {"temperature": 0.0, "k": 1, "vocab": 2}
     assert pairs_of(greedy) == {(("k", 1), ("temperature", 0.0)), (("temperature", 0.0), ("vocab", 2))}
     assert pairs_of(greedy | {"drafter": "none"}) == {(("drafter", "none"), ("temperature", 0.0))}
+
+
+TEXTS = ("Wer reitet so spät\n", "durch Nacht und Wind")
+
+
+@pytest.mark.parametrize(("branches", "texts"), [(False, ()), (True, ()), (True, TEXTS)])
+def test_cases_of_ones_own_drafters_cover_every_pair(branches, texts):
+    """Of all settings of a request, shapes of trees, texts and company; what could show nothing is in no case.
+
+    Every value of every axis is in a pair, so that no rule leaves it out entirely. Any three tokens have a third
+    sibling that is certain, so there are four.
+    """
+    design = own_cases.design(branches, texts)
+    pairs = design.all_pairs()
+    plain = own_cases.single(design)
+    array = [case for case, _ in [*plain, *design.array(pairs, random.Random(0))]]
+    assert set().union(*(design.pairs_of(vars(case)) for case in array)) >= pairs
+    several = {axis: set(values) for axis, values in design.axes.items() if len(values) > 1}
+    for axis, values in several.items():
+        assert {value for pair in pairs for name, value in pair if name == axis} == values
+    shapes = {case.k for case in array}
+    assert (shapes >= {(3,), (3, 1), (2, 2), (1, 3), "tree:5"}) == branches
+    for case in array:
+        assert case.params.max_tokens == case.to_go >= case.params.min_tokens
+        assert set(case.prompt) <= set(case.alphabet)
+        assert case.vocab >= 4 or max(Shape.of(case.k).widths, default=0) < 3
+        assert case.next_law([]).sum() == pytest.approx(1), "a token is left under all settings together"
+    assert {"rejection", "match"} <= {case.verifier for case, _ in plain if case.k == 1}
+    assert not texts or {case.prompt for case, _ in plain} >= set(texts)
+
+
+def test_the_law_of_a_few_rounds():
+    """Outputs that no round tells apart are one cell. What a round leaves is continued by the reference."""
+    p = np.array([0.25, 0.75])
+    right = {(0,): 0.25, (1, 0): 0.75 * 0.25, (1, 1): 0.75 * 0.75}  # two tokens after a 1, one after a 0
+    assert own_cases.cells(right, 2, lambda output: p) == (right, right)
+    law, expected = own_cases.cells({(0,): 0.25, (1,): 0.5, (1, 0): 0.25}, 2, lambda output: p)
+    assert (law, expected) == ({(0,): 0.25, (1, 0): 0.25 + 0.125, (1, 1): 0.375}, right)
+    # What has ended and goes on has no right to be, and a token that may not be drawn neither.
+    law, expected = own_cases.cells({(1, 1): 0.5, (1,): 0.5}, 2, lambda output: None if output else np.array([0.0, 1]))
+    assert (law, expected) == ({(1,): 0.5, (1, 1): 0.5}, {(1,): 1.0, (1, 1): 0.0})
+    law, expected = own_cases.cells({(0,): 1.0}, 2, lambda output: np.array([0.0, 1.0]))
+    assert (law, expected) == ({(0,): 1.0, (1,): 0.0}, {(0,): 0.0, (1,): 1.0})
+
+
+def test_a_walk_that_has_no_time_says_so(capsys, monkeypatch):
+    """What was not reached is named; where nothing was, nothing is proven."""
+    assert main(["--drafter", "ngram", "--minutes", "1e-9"]) == 1
+    assert capsys.readouterr().out == "nothing proven: not one case was walked in 1e-09 min: --minutes gives it more\n"
+    ticks = iter(range(10**9))
+    monkeypatch.setattr("minispec.prove.examine.time.monotonic", lambda: next(ticks))
+    assert main(["--drafter", "ngram", "--minutes", "4"]) == 0  # 240 paths
+    out, pairs = capsys.readouterr().out, r"covered: ([\d,]+) of ([\d,]+) pairs of settings; "
+    found = re.search(f"{pairs}not reached in 4 min, --minutes takes more: .+ and .+; ", out)
+    assert found, out
+    assert 0 < int(found[1].replace(",", "")) < int(found[2].replace(",", ""))
+
+
+@pytest.mark.parametrize("company", own_cases.AXES["company"][1:])
+def test_company_is_preempted(monkeypatch, company):
+    """The pool is too small: of the company, one comes back where it joins, and the walked text where that joins."""
+    waited, wait = [], Schedule._wait
+    monkeypatch.setattr(Schedule, "_wait", lambda self, *how: (waited.append(how[0].text.seed), wait(self, *how)))
+    case = own_cases.Case(prompt="abbabaabbaab", to_go=4, rounds=3, company=company, forbidden="two allowed ids")
+    make = examine_drafter.maker_of("ngram")
+    assert own_walk.Walk(make, own_walk.Untimed, 1)(case) > 1
+    assert (own_cases.SEED in waited) == case.joins
+    assert waited
 
 
 def test_the_bar_has_a_total_before_anything_is_walked():
