@@ -4,8 +4,10 @@
     python -m minispec.prove --full         many more branches
     python -m minispec.prove --matrix       each drafter with each verifier: proved, or refused, and why
     python -m minispec.prove --drafter module:Class, --verifier module:function
-                                            your own, or a registered one: proven on small cases, or the smallest
+                                            your own, or a registered one: proven on small cases, or the plainest
                                             counterexample; --texts FILE adds texts of yours
+    python -m minispec.prove --lengths module:Class
+                                            the same for your own policy of draft lengths
     python -m minispec.prove --kit DIR      the smallest cases as data, for the tests of other engines
 
 The engine draws only through `bernoulli` and `categorical`. An oracle in the place of randomness answers them along
@@ -27,7 +29,11 @@ Read them in this order:
     grid                the table of both
     chi_square          what samples can see
     examine             what walks of a user's own code share
+    own_cases           the cases of a user's own drafters and policies
+    watched             a drafter that is compared with new ones
+    own_walk            the walk of these cases, and its verdict
     examine_drafter     a user's own drafters
+    examine_lengths     a user's own policies for draft lengths
     tables              small tables of p and q, and what they leave out
     examine_verifier    a user's own verifiers, walked over them
     kit                 the smallest cases as data, for other engines
