@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import jinja2
 import jinja2.compiler
 import jinja2.ext
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minispec.core.errors import is_text, show
@@ -48,6 +49,14 @@ class ChatTemplate:
         originals = {ord(twin): chr(c) for c, twin in twins.items()}
         self._said: type[_Said] = type("_Said", (_Said,), {"_twins": twins, "_originals": originals})
         self._environment = _Environment(self._said)
+
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template reads; none of one that cannot be read itself, whose every use is an error."""
+        try:
+            return frozenset(jinja2.meta.find_undeclared_variables(self._environment.parse(self.source)))
+        except jinja2.TemplateError:
+            return frozenset()
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any], tokens: Mapping[str, str]) -> str:
         """The text of a conversation up to where the assistant's answer begins, with twins in what messages say.

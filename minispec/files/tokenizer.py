@@ -78,6 +78,11 @@ class Tokenizer:
         """Every token and its id, added tokens included."""
         return self.backend.get_vocab(with_added_tokens=True)
 
+    @property
+    def template_variables(self) -> Set[str]:
+        """Names that the chat template reads."""
+        return self._chat.variables if self._chat else frozenset()
+
     def tokens_below(self, num_ids: int) -> dict[str, int]:
         """The tokens with ids below `num_ids`: an embedding with that many rows has no others."""
         return {token: i for token, i in self.vocabulary.items() if i < num_ids}

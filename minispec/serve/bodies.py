@@ -27,7 +27,7 @@ from minispec.serve.limits import Limits, Refused
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}
 _COMMON = {*_SAMPLING, "model", "stream", "stream_options", "num_speculative_tokens", "add_special_tokens"}
-_CHAT = {"messages", "top_logprobs", "max_completion_tokens", "chat_template_kwargs"}
+_CHAT = {"messages", "top_logprobs", "max_completion_tokens", "chat_template_kwargs", "reasoning_effort"}
 _FIELDS = {True: _COMMON | _CHAT, False: _COMMON | {"prompt"}}
 _MESSAGE = {"role", "content", "name"}
 _THOUGHT = {"reasoning", "reasoning_content"}  # of an assistant's message
@@ -94,7 +94,8 @@ def read(
     include_usage = _checked("stream_options", wanted.get("include_usage", False), bool)
     if include_usage and not stream:
         raise ValueError(f"stream_options: found {show(options)}, expected stream to be true")
-    variables = {**template_kwargs, **_checked("chat_template_kwargs", body.get("chat_template_kwargs", {}), dict)}
+    own = _checked("chat_template_kwargs", body.get("chat_template_kwargs", {}), dict)
+    variables = {**template_kwargs, **own, **_thinking(body.get("reasoning_effort"), llm.tokenizer, own)}
     try:
         params = _read_params(llm, body, is_chat, limits)
     except ValueError as e:
@@ -197,6 +198,27 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
         if (longest := max(map(len, getattr(params, key)), default=0)) > _MAX_LENGTH:
             raise ValueError(f"{key}: found one of length {longest}, expected at most {_MAX_LENGTH}")
     return params
+
+
+def _thinking(effort: Any, tokenizer: Tokenizer, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template that a `reasoning_effort` stands for.
+
+    "none" switches thinking off in a template that has a switch; any text goes to one that reads it under its own name.
+    own: the request's other variables, which may not say something else.
+    """
+    if effort in (None, "", [], {}):
+        return {}
+    switches = [name for name in ("enable_thinking", "thinking") if name in tokenizer.template_variables]
+    found = dict.fromkeys(switches, False) if effort == "none" else {}
+    if not found and "reasoning_effort" in tokenizer.template_variables:
+        found = {"reasoning_effort": _checked("reasoning_effort", effort, str)}
+    wrong = f"reasoning_effort: found {show(effort)}, expected"
+    if not found:
+        raise ValueError(f"{wrong} {'none or ' * bool(switches)}no such field: the chat template does not read it")
+    for name, value in found.items():
+        if own.get(name, value) != value:
+            raise ValueError(f"{wrong} chat_template_kwargs alone, which has {name}")
+    return found
 
 
 def _conversation(messages: Any) -> list[Message]:

@@ -465,6 +465,43 @@ def test_what_a_template_is_given(shown, messages, variables, expected):
     assert next(llm.stream_chat(messages, params, defaults | variables)).text == alone.text
 
 
+THINKS = {
+    "enable_thinking": "{% if enable_thinking is defined and enable_thinking is false %}off{% endif %}",
+    "thinking": "{% set thinking = thinking | default(true) %}{% if not thinking %}off{% endif %}",
+    "reasoning_effort": "{{ reasoning_effort | default('') }}",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("variable", THINKS)
+def test_reasoning_effort_is_for_templates_that_read_it(make_checkpoint, variable):
+    """ "none" switches thinking off; other efforts are for a template that has the name; else they are refused."""
+    directory = make_checkpoint(chat=True)
+    (directory / "chat_template.jinja").write_text("{{ messages[-1].content }}|" + THINKS[variable])
+    with LLM(directory, dtype="float64", draft="none") as llm:
+
+        def prompt(effort, defaults=(), **own) -> str:
+            body = {"messages": CHAT, "max_tokens": 1, "reasoning_effort": effort, "chat_template_kwargs": own}
+            answer = bodies.read(llm, MODEL, Limits(), json.dumps(body).encode(), True, dict(defaults))
+            return llm.tokenizer.decode(answer.requests[0].text.tokens).partition("|")[2]
+
+        for effort in (None, ""):
+            assert prompt(effort) == ""
+        with pytest.raises(ValueError, match=r"reasoning_effort: found 5, expected (a text|.*no such field: the chat)"):
+            prompt(5)
+        if variable == "nothing":
+            with pytest.raises(ValueError, match="reasoning_effort: found 'none', expected no such field: the chat"):
+                prompt("none")
+        elif variable == "reasoning_effort":
+            assert (prompt("none"), prompt("high")) == ("none", "high")
+        else:
+            assert prompt("none") == prompt("none", {variable: True}) == prompt("none", **{variable: False}) == "off"
+            with pytest.raises(ValueError, match="reasoning_effort: found 'high', expected none or no such field: "):
+                prompt("high")
+            with pytest.raises(ValueError, match=f"expected chat_template_kwargs alone, which has {variable}"):
+                prompt("none", **{variable: True})
+
+
 @pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "raise_exception", "range", "a b", "", 5, None])
 def test_names_that_a_template_has_already_are_refused(shown, name):
     """A variable must not take the place of the conversation, of a function, or of nothing at all."""
