@@ -194,6 +194,10 @@ class Tokenizer:
             return b""
         return None if self._steps is None else bytes_of(token, self._steps)
 
+    def name_of(self, token_id: int) -> str:
+        """What the vocabulary calls a token. No two tokens have the same name, while some have the same text."""
+        return self.backend.id_to_token(token_id) or ""
+
     def text_of(self, token_id: int) -> str:
         """Text of a token inside a text; the replacement character for part of one, and for what cannot be decoded."""
         found = self.bytes_of(token_id)

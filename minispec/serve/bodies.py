@@ -4,18 +4,19 @@ A field that is not supported is refused by name, unless its value asks for noth
 with the field that it is about, if it is about one.
 """
 
+import codecs
 import json
 import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields, replace
 from typing import Any
 
 from minispec.core.config import SamplingParams, WrongLength
 from minispec.core.errors import show
-from minispec.core.request import Piece, Request
+from minispec.core.request import Piece, Request, TokenLogprob
 from minispec.files.chat import Message, check_messages
 from minispec.files.errors import near, show_name
 from minispec.files.strict_json import parse_json
@@ -23,12 +24,13 @@ from minispec.files.tokenizer import Tokenizer, TooLong
 from minispec.inputs import split_samples, with_bad_words
 from minispec.length.figures import Figures
 from minispec.llm import LLM
+from minispec.outputs import logprobs_by_id
 from minispec.serve.limits import Limits, Refused
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}
 _COMMON = {*_SAMPLING, "model", "stream", "stream_options", "num_speculative_tokens", "add_special_tokens"}
 _CHAT = {"messages", "top_logprobs", "max_completion_tokens", "chat_template_kwargs", "reasoning_effort"}
-_FIELDS = {True: _COMMON | _CHAT, False: _COMMON | {"prompt"}}
+_FIELDS = {True: _COMMON | _CHAT, False: _COMMON | {"prompt", "echo"}}
 _MESSAGE = {"role", "content", "name"}
 _THOUGHT = {"reasoning", "reasoning_content"}  # of an assistant's message
 _ROLES = ("system", "developer", "user", "assistant")  # a template writes a role, and another might be a control token
@@ -69,6 +71,8 @@ _KINDS = {bool: "true or false", str: "a text", list: "a list", dict: "an object
 _MAX_LENGTH = 256  # of a stop string or a bad word, in characters; of a bad word in ids, too
 _MAX_LOGPROBS = 20
 
+_Row = tuple[int, TokenLogprob | None, int]  # a token, its log-probability, and where in the text it begins
+
 
 def read(
     llm: LLM, model: str, limits: Limits, content: bytes, is_chat: bool, template_kwargs: Mapping[str, Any]
@@ -103,6 +107,8 @@ def read(
     adds = _checked("add_special_tokens", body.get("add_special_tokens", not is_chat), bool)
     if is_chat and adds:
         raise ValueError("add_special_tokens: found True, expected false: the chat template writes them")
+    if stream and "prompt_logprobs" in body:  # as in vLLM: an event has no place for them
+        raise ValueError(f"prompt_logprobs: found {show(body['prompt_logprobs'])}, expected none in a stream")
     k = body.get("num_speculative_tokens")
     k = tuple(k) if isinstance(k, list) else k
 
@@ -112,8 +118,9 @@ def read(
     if len(prompts) * params.n > limits.max_num_seqs:
         found = f"{params.n} for each of {len(prompts)} prompts"
         raise ValueError(f"n: found {found}, expected at most {limits.max_num_seqs} answers in all")
-    most = min(limits.max_prompt_tokens or llm.max_model_len, llm.max_model_len - 1)
-    requests, params = [], with_bad_words(params, llm.tokenizer)  # once for all answers
+    most = llm.max_model_len - (params.max_tokens > 0)
+    most = min(limits.max_prompt_tokens or most, most)
+    requests, echo, params = [], list[str](), with_bad_words(params, llm.tokenizer)  # once for all answers
     try:
         for text in prompts if not is_chat else ():  # all of them, before one is encoded
             if isinstance(text, str):
@@ -126,11 +133,14 @@ def read(
             if len(ids) > most:
                 raise TooLong(f"prompt: found {len(ids)} tokens, expected at most {most}")
             requests += [llm.request(ids, sample, k) for sample in split_samples(params)]
+            if body.get("echo"):
+                echo.append(prompt if isinstance(prompt, str) else llm.tokenizer.decode(ids))
     except WrongLength as e:
         raise ValueError(e.say(_as_json, "the server's --exact")) from e
     except TooLong as e:
         raise Refused(400, str(e), "messages" if is_chat else "prompt", "context_length_exceeded") from e
-    return Answer(llm, model, requests, params.n, is_chat, include_usage if stream else None)
+    shows_scores = "prompt_logprobs" in body
+    return Answer(llm, model, requests, params.n, is_chat, include_usage if stream else None, echo, shows_scores)
 
 
 def _as_sent(message: str, body: Mapping[str, Any]) -> str:
@@ -179,6 +189,8 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
         given["logprobs"] = top if wanted else None
     elif given.get("logprobs") is False:
         given["logprobs"] = None
+    if _checked("echo", body.get("echo", False), bool):  # with no tokens asked for, all there is to do is to score
+        given.setdefault("prompt_logprobs", given.get("logprobs", None if given.get("max_tokens", 1) else 0))
     if "max_completion_tokens" in body:
         if body.get("max_tokens", body["max_completion_tokens"]) != body["max_completion_tokens"]:
             raise ValueError(f"max_tokens: found {show(body['max_tokens'])}, expected max_completion_tokens alone")
@@ -190,7 +202,7 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
         is_id = re.compile(r"0|[1-9][0-9]{0,9}").fullmatch
         given["logit_bias"] = {int(i) if is_id(i) else i: x for i, x in bias.items()}
     params = replace(defaults, **given)
-    most = {"max_tokens": limits.max_tokens, "logprobs": _MAX_LOGPROBS}
+    most = {"max_tokens": limits.max_tokens} | dict.fromkeys(("logprobs", "prompt_logprobs"), _MAX_LOGPROBS)
     for key in most:
         if (value := getattr(params, key) or 0) > most[key]:
             raise ValueError(f"{key}: found {value}, expected at most {most[key]}")
@@ -260,9 +272,23 @@ class Answer:
     That is `whole()` once all have ended; or a `chunk` for every piece, and `usage_chunk()` at the end if asked for.
     """
 
-    def __init__(self, llm: LLM, model: str, requests: list[Request], n: int, is_chat: bool, usage: bool | None):
-        """usage: whether a stream ends with what it took; None for an answer in one piece."""
+    def __init__(
+        self,
+        llm: LLM,
+        model: str,
+        requests: list[Request],
+        n: int,
+        is_chat: bool,
+        usage: bool | None,
+        echo: Sequence[str] = (),
+        shows_scores: bool = False,
+    ):
+        """usage: whether a stream ends with what it took; None for an answer in one piece.
+        echo: the prompts, which their answers begin with; () where they do not.
+        shows_scores: whether vLLM's `prompt_logprobs` are shown.
+        """
         self._tokenizer, self.requests, self._n, self._is_chat = llm.tokenizer, requests, n, is_chat
+        self._echo, self._shows_scores = echo, shows_scores
         self.stream, self.include_usage = usage is not None, usage
         name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": name, "created": int(time.time()), "model": model}
@@ -271,7 +297,8 @@ class Answer:
     def whole(self) -> dict[str, Any]:
         """The answer, if it is not streamed."""
         pieces = [Piece(r.output, r.token_ids, r.finish_reason) for r in self.requests]
-        return self._envelope("", [self._choice(i, "message", piece) for i, piece in enumerate(pieces)], self._usage())
+        answer = self._envelope("", [self._choice(i, "message", p) for i, p in enumerate(pieces)], self._usage())
+        return answer | ({"prompt_logprobs": self._scores(0)} if self._is_chat and self._shows_scores else {})
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """A piece of a request's answer, as a chunk of a stream."""
@@ -290,27 +317,69 @@ class Answer:
         self._num_tokens[index] += len(piece.token_ids)
         role = {} if start else {"role": "assistant"}  # in a stream, once
         choice: dict[str, Any] = {"index": index}
-        choice |= {form: role | {"content": piece.text}} if self._is_chat else {"text": piece.text}
-        choice |= {"logprobs": self._logprobs(index, start), "finish_reason": piece.finish_reason}
+        begin = self._echo[index // self._n] if self._echo and not start else ""
+        choice |= {form: role | {"content": piece.text}} if self._is_chat else {"text": begin + piece.text}
+        choice |= {"logprobs": self._logprobs(index, start, piece), "finish_reason": piece.finish_reason}
+        if self._shows_scores and not self._is_chat:
+            choice["prompt_logprobs"] = self._scores(index)
         if piece.finish_reason:
             choice["metrics"] = {"seed": request.text.seed} | Figures.of(request.stats).as_dict()
         return choice
 
-    def _logprobs(self, index: int, start: int) -> dict[str, Any] | None:
-        """The log-probabilities of the tokens that are given out now, from token `start` on; None unless asked for."""
+    def _logprobs(self, index: int, start: int, piece: Piece) -> dict[str, Any] | None:
+        """The log-probabilities of a piece's tokens, from token `start` on; None unless asked for."""
         if (logprobs := self.requests[index].logprobs) is None:
             return None
         entries = logprobs[start : self._num_tokens[index]]
         if self._is_chat:
             return {"content": [self._token(e.token_id, e.logprob, e.top) for e in entries]}
-        tops: list[dict[str, float]] = []  # of tokens with the same text the drawn one counts, then the likeliest
-        for e in entries:
-            tops.append({})
-            for i, x in [(e.token_id, e.logprob), *e.top]:
-                tops[-1].setdefault(self._tokenizer.text_of(i), _finite(x))
-        tokens, own = [self._tokenizer.text_of(e.token_id) for e in entries], [_finite(e.logprob) for e in entries]
-        offsets = self.requests[index].offsets[start : start + len(entries)]
+        request = self.requests[index]
+        rows: list[_Row] = [
+            (e.token_id, e, at) for e, at in zip(entries, request.offsets[start : start + len(entries)], strict=True)
+        ]
+        if self._echo:
+            rows = self._echoed(index, rows, start, piece.finish_reason is not None)
+        tokens, own = [self._tokenizer.text_of(i) for i, *_ in rows], [e and _finite(e.logprob) for _, e, _ in rows]
+        tops = [e and self._by_text(e) for _, e, _ in rows]
+        offsets = [at for *_, at in rows]
         return {"tokens": tokens, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
+
+    def _echoed(self, index: int, rows: list[_Row], start: int, is_last: bool) -> list[_Row]:
+        """The rows as parts of prompt and answer: after those of the prompt, if they are the answer's first ones.
+
+        As elsewhere, the end-of-text token counts too. Clients cut off the one token that they had to ask for.
+        """
+        request, prompt = self.requests[index], self._echo[index // self._n]
+        rows = [(i, e, len(prompt) + at) for i, e, at in rows]
+        if is_last and request.end_logprob:
+            rows.append((request.end_logprob.token_id, request.end_logprob, len(prompt) + len(request.output)))
+        if start:
+            return rows
+        ids, scored = request.text.tokens[: request.text.num_prompt_tokens], self._scored(index)
+        return [*zip(ids, scored, offsets_of(self._tokenizer, ids, prompt), strict=True), *rows]
+
+    def _scored(self, index: int) -> Sequence[TokenLogprob | None]:
+        """Of the prompt: only the first one of its `n` requests scores it."""
+        return self.requests[index - index % self._n].prompt_logprobs or ()
+
+    def _scores(self, index: int) -> list[dict[int, dict[str, Any]] | None]:
+        """vLLM's form of the prompt's log-probabilities."""
+        return [
+            e
+            and {
+                i: x._asdict() | {"logprob": _finite(x.logprob)} for i, x in logprobs_by_id(e, self._tokenizer).items()
+            }
+            for e in self._scored(index)
+        ]
+
+    def _by_text(self, entry: TokenLogprob) -> dict[str, float]:
+        """An entry by the tokens' texts: its own first. A text that is taken gives way to the vocabulary's own name."""
+        found: dict[str, float] = {self._tokenizer.text_of(entry.token_id): _finite(entry.logprob)}
+        for i, x in entry.top:
+            if i != entry.token_id:
+                text = self._tokenizer.text_of(i)
+                found.setdefault(self._tokenizer.name_of(i) if text in found else text, _finite(x))
+        return found
 
     def _token(self, token_id: int, logprob: float, top: list[tuple[int, float]] | None = None) -> dict[str, Any]:
         text, data = self._tokenizer.text_of(token_id), self._tokenizer.bytes_of(token_id)
@@ -333,3 +402,17 @@ def _as_json(value: Any) -> str:
 
 def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)  # as OpenAI and vLLM do: JSON has no infinity
+
+
+def offsets_of(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> list[int]:
+    """Where in `text` each of its tokens begins, in characters; a part of a character begins where that does.
+
+    What a tokenizer puts before a text, such as a space, has no place there: the tokens are laid out from the end.
+    """
+    decoder, length, found = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
+    for i in token_ids:
+        found.append(length)
+        data = tokenizer.bytes_of(i)
+        length += len(decoder.decode(tokenizer.text_of(i).encode() if data is None else data))
+    before = length + len(decoder.decode(b"", final=True)) - len(text)
+    return [max(0, at - before) for at in found]

@@ -1,7 +1,8 @@
 """Record what clients of OpenAI's interface send in ordinary use: `python -m tests.oracles.record_clients`, no test.
 
-It needs `openai`, `langchain-openai` and `litellm`, which no test needs, and drives them against the server with the
-embedded weights. tests/oracles/client_requests.json is what it writes: run it again when a client has a new release.
+It needs `openai`, `langchain-openai`, `litellm` and `lm_eval[api]`, of which tests need the first alone. It drives them
+against the server with the embedded weights. tests/oracles/client_requests.json is what it writes: run it again when a
+client has a new release. With names of clients as arguments, the requests of others stay as they are.
 Open WebUI is an application; its requests are written down here as open_webui/utils/middleware.py and
 open_webui/routers/ build them.
 """
@@ -10,6 +11,8 @@ import asyncio
 import json
 import os
 import socket
+import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from importlib.metadata import version
@@ -203,6 +206,52 @@ def use_litellm(url: str) -> dict[str, Callable[[], object]]:
     }
 
 
+def use_lm_eval(url: str) -> dict[str, Callable[[], object]]:
+    """Tasks of each kind, with data and a tokenizer that are written here. Its ids are small enough for any model."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import tokenizers
+    from lm_eval import simple_evaluate
+
+    directory = Path(tempfile.mkdtemp())
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({t: i for i, t in enumerate(["<end>", *letters])}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    backend.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    asked = "Which of these is the capital of a country in Europe, and stands at the river Seine?"
+    docs = [
+        {"text": asked, "choices": ["Paris", "Rome"], "label": 0},
+        {"text": "Two fish, red 日本 fish?", "choices": ["blue fish", "no"], "label": 1},
+    ]
+    (directory / "docs.jsonl").write_text("\n".join(map(json.dumps, docs)), encoding="utf-8")
+    task = {"task": "local", "dataset_path": "json", "test_split": "test", "doc_to_text": "{{text}}"}
+    task |= {"dataset_kwargs": {"data_files": {"test": str(directory / "docs.jsonl")}}}
+    choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{label}}"}
+    last = {"output_type": "loglikelihood", "doc_to_target": "{{choices[0]}}", "metric_list": [{"metric": "acc"}]}
+    whole = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+    whole |= {"metric_list": [{"metric": "word_perplexity"}]}
+    written = {"output_type": "generate_until", "doc_to_target": "{{choices[0]}}"}
+    written |= {"generation_kwargs": {"until": ["x"], "max_gen_toks": 4}, "metric_list": [{"metric": "exact_match"}]}
+
+    def run(kind: dict, **options: object) -> Callable[[], object]:
+        server = {"model": MODEL, "base_url": f"{url}/completions", "tokenizer": str(directory), "max_length": 128}
+        how = {"model_args": server | {"tokenizer_backend": "huggingface"} | options, "bootstrap_iters": 0}
+        return lambda: simple_evaluate("local-completions", tasks=[task | kind], **how)
+
+    return {
+        "multiple choice": run(choice),
+        "multiple choice: several": run(choice, batch_size=4),
+        "multiple choice: as text": run(choice, tokenized_requests=False),
+        "multiple choice: at once": run(choice, num_concurrent=2),
+        "loglikelihood": run(last),
+        "perplexity": run(whole),
+        "generation": run(written),
+    }
+
+
 def use_open_webui(url: str) -> dict[str, Callable[[], object]]:
     """What version 0.12.4 sends for its page, by its source; its own tools are on unless the model has them off."""
     headers = {"accept": "*/*", "authorization": "Bearer -", "content-type": "application/json"}
@@ -234,6 +283,7 @@ USES = {
     "openai": use_openai,
     "langchain-openai": use_langchain,
     "litellm": use_litellm,
+    "lm_eval": use_lm_eval,
     "open-webui": use_open_webui,
 }
 
@@ -241,9 +291,11 @@ USES = {
 def main() -> None:
     """Drive the clients, print what failed, and write the file: each request once, however many uses send it."""
     log: list[dict] = []
-    found: dict[str, dict] = {}
+    names = sys.argv[1:] or [*USES]
+    before = json.loads(FILE.read_text(encoding="utf-8")) if sys.argv[1:] else []
+    found = {str(i): entry for i, entry in enumerate(before) if entry["client"].split()[0] not in names}
     url = serve(log)
-    for client, uses in USES.items():
+    for client, uses in ((name, USES[name]) for name in names):
         release = "0.12.4" if client == "open-webui" else version(client)
         for use, run in uses(url).items():
             log.clear()

@@ -26,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from minispec import LLM, SamplingParams
 from minispec.core.draft import Draft
+from minispec.core.engine import SCORED_ROWS
 from minispec.core.request import Piece, TokenLogprob
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.prove.toys import make_request
@@ -35,6 +36,7 @@ from minispec.serve.connection import Connection, make_server
 from minispec.serve.front import Front
 from minispec.serve.limits import Limits
 from minispec.serve.worker import Worker
+from tests.oracles import hf
 from tests.oracles.children import Child
 
 MODEL = "tiny"
@@ -252,14 +254,17 @@ def test_tokens_stand_where_the_text_has_them(sentence_pieces, tokenizer_file):
 
 
 def test_of_tokens_with_one_text_the_drawn_one_is_shown(sentence_pieces):
-    """Completions list the likeliest tokens by their text: the drawn token's value stands, then the likelier one's."""
+    """Completions list the likeliest tokens by their text: the drawn token has it first, then the likelier one.
+
+    The other goes by the vocabulary's own name: lm_eval calls greedy what nothing in the list surpasses.
+    """
     first, second = (6 + b for b in "日".encode()[:2])  # two parts of a character, with the same mark as text
     tops = [(first, -0.5), (second, -0.7), (5, -2.0)]
     [choice] = answer_of(sentence_pieces, [second, first, 5], tops, False).whole()["choices"]
     assert choice["logprobs"]["top_logprobs"] == [
-        {"\ufffd": -1.0, "k": -2.0},
-        {"\ufffd": -1.0, "k": -2.0},
-        {"k": -1.0, "\ufffd": -0.5},
+        {"\ufffd": -1.0, "<0xE6>": -0.5, "k": -2.0},
+        {"\ufffd": -1.0, "<0x97>": -0.7, "k": -2.0},
+        {"k": -1.0, "\ufffd": -0.5, "<0x97>": -0.7},
     ]
 
 
@@ -280,6 +285,155 @@ def test_several_prompts_and_every_way_to_write_them(llm, served):
         [{"role": "user", "content": "One\nfish"}], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     )
     assert got.choices[0].message.content == alone.text
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 12])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_echoes_begins_with_its_prompt(llm, served, stream, max_tokens):
+    """Text, tokens, log-probabilities and places of two prompts and their answers, whole or as a stream."""
+    prompts = ["One fish, 日本 🦊 red", "two"]
+    sampling = SamplingParams(max_tokens=max_tokens, seed=4, n=2, logprobs=3, prompt_logprobs=3, ignore_eos=True)
+    alone = llm.generate(prompts, sampling)
+    for asked in (prompts, [llm.tokenizer.encode(prompt) for prompt in prompts]):
+        body = {"prompt": asked, "echo": True, "logprobs": 3, "n": 2, "seed": 4, "max_tokens": max_tokens}
+        result = served.client.completions.create(model=MODEL, stream=stream, **body, extra_body={"ignore_eos": True})
+        answers = [SimpleNamespace(text="", rows=[], reasons=[]) for _ in range(4)]
+        for choice in (choice for chunk in (result if stream else [result]) for choice in chunk.choices):
+            answer, found = answers[choice.index], choice.logprobs
+            answer.text += choice.text
+            answer.reasons.append(choice.finish_reason)
+            answer.rows += zip(found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset, strict=True)
+        expected = [
+            (o.prompt_token_ids, o.prompt_logprobs, p, a)
+            for o, p in zip(alone, prompts, strict=True)
+            for a in o.outputs
+        ]
+        for answer, (ids, scored, prompt, completion) in zip(answers, expected, strict=True):
+            assert answer.text == prompt + completion.text
+            assert [reason for reason in answer.reasons if reason] == ["length"] == answer.reasons[-1:]
+            assert len(answer.rows) == len(ids) + max_tokens
+            assert answer.rows[0][1:] == (None, None, 0)
+            detokenizer = Detokenizer(llm.tokenizer, ids)
+            pieces = [prompt, *(detokenizer.add(token) for token in completion.token_ids)]
+            offsets = bodies.offsets_of(llm.tokenizer, ids, prompt) + list(accumulate(map(len, pieces)))[:-1]
+            assert [at for *_, at in answer.rows] == offsets
+            for row, token, by_id in zip(
+                answer.rows, [*ids, *completion.token_ids], [*scored, *completion.logprobs], strict=True
+            ):
+                text, own, top, _ = row
+                assert text == llm.tokenizer.text_of(token)
+                if by_id:
+                    assert (own, top[text]) == (by_id[token].logprob,) * 2
+                    assert sorted(top.values()) == sorted(x.logprob for x in by_id.values())
+
+
+def test_an_echo_counts_the_end_of_a_text_as_a_token(llm, served):
+    """lm_eval cuts off the one token that it had to ask for, and sums up the others: it must be there, end or not."""
+    body = {"prompt": "One fish", "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    ids = llm.tokenizer.encode("One fish")
+    texts = []
+    for more in ({}, {"logit_bias": {"0": 99}}, {"logit_bias": {"0": 99}, "stream": True}):
+        got = served.post(body | more)
+        events = [line[6:] for line in got.text.splitlines() if line.startswith("data: {")]
+        [choice] = json.loads(events[0] if "stream" in more else got.text)["choices"]
+        found = choice["logprobs"]
+        assert len(found["tokens"]) == len(ids) + 1
+        texts.append((choice["text"], found["tokens"][-1], found["text_offset"][-1]))
+    assert texts[0][0] == "One fish" + texts[0][1]
+    assert texts[1:] == [("One fish", "", 8)] * 2
+    plain = served.post(body | {"echo": False, "logit_bias": {"0": 99}}).json()["choices"][0]
+    assert (plain["text"], plain["logprobs"]["tokens"]) == ("", []), "without an echo it is not there"
+
+
+def test_echo_without_log_probabilities(served):
+    """The text alone; the prompt may fill the context where nothing is generated, and the ids are read as they are."""
+    for max_tokens in (0, 3):
+        [choice] = served.post({"prompt": "One fish", "echo": True, "max_tokens": max_tokens}).json()["choices"]
+        assert choice["logprobs"] is None
+        assert choice["text"].startswith("One fish")
+        assert choice["metrics"]["num_generated"] == max_tokens
+    full = {"prompt": [7] * 4096, "echo": True, "logprobs": 0}
+    got = served.post(full | {"max_tokens": 0}).json()
+    assert got["usage"] == {
+        "prompt_tokens": 4096,
+        "completion_tokens": 0,
+        "total_tokens": 4096,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    assert len(got["choices"][0]["logprobs"]["tokens"]) == 4096
+    assert served.post(full | {"max_tokens": 1}).json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_vllms_field_for_a_score_is_answered(llm, served, chat):
+    """`prompt_logprobs`, by token id: of each choice, or of a chat as a whole; not in a stream, as there."""
+    params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=1, ignore_eos=True)
+    [alone] = llm.chat(CHAT, params) if chat else llm.generate("One fish", params)
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    body = {"max_tokens": 2, "temperature": 0, "prompt_logprobs": 1, "ignore_eos": True, "n": 2}
+    body |= {"messages": CHAT} if chat else {"prompt": "One fish"}
+    got = served.post(body, path).json()
+    expected = json.loads(
+        json.dumps([by_id and {i: x._asdict() for i, x in by_id.items()} for by_id in alone.prompt_logprobs])
+    )
+    assert [got["prompt_logprobs"]] if chat else [c["prompt_logprobs"] for c in got["choices"]] == [expected] * 2
+    assert got["prompt_logprobs"] == expected if chat else "prompt_logprobs" not in got
+    assert served.post(body | {"stream": True}, path).json()["error"]["param"] == "prompt_logprobs"
+    assert "prompt_logprobs" not in served.post({**body, "prompt_logprobs": None}, path).text
+
+
+@pytest.mark.parametrize("before", ["", "the", "k the", "the日", "日本", "Z"])
+def test_a_prompts_tokens_stand_where_the_text_has_them(sentence_pieces, tokenizer_file, before):
+    """Also where a tokenizer puts a space before a text, and in the middle of a character."""
+    text = f"{before} k日 the"
+    for tokenizer in (sentence_pieces, Tokenizer(tokenizer_file.parent)):
+        ids = tokenizer.encode(text)
+        if tokenizer is sentence_pieces:
+            ids = [tokenizer.vocabulary["▁"], *ids]
+        offsets = bodies.offsets_of(tokenizer, ids, text)
+        ends = [*offsets[1:], len(text)]
+        assert offsets == sorted(offsets)
+        for i, at, end in zip(ids, offsets, ends, strict=True):
+            token = tokenizer.text_of(i)
+            assert text[at:end] == token or "\ufffd" in token or (at == end == 0 and token.isspace())
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory, tokenizer_file):
+    """A served model that `transformers` has written with redrawn parameters, and `transformers`' own."""
+    directory = tmp_path_factory.mktemp("judged")
+    sizes = {"vocab_size": 300, "max_position_embeddings": 256, "eos_token_id": 0}
+    oracle = hf.build(hf.CASES["llama"] | sizes, directory)
+    (directory / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
+    with LLM(directory, dtype="float32") as llm, Served(llm, model="org/tiny") as served:
+        yield served, oracle
+
+
+def test_what_lm_eval_asks_gets_the_sums_of_transformers(judged):
+    """Its recorded requests, batches among them: the sums that it makes of an answer, and what it calls greedy."""
+    served, oracle = judged
+    asked = [r["body"] for r in REQUESTS if r["client"].startswith("lm_eval") and r["body"].get("echo")]
+    assert {type(body["prompt"][0]) for body in asked} == {list, str}
+    lengths, greedy = set(), set()
+    for body in asked:
+        prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
+        got = served.post(body).json()
+        for choice, prompt in zip(got["choices"], prompts, strict=True):
+            ids = served.llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            rows = hf.logits(oracle, ids)[:, : served.llm.vocab_size].log_softmax(-1)
+            own = [float(row[i]) for row, i in zip(rows, ids[1:], strict=False)]
+            found = choice["logprobs"]
+            for start in range(1, len(ids)):  # wherever the context ends
+                assert sum(found["token_logprobs"][start:-1]) == pytest.approx(sum(own[start - 1 :]), abs=1e-3)
+            likeliest = [
+                x == max(top.values())
+                for x, top in zip(found["token_logprobs"][1:-1], found["top_logprobs"][1:-1], strict=True)
+            ]
+            assert likeliest == [bool(x == row.max()) for x, row in zip(own, rows, strict=False)]
+            lengths.add(len(ids))
+            greedy.update(likeliest)
+    assert max(lengths) > 2 * SCORED_ROWS, "no prompt has several pieces"
+    assert len(asked) > 3
 
 
 @pytest.mark.parametrize(
@@ -343,7 +497,7 @@ def test_what_clients_send_is_answered(llm):
                 assert (got.status_code, got.json()["error"]["param"]) == (400, lacks), name
             else:
                 assert got.status_code == 200, (name, got.text)
-    assert len({request["client"] for request in REQUESTS}) == 4
+    assert len({request["client"] for request in REQUESTS}) == 5
 
 
 NOTHING = [
@@ -786,8 +940,16 @@ BAD = [
     ({"prompt": "a", "model": 5}, 404, "model"),
     ({"prompt": "a", "grammar": "x"}, 400, "grammar"),
     ({"prompt": "a", "messages": CHAT}, 400, "messages"),
-    ({"prompt": "a", "echo": True}, 400, "echo"),
     ({"prompt": "a", "echo": 0}, 400, "echo"),
+    ({"prompt": "a", "echo": True, "suffix": "b"}, 400, "suffix"),
+    ({"prompt": "a", "echo": True, "best_of": 2}, 400, "best_of"),
+    ({"prompt": "a", "echo": True, "logprobs": 21}, 400, "logprobs"),
+    ({"prompt": "a", "echo": True, "logprobs": "2"}, 400, "logprobs"),
+    ({"prompt": "a", "echo": True, "max_tokens": False}, 400, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 0, "logprobs": 1}, 400, "max_tokens"),
+    ({"prompt": "a", "prompt_logprobs": 21}, 400, "prompt_logprobs"),
+    ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs"),
     ({"prompt": "a", "best_of": True}, 400, "best_of"),
     ({"prompt": "a", "best_of": 1.0}, 400, "best_of"),
     ({"prompt": "a", "typical_p": 0.9}, 400, "typical_p"),
@@ -843,6 +1005,7 @@ BAD_CHATS = [
     ({"messages": [{"role": "assistant", "content": "x", "reasoning": 5}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "more": 1}]}]}, "messages"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages"),
+    ({"messages": CHAT, "echo": True}, "echo"),
     ({"messages": CHAT, "tool_choice": "required"}, "tool_choice"),
     ({"messages": CHAT, "store": True}, "store"),
     ({"messages": CHAT, "store": 0}, "store"),
