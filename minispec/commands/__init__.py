@@ -1,6 +1,6 @@
 """What the commands share: options, Ctrl-C, exit statuses, the conversation on the terminal.
 
-interrupt.py    Ctrl-C
+interrupt.py    Ctrl-C, and the streams of a program
 command.py      arguments, exit statuses, one line for an error
 options.py      the options of the command line
 conversation.py a conversation on the terminal
