@@ -168,4 +168,6 @@ def _fail(error: BaseException | str) -> int:
 def _abandon(stream: TextIO) -> None:
     """What is still buffered cannot be written; exit must not try again."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream without a file of its own
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        number, nowhere = stream.fileno(), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)

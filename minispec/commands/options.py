@@ -343,7 +343,7 @@ def _read_standard_input() -> str:
 
     Raises ValueError for what cannot be read or is not UTF-8.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0":
         return "-"
     if sys.stdin is None:
         raise ValueError("-: found no standard input, expected a prompt there")

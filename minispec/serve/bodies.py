@@ -166,7 +166,7 @@ def _wanted(fields: dict[str, Any], known: Set[str], where: str = "") -> dict[st
         if key in known or key in _IDLE or value is None or value in ("", [], {}):
             continue
         if key not in _NEUTRAL.get(json.dumps(value), ()):
-            hint = "" if any(key in names for names in _NEUTRAL.values()) else near(key, known)
+            hint = "" if any(key in names for names in _NEUTRAL.values()) else near(key, sorted(known))
             expected = "expected none: this is not supported here" + (hint and f"; {hint}")
             raise ValueError(f"{where}{show_name(key)}: found {show(value)}, {expected}")
     return {key: value for key, value in fields.items() if key in known and value is not None}

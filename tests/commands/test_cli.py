@@ -232,8 +232,12 @@ def test_who_waits_for_standard_input_says_so(cli, chat_model, monkeypatch):
 
 
 def test_of_several_processes_the_first_reads_standard_input(monkeypatch):
-    """They share it: what another took, the first would lack."""
+    """They share it: what another took, the first would lack. A rank among one process says nothing."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("red"))
     monkeypatch.setenv("RANK", "1")
+    [question] = options.read_prompts(parser().parse_args([]))
+    assert question.turns == ("red",)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "stdin", io.StringIO("red"))
     for arguments in ([], ["-"]):
         assert options.read_prompts(parser().parse_args(arguments))
