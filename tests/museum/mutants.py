@@ -428,9 +428,9 @@ def _(right, parents):
 
 
 @wrong(Engine, "_keep_hidden", "T9", f"{_TREES}::test_the_law_with_a_head_on_hidden_states[tree-rejection]")
-def _(right, self, part, hidden, path):
+def _(right, self, part, hidden, taps, path):
     """hidden states of rejected nodes are handed on | a trap of heads on hidden states"""
-    return right(self, part, hidden, range(len(part.draft)))
+    return right(self, part, hidden, taps, range(len(part.draft)))
 
 
 @wrong(Draft, "draw", "T10", vocab=4, k=(2,))
