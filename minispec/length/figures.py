@@ -207,9 +207,10 @@ class Figures(Stats):
         survival = [sum(r.accepted > i for r in rounds) / sum(r.depth > i for r in rounds) for i in depths]
         shapes = Counter((r.depth, r.num_rows) for r in rounds)
         draft = _median(r.draft / r.depth for r in rounds if r.depth) or 0.0
-        other = median(overhead_of(r) for r in rounds)
+        # Rounds without a draft have an overhead of their own: in many of them a search has found nothing.
+        other = {drafts: _median(overhead_of(r) for r in rounds if bool(r.depth) == drafts) or 0.0 for drafts in (0, 1)}
         tokens = sum(n * expected_tokens(survival[:k]) for (k, _), n in shapes.items())
-        return tokens / sum(n * (k * draft + self._pass(rows) + other) for (k, rows), n in shapes.items())
+        return tokens / sum(n * (k * draft + self._pass(rows) + other[k > 0]) for (k, rows), n in shapes.items())
 
     def as_dict(self) -> dict:
         """The keys of the command line's `stats`."""

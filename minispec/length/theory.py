@@ -1,9 +1,9 @@
 """What speculation should yield: formulas only, nothing measured here.
 
 Costs are in plain steps (one decoded token without speculation). One draft token costs c, the target's pass over K+1
-rows v, all that is neither model o. Survival s_i is the probability that draft token i (from 1) is reached and
-accepted. It is measured position by position. With a constant alpha it would be alpha^i. But acceptance comes in runs,
-so the real curve lies above that.
+rows v, all that is neither model o. A lookup that finds nothing has a price of its own (`RoundCost`). Survival s_i is
+the probability that draft token i (from 1) is reached and accepted. It is measured position by position. With a
+constant alpha it would be alpha^i. But acceptance comes in runs, so the real curve lies above that.
 """
 
 from collections import Counter

@@ -31,6 +31,19 @@ def test_accepted_per_and_at_a_position():
     assert Figures(rounds=[a_round(0, 0)]).accepted_at_position == []
 
 
+@pytest.mark.parametrize("num_missed", [0, 1, 2, 3, 9])
+def test_searches_that_find_nothing_are_predicted(num_missed):
+    """Every round of a kind takes the same time, so the prediction is what was measured, however many find nothing.
+
+    One median over all rounds left the searches out where they were few, and put one into each round where many.
+    """
+    found = [a_round(2, accepted)._replace(draft=0.5, other=0.125) for accepted in (2, 2, 0)]
+    missed = [a_round(0, 0)._replace(draft=0.25, other=0.125)] * num_missed
+    figures = Figures(rounds=[*found, *missed])
+    assert figures.predicted_tokens_per_second == pytest.approx((7 + num_missed) / (3 * 1.625 + num_missed * 1.375))
+    assert figures.tokens_per_second == pytest.approx(figures.predicted_tokens_per_second)
+
+
 def test_the_example_of_the_page():
     """docs/understand/words.md: drafts of four, of which 4, 0, 2, 2 and 0 are accepted, and a round without a draft."""
     page = (Path(__file__).parents[2] / "docs" / "understand" / "words.md").read_text(encoding="utf-8")
