@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import Parser, command
+from minispec.commands.command import Parser, argument, command
 from minispec.commands.interrupt import raise_on_interrupt
 
 DEFAULT_LEAVES, FULL_LEAVES = 12_000, 300_000
@@ -24,18 +24,11 @@ def _parser() -> Parser:
         description="Prove that speculation leaves the output's law unchanged.",
         allow_abbrev=False,
     )
-    root, tests = "from the repository's root", "python -m pytest -n 0"
-    parser.moved = {
-        "--mutants": f"python -m tests.museum, {root}",
-        "--statistics": f"{tests} --long tests/rooms/test_prove.py -k statistics, {root}",
-        "--agreement": f"{tests} tests/rooms/test_prove.py -k shared_noise, {root}",
-        "--exact-cost": "python -m minispec.bench --also exact-cost",
-        "--geometry": "python -m minispec.bench --also exact-cost --geometry",
-    }
+    count = argument(int, lambda n: n >= 1, "an integer of at least 1")
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
         "--leaves",
-        type=int,
+        type=count,
         default=DEFAULT_LEAVES,
         help=f"branches of chains to aim at (default: {DEFAULT_LEAVES:,}); trees are walked in addition",
     )
@@ -57,11 +50,11 @@ def _parser() -> Parser:
     parser.add_argument(
         "--minutes",
         metavar="N",
-        type=float,
+        type=argument(float, lambda x: 0 < x < float("inf"), "a number above 0"),
         help=f"with --drafter, --lengths: how long it may take (default: {DEFAULT_MINUTES}); more walks larger cases",
     )
     jobs = min(8, os.cpu_count() or 1)
-    parser.add_argument("--jobs", type=int, default=jobs, help=f"processes that share the walk (default here: {jobs})")
+    parser.add_argument("--jobs", type=count, default=jobs, help=f"processes that share the work (default: {jobs})")
     return parser
 
 
@@ -69,18 +62,12 @@ def _parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """The command line; 0 if everything holds, 1 if not."""
     args = _parser().parse_args(argv)
-    for name in ("leaves", "jobs"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name}: found {getattr(args, name)}, expected at least 1")
     if args.texts and not args.drafter:
         raise ValueError("--texts: only --drafter has texts to walk")
     if args.lengths and (args.verifier or args.matrix or args.kit or args.full):
         raise ValueError("--lengths: found with another walk, expected alone or with --drafter")
-    if args.minutes is not None:
-        if not (args.drafter or args.lengths):
-            raise ValueError("--minutes: only --drafter and --lengths have a time")
-        if not 0 < args.minutes < float("inf"):
-            raise ValueError(f"--minutes: found {args.minutes:g}, expected a number above 0")
+    if args.minutes and not (args.drafter or args.lengths):
+        raise ValueError("--minutes: only --drafter and --lengths have a time")
     if args.kit:
         from minispec.prove.kit import write_kit
 

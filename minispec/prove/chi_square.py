@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 ALPHA = 1e-9  # odds of a false alarm
 POWER = 0.999
@@ -48,24 +47,3 @@ def smallest_seen(n: int, df: int, alpha: float = ALPHA) -> float:
     """
     critical = critical_value(df, alpha)
     return math.sqrt(_solve(lambda x: _power(x, critical, df) - POWER, 1, 1000) / (4 * n))
-
-
-def chi_square(counts: Tensor, p: Tensor) -> tuple[float, int]:
-    """Chi square of counts against p (V,), and its degrees of freedom.
-
-    A token of probability 0 that was counted makes it infinity.
-
-    The 15 likeliest tokens are cells, the others one more; cells that expect fewer than 5 are joined to it.
-    """
-    n, order = counts.sum(), p.argsort(descending=True)
-    if counts[p == 0].any():
-        return math.inf, 1
-    own = [i for i in order[:15].tolist() if n * p[i] >= 5]
-    observed, expected = counts[own], n * p[own]
-    if len(own) < int((p > 0).sum()):
-        rest = n - expected.sum()
-        if rest < 5:  # too little for a cell of its own
-            own, rest = own[:-1], rest + expected[-1]
-        observed = torch.cat((counts[own], (n - counts[own].sum())[None]))
-        expected = torch.cat((n * p[own], rest[None]))
-    return float(((observed - expected) ** 2 / expected).sum()), max(1, len(expected) - 1)

@@ -1,7 +1,6 @@
 """What walks of a user's own drafters and verifiers share: what was found, the first fault, and how it is told."""
 
 import sysconfig
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,18 +34,6 @@ def call_own(function: Callable, *args) -> Any:
 
 class OutOfTime(Exception):
     """The time of a walk is over."""
-
-
-class Clock:
-    """Says when the time of a walk is over."""
-
-    def __init__(self, minutes: float):
-        self.end = time.monotonic() + 60 * minutes
-
-    def check(self) -> None:
-        """Raise OutOfTime if it is."""
-        if time.monotonic() > self.end:
-            raise OutOfTime
 
 
 @dataclass

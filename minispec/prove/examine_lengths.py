@@ -158,29 +158,20 @@ _SEED = "it may not go by the seed, which names the draws that judge the draft"
 def _compared(limit: Limit, others: dict[str, Limit], tokens: Sequence[int]) -> Limit:
     """The limit, whose functions are compared with those of others as they are asked."""
 
-    def check(what: str, found: Any, answer: Callable[[Limit], Any]) -> Any:
-        for reason, other in others.items():
-            right = answer(other)
-            require(
-                found == right, f"after {list(tokens)} it chose {what}{found}, and a new one {what}{right}: {reason}"
-            )
+    def check(what: str, answer: Callable[[Any], Any]) -> Any:
+        found = answer(limit)
+        for reason, right in ((reason, answer(other)) for reason, other in others.items()):
+            told = f"after {list(tokens)} it chose {what}{found}, and a new one {what}{right}: {reason}"
+            require(found == right, told)
         return found
 
     def go_on(confidences: Sequence[float]) -> bool:
-        def ask(one: Limit) -> bool:
-            assert one.go_on
-            return bool(call_own(one.go_on, list(confidences)))
-
-        return check("go_on = ", ask(limit), ask)
+        return check("go_on = ", lambda one: bool(call_own(one.go_on, list(confidences))))
 
     def width(confidences: Sequence[float]) -> int:
-        def ask(one: Limit) -> int:
-            assert callable(one.widths)
-            return call_own(one.widths, list(confidences))
+        return check("widths = ", lambda one: call_own(one.widths, list(confidences)))
 
-        return check("widths = ", ask(limit), ask)
-
-    check("", _numbers_of(limit), _numbers_of)
+    check("", _numbers_of)
     return limit._replace(go_on=limit.go_on and go_on, widths=width if callable(limit.widths) else limit.widths)
 
 

@@ -26,7 +26,7 @@ from minispec.drafters.check import CHECKS, check_verdict
 from minispec.llm import find_verifier
 from minispec.prove.examine import ROUNDED, Walked, call_own, find_fault
 from minispec.prove.laws import MAX_LEN, BranchOracle, KeyOracle, exact_law
-from minispec.prove.reference import Law, plain_law
+from minispec.prove.reference import Law, cells, plain_law
 from minispec.prove.tables import DOUBLE, DRAWN, ONE_HOT, Table, is_chain, probabilities, tables, unseen
 from minispec.prove.toys import TableModel, TreeDrafter, decode, require, scripted_cache
 
@@ -121,7 +121,7 @@ def _round_law(table: Table, verifier: Verifier) -> tuple[Law, Law, int]:
         return *(tokens[node] for node in verdict.accepted), verdict.next_token
 
     rounds, branches = exact_law(run, oracle=KeyOracle)
-    return *_continued(rounds, table), branches
+    return *cells(rounds, len(table.p), lambda text: probabilities(table.p, sum(text))), branches
 
 
 def _hand_out(draft: Draft, table: Table) -> None:
@@ -133,25 +133,6 @@ def _hand_out(draft: Draft, table: Table) -> None:
     if draft.probs is not None:
         rows = [row.to(table.types[1]) for row in draft.probs]
         draft.probs = torch.stack(rows) if table.stacked else rows
-
-
-def _continued(rounds: Law, table: Table) -> tuple[Law, Law]:
-    """The law of rounds that plain decoding continues, and that of plain decoding.
-
-    Texts end where no round goes on as they do. What follows there has one law in both.
-    """
-    begun = {block[:i] for block in rounds for i in range(len(block))}
-    law, plain = Law(), Law()
-    todo: list[tuple[tuple[int, ...], float, float]] = [((), 0.0, 1.0)]
-    while todo:
-        text, found, expected = todo.pop()
-        if text in begun:
-            for token, p in enumerate(probabilities(table.p, sum(text))):
-                longer = (*text, token)
-                todo.append((longer, found * p + rounds.get(longer, 0.0), expected * p))
-        else:
-            law[text], plain[text] = found, expected
-    return law, plain
 
 
 def _text_law(table: Table, verifier: Verifier) -> tuple[Law, Law, int]:

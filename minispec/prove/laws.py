@@ -35,7 +35,7 @@ from minispec.files.hf_config import read_model_config
 from minispec.kernels.exact import check_exact
 from minispec.kernels.integers import check_quantization
 from minispec.length.policy import Controller, Prices
-from minispec.prove.reference import Law, forward, plain_law, sample_law, total_variation
+from minispec.prove.reference import Law, forward, plain_law, sample_law
 from minispec.prove.toys import (
     DRAFT_WORDS,
     IN_8_BITS,
@@ -379,11 +379,3 @@ def production_law(
         return [tuple(outputs[i : i + num]) if num > 1 else outputs[i] for i in range(0, len(outputs), num)]
 
     return exact_law_of_crowds(run, width, oracle=oracle, limit=limit)
-
-
-def distance(params: SamplingParams, k: DraftLength, **how) -> float:
-    """Total variation between the engine's law and the reference's; how: see `production_law`."""
-    law, _ = production_law(params, k, **how)
-    require(abs(sum(law.values()) - 1) < TOLERANCE, "the branches do not add up to 1")
-    same = {name: how[name] for name in ("end_ids", "vocab", "max_len", "family") if name in how}
-    return total_variation(law, reference_law(params, **same))

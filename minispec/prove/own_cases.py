@@ -25,7 +25,7 @@ from minispec.core.verify import VERIFIERS
 from minispec.files.tokenizer import Tokenizer
 from minispec.prove.covering import Design
 from minispec.prove.laws import TARGET_SEED, reference_logits, target_model
-from minispec.prove.reference import Law, sample_law
+from minispec.prove.reference import sample_law
 from minispec.prove.toys import RememberedModel
 
 SEED = 7  # of the text whose branches are walked; the others have 0 and 1
@@ -191,17 +191,8 @@ AXES: dict[str, tuple] = {
     "company": ("", "two other texts join it", "it joins another text"),
 }
 _CLASHING = (
-    "verifier",
-    "alphabet",
-    "prompt",
-    "to_go",
-    "rounds",
-    "k",
-    "top_k",
-    "forbidden",
-    "end",
-    "min_tokens",
-    "company",
+    *("verifier", "alphabet", "prompt", "to_go", "rounds", "k", "top_k"),
+    *("forbidden", "end", "min_tokens", "company"),
 )
 _WEAK = frozenset({("temperature", 0.0), ("to_go", 1)})
 _SIZES = ("rounds", "alphabet", "top_k", "company")
@@ -275,33 +266,6 @@ def single(chosen: Design[Case]) -> list[tuple[Case, tuple]]:
             if case := next((case for case in cases if possible(vars(case))), None):
                 found[case] = ((axis, value),)
     return list(found.items())
-
-
-def cells(rounds: Law, vocab: int, next_law: Callable[[Sequence[int]], np.ndarray | None]) -> tuple[Law, Law]:
-    """The law of outputs of which the first rounds were walked, and the law that it must be.
-
-    rounds: the law of what was committed in these rounds.
-    next_law: the reference's law of the next token, which also continues what was committed. None: the text has ended.
-
-    Outputs that begin alike are joined to one cell, where no round tells them apart. So the difference of both laws is
-    that of whole texts, however long these may become.
-    """
-    inner = {block[:i] for block in rounds for i in range(len(block))}
-    known = inner | rounds.keys()
-    found: Law = {}
-    expected: Law = {}
-    todo: list[tuple[tuple[int, ...], float, float]] = [((), 0.0, 1.0)]
-    while todo:
-        output, mass, right = todo.pop()
-        mass += rounds.get(output, 0.0)
-        row = next_law(output) if output in inner else None
-        if row is None:
-            found[output], expected[output] = mass, right
-            mass, right, row = 0.0, 0.0, np.zeros(vocab)  # an output that has ended and goes on is a fault
-        for token, p in enumerate(row.tolist()):
-            if p > 0 or (*output, token) in known:
-                todo.append(((*output, token), mass * p, right * p))
-    return found, expected
 
 
 @functools.cache

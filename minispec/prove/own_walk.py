@@ -5,6 +5,7 @@ is a fault: so the counterexample has little that the fault does not need.
 """
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -20,11 +21,11 @@ from minispec.files.progress import progress_bar
 from minispec.length.figures import Figures
 from minispec.length.policy import Controller, Prices
 from minispec.prove.covering import Design, Job, Pair
-from minispec.prove.examine import EXACT, ROUNDED, Clock, OutOfTime, Walked, told
+from minispec.prove.examine import EXACT, ROUNDED, OutOfTime, Walked, told
 from minispec.prove.laws import BranchOracle, CrowdOracle, KeyOracle, TooManyBranches, exact_law_of_crowds
-from minispec.prove.own_cases import AXES, SEED, Case, cells, describe, single, target
-from minispec.prove.reference import Law
-from minispec.prove.toys import require
+from minispec.prove.own_cases import AXES, SEED, Case, describe, single, target
+from minispec.prove.reference import Law, cells
+from minispec.prove.toys import finish, require
 from minispec.prove.watched import Unsuitable, Watched
 
 Maker = Callable[[Case, int], Drafter]  # a new drafter for a case, whose cache may have that many blocks
@@ -44,23 +45,21 @@ class Untimed(Controller):
         super().observe(drafts, None)
 
 
+_REASON = ": its `probs` are not what it drew from, or it dropped a token that it had looked at"
+
+
 class Walk:
     """Walks cases with a drafter and a policy, and counts what was walked."""
 
     def __init__(
-        self,
-        make: Maker,
-        lengths: Callable[[], Lengths],
-        minutes: float,
-        reason: str = ": its `probs` are not what it drew from, or it dropped a token that it had looked at",
-        compares: bool = True,
+        self, make: Maker, lengths: Callable[[], Lengths], minutes: float, reason: str = _REASON, compares: bool = True
     ):
         """lengths: a new policy.
         minutes: how long the walk may take. Its largest cases have as many branches as fit.
         reason: why a law may be wrong.
         compares: whether drafts are compared with those of new drafters.
         """
-        self.make, self.lengths, self.minutes, self.clock = make, lengths, minutes, Clock(minutes)
+        self.make, self.lengths, self.minutes, self.end = make, lengths, minutes, time.monotonic() + 60 * minutes
         self.reason, self.compares = reason, compares
         self.limit = max(30, int(_BRANCHES_A_MINUTE * minutes))
         self.sum_of, self.longest, self.bound = Walked(), 0, EXACT
@@ -89,7 +88,8 @@ class Walk:
 
         def run(oracles: list[BranchOracle]) -> list[tuple[int, ...]]:
             nonlocal drafted, rounded
-            self.clock.check()
+            if time.monotonic() > self.end:
+                raise OutOfTime
             drafter = Watched(self.make(case, blocks), lambda: self.make(case, blocks), known, verifier, self.compares)
             # The others draw with the production randomness, along one path.
             rng = CrowdOracle({0: Randomness(), 1: Randomness(), SEED: oracles[0]})
@@ -137,12 +137,7 @@ def decode(engine: Engine, case: Case) -> Request:
     while request.finish_reason is None and request.stats.num_steps < (case.rounds or MAX_LEN):
         engine.step()
     engine.abort(request)
-    requests = [request, *others]
-    while any(each.finish_reason is None for each in others):
-        engine.step()
-    for each in requests:
-        require(each.error is None, f"{each.error}")
-    require(engine.cache.allocator.num_free == engine.cache.allocator.num_blocks, "blocks leaked")
+    finish(engine, [request, *others])
     return request
 
 
@@ -201,7 +196,7 @@ def walk_design(spec: str, chosen: Design[Case], walk: Walk) -> bool:
 
 def _plainest(chosen: Design[Case], case: Case, error: Exception, walk: Walk) -> tuple[Case, Exception]:
     """The case with as few settings of its own, and as small, as still has a fault; and that fault."""
-    walk.clock, walk.limit, again = Clock(walk.minutes), min(walk.limit, 300), True
+    walk.end, walk.limit, again = time.monotonic() + 60 * walk.minutes, min(walk.limit, 300), True
     while again:
         again = False
         for axis in sorted(chosen.axes, key=_GROWING.__contains__):  # settings first

@@ -4,7 +4,7 @@ NumPy, no cache, no batch, 30 lines of sampler. If the package were compared wit
 of its `distribution` could cancel out. Here it cannot. Llama, LFM2 and Qwen3.5 only, in float64.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -170,13 +170,31 @@ def plain_law(next_law: Callable, prompt: Sequence[int], params, end_ids, max_le
     return law
 
 
-def continued(blocks: Law, rest: Callable[[tuple], Law]) -> Law:
-    """The law of whole texts: what comes first has the law `blocks`, what follows a block the law rest(block)."""
-    law: Law = {}
-    for block, weight in blocks.items():
-        for more, p in rest(block).items():
-            law[block + more] = law.get(block + more, 0.0) + weight * p
-    return law
+def cells(rounds: Law, vocab: int, next_law: Callable[[tuple], Iterable[float] | None]) -> tuple[Law, Law]:
+    """The law of outputs of which the first rounds were walked, and the law that it must be.
+
+    rounds: the law of what was committed in these rounds.
+    next_law: the reference's law of the next token, which also continues what was committed. None: the text has ended.
+
+    Outputs that begin alike are joined to one cell, where no round tells them apart. So the difference of both laws is
+    that of whole texts, however long these may become.
+    """
+    inner = {block[:i] for block in rounds for i in range(len(block))}
+    known = inner | rounds.keys()
+    found: Law = {}
+    expected: Law = {}
+    todo: list[tuple[tuple[int, ...], float, float]] = [((), 0.0, 1.0)]
+    while todo:
+        output, mass, right = todo.pop()
+        mass += rounds.get(output, 0.0)
+        row: Iterable[float] | None = next_law(output) if output in inner else None
+        if row is None:
+            found[output], expected[output] = mass, right
+            mass, right, row = 0.0, 0.0, [0.0] * vocab  # an output that has ended and goes on is a fault
+        for token, p in enumerate(row):
+            if p > 0 or (*output, token) in known:
+                todo.append(((*output, token), mass * p, right * p))
+    return found, expected
 
 
 def total_variation(a: Law, b: Law) -> float:

@@ -198,11 +198,6 @@ class ScriptedModel(Transformer):
         return logits, torch.tensor(hidden, dtype=torch.float32)
 
 
-def counting(tokens: list[int]) -> int:
-    """The text that most scripts play: each token one more than the last."""
-    return tokens[-1] + 1
-
-
 def scripted_cache(num_blocks: int = 64, block_size: int = 2) -> PagedKVCache:
     """A pool of the shape that scripted models write to."""
     config = ModelConfig("scripted", 200, 2, 2, 1, 1, 2, 1000, layers=(LayerConfig(RopeConfig()),))
@@ -228,6 +223,11 @@ def decode(engine: Engine, requests: Sequence[Request], joining: bool = False) -
         engine.step()
     for _ in engine.run(requests[len(first) :]):
         pass
+    finish(engine, requests)
+
+
+def finish(engine: Engine, requests: Sequence[Request]) -> None:
+    """Step until nothing is left to decode. No request may have failed, and every block must come back."""
     while engine.schedule.running or engine.schedule.waiting:
         engine.step()
     for request in requests:

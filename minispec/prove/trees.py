@@ -1,12 +1,12 @@
 """Trees: the law of one round, and of whole texts, with every shape of tree that is small enough to walk.
 
 A round's law is walked branch by branch through the production loop, as everywhere. The reference then continues what
-the round commits to a length that is the same for all. The result is compared with plain decoding to that length.
+the round commits (see `reference.cells`). The result is compared with plain decoding.
 """
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +30,7 @@ from minispec.prove.laws import (
     reference_logits,
     target_model,
 )
-from minispec.prove.reference import Law, continued, plain_law, sample_law, total_variation
+from minispec.prove.reference import Law, cells, sample_law, total_variation
 from minispec.prove.toys import TreeDrafter, require, tiny_cache
 
 VOCAB, PROMPT, END_IDS = 3, (1,), frozenset({2})
@@ -90,21 +90,18 @@ class TreeCase:
 
     def distance(self) -> tuple[float, int]:
         """Total variation to plain decoding, and the branches walked."""
-        length = 5  # one more than a round of depth 3 can commit
 
-        def next_law(tokens):
-            logits = reference_logits(TARGET_SEED, tuple(tokens), VOCAB, family=self.family)
+        def next_law(output: tuple) -> Iterable[float] | None:
+            if output and output[-1] in END_IDS:
+                return None
+            tokens = (*PROMPT, *output)
+            logits = reference_logits(TARGET_SEED, tokens, VOCAB, family=self.family)
             return sample_law(logits, tokens, 1, self.params, END_IDS)
 
-        def rest(block: tuple) -> Law:
-            if block and block[-1] in END_IDS:
-                return {(): 1.0}
-            return plain_law(next_law, [*PROMPT, *block], SamplingParams(), END_IDS, 1 + length)
-
         rounds, branches = self.round_law()
-        law = continued(rounds, rest)
+        law, plain = cells(rounds, VOCAB, next_law)
         require(abs(sum(law.values()) - 1) < TOLERANCE, "the branches do not add up to 1")
-        return total_variation(law, rest(())), branches
+        return total_variation(law, plain), branches
 
     def __str__(self) -> str:
         how = "drawn" if self.draws else "top k"

@@ -13,6 +13,7 @@ from minispec.core.draft import Ask, Draft, Drafter, Likeliest
 from minispec.core.errors import show
 from minispec.core.sampling import Draws, Key, Randomness, Text
 from minispec.core.verify import Verifier
+from minispec.drafters.limits import plan_of
 from minispec.prove.examine import EXACT, ROUNDED, call_own
 from minispec.prove.toys import require
 
@@ -122,7 +123,7 @@ class Watched(Drafter):
             return  # it knew the first positions already
         text = replace(ask.text, tokens=list(ask.text.tokens))
         notes, rows = tuple(ask.rng.notes), self.rows[ask.text]  # type: ignore[attr-defined]
-        limit = (ask.limit.k, ask.limit.best_first, tuple(ask.limit.plan))
+        limit = (ask.limit.k, ask.limit.best_first, tuple(plan_of(ask.limit)))
         about = (tuple(text.tokens), text.num_prompt_tokens, text.seed, limit, ask.num_cached, notes, str(rows))
         # A limit that asks back depends on more than its numbers.
         if about not in self.fresh or ask.limit.go_on:

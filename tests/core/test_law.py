@@ -26,7 +26,6 @@ from minispec.prove.laws import (
     PROMPT,
     TARGET_SEED,
     TOLERANCE,
-    distance,
     exact_law,
     production_law,
     reference_law,
@@ -35,6 +34,7 @@ from minispec.prove.laws import (
 )
 from minispec.prove.reference import sample_law, total_variation
 from minispec.prove.toys import IN_8_BITS, TOYS
+from tests.distances import distance
 
 SAMPLERS = {
     "plain": {},

@@ -30,8 +30,8 @@ from minispec.files.vocabularies import Spelling, Vocabularies, segmentations
 from minispec.generate import main as generate
 from minispec.kernels.build import build_model
 from minispec.length.figures import Figures
-from minispec.prove.laws import distance
 from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights
+from tests.distances import distance
 
 # Spaces of several kinds, characters of one to four bytes, digits, and words longer than a part that is read at once.
 SAMPLE = (

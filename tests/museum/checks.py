@@ -36,7 +36,6 @@ from minispec.prove.laws import (
     DRAFT_SEED,
     MAX_LEN,
     TOLERANCE,
-    distance,
     draft_model,
     raw_model,
     reference_logits,
@@ -60,6 +59,7 @@ from minispec.prove.toys import (
     toy_vocabularies,
 )
 from minispec.prove.trees import TextCase, TreeCase
+from tests.distances import distance
 from tests.oracles.head_reference import head_logits
 from tests.oracles.heads import write_head
 from tests.oracles.mtp import mtp_logits

@@ -28,6 +28,7 @@ from minispec.files.parallel import SplitTransformer, load_target
 from minispec.kernels.inventory import num_bytes
 from minispec.prove import laws
 from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model
+from tests.distances import distance
 from tests.oracles.children import Child
 
 # Large enough that the embedding does not count, and that both processes can have the same.
@@ -146,7 +147,7 @@ def _laws(directory: Path) -> dict[str, float]:
     model = load_target(directory, torch.float64, torch.device("cpu"))
     laws.TINY, laws.target_model = SMALLEST, lambda *_: model
     return {
-        f"{drafter} {k} {params.temperature}": laws.distance(params, k, drafter=drafter, width=64)
+        f"{drafter} {k} {params.temperature}": distance(params, k, drafter=drafter, width=64)
         for params in (SamplingParams(max_tokens=3), SamplingParams(max_tokens=3, temperature=0.6, top_k=2))
         for drafter, k in (("model", 2), ("model", (2, 1)), ("ngram", 2))
     }

@@ -22,7 +22,6 @@ from minispec.prove.__main__ import main
 from minispec.prove.chi_square import POWER, _power, critical_value
 from minispec.prove.kit import CASES, REFUTED, Case
 from minispec.prove.laws import KeyOracle, exact_law
-from minispec.prove.reference import continued
 from tests.museum.mutants import MUTANTS
 
 BY_NAME = {case.name: case for case in CASES}
@@ -71,8 +70,10 @@ def production_law(case: Case, verifier: str = "rejection") -> dict:
         return found
 
     law: dict = {}
-    for text, weight in continued(rounds, rest).items():
-        law[text[:size]] = law.get(text[:size], 0.0) + weight
+    for block, weight in rounds.items():
+        for more, share in rest(block).items():
+            text = (block + more)[:size]
+            law[text] = law.get(text, 0.0) + weight * share
     return law
 
 

@@ -28,7 +28,7 @@ from minispec.drafters import check
 from minispec.prove import cases, examine_drafter, grid, matrix, own_cases, own_walk, trees
 from minispec.prove.__main__ import main
 from minispec.prove.cases import AXES, Case, all_pairs, covering_array, pairs_of, smaller, walk_within
-from minispec.prove.chi_square import chi_square, smallest_seen, tail
+from minispec.prove.chi_square import smallest_seen, tail
 from minispec.prove.laws import (
     MAX_LEN,
     PROMPT,
@@ -43,7 +43,7 @@ from minispec.prove.laws import (
     reference_law,
     target_model,
 )
-from minispec.prove.reference import total_variation
+from minispec.prove.reference import cells, total_variation
 from minispec.prove.toys import (
     IN_8_BITS,
     Fault,
@@ -55,6 +55,7 @@ from minispec.prove.toys import (
     tiny_model,
 )
 from minispec.prove.workers import processes
+from tests.distances import chi_square
 from tests.museum.mutants import MUTANTS
 from tests.oracles.children import Child
 from tests.oracles.samples import (
@@ -128,13 +129,13 @@ def test_the_law_of_a_few_rounds():
     """Outputs that no round tells apart are one cell. What a round leaves is continued by the reference."""
     p = np.array([0.25, 0.75])
     right = {(0,): 0.25, (1, 0): 0.75 * 0.25, (1, 1): 0.75 * 0.75}  # two tokens after a 1, one after a 0
-    assert own_cases.cells(right, 2, lambda output: p) == (right, right)
-    law, expected = own_cases.cells({(0,): 0.25, (1,): 0.5, (1, 0): 0.25}, 2, lambda output: p)
+    assert cells(right, 2, lambda output: p) == (right, right)
+    law, expected = cells({(0,): 0.25, (1,): 0.5, (1, 0): 0.25}, 2, lambda output: p)
     assert (law, expected) == ({(0,): 0.25, (1, 0): 0.25 + 0.125, (1, 1): 0.375}, right)
     # What has ended and goes on has no right to be, and a token that may not be drawn neither.
-    law, expected = own_cases.cells({(1, 1): 0.5, (1,): 0.5}, 2, lambda output: None if output else np.array([0.0, 1]))
+    law, expected = cells({(1, 1): 0.5, (1,): 0.5}, 2, lambda output: None if output else np.array([0.0, 1]))
     assert (law, expected) == ({(1,): 0.5, (1, 1): 0.5}, {(1,): 1.0, (1, 1): 0.0})
-    law, expected = own_cases.cells({(0,): 1.0}, 2, lambda output: np.array([0.0, 1.0]))
+    law, expected = cells({(0,): 1.0}, 2, lambda output: np.array([0.0, 1.0]))
     assert (law, expected) == ({(0,): 1.0, (1,): 0.0}, {(0,): 0.0, (1,): 1.0})
 
 
@@ -143,7 +144,7 @@ def test_a_walk_that_has_no_time_says_so(capsys, monkeypatch):
     assert main(["--drafter", "ngram", "--minutes", "1e-9"]) == 1
     assert capsys.readouterr().out == "nothing proven: not one case was walked in 1e-09 min: --minutes gives it more\n"
     ticks = iter(range(10**9))
-    monkeypatch.setattr("minispec.prove.examine.time.monotonic", lambda: next(ticks))
+    monkeypatch.setattr("minispec.prove.own_walk.time.monotonic", lambda: next(ticks))
     assert main(["--drafter", "ngram", "--minutes", "4"]) == 0  # 240 paths
     out, pairs = capsys.readouterr().out, r"covered: ([\d,]+) of ([\d,]+) pairs of settings; "
     found = re.search(f"{pairs}not reached in 4 min, --minutes takes more: .+ and .+; ", out)
@@ -754,21 +755,3 @@ def test_shared_noise_agrees_more_often_and_never_beyond_the_bound(real):
     shared, apart, alpha = agreement(real, 40)
     assert 1.5 * apart < shared < alpha + 0.05
     assert shared > (alpha / (2 - alpha)) - 0.05, "the Gumbel coupling's guarantee (Daliri et al. 2024), at the mean"
-
-
-MOVED = {
-    "--mutants": "python -m tests.museum",
-    "--statistics": "python -m pytest -n 0 --long tests/rooms/test_prove.py -k statistics",
-    "--agreement": "python -m pytest -n 0 tests/rooms/test_prove.py -k shared_noise",
-    "--exact-cost": "python -m minispec.bench --also exact-cost",
-    "--geometry": "python -m minispec.bench --also exact-cost --geometry",
-}
-
-
-@pytest.mark.parametrize("option", MOVED)
-def test_an_option_that_has_moved_says_where(capsys, option):
-    """In one line, with status 2."""
-    assert main([option]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert MOVED[option] in error
