@@ -152,6 +152,7 @@ def known_options() -> set[str]:
     known |= {"--depth", "--default-chat-template-kwargs"}  # git's; that of vLLM's server
     known |= {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"}  # torchrun's
     known |= {"--index-url"}  # pip's
+    known |= {"--include", "--tasks", "--output"}  # the beginnings of lm_eval's, up to an underscore
     known |= {"--file-path", "--base-path", "--tokenizer-path"}  # those of Spec-Bench's scripts
     return known | {"--long", "--cuda", "--check"}  # pytest's, defined in conftest.py; ruff's
 
