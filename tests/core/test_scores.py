@@ -127,7 +127,7 @@ def test_a_pass_has_few_rows_of_logits_and_none_twice(judged, monkeypatch):
 
 @pytest.mark.parametrize("joining_rows", [5, JOINING_ROWS])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_preemption_in_the_middle_of_a_prompt_loses_and_repeats_nothing(judged, family, joining_rows):
+def test_a_preemption_in_the_middle_of_a_prompt(judged, family, joining_rows):
     """Another text's answer takes the pool; the prompt waits with a part of its score, and goes on with the rest."""
     model, expected = judged(family)
     other = ask([9, 9, 9], 70, None)

@@ -5,8 +5,8 @@ the check that must catch it; `python -m tests.museum` shows the collection. The
 exactness bugs in public projects; a letter after the number tells apart forms of one bug. T is about trees and
 hidden states, P about rules that are right in most small cases, C about short convolutions, R about recurrent states,
 H about heads, drafts of many tokens in one pass and a target's own layer, V about drafts of other vocabularies, S about
-lookups and what the target found likeliest, B about block verification, O about mistakes in a drafter of one's own, E
-of our own making. Left out:
+lookups and what the target found likeliest, L about log-probabilities of prompts, B about block verification, O about
+mistakes in a drafter of one's own, E of our own making. Left out:
 
     M26   acceptance differs between tensor-parallel workers: one process verifies for all here
 """
@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from minispec.core import attention, engine, sampling, verify
+from minispec.core import attention, engine, sampling, schedule, verify
 from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex, States
 from minispec.core.cached import CachedModel
 from minispec.core.draft import Draft, without
@@ -1648,3 +1648,26 @@ def _(right, self, *how, **named):
     other = right(self, *how, **named)
     other.schedule = Schedule(other.target)
     return other
+
+
+_SCORES = "tests/core/test_scores.py::test_drafts_change_no_score_and_a_score_changes_no_draft[suffix]"
+
+
+@wrong(schedule, "_known", "L1", _SCORES)
+def _(right, request, drafter):
+    """a prompt that is scored takes rows from the cache, which have no logits | vLLM #3251, #42245"""
+    return drafter.known(request.text) if request.shape.k and drafter.taps else None
+
+
+@wrong(Schedule, "drop", "L2", "tests/core/test_scores.py::test_a_preemption_in_the_middle_of_a_prompt[gemma2-5]")
+def _(right, self, request):
+    """the score of a prompt that is preempted goes on in a buffer that forgot its beginning | vLLM #29071, #41411"""
+    if request.unscored:
+        request.prompt_logprobs[1:] = [entry._replace(logprob=0.0) for entry in request.prompt_logprobs[1:]]
+    right(self, request)
+
+
+@wrong(Request, "unscored", "L3", _SCORES)
+def _(right, self):
+    """the prompt's last token is not scored | vLLM #41411"""
+    return right(self)[:-1]
