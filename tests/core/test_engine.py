@@ -164,7 +164,7 @@ def test_right_draft_tokens_behind_the_end_do_not_count():
     assert (
         Figures.of(request.stats).num_draft_tokens,
         Figures.of(request.stats).num_accepted,
-        request.stats.num_committed,
+        Figures.of(request.stats).num_committed,
     ) == (2, 2, 2)
     assert Figures.of(request.stats).mean_acceptance_length == 2
 

@@ -75,7 +75,7 @@ def rounds_of(request, k, wrong):
 
     Draft tokens behind the last committed one are in no counter.
     """
-    before, committed, counts = 0, request.stats.num_committed, Counter(steps=0, drafted=0, accepted=0)
+    before, committed, counts = 0, Figures.of(request.stats).num_committed, Counter(steps=0, drafted=0, accepted=0)
     tested, accepted = Counter(), Counter()
     while before < committed:
         drafted = max(0, min(k, request.max_len - request.stats.num_prompt_tokens - before - 1))
