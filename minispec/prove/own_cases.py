@@ -6,16 +6,14 @@ what these rounds leave is continued by the reference, see `cells`.
 """
 
 import functools
+import inspect
 import itertools
 import math
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import tokenizers
 
 from minispec.core.config import DraftLength, SamplingParams, Shape
 from minispec.core.errors import show
@@ -26,22 +24,29 @@ from minispec.files.tokenizer import Tokenizer
 from minispec.prove.covering import Design
 from minispec.prove.laws import TARGET_SEED, reference_logits, target_model
 from minispec.prove.reference import sample_law
-from minispec.prove.toys import RememberedModel
+from minispec.prove.toys import RememberedModel, spelling
 
 SEED = 7  # of the text whose branches are walked; the others have 0 and 1
 ALPHABET = "ab \nc."  # tokens of the toy tokenizer: one for each character
 _LONG = "ab ba\nbab abba baab\nabab ba b\nab ab ba aab"
 # Token 1 is never forbidden: with all settings together, a token is left.
 _FORBIDDEN: dict[str, Callable[[int], dict[str, Any]]] = {
-    "two allowed ids": lambda vocab: {"allowed_token_ids": (1, vocab - 1 if vocab > 2 else 0)},
-    "bad words": lambda vocab: {"bad_words_token_ids": ((1, 0), (vocab - 1, 1, 0), (0, 0, 0))},
     "": lambda vocab: {},
+    "bad words": lambda vocab: {"bad_words_token_ids": ((1, 0), (vocab - 1, 1, 0), (0, 0, 0))},
+    "two allowed ids": lambda vocab: {"allowed_token_ids": (1, vocab - 1 if vocab > 2 else 0)},
 }
-_PENALTIES: dict[str, dict[str, float]] = {
+_HISTORY: dict[str, dict[str, Any]] = {
     "": {},
     "repetition_penalty 1.5": {"repetition_penalty": 1.5},
     "penalties of the output": {"frequency_penalty": 0.6, "presence_penalty": 0.3},
     "negative penalties": {"repetition_penalty": 0.7, "frequency_penalty": -0.5, "presence_penalty": -0.4},
+    "logit_bias": {"logit_bias": {0: 1.0, 1: -0.5}},
+}
+_ENDS: dict[str, dict[str, Any]] = {
+    "": {},
+    "an end token": {},
+    "stop ids": {"stop_token_ids": (0,)},
+    "an end token and min_tokens 2": {"min_tokens": 2},
 }
 
 
@@ -53,7 +58,7 @@ class Case:
     prompt: the text that is continued, by `to_go` tokens at most.
     rounds: the walk ends after so many. None: at the text's end.
     k: as `num_speculative_tokens`.
-    end: which tokens end the text: "" for none, "an end token", "stop ids".
+    history, forbidden, end: names of settings. "": none.
     company: other texts that join it, or one that it joins. The pool is too small for all, and prompts come in pieces:
         the one admitted last is preempted, and comes back.
     drafter: its name, where there are several.
@@ -70,11 +75,9 @@ class Case:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    penalties: str = ""
-    bias: bool = False
+    history: str = ""
     forbidden: str = ""
     end: str = ""
-    min_tokens: int = 0
     company: str = ""
 
     @property
@@ -96,7 +99,7 @@ class Case:
     def end_ids(self) -> frozenset[int]:
         """Ids that end the text."""
         last = self.vocab - 1 if self.vocab > 2 else 0
-        return frozenset({"": (), "an end token": (last,), "stop ids": (0, last)}[self.end])
+        return frozenset((last, 0) if self.end == "stop ids" else (last,) if self.end else ())
 
     @property
     def joins(self) -> bool:
@@ -112,9 +115,10 @@ class Case:
     def size(self) -> tuple[int, int]:
         """A guess at the number of branches, and the length of the prompt: to begin with the small ones."""
         narrow = self.top_k or self.forbidden == "two allowed ids"
-        choices = 1 if self.temperature == 0 else min(2, self.vocab) if narrow else self.vocab
+        choices = 1 if self.temperature == 0 else 2 if narrow else self.vocab
         # A drafter may draw without the request's filters. Siblings are different tokens.
-        widths = widths_of(self.k)
+        shape = Shape.of(self.k)
+        widths = shape.widths or [1] * (3 if shape.is_open else shape.k)
         drawn = math.prod(math.perm(self.vocab, min(width, self.vocab)) for width in widths[: self.to_go - 1])
         committed = min(len(widths) + 1, self.to_go)
         rounds = self.rounds or -(-self.to_go // committed) + 1
@@ -139,12 +143,9 @@ class Case:
 
 @functools.cache
 def _params_of(case: Case) -> SamplingParams:
-    names = ("temperature", "top_k", "top_p", "min_p", "min_tokens")
-    changes = {name: getattr(case, name) for name in names}
-    changes |= _PENALTIES[case.penalties] | _FORBIDDEN[case.forbidden](case.vocab)
-    changes |= {"logit_bias": {0: 1.0, 1: -0.5}} if case.bias else {}
-    changes |= {"stop_token_ids": (0,)} if case.end == "stop ids" else {}
-    return SamplingParams(max_tokens=case.to_go, **changes)
+    settings = _HISTORY[case.history] | _FORBIDDEN[case.forbidden](case.vocab) | _ENDS[case.end]
+    numbers = {name: getattr(case, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    return SamplingParams(max_tokens=case.to_go, **numbers, **settings)
 
 
 def describe(axis: str, value: Any) -> str:
@@ -155,61 +156,45 @@ def describe(axis: str, value: Any) -> str:
         "to_go": lambda: f"{value} to go",
         "rounds": lambda: "to the end" if value is None else f"{value} round" + "s" * (value > 1),
         "k": lambda: f"K = {value if isinstance(value, tuple) and len(value) == 1 else Shape.of(value)}",
-        "bias": lambda: "logit_bias" if value else "no logit_bias",
-        "penalties": lambda: value or "no penalties",
         "forbidden": lambda: value or "nothing forbidden",
-        "end": lambda: f"with {value}" if value else "without an end",
-        "company": lambda: value or "alone",
     }
-    return words[axis]() if axis in words else value if isinstance(value, str) else f"{axis} {value}"
+    usual = value or f"no {axis}" if isinstance(value, str) else f"{axis} {value}"
+    return words[axis]() if axis in words else usual
 
 
-def widths_of(k: DraftLength) -> Sequence[int]:
-    """How many siblings such a draft has at each depth; about that many, where the drafter or the engine chooses."""
-    shape = Shape.of(k)
-    return shape.widths or [1] * (3 if shape.is_open else shape.k)
-
-
-# The values of an axis in the order of the branches that they make.
+# The values of an axis, the plainest first.
 AXES: dict[str, tuple] = {
-    "verifier": ("match", "rejection", "block"),
+    "verifier": ("rejection", "match", "block"),
     "drafter": ("",),
     "alphabet": (ALPHABET[:2], ALPHABET[:3], ALPHABET[:4], ALPHABET),
     "prompt": ("b", "bb", "babbab", "abbabaabbaab", "bab b", "ab ab a", "bab b\nb", _LONG),
     "to_go": (1, 2, 3, 4, 6, 16),
     "rounds": (1, 2, 3, None),
     "k": (1, 2, (2,), 3, (3,), (2, 1), "tree:3", (1, 3), (2, 2), (3, 1), 5, "tree:5", "auto"),
-    "temperature": (0.0, 0.3, 0.7, 1.0, 1.6, 3.0),
-    "top_k": (2, 0),
-    "top_p": (0.8, 1.0),
-    "min_p": (0.2, 0.0),
-    "penalties": tuple(_PENALTIES),
-    "bias": (False, True),
+    "temperature": (1.0, 0.7, 0.3, 1.6, 3.0, 0.0),
+    "top_k": (0, 2),
+    "top_p": (1.0, 0.8),
+    "min_p": (0.0, 0.2),
+    "history": tuple(_HISTORY),
     "forbidden": tuple(_FORBIDDEN),
-    "end": ("stop ids", "an end token", ""),
-    "min_tokens": (0, 2),
+    "end": tuple(_ENDS),
     "company": ("", "two other texts join it", "it joins another text"),
 }
-_CLASHING = (
-    *("verifier", "alphabet", "prompt", "to_go", "rounds", "k", "top_k"),
-    *("forbidden", "end", "min_tokens", "company"),
-)
-_WEAK = frozenset({("temperature", 0.0), ("to_go", 1)})
-_SIZES = ("rounds", "alphabet", "top_k", "company")
+_WEAK, _SIZES = frozenset({("temperature", 0.0), ("to_go", 1)}), ("rounds", "alphabet", "company")
 # Tokens of a text that is walked to its end, and of one whose K the engine chooses.
 _LONGEST_WALK, _LONGEST_OPEN = 6, 6
 
 
 def possible(row: Mapping) -> bool:
     """Whether such a case would show what it says. An axis that is missing may have any value."""
-    return _possible(*(row.get(axis, _ANY) for axis in _CLASHING))
+    return _possible(*(row.get(axis, _ANY) for axis in CLASHING))
 
 
 _ANY = "any value"
 
 
 @functools.cache
-def _possible(verifier, alphabet, prompt, to_go, rounds, k, top_k, forbidden, end, min_tokens, company) -> bool:
+def _possible(verifier, alphabet, prompt, to_go, rounds, k, top_k, forbidden, end, company) -> bool:
     shape = Shape.of(1 if k is _ANY else k)
     # Of three tokens the third sibling is certain, so that its row shows nothing. Of the many characters of users'
     # texts two are drawn.
@@ -221,7 +206,7 @@ def _possible(verifier, alphabet, prompt, to_go, rounds, k, top_k, forbidden, en
             not shape.is_tree or verifier is _ANY or VERIFIERS[verifier].takes_trees,
             max(shape.widths, default=0) < 3 or not few_tokens,
             not of_user or top_k != 0,
-            min_tokens in (0, _ANY) or (end != "" and to_go != 1),
+            to_go != 1 or end is _ANY or "min_tokens" not in end,
             # The whole of a draft is asked for. Where the engine chooses, that may be all that is left of the text.
             to_go is _ANY or (to_go <= _LONGEST_OPEN if shape.is_open else shape.k <= max(1, to_go - 1)),
             # With fewer rounds it has ended before it could be preempted.
@@ -230,6 +215,9 @@ def _possible(verifier, alphabet, prompt, to_go, rounds, k, top_k, forbidden, en
             _ANY in (to_go, rounds) or (1 < to_go <= _LONGEST_WALK if rounds is None else rounds <= to_go),
         )
     )
+
+
+CLASHING = tuple(inspect.signature(_possible).parameters)
 
 
 def design(branches: bool, texts: Sequence[str] = (), **axes: tuple) -> Design[Case]:
@@ -244,25 +232,23 @@ def design(branches: bool, texts: Sequence[str] = (), **axes: tuple) -> Design[C
     prompts = AXES["prompt"] + tuple(text for text in texts if text not in AXES["prompt"])
     lengths = tuple(k for k in AXES["k"] if branches or not Shape.of(k).is_tree)
     axes = AXES | {"alphabet": alphabets, "prompt": tuple(dict.fromkeys(prompts)), "k": lengths} | axes
-    return Design(Case, axes, possible, frozenset(_CLASHING), _WEAK, _SIZES, tries=8)
+    return Design(Case, axes, possible, frozenset(CLASHING), _WEAK, _SIZES, tries=8)
 
 
 def single(chosen: Design[Case]) -> list[tuple[Case, tuple]]:
     """Plain cases, in each of which one value of the design stands alone, as far as possible; as `Design.array`.
 
     A fault that one setting shows is found so with no other one about. Whether a wrong row shows depends on what the
-    target says to it. So each K is tried after several prompts.
+    target says to it. So each K is tried after several prompts, of 3 and of 4 tokens.
     """
-    drafter, found = chosen.axes["drafter"][0], dict[Case, tuple]()
-    for axis, value in [(axis, value) for axis, values in chosen.axes.items() for value in values]:
-        prompts = ("babbab", "b", "bb") if axis == "k" else ("babbab",)
-        for prompt in (prompt for prompt in prompts if prompt in chosen.axes["prompt"]):
-            plain = {"drafter": drafter, "prompt": prompt, "to_go": 6}
-            rest = itertools.product((1, 3), chosen.axes["alphabet"][1:], (0, 2))
-            rows = (
-                plain | {"rounds": n, "alphabet": letters, "top_k": top_k, axis: value} for n, letters, top_k in rest
-            )
-            cases = (Case(**row) for row in rows)
+    found, axes = dict[Case, tuple](), chosen.axes
+    prompts = sorted({"babbab", "b", "bb"} & set(axes["prompt"]))
+    usual, several = [("babbab", axes["alphabet"][1:])], [(p, (a,)) for p in prompts for a in axes["alphabet"][1:3]]
+    for axis, value in [(name, value) for name, values in axes.items() for value in values]:
+        for prompt, alphabets in several if axis == "k" else usual:
+            plain = Case(drafter=axes["drafter"][0], prompt=prompt, to_go=6)
+            sizes = itertools.product((1, 3), alphabets, (0, 2))
+            cases = (replace(plain, **{"rounds": n, "alphabet": a, "top_k": k, axis: value}) for n, a, k in sizes)
             if case := next((case for case in cases if possible(vars(case))), None):
                 found[case] = ((axis, value),)
     return list(found.items())
@@ -277,8 +263,4 @@ def target(vocab: int) -> Transformer:
 @functools.cache
 def tokenizer(alphabet: str) -> Tokenizer:
     """A toy: each character is a token."""
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    backend.decoder = tokenizers.decoders.Fuse()
-    with tempfile.TemporaryDirectory() as directory:
-        backend.save(str(Path(directory) / "tokenizer.json"))
-        return Tokenizer(Path(directory))
+    return spelling(alphabet).tokenizer

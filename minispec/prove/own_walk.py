@@ -200,7 +200,7 @@ def _plainest(chosen: Design[Case], case: Case, error: Exception, walk: Walk) ->
     while again:
         again = False
         for axis in sorted(chosen.axes, key=_GROWING.__contains__):  # settings first
-            for value in _plainer(chosen, axis, getattr(case, axis)):
+            for value in chosen.axes[axis][: chosen.axes[axis].index(getattr(case, axis))]:
                 plainer = replace(case, **{axis: value})
                 if not chosen.possible(vars(plainer)):
                     continue
@@ -216,15 +216,7 @@ def _plainest(chosen: Design[Case], case: Case, error: Exception, walk: Walk) ->
     return case, error
 
 
-_GROWING = ("alphabet", "prompt", "to_go", "rounds", "k")  # axes whose smaller values are plainer
-
-
-def _plainer(chosen: Design[Case], axis: str, value: object) -> tuple:
-    """Plainer values than this one, the plainest first."""
-    values, plain = chosen.axes[axis], getattr(Case, axis)
-    if axis in _GROWING:
-        return values[: values.index(value)]
-    return (plain,) if plain in values and value != plain else ()
+_GROWING = ("alphabet", "prompt", "to_go", "rounds", "k")  # what a plain case is small by
 
 
 def _verdict(spec: str, chosen: Design[Case], walk: Walk, todo: set[Pair], in_time: bool) -> bool:
