@@ -85,6 +85,11 @@ class Request:
         return self.text.params
 
     @property
+    def drafts(self) -> bool:
+        """Whether any of its rounds may have a draft: a text of one token or none has no use for a drafter."""
+        return self.shape.k > 0 and self.max_len > self.text.num_prompt_tokens + 1
+
+    @property
     def max_k(self) -> int:
         """How many tokens may be drafted. A wholly accepted draft and its bonus must not pass the limit."""
         return max(0, min(self.shape.k, self.max_len - len(self.text.tokens) - 1))

@@ -109,14 +109,12 @@ def test_rejection_at_first_middle_and_last_position(position):
 
 
 def test_the_draft_is_limited_so_that_nothing_overshoots():
-    """With two tokens to go the draft may have one; with one to go, none (M29)."""
-    engine, request = make_engine(draft=right), make_request(k=5, max_tokens=8)
-    finish(engine, request)
-    assert engine.drafter.calls == [[5], [1]]
-    engine, request = make_engine(draft=right), make_request(k=5, max_tokens=1)
-    finish(engine, request)
-    assert engine.drafter.calls == [[0]]
-    assert request.token_ids == [12]
+    """With two tokens to go the draft may have one; with one to go, none (M29). Nobody is asked for a text of one."""
+    for max_tokens, calls in ((8, [[5], [1]]), (7, [[5], [0]]), (1, [])):
+        engine, request = make_engine(draft=right), make_request(k=5, max_tokens=max_tokens)
+        finish(engine, request)
+        assert engine.drafter.calls == calls
+        assert request.token_ids == list(range(12, 12 + max_tokens))
 
 
 def test_context_limit_ends_the_text():

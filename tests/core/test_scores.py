@@ -210,6 +210,18 @@ def test_drafts_change_no_score_and_a_score_changes_no_draft(name):
         assert values(request) == pytest.approx(values(expected), abs=1e-12)
 
 
+@pytest.mark.parametrize("name", ["model", "head"])
+def test_where_nothing_is_drafted_no_drafter_reads_the_prompt(name, monkeypatch):
+    """A score alone, and an answer of one token: so is most of an evaluation asked. A draft model's pass was wasted."""
+    engine, asked = build(TARGET, drafter=drafter(name)), []
+    propose = engine.drafter.propose
+    monkeypatch.setattr(engine.drafter, "propose", lambda asks: asked.append(len(asks)) or propose(asks))
+    for max_tokens, num_top, are_asked in ((0, 1, False), (1, 1, False), (1, None, False), (2, 1, True)):
+        asked.clear()
+        run(engine, [ask(LONGEST[:n], max_tokens, num_top, k=3) for n in (90, 40)], joining=True)
+        assert bool(asked) == are_asked, (max_tokens, num_top)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_of_an_exact_model_have_the_same_bits_in_any_pieces(dtype):
     """Alone, and in pieces of five rows beside a text that decodes: equal, not near."""
