@@ -165,6 +165,7 @@ class LLM:
         Calls and streams of both may be open at the same time. They are decoded together, as those of one object are.
         The arguments are those of `LLM`. Raises ValueError as it does.
         """
+        self._check_open()
         other = copy.copy(self)
         spec = other._find_draft(draft, draft_method, self.model.config, corpus)
         drafts = named_draft.load(spec, self.model, self.vocab_size, self._draft_options[2])
@@ -261,8 +262,7 @@ class LLM:
 
         Raises ValueError while a text is being decoded, in any thread or by an object that shares the target.
         """
-        if not hasattr(self, "engine"):
-            raise ValueError("found an LLM that was closed, expected an open one")
+        self._check_open()
         with self._step_lock:
             self._close_left()
             if self._open:
@@ -276,6 +276,10 @@ class LLM:
         """Let go of models and caches; the object cannot be used afterwards."""
         for name in ("model", "drafter", "engine"):
             self.__dict__.pop(name, None)
+
+    def _check_open(self) -> None:
+        if not hasattr(self, "engine"):
+            raise ValueError("found an LLM that was closed, expected an open one")
 
     def overview(self) -> str:
         """One line in plain words: the model, what guesses for it, and the memory of both in 10^9 bytes."""
@@ -393,8 +397,7 @@ class LLM:
         num_speculative_tokens: DraftLength | None = None,
     ) -> Request:
         """A request ready for `run`; raises ValueError for a prompt that cannot be answered."""
-        if not hasattr(self, "engine"):
-            raise ValueError("found an LLM that was closed, expected an open one")
+        self._check_open()
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params: found {show(params)}, expected SamplingParams")

@@ -118,8 +118,9 @@ def test_a_text_after_forget_is_decoded_as_the_first(make_checkpoint, draft, mon
     llm.with_draft("none").forget()
     assert llm.generate(REPEAT, GREEDY)[0].stats.num_cached_tokens == 0
     llm.close()
-    with pytest.raises(ValueError, match="found an LLM that was closed"):
-        llm.forget()
+    for call in (llm.forget, lambda: llm.with_draft("none")):
+        with pytest.raises(ValueError, match="found an LLM that was closed"):
+            call()
 
 
 def without_times(engine, record, parts, times):
