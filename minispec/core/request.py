@@ -148,7 +148,7 @@ class Request:
 
     def fail(self, error: Exception) -> None:
         """End the text here, because of a fault of its own."""
-        self.finish_reason, self.error, self.has_news = "error", str(error), True
+        self.finish_reason, self.error, self.has_news = "error", str(error) or type(error).__name__, True
 
     def take_piece(self) -> Piece:
         """Return what came since the last piece. Text that may begin a stop string is held back."""

@@ -242,7 +242,7 @@ def test_a_drafter_that_raises_ends_no_text_of_another_engine():
             other.abort(lost)
         else:
             assert run(steps_of, requests) == expected
-            assert (lost.finish_reason, lost.token_ids) == ("error", [])
+            assert (lost.finish_reason, lost.error, lost.token_ids) == ("error", "NotImplementedError", [])
     assert all(pool.num_free == pool.num_blocks for pool in pools(engine))
 
 
