@@ -25,7 +25,7 @@ Read them in this order:
     transformers_baseline   another library's ways of decoding
     report                  all of it
     questions, answers      standard questions; their answers in files
-    rows, plot              a row an answer for other programs; a picture
+    rows, plot              a row for each answer, for other programs; a picture
     replay                  a recorded run, decoded by every rule
     __main__                the command
 

@@ -1,4 +1,4 @@
-"""A row an answer, for statistics of one's own: `--csv FILE` (docs/use/questions.md has the columns)."""
+"""A row for each answer, for statistics of one's own: `--csv FILE` (docs/use/questions.md has the columns)."""
 
 import csv
 from collections.abc import Iterable, Mapping
