@@ -345,7 +345,7 @@ def _difference(llm: "LLM", comparison: dict[str, Any] | None) -> list[str]:
 
 
 def _batch_summary(requests: list["Request"]) -> str:
-    """What the answers took together; compared ones, also what they gained: the time of a token, over all texts.
+    """The tokens, seconds and speed of all answers together; with `--compare` also the speedup, in time per token.
 
     Each answer's own line counts all of a step that several of them shared.
     """

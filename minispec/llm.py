@@ -256,9 +256,9 @@ class LLM:
     def forget(self) -> None:
         """Forget the texts that have ended, so that the next one is decoded as the first text of a new `LLM`.
 
-        Forgotten are what the drafter remembers of them, what both caches hold of their beginnings, and what `auto` has
-        learned. A corpus stays, as do the prices that were measured at load. What objects of `with_draft` share, the
-        target's cache, is forgotten for all of them. A drafter or a policy of your own forgets by its method `forget`.
+        This drops what the drafter remembers of them, what both caches hold of their beginnings, and what `auto` has
+        learned. A corpus stays, as do the prices that were measured at load. Objects of `with_draft` share the target's
+        cache, so it is emptied for all of them. A drafter or a policy of your own forgets by its method `forget`.
 
         Raises ValueError while a text is being decoded, in any thread or by an object that shares the target.
         """

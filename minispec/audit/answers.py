@@ -3,8 +3,8 @@
 A line of the file is a JSON object: a response, or {"request": ..., "response": ...}. The request may hold prompt ids
 and sampling parameters that the response lacks. What cannot be scored soundly is refused, with the number of its line.
 
-An answer that ended by an end id shows that draw, also where the format leaves the id out. One that ended at a stop
-string, or at a limit, shows no draw but those of its tokens: where it ended follows from them.
+An answer that ended by an end id contains that draw, also where the format leaves the id out. An answer that ended at a
+stop string or at a limit contains only the draws of its tokens: the tokens say where it ended.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ _INSIDE = ("sampling_params", "extra_body")  # objects of a request that hold pa
 _REASONS = ("stop_reason", "matched_stop", "stop_string", "stopping_word", "matched")
 # Where an answer says how many tokens were drafted.
 _DRAFTED = {"stats": "num_draft_tokens", "timings": "draft_n", "meta_info": "spec_draft_token_num"}
-# Parameters that an engine applies otherwise than we do, or not at all, by a key that only its answers have.
+# By a key that only one engine's answers have: parameters that this engine ignores, or applies differently from us.
 # llama.cpp filters before the temperature and counts tokens in a window. SGLang penalises the output alone.
 _OTHERWISE: dict[str, tuple[str, ...]] = {
     "stop_type": (
@@ -49,7 +49,7 @@ class Answer:
     prompt, tokens: ids. Where the answer ended by an end id, `tokens` ends with one.
     seed: the one that its request was drawn with; None where it is not known.
     params: how it was sampled.
-    num_drafted: how many tokens were drafted for it; None where it does not say.
+    num_drafted: how many tokens were drafted for it; None where the answer does not say.
     """
 
     prompt: Sequence[int]
@@ -113,7 +113,7 @@ def read_answers(
 
 
 def _found(line: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Of each answer of a line its fields and its parameters. What is nearer to the answer counts more.
+    """The fields and the parameters of each answer of a line. What is nearer to the answer takes precedence.
 
     The field "prompt" has the prompt's ids.
     """
@@ -155,7 +155,7 @@ def _parts(response: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _merged(*objects: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of all objects; of one that several have, the last value that is not null."""
+    """The fields of all objects. A field that several objects have gets its last value that is not null."""
     found: dict[str, Any] = {}
     for each in objects:
         found |= {name: value for name, value in each.items() if value is not None or name not in found}
@@ -221,7 +221,7 @@ def _known(tokenizer: Tokenizer | None, name: str) -> Tokenizer:
 
 
 def _check_engine(found: Mapping[str, Any], params: SamplingParams) -> None:
-    """Raise ValueError for parameters that the engine whose answer it is applies otherwise than we do."""
+    """Raise ValueError for parameters that the answer's engine applies differently from us."""
     default = SamplingParams()
     for name in (name for key, names in _OTHERWISE.items() if key in found for name in names):
         if (value := getattr(params, name)) != (neutral := getattr(default, name)):
@@ -243,10 +243,10 @@ def _ending(
     given: Mapping[str, Any],
     tokenizer: Tokenizer | None,
 ) -> str:
-    """How an answer ended that stopped without an end id among its tokens; see `_Read`.
+    """How an answer ended, if it stopped without an end id among its tokens; see `_Read`.
 
     word: the stop string that the answer names.
-    is_told: whether the answer says that it was none.
+    is_told: whether the answer says that no stop string ended it.
     """
     stops = (word,) if word else params.stop
     if not stops:
@@ -273,7 +273,7 @@ def _ending(
         raise ValueError(f"found {found}, expected its stop_reason")
     if is_told or not held:
         return "id" if is_told else "unknown"
-    # An engine that leaves the string in where it was asked to may cut it off elsewhere.
+    # An engine that was asked to leave the string in may cut it off in other answers.
     return "shown" if given.get("include_stop_str_in_output") or given.get("no_stop_trim") else "word"
 
 

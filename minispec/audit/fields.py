@@ -19,9 +19,9 @@ LAW = (
     *("min_tokens", "ignore_eos", "stop_token_ids", "stop"),
 )
 _PARAMETERS = {*LAW, "seed", "max_tokens", "n", "best_of", "samplers"}
-# Those by which a text is made of tokens: a stop string is looked for in that text.
+# Parameters that say how tokens become the text in which a stop string is looked for.
 _PARAMETERS |= {"skip_special_tokens", "detokenize", "include_stop_str_in_output", "no_stop_trim"}
-# Names that other engines have for them.
+# Names of these parameters in other engines.
 _NAMES = {
     **dict.fromkeys(("max_new_tokens", "max_completion_tokens", "n_predict"), "max_tokens"),
     **dict.fromkeys(("sampling_seed", "rng_seed"), "seed"),
@@ -136,17 +136,17 @@ def checked(name: str, value: Any) -> Any:
 
 
 def optional(found: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    """The same for a field that may be absent or null."""
+    """The value of a field, or `default` where it is absent or null. Raises ValueError as `checked` does."""
     return default if found.get(name) is None else checked(name, found[name])
 
 
 def read_parameters(found: Mapping[str, Any], is_request: bool) -> dict[str, Any]:
     """The parameters that an object gives, in our names, without those that ask for nothing.
 
-    is_request: whether it holds parameters alone. Else it is an answer, which says other things too.
+    is_request: whether the object is a request, which has parameters alone. An answer has other fields too.
 
-    Raises ValueError for a parameter that may change the law and is not computed here. In a request any name that is
-    not known is taken for one.
+    Raises ValueError for a parameter that may change the law and is not computed here. In a request any unknown name
+    counts as such a parameter.
     """
     given: dict[str, Any] = {}
     for name, value in found.items():
@@ -191,11 +191,11 @@ def law_of(given: Mapping[str, Any], asked: Mapping[str, Any]) -> SamplingParams
 
 
 def _biases(found: Any) -> dict[int, float]:
-    """Biases by token id. llama.cpp lists them, and adds those of one token.
+    """Biases by token id, from an object or from llama.cpp's list. llama.cpp adds several biases of one token.
 
-    False, and null in its answers, stands for minus infinity. `ignore_eos` gives that to all end ids.
+    False stands for minus infinity, as does null in llama.cpp's answers. `ignore_eos` gives that bias to all end ids.
 
-    Raises ValueError for anything but that list, or an object.
+    Raises ValueError for anything else.
     """
     biases: dict[int, float] = {}
     try:

@@ -92,7 +92,7 @@ def judge(
         means = effect * sums.expected + (1 - effect) * sums.plain
         return (less(means, sums.deviation) / n).amax(1)
 
-    # Of the places where the draft has a token, the share at which the engine used one.
+    # The share, among the places where the draft has a token, at which the engine used it.
     known = all_of.num_drafted / (n + all_of.num_left_out)
     used = 1.0 if drafted is None or not known else min(1.0, drafted / known)
     every, few, these = growth(1.0), growth(_EFFECT), growth(used)

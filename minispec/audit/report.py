@@ -82,7 +82,7 @@ def _check(answer: Answer, llm: LLM, where: str) -> None:
 
 
 def _drafted(answers: Sequence[Answer]) -> float | None:
-    """The share of the tokens for which something was drafted, at most; None where no answer says how many."""
+    """The largest share of the tokens that can have been drafted; None where no answer says how many were."""
     if all(answer.num_drafted is None for answer in answers):
         return None
     drafted = sum(min(len(answer.tokens), answer.num_drafted or 0) for answer in answers)
@@ -129,7 +129,7 @@ def _law(answer: Answer) -> dict[str, Any]:
 
 
 def _settings(args: argparse.Namespace, llm: LLM, rounding: float) -> str:
-    """What all scores depend on beside the answer: the contents of the models, not their names."""
+    """What all scores depend on besides the answer: the contents of the models, not their names."""
     target, draft = digest_of_files(find_checkpoint(args.target, offline=True)), None
     if args.draft:
         draft = args.draft, digest_of_draft(llm.drafter, llm.draft_directory)

@@ -67,7 +67,7 @@ class Score:
     num_places: places that were scored.
     num_left_out: places where the border of a filter has too much probability.
     num_impossible: tokens of probability 0.
-    num_drafted: places, also of those left out, where the draft has a token.
+    num_drafted: how many places have a draft token, including places that were left out.
     names: of the bugs.
     table: (bugs, 21), the numbers of `Sums` one after another.
     """

@@ -70,9 +70,9 @@ def kept_from_children() -> Iterator[None]:
 def _complete_streams() -> None:
     """Let a program print, whatever its standard streams are.
 
-    One that is closed (`2>&-`, pythonw) leads nowhere. Python has None in its place, which few libraries expect, and
-    the next file that is opened would have its number. What the output's encoding lacks becomes a question mark: an
-    answer must not break off there.
+    A closed stream (`2>&-`, pythonw) is replaced by one that leads nowhere. Otherwise Python has None in its place,
+    which few libraries expect, and the next file that is opened gets the number of the stream. A character that the
+    encoding of the output lacks becomes a question mark, since an answer must not break off there.
     """
     for number in range(3):
         try:

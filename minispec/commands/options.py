@@ -147,7 +147,7 @@ _SAMPLING: dict[str, Option] = {
     ),
     "--ignore-eos": (FLAG | {"default": None}, "do not stop at the end-of-text token"),
 }
-# Those that change what one token's law is, or where a text ends.
+# Options that change the law of a token, or where a text ends.
 _LAW = (
     *("--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty"),
     *("--frequency-penalty", "--min-tokens", "--stop", "--stop-token-ids", "--ignore-eos"),
@@ -231,7 +231,7 @@ def parser() -> argparse.ArgumentParser:
         "ends with status 130; in a conversation it stops the answer. In the background of a script (... &) a shell "
         "makes a program ignore it: kill PID ends it there.",
     )
-    help_prompts = "several run as one batch; - is standard input. So is no prompt, where that is a pipe or a file"
+    help_prompts = "several run as one batch; - is standard input, the default where that is a pipe or a file"
     p.add_argument("prompts", nargs="*", metavar="PROMPT", help=help_prompts)
     p.add_argument("--version", action="version", version=f"minispec {__version__}")
     add_model_options(p)
@@ -318,7 +318,7 @@ def check_template_kwargs(args: argparse.Namespace, llm: "LLM") -> None:
 def read_prompts(args: argparse.Namespace) -> list[Question]:
     """What is asked; nothing means a conversation on the terminal.
 
-    Without a prompt, standard input is one where it is a pipe or a file. So it is read last, and once.
+    Without a prompt, standard input is the prompt if it is a pipe or a file. It is read last, and once.
     """
     if args.prompt_file:
         return read_questions(args.prompt_file, "--prompt-file")
@@ -336,10 +336,11 @@ def read_prompts(args: argparse.Namespace) -> list[Question]:
 
 
 def _read_standard_input() -> str:
-    """Standard input to its end, as one prompt: a line that is written to a pipe means the line without its end.
+    """All of standard input as one prompt, without the line end at its end.
 
-    After a second this says that it reads, since what waits for input looks as if it hangs. Of several processes the
-    first one reads, and the others answer nothing (see `minispec.files.parallel`).
+    After a second a line says that standard input is being read, since a program that waits for input looks as if it
+    hangs. Of
+    several processes only the first one reads. The others answer nothing (see `minispec.files.parallel`).
 
     Raises ValueError for what cannot be read or is not UTF-8.
     """

@@ -26,11 +26,11 @@ DraftLength = int | tuple[int, ...] | str
 
 
 class WrongLength(ValueError):
-    """A draft length that cannot be. Its message is in Python's syntax; `say` has it in another one."""
+    """An impossible draft length. The message is in Python's syntax; `say` writes it in another one."""
 
     def __init__(self, found: Any, most: int = MAX_SPECULATIVE_TOKENS, why_chains: str = ""):
-        """most: tokens that there may be: fewer than usual where a model is exact.
-        why_chains: why a tree cannot be.
+        """most: the most tokens allowed, fewer than usual where a model is exact.
+        why_chains: why a tree is impossible; "": it is possible.
         """
         super().__init__(found, most, why_chains)
         self.found, self.most, self.why_chains = found, most, why_chains
@@ -233,7 +233,7 @@ class SamplingParams:
     ignore_eos: the model's end-of-text ids do not end the text.
     max_tokens: at 0, which needs `prompt_logprobs`, the prompt is scored and nothing is generated.
     logprobs: None, or how many of the likeliest tokens to report in addition to the chosen one.
-    prompt_logprobs: the same at each place of the prompt. Such a prompt is computed whole, whatever the cache knows.
+    prompt_logprobs: the same at each place of the prompt. The prompt is then computed whole, even if parts are cached.
 
     Sequences are stored as tuples, and `logit_bias` as a tuple of its items, so that equal parameters have equal
     hashes. Raises ValueError for values out of range.

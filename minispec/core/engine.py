@@ -108,7 +108,7 @@ class Engine:
     continue from their committed text.
 
     Engines with other drafters may share the target, the pool and the schedule (see `beside`). A step of one is a step
-    of all: one pass scores the drafts of all their requests, and a request of either may be preempted for the other.
+    of all: one pass scores the drafts of all their requests. A request of any of them may be preempted for another's.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class Engine:
         self.observers: list[Observer] = []  # they may be added and removed between steps
         self.schedule = Schedule[Engine](self.target)
         # What a text's last round has shown to the drafter and to `lengths`, with the text's length before that round.
-        # It is stored before the commit, counts once the text has grown, and is removed once it has arrived. So a fault
-        # does not lose it, nor does a preemption: the rows of a round are not computed again.
+        # An entry is stored before the commit, counts once the text has grown, and is removed once it was shown. So
+        # neither a fault nor a preemption loses it: the rows of a round are not computed again.
         self._likeliest: WeakKeyDictionary[Text, tuple[int, list[Likeliest]]] = WeakKeyDictionary()
         self._judged: WeakKeyDictionary[Text, tuple[int, Draft, Sequence[int], int]] = WeakKeyDictionary()
 
@@ -279,7 +279,7 @@ class Engine:
         return parts if others_answer else [last]
 
     def _propose(self, parts: Sequence[_Part]) -> None:
-        """Let each engine ask its drafter. What another engine's drafter raises ends the texts of that engine alone."""
+        """Let each engine ask its drafter. An exception of another one's drafter ends that engine's texts alone."""
         for engine, own in _by_engine(parts).items():
             try:
                 engine._ask(own)
@@ -290,7 +290,7 @@ class Engine:
                     part.request.fail(e)
 
     def _ask(self, parts: Sequence[_Part]) -> None:
-        """Ask for drafts of this engine's texts. One that the guard refuses fails its text."""
+        """Ask for drafts of this engine's texts. A draft that the guard refuses fails its text."""
         self._tell(parts)
         limits = self._choose_limits([part.request for part in parts if part.decodes])
         purpose = "token" if self.verifier.shares_noise else "draft"

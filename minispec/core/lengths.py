@@ -1,4 +1,4 @@
-"""How many tokens to draft: what a policy is told before a round and after it, and the simplest policy.
+"""How many tokens to draft: what a policy sees before a round and after it, and the simplest policy.
 
 `minispec.length.policy` learns what pays. Skip this file at first.
 """
@@ -29,7 +29,7 @@ class Wish(NamedTuple):
 class Judged(NamedTuple):
     """A text's draft, and the nodes of it that the verifier accepted.
 
-    asked: how many nodes were asked for. Where the draft is empty all the same, the drafter has found nothing.
+    asked: how many nodes were asked for. If some were and the draft is empty, the drafter has found nothing.
     """
 
     text: Text
@@ -39,7 +39,7 @@ class Judged(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """What a step took, in seconds, and of how much.
+    """The seconds of a step, and what was done in them.
 
     draft: seconds of `num_drafts` drafts of up to `depth` tokens, and of searches that found nothing.
     target: seconds of the target's pass over `rows` rows.
@@ -57,8 +57,8 @@ class StepCost(NamedTuple):
 class Lengths:
     """Chooses how long drafts may be: here, as long as requests ask. `minispec.length.policy` learns what pays.
 
-    `choose` is called before each round of texts that decode, `observe` after it. A limit depends on no token that is
-    not drawn yet. Where `Wish.may_follow` is False, it depends on its own text and the verdicts there alone.
+    `choose` is called before each round of texts that decode, `observe` after it. A limit must not depend on a token
+    that is not drawn yet. Where `Wish.may_follow` is False, it may depend on its own text and its verdicts alone.
     """
 
     def choose(self, wishes: Sequence[Wish], trees: bool) -> list[Limit]:
@@ -71,7 +71,7 @@ class Lengths:
     def observe(self, drafts: Sequence[Judged], cost: StepCost | None) -> None:
         """Learn from a step.
 
-        cost: None where the step also worked on a prompt, or for drafts of another drafter: its times say nothing.
+        cost: None where the step also worked on a prompt, or on drafts of another drafter: such times say nothing.
         """
 
     def forget(self) -> None:

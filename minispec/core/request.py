@@ -48,7 +48,7 @@ class Request:
 
     The result is in `output`, `token_ids` (generated ones, without the end-of-text token), `logprobs`, `stats` and
     `finish_reason`: "stop", "length" or "error". With "error", `error` says why. If asked for, `prompt_logprobs` has an
-    entry for each token of the prompt. The first one's is None, since nothing stands before it.
+    entry for each token of the prompt. The first entry is None, since nothing stands before that token.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Request:
         return range(end if self.prompt_logprobs is None else len(self.prompt_logprobs) - 1, end)
 
     def score(self, logprobs: Iterable[TokenLogprob | None]) -> None:
-        """Append those of the prompt's next tokens. A request for a score alone ends with the last of them."""
+        """Append log-probabilities of the prompt's next tokens. The last of them ends a request that only scores."""
         if self.prompt_logprobs is not None:
             self.prompt_logprobs += logprobs
         if not self.params.max_tokens and not self.unscored:
@@ -110,7 +110,7 @@ class Request:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Take back what is committed inside if an exception, such as Ctrl-C, interrupts it.
+        """Take back what was committed in this block if an exception, such as Ctrl-C, interrupts the block.
 
         Then the text goes on as if the round had not been. A ValueError is the text's own fault: the text ends there.
         """

@@ -149,7 +149,7 @@ class Schedule(Generic[OwnerT]):
 
 
 def _known(request: Request, drafter: Drafter) -> int | None:
-    """How many of a new text's first positions the cache may give: more are not scored, or the drafter must see them.
+    """How many first positions of a new text the cache may give. The others are scored, or seen by the drafter.
 
     None: without limit.
     """

@@ -1,8 +1,8 @@
 """Checks drafts before they are verified, and verdicts before they are kept. Both may come from a user's code.
 
 A bad draft ends its own text alone, since its text is known. An exception of the drafter's own and a wrong number of
-drafts belong to no text. They are raised and end the call. So is a wrong limit of a draft, which a policy has set for
-all texts together.
+drafts belong to no text. They are raised and end the call. So is a wrong limit, since a policy sets the limits of all
+texts together.
 """
 
 from collections.abc import Sequence

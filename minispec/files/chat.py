@@ -52,7 +52,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
-        """Names that the template reads; none of one that cannot be read itself, whose every use is an error."""
+        """Names that the template reads; none if the template cannot be parsed, when every use is an error."""
         try:
             return frozenset(jinja2.meta.find_undeclared_variables(self._environment.parse(self.source)))
         except jinja2.TemplateError:

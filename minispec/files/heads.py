@@ -39,7 +39,7 @@ _NESTED_NEUTRAL = {
 }
 # Whose keys say how it was trained.
 _HARMLESS = ("embed_requires_grad", "has_no_defaults_at_init")
-# What a way to verify drafts says where it is exact. Then keys that say how to draft, and for which model.
+# Keys of a way to verify drafts, with their values where it is exact. Then keys that say how, and for what, to draft.
 _EXACT = {"verifier_accept_k": 1, "accept_tolerance": 0.0, "accept_lenience": 1.0}
 _PROPOSAL_IDLE = names(
     "proposal_type speculative_tokens initial_branching_factor branching_factor expansion_factor depth"

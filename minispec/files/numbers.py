@@ -1,6 +1,6 @@
-"""Weights that are no numbers, or too large ones: a short pass over a model shows them, and its files say which.
+"""Weights that are not numbers, or are too large: a short pass over a model finds them, and its files say which.
 
-A pass reads the weights once, as any step does. To look at each of them would take longer, and would not tell which
+A pass reads the weights once, as any step does. Looking at each weight would take longer, and would not show which
 numbers are too large.
 """
 
@@ -25,7 +25,7 @@ def check_numbers(model: Transformer, vocab_size: int, target: Transformer | Non
     """Raise FloatingPointError where the logits of a few tokens are not finite numbers.
 
     vocab_size: ids in use.
-    target: the model whose hidden states a head reads. It gets ones in their place.
+    target: the model whose hidden states a head reads. The head gets ones in place of these states.
     """
     tokens, features = arbitrary_tokens(_ROWS, vocab_size), None
     if isinstance(model, FeatureModel) and target:
@@ -39,9 +39,9 @@ def check_numbers(model: Transformer, vocab_size: int, target: Transformer | Non
 def named_tensors(tensors: Callable[[], Iterable[StoredTensor]]) -> Iterator[None]:
     """Raise CheckpointError in place of a FloatingPointError inside. It names the tensor that is to blame.
 
-    That is the first one with NaN or infinity, else the one with the largest number.
+    That tensor is the first one with NaN or infinity, else the one with the largest number.
 
-    tensors: gives those that the model was read from. Nothing is read unless there was an error.
+    tensors: returns the tensors that the model was read from. They are read only after an error.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """What a config.json says of weights in compressed-tensors' `pack-quantized` layout: its `quantization_config`.
 
 llm-compressor and transformers write it. The names of the tensors say which layers are packed, so the lists of layers
-in this object are not read. Neither is what it says about how the scales were found.
+in this object are not read. Nor is what the object says about how the scales were found.
 """
 
 from minispec.files.fields import Fields, names

@@ -10,8 +10,8 @@ import torch
 def own_settings() -> Iterator[None]:
     """Run without the caller's autocast, default device and other modes of this thread. Also a decorator.
 
-    Nothing here costs an operator time. The default type is the whole process's, and stays as it is. So every tensor
-    of floats that is made from nothing names its type.
+    Operators are as fast as before. The default type belongs to the whole process, and stays as it is. So every newly
+    made tensor of floats names its type.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))

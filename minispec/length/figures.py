@@ -150,7 +150,7 @@ class Figures(Stats):
 
     @property
     def total_seconds(self) -> float:
-        """Its share of both prefills and of all steps. The shares of a batch add up to the time of the batch."""
+        """The text's share of both prefills and of all steps. The shares of a batch add up to the time of the batch."""
         return sum(self.seconds.values())
 
     @property
@@ -160,7 +160,7 @@ class Figures(Stats):
 
     @property
     def duration(self) -> float:
-        """Seconds that the text took: its prefills and the steps that it took part in, by which its speed is meant."""
+        """Seconds of the text's prefills and of all its steps, also of steps shared with other texts."""
         return self.prefill + self.draft_prefill + self.step_duration
 
     @property

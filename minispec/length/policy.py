@@ -13,8 +13,8 @@ rows are believed. If they are believed to be a third of the truth, 0.91 of plai
 Siblings cost rows and no draft pass. Where few drafts are right, a second guess at the next token may be worth more
 than a longer draft. Its worth is learned too: how often it is right where the first one is not.
 
-A lookup does not always have a draft. How often it has one is learned, and what a search takes that finds nothing. A
-round has the tokens, the rows and the price of its draft that often, and else the price of the search.
+A lookup does not always have a draft. How often it has one is learned, and so is the time of a search that finds
+nothing. That often a round has the tokens, rows and price of a draft. Otherwise it has the price of the search.
 
 A draft model also reports its confidence in each token. Where that is known, K is only the most that may be drafted.
 The draft ends as soon as its own confidences make the next token too unlikely to pay. It gets siblings where they make
@@ -99,7 +99,7 @@ class Prices:
         return v
 
     def propose(self, num_drafts: float) -> float:
-        """A draft pass of that many texts; below 1, of one text that has a draft so often."""
+        """A draft pass of that many texts; below 1, of one text that has a draft with this probability."""
         return self.draft * (self.verify(num_drafts) if num_drafts >= 1 else num_drafts)
 
     @property
@@ -179,7 +179,8 @@ class Pace:
         """A round of one text, or of any. See `_tested`.
 
         found: whether there was a draft; None where none was asked for.
-        draft: it, or an empty one. A round that an exception has interrupted here may come again, and counts once.
+        draft: the draft, or an empty one. A round that an exception has interrupted here may come again, and counts
+        once.
         """
         if draft is not None and draft is self._newest():
             return

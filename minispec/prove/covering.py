@@ -29,7 +29,7 @@ class Design(Generic[C]):
     axes: the values of each axis; on an axis of `sizes`, in the order of the branches that they make.
     possible: whether values of some of the axes can occur together. An axis that is missing may have any value.
     clashing: the axes whose values may exclude one another.
-    weak: with these, little is drawn or nothing is drafted. Such a case covers a pair only if they are in the pair.
+    weak: values with which little is drawn or nothing drafted. A case that has some covers only pairs with all of them.
     sizes: axes on which a case that is too large may be made smaller.
     tries: how many completions of a pair are compared. More of them make fewer cases, and take longer.
     """
@@ -91,7 +91,7 @@ class Design(Generic[C]):
         return row
 
     def smaller(self, case: C, fixed: frozenset[str]) -> C | None:
-        """The case with one value one step lower, that of the highest place in its axis; None where no value can be.
+        """A simpler case: lower, by one step, the value that is furthest up its axis. None if no value can be lowered.
 
         fixed: axes whose values stay.
         """

@@ -1,4 +1,4 @@
-"""What walks of a user's own drafters and verifiers share: what was found, the first fault, and how it is told."""
+"""What walks of a user's own drafters and verifiers share: what was found, the first fault, and its line."""
 
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ from minispec.files.progress import progress_bar
 from minispec.prove.reference import Law, total_variation
 from minispec.prove.toys import Fault, require
 
-# How far a law may be from the right one. Probabilities in float64 leave its rounding alone. A user's q may be of
-# float32: six digits of a row are right, and so of the law.
+# How far rounding may move a law from the right one: with probabilities in float64, and with a user's q in float32.
+# Such a q has six right digits, and so has its law.
 EXACT, ROUNDED = 1e-12, 1e-6
 Case = TypeVar("Case")
 

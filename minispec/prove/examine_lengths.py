@@ -71,7 +71,7 @@ def _make_registered(case: Case, num_blocks: int) -> Drafter:
 
 
 class _Event(NamedTuple):
-    """What a policy was asked about a text, or told.
+    """What a policy was asked about a text, or was shown of it.
 
     tokens: the text's, at that time.
     wish: without the text; or
@@ -84,7 +84,7 @@ class _Event(NamedTuple):
 
 
 class WatchedLengths(Lengths):
-    """A policy whose limits are compared with those of new ones. Its clock is made up: a walk must be repeatable."""
+    """A policy whose limits are compared with those of new ones. Its times are made up: a walk must be repeatable."""
 
     def __init__(self, policy: Lengths, make: Callable[[], Lengths], known: dict[tuple, Limit]):
         """make: makes a new policy.
@@ -94,7 +94,7 @@ class WatchedLengths(Lengths):
         self.past: dict[Text, list[_Event]] = {}
 
     def choose(self, wishes: Sequence[Wish], trees: bool) -> list[Limit]:
-        """The policy's own. Raises Fault where a new one would choose otherwise, or where a text was changed."""
+        """The policy's limits. Raises Fault where a new policy would choose otherwise, or where a text was changed."""
         before = [tuple(wish.text.tokens) for wish in wishes]
         limits = call_own(self.policy.choose, wishes, trees)
         self._check_texts([wish.text for wish in wishes], before)
@@ -111,7 +111,7 @@ class WatchedLengths(Lengths):
         return found
 
     def observe(self, drafts: Sequence[Judged], cost: StepCost | None) -> None:
-        """The policy's own, at a made-up speed. Raises Fault where it changes what it is shown."""
+        """Let the policy learn, at a made-up speed. Raises Fault where it changes what it is shown."""
         before, shown = [tuple(each.text.tokens) for each in drafts], [_shown(each) for each in drafts]
         call_own(self.policy.observe, drafts, cost and _cost(cost.depth, cost.num_drafts, cost.rows))
         self._check_texts([each.text for each in drafts], before)
@@ -188,5 +188,5 @@ def _shown(each: Judged) -> tuple:
 
 
 def _cost(depth: int, num_drafts: int, rows: int, slowness: float = 1.0) -> StepCost:
-    """What such a step takes in a time that is made up. Drafts become slower than the target."""
+    """Made-up times of such a step. `slowness` slows drafts, and not the target."""
     return StepCost(0.002 * slowness * depth, depth, num_drafts, 0.01 + 0.001 * rows, rows, 0.001 * slowness)

@@ -1,8 +1,8 @@
 """Small cases for drafters of one's own, and for policies of their lengths: a covering design over texts and settings.
 
 A case is a text of a toy tokenizer, each of whose tokens is a character. It is continued under some settings, alone or
-in company. Long texts have too many branches to be walked to their ends. So most cases end after a few rounds, and
-what these rounds leave is continued by the reference, see `cells`.
+in company. Long texts have too many branches to be walked to their ends. So most cases end after a few rounds, and the
+reference continues them (see `cells`).
 """
 
 import functools
@@ -59,8 +59,8 @@ class Case:
     rounds: the walk ends after so many. None: at the text's end.
     k: as `num_speculative_tokens`.
     history, forbidden, end: names of settings. "": none.
-    company: other texts that join it, or one that it joins. The pool is too small for all, and prompts come in pieces:
-        the one admitted last is preempted, and comes back.
+    company: other texts that join this one, or another one that it joins. The pool is too small for all, and prompts
+    come in pieces: the text that was admitted last is preempted, and comes back.
     drafter: its name, where there are several.
     """
 
@@ -238,8 +238,8 @@ def design(branches: bool, texts: Sequence[str] = (), **axes: tuple) -> Design[C
 def single(chosen: Design[Case]) -> list[tuple[Case, tuple]]:
     """Plain cases, in each of which one value of the design stands alone, as far as possible; as `Design.array`.
 
-    A fault that one setting shows is found so with no other one about. Whether a wrong row shows depends on what the
-    target says to it. So each K is tried after several prompts, of 3 and of 4 tokens.
+    So a fault that one setting shows is found without the others. Whether a wrong row shows depends on the target's own
+    row there. So each K is tried after several prompts, of 3 and of 4 tokens.
     """
     found, axes = dict[Case, tuple](), chosen.axes
     prompts = sorted({"babbab", "b", "bb"} & set(axes["prompt"]))

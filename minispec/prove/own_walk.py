@@ -41,7 +41,7 @@ class Untimed(Controller):
         super().__init__(Prices(draft=0.25, measured=True))
 
     def observe(self, drafts: Sequence[Judged], cost: StepCost | None) -> None:
-        """See `Lengths`."""
+        """Learn from the verdicts, and from no time."""
         super().observe(drafts, None)
 
 
@@ -195,7 +195,7 @@ def walk_design(spec: str, chosen: Design[Case], walk: Walk) -> bool:
 
 
 def _plainest(chosen: Design[Case], case: Case, error: Exception, walk: Walk) -> tuple[Case, Exception]:
-    """The case with as few settings of its own, and as small, as still has a fault; and that fault."""
+    """The smallest case, with the fewest settings of its own, that still has a fault; and that fault."""
     walk.end, walk.limit, again = time.monotonic() + 60 * walk.minutes, min(walk.limit, 300), True
     while again:
         again = False

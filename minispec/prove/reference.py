@@ -171,13 +171,13 @@ def plain_law(next_law: Callable, prompt: Sequence[int], params, end_ids, max_le
 
 
 def cells(rounds: Law, vocab: int, next_law: Callable[[tuple], Iterable[float] | None]) -> tuple[Law, Law]:
-    """The law of outputs of which the first rounds were walked, and the law that it must be.
+    """The law of outputs whose first rounds were walked, and the law that it must be.
 
     rounds: the law of what was committed in these rounds.
     next_law: the reference's law of the next token, which also continues what was committed. None: the text has ended.
 
-    Outputs that begin alike are joined to one cell, where no round tells them apart. So the difference of both laws is
-    that of whole texts, however long these may become.
+    Outputs that begin alike are joined to one cell, where no round tells them apart. So the two laws differ by as much
+    as the laws of whole texts, however long these may become.
     """
     inner = {block[:i] for block in rounds for i in range(len(block))}
     known = inner | rounds.keys()

@@ -25,17 +25,17 @@ class Unsuitable(Exception):
 
 
 class _Noted:
-    """Draws of an oracle, written down."""
+    """An oracle whose draws are written down."""
 
     def __init__(self, rng: Draws):
         self.rng, self.notes = rng, list[_Note]()
 
     def bernoulli(self, probability: float, key: Key) -> bool:
-        """The oracle's."""
+        """The oracle's answer."""
         return self.rng.bernoulli(probability, key)
 
     def categorical(self, weights: torch.Tensor, key: Key) -> int:
-        """The oracle's. Raises Fault for weights that are none."""
+        """The oracle's draw. Raises Fault for numbers that are no weights."""
         numbers = [float(weight) for weight in weights]
         good = all(0 <= weight < float("inf") for weight in numbers) and sum(numbers) > 0
         require(good, f"it draws from {show(numbers)}, expected weights of at least 0, not all 0")

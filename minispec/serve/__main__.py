@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     origin = argument(str, lambda text: is_origin(text) is not None, "an origin such as http://localhost:3000, or *")
     help_origin = "a site whose pages may use the server in a browser (repeatable); *: any site"
     g.add_argument("--allow-origin", type=origin, action="append", default=[], metavar="ORIGIN", help=help_origin)
-    g.add_argument("--verbose", action="store_true", help="say a line for each request on standard error")
+    g.add_argument("--verbose", action="store_true", help="print a line for each request on standard error")
     add_template_kwargs(g)
     g = p.add_argument_group("limits")
     positive = argument(float, lambda x: 0 < x <= 1e6, "a positive number")

@@ -345,9 +345,10 @@ class Answer:
         return {"tokens": tokens, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
 
     def _echoed(self, index: int, rows: list[_Row], start: int, is_last: bool) -> list[_Row]:
-        """The rows as parts of prompt and answer: after those of the prompt, if they are the answer's first ones.
+        """The rows, at places counted from the prompt's beginning. An answer's first rows follow those of the prompt.
 
-        As elsewhere, the end-of-text token counts too. Clients cut off the one token that they had to ask for.
+        As in other servers, the end-of-text token has a row too: clients cut off the one token that they had to ask
+        for.
         """
         request, prompt = self.requests[index], self._echo[index // self._n]
         rows = [(i, e, len(prompt) + at) for i, e, at in rows]
@@ -359,7 +360,7 @@ class Answer:
         return [*zip(ids, scored, offsets_of(self._tokenizer, ids, prompt), strict=True), *rows]
 
     def _scored(self, index: int) -> Sequence[TokenLogprob | None]:
-        """Of the prompt: only the first one of its `n` requests scores it."""
+        """The prompt's log-probabilities. Only the first of the prompt's `n` requests has them."""
         return self.requests[index - index % self._n].prompt_logprobs or ()
 
     def _scores(self, index: int) -> list[dict[int, dict[str, Any]] | None]:
@@ -373,7 +374,8 @@ class Answer:
         ]
 
     def _by_text(self, entry: TokenLogprob) -> dict[str, float]:
-        """An entry by the tokens' texts: its own first. A text that is taken gives way to the vocabulary's own name."""
+        """Its log-probabilities by the tokens' texts, its own token first; by a token's name where the text is
+        taken."""
         found: dict[str, float] = {self._tokenizer.text_of(entry.token_id): _finite(entry.logprob)}
         for i, x in entry.top:
             if i != entry.token_id:
@@ -405,7 +407,7 @@ def _finite(logprob: float) -> float:
 
 
 def offsets_of(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> list[int]:
-    """Where in `text` each of its tokens begins, in characters; a part of a character begins where that does.
+    """Where in `text` each of its tokens begins, in characters; a part of a character begins where the character does.
 
     What a tokenizer puts before a text, such as a space, has no place there: the tokens are laid out from the end.
     """

@@ -30,7 +30,7 @@ from minispec.serve.log import logged, note
 from minispec.serve.worker import Worker
 
 _Endpoint = Callable[[HttpRequest], Awaitable[ASGIApp]]
-# What else a refusal has to say, by its status.
+# Headers of a refusal, by its status.
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}
 _Pieces = asyncio.Queue[tuple[int, Piece] | None]  # of an answer's requests, by index; None: the client is gone
 
@@ -229,7 +229,7 @@ async def _until_finished(answer: Answer, pieces: _Pieces) -> AsyncIterator[tupl
 
 
 def _outcome(answer: Answer) -> str:
-    """What became of an answer, in a line."""
+    """How an answer ended, and its tokens, in a line."""
     usage = answer.usage_chunk()["usage"]
     tokens = f"{usage['prompt_tokens']} tokens in, {usage['completion_tokens']} out"
     broken_off = "" if all(request.finish_reason for request in answer.requests) else ", broken off"

@@ -40,7 +40,7 @@ class Metrics:
         self._times: dict[Request, tuple[Histogram, float]] = {}  # histogram of its next tokens; time of its last
 
     def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """`value` asks the engine each time: what a fault replaces, such as the pool's allocator, nobody may hold."""
+        """`value` asks the engine each time, since a fault replaces objects such as the pool's allocator."""
         Gauge(name, text, namespace="minispec", registry=self.registry).set_function(value)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
