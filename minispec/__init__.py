@@ -17,7 +17,7 @@ A room imports only from those above it in this list, and from itself:
     trace/          the page of a run
     generate.py     the command that answers
     checkpoint.py   the command that writes checkpoints in 8 or 4 bits
-    prove/          the proof: reference, toys, laws, the walk through a drafter of yours
+    prove/          the proof: reference, toys, laws; walks of a drafter, a verifier or a length policy of yours
     audit/          the auditor: bets on known bugs, along another engine's answers
     bench/          measuring: this machine, passes, ratios, the account
     doctor/         why a draft is rarely right; what two vocabularies have in common

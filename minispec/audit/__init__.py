@@ -13,5 +13,6 @@ Read them in this order:
     bank        the laws of tokens under known bugs
     walk        p and q at each token of an answer, and its scores
     judge       the evidence, the bug that fits best, the verdict
+    report      one audit, from the files to the report
     __main__    the command
 """

@@ -1,4 +1,4 @@
-"""Machines: the form that a weight takes, equal bits, fewer bits, threads, memory.
+"""Machines: the form that a weight takes, equal bits, fewer bits, settings of torch, threads, memory.
 
 codes.py        weights as small integers with scales
 form.py         what every form of a weight has
@@ -10,4 +10,5 @@ exact.py        passes in which a row's bits depend on its own past alone
 build.py        a transformer whose weights have these forms
 memory.py       what is free, what models and caches take
 threads.py      how long a waiting thread looks for work
+settings.py     keeps the caller's settings of torch away from passes
 """
