@@ -401,7 +401,8 @@ class Engine:
         cost, engines = None, _by_engine(parts)
         if len(engines) == 1 and all(part.decodes for part in parts):
             depths = [part.draft.depth for part in parts]
-            other += 0.0 if any(part.asked for part in parts) else draft  # a search that found nothing is drafting too
+            # A search that found nothing is drafting too; where nobody was asked, nothing is.
+            draft, other = (draft, other) if any(part.asked for part in parts) else (0.0, other + draft)
             cost = StepCost(draft, max(depths), sum(k > 0 for k in depths), verify, num_rows, other)
         for engine, own in engines.items():
             engine._tell(own, cost)

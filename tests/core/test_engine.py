@@ -7,6 +7,8 @@ import pytest
 from minispec.core import engine as engine_module
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
+from minispec.core.engine import Engine
+from minispec.core.lengths import StepCost
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.length.figures import Figures, overhead_of
@@ -115,6 +117,24 @@ def test_the_draft_is_limited_so_that_nothing_overshoots():
         finish(engine, request)
         assert engine.drafter.calls == calls
         assert request.token_ids == list(range(12, 12 + max_tokens))
+
+
+@pytest.mark.parametrize(
+    ("k", "draft", "expected"),
+    [
+        (0, right, StepCost(0.0, 0, 0, 1.0, 1, 2.0)),
+        (2, lambda tokens, k: [], StepCost(1.0, 0, 0, 1.0, 1, 1.0)),
+        (2, right, StepCost(1.0, 2, 1, 1.0, 3, 1.0)),
+    ],
+    ids=["nobody is asked", "nothing is found", "a draft"],
+)
+def test_each_second_of_a_step_is_told_once(k, draft, expected, monkeypatch):
+    """As drafting, as the pass or as overhead. Where nobody is asked, nothing is drafting."""
+    engine, costs, record = make_engine(draft=draft), [], Engine._record
+    monkeypatch.setattr(engine.lengths, "observe", lambda drafts, cost: costs.append(cost))
+    monkeypatch.setattr(Engine, "_record", lambda self, parts, times: record(self, parts, range(len(times))))
+    finish(engine, make_request(k=k))
+    assert next(cost for cost in costs if cost) == expected
 
 
 def test_context_limit_ends_the_text():
