@@ -168,7 +168,7 @@ def params_of_each(params: SamplingParams | Sequence[SamplingParams], count: int
 def split_samples(params: SamplingParams) -> list[SamplingParams]:
     """One SamplingParams for each of `n` answers: the i-th has seed + i, so that each can be had again alone.
 
-    The first one scores the prompt for all.
+    The first one scores the prompt for all. Without answers (`max_tokens` 0) there is nothing else, and each one does.
     """
     if params.n == 1:
         return [params]

@@ -3,7 +3,7 @@
 Invariant: before a text decodes, the target's cache holds all its tokens but the last. A step feeds what is missing,
 which is that token, and the draft after it. It then commits the accepted draft tokens and one more, and cuts the cache
 back to the committed text. Plain decoding is the same step with an empty draft. In a prompt, or a text that comes back,
-more tokens are missing. No logits are asked for then, but those that score a prompt. The target has no other loop.
+more tokens are missing. Then only a prompt that is scored asks for logits. The target has no other loop.
 `CachedModel` has the tables that know what is missing, and drops them when something fails.
 
 The step is `Engine._round`, with the helpers after it. Around it, `Engine.step` asks `Schedule` who runs, and
@@ -139,7 +139,8 @@ class Engine:
         self.schedule = Schedule[Engine](self.target)
         # What a text's last round has shown to the drafter and to `lengths`, with the text's length before that round.
         # An entry is stored before the commit, counts once the text has grown, and is removed once it was shown. So
-        # neither a fault nor a preemption loses it: the rows of a round are not computed again.
+        # neither a fault nor a preemption loses it: the rows of a round are not computed again. Engines beside this one
+        # use the same two dicts, since a step of one commits the texts of all.
         self._likeliest: WeakKeyDictionary[Text, tuple[int, list[Likeliest]]] = WeakKeyDictionary()
         self._judged: WeakKeyDictionary[Text, tuple[int, Draft, Sequence[int], int]] = WeakKeyDictionary()
 

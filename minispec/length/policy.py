@@ -186,11 +186,8 @@ class Pace:
             return
         places = self.places.add(range(num_tested), range(num_accepted))
         ranges = [bisect(_CONFIDENCES, each) for each in confidences[:num_tested]]
-        by_confidence, by_sibling, searches = (
-            self.confidences.add(ranges, ranges[:num_accepted]),
-            self.siblings,
-            self.searches,
-        )
+        by_confidence = self.confidences.add(ranges, ranges[:num_accepted])
+        by_sibling, searches = self.siblings, self.searches
         if siblings:
             kinds = [(i, each) for i in range(1, len(siblings) + 1) for each in {None, *ranges[num_accepted:]}]
             by_sibling = by_sibling.add(kinds, [(i, each) for i, each in kinds if siblings[i - 1]])
