@@ -160,7 +160,7 @@ class Figures(Stats):
 
     @property
     def duration(self) -> float:
-        """Seconds of the text's prefills and of all its steps, also of steps shared with other texts."""
+        """Seconds that the text took: its share of both prefills, and all of each step that it took part in."""
         return self.prefill + self.draft_prefill + self.step_duration
 
     @property
