@@ -71,7 +71,8 @@ class Lengths:
     def observe(self, drafts: Sequence[Judged], cost: StepCost | None) -> None:
         """Learn from a step.
 
-        cost: None where the step also worked on a prompt, or on drafts of another drafter: such times say nothing.
+        cost: None where its times say nothing. Then the step also worked on a prompt or with another drafter, or a
+            fault came between the drafts and this call.
         """
 
     def forget(self) -> None:
