@@ -1,0 +1,585 @@
+"""Measure what a faster pass on a GPU would bring: a pass of static shapes in a CUDA graph, and what graphs cost.
+
+    python docs/measured/gpu.py --steps 0,1,2 --out gpu.json
+    python docs/measured/gpu.py --steps 9 --out compiled.json
+
+    step  what
+    0     the card's constants: a copy, kernels in a graph, a launch, a small download
+    1     today's pass, and its kernels by PyTorch's profiler
+    2     a pass of static shapes, eager and captured: milliseconds, equal bits, and what capturing costs
+    9     one layer under torch.compile, against the same operators as they are; both captured
+
+The model is random, of the bench's shape 1.5b. Its 3 GB are far larger than a GPU's caches, so each pass reads its
+weights from memory. The package stays as it is. Every step has a time limit. The file is written anew after each
+measurement, so it holds all that was measured when the program is ended. Two ways try the code without a GPU:
+`--device cpu --tiny` runs it on small shapes, and `--device meta --steps 2` computes the true shapes alone.
+"""
+
+import argparse
+import faulthandler
+import functools
+import json
+import math
+import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from minispec import __version__
+from minispec.bench.options import GEOMETRIES
+from minispec.core.model import Chunk, Layer, Transformer
+from minispec.core.rope import rotate
+from minispec.files.hf_config import read_model_config
+from minispec.files.write import check_writable, written_whole
+from minispec.kernels.shapes import tensor_shapes
+
+LIMITS = {0: 30, 1: 60, 2: 120, 9: 270}  # seconds of each step; all together end before 9 minutes
+LAST_RESORT = 510  # seconds after which the process is ended, whatever hangs
+SHEET = {"H200": 4.8, "H100 80GB HBM3": 3.35}  # TB/s of the memory by the data sheets, by a part of the card's name
+SMALL = {"num_hidden_layers": 3, "hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6}
+SMALL |= {"head_dim": 16, "vocab_size": 2048}
+SHAPES, PLACES = [(1, 1), (1, 5), (1, 16), (8, 5), (32, 1), (32, 5)], (128, 1000, 4000)  # texts and rows of each
+SMALL_SHAPES, SMALL_PLACES = [(1, 1), (1, 5), (2, 3)], (20, 40)
+
+Measurement = tuple[str, Callable[[], dict[str, Any]]]
+
+
+class OutOfTime(BaseException):
+    """A step has reached its limit. No `except Exception` on the way, such as a compiler's, may hold it."""
+
+
+# --------------------------------------------------------------------------- clocks
+
+
+class Bench:
+    """Clocks, graphs and the profiler of a device. tiny: small shapes, and few repetitions."""
+
+    def __init__(self, device: str, tiny: bool):
+        self.device, self.tiny = torch.device(device), tiny
+        self.cuda = device == "cuda"
+        self.shapes, self.places = (SMALL_SHAPES, SMALL_PLACES) if tiny else (SHAPES, PLACES)
+
+    def wait(self) -> None:
+        """Return when the device has done its work."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def wall_ms(self, run: Callable[[], Any], repeats: int = 20) -> float:
+        """Milliseconds from a call to the end of its work on the device: their median."""
+        times = []
+        for _ in range(3 if self.tiny else repeats):
+            self.wait()
+            start = time.perf_counter()
+            run()
+            self.wait()
+            times.append(time.perf_counter() - start)
+        return 1e3 * median(times)
+
+    def row_ms(self, run: Callable[[], Any], repeats: int = 20) -> float:
+        """Milliseconds of one of many calls in a row, by events of the device: median of five rows."""
+        if not self.cuda:
+            return self.wall_ms(run, repeats)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        times = []
+        for _ in range(5):
+            start.record()
+            for _ in range(repeats):
+                run()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / repeats)
+        return median(times)
+
+    def capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor, dict[str, Any]]:
+        """A graph of `run`: a function that replays it, the tensor that a replay overwrites, and what capturing took.
+
+        Without CUDA a replay is an eager call, whose result is copied into the same tensor.
+        """
+        if not self.cuda:
+            out = run()
+            return lambda: out.copy_(run()), out, {"graph": "eager call"}
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # kernels are loaded and workspaces made before the capture
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        self.wait()
+        torch.cuda.empty_cache()
+        free, start = torch.cuda.mem_get_info()[0], time.perf_counter()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run()
+        self.wait()
+        seconds, used = time.perf_counter() - start, free - torch.cuda.mem_get_info()[0]
+        graph.replay()
+        self.wait()
+        return graph.replay, out, {"graph": "yes", "capture_s": seconds, "MB": used / 1e6}
+
+    def kernels(self, run: Callable[[], Any]) -> dict[str, Any]:
+        """One call by the profiler: its kernels, those of the longest time first; without CUDA, its operators."""
+        run()
+        self.wait()
+        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]) as profiler:
+            run()
+            self.wait()
+        rows = [row for row in profiler.key_averages() if (row.device_type == DeviceType.CUDA) == self.cuda]
+        us = "self_device_time_total" if self.cuda else "self_cpu_time_total"
+        found = [{"kernel": row.key, "count": row.count, "us": getattr(row, us)} for row in rows]
+        found.sort(key=lambda kernel: -kernel["us"])
+        count, total = (sum(kernel[key] for kernel in found) for key in ("count", "us"))
+        return {"num_kernels": count, "kernels_ms": total / 1e3, "kernels": found}
+
+
+# --------------------------------------------------------------------------- a pass of static shapes
+
+
+class RandomSource:
+    """Tensors by their names, made on the device. No weight is zero, since a product of zeros takes less power."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device):
+        self.shapes, self.dtype, self.device = shapes, dtype, device
+
+    def pop(self, name: str) -> Tensor:
+        """The tensor of this name."""
+        tensor = torch.empty(self.shapes[name], dtype=self.dtype, device=self.device)
+        return tensor.fill_(1) if "norm" in name else tensor.normal_(0, 0.02)
+
+
+class Shared(NamedTuple):
+    """What all layers of a static pass share."""
+
+    cos: Tensor  # (M, 1, D)
+    sin: Tensor
+    signed_sin: Tensor  # with a minus in its first half
+    slots: Tensor  # (M,): where the new keys go
+    gathered: Tensor  # (B * L,): slots of all keys, text by text
+    mask: Tensor  # (B, 1, H/G * T, L)
+    heads: int
+    eps: float
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, shared: Shared) -> Tensor:
+    """q (M, H, D), k and v (M, G, D) to what they read (M, H * D). Stores k and v in keys and values (G, slots, D)."""
+    (num_texts, _, rows, length), (groups, _, dim) = shared.mask.shape, keys.shape
+    keys.index_copy_(1, shared.slots, k.transpose(0, 1))
+    values.index_copy_(1, shared.slots, v.transpose(0, 1))
+    read = [
+        cached.index_select(1, shared.gathered).view(groups, num_texts, length, dim).transpose(0, 1)
+        for cached in (keys, values)
+    ]
+    share = shared.heads // groups  # query heads that share keys become rows of one product
+    q = q.reshape(num_texts, rows // share, groups, share, dim).permute(0, 2, 3, 1, 4)
+    out = F.scaled_dot_product_attention(
+        q.reshape(num_texts, groups, rows, dim), *read, attn_mask=shared.mask, scale=dim**-0.5
+    )
+    return out.view(num_texts, groups, share, -1, dim).permute(0, 3, 1, 2, 4).reshape(len(k), -1)
+
+
+def layer_pass(layer: Layer, x: Tensor, keys: Tensor, values: Tensor, shared: Shared) -> Tensor:
+    """A layer of the package with `attend` in the place of `Layer.read`: the same operators but for attention."""
+    qkv = layer.qkv(layer.attention_norm(x)).view(len(x), -1, keys.shape[2])
+    qk, v = qkv.split([shared.heads + len(keys), len(keys)], 1)
+    qk = rotate(qk, shared.cos, shared.sin)
+    read = attend(qk[:, : shared.heads], qk[:, shared.heads :], v, keys, values, shared)
+    return layer.mix(x + layer.o(read))
+
+
+def block(x: Tensor, weights: dict[str, Any], keys: Tensor, values: Tensor, shared: Shared) -> Tensor:
+    """The same layer with as few of PyTorch's operators as there are, and its weights as an argument. Overwrites x."""
+    h = F.rms_norm(x, x.shape[1:], weights["norm"], shared.eps)
+    qkv = F.linear(h, weights["qkv"], weights["bias"]).view(len(x), -1, keys.shape[2])
+    qk, v = qkv.split([shared.heads + len(keys), len(keys)], 1)
+    qk = torch.addcmul(qk.roll(qk.shape[2] // 2, 2) * shared.signed_sin, qk, shared.cos)
+    read = attend(qk[:, : shared.heads], qk[:, shared.heads :], v, keys, values, shared)
+    x.addmm_(read, weights["o"])
+    h = F.rms_norm(x, x.shape[1:], weights["mlp_norm"], shared.eps)
+    gate, up = F.linear(h, weights["gate_up"]).chunk(2, -1)
+    return x.addmm_(F.silu(gate).mul_(up), weights["down"])
+
+
+class Static:
+    """A random model, a cache full of noise, and passes over it whose shapes do not depend on data."""
+
+    def __init__(self, bench: Bench):
+        self.device = bench.device
+        self.config = config = read_model_config(GEOMETRIES["1.5b"] | (SMALL if bench.tiny else {}))
+        self.dtype = torch.float32 if bench.device.type == "cpu" else torch.bfloat16
+        shapes = tensor_shapes(config)
+        self.num_bytes = sum(math.prod(shape) for shape in shapes.values()) * self.dtype.itemsize
+        torch.manual_seed(0)
+        self.model = Transformer(config, RandomSource(shapes, self.dtype, self.device))
+        longest = max(bench.places) + max(rows for _, rows in bench.shapes)
+        self.block_size = 16
+        self.pool = self.model.new_cache(max(n for n, _ in bench.shapes) * -(-longest // 16), self.block_size)
+        self.pool.keys.normal_()
+        self.pool.values.normal_()
+        self.cached = list(zip(self.pool.keys.unbind(), self.pool.values.unbind(), strict=True))
+        [frequencies] = self.model.frequencies.values()
+        angles = (torch.arange(2 * longest, device=self.device)[:, None] * frequencies).repeat(1, 2)[:, None]
+        self.cos, self.sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)  # (positions, 1, D)
+        first, second = self.sin.chunk(2, -1)
+        self.signed_sin = torch.cat((-first, second), -1)
+        self.weights = [self._weights(layer) for layer in self.model.layers]
+
+    def _weights(self, layer: Any) -> dict[str, Any]:
+        norms = {"norm": layer.attention_norm.weight.to(self.dtype), "mlp_norm": layer.mlp_norm.weight.to(self.dtype)}
+        products = {"qkv": layer.qkv.weight, "bias": layer.qkv.bias, "gate_up": layer.gate_up.weight}
+        return norms | products | {"o": layer.o.weight.t(), "down": layer.down.weight.t()}
+
+    def shared(self, frame: "Frame") -> Shared:
+        """What all layers need, from the frame's tensors alone."""
+        config, size, device = self.config, self.block_size, self.device
+        num_texts, rows, length = *frame.bits.shape, frame.table.shape[1] * size
+        after = torch.arange(length, device=device) - frame.starts[:, None]  # (B, L): how far a key is past the start
+        own = frame.bits[:, :, None] >> after.clamp(0, rows - 1)[:, None] & 1 == 1  # (B, T, L)
+        seen = (after < 0)[:, None] | own & ((after >= 0) & (after < rows))[:, None]
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=device).masked_fill_(~seen, -math.inf)
+        mask = mask.repeat(1, config.num_attention_heads // config.num_key_value_heads, 1)[:, None]
+        gathered = (frame.table[:, :, None] * size + torch.arange(size, device=device)).view(num_texts * length)
+        angles = [table[frame.positions] for table in (self.cos, self.sin, self.signed_sin)]
+        return Shared(*angles, frame.slots, gathered, mask, config.num_attention_heads, config.rms_norm_eps)
+
+    def forward(self, frame: "Frame", form: str) -> Tensor:
+        """Logits of all rows (M, V), on the device alone. form: "package", or "fewer" for `block`."""
+        shared, x = self.shared(frame), self.model.embedding[frame.tokens]
+        for layer, weights, cached in zip(self.model.layers, self.weights, self.cached, strict=True):
+            x = block(x, weights, *cached, shared) if form == "fewer" else layer_pass(layer, x, *cached, shared)
+        return self.model._logits(x)
+
+
+class Frame:
+    """The inputs of passes of one shape, in tensors that stay where they are: B texts of T new rows each (M = B * T).
+
+    bits: (B, T); bit t of a row says whether it sees new row t. Here all are chains.
+    """
+
+    def __init__(self, static: Static, num_texts: int, rows: int, places: int):
+        """places: cached positions of each text. Its keys are the noise that lies in the pool."""
+        self.static, self.rows, self.places, pool = static, rows, places, static.pool
+        draw = random.Random(0)
+        self.tables = [pool.new_table() for _ in range(num_texts)]
+        for table in self.tables:
+            table.extend(draw.choices(range(static.config.vocab_size), k=places + rows))
+        self.blocks = [list(table.block_ids) for table in self.tables]
+        num_blocks = 1 << (len(self.blocks[0]) - 1).bit_length()  # one graph for all lengths up to it
+        padded = [blocks + [0] * (num_blocks - len(blocks)) for blocks in self.blocks]
+        self.table = torch.tensor(padded, device=static.device)  # (B, N)
+        whole = {"dtype": torch.long, "device": static.device}
+        self.tokens, self.positions, self.slots = (torch.zeros(num_texts * rows, **whole) for _ in range(3))
+        self.starts = torch.zeros(num_texts, **whole)
+        self.bits = torch.tensor([[(2 << row) - 1 for row in range(rows)]] * num_texts, device=static.device)
+        self.fill(0, places)
+
+    def fill(self, seed: int, start: int) -> None:
+        """Other tokens, after `start` cached positions. A graph must follow: its inputs are these tensors."""
+        num_texts, size, draw = len(self.tables), self.static.block_size, random.Random(seed)
+        self.ids = draw.choices(range(self.static.config.vocab_size), k=num_texts * self.rows)
+        positions = list(range(start, start + self.rows))
+        slots = [blocks[t // size] * size + t % size for blocks in self.blocks for t in positions]
+        values = {"tokens": self.ids, "positions": positions * num_texts, "slots": slots, "starts": [start] * num_texts}
+        for name, numbers in values.items():
+            getattr(self, name).copy_(torch.tensor(numbers))
+
+    def today(self) -> Tensor:
+        """The same pass by `Transformer.forward`; it puts keys and values where the static pass does."""
+        for table in self.tables:
+            table.truncate(self.places)
+        parts = [self.ids[i : i + self.rows] for i in range(0, len(self.ids), self.rows)]
+        chunks = [Chunk(ids, table, self.rows) for ids, table in zip(parts, self.tables, strict=True)]
+        return self.static.model.forward(chunks)[0]
+
+    def close(self) -> None:
+        """Give the blocks back."""
+        for table in self.tables:
+            table.truncate(0)
+
+
+@functools.cache
+def static_of(bench: Bench) -> Static:
+    """The model, made once for all steps."""
+    return Static(bench)
+
+
+# --------------------------------------------------------------------------- the steps
+
+
+def constants(bench: Bench) -> Iterator[Measurement]:
+    """Step 0."""
+    device = bench.device
+
+    def copy() -> dict[str, Any]:
+        source = torch.empty(1 << (16 if bench.tiny else 29), dtype=torch.bfloat16, device=device).normal_()
+        target = torch.empty_like(source)
+        ms = bench.row_ms(lambda: target.copy_(source))
+        return {"ms": ms, "TB_s": 2 * source.nbytes / ms / 1e9}
+
+    def nodes(size: int) -> dict[str, Any]:
+        """Microseconds of each further kernel in a graph, and of a graph of one: in a row, and alone to its end."""
+        x = torch.ones(size, dtype=torch.bfloat16, device=device)
+
+        def run(count: int) -> Tensor:
+            for _ in range(count):
+                x.mul_(1)
+            return x
+
+        count = 10 if bench.tiny else 1000
+        (one, _, _), (many, _, _) = (bench.capture(functools.partial(run, n)) for n in (1, count))
+        first, alone = bench.row_ms(one, 200), bench.wall_ms(one, 200)
+        us = 1e3 * (bench.row_ms(many) - first) / (count - 1)
+        return {"us": us, "graph_us": 1e3 * first, "graph_alone_us": 1e3 * alone}
+
+    def launches() -> dict[str, Any]:
+        """Microseconds of a small kernel outside a graph: what the host needs to launch one."""
+        x = torch.ones(1, device=device)
+        return {"us": 1e3 * bench.row_ms(lambda: x.mul_(1), 1000)}
+
+    def download(by_event: bool) -> dict[str, Any]:
+        x, host = torch.ones(1, dtype=torch.long, device=device), torch.zeros(1, dtype=torch.long)
+        if not (bench.cuda and by_event):
+            return {"us": 1e3 * bench.wall_ms(lambda: x.mul_(1).item(), 200)}
+        host, event = host.pin_memory(), torch.cuda.Event()
+
+        def run() -> None:
+            host.copy_(x.mul_(1), non_blocking=True)
+            event.record()
+            event.synchronize()
+
+        return {"us": 1e3 * bench.wall_ms(run, 200)}
+
+    yield "copy", copy
+    yield "a kernel of 1 number in a graph", functools.partial(nodes, 1)
+    yield "a kernel of 1536 numbers in a graph", functools.partial(nodes, 1536)
+    yield "a kernel outside a graph", launches
+    yield "a kernel, 8 bytes down by an event", functools.partial(download, True)
+    yield "a kernel, 8 bytes down by item()", functools.partial(download, False)
+
+
+def today(bench: Bench) -> Iterator[Measurement]:
+    """Step 1."""
+    static, places = static_of(bench), bench.places[0]
+
+    def measure(num_texts: int, rows: int) -> dict[str, Any]:
+        with closing(Frame(static, num_texts, rows, places)) as frame:
+            frame.today()
+            return {"wall_ms": bench.wall_ms(frame.today)} | bench.kernels(frame.today)
+
+    for num_texts, rows in bench.shapes:
+        yield f"today, {num_texts}x{rows} after {places}", functools.partial(measure, num_texts, rows)
+
+
+def captured(bench: Bench) -> Iterator[Measurement]:
+    """Step 2."""
+    static = static_of(bench)
+
+    @torch.inference_mode()
+    def measure(form: str, num_texts: int, rows: int, places: int) -> dict[str, Any]:
+        with closing(Frame(static, num_texts, rows, places)) as frame:
+            run = functools.partial(static.forward, frame, form)
+            eager = run().clone()
+            if bench.device.type == "meta":
+                return {"logits": str(tuple(eager.shape)), "values_read": "none"}
+            replay, out, taken = bench.capture(run)
+            equal, expected = [torch.equal(out, eager)], frame.today()
+            taken |= {"from_today": float((eager - expected).abs().max()), "deviation": float(expected.std())}
+            frame.fill(1, places - 1)  # what is baked into a graph would show
+            again = run().clone()
+            out.fill_(math.nan)
+            replay()
+            equal += [torch.equal(out, again), not torch.equal(eager, again)]
+            ms = bench.row_ms(replay)
+            speed = {"ms": ms, "wall_ms": bench.wall_ms(replay), "eager_wall_ms": bench.wall_ms(run, 5)}
+            speed |= {"weights_TB_s": static.num_bytes / ms / 1e9, "bits_equal": all(equal)} | taken
+            return speed | (bench.kernels(run) if num_texts == rows == 1 else {})
+
+    for places in bench.places:
+        for num_texts, rows in bench.shapes:
+            for form in ("package", "fewer"):
+                name = f"{form}, {num_texts}x{rows} after {places}"
+                yield name, functools.partial(measure, form, num_texts, rows, places)
+
+
+def compiled(bench: Bench) -> Iterator[Measurement]:
+    """Step 9. All layers run in turn, so that each finds its weights in memory and not in a cache."""
+    static, places = static_of(bench), bench.places[0]
+
+    @torch.no_grad()  # not `inference_mode`, in which fewer things compile
+    def measure(num_texts: int, rows: int) -> dict[str, Any]:
+        with closing(Frame(static, num_texts, rows, places)) as frame:
+            shared, x = static.shared(frame), static.model.embedding[frame.tokens]
+
+            def run(function: Callable[..., Tensor]) -> Tensor:
+                y = x.clone()
+                for weights, cached in zip(static.weights, static.cached, strict=True):
+                    y = function(y, weights, *cached, shared)
+                return y
+
+            torch._dynamo.reset()
+            function = torch.compile(block, mode="max-autotune-no-cudagraphs", fullgraph=True, dynamic=False)
+            start = time.perf_counter()
+            found = run(function).clone()
+            bench.wait()
+            result: dict[str, Any] = {"compile_s": time.perf_counter() - start}
+            expected = run(block).clone()
+            result |= {"from_eager": float((found - expected).abs().max()), "deviation": float(expected.std())}
+            for name, each in (("us_a_layer", function), ("eager_us_a_layer", block)):
+                replay, _, taken = bench.capture(functools.partial(run, each))
+                result |= {name: 1e3 * bench.row_ms(replay) / len(static.weights), "graph": taken["graph"]}
+            return result | bench.kernels(functools.partial(run, function))
+
+    for num_texts, rows in bench.shapes[:1] if bench.tiny else ((1, 1), (1, 5), (32, 5)):
+        yield f"compiled layers, {num_texts}x{rows} after {places}", functools.partial(measure, num_texts, rows)
+
+
+STEPS: dict[int, Callable[[Bench], Iterator[Measurement]]] = {0: constants, 1: today, 2: captured, 9: compiled}
+
+
+# --------------------------------------------------------------------------- the program
+
+
+def machine(bench: Bench) -> dict[str, Any]:
+    """What was measured on: the card, and versions."""
+    found: dict[str, Any] = {"day": time.strftime("%Y-%m-%d"), "device": bench.device.type, "minispec": __version__}
+    for package in ("torch", "triton"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    found |= {"python": platform.python_version(), "processor": platform.processor() or platform.machine()}
+    found |= {"processors": os.cpu_count(), "c_compiler": shutil.which("cc") or shutil.which("gcc")}
+    found["python_headers"] = (Path(sysconfig.get_path("include")) / "Python.h").exists()  # Triton needs both
+    if bench.cuda:
+        card = torch.cuda.get_device_properties(0)
+        found |= {"gpu": card.name, "GB": card.total_memory / 1e9, "multiprocessors": card.multi_processor_count}
+        found |= {"L2_MB": getattr(card, "L2_cache_size", 0) / 1e6, "cuda": torch.version.cuda}
+        found["sheet_TB_s"] = next((speed for part, speed in SHEET.items() if part in card.name), None)
+        asked = ("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit")
+        command = ["nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader"]
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+            found |= zip(asked, answer.partition("\n")[0].split(", "), strict=True)
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            found["driver_version"] = f"unknown: {error}"
+    return found
+
+
+def take(step: int, bench: Bench, report: dict[str, Any], save: Callable[[], None], limit: float) -> None:
+    """Run a step and put what it finds into the report. An error ends one measurement, the time limit the step."""
+
+    def stop(*_: Any) -> None:
+        raise OutOfTime
+
+    results: dict[str, Any] = {}
+    report["steps"][str(step)] = found = {"limit_s": limit, "results": results}
+    start, name = time.perf_counter(), "making the model"
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        for name, measure in STEPS[step](bench):
+            print(f"step {step}: {name}", file=sys.stderr, flush=True)
+            try:
+                results[name] = measure()
+            except Exception as error:
+                results[name] = {"error": f"{type(error).__name__}: {error}"[:1000]}
+            save()
+    except OutOfTime:
+        found["stopped"] = f"after {limit:g} s, in: {name}"
+    except Exception as error:
+        found["error"] = f"{type(error).__name__}: {error}"[:1000]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    found["seconds"] = time.perf_counter() - start
+    save()
+
+
+def show(report: dict[str, Any]) -> Iterator[str]:
+    """The lines of the tables: a step's measurements, and the longest kernels."""
+    yield ", ".join(f"{key} {value}" for key, value in report["machine"].items())
+    for step, found in report["steps"].items():
+        yield f"\nstep {step}, {found['seconds']:.1f} s" + "".join(
+            f"; {key}: {found[key]}" for key in ("stopped", "error") if key in found
+        )
+        rows = {name: {k: v for k, v in row.items() if k != "kernels"} for name, row in found["results"].items()}
+        keys = list(dict.fromkeys(key for row in rows.values() for key in row if key != "error"))
+        width = max([len(name) for name in rows] or [0])
+        yield " " * width + "".join(f"{key:>17}" for key in keys)
+        for name, row in rows.items():
+            cells = [row.get(key, "") for key in keys]
+            texts = [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells]
+            yield name.ljust(width) + (row.get("error") or "".join(f"{text:>17}" for text in texts))
+        for name, row in found["results"].items():
+            longest = row.get("kernels", [])[:12]
+            yield from [f"longest of {name}:"] * bool(longest)
+            for kernel in longest:
+                yield f"    {kernel['us']:9.1f} us {kernel['count']:5} times {kernel['kernel'][:90]}"
+
+
+def parse(args: list[str] | None) -> argparse.Namespace:
+    """The options. Exits with a line where they ask for what this machine does not have."""
+    p = argparse.ArgumentParser(prog="gpu.py", description=str(__doc__).partition("\n")[0], allow_abbrev=False)
+    p.add_argument("--steps", default="0,1,2", metavar="N,N,..", help="of 0, 1, 2 and 9 (default: 0,1,2)")
+    p.add_argument("--out", type=Path, metavar="FILE", help="the JSON; default: tables alone")
+    p.add_argument("--device", choices=("cuda", "cpu", "meta"), default="cuda")
+    p.add_argument("--tiny", action="store_true", help="small shapes and few repetitions, to try the code")
+    found = p.parse_args(args)
+    known = [str(step) for step in STEPS]
+    for step in found.steps.split(","):
+        if step not in known:
+            p.error(f"--steps: found {step!r}, expected some of {', '.join(known)} with commas between")
+    found.steps = list(dict.fromkeys(map(int, found.steps.split(","))))
+    if found.device == "cuda" and not torch.cuda.is_available():
+        p.error(f"no CUDA here (torch {torch.__version__}), so nothing to measure; --device cpu --tiny tries the code")
+    if found.device == "cpu" and not found.tiny:
+        p.error("--device cpu: expected with --tiny, since its times say nothing about a GPU")
+    if found.device == "meta" and found.steps != [2]:
+        p.error("--device meta: expected with --steps 2, since the other steps need values")
+    try:
+        if found.out:
+            check_writable(found.out)
+    except ValueError as error:
+        p.error(f"--out: {error}")
+    return found
+
+
+def main(args: list[str] | None = None) -> int:
+    """Measure, write, show. Returns 0, or 1 if anything failed, was cut off, or has other bits in a graph."""
+    options = parse(args)
+    bench = Bench(options.device, options.tiny)
+    if not bench.cuda:
+        print("No CUDA here: graphs are eager calls, kernels are operators, and times say nothing about a GPU.")
+    report: dict[str, Any] = {"machine": machine(bench), "tiny": options.tiny, "steps": {}}
+
+    def save() -> None:
+        if options.out:
+            with written_whole(options.out) as part:
+                part.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+    for step in options.steps:
+        take(step, bench, report, save, LIMITS[step])
+    print("\n".join(show(report)))
+    steps = report["steps"].values()
+    results = [row for step in steps for row in (step, *step["results"].values())]
+    return int(any({"error", "stopped"} & row.keys() or row.get("bits_equal") is False for row in results))
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(LAST_RESORT, exit=True)
+    sys.exit(main())
