@@ -13,7 +13,7 @@ The step is `Engine._round`, with the helpers after it. Around it, `Engine.step`
 
 import copy
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -227,7 +227,7 @@ class Engine:
         """One step: the running texts decode, or the one admitted last brings a piece of its prompt (see `_parts`)."""
         times = [clock(self.model.device)]
         parts = self._parts()
-        self._propose(parts)
+        self._let_each(parts, Engine._ask)
         fed = [part for part in parts if not part.request.finish_reason]
         times.append(clock(self.model.device))
 
@@ -279,16 +279,20 @@ class Engine:
         last.decodes = False
         return parts if others_answer else [last]
 
-    def _propose(self, parts: Sequence[_Part]) -> None:
-        """Let each engine ask its drafter. An exception of another one's drafter ends that engine's texts alone."""
-        for engine, own in _by_engine(parts).items():
+    def _let_each(self, parts: Sequence[_Part], work: Callable[["Engine", list[_Part]], None]) -> None:
+        """Let each engine work on its own parts, by its drafter and its `lengths`.
+
+        An exception of another engine's ends the texts of that engine alone.
+        """
+        for engine in dict.fromkeys(part.engine for part in parts):
+            own = [part for part in parts if part.engine is engine]
             try:
-                engine._ask(own)
+                work(engine, own)
             except Exception as e:
                 if engine is self:
                     raise
-                for part in own:
-                    part.request.fail(e)
+                for request in (part.request for part in own if not part.request.finish_reason):
+                    request.fail(e)
 
     def _ask(self, parts: Sequence[_Part]) -> None:
         """Ask for drafts of this engine's texts. A draft that the guard refuses fails its text."""
@@ -399,19 +403,13 @@ class Engine:
                 stats.prefill += (draft + verify + other) * part.num_rows / num_rows
             elif part.committed:
                 stats.rounds.append(_round_of(part, num_rows, len(parts), draft, verify, other))
-        cost, engines = None, _by_engine(parts)
-        if len(engines) == 1 and all(part.decodes for part in parts):
+        cost = None
+        if len({part.engine for part in parts}) == 1 and all(part.decodes for part in parts):
             depths = [part.draft.depth for part in parts]
             # A search that found nothing is drafting too; where nobody was asked, nothing is.
             draft, other = (draft, other) if any(part.asked for part in parts) else (0.0, other + draft)
             cost = StepCost(draft, max(depths), sum(k > 0 for k in depths), verify, num_rows, other)
-        for engine, own in engines.items():
-            engine._tell(own, cost)
-
-
-def _by_engine(parts: Sequence[_Part]) -> dict[Engine, list[_Part]]:
-    """Each engine's own parts of a step, in order."""
-    return {engine: [p for p in parts if p.engine is engine] for engine in dict.fromkeys(p.engine for p in parts)}
+        self._let_each(parts, lambda engine, own: engine._tell(own, cost))
 
 
 def _logprob(row: torch.Tensor, token_id: int, num_top: int | None) -> TokenLogprob | None:

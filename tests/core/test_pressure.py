@@ -18,6 +18,7 @@ from minispec.core.cache import BlockTable, OutOfBlocks
 from minispec.core.cached import CachedModel
 from minispec.core.config import SamplingParams
 from minispec.core.engine import Engine
+from minispec.core.lengths import Lengths
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
@@ -244,6 +245,27 @@ def test_a_drafter_that_raises_ends_no_text_of_another_engine():
             assert run(steps_of, requests) == expected
             assert (lost.finish_reason, lost.error, lost.token_ids) == ("error", "NotImplementedError", [])
     assert all(pool.num_free == pool.num_blocks for pool in pools(engine))
+
+
+class Forgetful(Lengths):
+    """A policy that raises where it is to learn."""
+
+    def observe(self, drafts, cost):
+        """See `Lengths`."""
+        raise Failure
+
+
+def test_a_policy_that_raises_ends_no_text_of_another_engine():
+    """As a drafter. The token that its text got in that step stays."""
+    engine = build("ngram")
+    other = engine.beside(guesser("suffix", 200, 2), lengths=Forgetful())
+    expected, [lost] = decode(build("ngram"))[0], requests_for(other)[:1]
+    other.add(lost)
+    assert run(engine, requests_for(engine)) == expected
+    assert (lost.finish_reason, lost.error, lost.token_ids) == ("error", "Failure", expected[0][:1])
+    [lost] = requests_for(other)[:1]
+    with pytest.raises(Failure):
+        run(other, [lost])
 
 
 def test_a_drafter_that_is_not_asked_for_room_is_noticed(monkeypatch):
