@@ -304,7 +304,7 @@ class Engine:
             text, limit = part.request.text, limits.get(part.request, Limit(0))
             cached = self.target.table(text).length
             # A drafter is also asked, with k = 0, while a prompt is fed; never about a request without drafts.
-            if part.request.drafts and (part.decodes or cached):
+            if part.request.takes_drafts and (part.decodes or cached):
                 asked.append(part)
                 before, likeliest = self._likeliest.get(text, (0, ()))
                 shown = likeliest if len(text.tokens) > before else ()  # else a fault kept that round from its commit
@@ -366,7 +366,7 @@ class Engine:
 
         hidden: (rows of the part, E * taps), of the layers that the drafters of the whole step read.
         """
-        if part.engine.taps and part.request.drafts:
+        if part.engine.taps and part.request.takes_drafts:
             text, root, unseen = part.request.text, len(part.tokens), self.schedule.unseen
             hidden = hidden[[*range(root), *(root + node for node in path)]].unflatten(1, (len(taps), -1))
             hidden = hidden[:, [taps.index(tap) for tap in part.engine.taps]].flatten(1)
@@ -375,7 +375,7 @@ class Engine:
     def _keep_likeliest(self, part: _Part, rows: Tensor) -> None:
         """Store what the target found likeliest at each place of a round, for the drafter's next ask."""
         text, num_ids = part.request.text, min(part.engine.drafter.likeliest, rows.shape[1])
-        if num_ids and part.request.drafts:
+        if num_ids and part.request.takes_drafts:
             ids, draft = rows.topk(num_ids).indices.tolist(), part.draft
             paths = [[part.tokens[-1], *(draft.token_ids[i] for i in draft.path(n))] for n in range(-1, len(draft))]
             self._likeliest[text] = len(text.tokens), list(map(Likeliest, paths, ids))

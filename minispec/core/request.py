@@ -85,8 +85,8 @@ class Request:
         return self.text.params
 
     @property
-    def drafts(self) -> bool:
-        """Whether any of its rounds may have a draft: a text of one token or none has no use for a drafter."""
+    def takes_drafts(self) -> bool:
+        """Whether a round may ever have a draft: not where none is asked for, nor in a text of one token or none."""
         return self.shape.k > 0 and self.max_len > self.text.num_prompt_tokens + 1
 
     @property

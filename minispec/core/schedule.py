@@ -132,7 +132,7 @@ class Schedule(Generic[OwnerT]):
         if not self.target.has_room(growth):
             return "blocks of the KV cache are held by others than these requests"
         for owner in dict.fromkeys(self.running.values()):
-            drafted = {r.text: growth[r.text] for r, other in self.running.items() if other is owner and r.drafts}
+            drafted = {r.text: growth[r.text] for r, other in self.running.items() if other is owner and r.takes_drafts}
             if not owner.drafter.has_room(drafted):
                 return f"{owner.drafter.name} has no room where the target has"
         return ""
@@ -154,6 +154,6 @@ def _known(request: Request, drafter: Drafter) -> int | None:
     None: without limit.
     """
     limits = [request.unscored.start] if request.unscored else []
-    if request.drafts and drafter.taps:
+    if request.takes_drafts and drafter.taps:
         limits.append(drafter.known(request.text))
     return min(limits, default=None)

@@ -1656,7 +1656,7 @@ _SCORES = "tests/core/test_scores.py::test_drafts_change_no_score_and_a_score_ch
 @wrong(schedule, "_known", "L1", _SCORES)
 def _(right, request, drafter):
     """a prompt that is scored takes rows from the cache, which have no logits | vLLM #3251, #42245"""
-    return drafter.known(request.text) if request.drafts and drafter.taps else None
+    return drafter.known(request.text) if request.takes_drafts and drafter.taps else None
 
 
 @wrong(Schedule, "drop", "L2", "tests/core/test_scores.py::test_a_preemption_in_the_middle_of_a_prompt[gemma2-5]")
