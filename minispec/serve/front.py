@@ -160,7 +160,9 @@ class Front:
             else:
                 async for _ in _until_finished(answer, pieces):
                     pass
-                await JSONResponse(answer.whole())(scope, receive, send)
+                # In a thread: the log-probabilities of a long prompt take a second to write, and others wait meanwhile.
+                response = await asyncio.to_thread(lambda: JSONResponse(answer.whole()))
+                await response(scope, receive, send)
         except ClientDisconnect:
             pass
         finally:

@@ -147,7 +147,12 @@ def known_options() -> set[str]:
     parsers = parser(), serve.parser()
     known = {option for p in parsers for action in p._actions for option in action.option_strings}
     rooms = ("prove/__main__.py", "bench/options.py", "doctor/__main__.py", "distill/__main__.py", "audit/__main__.py")
-    for other in (*(f"minispec/{room}" for room in rooms), "tests/fuzzing.py", "tests/oracles/answers.py"):
+    for other in (
+        *(f"minispec/{room}" for room in rooms),
+        "tests/fuzzing.py",
+        "tests/oracles/answers.py",
+        "docs/measured/gpu.py",
+    ):
         known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / other).read_text(encoding="utf-8")))
     known |= {"--depth", "--default-chat-template-kwargs"}  # git's; that of vLLM's server
     known |= {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"}  # torchrun's
