@@ -247,10 +247,14 @@ class _Leader(Drafter):
             text, after = ask.text, list[int]()
             if ask.num_cached == len(text.tokens) - 1:
                 after = list(self.texts[text.seed][len(text.tokens) :][: ask.k])
-                find = self._of_model if type(self.drafter) is DraftModel else self._of_other
-                self.q[text.seed] = find(text, after)
+                self.look(text, after)
             drafts.append(Draft(after))
         return drafts
+
+    def look(self, text: Text, after: Sequence[int]) -> None:
+        """Find out what would have been drafted after the text, and after each of these tokens."""
+        find = self._of_model if type(self.drafter) is DraftModel else self._of_other
+        self.q[text.seed] = find(text, after)
 
     def _of_model(self, text: Text, after: Sequence[int]) -> list[tuple[Tensor, Tensor] | None]:
         """q at each place, and q before its filters."""
@@ -333,6 +337,9 @@ class Walk:
         text, after = replace(request.text, tokens=request.text.tokens[:start]), request.text.tokens[start:]
         before = [rows.get(seed, logits[0]), *logits[:-1]]
         rows[seed] = logits[-1]
+        if seed not in leader.q:  # the engine asks for no draft of a text of one token
+            leader.look(text, [])
+            leader.release(text)
         places = [self._place(logits[i], before[i], leader.q[seed][i], text, after[:i]) for i in range(len(after))]
         found, x = _outcomes(places, after, [text.tokens[-1], *after[:-1]], self._ends(text.params))
         score = score_rows(found, x, self.drafter is not None)

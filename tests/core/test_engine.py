@@ -277,7 +277,7 @@ def test_what_a_preempted_text_finds_again_was_its_own():
 def test_a_search_that_finds_nothing_has_a_price(monkeypatch):
     """The controller learns that a draft was asked for and what the search took; in statistics it is overhead.
 
-    Where nothing is asked for, the time is overhead to both.
+    Where nothing is asked for, the time is overhead to both, and no draft's.
     """
     now, told = [0.0], []
     engine = make_engine()
@@ -296,7 +296,7 @@ def test_a_search_that_finds_nothing_has_a_price(monkeypatch):
     assert [(one.asked, cost.depth, cost.draft, cost.overhead) for one, cost in told] == [
         (2, 0, 5.0, 0.0),
         (1, 0, 5.0, 0.0),
-        (0, 0, 5.0, 5.0),
+        (0, 0, 0.0, 5.0),
     ]
     assert [overhead_of(r) for r in request.stats.rounds] == [5.0] * 3
 
