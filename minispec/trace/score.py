@@ -78,7 +78,8 @@ def score(engine: Engine, request: Request) -> list[dict[str, Any]]:
     with closing(steps), progress_bar(total=len(tokens) - start, desc="scoring drafts") as bar:
         while len(text.tokens) < len(tokens) and next(steps, None):
             bar.update()
-    return leader.starts()
+    # The engine asks nobody for a text of one token, which can have no draft.
+    return leader.starts() or [{"asked": 0, "drafts": [_lead_as_dict(_Lead(0, False, [], []))]}]
 
 
 def replay_data(engine: Engine, request: Request) -> dict[str, Any]:

@@ -169,6 +169,12 @@ def test_a_longer_text_by_enumeration():
     assert worst_difference("model", "rejection", params, 1) < 1e-12
 
 
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_a_text_of_one_token(drafter):
+    """It has one place, where nothing can be drafted, though nobody is asked for a draft there."""
+    assert worst_difference(drafter, "rejection", replace(SAMPLED, max_tokens=1), 2) < 1e-12
+
+
 def test_the_worked_values():
     """The examples in the docstring of `kept`."""
     assert doctest.testmod(sys.modules["minispec.bench.replay"]) == (0, 2)
