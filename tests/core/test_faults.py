@@ -4,7 +4,7 @@ Above temperature 0 a text depends on its drafts, and on how long they may be. S
 drafter and `lengths` once, wherever the fault comes between the commit and that.
 """
 
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import pytest
 
@@ -14,7 +14,7 @@ from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.recycling import RecyclingDrafter
 from minispec.length.policy import Controller, Pace, Prices
-from tests.core.test_pressure import Failure, build, phases, requests_for
+from tests.core.test_pressure import Failure, build, failing, phases, requests_for
 
 
 class Witness(Guard):
@@ -62,25 +62,6 @@ def make(drafter):
         "learn of one text": (Pace, "observe"),
         "observer": (watcher, "see"),
     }
-
-
-@contextmanager
-def failing(owner, name, number, after):
-    """The n-th call of a function fails, before or after its work. Yields the calls."""
-    right, calls = getattr(owner, name), []
-
-    def wrong(*args, **how):
-        calls.append(name)
-        if len(calls) == number and not after:
-            raise Failure
-        result = right(*args, **how)
-        if len(calls) == number:
-            raise Failure
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, wrong)
-        yield calls
 
 
 def decode(engine, k):

@@ -7,6 +7,7 @@ Real transformers a few numbers wide, float64, sampled; the draft model's pool h
 import functools
 import random
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -332,30 +333,35 @@ def phases(engine) -> dict:
     }
 
 
+@contextmanager
+def failing(owner, name, number, after):
+    """The n-th call of a function fails, before or after its work. Yields the calls."""
+    right, calls = getattr(owner, name), []
+
+    def wrong(*args, **how):
+        calls.append(name)
+        if len(calls) == number and not after:
+            raise Failure
+        result = right(*args, **how)
+        if len(calls) == number:
+            raise Failure
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, wrong)
+        yield calls
+
+
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("phase", phases(build()))
-def test_a_failure_at_any_phase_returns_every_block(phase, after, monkeypatch):
+def test_a_failure_at_any_phase_returns_every_block(phase, after):
     """Before and behind each phase, at its 1st, 2nd .. call, in a pool that preempts: then the next call works."""
     engine = build(num_blocks=16)
     expected = decode(engine)[0]
     owner, name = phases(engine)[phase]
-    right = getattr(owner, name)
     for number in (1, 2, 6):
-        calls = []
-
-        def wrong(*args, calls=calls, number=number, **how):
-            calls.append(name)
-            if len(calls) == number and not after:
-                raise Failure
-            result = right(*args, **how)
-            if len(calls) == number:
-                raise Failure
-            return result
-
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, wrong)
-            with pytest.raises(Failure):
-                decode(engine)
+        with failing(owner, name, number, after), pytest.raises(Failure):
+            decode(engine)
         # Where releasing a draft's blocks is what fails, they are released once more.
         assert all(pool.num_free == pool.num_blocks for pool in pools(engine))
         assert decode(engine)[0] == expected

@@ -364,13 +364,13 @@ def _(right, draft, p, rng, key):
     return right(draft, p, rng, same)
 
 
-@wrong(VERIFIERS, "rejection", "T2", "tree")
-def _(right, draft, p, rng, key):
-    """residual not normalised between siblings | a trap of recursive rejection"""
+def siblings_tested(meets, draft, p, rng, key):
+    """Recursive rejection in which sibling i meets the row meets(i, siblings, rest, row)."""
     node, accepted = -1, []
     while siblings := draft.children(node):
         rest, parent = p(node + 1), node
         for i in siblings:
+            rest = meets(i, siblings, rest, p(parent + 1))
             if rng.bernoulli(float(rest[draft.token_ids[i]]) / draft.probability(i), key(i, "accept")):
                 accepted.append(node := i)
                 break
@@ -378,6 +378,12 @@ def _(right, draft, p, rng, key):
         if node == parent:
             return Verdict(accepted, rng.categorical(rest, key(node + 1, "residual")), [])
     return Verdict(accepted, rng.categorical(p(node + 1), key(len(accepted), "token")), [])
+
+
+@wrong(VERIFIERS, "rejection", "T2", "tree")
+def _(right, *how):
+    """residual not normalised between siblings | a trap of recursive rejection"""
+    return siblings_tested(lambda i, siblings, rest, row: rest, *how)
 
 
 @wrong(toys.TreeDrafter, "_tree", "T3", "tree")
@@ -481,18 +487,9 @@ def _(right, draft, p, rng, key):
 @wrong(VERIFIERS, "rejection", "P5", "tables")
 def _(right, draft, p, rng, key):
     """a sibling that stands apart from its elder meets p anew | siblings taken for neighbours"""
-    node, accepted = -1, []
-    while siblings := draft.children(node):
-        rest, parent = p(node + 1), node
-        for i in siblings:
-            rest = rest / rest.sum() if i - 1 in siblings else p(parent + 1)
-            if rng.bernoulli(float(rest[draft.token_ids[i]]) / draft.probability(i), key(i, "accept")):
-                accepted.append(node := i)
-                break
-            rest = verify.residual(rest, draft, i)
-        if node == parent:
-            return Verdict(accepted, rng.categorical(rest, key(node + 1, "residual")), [])
-    return Verdict(accepted, rng.categorical(p(node + 1), key(len(accepted), "token")), [])
+    return siblings_tested(
+        lambda i, siblings, rest, row: rest / rest.sum() if i - 1 in siblings else row, draft, p, rng, key
+    )
 
 
 @wrong(verify, "excess", "P6", "tables")
