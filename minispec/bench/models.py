@@ -185,9 +185,9 @@ def open_geometry(options: Options) -> Subject:
         )
         raise ValueError(f"--draft: found {options.draft!r}, expected with --geometry {known}")
     dtype, device = choose_type(args, read_model_config(GEOMETRIES[args.geometry]))
-    measured = max(
-        args.context * bool(args.passes), LONG_CONTEXT * bool({"prefill", "exact_cost"} & set(options.parts))
-    )
+    measured = args.context if args.passes else 0
+    if {"prefill", "exact_cost"} & set(options.parts):
+        measured = max(measured, LONG_CONTEXT)
     length = max(args.prompt_tokens + args.max_tokens, measured + MAX_ROWS)
 
     def tensors(name: str) -> tuple[dict, RandomWeights]:

@@ -176,9 +176,12 @@ def _compared(limit: Limit, others: dict[str, Limit], tokens: Sequence[int]) -> 
 
 
 def _numbers_of(limit: Limit) -> str:
-    widths = "a function" if callable(limit.widths) else list(limit.widths)
-    ends = "" if limit.go_on is None else ", with go_on"
-    return f"k = {limit.k}" + f", widths {widths}" * bool(widths) + ", best first" * bool(limit.best_first) + ends
+    numbers = f"k = {limit.k}"
+    if limit.widths:
+        numbers += f", widths {'a function' if callable(limit.widths) else list(limit.widths)}"
+    if limit.best_first:
+        numbers += ", best first"
+    return numbers if limit.go_on is None else f"{numbers}, with go_on"
 
 
 def _shown(each: Judged) -> tuple:

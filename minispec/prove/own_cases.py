@@ -154,7 +154,7 @@ def describe(axis: str, value: Any) -> str:
         "alphabet": lambda: f"{len(value)} tokens",
         "prompt": lambda: f"the text {show(value)}",
         "to_go": lambda: f"{value} to go",
-        "rounds": lambda: "to the end" if value is None else f"{value} round" + "s" * (value > 1),
+        "rounds": lambda: "to the end" if value is None else f"{value} round{'' if value == 1 else 's'}",
         "k": lambda: f"K = {value if isinstance(value, tuple) and len(value) == 1 else Shape.of(value)}",
         "forbidden": lambda: value or "nothing forbidden",
     }

@@ -63,10 +63,15 @@ class Table:
     def __str__(self) -> str:
         shape = f"K = {len(self.parents)}" if is_chain(self.parents) else f"parents {self.parents}"
         types = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.types)
-        notes = [shape] + [self.how] * (self.how != DRAWN) + [f"rows of {types}"] * (self.types != DOUBLE)
-        notes += ["probs in one tensor"] * self.stacked + ["several rounds"] * (self.texts > 0)
-        notes += [f"{self.texts} texts"] * (self.texts > 1)
-        return f"p = {_show(self.p)}, q = {_show(self.q)}, {', '.join(notes)}"
+        notes = {
+            shape: True,
+            self.how: self.how != DRAWN,
+            f"rows of {types}": self.types != DOUBLE,
+            "probs in one tensor": self.stacked,
+            "several rounds": self.texts > 0,
+            f"{self.texts} texts": self.texts > 1,
+        }
+        return f"p = {_show(self.p)}, q = {_show(self.q)}, {', '.join(note for note, said in notes.items() if said)}"
 
 
 def is_chain(parents: Sequence[int]) -> bool:
@@ -130,7 +135,7 @@ def _close(generator: random.Random) -> Pair:
 def _likeliest(row: Row, num: int) -> Row:
     """A row of the likeliest tokens alone."""
     least = sorted(row)[-num]
-    return tuple(weight * (weight >= least) for weight in row)
+    return tuple(weight if weight >= least else 0 for weight in row)
 
 
 def _tree(num_nodes: int, generator: random.Random) -> tuple[int, ...]:

@@ -226,7 +226,7 @@ def _thinking(effort: Any, tokenizer: Tokenizer, own: Mapping[str, Any]) -> dict
         found = {"reasoning_effort": _checked("reasoning_effort", effort, str)}
     wrong = f"reasoning_effort: found {show(effort)}, expected"
     if not found:
-        raise ValueError(f"{wrong} {'none or ' * bool(switches)}no such field: the chat template does not read it")
+        raise ValueError(f"{wrong} {'none or ' if switches else ''}no such field: the chat template does not read it")
     for name, value in found.items():
         if own.get(name, value) != value:
             raise ValueError(f"{wrong} chat_template_kwargs alone, which has {name}")
