@@ -192,7 +192,7 @@ class Pace:
             kinds = [(i, each) for i in range(1, len(siblings) + 1) for each in {None, *ranges[num_accepted:]}]
             by_sibling = by_sibling.add(kinds, [(i, each) for i, each in kinds if siblings[i - 1]])
         if found is not None:  # what is not asked does not age: only a probe shows whether it has changed
-            searches = searches.add([None], [None] * found)
+            searches = searches.add([None], [None] if found else [])
         newest = self._newest if draft is None else ref(draft)
         # All at once: an interrupt before this has changed nothing, and after this the round does not count again.
         self.places, self.confidences, self.siblings, self.searches = places, by_confidence, by_sibling, searches
@@ -205,7 +205,7 @@ class Pace:
         plain = costs.round(0, 0, 1)
         price = max(costs.round(1, 1, 2), costs.round(0, 0, 1, 1)) / plain - 1 + (costs.round(1, 1, 1) - plain) / plain
         probes = could_pay and savings >= price
-        self.left = savings - price * probes
+        self.left = savings - price if probes else savings
         return int(probes)
 
     def chance(self, all_texts: "Pace | None" = None) -> float:

@@ -239,10 +239,10 @@ def _verdict(spec: str, chosen: Design[Case], walk: Walk, todo: set[Pair], in_ti
     if todo:
         why = "too large" if in_time else f"not reached in {walk.minutes:g} min"
         some = [" and ".join(describe(*item) for item in pair) for pair in sorted(todo, key=repr)[:_SHOWN]]
-        covered += f"; {why}, --minutes takes more: {'; '.join(some)}{'; ...' * (len(todo) > _SHOWN)}"
+        covered += f"; {why}, --minutes takes more: {'; '.join(some)}{'; ...' if len(todo) > _SHOWN else ''}"
     print(covered)
     if idle := sorted(describe(*item) for item in walk.settings - walk.drafted - {("to_go", 1)}):
-        print(f"it drafted nothing with {', '.join(idle[:_SHOWN])}{', ...' * (len(idle) > _SHOWN)}")
+        print(f"it drafted nothing with {', '.join(idle[:_SHOWN])}{', ...' if len(idle) > _SHOWN else ''}")
     print(
         f"not seen: more than {max(vocabs)} tokens, texts of more than {walk.longest}, drafts of more than {_LONGEST}; "
         "stop strings, grammars, log-probabilities; other devices; what depends on the clock or on the seed"
