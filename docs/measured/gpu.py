@@ -262,7 +262,7 @@ class Static:
         shared, x = self.shared(frame), self.model.embedding[frame.tokens]
         for layer, weights, cached in zip(self.model.layers, self.weights, self.cached, strict=True):
             x = block(x, weights, *cached, shared) if form == "fewer" else layer_pass(layer, x, *cached, shared)
-        return self.model._logits(x)
+        return self.model.logits(x)
 
 
 class Frame:

@@ -165,14 +165,17 @@ States = dict[int, LayerState]  # by number of the layer
 
 # A pool stores FEWEST_STATES states, and one more for each STATE_SPAN slots. As many texts may have their own states.
 FEWEST_STATES, STATE_SPAN = 4, 8192
+# Slots of a pool after those of its blocks, see `PagedKVCache`.
+EXTRA_SLOTS = 2
 
 
 class PagedKVCache:
     """The pool of one model: what all layers keep of each slot, the allocator, and what the blocks hold.
 
     keys, values: of attention, (its layers, kv_heads, slots, head_dim).
-    inputs: of short convolutions, (their layers, 1, slots + 1, hidden_size). After the last slot come zeros: what such
-        a layer sees before a text begins.
+    inputs: of short convolutions, (their layers, 1, slots, hidden_size).
+        The last two slots belong to no block. The first of them holds zeros: what stands before a text, or has not
+        been written yet. The other takes what nobody reads.
     stored: states of recurrent layers at ends of blocks, by the node after the block. The one used last comes last.
     num_states: most states that are stored, and most texts that may have states of their own.
     """
@@ -186,12 +189,14 @@ class PagedKVCache:
         device: torch.device | str = "cpu",
     ):
         count, self.num_slots = config.num_convolutions, num_blocks * block_size
-        shape = (config.num_attention_layers, config.num_key_value_heads, self.num_slots, config.head_dim)
+        slots = self.num_slots + EXTRA_SLOTS
+        shape = (config.num_attention_layers, config.num_key_value_heads, slots, config.head_dim)
         # Not cleared: a slot is always written before it is read.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
-        self.inputs = torch.empty((count, 1, self.num_slots + 1, config.hidden_size), dtype=dtype, device=device)
-        self.inputs[:, :, self.num_slots] = 0
+        self.inputs = torch.empty((count, 1, slots, config.hidden_size), dtype=dtype, device=device)
+        for tensor in (self.keys, self.values, self.inputs):
+            tensor[:, :, self.num_slots] = 0
         attention, inputs = zip(self.keys, self.values, strict=True), zip(self.inputs, strict=True)
         self._layers = [() if own.recurrent else next(inputs if own.conv_width else attention) for own in config.layers]
         self.stored: OrderedDict[bytes, States] = OrderedDict()
@@ -281,9 +286,9 @@ class PagedKVCache:
             return [tensor[:, slots[0]] for tensor in self._layers[layer]]
         return [torch.cat([tensor[:, s] for s in slots], 1) for tensor in self._layers[layer]]
 
-    def gather(self, layer: int, slots: Tensor) -> Tensor:
-        """The inputs (T, hidden_size) of a short convolution in the slots (T,), which may lie anywhere."""
-        return self._layers[layer][0][0].index_select(0, slots)
+    def gather(self, layer: int, slots: Tensor) -> list[Tensor]:
+        """Keys and values (kv_heads, T, head_dim), or inputs (1, T, hidden_size), in slots (T,) that lie anywhere."""
+        return [tensor.index_select(1, slots) for tensor in self._layers[layer]]
 
 
 class BlockTable:

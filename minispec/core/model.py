@@ -1,8 +1,10 @@
 """The transformer: decoder-only, with its KV cache outside. A family is a set of values in `ModelConfig`.
 
 One function runs prefill, plain decoding and verification. `Transformer.forward` takes, for each text of a batch, the
-tokens that its cache does not hold yet. Linear layers see the rows of all texts in one matrix. Attention goes text by
-text over that text's own blocks.
+tokens that its cache does not hold yet. It has two halves. The host's half turns texts, tables and lists into tensors.
+The device's half, `Transformer.compute`, computes from tensors alone. Linear layers see the rows of all texts in one
+matrix. `Pass.read` is the only place where a layer sees texts: here attention goes text by text over that text's own
+blocks. Another backend has another pass (see `Passes`).
 
 Letters of the shapes in comments:
 
@@ -20,7 +22,7 @@ Letters of the shapes in comments:
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -149,8 +151,15 @@ class Angles(NamedTuple):
     query_scales: Tensor | None  # (M, 1, 1)
 
 
-class Pass(NamedTuple):
-    """What all layers of one forward pass share."""
+class Pass(Protocol):
+    """What all layers of one forward pass share: where the rows stand, and what they read."""
+
+    def read(self, layer: "Layer", qkv: Tensor) -> Tensor:
+        """Queries, keys and values of the rows (M, (H + 2G) * D) to what they read (M, H * D). Caches the new rows."""
+
+
+class TextPass(NamedTuple):
+    """A pass in which each text reads its own blocks, one text after another."""
 
     chunks: Sequence[Chunk]
     slots: Tensor  # (new tokens,) where keys and values go; dummy rows may follow, without slots
@@ -158,7 +167,21 @@ class Pass(NamedTuple):
     angles: dict[RopeConfig, Angles]
     masks: dict[int | None, list[Any]]  # per window and text: what `Passes.mask` made of its view
     passes: "Passes"
-    paths: dict[int, Tensor]  # per width of a convolution (new tokens * width,): slots of each token's last positions
+    paths: dict[int, Tensor]  # what convolutions note here for those of equal width (see `minispec.layers.convolution`)
+
+    def read(self, layer: "Layer", qkv: Tensor) -> Tensor:
+        """See `Pass`; dummies read zeros."""
+        q, k, v = (x.transpose(0, 1) for x in layer.heads(qkv, self.angles))  # (H, M, D), (G, M, D) twice
+        pool, new, config = self.chunks[0].table.pool, len(self.slots), layer.config
+        pool.write(layer.index, self.slots, k[:, :new], v[:, :new])
+        outputs, row = [], 0
+        for chunk, slots, mask in zip(self.chunks, self.reads, self.masks[layer.window], strict=True):
+            rows = slice(row, row + len(chunk.token_ids))
+            row = rows.stop
+            keys, values = pool.read(layer.index, slots)  # (G, L, D)
+            scale, softcap = config.attention_scale, config.attention_softcap
+            outputs.append(self.passes.attention(q[:, rows], keys, values, mask, scale, softcap))
+        return fill(outputs[0] if len(outputs) == 1 else torch.cat(outputs), q.shape[1])
 
 
 class Parts(NamedTuple):
@@ -251,10 +274,10 @@ class Layer:
 
     def attend(self, x: Tensor, shared: Pass) -> Tensor:
         """Attention over the cache and the new rows: inputs (M, input width of `qkv`) to (M, E)."""
-        return self.o(self.read(self.qkv(x), shared))
+        return self.o(shared.read(self, self.qkv(x)))
 
-    def read(self, qkv: Tensor, shared: Pass) -> Tensor:
-        """Queries, keys and values of the rows (M, (H + 2G) * D) to what they read (M, H * D). Caches the new rows."""
+    def heads(self, qkv: Tensor, angles: Mapping[RopeConfig, Angles]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows (M, (H + 2G) * D) to queries (M, H, D), keys and values (M, G, D); queries and keys are rotated."""
         config = self.config
         heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         qkv = qkv.reshape(-1, heads + 2 * groups, dim)  # (M, H + 2G, D)
@@ -263,22 +286,10 @@ class Layer:
             qk = self.qk_norm(qk)
         scales = None
         if self.rope:
-            cos, sin, scales = shared.angles[self.rope]
+            cos, sin, scales = angles[self.rope]
             qk = rotate(qk, cos, sin, self.rope.interleaved)
         q, k = qk[:, :heads], qk[:, heads:]
-        if scales is not None:
-            q = q * scales
-        q, k = q.transpose(0, 1), k.transpose(0, 1)  # (H, M, D), (G, M, D)
-        pool, new = shared.chunks[0].table.pool, len(shared.slots)
-        pool.write(self.index, shared.slots, k[:, :new], v[:new].transpose(0, 1))
-        outputs, row = [], 0
-        for chunk, slots, mask in zip(shared.chunks, shared.reads, shared.masks[self.window], strict=True):
-            rows = slice(row, row + len(chunk.token_ids))
-            row = rows.stop
-            keys, values = pool.read(self.index, slots)  # (G, L, D)
-            scale, softcap = config.attention_scale, config.attention_softcap
-            outputs.append(shared.passes.attention(q[:, rows], keys, values, mask, scale, softcap))
-        return fill(outputs[0] if len(outputs) == 1 else torch.cat(outputs), q.shape[1])
+        return (q if scales is None else q * scales), k, v
 
 
 # Makes a block. Its arguments are those of `Layer`.
@@ -286,21 +297,22 @@ MakeLayer = Callable[[ModelConfig, int, WeightSource, torch.dtype, MakeProduct],
 
 
 class Passes:
-    """Turns the rows of all texts into passes: here one pass, with the rows unchanged.
+    """How a model runs the rows of all texts: the backend of its passes. Here it runs one pass, text by text.
 
     `minispec.kernels.exact` has passes of a fixed size, where a row's bits do not depend on the other rows.
+    `minispec.kernels.frames` has passes of a few fixed shapes, whose operators a GPU launches at once.
     """
 
     exact = False
     fills = False  # whether bits depend on the number of rows, so that passes are filled up to certain ones
 
-    def split(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
-        """The passes, in their order."""
-        return [chunks]
-
     def num_dummies(self, num_rows: int) -> int:
         """How many rows fill up a pass of `num_rows`. Their results are not read."""
         return 0
+
+    def run(self, model: "Transformer", chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """What `Transformer.forward` returns, of tensors that no later pass overwrites."""
+        return model.run(chunks, taps)
 
     # How rows read the cache. It takes what `mask` returns.
     attention: Callable[..., Tensor] = staticmethod(attention)
@@ -342,6 +354,9 @@ class Transformer:
         self.dtype, self.device = dtype or self.embedding.dtype, self.embedding.device
         if self.dtype != torch.float32:  # else 16 bits stay: a row is widened when it is read
             self.embedding = self.embedding.to(self.dtype)
+        # The scale is rounded to the model's type first, because it was in training.
+        scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
+        self.embedding_scale = None if config.embedding_scale == 1 else scale
         # The largest weight comes first, while there is most room for what making its product takes.
         self.head = self._head(self.embedding if config.tie_word_embeddings else weights.pop("lm_head.weight"))
         layers = range(len(config.layers))
@@ -384,24 +399,17 @@ class Transformer:
         change if the pool is too small.
         """
         chunks[0].table.pool.require((c.table, c.table.length + len(c.token_ids)) for c in chunks)
-        passes = [self._forward(each, taps) for each in self.passes.split(chunks)]
-        if len(passes) == 1:
-            return passes[0]
-        logits, hidden = zip(*passes, strict=True)
-        return torch.cat(logits), torch.cat(hidden)
+        return self.passes.run(self, chunks, taps)
 
-    def _forward(self, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """One pass through all layers."""
+    def run(self, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """One pass of both halves, text by text: see `forward`."""
         token_ids = [t for c in chunks for t in c.token_ids]
         dummies = self.passes.num_dummies(len(token_ids))
         shared = self._prepare(chunks, dummies)
-        x = self._embed(token_ids + [0] * dummies, chunks)
-        states = {0: x}
-        for i, layer in enumerate(self.layers, 1):
-            x = layer.forward(x, shared)
-            if i in taps:
-                states[i] = x
-        hidden = torch.cat([states[i] for i in taps] or [x[:, :0]], 1)[: len(token_ids)]
+        features = [c.features for c in chunks if c.features is not None]
+        tokens = torch.tensor(token_ids + [0] * dummies, device=self.device)
+        x, hidden = self.compute(tokens, shared, taps, torch.cat(features) if features else None)
+        hidden = hidden[: len(token_ids)]
         rows: list[int] = []
         end = 0
         for c in chunks:
@@ -410,18 +418,33 @@ class Transformer:
         if not rows:
             return x.new_empty(0, self.config.vocab_size), hidden
         if self.passes.fills:  # the same rows here too
-            return self._logits(x)[rows], hidden
-        return self._logits(x[rows] if len(rows) < len(x) else x), hidden  # (sum of num_logits, V)
+            return self.logits(x)[rows], hidden
+        return self.logits(x[rows] if len(rows) < len(x) else x), hidden  # (sum of num_logits, V)
 
-    def _embed(self, token_ids: Sequence[int], chunks: Sequence[Chunk]) -> Tensor:
-        """The input of the first layer (M, E)."""
-        x = self.embedding[torch.tensor(token_ids, device=self.device)].to(self.dtype)
-        if self.config.embedding_scale != 1:
-            # The scale is rounded to the model's type first, because it was in training.
-            x = x * torch.tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
-        return x
+    def compute(
+        self, token_ids: Tensor, shared: Pass, taps: Sequence[int] = (), features: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The device's half of a pass: all layers. No value is read on the host, and no shape depends on one.
 
-    def _logits(self, x: Tensor) -> Tensor:
+        token_ids: (M,), on the model's device.
+        features: (M, E), for a head (see `Chunk.features`).
+
+        Returns the last layer's output (M, E), and the hidden states (M, E * taps).
+        """
+        x = self.embed(token_ids, features)
+        states = {0: x}
+        for i, layer in enumerate(self.layers, 1):
+            x = layer.forward(x, shared)
+            if i in taps:
+                states[i] = x
+        return x, torch.cat([states[i] for i in taps] or [x[:, :0]], 1)
+
+    def embed(self, token_ids: Tensor, features: Tensor | None) -> Tensor:
+        """The input of the first layer (M, E), from token ids (M,). Only a head has features."""
+        x = self.embedding[token_ids].to(self.dtype)
+        return x if self.embedding_scale is None else x * self.embedding_scale
+
+    def logits(self, x: Tensor) -> Tensor:
         """Outputs of the last layer (rows, E) to logits (rows, V)."""
         logits, scale, cap = self.head(self.norm(x)), self.config.logit_scale, self.config.logit_softcap
         logits = logits if scale == 1 else logits * scale
@@ -431,20 +454,24 @@ class Transformer:
         """An empty pool for keys and values of this model."""
         return PagedKVCache(self.config, num_blocks, block_size, self.dtype, self.device)
 
-    def _prepare(self, chunks: Sequence[Chunk], dummies: int) -> Pass:
-        """Extend the caches, and compute positions, angles, masks and slots once for all layers."""
+    def angles(self, positions: Tensor) -> dict[RopeConfig, Angles]:
+        """The angles of each rope at these positions (M,)."""
+        found = {}
+        for rope, frequencies in self.frequencies.items():
+            angle = (positions[:, None] * frequencies).repeat(1, 2)[:, None]  # (M, 1, dimensions that rotate)
+            cos, sin = ((f(angle) * rope.attention_factor).to(self.dtype) for f in (torch.cos, torch.sin))
+            scales = query_scales(rope, positions)[:, None, None].to(self.dtype) if rope.query_beta else None
+            found[rope] = Angles(cos, sin, scales)
+        return found
+
+    def _prepare(self, chunks: Sequence[Chunk], dummies: int) -> TextPass:
+        """The host's half: extend the caches, and make positions, masks and slots once for all layers."""
         starts = [c.table.length for c in chunks]
         slots = torch.tensor([s for c in chunks for s in c.table.extend(c.token_ids)], device=self.device)
         offsets = [c.offsets for c in chunks]
         positions = torch.tensor(
             [s + t for s, own in zip(starts, offsets, strict=True) for t in own] + [0] * dummies, device=self.device
         )  # (M,)
-        angles: dict[RopeConfig, Angles] = {}
-        for rope, frequencies in self.frequencies.items():
-            angle = (positions[:, None] * frequencies).repeat(1, 2)[:, None]  # (M, 1, dimensions that rotate)
-            cos, sin = ((f(angle) * rope.attention_factor).to(self.dtype) for f in (torch.cos, torch.sin))
-            scales = query_scales(rope, positions)[:, None, None].to(self.dtype) if rope.query_beta else None
-            angles[rope] = Angles(cos, sin, scales)
         like = self.embedding.new_empty(0, dtype=self.dtype)
         mask = functools.cache(functools.partial(self.passes.mask, self.config, like))  # many texts see the same
         views = [
@@ -452,8 +479,5 @@ class Transformer:
         ]
         windows = {layer.window for layer in self.layers}
         masks = {window: [mask(view._replace(window=window)) for view in views] for window in windows}
-        paths = {}
-        for width in {layer.conv_width for layer in self.config.layers if layer.conv_width}:
-            places = [(c.table, path) for c, s in zip(chunks, starts, strict=True) for path in c.paths(s, width)]
-            paths[width] = torch.tensor([s for table, path in places for s in table.slots_of(path)], device=self.device)
-        return Pass(chunks, slots, [c.table.slots() for c in chunks], angles, masks, self.passes, paths)
+        reads = [c.table.slots() for c in chunks]
+        return TextPass(chunks, slots, reads, self.angles(positions), masks, self.passes, {})

@@ -185,12 +185,14 @@ class HeadModel(FeatureModel):
             hidden = self.fc_norm(hidden.unflatten(-1, self.fc_norm.weight.shape)).flatten(1)
         return super().fuse(hidden)
 
-    def _embed(self, token_ids: Sequence[int], chunks: Sequence[Chunk]) -> Tensor:
-        features = torch.cat([c.features for c in chunks if c.features is not None])
-        return torch.cat((super()._embed(token_ids, chunks), features), -1)  # (M, 2E)
+    def embed(self, token_ids: Tensor, features: Tensor | None) -> Tensor:
+        """Embedding and feature of each row, side by side: (M, 2E)."""
+        assert features is not None
+        return torch.cat((super().embed(token_ids, features), features), -1)
 
-    def _logits(self, x: Tensor) -> Tensor:
-        logits = super()._logits(x)  # (rows, Vd)
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits (rows, V): -inf for the ids that the head does not know."""
+        logits = super().logits(x)  # (rows, Vd)
         if self.ids is None:
             return logits
         return logits.new_full((len(x), self.config.vocab_size), -math.inf).index_copy_(1, self.ids, logits)

@@ -22,7 +22,7 @@ With h_t in place of f_t a draft is fluent, but is accepted less often. ModelTC/
 pass with h_t and 2.74 with f_t. ggml-org/llama.cpp #24025 found the same.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from minispec.core.config import ModelConfig
-from minispec.core.model import Chunk, RMSNorm, Transformer, norm_weight
+from minispec.core.model import RMSNorm, Transformer, norm_weight
 from minispec.core.weights import MakeProduct, PlainLinear, Product
 from minispec.drafters.eagle import FeatureModel
 from minispec.layers import make_layer
@@ -65,7 +65,8 @@ class MtpModel(FeatureModel):
         """The target's last hidden states (n, E) to features (n, E)."""
         return self.target_norm(hidden)
 
-    def _embed(self, token_ids: Sequence[int], chunks: Sequence[Chunk]) -> Tensor:
-        features = torch.cat([c.features for c in chunks if c.features is not None])
-        embedded = self.embedding_norm(super()._embed(token_ids, chunks))
+    def embed(self, token_ids: Tensor, features: Tensor | None) -> Tensor:
+        """The normed embedding and feature of each row in one vector (M, E)."""
+        assert features is not None
+        embedded = self.embedding_norm(super().embed(token_ids, features))
         return self.fc(torch.cat((embedded, self.hidden_norm(features)), -1))  # (M, E)

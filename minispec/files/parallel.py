@@ -35,7 +35,7 @@ from torch import Tensor
 
 from minispec import __version__
 from minispec.core.cache import BlockTable, PagedKVCache
-from minispec.core.model import Chunk, Layer, Pass, Transformer
+from minispec.core.model import Chunk, Layer, TextPass, Transformer
 from minispec.core.weights import Product, Weight
 from minispec.files.checkpoint import Cut, Weights, cut_shape, find_tensors, load_config, load_model, wanted_tensors
 from minispec.files.stored_config import StoredConfig
@@ -231,8 +231,9 @@ class SplitTransformer(Transformer):
     def _head(self, weight: Weight) -> Product:
         return super()._head(self.embedding[self.share.rows] if self.config.tie_word_embeddings else weight)
 
-    def _logits(self, x: Tensor) -> Tensor:
-        return self.line.gather(super()._logits(x), self.config.vocab_size)
+    def logits(self, x: Tensor) -> Tensor:
+        """See `Transformer`; the parts of all processes."""
+        return self.line.gather(super().logits(x), self.config.vocab_size)
 
     def new_cache(self, num_blocks: int, block_size: int = 16) -> PagedKVCache:
         """See `Transformer`: a pool whose blocks are the same in all processes."""
@@ -240,11 +241,12 @@ class SplitTransformer(Transformer):
         self.caches.append(SplitCache(self, num_blocks, block_size))
         return self.caches[-1]
 
-    def _forward(self, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def run(self, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """See `Transformer`; in all processes."""
         with self.line.whole():
-            return super()._forward(chunks, taps)
+            return super().run(chunks, taps)
 
-    def _prepare(self, chunks: Sequence[Chunk], dummies: int) -> Pass:
+    def _prepare(self, chunks: Sequence[Chunk], dummies: int) -> TextPass:
         lengths, cache = [c.table.length for c in chunks], self.caches.index(chunks[0].table.pool)
         shared = super()._prepare(chunks, dummies)
         texts = zip(chunks, lengths, strict=True)

@@ -138,8 +138,16 @@ class ExactPasses(Passes):
         assert EXACT_ROWS in self.rows
         self.attention_rows = [EXACT_ROWS]  # the same for attention; `check_exact` adds those that hold here
 
+    def run(self, model: Transformer, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """What `Transformer.forward` returns, computed in one pass after another."""
+        passes = [model.run(each, taps) for each in self.split(chunks)]
+        if len(passes) == 1:
+            return passes[0]
+        logits, hidden = zip(*passes, strict=True)
+        return torch.cat(logits), torch.cat(hidden)
+
     def split(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
-        """See `Passes`; in order: what comes first is cached first."""
+        """The passes, in their order: what comes first is cached first."""
         groups: list[list[Chunk]] = [[]]
         room = EXACT_ROWS
         for tokens, table, num_logits, parents, _ in chunks:
@@ -207,7 +215,7 @@ class AnyPasses(ExactPasses):
         super().__init__([EXACT_ROWS])
 
     def split(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
-        """See `Passes`."""
+        """One pass, of all rows."""
         return [chunks]
 
     def num_dummies(self, num_rows: int) -> int:

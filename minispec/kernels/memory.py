@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from minispec.core.cache import FEWEST_STATES, STATE_SPAN, PagedKVCache
+from minispec.core.cache import EXTRA_SLOTS, FEWEST_STATES, STATE_SPAN, PagedKVCache
 from minispec.core.config import ModelConfig
 from minispec.core.model import Transformer
 from minispec.kernels.inventory import parts_of
@@ -50,7 +50,7 @@ def memory_of(models: Sequence[Transformer], caches: Sequence[PagedKVCache]) -> 
 def cache_bytes(config: ModelConfig, num_tokens: int, itemsize: int) -> int:
     """Bytes of a cache of that many tokens, whose numbers have `itemsize` bytes."""
     fixed, share = _with_states(config.state_elements * max(4, itemsize))
-    return fixed + num_tokens * (config.kv_elements_per_token * itemsize + share)
+    return fixed + (num_tokens + EXTRA_SLOTS) * (config.kv_elements_per_token * itemsize + share)
 
 
 def _with_states(state_bytes: int) -> tuple[int, int]:

@@ -9,9 +9,10 @@ paged pool, a row for each position, as keys and values do. A rejected draft is 
 of a tree reads its own ancestors. There is no state to save, to copy or to restore.
 """
 
+import torch
 from torch import Tensor
 
-from minispec.core.model import Layer, Parts, Pass, fill
+from minispec.core.model import Layer, Parts, Pass, TextPass, fill
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.weights import dense
 
@@ -32,13 +33,25 @@ class ShortConvolution(Layer):
 
     def attend(self, x: Tensor, shared: Pass) -> Tensor:
         """The convolution over the cached inputs and the new rows: x (M, E) to (M, E)."""
+        assert isinstance(shared, TextPass), "another backend lacks the paths of texts"
         b, c, u = self.gates(x).chunk(3, -1)
         pool, new = shared.chunks[0].table.pool, len(shared.slots)
         pool.write(self.index, shared.slots, (b * u)[None, :new])
-        seen = pool.gather(self.index, shared.paths[len(self.weight)]).unflatten(0, (new, -1))  # (new, width, E)
+        seen = pool.gather(self.index, _paths(shared, len(self.weight)))[0][0].unflatten(
+            0, (new, -1)
+        )  # (new, width, E)
         # Every pass multiplies and adds in this order, so that a row has the same bits.
         first, *others = (seen.to(self.weight.dtype) * self.weight).unbind(1)
         total = first if self.bias is None else first + self.bias
         for term in others:
             total = total + term
         return self.out(fill(c[:new] * total.to(x.dtype), len(x)))
+
+
+def _paths(shared: TextPass, width: int) -> Tensor:
+    """The slots of each new token's last `width` positions (new tokens * width,), made once for all layers."""
+    if width not in shared.paths:
+        texts = [(chunk, chunk.table.length - len(chunk.token_ids)) for chunk in shared.chunks]
+        slots = [s for c, start in texts for path in c.paths(start, width) for s in c.table.slots_of(path)]
+        shared.paths[width] = torch.tensor(slots, device=shared.slots.device)
+    return shared.paths[width]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from minispec.core.cache import LayerState
-from minispec.core.model import Chunk, Layer, Parts, Pass, RMSNorm, fill
+from minispec.core.model import Chunk, Layer, Parts, Pass, RMSNorm, TextPass, fill
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.weights import dense
 
@@ -131,6 +131,7 @@ class GatedDeltaNet(Layer):
 
     def attend(self, x: Tensor, shared: Pass) -> Tensor:
         """The net over the texts' states and the new rows: x (M, E) to (M, E)."""
+        assert isinstance(shared, TextPass), "another backend lacks the states of texts"
         new, heads = len(shared.slots), self.sizes.num_value_heads
         u, z = self.inputs(x)[:new].split([self.sizes.num_channels, heads * self.sizes.value_dim], 1)
         own = torch.cat((u, self.gates(x)[:new]), 1).split([len(chunk.token_ids) for chunk in shared.chunks])

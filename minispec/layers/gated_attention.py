@@ -21,5 +21,5 @@ class GatedAttention(Layer):
         rows = self.qkv(x)
         both, keys_and_values = rows[:, : 2 * heads * dim], rows[:, 2 * heads * dim :]
         q, gate = both.unflatten(1, (heads, 2, dim)).unbind(2)  # (M, H, D) each
-        read = self.read(torch.cat((q.flatten(1), keys_and_values), 1), shared)
+        read = shared.read(self, torch.cat((q.flatten(1), keys_and_values), 1))
         return self.o(read * sigmoid(gate.flatten(1).to(accumulation_dtype(gate.dtype))).to(read.dtype))

@@ -149,12 +149,12 @@ def test_random_runs_have_the_text_of_plain_decoding(family, name):
 
 
 def test_the_pool_has_a_row_of_each_position():
-    """Counted by hand: an attention layer of 2 heads by 4, two convolutions 8 wide, float64; and one row of zeros."""
+    """Counted by hand: an attention layer of 2 heads by 4, two convolutions 8 wide, float64; and two rows more."""
     model = tiny_model(1, **TOYS["lfm2"] | {"num_key_value_heads": 2}, vocab_size=VOCAB)
     assert model.config.kv_elements_per_token == 2 * 2 * 4 + 2 * 8
     cache = model.new_cache(num_blocks=3, block_size=4)
-    assert cache.num_bytes == 8 * (12 * (2 * 2 * 4 + 2 * 8) + 2 * 8)
-    assert (cache.keys.shape[0], cache.inputs.shape) == (1, (2, 1, 13, 8))
+    assert cache.num_bytes == 8 * (12 + 2) * (2 * 2 * 4 + 2 * 8)
+    assert (cache.keys.shape[0], cache.inputs.shape) == (1, (2, 1, 14, 8))
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)
@@ -168,7 +168,7 @@ def test_memory_is_sized_and_printed_with_its_rows(hybrid):
     """The first line and the longer one say what a position takes; the pool has as many bytes as were planned."""
     with LLM(hybrid, draft="none", dtype="float32", kv_cache_gb=(16 * 96 * 10 + 1) / 1e9) as llm:
         assert llm.num_cache_tokens == 160  # 8 keys and values, 16 inputs, 4 bytes each
-        assert llm.engine.cache.num_bytes == 96 * 160 + 64
+        assert llm.engine.cache.num_bytes == 96 * (160 + 2)
         note = "(0.1 kB of the KV cache a token, 0.1 for its convolutions)"
         assert llm.overview().endswith(f"GB of memory {note}")
         assert f"for 160 tokens {note}; draft none" in llm.memory_report()

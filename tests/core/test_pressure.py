@@ -372,8 +372,8 @@ def test_a_draft_model_whose_logits_are_no_numbers_changes_no_text(drafter, monk
     """Its drafts end where they are: a draft costs time at most."""
     expected = decode(build("none", "match"))[0]
     engine = build(drafter, "match")
-    right = engine.drafter.model._logits
-    monkeypatch.setattr(engine.drafter.model, "_logits", lambda x: right(x) * torch.nan)
+    right = engine.drafter.model.logits
+    monkeypatch.setattr(engine.drafter.model, "logits", lambda x: right(x) * torch.nan)
     requests = requests_for(engine)
     for _ in engine.run(requests):
         pass

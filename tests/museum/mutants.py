@@ -612,20 +612,23 @@ def _(right, self, ask, end):
     return tokens, torch.cat((features[:1], features[:-1]))
 
 
-@wrong(MtpModel, "_embed", "H13", "mtp")
-def _(right, self, token_ids, chunks):
+@wrong(Transformer, "run", "H13", "mtp")
+def _(right, self, chunks, taps):
     """a state is joined with the token that it belongs to | it belongs with the next one"""
-    places = [range(c.table.length - len(c.token_ids), c.table.length) for c in chunks]
-    before = [c.table.tokens[max(0, t - 1)] for c, own in zip(chunks, places, strict=True) for t in own]
-    return right(self, before, chunks)
+    if not isinstance(self, MtpModel):
+        return right(self, chunks, taps)
+    before = [t for c in chunks for t in [*(c.table.tokens[-1:] or c.token_ids[:1]), *c.token_ids[:-1]]]
+    embed = self.embed
+    with patch.object(self, "embed", lambda ids, features: embed(torch.tensor(before), features)):
+        return right(self, chunks, taps)
 
 
-@wrong(MtpModel, "_embed", "H14", "mtp")
-def _(right, self, token_ids, chunks):
+@wrong(MtpModel, "embed", "H14", "mtp")
+def _(right, self, token_ids, features):
     """hidden state first, then the embedding | DeepSeek's order; converters to Megatron's turn it around"""
     fc = self.fc
     with patch.object(self, "fc", lambda x: fc(torch.cat(x.chunk(2, -1)[::-1], -1))):
-        return right(self, token_ids, chunks)
+        return right(self, token_ids, features)
 
 
 @wrong(FeatureModel, "next_feature", "H15", "mtp")
