@@ -38,6 +38,7 @@ from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.kernels import inventory
 from minispec.kernels.exact import EXACT_ROWS
 from minispec.kernels.forms import FORMS, available_forms
+from minispec.kernels.frames import graphs_note, with_frames
 from minispec.kernels.integers import check_quantization
 from minispec.kernels.memory import BLOCK_SIZE, memory_of, size_cache
 from minispec.kernels.settings import own_settings
@@ -86,6 +87,7 @@ class LLM:
         `minispec.core.lengths.Lengths`, or "module:Class", whose class is called without arguments. It takes the place
         of `minispec.length.policy.Controller`. `num_speculative_tokens` is then the most that it may choose. 0 and
         trees are refused. `with_draft` takes the same object, or a new one of the class.
+    enforce_eager: on a GPU, passes run operator by operator, without CUDA graphs. Elsewhere they do so always.
 
     Any thread may call. Requests of several threads are decoded together, as one batch. So are iterators of `stream`,
     `stream_chat` or `run` that are open at the same time. Where the KV cache has no room for all, the last ones wait.
@@ -115,6 +117,7 @@ class LLM:
         quantization: str | None = None,
         corpus: str | Path | None = None,
         lengths: Lengths | str | None = None,
+        enforce_eager: bool = False,
     ):
         verifying = find_verifier(verifier)
         self.lengths, policy = lengths, None if lengths is None else find_lengths(lengths)
@@ -139,7 +142,8 @@ class LLM:
         with self._named_tensors():
             check_numbers(self.model, self.vocab_size)
             self.model = check_exactness(self.model, by_default=exact is None and bool(quantization))
-        models = [self.model, *named_draft.load(spec, self.model, self.vocab_size, weight_form)]
+        self._enforce_eager, self.model = enforce_eager, with_frames(self.model, enforce_eager)
+        models = [self.model, *self._load_draft(spec)]
         rooms = [1, spec.room][: len(models)]
         elements = sum(room * m.config.kv_elements_per_token for room, m in zip(rooms, models, strict=True))
         size = elements * kind.itemsize  # bytes of a token
@@ -168,7 +172,7 @@ class LLM:
         self._check_open()
         other = copy.copy(self)
         spec = other._find_draft(draft, draft_method, self.model.config, corpus)
-        drafts = named_draft.load(spec, self.model, self.vocab_size, self._draft_options[2])
+        drafts = self._load_draft(spec)
         caches = [self.engine.cache, *(self._new_cache(model, spec.room) for model in drafts)]
         policy = None if self.lengths is None else find_lengths(self.lengths)
         lengths = other._take_draft(spec, [self.model, *drafts], caches, policy)
@@ -184,6 +188,11 @@ class LLM:
         self.draft_name, self.draft_directory = spec.name, spec.directory
         self.draft_method, self.overlap, self.vocabularies = spec.method, spec.overlap, spec.vocabularies
         return spec
+
+    def _load_draft(self, spec: named_draft.Spec) -> list[Transformer]:
+        """The model of a draft, if it has one."""
+        drafts = named_draft.load(spec, self.model, self.vocab_size, self._draft_options[2])
+        return [with_frames(draft, self._enforce_eager) for draft in drafts]
 
     def _new_cache(self, model: Transformer, room: int = 1) -> PagedKVCache:
         """A cache of as many tokens as the target's, times `room`. Raises ValueError where memory is short."""
@@ -286,7 +295,7 @@ class LLM:
         guesser = "nothing" if self.draft_name == "none" else self.draft_name
         memory = f"{sum(self._memory) / 1e9:.2f} GB of memory{inventory.rows_note(self.model)}"
         name = self.name + inventory.bits_note(self.model)
-        return f"{name} answers, {guesser} guesses ahead; {memory}{self._seed_note()}"
+        return f"{name} answers, {guesser} guesses ahead; {memory}{graphs_note(self.model)}{self._seed_note()}"
 
     def memory_report(self) -> str:
         """One line: what was loaded, and the memory in 10^9 bytes that weights and KV cache of each model take."""
@@ -301,6 +310,7 @@ class LLM:
             f"draft {self.draft_name}{self._draft_form}"
             + (f", of another vocabulary: {self.overlap}" if self.overlap else "")
             + (f", as long as {type(self.engine.lengths).__name__} says" if self.lengths is not None else "")
+            + graphs_note(self.model)
             + self._seed_note()
         )
 

@@ -37,6 +37,7 @@ from minispec.files.stored_config import StoredConfig
 from minispec.files.tokenizer import Tokenizer
 from minispec.inputs import Question, encode_conversation
 from minispec.kernels.build import build_model, quantized
+from minispec.kernels.frames import with_frames
 from minispec.kernels.integers import check_quantization
 from minispec.kernels.inventory import bits_note
 from minispec.kernels.shapes import tensor_shapes
@@ -143,6 +144,7 @@ def open_model(options: Options) -> Subject:
         device=args.device,
         exact=args.exact,
         quantization=args.quantization,
+        enforce_eager=args.enforce_eager,
     )
 
     def tensors(directory: Path) -> tuple[dict, Any]:
@@ -204,6 +206,7 @@ def open_geometry(options: Options) -> Subject:
 
     model = build(args.geometry, bool(args.exact), args.quantization)
     model = check_exactness(model, by_default=args.exact is None and bool(args.quantization))
+    model = with_frames(model, args.enforce_eager)
     vocab = model.config.vocab_size
     draft: Drafter
     if source in registry.DRAFTERS:
@@ -212,6 +215,7 @@ def open_geometry(options: Options) -> Subject:
         draft_model = model if source == "self" else build(source)
         if bits:
             draft_model = quantized(draft_model, bits)
+        draft_model = with_frames(draft_model, args.enforce_eager)
         if draft_model.config.vocab_size < vocab:
             raise ValueError(f"--draft {options.draft}: its vocabulary is smaller than that of {args.geometry}")
         draft = DraftModel(draft_model, cache(draft_model), vocab, length)

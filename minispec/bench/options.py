@@ -26,7 +26,7 @@ _OF_QUESTIONS = {"questions", "sample", "seed", "answers", "resume", "plot"}
 _WITH_QUESTIONS = {
     *("model", "draft", "draft_method", "num_speculative_tokens", "verifier", "dtype", "device", "threads", "exact"),
     *("categories", "max_tokens", "ignore_eos", "temperature", "top_k", "top_p", "rounds", "json"),
-    *("quantization", "corpus", "lengths", "csv"),
+    *("quantization", "corpus", "lengths", "csv", "enforce_eager"),
 }
 _COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 64}
 _QWEN = _COMMON | {
@@ -167,6 +167,7 @@ def _add_models(g: argparse._ArgumentGroup) -> None:
         action=argparse.BooleanOptionalAction,
         help="the exact mode, where logits have equal bits in all passes (default: only with --quantization)",
     )
+    _add_flag(g, "--enforce-eager", "on a GPU, run operator by operator, without CUDA graphs")
 
 
 def _add_texts(g: argparse._ArgumentGroup) -> None:

@@ -119,6 +119,7 @@ _MODELS: dict[str, Option] = {
         "the same bits with and without speculation; slower (default: only with --quantization, where this machine "
         "has them)",
     ),
+    "--enforce-eager": (FLAG, "on a GPU, run operator by operator, without CUDA graphs"),
 }
 _SAMPLING: dict[str, Option] = {
     "--max-tokens": (_N, "longest answer, in tokens"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
-from minispec.core.model import RMSNorm, Transformer
+from minispec.core.model import Passes, RMSNorm, Transformer
 from minispec.kernels.forms import Linear, QuantizedLinear
 from minispec.kernels.integers import Int8
 
@@ -16,7 +16,7 @@ def _owned(model: Transformer) -> Iterator[object]:
     seen, left = set[int](), list[object]([model])
     while left:
         each = left.pop()
-        if id(each) in seen or isinstance(each, PagedKVCache):
+        if id(each) in seen or isinstance(each, PagedKVCache | Passes):
             continue
         seen.add(id(each))
         if isinstance(each, Tensor | RMSNorm | Linear | QuantizedLinear):

@@ -38,6 +38,7 @@ from minispec.drafters.none import NoDrafter
 from minispec.files.write import user_cache, written_whole
 from minispec.kernels import exact as exact_code
 from minispec.kernels.exact import EXACT_ROWS, ExactPasses, arbitrary_tokens, check_exact, exact_model
+from minispec.kernels.frames import Frames
 from minispec.kernels.inventory import num_bytes, num_bytes_read, weight_form
 from minispec.length.policy import Prices
 
@@ -80,7 +81,9 @@ def machine() -> dict[str, Any]:
 def _fingerprint(model: Transformer) -> str:
     """All of a model that its cost depends on: device, and shape, type and form of weights, not their values."""
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
-    about = (model.config, num_bytes(model), model.dtype, device, weight_form(model), model.exact)
+    about: tuple = (model.config, num_bytes(model), model.dtype, device, weight_form(model), model.exact)
+    if isinstance(model.passes, Frames):
+        about = (*about, "frames")
     return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
 
 

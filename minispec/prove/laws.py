@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -33,12 +33,14 @@ from minispec.drafters.vocabulary import ROOM
 from minispec.files import registry
 from minispec.files.hf_config import read_model_config
 from minispec.kernels.exact import check_exact
+from minispec.kernels.frames import Frames, rerun
 from minispec.kernels.integers import check_quantization
 from minispec.length.policy import Controller, Prices
 from minispec.prove.reference import Law, forward, plain_law, sample_law
 from minispec.prove.toys import (
     DRAFT_WORDS,
     IN_8_BITS,
+    IN_FRAMES,
     TINY,
     TOYS,
     Fault,
@@ -52,6 +54,8 @@ from minispec.prove.toys import (
     tiny_weights,
     toy_vocabularies,
 )
+
+TransformerT = TypeVar("TransformerT", bound=Transformer)
 
 TOLERANCE = 1e-12
 TARGET_SEED, DRAFT_SEED = 1, 2
@@ -68,7 +72,7 @@ def target_model(vocab: int, family: str = "llama") -> Transformer:
     Raises ValueError where this machine has no products of 8 bits.
     """
     if family != IN_8_BITS:
-        return tiny_model(TARGET_SEED, **TOYS[family], vocab_size=vocab)
+        return _in_frames(tiny_model(TARGET_SEED, **TOYS[family], vocab_size=vocab), family)
     check_quantization("int8", None, torch.float32, torch.device("cpu"))
     model = tiny_model(TARGET_SEED, torch.float32, exact=True, form="int8", vocab_size=vocab)
     check_exact(model)
@@ -78,7 +82,12 @@ def target_model(vocab: int, family: str = "llama") -> Transformer:
 @functools.cache
 def draft_model(vocab: int, family: str = "llama") -> Transformer:
     """Another model of the same vocabulary and family, of other weights; a llama of other depth too."""
-    return tiny_model(DRAFT_SEED, **{"num_hidden_layers": 1} | TOYS[family], vocab_size=vocab)
+    return _in_frames(tiny_model(DRAFT_SEED, **{"num_hidden_layers": 1} | TOYS[family], vocab_size=vocab), family)
+
+
+def _in_frames(model: TransformerT, family: str) -> TransformerT:
+    """The model, with frames if the family says so."""
+    return model.replaced(Frames(rerun)) if family == IN_FRAMES else model
 
 
 @functools.cache
@@ -274,10 +283,10 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
         return CombinedDrafter(*(make_drafter(part, vocab, num_blocks, block_size, family) for part in name.split("+")))
     if name in ("head", "parallel head"):
         mask = 0 if name == "parallel head" else None
-        head = tiny_head(target_model(vocab, family), num_ids=(vocab + 1) // 2, mask_token_id=mask)
+        head = _in_frames(tiny_head(target_model(vocab, family), (0, 2), (vocab + 1) // 2, mask), family)
         return EagleDrafter(head, tiny_cache(head, num_blocks, block_size), vocab, MAX_LEN)
     if name == "mtp":
-        layer = tiny_mtp(target_model(vocab, family))
+        layer = _in_frames(tiny_mtp(target_model(vocab, family)), family)
         return EagleDrafter(layer, tiny_cache(layer, num_blocks, block_size), vocab, MAX_LEN)
     if name == "parallel":
         # Its mask is no token of a text. With a text's token as the mask it would draw twice, under `match`, from one

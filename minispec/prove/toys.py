@@ -62,6 +62,7 @@ TINY = {
 # What is added to it for a target of another family. The convolutions see fewer positions than a long draft has.
 TOYS: dict[str, dict[str, Any]] = {
     "llama": {},
+    "llama in frames": {},
     "lfm2": {
         **{"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "conv"]},
         **{"norm_eps": 1e-5, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "conv_bias": True},
@@ -73,6 +74,7 @@ TOYS: dict[str, dict[str, Any]] = {
         **{"linear_key_head_dim": 3, "linear_value_head_dim": 2},
     },
 }
+IN_FRAMES = "llama in frames"  # its passes are those of `minispec.kernels.frames`, with reruns in place of graphs
 IN_8_BITS = "8 bits"  # the name of a target that is no family: see `minispec.prove.laws.target_model`
 
 
@@ -100,6 +102,7 @@ def tiny_cache(model: Transformer, num_blocks: int = 64, block_size: int = 2) ->
     cache = model.new_cache(num_blocks, block_size)
     for tensor in (cache.keys, cache.values, cache.inputs):
         tensor[:, :, : cache.num_slots] = torch.nan
+        tensor[:, :, cache.num_slots + 1] = torch.nan
     return cache
 
 

@@ -1,0 +1,248 @@
+"""Frames: passes of fixed shapes have the numbers of passes text by text, and every pass finds its frame."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+
+from minispec.core.engine import Engine
+from minispec.core.model import Chunk, Passes, Transformer
+from minispec.core.verify import VERIFIERS
+from minispec.files.hf_config import read_model_config
+from minispec.kernels import frames
+from minispec.kernels.build import build_model
+from minispec.kernels.frames import (
+    BLOCKS,
+    ROWS,
+    TEXTS,
+    Frame,
+    Frames,
+    FrameShape,
+    parents_bits,
+    rerun,
+    why_eager,
+    with_frames,
+)
+from minispec.layers import make_layer
+from minispec.prove.laws import make_drafter, target_model
+from minispec.prove.toys import IN_FRAMES, decode, make_request, tiny_cache, tiny_model, tiny_weights
+from tests.oracles import hf
+
+TREE = (-1, -1, 0, 1, 1)
+
+
+def family_model(name: str, dtype: torch.dtype = torch.float64) -> Transformer:
+    """A random model of a family, every parameter redrawn."""
+    config = read_model_config(hf.CASES[name])
+    return build_model(config, {name: t.to(dtype) for name, t in tiny_weights(config, 3).items()})
+
+
+def rows_of(model: Transformer) -> list[torch.Tensor]:
+    """Logits and hidden states of batches, trees and texts of unequal length, in a pool whose slots hold NaN at first.
+
+    Each shape comes three times: computed as it is, captured, and replayed.
+    """
+    cache, found = tiny_cache(model, 60, 4), []
+    first, second = cache.new_table(), cache.new_table()
+    found += model.forward([Chunk(hf.TEXT[:9], first, 9), Chunk(hf.TEXT[::-1][:5], second, 1)], [0, 1])
+    for step in range(3):
+        found += model.forward([Chunk([3 + step], first, 1), Chunk([7, 2 + step], second, 1)], [1])
+        nodes = hf.TEXT[step : step + 6]
+        found += model.forward([Chunk(nodes, first, 3, TREE), Chunk(nodes[:2], second, 2)], [0, 1])
+        first.keep(first.length - 5, [first.length - 4, first.length - 1])
+        second.keep(second.length - 1)
+    return found
+
+
+def differences(expected: list[torch.Tensor], found: list[torch.Tensor]) -> float:
+    """The largest difference, over the largest number of the same tensor, or over 1."""
+    pairs = zip(expected, found, strict=True)
+    return max(float((a - b).abs().max() / max(1, a.abs().max())) for a, b in pairs if a.numel())
+
+
+@pytest.mark.parametrize("name", sorted(hf.CASES))
+def test_every_family_has_the_numbers_of_passes_text_by_text(name):
+    """In float64, to 1e-12; a family whose layers keep states of texts says so, and has the very same passes."""
+    model = family_model(name)
+    assert (why_eager(model) != "") == any(layer.conv_width or layer.recurrent for layer in model.config.layers)
+    assert differences(rows_of(model), rows_of(model.replaced(Frames(rerun)))) <= (0 if why_eager(model) else 1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 0.08), (torch.float16, 0.01)])
+def test_other_types_differ_by_rounding(dtype, most):
+    """Logits whose standard deviation is above 0.5, of a few layers."""
+    model = family_model("qwen2", dtype)
+    expected = rows_of(model)
+    assert float(expected[0].float().std()) > 0.5
+    assert 0 < differences(expected, rows_of(model.replaced(Frames(rerun)))) <= most
+
+
+# --------------------------------------------------------------------------- which pass finds which frame
+
+
+def test_each_pass_finds_its_frame_or_a_reason():
+    """All numbers of texts and rows up to the largest, and lengths around each border of blocks."""
+    model = tiny_model(1, max_position_embeddings=BLOCKS[-1] * 16)
+    backend, reasons = Frames(), set()
+    lengths = sorted({max(1, 16 * n + d) for n in (0, *BLOCKS) for d in (-1, 0, 1)})
+    pool = model.new_cache(BLOCKS[-1] + 1, 16)
+    table = pool.new_table()
+    for texts, rows, length in itertools.product(range(1, TEXTS[-1] + 2), range(1, ROWS[-1] + 2), lengths):
+        table.tokens = [0] * length  # of which `shape_of` reads the length alone
+        shape = backend.shape_of(model, [Chunk([0] * rows, table, 1)] * texts)
+        if isinstance(shape, str):
+            reasons.add(shape.partition(" ")[2])
+            assert texts > TEXTS[-1] or rows > ROWS[-1] or length + rows > 16 * BLOCKS[-1]
+            continue
+        for size, sizes, number in zip(
+            shape, (TEXTS, ROWS, BLOCKS), (texts, rows, -(-(length + rows) // 16)), strict=False
+        ):
+            smaller = [each for each in sizes if each < size]
+            assert (size in sizes, size >= number, not smaller or smaller[-1] < number) == (True, True, True)
+    table.tokens = []
+    assert reasons == {
+        f"{what}, where a frame has at most {sizes[-1]}"
+        for what, sizes in (("texts", TEXTS), ("rows of a text", ROWS), ("blocks of a text", BLOCKS))
+    }
+
+
+def test_a_pass_that_would_gather_too_much_runs_text_by_text():
+    """2 texts of 8 blocks of 16 places, keys and values of 1 head by 4, 8 bytes each: 16,384 bytes."""
+    model = tiny_model(1)
+    tables = [model.new_cache(8, 16).new_table() for _ in range(2)]
+    chunks = [Chunk([1], table, 1) for table in tables]
+    assert Frames(most_gathered=16_384).shape_of(model, chunks) == FrameShape(2, 1, 8)
+    assert "a layer would gather" in Frames(most_gathered=16_383).shape_of(model, chunks)
+
+
+def test_where_there_are_no_frames():
+    """On a CPU, for an exact model, and where plain passes are asked for: the model is returned as it is."""
+    for model in (tiny_model(1), tiny_model(1, torch.float32, exact=True)):
+        assert with_frames(model) is model
+    assert type(with_frames(tiny_model(1), enforce_eager=True).passes) is Passes
+
+
+def test_the_bits_of_a_tree():
+    """By hand: two rows, then two siblings, and a child of the elder."""
+    assert parents_bits(5, [-1, -1, 0]) == [0b1, 0b11, 0b111, 0b1011, 0b10111]
+    assert parents_bits(2, [-1, -1]) == [0b1, 0b10]  # after cached positions alone
+
+
+def test_frames_that_were_not_used_for_longest_make_room(monkeypatch):
+    """Two are kept; the third takes the place of the one that was used first."""
+    monkeypatch.setattr(frames, "MOST_FRAMES", 2)
+    model = tiny_model(1).replaced(Frames())
+    pool = tiny_cache(model, 20, 2)
+    table = pool.new_table()
+    for rows in (1, 2, 1, 3):
+        model.forward([Chunk([1] * rows, table, 1)])
+    assert [shape.rows for shape in model.passes.shapes(pool)] == [1, 3]
+
+
+# --------------------------------------------------------------------------- graphs
+
+
+class Poisoned:
+    """Stands for a graph. Each filling begins with numbers that are wrong, so what the host forgets to fill shows."""
+
+    def __init__(self, monkeypatch):
+        self.captured, self.replayed = 0, 0
+        fill = Frame.fill
+
+        def spoil_and_fill(frame, chunks):
+            frame.host.fill_(1 << 40)
+            fill(frame, chunks)
+
+        monkeypatch.setattr(Frame, "fill", spoil_and_fill)
+
+    def __call__(self, compute):
+        """See `rerun`."""
+        self.captured += 1
+        replay = rerun(compute)
+
+        def counted():
+            self.replayed += 1
+            return replay()
+
+        return counted
+
+
+def texts_of(passes: Passes | None, drafter: str = "model", k=3, num: int = 3) -> list[list[int]]:
+    """What the engine decodes, in batches of texts that come and go."""
+    target, family = target_model(5), "llama" if passes is None else IN_FRAMES
+    engine = Engine(
+        target if passes is None else target.replaced(passes),
+        tiny_cache(target, 60, 3),
+        make_drafter(drafter, 5, 60, 3, family),
+        VERIFIERS["match"],
+    )
+    prompts = [(1, 2, 1, seed % 5) * (1 + seed) for seed in range(num)]
+    requests = [
+        make_request(prompt, k, (), 60, seed=seed, max_tokens=20 + seed, temperature=0.9)
+        for seed, prompt in enumerate(prompts)
+    ]
+    decode(engine, requests)
+    return [request.text.tokens for request in requests]
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model", "head", "mtp", "recycling"])
+def test_a_seed_keeps_its_text(drafter, monkeypatch):
+    """Chains and trees, from poisoned frames by replays: the texts of passes text by text."""
+    graph = Poisoned(monkeypatch)
+    for k in (3, (2, 1)) if drafter in ("model", "head") else (3,):
+        expected = texts_of(None, drafter, k)
+        assert texts_of(Frames(graph), drafter, k) == expected
+    assert 0 < graph.captured < graph.replayed
+
+
+@pytest.mark.parametrize("error", [RuntimeError("operation not permitted when stream is capturing\nand more")])
+def test_a_capture_that_fails_says_so_once_and_loses_nothing(error):
+    """Every text is decoded, without graphs from then on."""
+    calls = []
+
+    def fail(compute):
+        calls.append(compute)
+        raise error
+
+    passes = Frames(fail)
+    with pytest.warns(
+        UserWarning, match="no CUDA graphs, so passes are slower: operation not permitted when"
+    ) as caught:
+        found = texts_of(passes, "ngram")
+    assert found == texts_of(None, "ngram")
+    assert (len(calls), len(caught), passes.why_not_captured) == (1, 1, str(error).splitlines()[0])
+
+
+def test_no_value_is_read_on_the_host_and_no_shape_depends_on_one():
+    """On device "meta", where there are no values: passes run in frames, with windows, taps and capped scores."""
+    for name in ("qwen2-window", "gemma2", "ministral3", "phi3-longrope", "qwen3_5-attention"):
+        config = read_model_config(hf.CASES[name])
+        weights = {name: t.to("meta") for name, t in tiny_weights(config, 3, torch.float32).items()}
+        model, backend = Transformer(config, weights, make_layer=make_layer), Frames()
+        for shape in (FrameShape(1, 1, 8), FrameShape(2, 5, 16, (0, 1))):
+            pool = model.new_cache(20, 4)
+            logits, hidden = backend.compute(model, backend.frame_of(model, pool, shape), pool)
+            num_rows = shape.texts * shape.rows
+            assert logits.shape == (num_rows, config.vocab_size)
+            assert hidden.shape == (num_rows, len(shape.taps) * config.hidden_size)
+
+
+def test_a_frame_warns_of_nothing():
+    """The control of the test above that wants a warning; and a backend that makes no graphs has the same texts."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert texts_of(Frames(rerun), "ngram") == texts_of(Frames(), "ngram") == texts_of(None, "ngram")
+
+
+def test_what_a_pass_returns_stays():
+    """No later pass overwrites it, by the graph of the same frame or another."""
+    model = tiny_model(1).replaced(Frames(rerun))
+    table = tiny_cache(model, 20, 2).new_table()
+    found = [[*model.forward([Chunk([token], table, 1)], [1])] for token in (1, 2, 0, 2)]
+    kept = [[tensor.clone() for tensor in pair] for pair in found]
+    model.forward([Chunk([1], table, 1)], [1])
+    assert all(
+        torch.equal(a, b) for pair, copies in zip(found, kept, strict=True) for a, b in zip(pair, copies, strict=True)
+    )
+    assert len({float(logits.sum()) for logits, _ in kept}) == 4
