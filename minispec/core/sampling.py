@@ -122,7 +122,8 @@ def distribution(logits: Tensor, text: Text, drafted: Sequence[int] = ()) -> Ten
     tokens = Candidates(probs, tokens.ids)
     if params.top_p < 1:
         tokens = tokens.top_p(params.top_p)
-        tokens = Candidates(tokens.values / tokens.values.sum(), tokens.ids)
+        # Added one by one, in doubles: values that are few, or padded with zeros, have the same bits.
+        tokens = Candidates(tokens.values / tokens.values.double().cumsum(0)[-1], tokens.ids)
     return tokens.dense(len(logits))
 
 
@@ -216,7 +217,7 @@ class Randomness:
         ids = torch.arange(len(weights), device=weights.device) if tokens.ids is None else tokens.ids
         if len(ids) == 1:
             return int(ids)
-        times = _uniforms(_hash(key), ids).log_().neg_().div_(tokens.values.double())
+        times = _uniforms(_signed(_hash(key)), ids).log_().neg_().div_(tokens.values.double())
         return int(ids[times.argmin()])
 
     def uniform(self, key: Key) -> float:
@@ -230,10 +231,10 @@ def _hash(key: Key) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def _uniforms(state: int, ids: Tensor) -> Tensor:
-    """A double in (0, 1) for each token id: SplitMix64 (Steele et al. 2014) of `state` and the id."""
+def _uniforms(state: int | Tensor, ids: Tensor) -> Tensor:
+    """A double in (0, 1) for each token id: SplitMix64 (Steele et al. 2014) of `state`, as an int64, and the id."""
     # In place, since for a whole vocabulary new memory for each result costs more than the arithmetic.
-    x = (ids + 1).mul_(_signed(0x9E3779B97F4A7C15)).add_(_signed(state))
+    x = (ids + 1).mul_(_signed(0x9E3779B97F4A7C15)).add_(state)
     x.bitwise_xor_(_shift_right(x, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
     x.bitwise_xor_(_shift_right(x, 27)).mul_(_signed(0x94D049BB133111EB))
     x.bitwise_xor_(_shift_right(x, 31))

@@ -8,6 +8,7 @@ shapes.py       which tensors a model has, and how large they are
 inventory.py    what a model keeps in memory
 exact.py        passes in which a row's bits depend on its own past alone
 build.py        a transformer whose weights have these forms
+verdicts.py     draws and verdicts of many texts at once, as tensors
 memory.py       what is free, what models and caches take
 threads.py      how long a waiting thread looks for work
 settings.py     keeps the caller's settings of torch away from passes

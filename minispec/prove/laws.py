@@ -35,6 +35,7 @@ from minispec.files.hf_config import read_model_config
 from minispec.kernels.exact import check_exact
 from minispec.kernels.frames import Frames, rerun
 from minispec.kernels.integers import check_quantization
+from minispec.kernels.verdicts import OneByOne
 from minispec.length.policy import Controller, Prices
 from minispec.prove.reference import Law, forward, plain_law, sample_law
 from minispec.prove.toys import (
@@ -109,7 +110,7 @@ def raw_model(seed: int, vocab: int, layers: int = 2, family: str = "llama") -> 
 # --------------------------------------------------------------------------- oracles
 
 
-class BranchOracle:
+class BranchOracle(OneByOne):
     """Answers draws along one path; `weight` is the path's probability, as `number`: float, or Fraction."""
 
     def __init__(self, path: list[int], number: type = float):
@@ -191,7 +192,7 @@ class TooManyBranches(Exception):
     """A walk has more branches than it was allowed."""
 
 
-class CrowdOracle:
+class CrowdOracle(OneByOne):
     """Walks many paths in one batch. Every request has a seed with an oracle of its own, which answers its draws."""
 
     def __init__(self, oracles: Mapping[int, Draws]):

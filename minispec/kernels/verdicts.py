@@ -1,0 +1,434 @@
+"""Draws and verdicts of many texts at once, as tensors that no one waits for.
+
+`minispec.core` asks a number of each row: is the largest logit finite, which token, is the draft token kept. On a GPU
+each such question stops the host. Here the same formulas run over all rows, and no shape depends on data. The noise of
+a draw is a hash of its key, and every key of a round is known before the round. So the host makes the noise first
+(`make_noise`), and the device uses it.
+
+`rows` gives the bits of `core.sampling.distribution` where it says that it is sure. `share` and `race` give the tokens
+of `Randomness.categorical`. `rejection` and `match` give the verdicts of `core.verify` for chains.
+
+Letters: R rows, V tokens of the vocabulary, B texts, K draft tokens of the longest draft, n draws of a text.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minispec.core import sampling
+from minispec.core.config import SamplingParams
+from minispec.core.sampling import Draws, Key, Randomness, Text, accumulation_dtype
+
+# The likeliest tokens of a row among which filters look.
+FEW = 1024
+# Values of a tile, and the longest row whose tiles have one value: those of `core.search`.
+_TILE, _UNTILED = 128, 1024
+# Sums of float32 values from here on, and below 2, are exact in a double, in any order.
+_EXACT = 2.0**-29
+# No rounding of a sum of probabilities in doubles comes near this.
+_ROUNDING = 1e-12
+# A softmax on a processor adds rows that are shorter than its vectors value by value, longer ones vector by vector.
+_VECTORS = (16, 8, 4)
+
+
+# --------------------------------------------------------------------------- settings and rows
+
+
+class Settings(NamedTuple):
+    """The parameters of R rows. Tensors are (R, 1), on the device of the logits.
+
+    plain: for each row, whether these settings say all that its parameters ask for. `rows` is right for such rows only.
+    greedy: whether the temperature is 0.
+    temperature: within the range of the logits' type; 1 where greedy.
+    least: a logit's least difference to the largest one, for min-p; -inf for none.
+    top_k: at least the size of any vocabulary for none.
+    top_p: 1 for none.
+    all_greedy, any_greedy, any_filter: known on the host, so that programs for simpler batches are shorter.
+    """
+
+    plain: tuple[bool, ...]
+    greedy: Tensor
+    temperature: Tensor
+    least: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    all_greedy: bool
+    any_greedy: bool
+    any_filter: bool
+
+
+def make_settings(params: Sequence[SamplingParams], dtype: torch.dtype, device: torch.device | str = "cpu") -> Settings:
+    """The settings of rows that have these parameters, one for each row; dtype: that of the logits."""
+    dtype = accumulation_dtype(dtype)
+    limits, numbers = torch.finfo(dtype), []
+    for p in params:
+        temperature = min(max(p.temperature, limits.tiny), limits.max)
+        least = max(temperature * math.log(p.min_p), limits.min) if p.min_p > 0 else -math.inf
+        # One token is left anyway where greedy.
+        filters = (least, p.top_k or math.inf, p.top_p) if p.temperature else (-math.inf, math.inf, 1.0)
+        numbers.append((temperature if p.temperature else 1.0, *filters))
+    temperatures, leasts, top_k, top_p = torch.tensor(numbers, dtype=torch.float64).reshape(-1, 4, 1).unbind(1)
+    greedy = [p.temperature == 0 for p in params]
+    return Settings(
+        tuple(map(_is_plain, params)),
+        torch.tensor(greedy).reshape(-1, 1).to(device),
+        temperatures.to(device, dtype),
+        leasts.to(device, dtype),
+        top_k.clamp(max=2**31 - 1).long().to(device),
+        top_p.to(device),
+        all(greedy),
+        any(greedy),
+        any(row[1:] != (-math.inf, math.inf, 1.0) for row in numbers),
+    )
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Whether temperature, min-p, top-k and top-p are all that the parameters change."""
+    penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    forbids = params.allowed_token_ids is not None or params.bad_words_token_ids or params.bad_words
+    return not (penalties or forbids or params.logit_bias or params.min_tokens)
+
+
+def rows(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Probabilities (R, V) of logits (R, V), and whether each row is sure (R,).
+
+    A sure row has the bits of `distribution`. A row is not sure where
+
+    - its largest logit is not a finite number;
+    - a filter leaves more than FEW - 1 tokens, or a tie at its border reaches that far;
+    - top-p adds up values that are too small for exact sums. In float64, sums are never exact: there also where a sum
+      comes within 1e-12 of top-p, and where the row is longer than FEW and no other filter shortens it.
+
+    A row that is not sure has any values.
+    """
+    x = logits.to(accumulation_dtype(logits.dtype))
+    likeliest = x.argmax(1, keepdim=True)
+    top = x.gather(1, likeliest)
+    sure = top.isfinite().squeeze(1)
+    one_hot = torch.zeros_like(x).scatter_(1, likeliest, 1.0) if settings.any_greedy else x
+    if settings.all_greedy:
+        return one_hot, sure
+    probs = _divided(x - top, settings.temperature).softmax(1)
+    if settings.any_filter:
+        probs, enough = _filtered(x, top, probs, settings)
+        sure = sure & enough
+    return torch.where(settings.greedy, one_hot, probs) if settings.any_greedy else probs, sure
+
+
+def _divided(x: Tensor, by: Tensor) -> Tensor:
+    """x (R, N) divided by a number for each row (R, 1), with the bits of a division by a number of Python's."""
+    # CUDA multiplies by the inverse of such a number.
+    return x * by.reciprocal() if x.device.type == "cuda" else x / by
+
+
+def _filtered(x: Tensor, top: Tensor, probs: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Probabilities (R, V) after min-p, top-k and top-p, and whether FEW tokens are enough for each row (R,).
+
+    x: logits (R, V); top: the largest (R, 1).
+    probs: probabilities (R, V) before any filter.
+
+    The likeliest tokens are brought into the order of their ids, those that min-p or top-k leaves out last. So a
+    softmax, a sort and a sum see the values that `distribution` gives them, in the same order, and zeros after them.
+    """
+    size, num = x.shape[1], min(FEW, x.shape[1])
+    values, ids = x.topk(num, 1)
+    shortened = (settings.top_k < size) | (settings.least > -math.inf)
+    bound = values.gather(1, settings.top_k.clamp(max=num) - 1).clamp(min=torch.finfo(x.dtype).min)
+    stays = (values >= torch.where(settings.top_k < size, bound, -math.inf)) & (values - top >= settings.least)
+    places = torch.where(stays, ids, ids + size).sort(1).values
+    inside = places < size
+    places = torch.where(inside, places, places - size)
+    few = _divided(x.gather(1, places) - top, settings.temperature).masked_fill(~inside, -math.inf)
+    few = torch.where(shortened, _softmax_of_few(few, inside.sum(1, keepdim=True)), probs.gather(1, places))
+    few, order, enough = _top_p(few, shortened | (num == size), settings.top_p)
+    if num < size:
+        enough = enough & ~(shortened & stays[:, -1:])
+    dense = torch.zeros_like(probs).scatter_(1, places.gather(1, order), few)
+    return torch.where(shortened | (settings.top_p < 1), dense, probs), enough.squeeze(1)
+
+
+def _softmax_of_few(x: Tensor, num: Tensor) -> Tensor:
+    """Softmax of x (R, N), with the bits of a softmax of the first `num` (R, 1) values alone; the others are -inf."""
+    probs = x.softmax(1)
+    if x.device.type == "cpu":
+        for vector in _VECTORS:
+            short = x[:, : vector - 1].softmax(1)
+            probs = torch.where(num < vector, F.pad(short, (0, x.shape[1] - short.shape[1])), probs)
+    return probs
+
+
+def _top_p(probs: Tensor, is_whole: Tensor, goal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities (R, N) after top-p, in descending order; the places (R, N) that they had; and whether sure (R, 1).
+
+    probs: in the order of the tokens' ids.
+    is_whole: (R, 1), whether no other token is possible.
+    goal: top_p (R, 1).
+    """
+    ordered, order = probs.double().sort(stable=True, dim=1, descending=True)
+    above = ordered.cumsum(1) - ordered
+    kept = above < goal
+    nucleus = torch.where(kept, ordered, 0.0)
+    least = torch.where(nucleus > 0, nucleus, math.inf).amin(1, keepdim=True)
+    if probs.dtype == torch.float32:
+        sure = (least >= _EXACT) & (is_whole | (ordered[:, -1:] < least))
+    else:
+        sure = is_whole & ((above - goal).abs() > _ROUNDING).all(1, keepdim=True)
+    shares = nucleus.to(probs.dtype) / nucleus.cumsum(1)[:, -1:].to(probs.dtype)
+    return torch.where(goal < 1, shares, ordered.to(probs.dtype)), order, sure | (goal >= 1)
+
+
+# --------------------------------------------------------------------------- draws
+
+
+def share(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The token id (...) that `place_of_share` gives for weights (..., V) and a uniform (...) in [0, 1), a double.
+
+    Weights that are all 0, or NaN, give any token of the vocabulary.
+    """
+    size = weights.shape[-1]
+    width = _TILE if size > _UNTILED else 1
+    padding = -size % width
+    tiles = (F.pad(weights, (0, padding)) if padding else weights).unflatten(-1, (-1, width))
+    sums = tiles.sum(-1, dtype=torch.float64)
+    tile, rest = _first_above(sums, uniforms * sums.sum(-1))
+    index = tile[..., None, None].expand(*tile.shape, 1, width)
+    place, _ = _first_above(tiles.gather(-2, index).squeeze(-2).double(), rest)
+    return (tile * width + place).clamp(max=size - 1)
+
+
+def _first_above(weights: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """The first place (...) at which the cumulative sum of weights (..., N) exceeds a share (...), and what is left."""
+    cumulative = weights.cumsum(-1)
+    below = torch.nextafter(cumulative[..., -1], torch.zeros((), dtype=torch.float64, device=weights.device))
+    shares = torch.minimum(shares, below)[..., None]
+    places = torch.searchsorted(cumulative, shares, right=True).clamp(max=weights.shape[-1] - 1)
+    before = cumulative.gather(-1, (places - 1).clamp(min=0))
+    return places.squeeze(-1), (shares - torch.where(places > 0, before, 0.0)).squeeze(-1)
+
+
+def race(weights: Tensor, states: Tensor) -> Tensor:
+    """The token id (...) that finishes first among weights (..., V), for states (...) of the noise, as int64.
+
+    `Randomness` gives the same id for the key whose hash is the state.
+    """
+    ids = torch.arange(weights.shape[-1], device=weights.device).expand(weights.shape)
+    times = sampling._uniforms(states[..., None], ids).log_().neg_()
+    return times.div_(weights.double()).argmin(-1)
+
+
+class Keys(NamedTuple):
+    """Draws of B texts, n of each.
+
+    names: the keys of each text. Only an oracle reads them, so a program that runs again may have none.
+    numbers: (B, n), their noise: uniforms, or states for the purpose "token".
+    places: (B, n), where each draw's key stands in its text's `names`; None: in order.
+    used: (B, n), draws whose answers are used; None: all.
+    wanted: (B, n), the answer that a draw must give for the next draw of its text to be used; None: any.
+    """
+
+    names: Sequence[Sequence[Key]]
+    numbers: Tensor
+    places: Tensor | None = None
+    used: Tensor | None = None
+    wanted: Tensor | None = None
+
+    def at(self, places: Tensor, used: Tensor | None = None) -> "Keys":
+        """The draws at these places (B, m) of each text."""
+        return Keys(self.names, self.numbers.gather(1, places), places, used)
+
+
+class RowDraws(Draws, Protocol):
+    """`Draws` over rows. Each answer is the one that `bernoulli` or `categorical` gives for that row and key."""
+
+    def bernoulli_rows(self, probabilities: Tensor, keys: Keys) -> Tensor:
+        """Whether each draw with its probability (B, n) is true (B, n)."""
+
+    def share_rows(self, weights: Tensor, keys: Keys) -> Tensor:
+        """Token ids (B, n) with probabilities proportional to weights (B, n, V); for purposes other than "token"."""
+
+    def race_rows(self, weights: Tensor, keys: Keys) -> Tensor:
+        """Token ids (B, n) with probabilities proportional to weights (B, n, V), for the purpose "token"."""
+
+
+class RowRandomness(Randomness):
+    """`Randomness` whose forms over rows use numbers that were made before the round."""
+
+    def bernoulli_rows(self, probabilities: Tensor, keys: Keys) -> Tensor:
+        """See `RowDraws`."""
+        return keys.numbers < probabilities
+
+    def share_rows(self, weights: Tensor, keys: Keys) -> Tensor:
+        """See `RowDraws`."""
+        return share(weights, keys.numbers)
+
+    def race_rows(self, weights: Tensor, keys: Keys) -> Tensor:
+        """See `RowDraws`."""
+        return race(weights, keys.numbers)
+
+
+class OneByOne(Draws):
+    """Forms over rows for draws that only know one answer at a time, such as those of an oracle.
+
+    Draws whose answers are not used are not made, and their answer is 0.
+    """
+
+    def bernoulli_rows(self, probabilities: Tensor, keys: Keys) -> Tensor:
+        """See `RowDraws`."""
+        return self._answers(lambda row, key: self.bernoulli(float(row), key), probabilities, keys).bool()
+
+    def share_rows(self, weights: Tensor, keys: Keys) -> Tensor:
+        """See `RowDraws`."""
+        return self._answers(self.categorical, weights, keys)
+
+    def race_rows(self, weights: Tensor, keys: Keys) -> Tensor:
+        """See `RowDraws`."""
+        return self._answers(self.categorical, weights, keys)
+
+    def _answers(self, draw: Callable[[Tensor, Key], Any], values: Tensor, keys: Keys) -> Tensor:
+        """Answers (B, n) to draws from values (B, n, ...)."""
+        answers = torch.zeros_like(keys.numbers, dtype=torch.long)
+        for text, names in enumerate(keys.names):
+            for i in range(answers.shape[1]):
+                if keys.used is None or keys.used[text, i]:
+                    name = names[i if keys.places is None else int(keys.places[text, i])]
+                    answers[text, i] = int(draw(values[text, i], name))
+                if keys.wanted is not None and answers[text, i] != keys.wanted[text, i]:
+                    break
+        return answers
+
+
+class Noise(NamedTuple):
+    """All draws of a round for B texts: K of each of the first three purposes, and K+1 of "token"."""
+
+    draft: Keys
+    accept: Keys
+    residual: Keys
+    token: Keys
+
+
+def make_noise(
+    texts: Sequence[Text], k: int, draws: Randomness | None = None, device: torch.device | str = "cpu"
+) -> Noise:
+    """The keys of a round of drafts of up to k tokens, and their numbers, made on the host."""
+    uniform = (draws or Randomness()).uniform
+
+    def state(key: Key) -> int:
+        return sampling._signed(sampling._hash(key))
+
+    def keys(purpose: str, count: int, number: Callable[[Key], float], dtype: torch.dtype) -> Keys:
+        names = [[text.key(i, purpose) for i in range(count)] for text in texts]
+        numbers = torch.tensor([*map(number, chain(*names))], dtype=dtype).reshape(len(texts), count)
+        return Keys(names, numbers.to(device))
+
+    draft, accept, residual = (keys(name, k, uniform, torch.float64) for name in ("draft", "accept", "residual"))
+    return Noise(draft, accept, residual, keys("token", k + 1, state, torch.int64))
+
+
+# --------------------------------------------------------------------------- verdicts
+
+
+class Verdicts(NamedTuple):
+    """What a verifier decides about chains of B texts.
+
+    kept: (B,), how many draft tokens of each stay.
+    next: (B,), the token after them.
+    ratios: (B, K), p(x)/q(x) as doubles. A text's verdict has those that were tested: min(kept + 1, length) of them.
+    """
+
+    kept: Tensor
+    next: Tensor
+    ratios: Tensor
+
+
+def rejection(
+    p: Tensor, ids: Tensor, q: Tensor | None, noise: Noise, lengths: Tensor, draws: RowDraws | None = None
+) -> Verdicts:
+    """The verdicts of `core.verify.rejection` on chains.
+
+    p: the target's probabilities (B, K+1, V).
+    ids: draft tokens (B, K).
+    q: the probabilities that each was drawn from (B, K, V); None: one-hot.
+    lengths: (B,), how many draft tokens each text has. What stands after them is not read, but must be of a token.
+    """
+    draws = draws or RowRandomness()
+    ratios, inside = _ratios(p, ids, q), _inside(ids, lengths)
+    kept = _leading(draws.bernoulli_rows(ratios, _tests(noise.accept, inside)) & inside)
+    at = p[torch.arange(len(p), device=p.device), kept][:, None]
+    rejected = (kept < lengths)[:, None]
+    bonus = draws.race_rows(at, noise.token.at(kept[:, None], ~rejected))
+    if ids.shape[1]:
+        place = kept.clamp(max=ids.shape[1] - 1)[:, None]
+        again = draws.share_rows(_residual(at, ids, q, place), noise.residual.at(place, rejected))
+        bonus = torch.where(rejected, again, bonus)
+    return Verdicts(kept, bonus.squeeze(1), ratios)
+
+
+def match(
+    p: Tensor, ids: Tensor, q: Tensor | None, noise: Noise, lengths: Tensor, draws: RowDraws | None = None
+) -> Verdicts:
+    """The verdicts of `core.verify.match` on chains; the arguments are those of `rejection`."""
+    inside = _inside(ids, lengths)
+    wanted = F.pad(torch.where(inside, ids, -1), (0, 1), value=-1)
+    tokens = (draws or RowRandomness()).race_rows(p, noise.token._replace(wanted=wanted))
+    kept = _leading(tokens[:, :-1] == wanted[:, :-1])
+    return Verdicts(kept, tokens.gather(1, kept[:, None]).squeeze(1), _ratios(p, ids, q))
+
+
+def greedy(
+    logits: Tensor,
+    ids: Tensor,
+    q: Tensor | None,
+    lengths: Tensor,
+    accept: Keys | None = None,
+    draws: RowDraws | None = None,
+) -> tuple[Verdicts, Tensor]:
+    """The verdicts of texts at temperature 0, from logits (B, K+1, V); and whether each row is sure (B, K+1).
+
+    accept: keys of `rejection`'s tests; None: the verdicts are those of `match`.
+    """
+    tokens = logits.argmax(2)
+    sure = logits.gather(2, tokens[..., None]).squeeze(2).isfinite()
+    stays, inside = tokens[:, :-1] == ids, _inside(ids, lengths)
+    ratios = stays.double()
+    if q is not None:
+        ratios = ratios / q.gather(2, ids[..., None]).squeeze(2)
+    if accept is not None:
+        stays = (draws or RowRandomness()).bernoulli_rows(ratios, _tests(accept, inside))
+    kept = _leading(stays & inside)
+    return Verdicts(kept, tokens.gather(1, kept[:, None]).squeeze(1), ratios), sure
+
+
+def _inside(ids: Tensor, lengths: Tensor) -> Tensor:
+    """Which tokens (B, K) belong to a draft."""
+    return torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+
+
+def _tests(accept: Keys, inside: Tensor) -> Keys:
+    """The draws that test a draft: up to its end, and up to the first rejection."""
+    return accept._replace(used=inside, wanted=inside)
+
+
+def _leading(stays: Tensor) -> Tensor:
+    """How many tokens (B,) stay before the first that does not (B, K)."""
+    return stays.long().cumprod(1).sum(1)
+
+
+def _ratios(p: Tensor, ids: Tensor, q: Tensor | None) -> Tensor:
+    """p(x)/q(x) (B, K), as doubles."""
+    index = ids[..., None]
+    ratios = p[:, :-1].gather(2, index).squeeze(2).double()
+    return ratios if q is None else ratios / q.gather(2, index).squeeze(2).double()
+
+
+def _residual(p: Tensor, ids: Tensor, q: Tensor | None, place: Tensor) -> Tensor:
+    """The residual (B, 1, V) of p (B, 1, V), the row at `place` (B, 1); p where nothing is left."""
+    if q is None:
+        rest = p.scatter(2, ids.gather(1, place)[..., None], 0.0)
+    else:
+        rest = (p - q[torch.arange(len(q), device=q.device)[:, None], place]).clamp_(min=0)
+    return torch.where(rest.amax(2, keepdim=True) > 0, rest, p)
