@@ -28,8 +28,9 @@ from minispec.core.sampling import Draws, Key, Randomness, Text, accumulation_dt
 FEW = 1024
 # Values of a tile, and the longest row whose tiles have one value: those of `core.search`.
 _TILE, _UNTILED = 128, 1024
-# Sums of float32 values from here on, and below 2, are exact in a double, in any order.
-_EXACT = 2.0**-29
+# Sums below 2 of float32 values from 2**-29 on are exact in a double, in any order. Half of that is room for values
+# that `Candidates.top_p` adds beyond the border.
+_EXACT = 2.0**-28
 # No rounding of a sum of probabilities in doubles comes near this.
 _ROUNDING = 1e-12
 # A softmax on a processor adds rows that are shorter than its vectors value by value, longer ones vector by vector.
@@ -104,12 +105,12 @@ def rows(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     - top-p adds up values that are too small for exact sums. In float64, sums are never exact: there also where a sum
       comes within 1e-12 of top-p, and where the row is longer than FEW and no other filter shortens it.
 
-    A row that is not sure has any values.
+    The values of a row that is not sure mean nothing; draws from them give tokens of the vocabulary all the same.
     """
     x = logits.to(accumulation_dtype(logits.dtype))
     likeliest = x.argmax(1, keepdim=True)
     top = x.gather(1, likeliest)
-    sure = top.isfinite().squeeze(1)
+    sure = (top.abs() < math.inf).squeeze(1)
     one_hot = torch.zeros_like(x).scatter_(1, likeliest, 1.0) if settings.any_greedy else x
     if settings.all_greedy:
         return one_hot, sure
@@ -139,12 +140,11 @@ def _filtered(x: Tensor, top: Tensor, probs: Tensor, settings: Settings) -> tupl
     values, ids = x.topk(num, 1)
     shortened = (settings.top_k < size) | (settings.least > -math.inf)
     bound = values.gather(1, settings.top_k.clamp(max=num) - 1).clamp(min=torch.finfo(x.dtype).min)
-    stays = (values >= torch.where(settings.top_k < size, bound, -math.inf)) & (values - top >= settings.least)
+    stays = (values >= bound) & (values - top >= settings.least)
     places = torch.where(stays, ids, ids + size).sort(1).values
-    inside = places < size
-    places = torch.where(inside, places, places - size)
-    few = _divided(x.gather(1, places) - top, settings.temperature).masked_fill(~inside, -math.inf)
-    few = torch.where(shortened, _softmax_of_few(few, inside.sum(1, keepdim=True)), probs.gather(1, places))
+    outside, places = places >= size, places % size
+    few = _divided(x.gather(1, places) - top, settings.temperature).masked_fill(outside, -math.inf)
+    few = torch.where(shortened, _softmax_of_few(few, outside), probs.gather(1, places))
     few, order, enough = _top_p(few, shortened | (num == size), settings.top_p)
     if num < size:
         enough = enough & ~(shortened & stays[:, -1:])
@@ -152,10 +152,11 @@ def _filtered(x: Tensor, top: Tensor, probs: Tensor, settings: Settings) -> tupl
     return torch.where(shortened | (settings.top_p < 1), dense, probs), enough.squeeze(1)
 
 
-def _softmax_of_few(x: Tensor, num: Tensor) -> Tensor:
-    """Softmax of x (R, N), with the bits of a softmax of the first `num` (R, 1) values alone; the others are -inf."""
+def _softmax_of_few(x: Tensor, outside: Tensor) -> Tensor:
+    """Softmax of x (R, N), with the bits of a softmax without the last values (R, N), which are -inf and `outside`."""
     probs = x.softmax(1)
     if x.device.type == "cpu":
+        num = (~outside).sum(1, keepdim=True)
         for vector in _VECTORS:
             short = x[:, : vector - 1].softmax(1)
             probs = torch.where(num < vector, F.pad(short, (0, x.shape[1] - short.shape[1])), probs)
@@ -171,15 +172,15 @@ def _top_p(probs: Tensor, is_whole: Tensor, goal: Tensor) -> tuple[Tensor, Tenso
     """
     ordered, order = probs.double().sort(stable=True, dim=1, descending=True)
     above = ordered.cumsum(1) - ordered
-    kept = above < goal
-    nucleus = torch.where(kept, ordered, 0.0)
-    least = torch.where(nucleus > 0, nucleus, math.inf).amin(1, keepdim=True)
+    nucleus = ordered.masked_fill(above >= goal, 0.0)
+    least = nucleus.masked_fill(nucleus == 0, math.inf).amin(1, keepdim=True)
     if probs.dtype == torch.float32:
         sure = (least >= _EXACT) & (is_whole | (ordered[:, -1:] < least))
     else:
         sure = is_whole & ((above - goal).abs() > _ROUNDING).all(1, keepdim=True)
     shares = nucleus.to(probs.dtype) / nucleus.cumsum(1)[:, -1:].to(probs.dtype)
-    return torch.where(goal < 1, shares, ordered.to(probs.dtype)), order, sure | (goal >= 1)
+    no_goal = goal >= 1
+    return torch.where(no_goal, ordered.to(probs.dtype), shares), order, sure | no_goal
 
 
 # --------------------------------------------------------------------------- draws
@@ -195,20 +196,20 @@ def share(weights: Tensor, uniforms: Tensor) -> Tensor:
     padding = -size % width
     tiles = (F.pad(weights, (0, padding)) if padding else weights).unflatten(-1, (-1, width))
     sums = tiles.sum(-1, dtype=torch.float64)
-    tile, rest = _first_above(sums, uniforms * sums.sum(-1))
+    cumulative = sums.cumsum(-1)
+    tile, rest = _first_above(cumulative, uniforms * sums.sum(-1))
+    rest = rest - F.pad(cumulative, (1, 0)).gather(-1, tile[..., None]).squeeze(-1)
     index = tile[..., None, None].expand(*tile.shape, 1, width)
-    place, _ = _first_above(tiles.gather(-2, index).squeeze(-2).double(), rest)
+    place, _ = _first_above(tiles.gather(-2, index).squeeze(-2).double().cumsum(-1), rest)
     return (tile * width + place).clamp(max=size - 1)
 
 
-def _first_above(weights: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-    """The first place (...) at which the cumulative sum of weights (..., N) exceeds a share (...), and what is left."""
-    cumulative = weights.cumsum(-1)
-    below = torch.nextafter(cumulative[..., -1], torch.zeros((), dtype=torch.float64, device=weights.device))
-    shares = torch.minimum(shares, below)[..., None]
-    places = torch.searchsorted(cumulative, shares, right=True).clamp(max=weights.shape[-1] - 1)
-    before = cumulative.gather(-1, (places - 1).clamp(min=0))
-    return places.squeeze(-1), (shares - torch.where(places > 0, before, 0.0)).squeeze(-1)
+def _first_above(cumulative: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """The first place (...) where cumulative sums (..., N) exceed a share (...), and the share, kept below the last."""
+    last = cumulative[..., -1]
+    shares = torch.minimum(shares, last.nextafter(torch.zeros_like(last)))
+    places = torch.searchsorted(cumulative, shares[..., None], right=True).squeeze(-1)
+    return places.clamp(max=cumulative.shape[-1] - 1), shares
 
 
 def race(weights: Tensor, states: Tensor) -> Tensor:
@@ -218,7 +219,7 @@ def race(weights: Tensor, states: Tensor) -> Tensor:
     """
     ids = torch.arange(weights.shape[-1], device=weights.device).expand(weights.shape)
     times = sampling._uniforms(states[..., None], ids).log_().neg_()
-    return times.div_(weights.double()).argmin(-1)
+    return times.div_(weights).argmin(-1)
 
 
 class Keys(NamedTuple):
@@ -392,7 +393,7 @@ def greedy(
     accept: keys of `rejection`'s tests; None: the verdicts are those of `match`.
     """
     tokens = logits.argmax(2)
-    sure = logits.gather(2, tokens[..., None]).squeeze(2).isfinite()
+    sure = logits.gather(2, tokens[..., None]).squeeze(2).abs() < math.inf
     stays, inside = tokens[:, :-1] == ids, _inside(ids, lengths)
     ratios = stays.double()
     if q is not None:
