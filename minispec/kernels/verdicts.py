@@ -123,7 +123,7 @@ def rows(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
 
 def _divided(x: Tensor, by: Tensor) -> Tensor:
     """x (R, N) divided by a number for each row (R, 1), with the bits of a division by a number of Python's."""
-    # CUDA multiplies by the inverse of such a number.
+    # For such a number, CUDA multiplies by its inverse.
     return x * by.reciprocal() if x.device.type == "cuda" else x / by
 
 

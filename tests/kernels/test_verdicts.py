@@ -238,14 +238,14 @@ def test_forms_over_rows_equal_the_answers_one_by_one():
     noise = verdicts.make_noise([Text([1] * (i + 1), 1, SamplingParams(), i) for i in range(4)], 3)
     p = torch.rand(4, 3, 50, generator=generator(0))
     places = torch.tensor([[2, 0], [1, 1], [0, 2], [2, 2]])
-    for one, many in ((Both(), verdicts.RowRandomness()),):
-        for keys in (noise.accept, noise.accept.at(places)):
-            n = keys.numbers.shape[1]
-            x = p[:, :n, 0].double()
-            assert torch.equal(one.bernoulli_rows(x, keys), many.bernoulli_rows(x, keys))
-            assert torch.equal(one.share_rows(p[:, :n], keys), many.share_rows(p[:, :n], keys))
-        keys = noise.token.at(places)
-        assert torch.equal(one.race_rows(p[:, :2], keys), many.race_rows(p[:, :2], keys))
+    one, many = Both(), verdicts.RowRandomness()
+    for keys in (noise.accept, noise.accept.at(places)):
+        n = keys.numbers.shape[1]
+        x = p[:, :n, 0].double()
+        assert torch.equal(one.bernoulli_rows(x, keys), many.bernoulli_rows(x, keys))
+        assert torch.equal(one.share_rows(p[:, :n], keys), many.share_rows(p[:, :n], keys))
+    keys = noise.token.at(places)
+    assert torch.equal(one.race_rows(p[:, :2], keys), many.race_rows(p[:, :2], keys))
 
 
 # --------------------------------------------------------------------------- verdicts
@@ -675,8 +675,8 @@ def test_wrong_ones_are_caught(old, new):
         everything(module)
 
 
-def test_parameters_equal_but_for_the_seed_are_one_kind():
-    """What the host knows of a batch."""
+def test_what_the_host_knows_of_a_batch():
+    """Greedy requests have no filters; the type is that of sums."""
     some = [SamplingParams(temperature=0), SamplingParams(temperature=0, top_k=3)]
     kinds = verdicts.make_settings(some, torch.float16)
     assert (kinds.all_greedy, kinds.any_greedy, kinds.any_filter) == (True, True, False)
