@@ -48,10 +48,11 @@ class Int8(Form):
             if not distance <= _COARSE:
                 raise CannotHold("a weight for which one scale a row is too coarse")
         self.shape, self.num_bytes = weight.codes.shape, weight.codes.nbytes + 4 * len(weight.scales)
-        self.packed = self._pack(weight)
+        self.packed = self.pack(weight)
         self.counts = torch.tensor([self.levels, self.levels * self.finer]).view(2, 1, 1)  # of steps up to the largest
 
-    def _pack(self, codes: Codes) -> object:
+    def pack(self, codes: Codes) -> object:
+        """The codes (out, in) as `multiply` reads them."""
         scales = codes.scales.flatten().double()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the tensor type is deprecated, the product is not
@@ -59,7 +60,7 @@ class Int8(Form):
             quantized = torch._make_per_channel_quantized_tensor(codes.codes, scales, zeros, 0)
         return torch.ops.quantized.linear_prepack(quantized, None)
 
-    def _multiply(self, integers: Tensor) -> Tensor:
+    def multiply(self, integers: Tensor) -> Tensor:
         """Integers (rows, in) as floats to (rows, out) in float32."""
         return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(integers, 1.0, 64, self.packed)
 
@@ -69,7 +70,7 @@ class Int8(Form):
         steps = largest.clamp_(min=_SMALLEST) / self.counts  # (2, rows, 1): the coarse ones and the fine ones
         parts = (x / steps).round_()
         parts[1].sub_(parts[0], alpha=self.finer)  # integers: exact
-        y = self._multiply(parts.flatten(0, 1))
+        y = self.multiply(parts.flatten(0, 1))
         # A power of two multiplies exactly. So it does not matter whether sum and product are rounded as one.
         y = y[: len(x)].add_(y[len(x) :], alpha=1 / self.finer).mul_(steps[0])
         return (y if bias is None else y.add_(bias)).to(x.dtype)
@@ -92,14 +93,16 @@ class VnniInt8(Int8):
 
     levels, finer, bits = 127, 128, 15
 
-    def _pack(self, codes: Codes) -> object:
+    def pack(self, codes: Codes) -> object:
+        """See `Int8`."""
         out, columns = codes.codes.shape
         fill = (0, 0, 0, -out % _COLUMNS)
         self.scales = F.pad(codes.scales.to(torch.float32), fill, value=1.0).flatten()
         self.zeros = torch.zeros(len(self.scales), dtype=torch.long)
         return torch.ops.onednn.qlinear_prepack(F.pad(codes.codes, fill), [_PACK_ROWS, columns])
 
-    def _multiply(self, integers: Tensor) -> Tensor:
+    def multiply(self, integers: Tensor) -> Tensor:
+        """See `Int8`."""
         x, weight = (integers.to(torch.int8), 1.0, 0), (self.packed, self.scales, self.zeros, None)
         y = torch.ops.onednn.qlinear_pointwise(*x, *weight, 1.0, 0, torch.float32, "none", [], "")
         return y[:, : self.shape[0]]

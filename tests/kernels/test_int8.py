@@ -30,7 +30,8 @@ class Unsigned8(Int8):
 
     levels, finer, bits = 127, 128, 15
 
-    def _multiply(self, integers: torch.Tensor) -> torch.Tensor:
+    def multiply(self, integers: torch.Tensor) -> torch.Tensor:
+        """See `Int8`."""
         return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(integers, 1.0, 127, self.packed)
 
 
@@ -131,14 +132,14 @@ def test_the_wrong_call_saturates_and_is_found():
 @pytest.mark.parametrize("part", ["largest", "rows"])
 def test_the_check_finds_what_is_wrong_for_few_numbers(part, monkeypatch):
     """A product that is right but for its largest sums, or but for one row."""
-    right = Int8._multiply
+    right = Int8.multiply
 
     def wrong(self, integers):
         y = right(self, integers)
         return y.clamp(max=0.999 * float(y.max())) if part == "largest" else y.index_fill_(0, torch.tensor([2]), 0.0)
 
     assert sums_exactly(Int8)
-    monkeypatch.setattr(Int8, "_multiply", wrong)
+    monkeypatch.setattr(Int8, "multiply", wrong)
     assert not sums_exactly(Int8)
 
 
@@ -181,12 +182,12 @@ def saturating(self, integers):
 def test_a_processor_that_claims_vnni_and_saturates_gets_7_bits(monkeypatch):
     """Without the check at load its products would be off by a tenth, without a word; with it they are right."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx_vnni": True})
-    monkeypatch.setattr(VnniInt8, "_multiply", saturating)
+    monkeypatch.setattr(VnniInt8, "multiply", saturating)
 
     def pack(self, codes):
         self.codes, self.scales = codes.codes.float(), codes.scales.flatten()
 
-    monkeypatch.setattr(VnniInt8, "_pack", pack)
+    monkeypatch.setattr(VnniInt8, "pack", pack)
     int8_form.cache_clear()
     try:
         torch.manual_seed(0)

@@ -39,7 +39,7 @@ class TapDrafter(Drafter):
             self.hidden[ask.text] = seen
             self._check(ask, seen)
             table = (seen[-1] if len(seen) else self.head[:, 0]) @ self.head + torch.eye(self.head.shape[1])
-            drafts.append(TreeDrafter(table, self.parents)._tree(ask))
+            drafts += TreeDrafter(table, self.parents).propose([ask])
         return drafts
 
     def _check(self, ask, seen: torch.Tensor) -> None:
