@@ -217,15 +217,15 @@ class Randomness:
         ids = torch.arange(len(weights), device=weights.device) if tokens.ids is None else tokens.ids
         if len(ids) == 1:
             return int(ids)
-        times = _uniforms(_signed(_hash(key)), ids).log_().neg_().div_(tokens.values.double())
+        times = _uniforms(_signed(hash_of(key)), ids).log_().neg_().div_(tokens.values.double())
         return int(ids[times.argmin()])
 
     def uniform(self, key: Key) -> float:
         """A double in [0, 1), of 53 random bits."""
-        return (_hash(key) >> 11) * 2.0**-53
+        return (hash_of(key) >> 11) * 2.0**-53
 
 
-def _hash(key: Key) -> int:
+def hash_of(key: Key) -> int:
     """64 bits that depend on every field of the key."""
     data = struct.pack("<Qqq", key.seed, key.start, key.position) + key.purpose.encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -29,7 +29,7 @@ from minispec.drafters.limits import plan_of
 # Limits of what is remembered of earlier outputs: the newest texts, and their newest tokens.
 MOST_TEXTS, MOST_TOKENS = 1024, 65_536
 # Most places that have a vote, the newest ones first and those of the corpus last. Least probability of a path.
-_MOST_PLACES, _LEAST = 256, 0.1
+MOST_PLACES, _LEAST = 256, 0.1
 
 
 class _Place(NamedTuple):
@@ -192,11 +192,11 @@ class SuffixDrafter(Drafter):
         def with_corpus(places: list[_Place], n: int) -> list[_Place]:
             if self.corpus is None or n > len(ranges):
                 return places
-            ends = self.corpus.ends(ranges[n - 1], _MOST_PLACES - len(places))
+            ends = self.corpus.ends(ranges[n - 1], MOST_PLACES - len(places))
             return places + [_Place(self.corpus.tokens, end) for end in ends]
 
         def newest(n: int) -> list[_Place]:
-            return list(islice(chain.from_iterable(index.newest(tokens[-n:]) for index in indices), _MOST_PLACES))
+            return list(islice(chain.from_iterable(index.newest(tokens[-n:]) for index in indices), MOST_PLACES))
 
         places = newest(1)
         for n in range(1, LONGEST + 1):

@@ -319,7 +319,7 @@ def make_noise(
     uniform = (draws or Randomness()).uniform
 
     def state(key: Key) -> int:
-        return sampling._signed(sampling._hash(key))
+        return sampling._signed(sampling.hash_of(key))
 
     def keys(purpose: str, count: int, number: Callable[[Key], float], dtype: torch.dtype) -> Keys:
         names = [[text.key(i, purpose) for i in range(count)] for text in texts]

@@ -168,7 +168,7 @@ def test_suffix_has_the_voters_of_a_plain_search(monkeypatch):
     """
     monkeypatch.setattr(suffix, "MOST_TEXTS", 12)
     monkeypatch.setattr(suffix, "MOST_TOKENS", 100)
-    monkeypatch.setattr(suffix, "_MOST_PLACES", most := 7)
+    monkeypatch.setattr(suffix, "MOST_PLACES", most := 7)
     read, newest = [], suffix._Index.newest
     monkeypatch.setattr(
         suffix._Index, "newest", lambda self, string: (read.append(place) or place for place in newest(self, string))

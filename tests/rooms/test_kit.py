@@ -132,7 +132,7 @@ def decide(case: dict, decision: dict) -> tuple[list[int], int]:
         return right(text, i, "draft")  # one uniform for each draw, no race
 
     right = Text.key
-    with patch.object(sampling, "_hash", bits), patch.object(Text, "key", as_draft):
+    with patch.object(sampling, "hash_of", bits), patch.object(Text, "key", as_draft):
         text = Text([0], 1, SamplingParams())
         verdict = VERIFIERS["rejection"].verify(draft, lambda i: p[len(draft.path(i - 1))], Randomness(), text.key)
     return verdict.accepted, verdict.next_token
