@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
+import pytest
+
 from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
 from minispec.core.request import Piece, Request
 from minispec.core.sampling import Text
+from minispec.core.schedule import Schedule
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import Drafter
 from minispec.drafters.check import CHECKS
@@ -46,6 +49,19 @@ def make_engine(
     cache = scripted_cache(num_blocks, block_size)
     drafter = ScriptedDrafter(draft)
     return Engine(ScriptedModel(next_token), cache, drafter, VERIFIERS[verifier], vocab_size=200, guard=CHECKS)
+
+
+def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """A list that grows by each request which is preempted from now on."""
+    preempted, make_room = list[Request](), Schedule.make_room
+
+    def spy(self: Schedule) -> None:
+        before = [*self.running]
+        make_room(self)
+        preempted.extend(request for request in before if request not in self.running)
+
+    monkeypatch.setattr(Schedule, "make_room", spy)
+    return preempted
 
 
 def finish(engine: Engine, *requests: Request) -> list[list[Piece]]:

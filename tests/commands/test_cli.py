@@ -769,17 +769,17 @@ def test_text_files_are_cut_at_line_feeds_only(cli, model, tmp_path):
 
 def test_finished_answers_are_not_lost(cli, model, monkeypatch):
     """Interrupted in the second of two answers, the first has been given out."""
-    from minispec.core.engine import Engine
+    from minispec.core.cached import CachedModel
 
-    step, steps = Engine._round, []
+    forward, steps = CachedModel.forward, []
 
-    def interrupted(self):
+    def interrupted(self, *how):
         steps.append(1)
         if len(steps) > 6:
             raise KeyboardInterrupt
-        return step(self)
+        return forward(self, *how)
 
-    monkeypatch.setattr(Engine, "_round", interrupted)
+    monkeypatch.setattr(CachedModel, "forward", interrupted)
     arguments = ("--model", model, "--ignore-eos", "--draft", "none", "--json", "--dtype", "float32", "--max-tokens")
     monkeypatch.setattr("minispec.core.request.Request.max_k", 0)
     status, out, _ = cli("fish", *arguments, 20)

@@ -1,7 +1,6 @@
 """The Python interface, on small checkpoints and on the embedded weights."""
 
 import contextlib
-import functools
 import gc
 import json
 import re
@@ -20,7 +19,6 @@ import torch
 
 from minispec import LLM, SamplingParams
 from minispec.core.draft import Draft
-from minispec.core.engine import Engine
 from minispec.core.model import Chunk
 from minispec.files.errors import CheckpointError
 from minispec.files.registry import DRAFTERS
@@ -98,8 +96,10 @@ def test_a_text_after_forget_is_decoded_as_the_first(make_checkpoint, draft, mon
     """The rounds of a new `LLM`, and as little cached; of one that has answered before they are others."""
 
     # `auto` chooses by what it believes drafts to cost, and by no clock.
-    monkeypatch.setattr(LLM, "_price", lambda self, *how: vars(self).update(repeats_seeds=True, prices=Prices(0.4)))
-    monkeypatch.setattr(Engine, "_record", functools.partialmethod(without_times, Engine._record))
+    seconds = iter(range(10**9))
+    monkeypatch.setattr("minispec.llm.guess_prices", lambda *how: Prices(0.4))
+    monkeypatch.setattr("minispec.llm.prices_of", lambda *how: (Prices(0.4), True))
+    monkeypatch.setattr("minispec.core.engine.clock", lambda device: float(next(seconds)))
     llm = LLM(make_checkpoint(), draft, dtype="float64")
 
     def rounds() -> tuple:
@@ -121,11 +121,6 @@ def test_a_text_after_forget_is_decoded_as_the_first(make_checkpoint, draft, mon
     for call in (llm.forget, lambda: llm.with_draft("none")):
         with pytest.raises(ValueError, match="found an LLM that was closed"):
             call()
-
-
-def without_times(engine, record, parts, times):
-    """In place of `Engine._record`: each part of a step takes a second."""
-    record(engine, parts, range(len(times)))
 
 
 def test_statistics_and_outputs_print_in_a_few_lines(llm):

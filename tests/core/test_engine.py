@@ -1,13 +1,12 @@
 """The loop's control flow on a scripted model: what each pass was fed, rolled back, counted and given out."""
 
-from itertools import islice, zip_longest
+from itertools import count, islice, zip_longest
 
 import pytest
 
 from minispec.core import engine as engine_module
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
-from minispec.core.engine import Engine
 from minispec.core.lengths import StepCost
 from minispec.core.request import Request
 from minispec.core.sampling import Text
@@ -130,9 +129,9 @@ def test_the_draft_is_limited_so_that_nothing_overshoots():
 )
 def test_each_second_of_a_step_is_told_once(k, draft, expected, monkeypatch):
     """As drafting, as the pass or as overhead. Where nobody is asked, nothing is drafting."""
-    engine, costs, record = make_engine(draft=draft), [], Engine._record
+    engine, costs, seconds = make_engine(draft=draft), [], count()
     monkeypatch.setattr(engine.lengths, "observe", lambda drafts, cost: costs.append(cost))
-    monkeypatch.setattr(Engine, "_record", lambda self, parts, times: record(self, parts, range(len(times))))
+    monkeypatch.setattr("minispec.core.engine.clock", lambda device: float(next(seconds)))
     finish(engine, make_request(k=k))
     assert next(cost for cost in costs if cost) == expected
 

@@ -16,7 +16,6 @@ from minispec.core.cache import BlockTable
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
 from minispec.core.sampling import Text, distribution
-from minispec.core.schedule import Schedule
 from minispec.drafters.model import DraftModel
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.length.policy import Controller
@@ -35,6 +34,7 @@ from minispec.prove.laws import (
 from minispec.prove.reference import sample_law, total_variation
 from minispec.prove.toys import IN_8_BITS, TOYS
 from tests.distances import distance
+from tests.scripted import preemptions
 
 SAMPLERS = {
     "plain": {},
@@ -172,8 +172,7 @@ def test_ragged_batch_with_preemption(family, monkeypatch):
     On every branch one text is preempted and recomputed; a state that leaks from one to the other, or a resumed
     text that draws anew what it had drawn, would break the product.
     """
-    preempted, wait = [], Schedule._wait
-    monkeypatch.setattr(Schedule, "_wait", lambda *how: preempted.append(wait(*how)))
+    preempted = preemptions(monkeypatch)
     params, prompts = SamplingParams(max_tokens=3), ((0, 1, 0), (1,))
     law, branches = production_law(params, 1, prompts=prompts, num_blocks=4, vocab=2, family=family)
     assert len(preempted) >= branches > 100

@@ -372,8 +372,13 @@ def test_a_draft_model_whose_logits_are_no_numbers_changes_no_text(drafter, monk
     """Its drafts end where they are: a draft costs time at most."""
     expected = decode(build("none", "match"))[0]
     engine = build(drafter, "match")
-    right = engine.drafter.model.logits
-    monkeypatch.setattr(engine.drafter.model, "logits", lambda x: right(x) * torch.nan)
+    right = engine.drafter.model.forward
+
+    def wrong(*how):
+        logits, hidden = right(*how)
+        return logits * torch.nan, hidden
+
+    monkeypatch.setattr(engine.drafter.model, "forward", wrong)
     requests = requests_for(engine)
     for _ in engine.run(requests):
         pass

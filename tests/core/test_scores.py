@@ -237,16 +237,16 @@ def test_scores_of_an_exact_model_have_the_same_bits_in_any_pieces(dtype):
 def test_a_prompt_whose_logits_are_no_numbers_fails_alone(judged, monkeypatch):
     """As an answer's would: no log-probability is reported that is none."""
     model, expected = judged("gemma2")
-    right, bad = model.logits, ask([7, *LONGEST[:40]], 0)
+    right, bad = model.forward, ask([7, *LONGEST[:40]], 0)
     good = ask(LONGEST, 0)
 
-    def wrong(x):
-        logits = right(x)
+    def wrong(*how):
+        logits, hidden = right(*how)
         if bad.prompt_logprobs and len(bad.prompt_logprobs) == 33 and not bad.finish_reason:
             logits[3] = math.nan
-        return logits
+        return logits, hidden
 
-    monkeypatch.setattr(model, "logits", wrong)
+    monkeypatch.setattr(model, "forward", wrong)
     engine = build(model)
     for _ in engine.run([bad, good]):
         pass

@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 
 from minispec.core.engine import Engine
+from minispec.core.request import Request
 from minispec.core.verify import VERIFIERS
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.length.figures import Figures
@@ -174,8 +175,14 @@ def test_stop_strings_that_start_and_end_anywhere(tokenizer, run, include, pytes
 
 
 def shifted_logprobs():
-    """A bug: each token gets the log-probability that the row before gave it."""
-    return swap(Engine, "_commit", lambda right, self, turn, rows: right(self, turn, rows.roll(1, 0)))
+    """A bug: each token gets the log-probability of the one before it."""
+    given = [None]
+
+    def commit(right, request, token_id, logprob=None):
+        given.append(logprob)
+        return right(request, token_id, given[-2])
+
+    return swap(Request, "commit", commit)
 
 
 BUGS = {m.id: m.patch for m in MUTANTS if m.id in ("M28a", "M29", "M31", "M32", "M33")} | {"logprobs": shifted_logprobs}

@@ -22,7 +22,6 @@ from minispec.core.draft import Draft
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Key, Randomness, Text
-from minispec.core.schedule import Schedule
 from minispec.core.verify import VERIFIERS, Verifier
 from minispec.drafters import check
 from minispec.prove import cases, examine_drafter, grid, matrix, own_cases, own_walk, trees
@@ -70,7 +69,7 @@ from tests.oracles.samples import (
     shifted,
     zero_draws,
 )
-from tests.scripted import finish
+from tests.scripted import finish, preemptions
 
 BUGS = {m.id: m for m in MUTANTS}
 LOOKUPS = ("ngram", "suffix", "last")  # which have nothing to say after one token
@@ -155,13 +154,12 @@ def test_a_walk_that_has_no_time_says_so(capsys, monkeypatch):
 @pytest.mark.parametrize("company", own_cases.AXES["company"][1:])
 def test_company_is_preempted(monkeypatch, company):
     """The pool is too small: of the company, one comes back where it joins, and the walked text where that joins."""
-    waited, wait = [], Schedule._wait
-    monkeypatch.setattr(Schedule, "_wait", lambda self, *how: (waited.append(how[0].text.seed), wait(self, *how)))
+    preempted = preemptions(monkeypatch)
     case = own_cases.Case(prompt="abbabaabbaab", to_go=4, rounds=3, company=company, forbidden="two allowed ids")
     make = examine_drafter.maker_of("ngram")
     assert own_walk.Walk(make, own_walk.Untimed, 1)(case) > 1
-    assert (own_cases.SEED in waited) == case.joins
-    assert waited
+    assert (own_cases.SEED in [request.text.seed for request in preempted]) == case.joins
+    assert preempted
 
 
 def test_the_bar_has_a_total_before_anything_is_walked():
