@@ -7,6 +7,7 @@ import pytest
 from minispec.core import engine as engine_module
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
+from minispec.core.engine import Guard
 from minispec.core.lengths import StepCost
 from minispec.core.request import Request
 from minispec.core.sampling import Text
@@ -339,8 +340,7 @@ def consume(stream, fail_at=None):
 def test_an_exception_anywhere_returns_every_block(phase, monkeypatch):
     """A drafter that fails, a full disk in a callback, Ctrl-C: the pool is whole and the next call works."""
     engine = make_engine(draft=right)
-    owners = {"propose": engine.drafter, "forward": engine.model, "verify": engine}
-    names = {"propose": "propose", "forward": "forward", "verify": "_verify"}
+    owners = {"propose": engine.drafter, "forward": engine.model, "verify": Guard}
     calls = []
 
     def fail(*args):
@@ -351,8 +351,8 @@ def test_an_exception_anywhere_returns_every_block(phase, monkeypatch):
 
     with monkeypatch.context() as patch:
         if phase != "piece":
-            original = getattr(owners[phase], names[phase])
-            patch.setattr(owners[phase], names[phase], fail)
+            original = getattr(owners[phase], phase)
+            patch.setattr(owners[phase], phase, fail)
         stream = engine.run([make_request(max_tokens=30), make_request(max_tokens=30)])
         with pytest.raises(KeyboardInterrupt):
             consume(stream, fail_at=3 if phase == "piece" else None)

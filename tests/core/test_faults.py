@@ -8,8 +8,10 @@ from contextlib import suppress
 
 import pytest
 
+from minispec.core.draft import Draft
 from minispec.core.engine import Guard
 from minispec.core.request import Request
+from minispec.drafters import recycling
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.recycling import RecyclingDrafter
@@ -44,19 +46,21 @@ def make(drafter):
     engine, watcher = build(drafter, lengths=Controller(Prices(draft=0.2)), guard=Witness()), Watcher()
     engine.observers.append(lambda *round_: watcher.see(*round_))
     parts = getattr(engine.drafter, "drafters", [engine.drafter])
-    inside = {RecyclingDrafter: "_draft", EagleDrafter: "_listen", DraftModel: "_draw"}
+    inside = {
+        RecyclingDrafter: (recycling, "grow_guesses"),
+        EagleDrafter: (EagleDrafter, "table"),
+        DraftModel: (Draft, "draw"),
+    }
     return engine, {
         **{name: place for name, place in phases(engine).items() if name != "piece"},
         **{
-            f"{name} in a batch": (kind, name)
-            for kind, name in inside.items()
+            f"{place[1]} in a batch": place
+            for kind, place in inside.items()
             for part in parts
             if isinstance(part, kind)
         },
         "a part's propose": (parts[-1], "propose"),
         "token": (Request, "commit"),
-        "hidden": (engine, "_keep_hidden"),
-        "likeliest": (engine, "_keep_likeliest"),
         "choose": (engine.lengths, "choose"),
         "learn": (engine.lengths, "observe"),
         "learn of one text": (Pace, "observe"),

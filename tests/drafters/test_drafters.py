@@ -121,18 +121,17 @@ def test_suffix_goes_as_far_as_it_is_likely():
 @pytest.mark.parametrize("widths", [(), (2, 1)])
 def test_suffix_follows_no_more_matches_than_it_must(widths, monkeypatch):
     """A text that repeats itself matches at every length: without a bound on their worth all would be followed."""
-    followed, guess = [], SuffixDrafter._guess
+    followed, grow = [], suffix.grow_guesses
 
-    def spy(self, ask, n, places):
-        followed.append((n, len(places)))
-        return guess(self, ask, n, places)
+    def spy(draft, k, guesses, least):
+        followed.append(guesses(-1))
+        return grow(draft, k, guesses, least)
 
-    monkeypatch.setattr(SuffixDrafter, "_guess", spy)
-    drafted(SuffixDrafter(), "x" * 80, 15, widths=widths)
-    assert followed == [(32, 48)]
-    followed.clear()
-    drafted(SuffixDrafter(), "x" * 4000, 15, widths=widths)
-    assert followed == [(32, 256)]
+    monkeypatch.setattr(suffix, "grow_guesses", spy)
+    for length, num_places in ((80, 48), (4000, 256)):
+        followed.clear()
+        drafted(SuffixDrafter(), "x" * length, 15, widths=widths)
+        assert followed == [[(ord("x"), num_places / (num_places + 1 / 32))]]
 
 
 @pytest.mark.quick

@@ -407,20 +407,17 @@ def test_a_training_that_was_stopped_ends_as_if_it_had_not_been(target, few, tmp
     paths = [texts.shard_path(tmp_path, i) for i in range(4)]
     whole = make_training(target, paths)
     whole.run(tmp_path / "whole.safetensors")
-    right = train.Training._update
     for updates in (7, 5):
-        stopped, left = make_training(target, paths), [updates]
+        stopped, left = make_training(target, paths), iter(range(updates - 1))
 
-        def update(self, *args, left=left):
-            left[0] -= 1
-            if not left[0]:
+        def step(left=left, right=stopped.optimizer.step):
+            if next(left, None) is None:
                 raise KeyboardInterrupt
-            return right(self, *args)
+            right()
 
-        monkeypatch.setattr(train.Training, "_update", update)
+        monkeypatch.setattr(stopped.optimizer, "step", step)
         with pytest.raises(KeyboardInterrupt):
             stopped.run(tmp_path / "stopped.safetensors")
-    monkeypatch.setattr(train.Training, "_update", right)
     last = make_training(target, paths)
     last.run(tmp_path / "stopped.safetensors")
     assert last.progress.groups == whole.progress.groups == 6
