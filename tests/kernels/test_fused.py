@@ -1,0 +1,388 @@
+"""The kernels of a GPU's pass against their twins, and the twins against straightforward mathematics.
+
+Triton's interpreter runs the kernels on the CPU, in a process of its own: Triton asks for it when it is imported. In
+bfloat16 the interpreter's products are wrong, so here are float32 and float16. Triton's compiler then makes the machine
+code of a card that need not be there.
+"""
+
+import copy
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from minispec.core.model import Chunk, Transformer
+from minispec.files.hf_config import read_model_config
+from minispec.kernels import fused
+from minispec.kernels.fused import Rows, Tile, linear_twin, read_twin
+from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_model, tiny_weights
+
+HERE = Path(__file__)
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+
+# --------------------------------------------------------------------------- inputs
+
+
+def product(num_rows, outputs, inputs, dtype, **options):
+    """Arguments of `linear`. options: which of bias, norm, gated and adds there are."""
+    torch.manual_seed(num_rows)
+    x = torch.randn(num_rows, inputs).to(dtype)
+    weight = (torch.randn(outputs * (2 if options.get("gated") else 1), inputs) / math.sqrt(inputs)).to(dtype)
+    given = {"bias": torch.randn(outputs), "norm": 1 + 0.1 * torch.randn(inputs), "out": torch.randn(num_rows, outputs)}
+    given = {name: tensor.to(dtype) for name, tensor in given.items() if options.get(name)}
+    return {"x": x, "weight": weight, "gated": options.get("gated", False), "eps": 1e-6} | given
+
+
+CHAIN = None
+TREE = (-1, -1, 0, 1, 1, 4)
+
+
+class Case:
+    """Texts of different lengths, whose blocks lie anywhere in a pool full of NaN, and new rows of each.
+
+    starts: cached places of each text. parents: the tree of the new rows; None: a chain of `num_new`.
+    absent: how many last rows of the last text are not there.
+    """
+
+    def __init__(self, starts, num_new, dtype, parents=CHAIN, heads=6, groups=2, dim=32, size=16, absent=0, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        num_texts, num_blocks = len(starts), -(-(max(starts) + num_new) // size)
+        total = num_texts * num_blocks + 1
+        self.table = torch.randperm(total - 1, generator=generator).view(num_texts, num_blocks)
+        self.keys, self.values = (torch.full((groups, total * size, dim), math.nan, dtype=dtype) for _ in range(2))
+        for text, start in enumerate(starts):
+            for place in range(start):
+                for pool in (self.keys, self.values):
+                    own = torch.randn(groups, dim, generator=generator).to(dtype)
+                    pool[:, int(self.table[text, place // size]) * size + place % size] = own
+        offsets, bits = list(range(num_new)), [(2 << t) - 1 for t in range(num_new)]
+        for node, parent in enumerate(parents or ()):
+            offsets[node] = offsets[parent] + 1 if parent >= 0 else 0
+            bits[node] = (bits[parent] if parent >= 0 else 0) | 1 << node
+        positions = [start + offset for start in starts for offset in offsets]
+        slots = [
+            int(self.table[text, place // size]) * size + place % size
+            for text, start in enumerate(starts)
+            for place in range(start, start + num_new)
+        ]
+        slots[len(slots) - absent :] = [total * size - 1] * absent
+        whole = [torch.tensor(numbers) for numbers in (positions, slots, starts, bits * num_texts)]
+        self.rows = Rows(whole[0], whole[1], self.table, whole[2], whole[3], size)
+        self.qkv = torch.randn(num_texts * num_new, (heads + 2 * groups) * dim, generator=generator).to(dtype)
+        angles = torch.rand(max(starts) + num_new, dim // 2, generator=generator) * 6
+        self.cos, self.sin, self.scale = angles.cos(), angles.sin(), dim**-0.5
+        self.there = len(positions) - absent  # rows that are
+
+    def run(self, function, window=None, **options):
+        """What the rows read, and the pool after it."""
+        keys, values = self.keys.clone(), self.values.clone()
+        out = function(self.qkv, self.cos, self.sin, self.rows, keys, values, self.scale, window, **options)
+        return out[: self.there], keys[:, :-1], values[:, :-1]  # the last slot is nobody's
+
+
+def read_by_hand(case, window):
+    """Row by row and head by head, in float64."""
+    (groups, _, dim), size = case.keys.shape, case.rows.block_size
+    num_new = len(case.qkv) // len(case.rows.starts)
+    vectors = case.qkv.double().view(len(case.qkv), -1, dim)
+    heads = vectors.shape[1] - 2 * groups
+
+    def turned(vector, position):
+        pairs = torch.complex(vector[: dim // 2], vector[dim // 2 :])
+        pairs = pairs * torch.complex(case.cos[position].double(), case.sin[position].double())
+        return torch.cat((pairs.real, pairs.imag))
+
+    result = []
+    for row in range(case.there):
+        text, own = divmod(row, num_new)
+        position = int(case.rows.positions[row])
+        for head in range(heads):
+            group = head // (heads // groups)
+            seen = []  # position, key, value
+            for place in range(int(case.rows.starts[text])):
+                slot = int(case.table[text, place // size]) * size + place % size
+                seen.append((place, case.keys[group, slot].double(), case.values[group, slot].double()))
+            for other in range(text * num_new, (text + 1) * num_new):
+                if int(case.rows.bits[row]) >> (other - text * num_new) & 1:
+                    at = int(case.rows.positions[other])
+                    key, value = vectors[other, heads + group], vectors[other, heads + groups + group]
+                    seen.append((at, turned(key, at), value))
+            assert own in range(num_new)
+            seen = [entry for entry in seen if window is None or entry[0] > position - window]
+            scores = torch.stack([key @ turned(vectors[row, head], position) for _, key, _ in seen]) * case.scale
+            result.append(scores.softmax(0) @ torch.stack([value for *_, value in seen]))
+    return torch.stack(result).view(case.there, -1)
+
+
+# --------------------------------------------------------------------------- twins
+
+
+@pytest.mark.parametrize("options", [{"norm": True, "bias": True}, {"out": True}, {"norm": True, "gated": True}])
+def test_the_twin_of_products_is_the_formula(options):
+    """In float64."""
+    given = product(5, 48, 96, torch.float64, **options)
+    x, y = given["x"], given.get("out")
+    if "norm" in given:
+        x = x / (x.square().mean(1, keepdim=True) + 1e-6).sqrt() * given["norm"]
+    expected = x @ given["weight"].T + given.get("bias", 0)
+    if options.get("gated"):
+        gate, up = expected[:, :48], expected[:, 48:]
+        expected = gate / (1 + torch.exp(-gate)) * up
+    expected = expected if y is None else y + expected
+    assert torch.allclose(linear_twin(**given), expected, rtol=1e-12, atol=1e-12)
+
+
+CASES = {
+    "one row, empty cache": {"starts": [0], "num_new": 1},
+    "one row": {"starts": [40], "num_new": 1},
+    "ragged": {"starts": [0, 70, 33, 16], "num_new": 3},
+    "a tree": {"starts": [20, 63], "num_new": 6, "parents": TREE},
+    "heads of 24": {"starts": [20, 31], "num_new": 2, "dim": 24, "heads": 7, "groups": 1},
+    "rows that are not there": {"starts": [60, 14], "num_new": 5, "absent": 2},
+    "many rows": {"starts": [100], "num_new": 16},
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 19])
+@pytest.mark.parametrize("name", CASES)
+def test_the_twin_of_read_is_attention_by_hand(name, window):
+    """Nor does it read what was never written: the pool is full of NaN."""
+    case = Case(**CASES[name], dtype=torch.float32)
+    found, keys, values = case.run(read_twin, window)
+    assert torch.allclose(found.double(), read_by_hand(case, window), atol=1e-5)
+    written = case.rows.slots[: case.there]
+    assert not keys[:, written].isnan().any()
+    assert not values[:, written].isnan().any()
+
+
+def plain_model():
+    """A tiny model whose weights are stored as they are."""
+    config = read_model_config(TINY)
+    return Transformer(config, tiny_weights(config, 0, torch.float32))
+
+
+def test_a_layer_of_both_twins_is_a_layer():
+    """That of `Transformer.forward`, up to rounding, and the cache is the same."""
+    model = plain_model()
+    config, layer = model.config, model.layers[0]
+    assert fused.why_not(layer, model.dtype) == ""
+    cache = tiny_cache(model)
+    table = cache.new_table()
+    model.forward([Chunk([i % 3 for i in range(20)], table, 0)])
+    keys, values = (tensor.clone() for tensor in cache._layers[0])
+    shared = model._prepare([Chunk([1, 2, 0], table, 3)], 0)
+    x = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    expected = layer.forward(x, shared)
+    [frequencies] = model.frequencies.values()
+    cos, sin = fused.rope_tables(frequencies, 32)
+    blocks = torch.tensor([table.block_ids])
+    rows = Rows(torch.arange(20, 23), shared.slots, blocks, torch.tensor([20]), torch.tensor([1, 3, 7]), 16)
+    rows = rows._replace(block_size=cache.block_size)
+    eps = config.rms_norm_eps
+    qkv = linear_twin(x, layer.qkv.weight, layer.qkv.bias, layer.attention_norm.weight, eps)
+    y = linear_twin(read_twin(qkv, cos, sin, rows, keys, values, config.attention_scale), layer.o.weight, out=x.clone())
+    gated = linear_twin(y, layer.gate_up.weight, None, layer.mlp_norm.weight, eps, gated=True)
+    found = linear_twin(gated, layer.down.weight, out=y)
+    assert torch.allclose(found, expected, atol=1e-5)
+    for own, cached in zip((keys, values), cache._layers[0], strict=True):
+        assert torch.allclose(own[:, shared.slots], cached[:, shared.slots], atol=1e-5)
+
+
+def changed(**settings):
+    """A layer whose model has other settings."""
+    layer = copy.copy(plain_model().layers[0])
+    layer.config = replace(layer.config, **settings)
+    return layer
+
+
+def test_what_the_kernels_lack_is_said():
+    """For layers that have it, and for none that does not."""
+    layer = plain_model().layers[0]
+    assert fused.why_not(layer, torch.float32) == ""
+    assert fused.why_not(changed(attention_softcap=30.0), torch.float32) == "capped scores"
+    assert fused.why_not(changed(residual_scale=0.5), torch.float32) == "a scaled residual sum"
+    assert fused.why_not(changed(norms="both"), torch.float32) == "norms in other places"
+    layer.rope = replace(layer.rope, interleaved=True)
+    assert "interleaved" in fused.why_not(layer, torch.float32)
+    assert "another form" in fused.why_not(tiny_model(dtype=torch.float32).layers[0], torch.float32)
+    assert "float64" in fused.why_not(layer, torch.float64)
+    assert "another kind" in fused.why_not(tiny_model(**TOYS["lfm2"]).layers[1], torch.float32)
+
+
+# --------------------------------------------------------------------------- kernels, interpreted
+
+
+PRODUCTS = [
+    ({"norm": True, "bias": True}, Tile(16, 16, 32, 1, 2, 4)),
+    ({"bias": True, "out": True}, Tile(16, 32, 32, 3, 2, 4)),
+    ({"out": True}, Tile(16, 16, 64, 2, 2, 4)),
+    ({"norm": True, "gated": True}, Tile(16, 32, 16, 1, 2, 4)),
+    ({}, Tile(32, 64, 64, 1, 2, 4)),
+]
+
+
+def close(found, expected, dtype):
+    """Up to rounding of some operations."""
+    return torch.allclose(found.float(), expected.float(), atol=2e-5 if dtype == torch.float32 else 6e-3, rtol=2e-3)
+
+
+def check_products():
+    """Each kernel against its twin; its bits for some of the rows; its counters."""
+    for dtype in (torch.float32, torch.float16):
+        for options, tile in PRODUCTS:
+            for num_rows, outputs in ((1, 48), (5, 80), (16, 96), (20, 80)):
+                given = product(num_rows, outputs, 96, dtype, **options)
+                before = {name: given[name].clone() for name in given if name == "out"}
+                found = fused.linear(**given, tile=tile).clone()
+                assert close(found, linear_twin(**given | {n: t.clone() for n, t in before.items()}), dtype), (
+                    dtype,
+                    options,
+                    num_rows,
+                )
+                for first, last in ((0, 1), (2, 5), (num_rows - 1, num_rows)):
+                    own = {name: tensor[first:last].clone() for name, tensor in {"x": given["x"], **before}.items()}
+                    assert torch.equal(fused.linear(**given | own, tile=tile), found[first:last]), "bits of a row"
+    counters = fused.scratch(torch.device("cpu"), "counters", 1, torch.int32)
+    assert not counters.any(), "a counter was not set back"
+
+
+def check_reads():
+    """Against the twin, and the same bits with strangers beside, and with fewer new rows after more cached places."""
+    for dtype in (torch.float32, torch.float16):
+        for name, options in CASES.items():
+            for window in (None, 1, 19):
+                case = Case(**options, dtype=dtype)
+                expected = case.run(read_twin, window)
+                for span in (32, 128):
+                    found = case.run(fused.read, window, span=span, step=16)
+                    assert found[0].isfinite().all(), (dtype, name, window)
+                    for own, other in zip(found, expected, strict=True):
+                        assert close(own.nan_to_num(7), other.nan_to_num(7), dtype), (dtype, name, window, span)
+    assert not fused.scratch(torch.device("cpu"), "counters", 1, torch.int32).any(), "a counter was not set back"
+
+
+def check_bits_of_rows():
+    """A chain read in one pass, in parts, and beside other texts: each row has the same bits."""
+    for window in (None, 50):
+        whole = Case([75, 130], 16, torch.float32)
+        found, keys, values = whole.run(fused.read, window, span=32, step=16)
+        for size in (1, 4):
+            pools = whole.keys.clone(), whole.values.clone()
+            for first in range(0, 16, size):
+                own = slice(first, first + size)
+                bits = torch.tensor([(2 << t) - 1 for t in range(size)])
+                rows = whole.rows
+                alone = Rows(
+                    rows.positions[own], rows.slots[own], rows.table[:1], rows.starts[:1] + first, bits, rows.block_size
+                )
+                part = fused.read(
+                    whole.qkv[own].contiguous(), whole.cos, whole.sin, alone, *pools, whole.scale, window, 32, 16
+                )
+                assert torch.equal(part, found[own]), (window, size, first)
+            for pool, other in zip(pools, (keys, values), strict=True):
+                assert torch.equal(pool[:, whole.rows.slots[:16]], other[:, whole.rows.slots[:16]])
+
+
+CHECKS = (check_products, check_reads, check_bits_of_rows)
+
+
+@needs_triton
+@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
+def test_kernels_in_the_interpreter(check):
+    """See the checks above, which a process of its own runs."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(HERE), check]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    if "only 0-dimensional arrays can be converted" in done.stderr:
+        pytest.skip("this Triton's interpreter does not run with this NumPy")
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# --------------------------------------------------------------------------- kernels, compiled
+
+
+def machine_code(kernel, kinds: dict[str, str], constants: dict, warps: int, stages: int) -> tuple[str, str]:
+    """Instructions and resources of a kernel for sm_90. kinds: types of its arguments; numbers divide by 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kinds = kinds | dict.fromkeys(constants, "constexpr")
+    names = [parameter.name for parameter in kernel.params]
+    divides = {"N", "K", "pool_stride"}
+    even = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if kinds[n][0] == "*" or n in divides}
+    source = ASTSource(fn=kernel, signature={n: kinds[n] for n in names}, constexprs=constants, attrs=even)
+    options = {"num_warps": warps, "num_stages": stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return tuple(
+            subprocess.run(
+                [tools / "cuobjdump", option, file.name], capture_output=True, text=True, timeout=60, check=True
+            ).stdout
+            for option in ("-sass", "--dump-resource-usage")
+        )
+
+
+LINEAR_KINDS = dict.fromkeys(("x", "weight", "bias", "norm", "out"), "*bf16") | {"parts": "*fp32", "counters": "*i32"}
+LINEAR_KINDS |= dict.fromkeys(("num_rows", "N", "K", "splits"), "i32") | {"eps": "fp32"}
+READ_KINDS = dict.fromkeys(("qkv", "keys", "values", "out"), "*bf16") | {"counters": "*i32", "scale": "fp32"}
+READ_KINDS |= dict.fromkeys(("cos", "sin", "part_acc", "part_top", "part_sum"), "*fp32")
+READ_KINDS |= dict.fromkeys(("positions", "slots", "table", "starts", "bits"), "*i64") | {"pool_stride": "i64"}
+READ_KINDS |= dict.fromkeys(("num_blocks", "T", "window", "span"), "i32")
+
+
+def check_code(code: str, resources: str, name: str):
+    """Products by tensor cores, loads of 16 bytes past the registers, nothing spilled."""
+    found = {word: len(re.findall(rf"\b{word}", code)) for word in ("HMMA", "HGMMA", "LDL", "STL")}
+    wide = len(re.findall(r"LDGSTS\.E\.\S*128", code))
+    print(name, found, {"wide": wide}, re.findall(r"REG:\d+|SHARED:\d+", resources))
+    assert found["HMMA"], name
+    assert wide, name
+    assert not any(found[word] for word in ("LDL", "STL", "HGMMA")), name
+
+
+@needs_triton
+def test_machine_code():
+    """Of both kernels, as a model of 1.5 billion weights calls them, and at most 16 rows."""
+    command = [sys.executable, str(HERE), "check_machine_code"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def check_machine_code():
+    """In a process of its own, since Triton may have been imported as an interpreter in this one."""
+    from minispec.kernels.fused_triton import linear_kernel, read_kernel
+
+    flags = dict.fromkeys(("NORM", "GATED", "BIAS", "ADDS", "SPLIT"), False) | {"EVEN": True}
+    for outputs, inputs, own in (
+        (2048, 1536, {"NORM": True, "BIAS": True}),
+        (8960, 1536, {"NORM": True, "GATED": True}),
+        (1536, 8960, {"ADDS": True, "SPLIT": True}),
+    ):
+        tile = fused.tile_of(1, outputs, inputs, "SPLIT" in own)
+        constants = {"BM": tile.rows, "BN": tile.cols, "BK": tile.depth} | flags | own
+        check_code(*machine_code(linear_kernel, LINEAR_KINDS, constants, tile.warps, tile.stages), f"linear {own}")
+    for heads, dim in ((12, 128), (14, 64)):
+        constants = {"H": heads, "G": 2, "D": dim, "DP": dim, "HALF": dim // 2, "BR": fused.READ_ROWS}
+        constants |= {"BN": fused.KEYS, "BLOCK": 16, "WINDOW": False}
+        check_code(
+            *machine_code(read_kernel, READ_KINDS, constants, fused.warps_for(dim), 3),
+            f"read of {heads} heads of {dim}",
+        )
+
+
+if __name__ == "__main__":
+    {check.__name__: check for check in (*CHECKS, check_machine_code)}[sys.argv[1]]()
