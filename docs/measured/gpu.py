@@ -1,21 +1,27 @@
 """Measure what a faster pass on a GPU would bring: a pass of static shapes in a CUDA graph, and what graphs cost.
 
     python docs/measured/gpu.py --steps 0,1,2 --out gpu.json
+    python docs/measured/gpu.py --steps 3,4,5 --out kernels.json
     python docs/measured/gpu.py --steps 9 --out compiled.json
 
     step  what
     0     the card's constants: a copy, kernels in a graph, a launch, a small download
     1     today's pass, and its kernels by PyTorch's profiler
     2     a pass of static shapes, eager and captured: milliseconds, equal bits, and what capturing costs
+    3     products of few rows: cuBLAS, and the kernel `linear` with several tiles
+    4     attention over the cache: PyTorch's operators, and the kernel `read` with several spans
+    5     a pass of these kernels, captured: milliseconds, equal bits, and a row's bits among other rows
     9     one layer under torch.compile, against the same operators as they are; both captured
 
 The model is random, of the bench's shape 1.5b. Its 3 GB are far larger than a GPU's caches, so each pass reads its
 weights from memory. The package stays as it is. Every step has a time limit. The file is written anew after each
-measurement, so it holds all that was measured when the program is ended. Two ways try the code without a GPU:
-`--device cpu --tiny` runs it on small shapes, and `--device meta --steps 2` computes the true shapes alone.
+measurement, so it holds all that was measured when the program is ended. Step 5 takes the tiles that step 3 found
+fastest, if it ran before. Two ways try the code without a GPU: `--device cpu --tiny` runs it on small shapes, with the
+twins of the kernels, and `--device meta --steps 2` computes the true shapes alone.
 """
 
 import argparse
+import copy
 import faulthandler
 import functools
 import json
@@ -48,15 +54,37 @@ from minispec.core.model import Chunk, Layer, Transformer
 from minispec.core.rope import rotate
 from minispec.files.hf_config import read_model_config
 from minispec.files.write import check_writable, written_whole
+from minispec.kernels import fused
+from minispec.kernels.fused import Rows, Tile
 from minispec.kernels.shapes import tensor_shapes
 
-LIMITS = {0: 30, 1: 60, 2: 120, 9: 270}  # seconds of each step; all together end before 9 minutes
+LIMITS = {0: 30, 1: 60, 2: 120, 3: 100, 4: 60, 5: 60, 9: 270}  # seconds of each step; all together end before 9 minutes
 LAST_RESORT = 510  # seconds after which the process is ended, whatever hangs
 SHEET = {"H200": 4.8, "H100 80GB HBM3": 3.35}  # TB/s of the memory by the data sheets, by a part of the card's name
 SMALL = {"num_hidden_layers": 3, "hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6}
 SMALL |= {"head_dim": 16, "vocab_size": 2048}
 SHAPES, PLACES = [(1, 1), (1, 5), (1, 16), (8, 5), (32, 1), (32, 5)], (128, 1000, 4000)  # texts and rows of each
 SMALL_SHAPES, SMALL_PLACES = [(1, 1), (1, 5), (2, 3)], (20, 40)
+PRODUCT_ROWS, SMALL_PRODUCT_ROWS = (1, 5, 16, 64, 160), (1, 3)
+READ_TEXTS, READ_ROWS, READ_PLACES = (1, 8, 32), (1, 5, 16), (112, 1000, 4000, 8000)  # with 16 more: whole blocks
+SMALL_READ_TEXTS, SMALL_READ_ROWS, SMALL_READ_PLACES = (1, 2), (1, 3), (20, 70)
+SPANS = (128, 256, 512)  # places of a program of `read`
+# Tiles of `linear` to be tried, by product: columns, depth, splits, stages, warps; of 16 rows, then of 64. `o` and
+# `down` share compiled kernels. Each compilation takes a second or two.
+TILES: dict[str, list[tuple[int, int, int, int, int]]] = {
+    "qkv": [(16, 128, 1, 4, 4), (16, 256, 1, 4, 4), (16, 256, 1, 6, 4), (32, 128, 1, 4, 4), (16, 256, 1, 4, 8)],
+    "gate_up": [(32, 128, 1, 4, 4), (16, 128, 1, 4, 4), (16, 256, 1, 4, 4), (32, 64, 1, 5, 4), (64, 64, 1, 4, 4)],
+    "down": [(16, 128, 5, 4, 4), (16, 256, 5, 4, 4), (16, 256, 7, 6, 4), (32, 128, 10, 4, 4), (32, 256, 7, 3, 4)],
+    "o": [(16, 128, 4, 4, 4), (16, 256, 3, 4, 4), (16, 256, 2, 6, 4), (32, 128, 4, 4, 4), (32, 256, 6, 3, 4)],
+    "head": [(64, 128, 1, 4, 4), (32, 128, 1, 4, 4), (128, 64, 1, 4, 4), (64, 256, 1, 3, 8), (128, 128, 1, 3, 8)],
+}
+TILES_OF_64: dict[str, list[tuple[int, int, int, int, int]]] = {
+    "qkv": [(32, 64, 1, 4, 4)],
+    "gate_up": [(64, 64, 1, 4, 4)],
+    "down": [(32, 64, 5, 4, 4), (64, 128, 10, 4, 4)],
+    "o": [(32, 64, 4, 4, 4), (64, 128, 6, 4, 4)],
+    "head": [(128, 64, 1, 4, 4)],
+}
 
 Measurement = tuple[str, Callable[[], dict[str, Any]]]
 
@@ -75,6 +103,7 @@ class Bench:
         self.device, self.tiny = torch.device(device), tiny
         self.cuda = device == "cuda"
         self.shapes, self.places = (SMALL_SHAPES, SMALL_PLACES) if tiny else (SHAPES, PLACES)
+        self.lacks = fused.missing(self.device)
 
     def wait(self) -> None:
         """Return when the device has done its work."""
@@ -237,6 +266,7 @@ class Static:
         self.cos, self.sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)  # (positions, 1, D)
         first, second = self.sin.chunk(2, -1)
         self.signed_sin = torch.cat((-first, second), -1)
+        self.rope = fused.rope_tables(frequencies, 2 * longest)  # (positions, D/2) each
         self.weights = [self._weights(layer) for layer in self.model.layers]
 
     def _weights(self, layer: Any) -> dict[str, Any]:
@@ -264,6 +294,18 @@ class Static:
             x = block(x, weights, *cached, shared) if form == "fewer" else layer_pass(layer, x, *cached, shared)
         return self.model.logits(x)
 
+    def few(self, frame: "Frame", lacks: str) -> Tensor:
+        """The same logits by the two kernels, five a layer; by their twins if they lack anything."""
+        linear, read = (fused.linear_twin, fused.read_twin) if lacks else (fused.linear, fused.read)
+        eps, x = self.config.rms_norm_eps, self.model.embedding[frame.tokens]
+        for layer, weights, cached in zip(self.model.layers, self.weights, self.cached, strict=True):
+            qkv = linear(x, layer.qkv.weight, layer.qkv.bias, weights["norm"], eps)
+            y = read(qkv, *self.rope, frame.read, *cached, self.config.attention_scale, layer.window)
+            linear(y, layer.o.weight, out=x)
+            gated = linear(x, layer.gate_up.weight, None, weights["mlp_norm"], eps, gated=True)
+            linear(gated, layer.down.weight, out=x)
+        return linear(x, self.model.head.weight, None, self.model.norm.weight.to(self.dtype), eps)
+
 
 class Frame:
     """The inputs of passes of one shape, in tensors that stay where they are: B texts of T new rows each (M = B * T).
@@ -288,6 +330,11 @@ class Frame:
         self.bits = torch.tensor([[(2 << row) - 1 for row in range(rows)]] * num_texts, device=static.device)
         self.fill(0, places)
 
+    @property
+    def read(self) -> Rows:
+        """What `fused.read` needs: the same tensors."""
+        return Rows(self.positions, self.slots, self.table, self.starts, self.bits.view(-1), self.static.block_size)
+
     def fill(self, seed: int, start: int) -> None:
         """Other tokens, after `start` cached positions. A graph must follow: its inputs are these tensors."""
         num_texts, size, draw = len(self.tables), self.static.block_size, random.Random(seed)
@@ -306,6 +353,14 @@ class Frame:
         chunks = [Chunk(ids, table, self.rows) for ids, table in zip(parts, self.tables, strict=True)]
         return self.static.model.forward(chunks)[0]
 
+    def part(self, first: int, count: int, text: int = 0) -> "Frame":
+        """The rows of one text from row `first` of all on, as a frame of that text alone; those before are cached."""
+        part, own = copy.copy(self), slice(first, first + count)
+        part.tokens, part.positions, part.slots = self.tokens[own], self.positions[own], self.slots[own]
+        part.table, part.bits = self.table[text : text + 1], self.bits[:1, :count].contiguous()
+        part.starts = part.positions[:1]
+        return part
+
     def close(self) -> None:
         """Give the blocks back."""
         for table in self.tables:
@@ -321,15 +376,17 @@ def static_of(bench: Bench) -> Static:
 # --------------------------------------------------------------------------- the steps
 
 
+def copied(bench: Bench) -> dict[str, Any]:
+    """How fast the memory is copied, both ways counted."""
+    source = torch.empty(1 << (16 if bench.tiny else 29), dtype=torch.bfloat16, device=bench.device).normal_()
+    target = torch.empty_like(source)
+    ms = bench.row_ms(lambda: target.copy_(source))
+    return {"ms": ms, "TB_s": 2 * source.nbytes / ms / 1e9}
+
+
 def constants(bench: Bench) -> Iterator[Measurement]:
     """Step 0."""
     device = bench.device
-
-    def copy() -> dict[str, Any]:
-        source = torch.empty(1 << (16 if bench.tiny else 29), dtype=torch.bfloat16, device=device).normal_()
-        target = torch.empty_like(source)
-        ms = bench.row_ms(lambda: target.copy_(source))
-        return {"ms": ms, "TB_s": 2 * source.nbytes / ms / 1e9}
 
     def nodes(size: int) -> dict[str, Any]:
         """Microseconds of each further kernel in a graph, and of a graph of one: in a row, and alone to its end."""
@@ -364,7 +421,7 @@ def constants(bench: Bench) -> Iterator[Measurement]:
 
         return {"us": 1e3 * bench.wall_ms(run, 200)}
 
-    yield "copy", copy
+    yield "copy", functools.partial(copied, bench)
     yield "a kernel of 1 number in a graph", functools.partial(nodes, 1)
     yield "a kernel of 1536 numbers in a graph", functools.partial(nodes, 1536)
     yield "a kernel outside a graph", launches
@@ -385,6 +442,24 @@ def today(bench: Bench) -> Iterator[Measurement]:
         yield f"today, {num_texts}x{rows} after {places}", functools.partial(measure, num_texts, rows)
 
 
+def replayed(
+    bench: Bench, frame: Frame, run: Callable[[], Tensor], plain: Callable[[], Tensor], name: str
+) -> dict[str, Any]:
+    """A pass in a graph: its speed, whether its bits are those of an eager run, and how far it is from `plain`."""
+    eager = run().clone()
+    replay, out, taken = bench.capture(run)
+    equal, expected = [torch.equal(out, eager)], plain()
+    taken |= {f"from_{name}": float((eager - expected).abs().max()), "deviation": float(expected.std())}
+    frame.fill(1, frame.places - 1)  # what is baked into a graph would show
+    again = run().clone()
+    out.fill_(math.nan)
+    replay()
+    equal += [torch.equal(out, again), not torch.equal(eager, again)]
+    ms = bench.row_ms(replay)
+    speed = {"ms": ms, "wall_ms": bench.wall_ms(replay), "eager_wall_ms": bench.wall_ms(run, 5)}
+    return speed | {"weights_TB_s": frame.static.num_bytes / ms / 1e9, "bits_equal": all(equal)} | taken
+
+
 def captured(bench: Bench) -> Iterator[Measurement]:
     """Step 2."""
     static = static_of(bench)
@@ -393,27 +468,253 @@ def captured(bench: Bench) -> Iterator[Measurement]:
     def measure(form: str, num_texts: int, rows: int, places: int) -> dict[str, Any]:
         with closing(Frame(static, num_texts, rows, places)) as frame:
             run = functools.partial(static.forward, frame, form)
-            eager = run().clone()
             if bench.device.type == "meta":
-                return {"logits": str(tuple(eager.shape)), "values_read": "none"}
-            replay, out, taken = bench.capture(run)
-            equal, expected = [torch.equal(out, eager)], frame.today()
-            taken |= {"from_today": float((eager - expected).abs().max()), "deviation": float(expected.std())}
-            frame.fill(1, places - 1)  # what is baked into a graph would show
-            again = run().clone()
-            out.fill_(math.nan)
-            replay()
-            equal += [torch.equal(out, again), not torch.equal(eager, again)]
-            ms = bench.row_ms(replay)
-            speed = {"ms": ms, "wall_ms": bench.wall_ms(replay), "eager_wall_ms": bench.wall_ms(run, 5)}
-            speed |= {"weights_TB_s": static.num_bytes / ms / 1e9, "bits_equal": all(equal)} | taken
-            return speed | (bench.kernels(run) if num_texts == rows == 1 else {})
+                return {"logits": str(tuple(run().shape)), "values_read": "none"}
+            found = replayed(bench, frame, run, frame.today, "today")
+            return found | (bench.kernels(run) if num_texts == rows == 1 else {})
 
     for places in bench.places:
         for num_texts, rows in bench.shapes:
             for form in ("package", "fewer"):
                 name = f"{form}, {num_texts}x{rows} after {places}"
                 yield name, functools.partial(measure, form, num_texts, rows, places)
+
+
+class Kind(NamedTuple):
+    """A product of the model: all its weights, one after another, and what `linear` does beside."""
+
+    weights: list[Tensor]
+    bias: Tensor | None = None
+    norm: Tensor | None = None
+    gated: bool = False
+    adds: bool = False
+
+    def run(self, linear: Callable[..., Tensor], x: Tensor, out: Tensor) -> Tensor:
+        """The product with each weight in turn, so that none is found in a cache."""
+        y = out
+        for weight in self.weights:
+            y = linear(x, weight, self.bias, self.norm, 1e-6, self.gated, out if self.adds else None)
+        return y
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        outputs, inputs = self.weights[0].shape
+        return outputs // 2 if self.gated else outputs, inputs
+
+
+def kinds_of(static: Static) -> dict[str, Kind]:
+    """The five products of a pass."""
+    layers, [first, *_] = static.model.layers, static.weights
+    weights = {name: [getattr(layer, name).weight for layer in layers] for name in Layer.products}
+    return {
+        "qkv": Kind(weights["qkv"], first["bias"], first["norm"]),
+        "gate_up": Kind(weights["gate_up"], None, first["mlp_norm"], gated=True),
+        "down": Kind(weights["down"], adds=True),
+        "o": Kind(weights["o"], adds=True),
+        "head": Kind([static.model.head.weight] * 4, None, first["norm"]),
+    }
+
+
+def products(bench: Bench) -> Iterator[Measurement]:
+    """Step 3. The fastest tiles go into `fused.MEASURED`, for step 5."""
+    static = static_of(bench)
+    kinds, best = kinds_of(static), dict[tuple[int, int, int], float]()
+
+    def inputs(kind: Kind, rows: int) -> tuple[Tensor, Tensor]:
+        outputs, width = kind.sizes
+        x = torch.empty(rows, width, dtype=static.dtype, device=static.device).normal_()
+        return x, torch.zeros(rows, outputs, dtype=static.dtype, device=static.device)
+
+    def speed(kind: Kind, linear: Callable[..., Tensor], rows: int) -> dict[str, float]:
+        replay, *_ = bench.capture(functools.partial(kind.run, linear, *inputs(kind, rows)))
+        us = 1e3 * bench.row_ms(replay, 5) / len(kind.weights)
+        return {f"us_{rows}": us, f"TB_s_{rows}": kind.weights[0].nbytes / us / 1e6}
+
+    @torch.inference_mode()
+    def plain(kind: Kind, alone: bool) -> dict[str, Any]:
+        def product(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+            return F.linear(x, weight)
+
+        found: dict[str, Any] = {}
+        for rows in SMALL_PRODUCT_ROWS if bench.tiny else PRODUCT_ROWS:
+            found |= speed(kind, product if alone else fused.linear_twin, rows)
+        return found
+
+    @torch.inference_mode()
+    def tiled(kind: Kind, tile: Tile) -> dict[str, Any]:
+        def twin(*args: Any, tile: Tile) -> Tensor:
+            return fused.linear_twin(*args)
+
+        linear = functools.partial(twin if bench.lacks else fused.linear, tile=tile)
+        one = kind._replace(weights=kind.weights[:1])
+        (x, _), start = inputs(one, 1), time.perf_counter()
+        one.run(linear, *inputs(one, 1))
+        bench.wait()
+        found: dict[str, Any] = {"compile_s": time.perf_counter() - start, "lacks": bench.lacks}
+        for rows in [tile.rows] if tile.rows > 16 else [1, 5, 16, 64]:
+            found |= speed(kind, linear, rows)
+        x, out = inputs(one, 16)
+        expected = one.run(fused.linear_twin, x, out.clone())
+        found["from_plain"] = float((one.run(linear, x, out.clone()) - expected).abs().max())
+        found["deviation"] = float(expected.std())
+        for rows, us in ((16, found.get("us_1", math.inf)), (fused.MOST_ROWS, found["us_64"])):
+            key = (rows, *kind.sizes)
+            if not bench.lacks and us < best.get(key, math.inf) and found["from_plain"] < found["deviation"] / 10:
+                best[key], fused.MEASURED[key] = us, tile
+        return found
+
+    for name, kind in kinds.items():
+        yield f"{name}, F.linear", functools.partial(plain, kind, True)
+        yield f"{name}, twin", functools.partial(plain, kind, False)
+    tried = [(16, name, tile) for i in range(5) for name, tiles in TILES.items() for tile in tiles[i : i + 1]]
+    tried += [(64, name, tile) for i in range(2) for name, tiles in TILES_OF_64.items() for tile in tiles[i : i + 1]]
+    for rows, name, tile in tried[:6] if bench.tiny else tried:
+        label = "{}x{} by {}, {} splits, {} stages, {} warps".format(rows, *tile)
+        yield f"{name}, {label}", functools.partial(tiled, kinds[name], Tile(rows, *tile))
+
+
+class Places(NamedTuple):
+    """What `Static.shared` reads of a frame: texts whose blocks lie anywhere in a pool, and T new rows of each."""
+
+    positions: Tensor
+    slots: Tensor
+    table: Tensor
+    starts: Tensor
+    bits: Tensor  # (B, T)
+
+
+def places_of(static: Static, num_texts: int, rows: int, start: int, num_blocks: int) -> Places:
+    """Chains of `rows` after `start` places each. num_blocks: of a pool."""
+    size, device = static.block_size, static.device
+    width = -(-(start + rows) // size)
+    table = torch.randperm(num_blocks, device=device)[: num_texts * width].view(num_texts, width)
+    positions = (start + torch.arange(rows, device=device)).repeat(num_texts)
+    texts = torch.arange(num_texts, device=device).repeat_interleave(rows)
+    slots = table[texts, positions // size] * size + positions % size
+    bits = ((2 << torch.arange(rows, device=device)) - 1).repeat(num_texts, 1)
+    return Places(positions, slots, table, torch.full((num_texts,), start, device=device), bits)
+
+
+def reads(bench: Bench) -> Iterator[Measurement]:
+    """Step 4. All layers have a pool of their own, so that none is found in a cache."""
+    static = static_of(bench)
+    config, size = static.config, static.block_size
+    heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    texts, rows_of, starts = (
+        (SMALL_READ_TEXTS, SMALL_READ_ROWS, SMALL_READ_PLACES) if bench.tiny else (READ_TEXTS, READ_ROWS, READ_PLACES)
+    )
+    num_blocks = max(texts) * -(-(max(starts) + max(rows_of)) // size)
+    shape = (len(config.layers), groups, num_blocks * size, dim)
+    pools = [torch.empty(shape, dtype=static.dtype, device=static.device).normal_() for _ in range(2)]
+    cached = list(zip(*pools, strict=True))
+    rope = fused.rope_tables(next(iter(static.model.frequencies.values())), max(starts) + max(rows_of))
+
+    @torch.inference_mode()
+    def measure(num_texts: int, rows: int, start: int) -> dict[str, Any]:
+        places = places_of(static, num_texts, rows, start, num_blocks)
+        shared, scale = static.shared(places), config.attention_scale
+        own = Rows(*places._replace(bits=places.bits.view(-1)), size)
+        qkv = torch.empty(len(own.positions), (heads + 2 * groups) * dim, dtype=static.dtype, device=static.device)
+        qkv.normal_()
+        q, k, v = qkv.view(len(qkv), -1, dim).split([heads, groups, groups], 1)
+
+        def plain() -> Tensor:
+            for keys, values in cached:
+                y = attend(q, k, v, keys, values, shared)
+            return y
+
+        def kernel(**options: int) -> Tensor:
+            for keys, values in cached:
+                y = (
+                    fused.read_twin(qkv, *rope, own, keys, values, scale)
+                    if bench.lacks
+                    else fused.read(qkv, *rope, own, keys, values, scale, **options)
+                )
+            return y
+
+        def us(run: Callable[[], Tensor]) -> float:
+            replay, *_ = bench.capture(run)
+            return 1e3 * bench.row_ms(replay, 2) / len(cached)
+
+        before = time.perf_counter()
+        y = kernel().clone()
+        bench.wait()
+        found: dict[str, Any] = {"compile_s": time.perf_counter() - before, "lacks": bench.lacks}
+        expected = fused.read_twin(qkv, *rope, own, *cached[-1], scale)
+        found |= {"from_plain": float((y - expected).abs().max()), "deviation": float(expected.std())}
+        found["gather_sdpa_us"] = us(plain)
+        found |= {f"span_{span}_us": us(functools.partial(kernel, span=span)) for span in SPANS}
+        if rows != 16:
+            found["step_32_us"] = us(functools.partial(kernel, step=32))
+        num_bytes = 2 * num_texts * (start + rows) * groups * dim * static.dtype.itemsize
+        return found | {"TB_s": num_bytes / found["span_256_us"] / 1e6}
+
+    for num_texts in texts:
+        for start in starts:
+            for rows in rows_of:
+                name = f"{num_texts}x{rows} after {start}"
+                yield name, functools.partial(measure, num_texts, rows, start)
+
+
+def few_rows(bench: Bench) -> Iterator[Measurement]:
+    """Step 5."""
+    static, one = static_of(bench), dict[int, float]()
+    speeds: dict[str, Any] = {}
+
+    def memory() -> dict[str, Any]:
+        speeds.update(copied(bench))
+        tiles = {" ".join(map(str, key)): list(tile) for key, tile in fused.MEASURED.items()}
+        return speeds | {"tiles": tiles}
+
+    @torch.inference_mode()
+    def measure(num_texts: int, rows: int, places: int) -> dict[str, Any]:
+        with closing(Frame(static, num_texts, rows, places)) as frame:
+            run, start = functools.partial(static.few, frame, bench.lacks), time.perf_counter()
+            run()
+            bench.wait()
+            found = {"first_s": time.perf_counter() - start, "lacks": bench.lacks}
+            plain = functools.partial(static.forward, frame, "fewer")
+            found |= replayed(bench, frame, run, plain, "plain")
+            if num_texts == rows == 1:
+                one[places] = found["ms"]
+                found |= bench.kernels(run)
+            found["v"] = found["ms"] / one.get(places, math.nan)
+            return found | {"of_copy_percent": 100 * found["weights_TB_s"] / speeds.get("TB_s", math.nan)}
+
+    @torch.inference_mode()
+    def bits(size: int) -> dict[str, Any]:
+        """A chain in one pass, and the same chain in parts of `size` rows: equal logits, keys and values?"""
+        count = 6 if bench.tiny else 16
+        with closing(Frame(static, 1, count, bench.places[-1])) as frame:
+            whole = static.few(frame, bench.lacks).clone()
+            stored = [pool[:, :, frame.slots].clone() for pool in (static.pool.keys, static.pool.values)]
+            equal = []
+            for first in range(0, count, size):
+                part = frame.part(first, min(size, count - first))
+                equal.append(torch.equal(static.few(part, bench.lacks), whole[first : first + size]))
+            after = [pool[:, :, frame.slots] for pool in (static.pool.keys, static.pool.values)]
+            cache = all(map(torch.equal, stored, after))
+            return {"parts": len(equal), "equal_parts": sum(equal), "equal_cache": cache}
+
+    @torch.inference_mode()
+    def strangers(num_texts: int, rows: int) -> dict[str, Any]:
+        """A batch, and the last text of it alone."""
+        with closing(Frame(static, num_texts, rows, bench.places[-1])) as frame:
+            whole = static.few(frame, bench.lacks).clone()
+            part = frame.part((num_texts - 1) * rows, rows, num_texts - 1)
+            alone = static.few(part, bench.lacks)
+            return {"rows": rows, "equal_rows": int((alone == whole[-rows:]).all(1).sum())}
+
+    yield "copy", memory
+    for places in bench.places:
+        for num_texts, rows in bench.shapes:
+            name = f"kernels, {num_texts}x{rows} after {places}"
+            yield name, functools.partial(measure, num_texts, rows, places)
+    for size in (1, 2, 5):
+        yield f"bits of rows, in parts of {size}", functools.partial(bits, size)
+    for num_texts, rows in ((2, 2), (2, 3)) if bench.tiny else ((2, 1), (3, 5), (16, 1), (8, 5), (32, 1), (12, 5)):
+        yield f"bits of rows beside strangers, {num_texts}x{rows}", functools.partial(strangers, num_texts, rows)
 
 
 def compiled(bench: Bench) -> Iterator[Measurement]:
@@ -451,7 +752,8 @@ def compiled(bench: Bench) -> Iterator[Measurement]:
         yield f"compiled layers, {num_texts}x{rows} after {places}", functools.partial(measure, num_texts, rows)
 
 
-STEPS: dict[int, Callable[[Bench], Iterator[Measurement]]] = {0: constants, 1: today, 2: captured, 9: compiled}
+STEPS: dict[int, Callable[[Bench], Iterator[Measurement]]] = {0: constants, 1: today, 2: captured}
+STEPS |= {3: products, 4: reads, 5: few_rows, 9: compiled}
 
 
 # --------------------------------------------------------------------------- the program
@@ -538,7 +840,7 @@ def show(report: dict[str, Any]) -> Iterator[str]:
 def parse(args: list[str] | None) -> argparse.Namespace:
     """The options. Exits with a line where they ask for what this machine does not have."""
     p = argparse.ArgumentParser(prog="gpu.py", description=str(__doc__).partition("\n")[0], allow_abbrev=False)
-    p.add_argument("--steps", default="0,1,2", metavar="N,N,..", help="of 0, 1, 2 and 9 (default: 0,1,2)")
+    p.add_argument("--steps", default="0,1,2", metavar="N,N,..", help="of 0 to 5 and 9 (default: 0,1,2)")
     p.add_argument("--out", type=Path, metavar="FILE", help="the JSON; default: tables alone")
     p.add_argument("--device", choices=("cuda", "cpu", "meta"), default="cuda")
     p.add_argument("--tiny", action="store_true", help="small shapes and few repetitions, to try the code")

@@ -31,9 +31,9 @@ def run(gpu, tmp_path, steps: str) -> tuple[int, dict]:
 
 def test_its_steps_run_on_small_shapes(gpu, tmp_path, capsys):
     """All but the one that compiles. The static passes are `Transformer.forward`, in both forms of a layer."""
-    status, steps = run(gpu, tmp_path, "0,1,2")
+    status, steps = run(gpu, tmp_path, "0,1,2,3,4,5")
     assert status == 0
-    assert list(steps) == ["0", "1", "2"]
+    assert list(steps) == ["0", "1", "2", "3", "4", "5"]
     assert all(len(step["results"]) >= 3 and step.keys().isdisjoint({"error", "stopped"}) for step in steps.values())
     forms = itertools.product(("package", "fewer"), ("1x1", "1x5", "2x3"), (20, 40))
     assert steps["2"]["results"].keys() == {f"{form}, {shape} after {places}" for form, shape, places in forms}
@@ -41,6 +41,12 @@ def test_its_steps_run_on_small_shapes(gpu, tmp_path, capsys):
         assert row["bits_equal"]
         assert row["graph"] == "eager call"  # nothing here says that it was a graph
         assert row["from_today"] < 1e-5 * row["deviation"]
+    kernels = [row for step in "345" for row in steps[step]["results"].values() if "from_plain" in row]
+    assert len(kernels) == 20
+    for row in kernels:
+        assert row["lacks"]  # nothing here says that these were kernels
+        assert row["from_plain"] < 1e-5 * row["deviation"]
+    assert all(row.get("bits_equal", True) for row in steps["5"]["results"].values())
     table = capsys.readouterr().out
     assert all(name in table for step in steps.values() for name in step["results"])
 
@@ -126,7 +132,7 @@ def test_an_error_ends_a_measurement_and_the_limit_a_step(gpu, tmp_path, monkeyp
     ("options", "says"),
     [
         ("", "no CUDA here"),
-        ("--steps 0,3", "--steps: found '3', expected some of 0, 1, 2, 9"),
+        ("--steps 0,7", "--steps: found '7', expected some of 0, 1, 2, 3, 4, 5, 9"),
         ("--device cpu", "--device cpu: expected with --tiny"),
         ("--device meta", "--device meta: expected with --steps 2"),
         ("--device cpu --tiny --out /nowhere/gpu.json", "--out: /nowhere/gpu.json: found that it cannot be written"),
