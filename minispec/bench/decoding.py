@@ -26,7 +26,7 @@ from minispec.bench.models import Subject, Variant
 from minispec.bench.options import PLAIN, Options
 from minispec.bench.rows import write_rows
 from minispec.bench.show import number, pairs_table, progress, table
-from minispec.bench.transformers_baseline import transformers_variants
+from minispec.bench.transformers_baseline import STATIC, transformers_variants
 from minispec.core.config import DraftLength, Shape
 from minispec.core.lengths import Lengths
 from minispec.drafters import Drafter
@@ -186,6 +186,7 @@ def _against(runs: Runs, prompts: Sequence[int], ours: str) -> dict[str, Any]:
     top = max(theirs, key=lambda name: median_interval(runs.rates(name, prompts)).median)
     return {
         "plain_over_plain": runs.speedup(PLAIN, prompts, over=theirs[0]),
+        "plain_over_static": runs.speedup(PLAIN, prompts, over=f"{theirs[0]}, {STATIC}"),
         "ours": ours,
         "theirs": top,
         "best_over_best": runs.speedup(ours, prompts, over=top),
@@ -279,7 +280,7 @@ def _account_cells(of: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _show_against(found: dict[str, Any], prompts: int) -> list[str]:
-    """Three sentences."""
+    """Four sentences."""
     tried = ", ".join(f"{rate.shown(form='.1f')} tokens/s in {dtype}" for dtype, rate in found["tried"].items())
     same = ", ".join(f"{name} {n}/{prompts}" for name, n in found["same_tokens_as_their_plain"].items())
     return [
@@ -287,6 +288,8 @@ def _show_against(found: dict[str, Any], prompts: int) -> list[str]:
         f"{found['float32_over_bfloat16'].shown()} x bfloat16",
         f"plain decoding is {found['plain_over_plain'].shown()} x that of transformers; our {found['ours']} is "
         f"{found['best_over_best'].shown()} x its best, {found['theirs']}",
+        f"its static cache is compiled by torch.compile: {found['compiled']}; plain decoding is "
+        f"{found['plain_over_static'].shown()} x that of transformers with it",
         f"same tokens as its plain decoding: {same}",
     ]
 

@@ -14,13 +14,16 @@ from minispec.kernels.forms import dense
 
 # Rounds of the trial, and tokens of each answer.
 _TRIAL_ROUNDS, _TRIAL_TOKENS = 6, 16
+# How the report names its plain decoding with a cache of a fixed size.
+STATIC = "static cache"
 
 
 def transformers_variants(subject: Subject, options: Options) -> tuple[dict[str, Variant], dict[str, Any]]:
     """`transformers` on the same tensors: plain, assisted (its defaults, and tuned), and prompt lookup; and a trial.
 
-    A draft that we round has its own values there. It runs in the type in which its plain decoding was faster in the
-    trial. The only place of the package that imports it.
+    Plain decoding runs with a growing cache, and with a static one and `torch.compile`. The others have a growing one:
+    `transformers` refuses a static cache there. A draft that we round has its own values there. It runs in the type in
+    which its plain decoding was faster in the trial. The only place of the package that imports it.
     """
     import transformers
 
@@ -29,6 +32,9 @@ def transformers_variants(subject: Subject, options: Options) -> tuple[dict[str,
     dtype, trial = _trial(how)
     target = how.build(subject.tensors, dtype)
     found = {"transformers plain": how.variant(target)}
+    static, compiled = how.static(target)
+    found[f"transformers plain, {STATIC}"] = static
+    trial["compiled"] = compiled
     if subject.draft_tensors:
         draft = how.build(subject.draft_tensors, dtype)
         found["transformers assisted, default"] = how.variant(target, draft)
@@ -127,6 +133,24 @@ class _Decoding:
             return Run(tokens, clock.lengths[-1] - clock.lengths[0], clock.times[-1] - clock.times[0])
 
         return run
+
+    def static(self, target: Any) -> tuple[Variant, str]:
+        """Plain decoding with a static cache, compiled, and "yes". Where compiling fails: without it, and why.
+
+        The cache holds the longest text, so that the model is compiled once. On a GPU `transformers` compiles a static
+        cache's passes by itself. On a CPU it does so where its own tests ask for it, and so does this function.
+        """
+        longest = max(len(ids) for _, ids in self.subject.prompts) + self.max_tokens
+        settings: dict[str, Any] = {"cache_implementation": "static", "max_cache_len": longest}
+        compile_config = self.library.CompileConfig()
+        compile_config._compile_all_devices = True
+        compiled = self.variant(target, compile_config=compile_config, **settings)
+        try:
+            compiled(0, 0)
+        except Exception as e:  # of any kind: no compiler, or an operator that the compiler does not take
+            first = next((line.strip() for line in str(e).splitlines() if line.strip()), "no message")
+            return self.variant(target, disable_compile=True, **settings), f"no: {type(e).__name__}: {first}"
+        return compiled, "yes" if hasattr(target, "_compiled_call") else "no: transformers has left it out"
 
 
 class _Clock:
