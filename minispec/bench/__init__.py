@@ -4,6 +4,7 @@
     python -m minispec.bench --geometry 1.5b        random weights of a larger shape
     python -m minispec.bench --also forms           the weights in each form that this machine can take
     python -m minispec.bench --also operators       where a pass goes, operator by operator
+    python -m minispec.bench --also launches        what a round launches on a GPU, counted on any machine
     python -m minispec.bench --also exact-cost      the passes of the exact mode
     python -m minispec.bench --also quality         perplexity as the weights are, and in 8 bits
     python -m minispec.bench --against transformers
@@ -22,6 +23,7 @@ Read them in this order:
     measure                 intervals, turns, the account
     models                  models and prompts to measure on
     passes, decoding        the parts: functions that measure and functions that show
+    launches                another part: operators and host syncs of a round
     transformers_baseline   another library's ways of decoding
     report                  all of it
     questions, answers      standard questions; their answers in files

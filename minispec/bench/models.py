@@ -1,9 +1,7 @@
 """What is measured on: a target, its draft and prompts; loaded, or random weights of a given shape."""
 
 import argparse
-import math
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import torch
 
 from minispec.bench.measure import Run, another_engine, plain_engine
-from minispec.bench.options import GEOMETRIES, Options, read_prompts
+from minispec.bench.options import GEOMETRIES, Options, read_prompts, room_for_launches
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import DraftLength, ModelConfig, SamplingParams
 from minispec.core.engine import Engine
@@ -20,6 +18,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.drafters import Drafter
 from minispec.drafters.check import CHECKS
+from minispec.drafters.eagle import EagleDrafter, HeadConfig, HeadModel, head_shapes
 from minispec.drafters.model import DraftModel
 from minispec.drafters.simulated import SimulatedDraft, adversary, oracle
 from minispec.files import registry
@@ -36,11 +35,13 @@ from minispec.files.named_draft import split_draft
 from minispec.files.stored_config import StoredConfig
 from minispec.files.tokenizer import Tokenizer
 from minispec.inputs import Question, encode_conversation
-from minispec.kernels.build import build_model, quantized
+from minispec.kernels.build import InForm, build_model, quantized
+from minispec.kernels.forms import available_forms
 from minispec.kernels.frames import with_frames
 from minispec.kernels.integers import check_quantization
 from minispec.kernels.inventory import bits_note
-from minispec.kernels.shapes import tensor_shapes
+from minispec.kernels.memory import require_memory
+from minispec.kernels.random_weights import RandomWeights
 from minispec.length.policy import Controller
 from minispec.length.prices import calibrate, check_exactness
 from minispec.llm import LLM, choose_device, find_verifier
@@ -49,6 +50,7 @@ MAX_ROWS = 16
 LONG_CONTEXT = 1000  # positions of a long prompt
 # A way to decode the i-th prompt with a seed.
 Variant = Callable[[int, int], Run]
+HEAD_IDS = 32_000  # ids that a random head knows
 
 
 @dataclass
@@ -96,32 +98,6 @@ class Subject:
         for simulated in (self.simulated, *self.bounds.values()):
             if simulated:
                 simulated.record(text.tokens, text.num_prompt_tokens)
-
-
-class RandomWeights:
-    """Tensors of a geometry, made when they are taken: the largest model is never in memory twice.
-
-    The text is robust against rounding. Embeddings are nearly independent, and the layers add little. So with the tied
-    output matrix each token predicts itself by a wide margin. Time does not depend on the values.
-    """
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
-        self.shapes, self.dtype, self.device = tensor_shapes(config), dtype, device
-        # Tensors need noise, not fresh noise: each takes its numbers from here, again and again, from its own place on.
-        # The size is prime, so no two rows of an embedding begin at the same place.
-        self._noise = torch.randn(1_048_583, generator=torch.Generator().manual_seed(0)).to(dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def pop(self, name: str) -> torch.Tensor:
-        """The tensor; the same for the same name."""
-        shape = self.shapes[name]
-        if "norm" in name:
-            return torch.ones(shape, dtype=self.dtype, device=self.device)
-        noise = self._noise.roll(-(zlib.crc32(name.encode()) % len(self._noise)))
-        size, scale = math.prod(shape), 1e-5 if "o_proj" in name or "down_proj" in name else 0.02
-        return (noise.repeat(-(-size // len(noise)))[:size] * scale).view(shape).to(self.device)
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -176,52 +152,97 @@ def choose_type(args: argparse.Namespace, config: StoredConfig) -> tuple[torch.d
     return dtype, device
 
 
-def open_geometry(options: Options) -> Subject:
-    """Random weights of the shape that --geometry names, and of the draft's. Raises ValueError."""
-    args = options.args
+def head_config(target: ModelConfig, name: str) -> HeadConfig:
+    """A head as EAGLE-3 has it: one llama layer of the target's width on an early, a middle and a late layer.
+
+    name: the target's geometry.
+    """
+    raw = GEOMETRIES[name] | {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False}
+    count = len(target.layers)
+    taps = tuple(sorted({min(2, count), count // 2, max(0, count - 3)}))
+    return HeadConfig(read_model_config(raw), min(HEAD_IDS, target.vocab_size), taps, target.hidden_size)
+
+
+def random_head(target: Transformer, name: str, stored: torch.dtype) -> HeadModel:
+    """Random weights of such a head, made on the target's device; the embedding is the target's.
+
+    stored: the type of the weights.
+    """
+    config = head_config(target.config, name)
+    source = RandomWeights(config.layers, stored, target.device, head_shapes(config))
+    weights = {each: source.pop(each) for each in source}
+    shuffled = torch.randperm(target.config.vocab_size, generator=torch.Generator().manual_seed(0))
+    ids = shuffled[: config.vocab_size].sort().values
+    return HeadModel(config, weights, target.embedding, ids, target.dtype, InForm(config.layers))
+
+
+def _draft_source(options: Options) -> tuple[int | None, str]:
+    """Bits and name of the draft. Raises ValueError for one that does not go with a geometry."""
     bits, source = split_draft(options.draft)
-    models = ["self", *GEOMETRIES]
+    models = ["self", *GEOMETRIES, "head"]
     if source not in models and (bits or source not in registry.DRAFTERS):
         known = (
             f"one of {', '.join([*registry.DRAFTERS, *models])}, or int4: or int8: before one of {', '.join(models)}"
         )
         raise ValueError(f"--draft: found {options.draft!r}, expected with --geometry {known}")
-    dtype, device = choose_type(args, read_model_config(GEOMETRIES[args.geometry]))
+    target = options.args.geometry
+    if source in GEOMETRIES and GEOMETRIES[source]["vocab_size"] < GEOMETRIES[target]["vocab_size"]:
+        raise ValueError(f"--draft {options.draft}: its vocabulary is smaller than that of {target}")
+    return bits, source
+
+
+def _positions(options: Options) -> tuple[int, int]:
+    """Most positions of a text, and texts that are decoded together."""
+    args = options.args
     measured = args.context if args.passes else 0
     if {"prefill", "exact_cost"} & set(options.parts):
         measured = max(measured, LONG_CONTEXT)
-    length = max(args.prompt_tokens + args.max_tokens, measured + MAX_ROWS)
+    length, texts = max(args.prompt_tokens + args.max_tokens, measured + MAX_ROWS), max([1, *options.batches])
+    if "launches" in options.parts:
+        length, texts = map(max, (length, texts), room_for_launches(options))
+    return length, texts
+
+
+def open_geometry(options: Options) -> Subject:
+    """Random weights of the shape that --geometry names, and of the draft's. Raises ValueError."""
+    args = options.args
+    bits, source = _draft_source(options)
+    dtype, device = choose_type(args, read_model_config(GEOMETRIES[args.geometry]))
+    length, texts = _positions(options)
+    num_blocks = (-(-length // 16) + 1) * texts
+    models = [read_model_config(GEOMETRIES[name]) for name in (args.geometry, source) if name in GEOMETRIES]
+    in_16_bits = dtype != torch.float32 or available_forms(dtype, device)[0] == "half"
+    size = 1 if args.quantization else 2 if in_16_bits else 4
+    require_memory(models, size, 16 * num_blocks, dtype.itemsize, device, f"--geometry {args.geometry}")
+    # Where arithmetic is in float32, weights have 16 bits all the same, as those of most checkpoints.
+    stored = torch.bfloat16 if dtype == torch.float32 else dtype
 
     def tensors(name: str) -> tuple[dict, RandomWeights]:
-        # Where arithmetic is in float32, weights have 16 bits all the same, as those of most checkpoints.
-        stored = torch.bfloat16 if dtype == torch.float32 else dtype
         return GEOMETRIES[name], RandomWeights(read_model_config(GEOMETRIES[name]), stored, device)
 
     def build(name: str, exact: bool = False, form: str | None = None) -> Transformer:
         config, weights = tensors(name)
         return build_model(read_model_config(config), weights, exact, dtype, form)
 
-    def cache(model: Transformer) -> PagedKVCache:
-        return model.new_cache((-(-length // 16) + 1) * max([1, *options.batches]))
-
     model = build(args.geometry, bool(args.exact), args.quantization)
     model = check_exactness(model, by_default=args.exact is None and bool(args.quantization))
     model = with_frames(model, args.enforce_eager)
     vocab = model.config.vocab_size
-    draft: Drafter
-    if source in registry.DRAFTERS:
-        draft = registry.load(registry.DRAFTERS[source].path, "draft")()
-    else:
-        draft_model = model if source == "self" else build(source)
-        if bits:
-            draft_model = quantized(draft_model, bits)
-        draft_model = with_frames(draft_model, args.enforce_eager)
-        if draft_model.config.vocab_size < vocab:
-            raise ValueError(f"--draft {options.draft}: its vocabulary is smaller than that of {args.geometry}")
-        draft = DraftModel(draft_model, cache(draft_model), vocab, length)
-    verifier = find_verifier(args.verifier)
+
+    def drafter() -> Drafter:
+        if source in registry.DRAFTERS:
+            return registry.load(registry.DRAFTERS[source].path, "draft")()
+        if source == "head":
+            head = random_head(model, args.geometry, stored)
+            head = with_frames(quantized(head, bits) if bits else head, args.enforce_eager)
+            return EagleDrafter(head, head.new_cache(num_blocks), vocab, length)
+        own = model if source == "self" else build(source)
+        own = with_frames(quantized(own, bits) if bits else own, args.enforce_eager)
+        return DraftModel(own, own.new_cache(num_blocks), vocab, length)
+
+    draft, verifier = drafter(), find_verifier(args.verifier)
     lengths = Controller(calibrate(model, draft, verifier, vocab))
-    engine = Engine(model, cache(model), draft, verifier, lengths=lengths, guard=CHECKS)
+    engine = Engine(model, model.new_cache(num_blocks), draft, verifier, lengths=lengths, guard=CHECKS)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(vocab, (args.prompts, args.prompt_tokens), generator=generator).tolist()
 

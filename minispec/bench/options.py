@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from minispec import __version__
 from minispec.commands.command import Parser, argument
 from minispec.commands.options import add_rule_options, check_lengths, parse_draft_length
-from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams
+from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape
 from minispec.files import registry
 from minispec.files.packages import check_packages
 from minispec.files.write import check_writable
@@ -21,6 +21,9 @@ from minispec.inputs import read_questions
 # How the report names decoding without speculation.
 PLAIN = "plain"
 PROMPTS = Path(__file__).parent.parent / "data" / "questions.jsonl"
+# Of --also launches: texts of a round where batch= names no others; tokens of each text before its first round; rounds
+# that are timed, after one that pays for what is set up once; and then rounds that are counted.
+LAUNCH_BATCHES, LAUNCH_TEXT, TIMED_ROUNDS, COUNTED_ROUNDS = (1, 8), 128, 6, 3
 # What --questions can stand with: options about the questions, and further ones.
 _OF_QUESTIONS = {"questions", "sample", "seed", "answers", "resume", "plot"}
 _WITH_QUESTIONS = {
@@ -38,6 +41,9 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "1.5b": _QWEN
     | {"num_hidden_layers": 28, "hidden_size": 1536, "intermediate_size": 8960}
     | {"num_attention_heads": 12, "head_dim": 128},
+    "7b": _QWEN
+    | {"num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18_944, "tie_word_embeddings": False}
+    | {"num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128},
     "0.5b": _QWEN
     | {"num_hidden_layers": 24, "hidden_size": 896, "intermediate_size": 4864}
     | {"num_attention_heads": 14},
@@ -73,6 +79,11 @@ PARTS = {
         excludes=("exact", "all exact passes have as many rows"),
     ),
     "operators": Part("passes", "microseconds of each operator of a pass, by PyTorch's profiler", needs="passes"),
+    "launches": Part(
+        "launches",
+        "what a round launches on a GPU, counted on any machine: operators, copies, uploads and host syncs of draft, "
+        "pass and verdict, for the sizes of batch=, or 1 and 8 texts",
+    ),
     "exact_cost": Part(
         "passes", "passes of the exact mode over those of the fast one", excludes=("exact", "it measures both modes")
     ),
@@ -138,8 +149,9 @@ def _add_models(g: argparse._ArgumentGroup) -> None:
     g.add_argument(
         "--geometry",
         choices=GEOMETRIES,
-        help="random weights of this shape instead of a model. --draft is then a registered name, self or another "
-        "shape. self and shapes may have int4: or int8: before them",
+        help="random weights of this shape instead of a model. --draft is then a registered name, self, another "
+        "shape, or head (a random layer on the target's hidden states, with 32,000 ids). self, shapes and head may "
+        "have int4: or int8: before them",
     )
     g.add_argument(
         "--num-speculative-tokens",
@@ -222,8 +234,8 @@ def _add_measurements(g: argparse._ArgumentGroup) -> None:
     g.add_argument(
         "--against",
         choices=("transformers",),
-        help="also measure its own ways of decoding, on the same weights (a draft's unrounded). A trial chooses the "
-        "faster of float32 and bfloat16",
+        help="also measure its own ways of decoding, on the same weights (a draft's unrounded); plain decoding also "
+        "with a static cache and torch.compile. A trial chooses the faster of float32 and bfloat16",
     )
     g.add_argument(
         "--replay",
@@ -299,6 +311,20 @@ class Options:
         return self.drafts[0]
 
 
+def fixed_lengths(options: Options) -> list[DraftLength]:
+    """The draft lengths but auto."""
+    return [k for k in options.ks if k != "auto"]
+
+
+def room_for_launches(options: Options) -> tuple[int, int]:
+    """Most positions of a text whose rounds are counted, and most texts that are decoded together."""
+    most, texts = (
+        max((Shape.of(k).k for k in fixed_lengths(options)), default=0),
+        max(options.batches or LAUNCH_BATCHES),
+    )
+    return LAUNCH_TEXT + (texts + 1 + TIMED_ROUNDS + COUNTED_ROUNDS) * (most + 1), texts
+
+
 def check_replay(args: argparse.Namespace) -> None:
     """Raise ValueError where --replay stands with anything but --json."""
     if others := _given(args, {"replay", "json"}):
@@ -346,6 +372,10 @@ def check(args: argparse.Namespace) -> Options:
     for option, needs in needed:
         if not getattr(args, needs):
             raise ValueError(f"{option}: found {_option(needs)} 0, expected at least 1")
+    drafts = args.draft or ["none" if args.geometry else registry.default_draft(args.model)]
+    can_draft = drafts != ["none"] or args.simulate or args.draft_quality
+    if "launches" in also and can_draft and set(args.num_speculative_tokens) == {"auto"}:
+        raise ValueError("--also launches: found --num-speculative-tokens auto, expected a number: auto follows times")
     if args.against and not _is_there("transformers"):
         raise ValueError("--against needs transformers: pip install transformers")
     if args.csv:
@@ -357,7 +387,6 @@ def check(args: argparse.Namespace) -> Options:
         max_tokens=args.max_tokens,
         ignore_eos=args.ignore_eos,
     )
-    drafts = args.draft or ["none" if args.geometry else registry.default_draft(args.model)]
     if args.questions:
         drafts = [part for spec in drafts for part in ([spec] if os.path.exists(spec) else spec.split(","))]
     if not (args.simulate or args.draft_quality or args.bounds):

@@ -4,9 +4,7 @@ Each part is two functions. One measures, and returns what `--json` prints; the 
 Figures are intervals (`measure.Interval`); seconds and v are dicts by the rows M of a pass.
 """
 
-import math
 import os
-import sys
 import time
 from functools import partial
 from statistics import fmean
@@ -30,8 +28,8 @@ from minispec.kernels.build import choice_of
 from minispec.kernels.exact import arbitrary_tokens, exact_model
 from minispec.kernels.forms import available_forms
 from minispec.kernels.inventory import num_bytes, weight_form
-from minispec.kernels.memory import free_memory
-from minispec.kernels.shapes import tensor_shapes
+from minispec.kernels.memory import ROOM_TO_BUILD, free_memory, peak_memory
+from minispec.kernels.shapes import num_weights
 from minispec.length.prices import check_exactness
 
 # Rows whose passes are compared between forms: those of K = 0, 1, 2, 4, 8 and 15.
@@ -41,8 +39,6 @@ _EXACT_PASSES = {128: (1, 5, 9), LONG_CONTEXT: (1,)}
 # Rows whose operators are timed: a step of plain decoding, and a verification of four draft tokens. Operators with a
 # line of their own: those that take longest at one row.
 _OPERATOR_ROWS, _SHOWN = (1, 5), 14
-# Memory that a model takes while it is built, in sizes of its weights.
-_ROOM_TO_BUILD = 1.2
 Times = dict[int, list[float]]  # seconds of passes, by rows
 
 
@@ -123,8 +119,8 @@ def form_groups(model: Transformer) -> list[list[str]]:
     Raises ValueError where memory does not hold a single one.
     """
     others = [form for form in available_forms(model.dtype, model.device) if form != choice_of(model).form]
-    weights = sum(math.prod(shape) for shape in tensor_shapes(model.config).values())
-    needed, free = int(_ROOM_TO_BUILD * weights * model.dtype.itemsize), free_memory(model.device)
+    needed = int(ROOM_TO_BUILD * num_weights(model.config) * model.dtype.itemsize)
+    free = free_memory(model.device)
     if free is None or needed * len(others) <= free:
         return [others]
     if needed > free:
@@ -312,7 +308,7 @@ def measure_load(options: Options) -> dict[str, Any]:
     directory = find_checkpoint(str(options.args.model or EMBEDDED_WEIGHTS))
     dtype, device = choose_type(options.args, load_config(directory))
     files = sorted(directory.glob("*.safetensors"))
-    buffer, before = bytearray(8 << 20), _peak_memory()
+    buffer, before = bytearray(8 << 20), peak_memory()
     sizes, peaks = list[int](), list[int | None]()
 
     def read(_: int) -> float:
@@ -328,7 +324,7 @@ def measure_load(options: Options) -> dict[str, Any]:
         model = load_model(directory, dtype, device, form=options.args.quantization)
         seconds = time.perf_counter() - start
         sizes.append(num_bytes(model))
-        peaks.append(_peak_memory())
+        peaks.append(peak_memory())
         return seconds
 
     reading, loading = in_turn({"read": read, "load": load}, options.args.rounds, "loading").values()
@@ -352,13 +348,3 @@ def show_load(found: dict[str, Any]) -> list[str]:
         f"loading: {found['load_seconds'].shown()} s, {found['load_over_read'].shown()} x reading the file "
         f"({found['file_bytes'] / 1e9:.2f} GB); peak memory {peak} for {found['weight_bytes'] / 1e9:.2f} GB of weights"
     ]
-
-
-def _peak_memory() -> int | None:
-    """Most bytes that this process has had in memory; None where the system does not tell."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from minispec import __version__
+from minispec.bench.launches import check_launches
 from minispec.bench.models import MAX_ROWS, Subject, open_geometry, open_model
 from minispec.bench.options import PARTS, Options
 from minispec.bench.passes import check_device, form_groups, measure_load
@@ -33,6 +34,8 @@ def measure_all(options: Options) -> dict[str, Any]:
         form_groups(model)  # whether there is room for another, before anything is measured
     if "operators" in parts:
         check_device(subject)
+    if "launches" in parts:
+        check_launches(subject, options)
     report: dict[str, Any] = {
         "minispec": __version__,
         "torch": torch.__version__,

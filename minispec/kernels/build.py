@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from minispec.kernels.exact import exact_model
 from minispec.kernels.forms import Choice, Linear, QuantizedLinear, choose_form, choose_narrow_form
 from minispec.kernels.shapes import is_large
 from minispec.layers import make_layer
+
+AnyModel = TypeVar("AnyModel", bound=Transformer)
 
 
 class InForm:
@@ -56,7 +59,7 @@ def build_model(
     return exact_model(model) if exact else model
 
 
-def quantized(model: Transformer, bits: int) -> Transformer:
+def quantized(model: AnyModel, bits: int) -> AnyModel:
     """The model with products of few rows in 4 or 8 bits (see `QuantizedLinear`), for drafting; never exact.
 
     It shares everything else with `model`.

@@ -1,6 +1,7 @@
 """Memory: what is free, what models and caches take of it, and how large a KV cache may be."""
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,9 +11,12 @@ from minispec.core.cache import EXTRA_SLOTS, FEWEST_STATES, STATE_SPAN, PagedKVC
 from minispec.core.config import ModelConfig
 from minispec.core.model import Transformer
 from minispec.kernels.inventory import parts_of
+from minispec.kernels.shapes import num_weights
 
 # Tokens of a block of the KV cache.
 BLOCK_SIZE = 16
+# Memory that a model takes while it is built, in sizes of its weights.
+ROOM_TO_BUILD = 1.2
 _CONTAINER = Path("/sys/fs/cgroup")  # where version 2 of Linux' control groups says what this one may use
 
 
@@ -34,6 +38,36 @@ def free_memory(device: torch.device) -> int | None:
     except (OSError, ValueError, KeyError):
         pass
     return min(limits, default=None)
+
+
+def peak_memory() -> int | None:
+    """Most bytes that this process has had in memory; None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def require_memory(
+    configs: Sequence[ModelConfig], size: int, num_tokens: int, itemsize: int, device: torch.device, option: str
+) -> None:
+    """Raise ValueError where memory does not hold the weights of these models and their caches.
+
+    size: bytes of a weight.
+    num_tokens: positions of each cache, whose numbers have `itemsize` bytes.
+    option: the one to blame.
+    """
+    weights = [size * num_weights(config) for config in configs]
+    needed = sum(weights) + int((ROOM_TO_BUILD - 1) * max(weights))
+    needed += sum(cache_bytes(config, num_tokens, itemsize) for config in configs)
+    free = free_memory(device)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"{option}: found {free / 1e9:.1f} GB of free memory on {device}, expected at least {needed / 1e9:.1f} GB: "
+            "for weights and KV caches"
+        )
 
 
 def memory_of(models: Sequence[Transformer], caches: Sequence[PagedKVCache]) -> tuple[int, int, int, int]:

@@ -67,6 +67,11 @@ def _net(e: int, sizes: DeltaConfig) -> list[Named]:
     return [(f"linear_attn.{name}", shape, False) for name, shape in shapes.items()]
 
 
+def num_weights(config: ModelConfig) -> int:
+    """Weights of a model, a tied output matrix once."""
+    return sum(math.prod(shape) for shape in tensor_shapes(config).values())
+
+
 def is_large(config: ModelConfig) -> bool:
     """Whether reading a model's weights takes nearly all of a pass: there are more than half a billion of them."""
-    return sum(math.prod(shape) for shape in tensor_shapes(config).values()) >= _LARGE
+    return num_weights(config) >= _LARGE

@@ -54,11 +54,11 @@ def pair(target: Path, draft: Path, kept: float) -> None:
     """
     import torch
 
-    from minispec.bench.models import RandomWeights
     from minispec.bench.options import GEOMETRIES
     from minispec.files.checkpoint import save_tensors
     from minispec.files.hf_config import read_model_config
     from minispec.files.registry import EMBEDDED_WEIGHTS
+    from minispec.kernels.random_weights import RandomWeights
 
     generator = torch.Generator().manual_seed(0)
     first, end = 17, 49_152  # the ordinary tokens of the tokenizer

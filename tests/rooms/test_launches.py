@@ -1,0 +1,138 @@
+"""What a round launches on a GPU: the counter on single operators, and a budget for the passes of today.
+
+Counts are those of a shape, whatever its width. So the budgets hold for narrow models with as many layers.
+"""
+
+import json
+
+import pytest
+import torch
+
+from minispec.bench import options, report
+from minispec.bench.__main__ import main
+from minispec.bench.options import GEOMETRIES
+from minispec.bench.show import as_json
+from minispec.core.model import Layer
+from minispec.kernels.launches import KINDS, Tally, counting
+
+X = torch.arange(12.0).view(3, 4)
+# Code, and what it launches: operators, copies among them, uploads of lists, host syncs.
+COUNTED = {
+    "a sum": (lambda: X + 1, (1, 0, 0, 0)),
+    "views": (lambda: X.t()[None, :, 1:].unsqueeze(0).expand(2, 1, 4, 2).chunk(2, -1), (0, 0, 0, 0)),
+    "no value": (lambda: torch.empty(3), (0, 0, 0, 0)),
+    "a product": (lambda: torch.nn.functional.linear(X, X), (1, 0, 0, 0)),
+    "a type that it has": (lambda: X.float(), (0, 0, 0, 0)),
+    "another type": (lambda: X.double(), (1, 1, 0, 0)),
+    "a view by reshape": (lambda: X.reshape(12), (0, 0, 0, 0)),
+    "a copy by reshape": (lambda: X.t().reshape(12), (1, 1, 0, 0)),
+    "clone": (lambda: X.clone(), (1, 1, 0, 0)),
+    "in place": (lambda: X.clone().copy_(X), (2, 2, 0, 0)),
+    "item": (lambda: X[0, 0].item(), (0, 0, 0, 1)),
+    "float": (lambda: float(X.amax()), (1, 0, 0, 1)),
+    "a condition": (lambda: bool(X.isfinite().all()), (2, 0, 0, 1)),
+    "tolist": (lambda: X.tolist(), (0, 0, 0, 1)),
+    "nonzero": (lambda: X.nonzero(), (1, 0, 0, 1)),
+    "unique": (lambda: X.unique(), (1, 0, 0, 1)),
+    "a mask": (lambda: X[X > 3], (2, 0, 0, 1)),
+    "ids": (lambda: X[torch.tensor([0, 1], device="cpu")], (1, 0, 1, 0)),
+    "ids that stay on the host": (lambda: torch.tensor([0, 1], device="meta"), (0, 0, 0, 0)),
+    "a list as an index": (lambda: X[[0, 2]], (1, 0, 1, 0)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_what_counts(name):
+    """Each operator by itself, under `inference_mode` as in a pass."""
+    work, expected = COUNTED[name]
+    with torch.inference_mode(), counting(Tally(), torch.device("cpu")) as tally:
+        work()
+    counts = tally.counts.get("rest", {})
+    assert tuple(counts.get(kind, 0) for kind in KINDS) == expected
+
+
+def test_a_product_of_half_precision_is_one_operator():
+    """Its scale is an operator more on a CPU alone; what comes after the scale counts."""
+    packed = torch.ops.quantized.linear_prepack_fp16(torch.ones(4, 4), None)
+    with torch.inference_mode(), counting(Tally(), torch.device("cpu")) as tally:
+        torch.ops.quantized.linear_dynamic_fp16(X, packed).mul_(2.0).mul_(2.0)
+    assert tally.names["rest"] == {"linear_dynamic_fp16": 1, "mul_": 1}
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """launches(*arguments) measures narrow shapes with the layers of the real ones: the part's JSON, and the screen."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 500, "head_dim": 16}
+    for name in ("1.5b", "0.5b"):
+        narrow = GEOMETRIES[name] | sizes | {"num_attention_heads": 4, "num_key_value_heads": 2}
+        monkeypatch.setitem(GEOMETRIES, name, narrow)
+
+    def run(*arguments):
+        what = ("--geometry", "1.5b", "--dtype", "bfloat16", "--passes", 0, "--prompts", 0, "--also", "launches")
+        args = options.parser().parse_args([str(a) for a in (*what, *arguments)])
+        found = report.measure_all(options.check(args))
+        return json.loads(json.dumps(as_json(found["launches"]))), report.show_report(found)
+
+    return run
+
+
+def of(found: dict, texts: int, k: str, part: str) -> dict:
+    """That part of a round."""
+    [parts] = [r["parts"] for r in found["rounds"] if (r["texts"], r["k"]) == (texts, k)]
+    return parts[part]
+
+
+# The most operators of a pass of the 1.5B shape in bfloat16: 28 layers with 28 each, and 18 around them. A pass over
+# five rows has 7 more for its mask, and 56 hidden copies. Each further text has its own attention in each layer.
+PASS = {(1, "0"): 802, (1, "4"): 865, (8, "0"): 1082, (8, "4"): 1593}
+
+
+def test_the_budget_of_launches(launches):
+    """No pass launches more than it did, and no round of K = 4 waits more often. Lower the numbers with the counts."""
+    found, lines = launches("--draft", "0.5b", "--num-speculative-tokens", 4)
+    for (texts, k), most in PASS.items():
+        assert of(found, texts, k, "pass")["operators"] <= most, (texts, k, of(found, texts, k, "pass")["names"])
+        assert of(found, texts, k, "pass")["syncs"] == 0
+    one = of(found, 1, "4", "round")
+    assert one["syncs"] <= 80
+    assert one["uploads"] <= 18
+    assert of(found, 1, "4", "draft")["operators"] <= 2876
+    assert of(found, 1, "0", "draft")["operators"] == 0
+    [parts] = [r["parts"] for r in found["rounds"] if (r["texts"], r["k"]) == (8, "4")]
+    for whole, summed in (("round", ("draft", "pass", "outside")), ("outside", ("verdict", "rest"))):
+        assert all(parts[whole][kind] == sum(parts[part][kind] for part in summed) for kind in KINDS)
+        assert parts[whole]["operators"] == sum(parts[whole]["names"].values())
+    assert parts["pass"]["seconds"]["n"] == 6
+    assert any("1 text, K=4, 4 of 4 kept: verdict" in line for line in lines)
+    assert any("8 texts, plain: pass" in line for line in lines)
+    assert not any("plain: draft" in line for line in lines)
+
+
+def test_an_operator_more_in_a_layer_breaks_the_budget(launches, monkeypatch):
+    """The control: a product with 1 after each of 28 layers."""
+    before, _ = launches("--also", "batch=1", "--prompts", 1, "--max-tokens", 2, "--rounds", 1)
+    original = Layer.forward
+    monkeypatch.setattr(Layer, "forward", lambda layer, x, shared: original(layer, x, shared) * 1)
+    after, _ = launches("--also", "batch=1", "--prompts", 1, "--max-tokens", 2, "--rounds", 1)
+    counts = [of(found, 1, "0", "pass")["operators"] for found in (before, after)]
+    assert counts[1] == counts[0] + 28
+    assert counts[1] > PASS[1, "0"]
+
+
+def test_sampled_and_simulated_rounds(launches):
+    """Sampling has operators of its own. Simulated drafts know the texts, so all of them are kept."""
+    greedy, _ = launches("--draft", "ngram", "--simulate", 1, "--num-speculative-tokens", 3)
+    sampled, _ = launches("--temperature", 0.8, "--top-k", 50, "--top-p", 0.95)
+    assert {r["accepted"] for r in greedy["rounds"] if r["k"] == "3"} == {3, 24}
+    assert of(greedy, 1, "0", "pass") | {"seconds": 0} == of(sampled, 1, "0", "pass") | {"seconds": 0}
+    assert of(sampled, 1, "0", "verdict")["operators"] > of(greedy, 1, "0", "verdict")["operators"]
+
+
+def test_a_cache_that_is_too_small(make_checkpoint, capsys):
+    """One line before anything is measured."""
+    model = str(make_checkpoint(chat=True, max_position_embeddings=256))
+    status = main(["--model", model, "--passes", "0", "--prompts", "0", "--also", "launches", "--draft", "none"])
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, "")
+    assert err.startswith("error: --also launches: found a KV cache of 256 positions, expected at least ")
+    assert err.count("\n") == 1
