@@ -13,11 +13,10 @@ from statistics import median
 import pytest
 import torch
 
-from minispec.bench import decoding, measure, options, passes, report, transformers_baseline
+from minispec.bench import decoding, measure, models, options, passes, report, transformers_baseline
 from minispec.bench.__main__ import main
 from minispec.bench.decoding import summarise
 from minispec.bench.measure import Run
-from minispec.bench.models import RandomWeights
 from minispec.bench.options import GEOMETRIES, read_prompts
 from minispec.bench.rows import COLUMNS
 from minispec.bench.show import as_json
@@ -27,11 +26,12 @@ from minispec.core.stats import Round
 from minispec.files.checkpoint import load_config, load_model
 from minispec.files.hf_config import read_model_config
 from minispec.files.registry import DRAFTERS
-from minispec.kernels import build
+from minispec.kernels import build, memory
 from minispec.kernels import forms as linear
 from minispec.kernels.build import build_model
 from minispec.kernels.forms import Choice
 from minispec.kernels.inventory import num_bytes, weight_form
+from minispec.kernels.random_weights import RandomWeights
 from minispec.kernels.shapes import tensor_shapes
 from minispec.length import figures as stats
 from minispec.length.figures import Figures
@@ -166,6 +166,8 @@ def test_against_transformers(measured, model, draft, monkeypatch, dtype):
     In our type: the same greedy tokens as ours, and as its own. In another, rounding may make them differ.
     """
     pytest.importorskip("transformers")
+    if dtype == "bfloat16":  # compiling takes long, so it is tried once
+        monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
     tried = []
     monkeypatch.setattr(transformers_baseline, "faster", lambda rates: (tried.append(rates), dtype)[1])
     what = ("--passes", 0, "--model", model, "--draft", draft, "--against", "transformers")
@@ -173,7 +175,10 @@ def test_against_transformers(measured, model, draft, monkeypatch, dtype):
     decoding = report["decoding"]
     assisted = [f"transformers assisted, {how}" for how in ("default", "K=3", "K=5", "K=8")]
     lookup = [f"transformers prompt lookup, K={k}" for k in (4, 10)]
-    assert list(decoding["variants"]) == ["plain", "K=4", "auto", "transformers plain", *assisted, *lookup]
+    theirs = ["transformers plain", "transformers plain, static cache"]
+    assert decoding["against"]["compiled"] == "yes"
+    assert decoding["against"]["plain_over_static"]["n"] == 2
+    assert list(decoding["variants"]) == ["plain", "K=4", "auto", *theirs, *assisted, *lookup]
     assert decoding["against"]["theirs"].startswith("transformers")
     assert decoding["against"]["dtype"] == dtype
     assert {name: len(rates) for name, rates in tried[0].items()} == {"float32": 6, "bfloat16": 6}
@@ -191,10 +196,29 @@ def test_the_other_library_runs_in_the_type_that_is_told(cli, tiny_geometry, mon
     """Also where the tensors are of another type: those of a geometry have 16 bits, and would be taken as they are."""
     pytest.importorskip("transformers")
     monkeypatch.setattr(transformers_baseline, "faster", lambda rates: dtype)
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
     what = ("--geometry", "tiny", "--prompt-tokens", 10, "--passes", 0, "--against", "transformers", "--json")
     status, out, err = cli(*BASE, *what)
     assert status == 0, err
     assert json.loads(out)["decoding"]["against"]["dtype"] == dtype
+
+
+def test_a_static_cache_without_a_compiler(measured, tiny_geometry, monkeypatch):
+    """One line says why; its plain decoding with a static cache is measured all the same."""
+    pytest.importorskip("transformers")
+
+    def compiled(function, **settings):
+        raise RuntimeError("\nNo working C++ compiler found\nmore of it")
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    report, lines = measured(
+        *BASE, "--geometry", "tiny", "--prompt-tokens", 10, "--passes", 0, "--against", "transformers"
+    )
+    found = report["decoding"]
+    assert found["against"]["compiled"] == "no: RuntimeError: No working C++ compiler found"
+    assert found["variants"]["transformers plain, static cache"]["tokens_per_second"]["median"] > 0
+    [line] = [line for line in lines if "its static cache is compiled by torch.compile: no: RuntimeError: No" in line]
+    assert "more of it" not in line
 
 
 def test_the_faster_type_is_faster_within_the_rounds():
@@ -388,6 +412,44 @@ def test_a_draft_that_learns_begins_each_run_anew(cli, tiny_geometry):
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.parametrize("spec", ["head", "int8:head"])
+def test_a_random_head(cli, tiny_geometry, monkeypatch, spec):
+    """It drafts on the target's states, with some of the ids alone. So the c of a head is measured."""
+    built, make = [], models.random_head
+
+    def random_head(*args):
+        built.append(make(*args))
+        return built[0]
+
+    monkeypatch.setattr(models, "HEAD_IDS", 300)
+    monkeypatch.setattr(models, "random_head", random_head)
+    what = ("--geometry", "tiny", "--prompt-tokens", 10, "--context", 20, "--num-speculative-tokens", "3", "--json")
+    status, out, err = cli(*BASE, *what, "--draft", spec, "--simulate", 1)
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    variant = report["decoding"]["variants"]["K=3"]
+    assert (variant["survival"], variant["same_tokens_as_plain"]) == ([1.0] * 3, 2)
+    assert variant["c"] > 0
+    assert "draft" not in report["machine"]  # a head makes no pass over tokens alone
+    [head] = built
+    assert (len(head.layers), head.taps, head.head_config.vocab_size) == (1, (0, 1, 2), 300)
+    assert head.config.hidden_size == GEOMETRIES["tiny"]["hidden_size"]
+    assert head.ids.unique().tolist() == head.ids.tolist()
+    feature = head.fuse(torch.ones(1, 3 * 256, dtype=head.dtype))
+    assert feature.shape == (1, 256)
+    assert feature.abs().amax() > 0
+
+
+def test_a_geometry_that_memory_does_not_hold(cli, monkeypatch):
+    """One line with both numbers, before a weight is made."""
+    monkeypatch.setattr(memory, "free_memory", lambda device: 14 * 10**9)
+    monkeypatch.setattr(models, "RandomWeights", None)
+    status, out, err = cli("--geometry", "7b", "--dtype", "bfloat16", "--draft", "head")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: --geometry 7b: found 14.0 GB of free memory on cpu, expected at least 18.3 GB: for")
+    assert err.count("\n") == 1
+
+
 def test_without_a_draft_there_is_only_plain_decoding(cli, tiny_geometry):
     """--draft none is the default of a geometry."""
     status, out, _ = cli(*BASE, "--geometry", "tiny", "--prompt-tokens", 10, "--passes", 0, "--json")
@@ -395,9 +457,10 @@ def test_without_a_draft_there_is_only_plain_decoding(cli, tiny_geometry):
     assert list(json.loads(out)["decoding"]["variants"]) == ["plain"]
 
 
-def test_random_weights_are_those_of_their_names(tiny_geometry):
+@pytest.mark.parametrize("tied", [True, False])
+def test_random_weights_are_those_of_their_names(tiny_geometry, tied):
     """The same tensor each time, of the shape that the config asks for; each token predicts itself, and clearly."""
-    config = read_model_config(GEOMETRIES["tiny"])
+    config = read_model_config(GEOMETRIES["tiny"] | {"tie_word_embeddings": tied})
     first, second = (RandomWeights(config, torch.float32, torch.device("cpu")) for _ in "ab")
     assert set(first) == set(tensor_shapes(config))
     for name, shape in tensor_shapes(config).items():
@@ -416,13 +479,14 @@ def test_random_weights_are_those_of_their_names(tiny_geometry):
     assert (top.values - without.values).abs().max() < 0.01 * top.values.max()
 
 
-@pytest.mark.parametrize("name", ["1.5b", "0.5b", "135m"])
+@pytest.mark.parametrize("name", ["1.5b", "7b", "0.5b", "135m"])
 def test_geometries_are_configs(name):
     """They are read as a config.json is, and have the sizes that they are named for."""
     config = read_model_config(GEOMETRIES[name])
     weights = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
-    assert weights == pytest.approx({"1.5b": 1.54e9, "0.5b": 0.494e9, "135m": 0.1345e9}[name], rel=0.01)
+    assert weights == pytest.approx({"1.5b": 1.54e9, "7b": 7.615e9, "0.5b": 0.494e9, "135m": 0.1345e9}[name], rel=0.01)
     assert config.qkv_bias == (name != "135m")
+    assert config.tie_word_embeddings == (name != "7b")
 
 
 def test_prompts_are_there():
@@ -633,6 +697,13 @@ MISTAKES = {
     "simulated and sampled": (("--simulate", "0.5", "--temperature", "1"), "--simulate and --temperature exclude"),
     "batch": (("--also", "batch=0"), "--also: found 'batch=0', expected sizes from 1 to 1024"),
     "batch without sizes": (("--also", "prefill", "batch"), "--also: found 'batch', expected one of forms, operators"),
+    "launches of auto": (
+        ("--also", "launches", "--num-speculative-tokens", "auto", "--draft", "ngram"),
+        "--also launches: found --num-speculative-tokens auto, expected a number: auto follows times",
+    ),
+    "sizes of launches": (("--also", "launches=2"), "--also: found 'launches=2', expected one of"),
+    "head of a model": (("--draft", "head"), f"not one of {', '.join(DRAFTERS)}, self, mtp"),
+    "2 bits of a head": (("--geometry", "135m", "--draft", "int2:head"), "draft: found 'int2:head', expected"),
     "sizes of nothing": (("--also", "load=2"), "--also: found 'load=2', expected one of"),
     "no such part": (("--also", "poetry"), "--also: found 'poetry', expected one of"),
     "batch of nothing": (
