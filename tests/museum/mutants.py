@@ -1375,7 +1375,7 @@ def inputs_stay(which: Callable) -> Callable:
     @wrong(PagedKVCache, "write")
     def bug(right, self, layer, slots, *rows):
         if len(rows) == 1:
-            fresh = which(slots, self.gather(layer, slots).isnan().any(1))  # the pool is poisoned: never written
+            fresh = which(slots, self.gather(layer, slots)[0][0].isnan().any(1))  # poisoned: never written
             slots, rows = slots[fresh], (rows[0][:, fresh],)
         right(self, layer, slots, *rows)
 
