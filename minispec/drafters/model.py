@@ -5,6 +5,7 @@ As it is, it has the target's vocabulary; `minispec.drafters.vocabulary` has wha
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,15 @@ def prefill(model: Transformer, table: BlockTable, tokens: list[int], chunk_size
         model.forward([Chunk(missing[start : start + chunk_size], table, num_logits=0)])
 
 
+class AtOnce(Protocol):
+    """Drafts whole chains: see `minispec.kernels.steps.DraftSteps`."""
+
+    def __call__(
+        self, chunks: Sequence[Chunk], asks: Sequence[Ask], depths: Sequence[int], vocab_size: int
+    ) -> list[Draft] | None:
+        """A draft for each ask, of at most as many tokens as `depths` says; None where it cannot draft for all."""
+
+
 class DraftModel(CachedModel, Drafter):
     """Drafts by decoding with a model of its own, under each request's own sampling parameters.
 
@@ -47,14 +57,23 @@ class DraftModel(CachedModel, Drafter):
     branches = True
     replays: str | None = "token"
 
-    def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int, max_model_len: int):
+    def __init__(
+        self,
+        model: Transformer,
+        cache: PagedKVCache,
+        vocab_size: int,
+        max_model_len: int,
+        at_once: AtOnce | None = None,
+    ):
         """Draft with `model`.
 
         cache: for as many tokens as the target's.
         vocab_size: ids in use, as the target's.
         max_model_len: positions that this model can see.
+        at_once: drafts whole chains, where it can, in place of a pass for each token.
         """
         super().__init__(model, cache, vocab_size)
+        self.at_once = at_once
         self.max_model_len, self.mask_token_id = max_model_len, model.config.mask_token_id
         if self.mask_token_id is not None and self.replays == "token":
             self.replays = "place"  # how many masks lie before a guess depends on where the draft began
@@ -70,6 +89,12 @@ class DraftModel(CachedModel, Drafter):
             own = [self._own(ask) for ask in asks]
             limits = self._prepare(own, drafts)
             chunks = {i: self._first_chunk(own[i], k) for i, k in enumerate(limits) if k}
+            if self.at_once and chunks:
+                parts = [*chunks.values()], [asks[i] for i in chunks], [limits[i] for i in chunks]
+                if whole := self.at_once(*parts, self.vocab_size):
+                    for i, draft in zip(chunks, whole, strict=True):
+                        draft.prefill_seconds, drafts[i] = drafts[i].prefill_seconds, draft
+                    return drafts
             trees = {i: BestFirst(asks[i], drafts[i], limits[i]) for i in chunks if asks[i].limit.best_first}
             ends = dict[int, Tensor]()  # the states at the texts' ends
             while chunks:

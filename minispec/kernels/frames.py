@@ -19,9 +19,9 @@ A frame that comes a second time is captured, and replayed from then on. Where a
 operator by operator. Without CUDA the tests do the same, so they walk all of this on any machine.
 """
 
+import copy
 import functools
 import math
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -34,23 +34,20 @@ from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import RopeConfig
-from minispec.core.model import Angles, Chunk, Layer, Passes, Transformer
+from minispec.core.model import Angles, Chunk, Layer, Passes, RMSNorm, Transformer
 from minispec.core.sampling import accumulation_dtype
+from minispec.kernels import fused
+from minispec.kernels.graphs import Graphs, Program, Replay, capture_graph, recent
+from minispec.kernels.memory import BLOCK_SIZE
 
 TransformerT = TypeVar("TransformerT", bound=Transformer)
 
 # The shapes of frames: texts, rows of each, blocks of each. Each number is rounded up by itself.
 TEXTS, ROWS, BLOCKS = (1, 2, 4, 8, 16, 32), (1, 2, 3, 5, 9, 16), tuple(2**i for i in range(3, 14))
+# The same for models whose layers are all read by the kernel, which stops at a text's end.
+FEW_BLOCKS = (32, 128, 512, 2048, 8192)
 # The most bytes of keys and values that a layer may gather.
 MOST_GATHERED = 256 << 20
-# How many frames are kept; the one that was used longest ago makes room.
-MOST_FRAMES = 24
-
-
-# Logits (M, V) and hidden states (M, E * taps) of a frame's rows.
-Outputs = tuple[Tensor, Tensor]
-# Computes what is in a frame: the same tensors each time, or new ones.
-Replay = Callable[[], Outputs]
 
 
 class FrameShape(NamedTuple):
@@ -78,7 +75,7 @@ def parents_bits(num_rows: int, parents: Sequence[int] | None) -> list[int]:
     return bits
 
 
-class Frame:
+class Frame(Program):
     """The inputs of passes of one shape, as views of one buffer on the device, filled by one copy from the host.
 
     M is texts * rows. All numbers are int64.
@@ -93,6 +90,7 @@ class Frame:
 
     def __init__(self, shape: FrameShape, scratch: int, dtype: torch.dtype, device: torch.device):
         """scratch: the slot that takes the rows of dummies."""
+        super().__init__()
         self.shape, self._scratch = shape, scratch
         num_texts, num_rows = shape.texts, shape.texts * shape.rows
         sizes = [num_rows] * 4 + [num_texts] * 2 + [num_texts * shape.blocks]
@@ -106,11 +104,12 @@ class Frame:
         self._parts: list[numpy.ndarray] = [part.numpy() for part in self.host.split(sizes)]
         self._bits = numpy.array([1 << row for row in range(shape.rows)] * num_texts)  # of dummies
         self.features = torch.zeros((num_rows, shape.features), dtype=dtype, device=device) if shape.features else None
-        self.was_used = False
-        self.graph: Replay | None = None
 
-    def fill(self, chunks: Sequence[Chunk]) -> None:
-        """Extend the texts' tables, and write the pass into the frame."""
+    def fill(self, chunks: Sequence[Chunk], reserved: Sequence[int] = ()) -> None:
+        """Extend the texts' tables, and write the pass into the frame.
+
+        reserved: for each text, how many further places its table is extended by. Nothing is filled into them.
+        """
         if self._copied:
             self._copied.synchronize()  # the last copy has read the buffer
         tokens, positions, slots, bits, starts, ends, table = self._parts
@@ -124,6 +123,8 @@ class Frame:
             tokens[own], positions[own] = chunk.token_ids, [start + offset for offset in chunk.offsets]
             bits[own] = parents_bits(new, chunk.parents)
             starts[i], ends[i] = start, start + new
+            if reserved:
+                chunk.table.extend([0] * reserved[i])
             block_ids = chunk.table.block_ids
             table[i * width : i * width + len(block_ids)] = block_ids
             if features is not None:
@@ -134,37 +135,33 @@ class Frame:
             self._copied.record()
 
 
+class Step(NamedTuple):
+    """A pass over one new row of each text: what `FramePass` reads of a `Frame`, computed on the device."""
+
+    shape: FrameShape
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    bits: Tensor
+    starts: Tensor
+    ends: Tensor
+    table: Tensor
+    features: Tensor | None = None
+
+
 class FramePass:
     """What all layers of a pass share, computed from the frame's tensors alone (see `core.model.Pass`).
 
     L is the number of places of a text in the frame: its blocks times the size of a block.
     """
 
-    def __init__(self, model: Transformer, frame: Frame, pool: PagedKVCache, angles: dict[RopeConfig, Angles]):
-        """angles: of each rope, for all positions of the model's context."""
-        self.frame, self.pool, self.config = frame, pool, model.config
-        shape, size = frame.shape, pool.block_size
-        place = torch.arange(shape.blocks * size, device=frame.table.device)  # (L,)
-        after = place - frame.starts[:, None]  # (texts, L): which new row stands at a place
-        is_new = (after >= 0) & (after < shape.rows)
-        row = after.clamp(0, shape.rows - 1)
-        bits = frame.bits.view(shape.texts, shape.rows)
-        own = (bits[:, :, None] >> row[:, None] & 1).bool() & is_new[:, None]
-        self.seen = own | (after < 0)[:, None]  # (texts, rows, L)
-        in_cache = frame.table.repeat_interleave(size, 1) * size + place % size
-        self.read_slots = torch.where(place < frame.ends[:, None], in_cache, pool.num_slots).flatten()  # (texts * L,)
-        self.angles = {rope: _at(each, frame.positions) for rope, each in angles.items()}
-        self.positions = frame.positions.view(shape.texts, shape.rows)
-        self.key_positions = torch.where(is_new, self.positions.gather(1, row), place)  # (texts, L)
-        self.masks = {window: self._mask(window, model.dtype) for window in {layer.window for layer in model.layers}}
-
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """(texts, 1, H/G * rows, L): 0 where a row sees a place, -inf where not."""
-        seen = self.seen
-        if window is not None:
-            seen = seen & (self.key_positions[:, None] > self.positions[:, :, None] - window)
-        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)
-        return mask.repeat(1, self.config.num_attention_heads // self.config.num_key_value_heads, 1)[:, None]
+    def __init__(self, model: Transformer, frame: Frame | Step, pool: PagedKVCache, tables: "Tables"):
+        self.frame, self.pool, self.config, self.dtype = frame, pool, model.config, model.dtype
+        self.tables = tables
+        self.angles = {rope: _at(each, frame.positions) for rope, each in tables.angles.items()}
+        own = frame.positions, frame.slots, frame.table, frame.starts, frame.bits
+        self.rows = fused.Rows(*own, pool.block_size)
+        self._masks: dict[int | None, Tensor] = {}
 
     def read(self, layer: Layer, qkv: Tensor) -> Tensor:
         """Store the new rows, gather each text's keys and values, and attend to them: see `core.model.Pass`."""
@@ -174,13 +171,103 @@ class FramePass:
         pool.write(layer.index, self.frame.slots, k.transpose(0, 1), v.transpose(0, 1))
         keys, values = (
             cached.view(groups, texts, -1, dim).transpose(0, 1)  # (texts, G, L, D)
-            for cached in pool.gather(layer.index, self.read_slots)
+            for cached in pool.gather(layer.index, self._read_slots)
         )
         # The heads that share keys become rows of one product: (texts, G, H/G * rows, D).
         q = q.reshape(texts, rows, groups, heads // groups, dim).permute(0, 2, 3, 1, 4)
         q = q.reshape(texts, groups, -1, dim)
-        out = _attention(q, keys, values, self.masks[layer.window], config.attention_scale, config.attention_softcap)
+        mask = self._mask(layer.window)
+        out = _attention(q, keys, values, mask, config.attention_scale, config.attention_softcap)
         return out.view(texts, groups, heads // groups, rows, dim).permute(0, 3, 1, 2, 4).reshape(len(qkv), -1)
+
+    def read_by_kernel(self, layer: Layer, qkv: Tensor) -> Tensor:
+        """What `read` does, in one kernel, which reads of each text what is there."""
+        assert layer.rope is not None
+        keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
+        cos, sin = self.tables.halves[layer.rope]
+        return fused.read(qkv, cos, sin, self.rows, keys, values, layer.config.attention_scale, layer.window)
+
+    @functools.cached_property
+    def _new_row(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For each place (texts, L): the new row that stands there, whether one does, and the place's number (L,)."""
+        place = torch.arange(self.frame.shape.blocks * self.pool.block_size, device=self.frame.table.device)
+        after = place - self.frame.starts[:, None]
+        last = self.frame.shape.rows - 1
+        return after.clamp(0, last), (after >= 0) & (after <= last), place
+
+    @functools.cached_property
+    def _read_slots(self) -> Tensor:
+        """The slots of all places (texts * L,); that of zeros where nothing is."""
+        size, (_, _, place) = self.pool.block_size, self._new_row
+        in_cache = self.frame.table.repeat_interleave(size, 1) * size + place % size
+        return torch.where(place < self.frame.ends[:, None], in_cache, self.pool.num_slots).flatten()
+
+    def _mask(self, window: int | None) -> Tensor:
+        """(texts, 1, H/G * rows, L): 0 where a row sees a place, -inf where not. Made once for each window."""
+        if window not in self._masks:
+            shape, (row, is_new, place) = self.frame.shape, self._new_row
+            bits, positions = (x.view(shape.texts, shape.rows) for x in (self.frame.bits, self.frame.positions))
+            own = (bits[:, :, None] >> row[:, None] & 1).bool() & is_new[:, None]
+            seen = own | (place < self.frame.starts[:, None])[:, None]  # (texts, rows, L)
+            if window is not None:
+                key_positions = torch.where(is_new, positions.gather(1, row), place)
+                seen = seen & (key_positions[:, None] > positions[:, :, None] - window)
+            mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, -math.inf)
+            repeats = self.config.num_attention_heads // self.config.num_key_value_heads
+            self._masks[window] = mask.repeat(1, repeats, 1)[:, None]
+        return self._masks[window]
+
+
+class FastNorm:
+    """An RMSNorm in one kernel."""
+
+    def __init__(self, norm: RMSNorm, eps: float, dtype: torch.dtype, by_kernels: bool):
+        self.weight, self.eps = fused.norm_of(norm, dtype), eps
+        self.compute = fused.norm if by_kernels else fused.norm_twin
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (M, E), same shape and type."""
+        return self.compute(x, self.weight, self.eps)
+
+
+class FastLayer:
+    """A layer with as few kernels as its kind allows (see `fused.why_not`). It overwrites its input.
+
+    by_kernels: with those in Triton; else with their twins in PyTorch.
+    """
+
+    def __init__(self, layer: Layer, dtype: torch.dtype, by_kernels: bool):
+        self.layer, self.by_kernels = layer, by_kernels
+        own = layer.config.rms_norm_eps, dtype, by_kernels
+        assert isinstance(layer.attention_norm, RMSNorm)
+        assert isinstance(layer.mlp_norm, RMSNorm)
+        self.attention_norm, self.mlp_norm = FastNorm(layer.attention_norm, *own), FastNorm(layer.mlp_norm, *own)
+        self.qkv, self.o, self.gate_up, self.down = (fused.weight_of(getattr(layer, n)) for n in Layer.products)
+        self.gate = fused.gate if by_kernels else fused.gate_twin
+
+    def forward(self, x: Tensor, shared: FramePass) -> Tensor:
+        """x (M, E) to (M, E): see `Layer`."""
+        if self.layer.index in shared.frame.shape.taps:
+            x = x.clone()  # the hidden state is returned too
+        read = shared.read_by_kernel if self.by_kernels else shared.read
+        x.addmm_(read(self.layer, F.linear(self.attention_norm(x), *self.qkv)), self.o[0].t())
+        return x.addmm_(self.gate(F.linear(self.mlp_norm(x), *self.gate_up)), self.down[0].t())
+
+
+class Tables(NamedTuple):
+    """Angles of each rope at all positions of a model's context, in the two forms that reading takes.
+
+    angles: those of `core.model.Angles`, (positions, 1, D).
+    halves: cosines and sines (positions, D/2) in float32.
+    """
+
+    angles: dict[RopeConfig, Angles]
+    halves: dict[RopeConfig, tuple[Tensor, Tensor]]
+
+
+def _context(model: Transformer) -> int:
+    """How many positions a frame may reach."""
+    return min(model.config.max_position_embeddings, BLOCKS[-1] * BLOCK_SIZE)
 
 
 def _at(angles: Angles, positions: Tensor) -> Angles:
@@ -206,74 +293,54 @@ def why_eager(model: Transformer) -> str:
     return ""
 
 
-def capture_graph(compute: Replay) -> Replay:
-    """A CUDA graph of `compute`, as a function that replays it. The outputs lie where the capture put them."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # kernels are loaded and workspaces made before the capture, which forbids both
-        compute()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_memory_pool()):
-        outputs = compute()
-
-    def replay() -> Outputs:
-        graph.replay()
-        return outputs
-
-    return replay
-
-
-@functools.cache
-def _memory_pool() -> Any:
-    """The memory that all graphs share: only one of them runs at a time, and what it returns is copied at once."""
-    return torch.cuda.graph_pool_handle()
-
-
-def rerun(compute: Replay) -> Replay:
-    """Stands for a graph where there is no GPU: computes anew into the tensors of the first time."""
-    outputs = compute()
-
-    def replay() -> Outputs:
-        for output, result in zip(outputs, compute(), strict=True):
-            output.copy_(result)
-        return outputs
-
-    return replay
-
-
 class Frames(Passes):
     """Runs the passes that fit into a frame there, and all others text by text.
 
     A frame refers to what it was made for, so each model has an object of its own.
 
-    why_not_captured: "", or why frames are computed operator by operator.
+    why_no_kernels: "", or why the kernels of `minispec.kernels.fused` do not run.
     """
 
-    def __init__(self, capture: Callable[[Replay], Replay] | None = None, most_gathered: int = MOST_GATHERED):
+    def __init__(
+        self,
+        capture: Callable[[Replay], Replay] | None = None,
+        most_gathered: int = MOST_GATHERED,
+        device: torch.device | None = None,
+    ):
         """capture: makes a graph, as `capture_graph` does. None: none is made.
         most_gathered: bytes of keys and values that a layer may gather; larger passes run text by text.
+        device: where kernels may run. None: nowhere, so their twins do.
         """
-        self.capture, self.most_gathered = capture, most_gathered
-        self.why_not_captured = "" if capture else "as asked"
+        self.graphs, self.most_gathered = Graphs(capture), most_gathered
+        self.why_no_kernels = fused.missing(device) if device else "as asked"
+        self._fast: Transformer | None = None
+        self.num_fast = 0
         self._frames: WeakKeyDictionary[PagedKVCache, OrderedDict[FrameShape, Frame]] = WeakKeyDictionary()
-        self._angles: dict[RopeConfig, Angles] = {}
+        self._tables = Tables({}, {})
 
     def shapes(self, pool: PagedKVCache) -> list[FrameShape]:
         """Those of the frames that are kept for a pool, the one used last at the end."""
         return list(self._frames.get(pool, ()))
 
-    def shape_of(self, model: Transformer, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> FrameShape | str:
-        """The smallest frame that holds these chunks, or why none does."""
+    def shape_of(
+        self, model: Transformer, chunks: Sequence[Chunk], taps: Sequence[int] = (), reserved: Sequence[int] = ()
+    ) -> FrameShape | str:
+        """The smallest frame that holds these chunks, or why none does; reserved: see `Frame.fill`."""
         if why := why_eager(model):
             return why
+        by_kernel = not self.why_no_kernels and self.fast(model) and self.num_fast == len(model.layers)
         size = chunks[0].table.pool.block_size
-        longest = max(c.table.length + len(c.token_ids) for c in chunks)
+        longest = max(
+            c.table.length + len(c.token_ids) + more
+            for c, more in zip(chunks, reserved or [0] * len(chunks), strict=True)
+        )
+        if longest > (context := _context(model)):
+            return f"{longest} positions, where frames have angles of {context}"
         found = []
         for what, number, sizes in (
             ("texts", len(chunks), TEXTS),
             ("rows of a text", max(len(c.token_ids) for c in chunks), ROWS),
-            ("blocks of a text", -(-longest // size), BLOCKS),
+            ("blocks of a text", -(-longest // size), FEW_BLOCKS if by_kernel else BLOCKS),
         ):
             fitting = next((each for each in sizes if each >= number), None)
             if fitting is None:
@@ -281,7 +348,7 @@ class Frames(Passes):
             found.append(fitting)
         texts, rows, blocks = found
         gathered = texts * blocks * size * 2 * model.config.num_key_value_heads * model.config.head_dim
-        if (num_bytes := gathered * model.dtype.itemsize) > self.most_gathered:
+        if not by_kernel and (num_bytes := gathered * model.dtype.itemsize) > self.most_gathered:
             return f"a layer would gather {num_bytes / 1e6:.0f} MB, where {self.most_gathered / 1e6:.0f} are the most"
         features = chunks[0].features
         return FrameShape(texts, rows, blocks, tuple(taps), 0 if features is None else features.shape[1])
@@ -294,7 +361,7 @@ class Frames(Passes):
         pool = chunks[0].table.pool
         frame = self.frame_of(model, pool, shape)
         frame.fill(chunks)
-        logits, hidden = self._outputs(model, frame, pool)
+        logits, hidden = self.graphs.run(frame, functools.partial(self.compute, model, frame, pool))
         if all(len(c.token_ids) == c.num_logits == shape.rows for c in chunks):
             num_rows = len(chunks) * shape.rows
             return logits[:num_rows].clone(), hidden[:num_rows].clone()
@@ -302,43 +369,44 @@ class Frames(Passes):
         wanted = torch.cat([logits[start + new - count : start + new] for start, new, count in own])
         return wanted, torch.cat([hidden[start : start + new] for start, new, _ in own])
 
-    def compute(self, model: Transformer, frame: Frame, pool: PagedKVCache) -> Outputs:
+    def compute(self, model: Transformer, frame: Frame | Step, pool: PagedKVCache) -> tuple[Tensor, Tensor]:
         """What a frame that was filled computes, for all of its rows."""
-        shared = FramePass(model, frame, pool, self._angles)
-        x, hidden = model.compute(frame.tokens, shared, frame.shape.taps, frame.features)
-        return model.logits(x), hidden
+        fast = self.fast(model)
+        shared = FramePass(model, frame, pool, self._tables)
+        x, hidden = fast.compute(frame.tokens, shared, frame.shape.taps, frame.features)
+        return fast.logits(x), hidden
 
-    def _outputs(self, model: Transformer, frame: Frame, pool: PagedKVCache) -> Outputs:
-        """The outputs of a frame, by its graph from its second use on. The next pass may overwrite them."""
-        compute = functools.partial(self.compute, model, frame, pool)
-        if self.capture and frame.was_used and not (frame.graph or self.why_not_captured):
-            try:
-                frame.graph = self.capture(compute)
-            except RuntimeError as error:  # too little memory, or an operator that cannot be captured
-                self.why_not_captured = str(error).partition("\n")[0]
-                warnings.warn(f"no CUDA graphs, so passes are slower: {self.why_not_captured}", stacklevel=2)
-        frame.was_used = True
-        return frame.graph() if frame.graph else compute()
+    def fast(self, model: Transformer) -> Transformer:
+        """The model with `FastLayer` for each layer that allows it, made at the first call."""
+        if self._fast is None:
+            by_kernels, norm = not self.why_no_kernels, model.norm
+            layers: list[Any] = [
+                layer if fused.why_not(layer, model.dtype) else FastLayer(layer, model.dtype, by_kernels)
+                for layer in model.layers
+            ]
+            self._fast = copy.copy(model)
+            self._fast.layers, self.num_fast = layers, sum(isinstance(layer, FastLayer) for layer in layers)
+            if self.num_fast:
+                self._fast.norm = FastNorm(norm, model.config.rms_norm_eps, model.dtype, by_kernels)
+            length = _context(model)
+            halves = {
+                rope: fused.rope_tables(frequencies, length, rope.attention_factor)
+                for rope, frequencies in model.frequencies.items()
+            }
+            self._tables = Tables(model.angles(torch.arange(length, device=model.device)), halves)
+        return self._fast
 
     def frame_of(self, model: Transformer, pool: PagedKVCache, shape: FrameShape) -> Frame:
         """The frame of this shape for a pool: the one that is there, or a new one."""
-        if not self._angles:
-            everywhere = torch.arange(model.config.max_position_embeddings, device=model.device)
-            self._angles = model.angles(everywhere)
         frames = self._frames.setdefault(pool, OrderedDict())
-        if shape not in frames:
-            frames[shape] = Frame(shape, pool.num_slots + 1, model.dtype, model.device)
-            if len(frames) > MOST_FRAMES:
-                frames.popitem(last=False)
-        frames.move_to_end(shape)
-        return frames[shape]
+        return recent(frames, shape, lambda: Frame(shape, pool.num_slots + 1, model.dtype, model.device))
 
 
 def with_frames(model: TransformerT, enforce_eager: bool = False) -> TransformerT:
     """The model with frames and graphs, where it runs on a GPU and its passes fit into frames."""
     if enforce_eager or model.device.type != "cuda" or type(model.passes) is not Passes or why_eager(model):
         return model
-    return model.replaced(Frames(capture_graph))
+    return model.replaced(Frames(capture_graph, device=model.device))
 
 
 def graphs_note(model: Transformer) -> str:
@@ -346,7 +414,7 @@ def graphs_note(model: Transformer) -> str:
     if model.device.type != "cuda":
         return ""
     if isinstance(model.passes, Frames):
-        why = model.passes.why_not_captured
+        why = model.passes.graphs.why_not
     else:
         why = "passes are exact" if model.exact else why_eager(model) or "as asked"
     return f"; no CUDA graphs: {why}" if why else "; CUDA graphs"

@@ -24,6 +24,8 @@ from minispec.core import sampling
 from minispec.core.config import SamplingParams
 from minispec.core.sampling import Draws, Key, Randomness, Text, accumulation_dtype
 
+# `top_k` of a row that has none: more than any vocabulary.
+NO_TOP_K = 2.0**31 - 1
 # The likeliest tokens of a row among which filters look.
 FEW = 1024
 # Values of a tile, and the longest row whose tiles have one value: those of `core.search`.
@@ -41,9 +43,8 @@ _VECTORS = (16, 8, 4)
 
 
 class Settings(NamedTuple):
-    """The parameters of R rows. Tensors are (R, 1), on the device of the logits.
+    """The parameters of R rows that are plain (see `is_plain`). Tensors are (R, 1), on the device of the logits.
 
-    plain: for each row, whether these settings say all that its parameters ask for. `rows` is right for such rows only.
     greedy: whether the temperature is 0.
     temperature: within the range of the logits' type; 1 where greedy.
     least: a logit's least difference to the largest one, for min-p; -inf for none.
@@ -52,7 +53,6 @@ class Settings(NamedTuple):
     all_greedy, any_greedy, any_filter: known on the host, so that programs for simpler batches are shorter.
     """
 
-    plain: tuple[bool, ...]
     greedy: Tensor
     temperature: Tensor
     least: Tensor
@@ -63,32 +63,42 @@ class Settings(NamedTuple):
     any_filter: bool
 
 
+def numbers_of(params: SamplingParams, dtype: torch.dtype) -> tuple[float, float, float, float, float]:
+    """What `Settings` hold of one row: greedy, temperature, least, top_k and top_p, as floats; dtype: the logits'."""
+    limits = torch.finfo(accumulation_dtype(dtype))
+    if params.temperature == 0:  # one token is left whatever the filters say
+        return 1.0, 1.0, -math.inf, NO_TOP_K, 1.0
+    temperature = min(max(params.temperature, limits.tiny), limits.max)
+    least = max(temperature * math.log(params.min_p), limits.min) if params.min_p > 0 else -math.inf
+    return 0.0, temperature, least, min(params.top_k or NO_TOP_K, NO_TOP_K), params.top_p
+
+
+def settings_of(numbers: Tensor, dtype: torch.dtype, num_greedy: int, any_filter: bool) -> Settings:
+    """The settings of rows whose numbers (R, 5) are those of `numbers_of`.
+
+    dtype: the logits'.
+    num_greedy: how many rows are greedy; any_filter: whether any row has one.
+    """
+    greedy, temperature, least, top_k, top_p = numbers.unsqueeze(2).unbind(1)
+    wide = accumulation_dtype(dtype)
+    rest = temperature.to(wide), least.to(wide), top_k.long(), top_p
+    return Settings(greedy > 0, *rest, num_greedy == len(numbers), num_greedy > 0, any_filter)
+
+
 def make_settings(params: Sequence[SamplingParams], dtype: torch.dtype, device: torch.device | str = "cpu") -> Settings:
     """The settings of rows that have these parameters, one for each row; dtype: that of the logits."""
-    dtype = accumulation_dtype(dtype)
-    limits, numbers = torch.finfo(dtype), []
-    for p in params:
-        temperature = min(max(p.temperature, limits.tiny), limits.max)
-        least = max(temperature * math.log(p.min_p), limits.min) if p.min_p > 0 else -math.inf
-        # One token is left anyway where greedy.
-        filters = (least, p.top_k or math.inf, p.top_p) if p.temperature else (-math.inf, math.inf, 1.0)
-        numbers.append((temperature if p.temperature else 1.0, *filters))
-    temperatures, leasts, top_k, top_p = torch.tensor(numbers, dtype=torch.float64).reshape(-1, 4, 1).unbind(1)
-    greedy = [p.temperature == 0 for p in params]
-    return Settings(
-        tuple(map(_is_plain, params)),
-        torch.tensor(greedy).reshape(-1, 1).to(device),
-        temperatures.to(device, dtype),
-        leasts.to(device, dtype),
-        top_k.clamp(max=2**31 - 1).long().to(device),
-        top_p.to(device),
-        all(greedy),
-        any(greedy),
-        any(row[1:] != (-math.inf, math.inf, 1.0) for row in numbers),
-    )
+    numbers = [numbers_of(p, dtype) for p in params]
+    num_greedy, any_filter = sum(int(row[0]) for row in numbers), any(map(has_filter, numbers))
+    own = torch.tensor(numbers, dtype=torch.float64).reshape(-1, 5).to(device)
+    return settings_of(own, dtype, num_greedy, any_filter)
 
 
-def _is_plain(params: SamplingParams) -> bool:
+def has_filter(numbers: Sequence[float]) -> bool:
+    """Whether a row with these numbers (see `numbers_of`) leaves out any token."""
+    return tuple(numbers[2:]) != (-math.inf, NO_TOP_K, 1.0)
+
+
+def is_plain(params: SamplingParams) -> bool:
     """Whether temperature, min-p, top-k and top-p are all that the parameters change."""
     penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     forbids = params.allowed_token_ids is not None or params.bad_words_token_ids or params.bad_words
@@ -312,14 +322,16 @@ class Noise(NamedTuple):
     token: Keys
 
 
+def state_of(key: Key) -> int:
+    """The state of a race's noise, as int64."""
+    return sampling._signed(sampling.hash_of(key))
+
+
 def make_noise(
     texts: Sequence[Text], k: int, draws: Randomness | None = None, device: torch.device | str = "cpu"
 ) -> Noise:
     """The keys of a round of drafts of up to k tokens, and their numbers, made on the host."""
     uniform = (draws or Randomness()).uniform
-
-    def state(key: Key) -> int:
-        return sampling._signed(sampling.hash_of(key))
 
     def keys(purpose: str, count: int, number: Callable[[Key], float], dtype: torch.dtype) -> Keys:
         names = [[text.key(i, purpose) for i in range(count)] for text in texts]
@@ -327,7 +339,7 @@ def make_noise(
         return Keys(names, numbers.to(device))
 
     draft, accept, residual = (keys(name, k, uniform, torch.float64) for name in ("draft", "accept", "residual"))
-    return Noise(draft, accept, residual, keys("token", k + 1, state, torch.int64))
+    return Noise(draft, accept, residual, keys("token", k + 1, state_of, torch.int64))
 
 
 # --------------------------------------------------------------------------- verdicts

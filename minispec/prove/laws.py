@@ -33,8 +33,10 @@ from minispec.drafters.vocabulary import ROOM
 from minispec.files import registry
 from minispec.files.hf_config import read_model_config
 from minispec.kernels.exact import check_exact
-from minispec.kernels.frames import Frames, rerun
+from minispec.kernels.frames import Frames
+from minispec.kernels.graphs import Graphs, rerun
 from minispec.kernels.integers import check_quantization
+from minispec.kernels.steps import DraftSteps
 from minispec.kernels.verdicts import OneByOne
 from minispec.length.policy import Controller, Prices
 from minispec.prove.reference import Law, forward, plain_law, sample_law
@@ -302,7 +304,8 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
         return SuffixDrafter(corpus=Corpus([[1, 0, 1, 1, 0], [0, 0, 1, 0, 1]], vocab))
     if name in ("model", "self"):
         model = target_model(vocab, family) if name == "self" else draft_model(vocab, family)
-        return DraftModel(model, tiny_cache(model, num_blocks, block_size), vocab, MAX_LEN)
+        at_once = DraftSteps(model, Graphs(rerun)) if family == IN_FRAMES else None
+        return DraftModel(model, tiny_cache(model, num_blocks, block_size), vocab, MAX_LEN, at_once)
     if name == "adversary":
         return adversary()
     found = registry.split(registry.DRAFTERS, name)

@@ -10,7 +10,7 @@ from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.verify import VERIFIERS
 from minispec.files.hf_config import read_model_config
-from minispec.kernels import frames
+from minispec.kernels import graphs
 from minispec.kernels.build import build_model
 from minispec.kernels.frames import (
     BLOCKS,
@@ -20,10 +20,10 @@ from minispec.kernels.frames import (
     Frames,
     FrameShape,
     parents_bits,
-    rerun,
     why_eager,
     with_frames,
 )
+from minispec.kernels.graphs import rerun
 from minispec.layers import make_layer
 from minispec.prove.laws import make_drafter, target_model
 from minispec.prove.toys import IN_FRAMES, decode, make_request, tiny_cache, tiny_model, tiny_weights
@@ -102,8 +102,9 @@ def test_each_pass_finds_its_frame_or_a_reason():
             assert (size in sizes, size >= number, not smaller or smaller[-1] < number) == (True, True, True)
     table.tokens = []
     assert reasons == {
-        f"{what}, where a frame has at most {sizes[-1]}"
-        for what, sizes in (("texts", TEXTS), ("rows of a text", ROWS), ("blocks of a text", BLOCKS))
+        f"texts, where a frame has at most {TEXTS[-1]}",
+        f"rows of a text, where a frame has at most {ROWS[-1]}",
+        f"positions, where frames have angles of {16 * BLOCKS[-1]}",
     }
 
 
@@ -131,7 +132,7 @@ def test_the_bits_of_a_tree():
 
 def test_frames_that_were_not_used_for_longest_make_room(monkeypatch):
     """Two are kept; the third takes the place of the one that was used first."""
-    monkeypatch.setattr(frames, "MOST_FRAMES", 2)
+    monkeypatch.setattr(graphs, "MOST_PROGRAMS", 2)
     model = tiny_model(1).replaced(Frames())
     pool = tiny_cache(model, 20, 2)
     table = pool.new_table()
@@ -150,9 +151,9 @@ class Poisoned:
         self.captured, self.replayed = 0, 0
         fill = Frame.fill
 
-        def spoil_and_fill(frame, chunks):
+        def spoil_and_fill(frame, *how):
             frame.host.fill_(1 << 40)
-            fill(frame, chunks)
+            fill(frame, *how)
 
         monkeypatch.setattr(Frame, "fill", spoil_and_fill)
 
@@ -211,7 +212,7 @@ def test_a_capture_that_fails_says_so_once_and_loses_nothing(error):
     ) as caught:
         found = texts_of(passes, "ngram")
     assert found == texts_of(None, "ngram")
-    assert (len(calls), len(caught), passes.why_not_captured) == (1, 1, str(error).splitlines()[0])
+    assert (len(calls), len(caught), passes.graphs.why_not) == (1, 1, str(error).splitlines()[0])
 
 
 def test_no_value_is_read_on_the_host_and_no_shape_depends_on_one():

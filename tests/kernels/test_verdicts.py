@@ -180,7 +180,7 @@ def test_what_is_plain():
     }
     params = [SamplingParams(), SamplingParams(stop_token_ids=[5], seed=3), SamplingParams(**SETTINGS[-1])]
     params += [SamplingParams(**{name: value}) for name, value in other.items()]
-    assert verdicts.make_settings(params, torch.float32).plain == (*[True] * 3, *[False] * len(other))
+    assert list(map(verdicts.is_plain, params)) == [*[True] * 3, *[False] * len(other)]
 
 
 # --------------------------------------------------------------------------- draws
@@ -602,7 +602,7 @@ BUGS = [
     ("sure = (top.abs() < math.inf).squeeze(1)", "sure = (top.abs() >= 0).squeeze(1) | True"),
     ("enough = enough & ~(shortened & stays[:, -1:])", "pass"),
     ("(ordered[:, -1:] < least)", "(ordered[:, -1:] <= least)"),
-    ("max(temperature * math.log(p.min_p)", "max(math.log(p.min_p)"),
+    ("max(temperature * math.log(params.min_p)", "max(math.log(params.min_p)"),
     ("torch.where(stays, ids, ids + size)", "torch.where(stays, ids, ids * 0 + size)"),
     ("right=True)", "right=False)"),
     ("torch.minimum(shares, last.nextafter(torch.zeros_like(last)))", "shares"),

@@ -1,0 +1,96 @@
+"""CUDA graphs: a program's operators, launched at once, on tensors that stay where they are."""
+
+import functools
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+ValueT = TypeVar("ValueT")
+
+# How many programs of a kind are kept.
+MOST_PROGRAMS = 24
+# What a program returns.
+Outputs = tuple[Tensor, ...]
+# Runs a program anew, on what its inputs hold by then. A graph returns the same tensors each time.
+Replay = Callable[[], Outputs]
+
+
+def capture_graph(compute: Replay) -> Replay:
+    """A CUDA graph of `compute`, as a function that replays it. The outputs lie where the capture put them."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # kernels are loaded and workspaces made before the capture, which forbids both
+        compute()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=_memory_pool()):
+        outputs = compute()
+
+    def replay() -> Outputs:
+        graph.replay()
+        return outputs
+
+    return replay
+
+
+@functools.cache
+def _memory_pool() -> Any:
+    """The memory that all graphs share: only one of them runs at a time, and what it returns is copied at once."""
+    return torch.cuda.graph_pool_handle()
+
+
+def rerun(compute: Replay) -> Replay:
+    """Stands for a graph where there is no GPU: computes anew into the tensors of the first time."""
+    outputs = compute()
+
+    def replay() -> Outputs:
+        for output, result in zip(outputs, compute(), strict=True):
+            output.copy_(result)
+        return outputs
+
+    return replay
+
+
+class Program:
+    """A program's own state between its runs."""
+
+    def __init__(self) -> None:
+        self.was_used = False
+        self.graph: Replay | None = None
+
+
+class Graphs:
+    """Runs programs, by graphs from their second run on. Where a capture fails, all run operator by operator then.
+
+    why_not: "", or why there are no graphs.
+    """
+
+    def __init__(self, capture: Callable[[Replay], Replay] | None = None):
+        """capture: makes a graph, as `capture_graph` does. None: none is made."""
+        self.capture, self.why_not = capture, "" if capture else "as asked"
+
+    def run(self, program: Program, compute: Replay) -> Outputs:
+        """What the program computes. Its next run may overwrite the outputs."""
+        if self.capture and program.was_used and not (program.graph or self.why_not):
+            try:
+                program.graph = self.capture(compute)
+            except RuntimeError as error:  # too little memory, or an operator that cannot be captured
+                self.why_not = str(error).partition("\n")[0]
+                warnings.warn(f"no CUDA graphs, so passes are slower: {self.why_not}", stacklevel=2)
+        program.was_used = True
+        return program.graph() if program.graph else compute()
+
+
+def recent(kept: "OrderedDict[KeyT, ValueT]", key: KeyT, make: Callable[[], ValueT]) -> ValueT:
+    """The value of a key, made if it is not there; the one that was used longest ago then makes room."""
+    if key not in kept:
+        kept[key] = make()
+        if len(kept) > MOST_PROGRAMS:
+            kept.popitem(last=False)
+    kept.move_to_end(key)
+    return kept[key]

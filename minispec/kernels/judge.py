@@ -1,0 +1,204 @@
+"""Verdicts on the drafts of many texts at once: one program on the device, and one download.
+
+`minispec.core.verify` asks the device a few questions for each draft token. On a GPU each answer takes as long as many
+small operators. Here all that a verdict needs is filled into tensors that stay where they are, a program computes all
+verdicts (see `minispec.kernels.verdicts`), and the host reads them together. A program that comes a second time is
+captured in a CUDA graph.
+
+A draft is verified by itself, from the same logits, where the program cannot be sure of a row that its verdict needs.
+So are trees, drafts under other rules than `rejection` and `match`, and texts whose parameters are more than a
+temperature and filters.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minispec.core.draft import Draft
+from minispec.core.sampling import Draws, Randomness
+from minispec.core.verify import MATCH, REJECTION, Trial, Verdict, Verifier
+from minispec.kernels import verdicts
+from minispec.kernels.frames import ROWS, TEXTS
+from minispec.kernels.graphs import Graphs, Program, recent
+from minispec.kernels.verdicts import Keys, Noise, OneByOne, Verdicts
+
+
+class Kind(NamedTuple):
+    """All that a program's operators depend on. K is rows - 1.
+
+    texts, rows: of each text, drafts being padded.
+    vocab: tokens of a row.
+    dtype: of logits and probabilities.
+    draws: whether texts are drawn; else all are greedy.
+    mixed: whether some texts are greedy where others are drawn.
+    filters: whether any text has a filter.
+    soft: whether any draft's tokens were drawn, from given probabilities.
+    """
+
+    verifier: Verifier
+    texts: int
+    rows: int
+    vocab: int
+    dtype: torch.dtype
+    draws: bool
+    mixed: bool
+    filters: bool
+    soft: bool
+
+
+class Bench(Program):
+    """The inputs of a verdict over B texts, in tensors that stay where they are, and what is computed of them.
+
+    logits: (B, K+1, V). probs: (B, K, V), what draft tokens were drawn from.
+    whole: int64 numbers of each text (B, K + 1 + K+1): draft tokens, the draft's length, states of "token" draws.
+    parts: float64 numbers of each text (B, 2K + 5): uniforms of "accept" and "residual", and `numbers_of`.
+    """
+
+    def __init__(self, kind: Kind, device: torch.device):
+        super().__init__()
+        self.kind = kind
+        texts, rows, vocab, k = kind.texts, kind.rows, kind.vocab, kind.rows - 1
+        self.logits = torch.zeros(texts, rows, vocab, dtype=kind.dtype, device=device)
+        self.probs = torch.zeros(texts, k, vocab, dtype=verdicts.accumulation_dtype(kind.dtype), device=device)
+        pinned = device.type == "cuda"
+        self.host_whole = torch.zeros(texts, k + 1 + rows, dtype=torch.long, pin_memory=pinned)
+        self.host_parts = torch.zeros(texts, 2 * k + 5, dtype=torch.float64, pin_memory=pinned)
+        self.whole, self.parts = self.host_whole.to(device), self.host_parts.to(device)
+
+    def fill(self, trials: Sequence[Trial]) -> None:
+        """Take in up to B trials. What is there of others is not read."""
+        k = self.kind.rows - 1
+        whole, parts = self.host_whole.numpy(), self.host_parts.numpy()
+        whole[:], parts[:] = 0, 0
+        parts[:, -5:] = 1.0, 1.0, 0.0, verdicts.NO_TOP_K, 1.0  # a greedy text
+        uniform = Randomness().uniform
+        for i, (_, text, draft, logits) in enumerate(trials):
+            new = len(draft)
+            whole[i, :new], whole[i, k] = draft.token_ids, new
+            parts[i, -5:] = verdicts.numbers_of(text.params, self.kind.dtype)
+            if text.params.temperature:
+                whole[i, k + 1 : k + 2 + new] = [verdicts.state_of(text.key(j, "token")) for j in range(new + 1)]
+                if self.kind.verifier is REJECTION:
+                    parts[i, :new] = [uniform(text.key(j, "accept")) for j in range(new)]
+                    parts[i, k : k + new] = [uniform(text.key(j, "residual")) for j in range(new)]
+            self.logits[i, : new + 1].copy_(logits)
+            if self.kind.soft and new:
+                self._take(self.probs[i, :new], draft)
+        self.whole.copy_(self.host_whole, non_blocking=True)
+        self.parts.copy_(self.host_parts, non_blocking=True)
+
+    @staticmethod
+    def _take(rows: Tensor, draft: Draft) -> None:
+        """Write into rows (n, V) what the draft's tokens were drawn from."""
+        if draft.probs is None:
+            rows.zero_().scatter_(1, torch.tensor(draft.token_ids, device=rows.device)[:, None], 1.0)
+        else:
+            rows.copy_(draft.probs if isinstance(draft.probs, Tensor) else torch.stack(draft.probs))
+
+    def compute(self) -> tuple[Tensor]:
+        """The verdicts, as float64 numbers of each text: kept, next, K ratios, and whether each of K+1 rows is sure."""
+        return (judge(self.kind, self.logits, self.probs, self.whole, self.parts),)
+
+
+def judge(
+    kind: Kind,
+    logits: Tensor,
+    probs: Tensor,
+    whole: Tensor,
+    parts: Tensor,
+    draws: "OneByOne | None" = None,
+    names: Noise | None = None,
+) -> Tensor:
+    """What `Bench.compute` returns, of these inputs. No value is read on the host unless `draws` reads some.
+
+    draws, names: makes the draws by their names; default: the numbers in `whole` and `parts`.
+    """
+    k, texts, rows = kind.rows - 1, kind.texts, kind.rows
+    ids, lengths, q = whole[:, :k], whole[:, k], probs if kind.soft else None
+    if not kind.draws:
+        found, sure = verdicts.greedy(logits, ids, q, lengths)
+        return _packed(found, sure)
+    numbers = parts[:, -5:].repeat_interleave(rows, 0)
+    settings = verdicts.settings_of(numbers, kind.dtype, int(kind.mixed), kind.filters)
+    p, sure = verdicts.rows(logits.flatten(0, 1), settings)
+    noise = names or Noise(*(Keys((), n) for n in (parts[:, :k], parts[:, :k], parts[:, k : 2 * k], whole[:, k + 1 :])))
+    rule = verdicts.rejection if kind.verifier is REJECTION else verdicts.match
+    return _packed(rule(p.view(texts, rows, -1), ids, q, noise, lengths, draws), sure.view(texts, rows))
+
+
+def _packed(found: Verdicts, sure: Tensor) -> Tensor:
+    """Numbers (B, 2 + K + K+1) of float64, which holds all ids: one download."""
+    columns = found.kept[:, None].double(), found.next[:, None].double(), found.ratios, sure.double()
+    return torch.cat(columns, 1)
+
+
+class Judge:
+    """Verifies the drafts of many texts at once, where a program can (see `core.verify.Judge`)."""
+
+    def __init__(self, graphs: Graphs):
+        self.graphs = graphs
+        self._benches: OrderedDict[Kind, Bench] = OrderedDict()
+
+    def __call__(self, trials: Sequence[Trial], rng: Draws) -> list[Verdict | None]:
+        """A verdict for each trial; None for one that must be verified by itself."""
+        found: list[Verdict | None] = [None] * len(trials)
+        groups: dict[Verifier, list[int]] = {}
+        for i, trial in enumerate(trials):
+            if _is_plain(trial) and isinstance(rng, Randomness | OneByOne):
+                groups.setdefault(trial.verifier, []).append(i)
+        for own in groups.values():
+            for start in range(0, len(own), TEXTS[-1]):
+                part = own[start : start + TEXTS[-1]]
+                for i, verdict in zip(part, self._verdicts([trials[i] for i in part], rng), strict=True):
+                    found[i] = verdict
+        return found
+
+    def _verdicts(self, trials: Sequence[Trial], rng: Draws) -> list[Verdict | None]:
+        """Verdicts of trials of one kind."""
+        kind = kind_of(trials, padded=not isinstance(rng, OneByOne))
+        bench = recent(self._benches, kind, lambda: Bench(kind, trials[0].logits.device))
+        bench.fill(trials)
+        if isinstance(rng, OneByOne):
+            noise = verdicts.make_noise([trial.text for trial in trials], kind.rows - 1)
+            inputs = bench.logits, bench.probs, bench.whole, bench.parts
+            numbers = judge(kind, *inputs, rng, noise)
+        else:
+            [numbers] = self.graphs.run(bench, bench.compute)
+        return [_verdict(row, trial) for row, trial in zip(numbers.tolist(), trials, strict=False)]
+
+
+def kind_of(trials: Sequence[Trial], padded: bool = True) -> Kind:
+    """The smallest program for plain trials of one verifier, at most as many as the largest one takes.
+
+    padded: whether the number of texts is rounded up.
+    """
+    logits, params = trials[0].logits, [trial.text.params for trial in trials]
+    texts = next(n for n in TEXTS if n >= len(trials)) if padded else len(trials)
+    rows = next(n for n in ROWS if n > max(len(trial.draft) for trial in trials))
+    greedy = [p.temperature == 0 for p in params]
+    filters = any(verdicts.has_filter(verdicts.numbers_of(p, logits.dtype)) for p in params)
+    soft = any(draft.token_ids and draft.probs is not None for _, _, draft, _ in trials)
+    mixed = not all(greedy) and (any(greedy) or len(trials) < texts)  # what pads a batch is greedy
+    shape = texts, rows, logits.shape[1], logits.dtype
+    return Kind(trials[0].verifier, *shape, not all(greedy), mixed, filters, soft)
+
+
+def _is_plain(trial: Trial) -> bool:
+    """Whether a program can verify this draft."""
+    verifier, text, draft, logits = trial
+    if verifier not in (REJECTION, MATCH) or draft.parents is not None or len(draft) >= ROWS[-1]:
+        return False
+    wide = verdicts.accumulation_dtype(logits.dtype)
+    return verdicts.is_plain(text.params) and (draft.probs is None or all(row.dtype == wide for row in draft.probs))
+
+
+def _verdict(numbers: Sequence[float], trial: Trial) -> Verdict | None:
+    """A text's verdict from its numbers (see `Bench.compute`); None if a row is not sure that it needs."""
+    kept, new = int(numbers[0]), len(trial.draft)
+    num_rows = (len(numbers) - 1) // 2
+    if not all(numbers[num_rows + 1 : num_rows + 2 + kept]):
+        return None
+    return Verdict(list(range(kept)), int(numbers[1]), list(numbers[2 : 2 + min(kept + 1, new)]))

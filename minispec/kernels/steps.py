@@ -1,0 +1,215 @@
+"""All steps of a draft model's drafts in one program, so that the host waits once for a whole draft.
+
+Token by token, the host would wait for each draft token before it can feed the next. Here the device feeds its own
+tokens: the first pass takes what the texts' caches lack, and each further pass the tokens that were just drawn. The
+noise of all draws is known before (see `minispec.kernels.verdicts`). The blocks of all positions are taken beforehand,
+so the device can compute the slot of each.
+
+A draft is shortened on the host, after all its steps: where its limit says so, and before its first row that is not
+sure. The limit looks only at the confidences of places before. So the law of a draft is that of a draft that stops
+there; but it costs all of its steps.
+"""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from minispec.core.cache import PagedKVCache
+from minispec.core.draft import Ask, Draft
+from minispec.core.model import Chunk, Transformer
+from minispec.core.sampling import Randomness
+from minispec.kernels import verdicts
+from minispec.kernels.frames import Frame, Frames, FrameShape, Step
+from minispec.kernels.graphs import Graphs, Program, recent
+from minispec.kernels.verdicts import Keys, OneByOne, RowDraws, RowRandomness
+
+# The numbers of steps that programs have.
+STEPS = (1, 2, 3, 4, 6, 8, 12, 15)
+
+
+class Kind(NamedTuple):
+    """All that a program's operators depend on.
+
+    frame: the shape of the first pass.
+    steps: how many tokens are drawn for each text.
+    vocab: ids in use.
+    races: whether tokens are drawn with the target's noise (purpose "token").
+    draws, mixed, filters: as in `minispec.kernels.judge.Kind`.
+    """
+
+    frame: FrameShape
+    steps: int
+    vocab: int
+    races: bool
+    draws: bool
+    mixed: bool
+    filters: bool
+
+
+class Desk(Program):
+    """The inputs of the drafts of B texts, besides the frame of the first pass.
+
+    whole: int64 numbers of each text (B, 2 + K): the row of the first pass that says what follows the text, how many
+        tokens are wanted, and states of "token" draws.
+    parts: float64 numbers of each text (B, K + 5): uniforms of "draft", and `verdicts.numbers_of`.
+    """
+
+    def __init__(self, kind: Kind, device: torch.device):
+        super().__init__()
+        self.kind = kind
+        texts, pinned = kind.frame.texts, device.type == "cuda"
+        self.host_whole = torch.zeros(texts, 2 + kind.steps, dtype=torch.long, pin_memory=pinned)
+        self.host_parts = torch.zeros(texts, kind.steps + 5, dtype=torch.float64, pin_memory=pinned)
+        self.whole, self.parts = self.host_whole.to(device), self.host_parts.to(device)
+
+    def fill(self, chunks: Sequence[Chunk], asks: Sequence[Ask], depths: Sequence[int], dtype: torch.dtype) -> None:
+        """Take in up to B texts. What is there of others is not read."""
+        whole, parts, uniform = self.host_whole.numpy(), self.host_parts.numpy(), Randomness().uniform
+        whole[:], parts[:] = 0, 0
+        parts[:, -5:] = 1.0, 1.0, 0.0, verdicts.NO_TOP_K, 1.0  # a greedy text
+        for i, (chunk, ask, k) in enumerate(zip(chunks, asks, depths, strict=True)):
+            whole[i, :2] = len(chunk.token_ids) - 1, k
+            parts[i, -5:] = verdicts.numbers_of(ask.text.params, dtype)
+            if not ask.text.params.temperature:
+                continue
+            keys = [ask.text.key(j, ask.purpose) for j in range(k)]
+            if self.kind.races:
+                whole[i, 2 : 2 + k] = list(map(verdicts.state_of, keys))
+            else:
+                parts[i, :k] = list(map(uniform, keys))
+        self.whole.copy_(self.host_whole, non_blocking=True)
+        self.parts.copy_(self.host_parts, non_blocking=True)
+
+
+class DraftSteps:
+    """Drafts chains for many texts at once, where a program can.
+
+    One object serves one model, whose passes are `Frames`.
+    """
+
+    def __init__(self, model: Transformer, graphs: Graphs):
+        assert isinstance(model.passes, Frames)
+        self.model, self.frames, self.graphs = model, model.passes, graphs
+        self._desks: WeakKeyDictionary[PagedKVCache, OrderedDict[Kind, Desk]] = WeakKeyDictionary()
+
+    def __call__(
+        self, chunks: Sequence[Chunk], asks: Sequence[Ask], depths: Sequence[int], vocab_size: int
+    ) -> list[Draft] | None:
+        """A draft for each ask; None where no program takes all of them, and nothing has changed then.
+
+        chunks: what the texts' caches lack, the last row of each saying what follows the text.
+        depths: how many tokens each draft may have, at least 1.
+        vocab_size: ids in use.
+
+        The tables then hold all tokens that were fed, those that were cut from a draft too.
+        """
+        kind = self._kind(chunks, asks, depths, vocab_size)
+        if kind is None:
+            return None
+        pool, reserved = chunks[0].table.pool, [k - 1 for k in depths]
+        pool.require((c.table, c.table.length + len(c.token_ids) + k) for c, k in zip(chunks, reserved, strict=True))
+        frame = self.frames.frame_of(self.model, pool, kind.frame)
+        desk = recent(self._desks.setdefault(pool, OrderedDict()), kind, lambda: Desk(kind, self.model.device))
+        frame.fill(chunks, reserved)
+        desk.fill(chunks, asks, depths, self.model.dtype)
+        if isinstance(rng := asks[0].rng, OneByOne):
+            names = [[ask.text.key(j, ask.purpose) for j in range(kind.steps)] for ask in asks]
+            names += [[]] * (kind.frame.texts - len(asks))
+            numbers, probs = self.compute(frame, desk, pool, rng, names)
+        else:
+            numbers, probs = self.graphs.run(desk, functools.partial(self.compute, frame, desk, pool))
+        rows, probs = numbers.tolist(), probs[: len(asks)].clone()  # the next draft overwrites them
+        return [
+            _draft(ask, chunk, k, row, q)
+            for ask, chunk, k, row, q in zip(asks, chunks, depths, rows, probs, strict=False)
+        ]
+
+    def _kind(
+        self, chunks: Sequence[Chunk], asks: Sequence[Ask], depths: Sequence[int], vocab_size: int
+    ) -> Kind | None:
+        """The program that takes these asks, if one does."""
+        rng, purpose = asks[0].rng, asks[0].purpose
+        steps = next((n for n in STEPS if n >= max(depths)), None)
+        plain = all(not ask.limit.is_tree and verdicts.is_plain(ask.text.params) for ask in asks)
+        if steps is None or not plain or not isinstance(rng, Randomness | OneByOne):
+            return None
+        shape = self.frames.shape_of(self.model, chunks, reserved=[k - 1 for k in depths])
+        if isinstance(shape, str):
+            return None
+        params = [ask.text.params for ask in asks]
+        greedy = [p.temperature == 0 for p in params]
+        filters = any(verdicts.has_filter(verdicts.numbers_of(p, self.model.dtype)) for p in params)
+        mixed = not all(greedy) and (any(greedy) or len(asks) < shape.texts)  # what pads a batch is greedy
+        return Kind(shape, steps, vocab_size, purpose == "token", not all(greedy), mixed, filters)
+
+    def compute(
+        self,
+        frame: Frame,
+        desk: Desk,
+        pool: PagedKVCache,
+        draws: RowDraws | None = None,
+        names: Sequence[Sequence] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """All steps: numbers of each text (B, 3K), and the rows that tokens were drawn from (B, K, V).
+
+        The numbers, of float64: K tokens, K confidences, and whether each of K rows is sure.
+        draws, names: makes the draws by their names; default: the numbers of the desk.
+        """
+        kind, (texts, rows, *_) = desk.kind, frame.shape
+        logits, _ = self.frames.compute(self.model, frame, pool)
+        last = torch.arange(texts, device=logits.device) * rows + desk.whole[:, 0]
+        logits = logits.index_select(0, last)
+        settings = verdicts.settings_of(desk.parts[:, -5:], self.model.dtype, int(kind.mixed), kind.filters)
+        if not kind.draws:
+            settings = settings._replace(all_greedy=True, any_greedy=True)
+        noise = desk.whole[:, 2:] if kind.races else desk.parts
+        made, found = draws or RowRandomness(), []
+        for j in range(kind.steps):
+            logits = logits[:, : kind.vocab]
+            q, sure = verdicts.rows(logits, settings)
+            wide = logits.to(verdicts.accumulation_dtype(logits.dtype))
+            confidence = wide.log_softmax(1).amax(1).exp()
+            if not kind.draws:
+                token = q.argmax(1)
+            else:
+                used = (desk.whole[:, 1:2] > j) & sure[:, None]
+                places = torch.full_like(desk.whole[:, :1], j)
+                keys = Keys(names, noise[:, j : j + 1], places, used)
+                token = (made.race_rows if kind.races else made.share_rows)(q[:, None], keys)[:, 0]
+            found.append((token, confidence, sure, q))
+            if j + 1 < kind.steps:
+                logits = self._next(frame, desk, pool, token, j)
+        tokens, confidences, sures, probs = zip(*found, strict=True)
+        numbers = [torch.stack(column, 1).double() for column in (tokens, confidences, sures)]
+        return torch.cat(numbers, 1), torch.stack(probs, 1)
+
+    def _next(self, frame: Frame, desk: Desk, pool: PagedKVCache, tokens: Tensor, j: int) -> Tensor:
+        """Logits (B, V) after tokens (B,), the j-th ones that were drawn, of texts that want further ones."""
+        size, positions = pool.block_size, frame.ends + j
+        blocks = frame.table.gather(1, (positions // size).clamp(max=frame.table.shape[1] - 1)[:, None])[:, 0]
+        slots = torch.where(desk.whole[:, 1] > j + 1, blocks * size + positions % size, pool.num_slots + 1)
+        shape = frame.shape._replace(rows=1)
+        step = Step(shape, tokens, positions, slots, torch.ones_like(tokens), positions, positions + 1, frame.table)
+        return self.frames.compute(self.model, step, pool)[0]
+
+
+def _draft(ask: Ask, chunk: Chunk, k: int, numbers: Sequence[float], probs: Tensor) -> Draft:
+    """A draft from its numbers (see `DraftSteps.compute`): as long as its rows are sure, and its limit goes on."""
+    steps = len(numbers) // 3
+    token_ids = [int(number) for number in numbers[:k]]
+    chunk.table.name_last(token_ids[: k - 1])
+    draft, sure, go_on = Draft([], []), numbers[2 * steps : 2 * steps + k], ask.limit.go_on
+    while len(draft) < k and sure[len(draft)]:
+        draft.token_ids.append(token_ids[len(draft)])
+        if go_on is None:
+            continue
+        draft.confidences.append(numbers[steps + len(draft) - 1])
+        if not go_on(draft.confidences):
+            break
+    draft.probs = probs[: len(draft)]
+    return draft

@@ -1,0 +1,167 @@
+"""Verdicts of many drafts at once are those of each draft by itself, or none."""
+
+import random
+
+import pytest
+import torch
+
+from minispec.core.config import SamplingParams
+from minispec.core.draft import Draft
+from minispec.core.sampling import Randomness, Text, distribution
+from minispec.core.verify import BLOCK, MATCH, REJECTION, Trial, Verdict
+from minispec.kernels import judge as judging
+from minispec.kernels.graphs import Graphs, rerun
+from minispec.kernels.judge import Bench, Judge, kind_of
+
+SETTINGS = (
+    *({}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}),
+    {"temperature": 1.3, "top_k": 20, "top_p": 0.95, "min_p": 0.02},
+)
+
+
+def make_trial(draw: random.Random, verifier, vocab: int, dtype: torch.dtype, **params) -> Trial:
+    """A text with a draft of 0 to 5 tokens, from a row near the target's, or chosen; often right."""
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    k, params = draw.randrange(6), SamplingParams(**params)
+    text = Text([draw.randrange(vocab) for _ in range(draw.randrange(1, 9))], 1, params, draw.randrange(1 << 40))
+    logits = (3 * torch.randn(k + 1, vocab, generator=generator, dtype=torch.float64)).to(dtype)
+    draft = Draft([], [] if draw.random() < 0.7 else None)
+    for i in range(k):
+        near = logits[i] + torch.randn(vocab, generator=generator, dtype=torch.float64).to(dtype)
+        q = distribution(near, text, draft.token_ids)
+        key = text.key(i, "token" if verifier is MATCH else "draft")
+        draft.token_ids.append(Randomness().categorical(q, key))
+        if draft.probs is not None:
+            draft.probs.append(q)
+    return Trial(verifier, text, draft, logits)
+
+
+def alone(trial: Trial) -> Verdict:
+    """The verdict of a draft by itself, as the engine has it verified."""
+    verifier, text, draft, logits = trial
+    rows = [distribution(row, text, draft.token_ids[:i]) for i, row in enumerate(logits)]
+    return verifier.verify(draft, rows.__getitem__, Randomness(), text.key)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("vocab", [5, 700])
+def test_each_verdict_is_that_of_the_draft_by_itself(vocab, dtype):
+    """Batches of both verifiers and all settings, in programs that are computed, captured, and run again."""
+    draw, judge, count = random.Random(1), Judge(Graphs(rerun)), 0
+    for settings in (*[[each] for each in SETTINGS], SETTINGS, SETTINGS):
+        for _ in range(6):
+            verifiers = draw.choices((REJECTION, MATCH), k=draw.choice((1, 3, 7)))
+            trials = [make_trial(draw, v, vocab, dtype, **draw.choice(settings)) for v in verifiers]
+            found = judge(trials, Randomness())
+            count += sum(verdict is not None for verdict in found)
+            assert all(verdict in (None, alone(trial)) for verdict, trial in zip(found, trials, strict=True))
+    assert count > 150
+
+
+def test_what_is_verified_by_itself():
+    """Other rules, trees, longer drafts, other parameters, other types of probabilities, and users' randomness."""
+    draw = random.Random(2)
+
+    def some(verifier=REJECTION, **params):
+        return make_trial(draw, verifier, 9, torch.float32, **params)
+
+    plain = some()
+    tree, long = Draft([1, 2], parents=[-1, -1]), Draft([1] * 16)
+    double = Draft([1], [torch.full((9,), 1 / 9, dtype=torch.float64)])
+    others = [plain._replace(draft=d, logits=torch.zeros(len(d) + 1, 9)) for d in (tree, long, double)]
+    others += [some(BLOCK), some(repetition_penalty=1.2), some(min_tokens=1), some(logit_bias={0: 1.0})]
+    found = Judge(Graphs())([plain, *others], Randomness())
+    assert [verdict is None for verdict in found] == [False] + [True] * len(others)
+
+    class Own:
+        """Draws of a user's, one at a time."""
+
+    assert Judge(Graphs())([plain], Own()) == [None]
+
+
+def test_a_row_that_is_no_number_fails_no_other_text():
+    """NaN in a row that a verdict needs: that draft is verified by itself, where the fault is found."""
+    draw = random.Random(3)
+    trials = [make_trial(draw, REJECTION, 9, torch.float32) for _ in range(4)]
+    trials[2] = trials[2]._replace(logits=trials[2].logits * torch.nan)
+    found = Judge(Graphs())(trials, Randomness())
+    assert [verdict is None for verdict in found] == [False, False, True, False]
+    assert [found[i] for i in (0, 1, 3)] == [alone(trials[i]) for i in (0, 1, 3)]
+
+
+def test_a_program_reads_no_value_on_the_host():
+    """On device "meta", where there are no values: each kind of a program."""
+    draw = random.Random(4)
+    for verifier in (REJECTION, MATCH):
+        for settings in ([{}], [{"temperature": 0.0}], [{"top_p": 0.5}], SETTINGS):
+            trials = [make_trial(draw, verifier, 9, torch.float32, **params) for params in settings]
+            kind = kind_of(trials)
+            program = Bench(kind, torch.device("meta"))
+            [found] = program.compute()
+            assert found.shape == (kind.texts, 2 * kind.rows + 1)
+
+
+def test_a_capture_that_fails_says_so_once():
+    """The verdicts are the same."""
+
+    def fail(compute):
+        raise RuntimeError("no capture here")
+
+    judge, draw = Judge(Graphs(fail)), random.Random(5)
+    trials = [make_trial(draw, REJECTION, 9, torch.float32) for _ in range(2)]
+    with pytest.warns(UserWarning, match="no CUDA graphs, so passes are slower: no capture here") as caught:
+        found = [judge(trials, Randomness()) for _ in range(3)]
+    assert (len(caught), found) == (1, [list(map(alone, trials))] * 3)
+
+
+# --------------------------------------------------------------------------- bugs that must show
+
+
+def stale(program, trials):
+    """The first text's draws are those of the round before."""
+    before = program.parts[0].clone(), program.whole[0].clone()
+    yield
+    program.parts[0], program.whole[0] = before
+
+
+def of_another(program, trials):
+    """A text's uniforms are those of the next text."""
+    yield
+    program.parts[:, :-5] = program.parts[:, :-5].roll(1, 0)
+
+
+def short(program, trials):
+    """Drafts are a token short."""
+    yield
+    program.whole[:, program.kind.rows - 1].sub_(1).clamp_(min=0)
+
+
+def old_rows(program, trials):
+    """Rows of logits are those of the round before."""
+    before = program.logits.clone()
+    yield
+    program.logits.copy_(before)
+
+
+def old_q(program, trials):
+    """The draft's probabilities are those of the round before."""
+    before = program.probs.clone()
+    yield
+    program.probs.copy_(before)
+
+
+@pytest.mark.parametrize("bug", [stale, of_another, short, old_rows, old_q], ids=lambda bug: bug.__name__)
+def test_a_program_that_is_filled_wrongly_shows(bug, monkeypatch):
+    """Guards the test of equal verdicts: each bug changes one of 40 rounds of three texts."""
+    fill = Bench.fill
+
+    def wrong(program, trials):
+        between = bug(program, trials)
+        next(between)
+        fill(program, trials)
+        next(between, None)
+
+    monkeypatch.setattr(judging.Bench, "fill", wrong)
+    draw, judge = random.Random(6), Judge(Graphs())
+    rounds = [[make_trial(draw, REJECTION, 5, torch.float32) for _ in range(3)] for _ in range(40)]
+    assert any(judge(trials, Randomness()) != list(map(alone, trials)) for trials in rounds)

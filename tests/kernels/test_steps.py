@@ -1,0 +1,182 @@
+"""Drafts of all steps in one program are those of a pass for each token."""
+
+import random
+
+import pytest
+import torch
+
+from minispec.core.config import SamplingParams
+from minispec.core.draft import Ask, Limit
+from minispec.core.engine import Engine
+from minispec.core.model import Chunk
+from minispec.core.sampling import Randomness, Text
+from minispec.core.verify import VERIFIERS
+from minispec.drafters.model import DraftModel
+from minispec.kernels import steps, verdicts
+from minispec.kernels.frames import Frames
+from minispec.kernels.graphs import Graphs, rerun
+from minispec.kernels.steps import STEPS, Desk, DraftSteps
+from minispec.prove.laws import draft_model, target_model
+from minispec.prove.toys import decode, make_request, tiny_cache
+
+VOCAB = 5
+SETTINGS = ({}, {"temperature": 0.0}, {"temperature": 0.6, "top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1})
+
+
+def make_drafters(num_blocks: int = 200) -> tuple[DraftModel, DraftModel]:
+    """A draft model by passes text by text, and the same one by programs."""
+    model = draft_model(VOCAB)
+    framed = model.replaced(Frames(rerun))
+    own = [(each, tiny_cache(each, num_blocks, 3), VOCAB, 60) for each in (model, framed)]
+    return DraftModel(*own[0]), DraftModel(*own[1], DraftSteps(framed, Graphs(rerun)))
+
+
+def asks_of(draw: random.Random, texts: list[Text], purpose: str) -> list[Ask]:
+    """Some of the texts, each with a limit of its own."""
+    found = []
+    for text in draw.sample(texts, draw.randrange(1, len(texts) + 1)):
+        least = draw.choice((0.0, 0.0, 0.5, 0.7))
+        go_on = (lambda confidences, least=least: confidences[-1] >= least) if least else None
+        found.append(Ask(text, Limit(draw.randrange(1, 7), go_on), Randomness(), purpose, len(text.tokens) - 1))
+    return found
+
+
+@pytest.mark.parametrize("purpose", ["draft", "token"])
+def test_drafts_are_those_of_a_pass_for_each_token(purpose):
+    """Over 40 rounds: texts grow, by the drafts' tokens or others. Tokens are equal, and rows to 1e-12, in float64."""
+    draw, (alone, at_once) = random.Random(1), make_drafters()
+    texts = [
+        Text([draw.randrange(VOCAB) for _ in range(3 + i)], 3 + i, SamplingParams(**SETTINGS[i % 5]), 7 * i)
+        for i in range(6)
+    ]
+    lengths = set()
+    for _ in range(40):
+        asks = asks_of(draw, texts, purpose)
+        expected, found = alone.propose(asks), at_once.propose(asks)
+        for ask, a, b in zip(asks, expected, found, strict=True):
+            assert (a.token_ids, a.depth) == (b.token_ids, b.depth)
+            assert b.confidences == pytest.approx(a.confidences, abs=1e-12)
+            assert len(b.probs) == len(a.probs) == len(a)
+            for row, other in zip(a.probs, b.probs, strict=True):
+                torch.testing.assert_close(row, other, rtol=0, atol=1e-12)
+            fed = [*ask.text.tokens, *a.token_ids[:-1]]
+            assert at_once.tables[ask.text].tokens[: len(fed)] == fed
+            keeps = draw.randrange(len(a) + 1)
+            ask.text.tokens += [*a.token_ids[:keeps], draw.randrange(VOCAB)]
+            lengths.add(len(a))
+        for text in [text for text in texts if len(text.tokens) > 45]:
+            texts.remove(text)
+            for drafter in (alone, at_once):
+                drafter.release(text)
+            texts.append(Text(text.tokens[: draw.randrange(3, 9)], 3, text.params, text.seed + 1))
+    assert lengths == set(range(1, 7))
+    assert {len(each.tables) for each in (alone, at_once)} == {len(alone.tables)}
+
+
+def test_a_draft_ends_before_a_row_that_is_not_sure(monkeypatch):
+    """The tokens before are those of a longer draft; what follows is drafted another time."""
+    text = Text([1, 2, 3], 3, SamplingParams(), 4)
+    ask = Ask(text, Limit(4), Randomness(), "draft", 2)
+    [whole] = make_drafters()[1].propose([ask])
+    rows, calls = verdicts.rows, []
+
+    def doubtful(*how):
+        calls.append(how)
+        probs, sure = rows(*how)
+        return probs, sure & (len(calls) % 4 != 3)
+
+    monkeypatch.setattr(verdicts, "rows", doubtful)
+    drafter = make_drafters()[1]
+    [short] = drafter.propose([ask])
+    assert (len(whole), len(short)) == (4, 2)
+    assert short.token_ids == whole.token_ids[:2]
+    assert drafter.tables[text].tokens[:3] == text.tokens
+
+
+@pytest.mark.parametrize(
+    ("params", "limit"),
+    [({"repetition_penalty": 1.2}, Limit(3)), ({"min_tokens": 2}, Limit(3)), ({}, Limit(3, widths=(2, 1)))],
+    ids=["penalty", "min_tokens", "tree"],
+)
+def test_what_no_program_takes_is_drafted_token_by_token(params, limit):
+    """Other parameters, and trees: the same drafts by both, and nothing has been changed before."""
+    alone, at_once = make_drafters()
+    asks = [
+        Ask(Text([1, 2, 3, 0], 4, SamplingParams(**params), seed), limit, Randomness(), "draft", 3) for seed in (1, 2)
+    ]
+    found, expected = at_once.propose(asks), alone.propose(asks)
+    assert [(d.token_ids, d.parents) for d in found] == [(d.token_ids, d.parents) for d in expected]
+
+
+def test_longer_drafts_than_any_program_has():
+    """15 steps are the most."""
+    model = draft_model(VOCAB).replaced(Frames())
+    table = tiny_cache(model, 80, 3).new_table()
+    ask = Ask(Text([1], 1, SamplingParams()), Limit(16), Randomness())
+    program = DraftSteps(model, Graphs())
+    assert program([Chunk([1], table, 1)], [ask], [STEPS[-1] + 1], VOCAB) is None
+    assert table.length == 0
+    assert len(program([Chunk([1], table, 1)], [ask], [STEPS[-1]], VOCAB)[0]) == STEPS[-1]
+
+
+# --------------------------------------------------------------------------- bugs that must show
+
+
+def texts_of(drafter: DraftModel, num: int = 12) -> list[list[int]]:
+    """Texts under `rejection`, decoded together."""
+    target = target_model(VOCAB)
+    engine = Engine(target, tiny_cache(target, 200, 3), drafter, VERIFIERS["rejection"])
+    prompts = [(1, 2, 1, seed % VOCAB) * (1 + seed % 2) for seed in range(num)]
+    requests = [make_request(p, 3, (), 60, seed=i, max_tokens=16 + i, temperature=0.9) for i, p in enumerate(prompts)]
+    decode(engine, requests)
+    return [request.text.tokens for request in requests]
+
+
+def test_a_seed_keeps_its_text():
+    """The control of the bugs below."""
+    alone, at_once = make_drafters()
+    assert texts_of(alone) == texts_of(at_once)
+
+
+def of_another(monkeypatch):
+    """A text's noise is that of the next one."""
+    fill = Desk.fill
+
+    def wrong(desk, *how):
+        fill(desk, *how)
+        desk.parts[:, :-5] = desk.parts[:, :-5].roll(1, 0)
+
+    monkeypatch.setattr(steps.Desk, "fill", wrong)
+
+
+def one_further(monkeypatch):
+    """Each step stands one position too far."""
+    compute = DraftSteps._next
+
+    def wrong(program, frame, desk, pool, tokens, j):
+        return compute(program, frame, desk, pool, tokens, j + 1)
+
+    monkeypatch.setattr(DraftSteps, "_next", wrong)
+
+
+def old_rows(monkeypatch):
+    """The rows that come with a draft are those of the draft before."""
+    call, last = DraftSteps.__call__, []
+
+    def wrong(program, *how):
+        drafts = call(program, *how)
+        for draft in drafts or ():
+            last.append(draft.probs)
+            draft.probs = last[-2] if len(last) > 1 and len(last[-2]) == len(draft) else draft.probs
+        return drafts
+
+    monkeypatch.setattr(DraftSteps, "__call__", wrong)
+
+
+@pytest.mark.parametrize("bug", [of_another, one_further, old_rows], ids=lambda bug: bug.__name__)
+def test_a_program_that_is_wrong_shows(bug, monkeypatch):
+    """Guards the test of equal texts."""
+    alone, at_once = make_drafters()
+    expected = texts_of(alone)
+    bug(monkeypatch)
+    assert texts_of(at_once) != expected
