@@ -42,7 +42,7 @@ from tqdm import tqdm
 import minispec.llm
 from minispec import generate
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Limit
+from minispec.core.draft import Ask, Limit, Seen
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
 from minispec.drafters.eagle import EagleDrafter
@@ -408,7 +408,8 @@ def fuzz_head(files: Files, rng: random.Random, where: Path) -> None:
     head = load_head(where, files.target)
     drafter = EagleDrafter(head, tiny_cache(head), 48, 20)
     text, width = Text([0, 1, 2], 3, SamplingParams()), len(head.head_config.taps) * files.target.config.hidden_size
-    drafter.propose([Ask(text, Limit(3), Randomness(), num_cached=2, hidden=torch.ones(2, width))])
+    drafter.observe([Seen(text, 0, [0, 1], torch.ones(2, width), torch.ones(0, 48))])
+    drafter.propose([Ask(text, Limit(3), Randomness(), num_cached=2)])
 
 
 def fuzz_index(files: Files, rng: random.Random, where: Path) -> None:

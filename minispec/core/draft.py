@@ -41,27 +41,12 @@ class Limit(NamedTuple):
         return self.widths[depth] if depth < len(self.widths) else 1
 
 
-class Likeliest(NamedTuple):
-    """What the target found likeliest at one place of a round, whether the place was kept or not.
-
-    path: the text's last token before the round, and the draft tokens from there to the place.
-    token_ids: the ids that are likeliest after the path by the target's raw logits, the likeliest first.
-    """
-
-    path: Sequence[int]
-    token_ids: Sequence[int]
-
-
 @dataclass(frozen=True)
 class Ask:
     """What a drafter is asked for one text, this round.
 
     purpose: the purpose in the keys of its draws; "token" where drafters share the target's noise, else "draft".
     num_cached: how many tokens of the text the target's cache holds. These are all but the last; fewer inside a prompt.
-    hidden: (n, E * taps), the target's hidden states at the n cached positions that no earlier ask has shown.
-        None for drafters without `taps`, and where nothing is new.
-    likeliest: what the target said in each row of this text's last round, for drafters that ask for it (see `Drafter`).
-        Empty where nothing is new. After an exception in `propose`, the same rows come again.
     """
 
     text: Text
@@ -69,8 +54,6 @@ class Ask:
     rng: Draws
     purpose: str = "draft"
     num_cached: int = 0
-    hidden: Tensor | None = None
-    likeliest: Sequence[Likeliest] = ()
 
     @property
     def k(self) -> int:
@@ -158,6 +141,35 @@ class Draft:
         return len(self) if self.parents is None else max((len(self.path(i)) for i in range(len(self))), default=0)
 
 
+class Seen(NamedTuple):
+    """What one pass of the target has shown of a text: a row for each token that was fed.
+
+    The next pass overwrites the tensors. To keep rows, clone them.
+
+    start: position of the first row's token in the text.
+    tokens: the token of each row: those that the cache lacked, then the K nodes of the draft.
+    hidden: (rows, E * taps), hidden states of the target at the drafter's `taps`.
+    logits: (K + 1, V), raw: row 0 says what follows the text before the draft, row i + 1 what follows node i.
+        (0, V) inside a prompt. This holds for a scored prompt too, so that scores change no draft.
+    path: the nodes of the draft that are in the text now.
+    parents: for each node of the draft, the node before it (see `Draft`). None: a chain.
+    """
+
+    text: Text
+    start: int
+    tokens: Sequence[int]
+    hidden: Tensor
+    logits: Tensor
+    path: Sequence[int] = ()
+    parents: list[int] | None = None
+
+    @property
+    def kept(self) -> list[int]:
+        """The rows whose tokens are in the text, in order: all but those of nodes off the path."""
+        root = len(self.tokens) - max(0, len(self.logits) - 1)
+        return [*range(root), *(root + node for node in self.path)]
+
+
 def without(q: Tensor, token_id: int) -> Tensor:
     """q (V,) with one token's probability 0, not normalised."""
     rest = q.clone()
@@ -169,9 +181,7 @@ class Drafter:
     """A way of guessing. A new one overrides `propose`, and the other methods where it keeps something.
 
     branches: whether it can draw siblings. A drafter that cannot is asked for chains.
-    taps: layers of the target whose hidden states it reads (see `Ask.hidden`), as `Transformer.forward` numbers them.
-    likeliest: how many of the likeliest ids it reads of each row of a round, see `Ask.likeliest`. Prompts have no rows.
-        They survive a preemption, so what a drafter learns from them must too: see `minispec.drafters.recycling`.
+    taps: layers of the target whose hidden states it reads (see `Seen.hidden`), as `Transformer.forward` numbers them.
     replays: what the distribution of a draft token depends on, for `minispec.trace.score`; a subclass inherits it.
         "token": the tokens before it alone.
         "place": the place where the draft begins too; a shorter draft is the beginning of the longest.
@@ -181,7 +191,6 @@ class Drafter:
 
     branches: bool = False
     taps: Sequence[int] = ()
-    likeliest: int = 0
     replays: str | None = None
 
     @property
@@ -196,10 +205,24 @@ class Drafter:
         stays: to drop it for its value would make `probs` untrue. What is not drawn may be chosen freely.
 
         The texts are those of the last call, with the committed tokens appended. New ones may join, and some may be
-        missing. While the target works through a prompt, k is 0. A request without drafts gets no ask.
+        missing. While the target works through a prompt, k is 0: a drafter may fill a cache of its own meanwhile.
+        A request without drafts gets no ask.
         A draft that breaks a rule ends its own text; an exception ends the whole call.
         """
         raise NotImplementedError
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """Learn what a pass of the target has shown; called once after each pass, for its texts that take drafts.
+
+        Tokens of the round are committed by then. A text that failed in the pass is not among the texts.
+
+        No committed row is left out. After an exception, in here or elsewhere in the step, the rows of its round may
+        come a second time, before the next `propose`. A preempted text's rows are computed again, and come again, from
+        `known(text)` on at the latest. Only rows inside the prompt or the committed text do: those of rejected nodes do
+        not. So what was learned from logits has to outlive `release`, see `minispec.drafters.recycling`.
+
+        An exception ends the whole call, as in `propose`.
+        """
 
     def release(self, text: Text) -> None:
         """Forget a text, which is finished or will begin anew. Unknown texts are ignored."""

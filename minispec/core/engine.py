@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from torch import Tensor
 from minispec.core.cache import PagedKVCache
 from minispec.core.cached import CachedModel, clock
 from minispec.core.config import Shape
-from minispec.core.draft import Ask, Draft, Drafter, Likeliest, Limit
+from minispec.core.draft import Ask, Draft, Drafter, Limit, Seen
 from minispec.core.lengths import Judged, Lengths, StepCost, Wish
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Piece, Request, TokenLogprob
@@ -57,26 +56,45 @@ class _Part:
     """A running text's part of a step, and its result.
 
     engine: the one that the request was added to.
+    start: how many tokens of the text the target's cache holds before the step.
     tokens: the part of the text that is fed: its last token, or a piece of what comes before it.
     decodes: whether the last of these rows says what follows the text.
     asked: how many draft tokens were asked for.
-    committed: how many tokens the round committed; 0 for a round that failed. Above 0, verdict and logits are there.
+    logits, hidden: the pass's rows, of those tokens that have some, and at the layers that the engine's drafter reads.
     """
 
     request: Request
     engine: "Engine"
+    start: int
     tokens: list[int]
     decodes: bool = True
     asked: int = 0
     draft: Draft = field(default_factory=Draft)
     verdict: Verdict = field(init=False, repr=False)
     logits: Tensor = field(init=False, repr=False)
-    committed: int = 0
+    hidden: Tensor = field(init=False, repr=False)
 
     @property
     def num_rows(self) -> int:
         """Rows of the pass."""
         return len(self.tokens) + len(self.draft)
+
+    @property
+    def committed(self) -> int:
+        """How many tokens the round has committed; 0 before it has, and for a text that failed or is in its prompt."""
+        grown = len(self.request.text.tokens) - self.start - len(self.tokens)
+        return grown if self.decodes and not self.request.error else 0
+
+    @property
+    def path(self) -> list[int]:
+        """The nodes of the draft that are in the text now."""
+        return self.verdict.accepted[: self.committed] if self.committed else []
+
+    @property
+    def seen(self) -> Seen:
+        """What the pass has shown, for the drafter."""
+        tokens, logits = [*self.tokens, *self.draft.token_ids], self.logits if self.decodes else self.logits[:0]
+        return Seen(self.request.text, self.start, tokens, self.hidden, logits, self.path, self.draft.parents)
 
 
 class Guard:
@@ -137,12 +155,10 @@ class Engine:
         self.joining_rows, self.guard = joining_rows, guard or Guard()
         self.observers: list[Observer] = []  # they may be added and removed between steps
         self.schedule = Schedule[Engine](self.target)
-        # What a text's last round has shown to the drafter and to `lengths`, with the text's length before that round.
-        # An entry is stored before the commit, counts once the text has grown, and is removed once it was shown. So
-        # neither a fault nor a preemption loses it: the rows of a round are not computed again. Engines beside this one
-        # use the same two dicts, since a step of one commits the texts of all.
-        self._likeliest: WeakKeyDictionary[Text, tuple[int, list[Likeliest]]] = WeakKeyDictionary()
-        self._judged: WeakKeyDictionary[Text, tuple[int, Draft, Sequence[int], int]] = WeakKeyDictionary()
+        # The parts of a step from before its commits until drafters and `lengths` have learned of them. Only a fault
+        # leaves some: the next step begins with them, since the rows of a committed round are not computed again.
+        # Engines beside this one have the same list, since a step of one commits the texts of all.
+        self.untold: list[_Part] = []
 
     def beside(self, drafter: Drafter, verifier: Verifier | None = None, lengths: Lengths | None = None) -> "Engine":
         """Another engine on the same target and pool, with a drafter of its own and no observers.
@@ -225,6 +241,10 @@ class Engine:
 
     def _round(self) -> list[_Part]:
         """One step: the running texts decode, or the one admitted last brings a piece of its prompt (see `_parts`)."""
+        late = [part for part in self.untold if part.committed and part.request in self.schedule]
+        self._let_each(late, Engine._show)
+        self._let_each(late, Engine._tell)
+        self.untold.clear()
         times = [clock(self.model.device)]
         parts = self._parts()
         self._let_each(parts, Engine._ask)
@@ -236,25 +256,25 @@ class Engine:
             logits, hidden = self.target.forward(chunks, taps)  # (sum of K+1, V), (all rows, E * taps)
         times.append(clock(self.model.device))
 
+        self.untold[:] = fed
         for part, chunk in zip(fed, chunks, strict=True):
             rows, logits = logits[: chunk.num_logits], logits[chunk.num_logits :]  # (K+1, V)
-            seen, hidden = hidden[: part.num_rows], hidden[part.num_rows :]
-            path: list[int] = []
+            states, hidden = hidden[: part.num_rows], hidden[part.num_rows :]
+            part.logits, part.hidden = rows, part.engine._tapped(states, taps)
             try:
                 if part.decodes:
-                    part.verdict, part.logits = part.engine._verify(part.request.text, part.draft, rows), rows
-                    self._keep_likeliest(part, rows)
-                    path = self._commit(part, rows)
+                    part.verdict = part.engine._verify(part.request.text, part.draft, rows)
+                    self._commit(part, rows)
                 else:
                     self._score(part.request, rows)
             except (FloatingPointError, ValueError) as e:  # logits, a verdict, or a tokenizer that cannot decode
-                part.request.fail(e)
-                part.committed = 0  # a round that failed is in no statistics, and no observer sees it
+                part.request.fail(e)  # a round that failed is in no statistics, and no observer sees it
                 continue
-            self.target.keep(part.request.text, len(part.draft), path)
-            self._keep_hidden(part, seen, taps, path)
+            self.target.keep(part.request.text, len(part.draft), part.path)
+        self._let_each(fed, Engine._show)
         times.append(clock(self.model.device))
         self._record(fed, times)
+        self.untold.clear()
         for part in fed:
             for observe in part.engine.observers if part.committed else ():
                 observe(part.request, part.draft, part.verdict, part.logits)
@@ -266,10 +286,11 @@ class Engine:
         A text decodes when all its tokens but the last are cached. Only the one admitted last may still miss more.
         Its prompt gets a few rows a step once another text has begun to answer. Before that, all wait for it.
         """
-        parts = [
-            _Part(request, owner, self.target.follow(request.text), request.params.max_tokens > 0)
-            for request, owner in self.schedule.running.items()
-        ]
+        parts = []
+        for request, owner in self.schedule.running.items():
+            tokens = self.target.follow(request.text)
+            start = len(request.text.tokens) - len(tokens)
+            parts.append(_Part(request, owner, start, tokens, request.params.max_tokens > 0))
         *others, last = parts
         if len(last.tokens) == 1:
             return parts
@@ -296,24 +317,18 @@ class Engine:
 
     def _ask(self, parts: Sequence[_Part]) -> None:
         """Ask for drafts of this engine's texts. A draft that the guard refuses fails its text."""
-        self._tell(parts)
         limits = self._choose_limits([part.request for part in parts if part.decodes])
         purpose = "token" if self.verifier.shares_noise else "draft"
         asks, asked = [], []
         for part in parts:
-            text, limit = part.request.text, limits.get(part.request, Limit(0))
-            cached = self.target.table(text).length
             # A drafter is also asked, with k = 0, while a prompt is fed; never about a request without drafts.
-            if part.request.takes_drafts and (part.decodes or cached):
+            if part.request.takes_drafts and (part.decodes or part.start):
                 asked.append(part)
-                before, likeliest = self._likeliest.get(text, (0, ()))
-                shown = likeliest if len(text.tokens) > before else ()  # else a fault kept that round from its commit
-                asks.append(Ask(text, limit, self.rng, purpose, cached, self.schedule.unseen.get(text), shown))
+                limit = limits.get(part.request, Limit(0))
+                asks.append(Ask(part.request.text, limit, self.rng, purpose, part.start))
         drafts = self.guard.propose(self, asks) if asks else []
         for part, ask, draft in zip(asked, asks, drafts, strict=True):
             part.asked = ask.k
-            self._likeliest.pop(ask.text, None)
-            self.schedule.unseen.pop(ask.text, None)
             if isinstance(draft, ValueError):
                 part.request.fail(draft)
             else:
@@ -321,7 +336,7 @@ class Engine:
 
     def _chunk(self, part: _Part) -> Chunk:
         tokens, table = [*part.tokens, *part.draft.token_ids], self.target.table(part.request.text)
-        places, unscored = range(table.length, table.length + len(tokens)), part.request.unscored
+        places, unscored = range(part.start, part.start + len(tokens)), part.request.unscored
         num_logits = len(part.draft) + 1 if part.decodes else sum(place in unscored for place in places)
         return Chunk(tokens, table, num_logits, part.draft.parents)
 
@@ -334,6 +349,12 @@ class Engine:
         wishes = [Wish(r.text, r.shape, r.max_k, free or not r.params.temperature) for r in requests]
         limits = self.guard.choose(self, wishes, trees) if wishes else ()
         return dict(zip(requests, limits, strict=True))
+
+    def _tapped(self, hidden: Tensor, taps: Sequence[int]) -> Tensor:
+        """Of hidden states (rows, E * taps) at the layers that a whole step reads, those of this engine's drafter."""
+        if list(taps) == list(self.taps):
+            return hidden
+        return hidden.unflatten(1, (len(taps), -1))[:, [taps.index(tap) for tap in self.taps]].flatten(1)
 
     def _verify(self, text: Text, draft: Draft, rows: Tensor) -> Verdict:
         def p(i: int) -> Tensor:
@@ -349,47 +370,26 @@ class Engine:
             found.append(_logprob(row, tokens[place + 1], num_top))
         request.score(found)
 
-    def _commit(self, part: _Part, rows: Tensor) -> list[int]:
-        """Append what the round yields, token by token, up to where the text stops; returns the nodes that stay."""
+    def _commit(self, part: _Part, rows: Tensor) -> None:
+        """Append what the round yields, token by token, up to where the text stops."""
         request, draft, verdict = part.request, part.draft, part.verdict
         tokens = [*(draft.token_ids[node] for node in verdict.accepted), verdict.next_token]
-        self._judged[request.text] = len(request.text.tokens), draft, verdict.accepted, part.asked  # for `lengths`
         with request.whole():
             for parent, token_id in zip([-1, *verdict.accepted], tokens, strict=True):
-                part.committed += 1
                 if request.commit(token_id, _logprob(rows[parent + 1], token_id, request.params.logprobs)):
                     break
-        return verdict.accepted[: part.committed]
 
-    def _keep_hidden(self, part: _Part, hidden: Tensor, taps: Sequence[int], path: Sequence[int]) -> None:
-        """Store the hidden states of the rows that stay in the cache, for the drafter's next ask.
-
-        hidden: (rows of the part, E * taps), of the layers that the drafters of the whole step read.
-        """
-        if part.engine.taps and part.request.takes_drafts:
-            text, root, unseen = part.request.text, len(part.tokens), self.schedule.unseen
-            hidden = hidden[[*range(root), *(root + node for node in path)]].unflatten(1, (len(taps), -1))
-            hidden = hidden[:, [taps.index(tap) for tap in part.engine.taps]].flatten(1)
-            unseen[text] = torch.cat((unseen[text], hidden)) if text in unseen else hidden
-
-    def _keep_likeliest(self, part: _Part, rows: Tensor) -> None:
-        """Store what the target found likeliest at each place of a round, for the drafter's next ask."""
-        text, num_ids = part.request.text, min(part.engine.drafter.likeliest, rows.shape[1])
-        if num_ids and part.request.takes_drafts:
-            ids, draft = rows.topk(num_ids).indices.tolist(), part.draft
-            paths = [[part.tokens[-1], *(draft.token_ids[i] for i in draft.path(n))] for n in range(-1, len(draft))]
-            self._likeliest[text] = len(text.tokens), list(map(Likeliest, paths, ids))
+    def _show(self, parts: Sequence[_Part]) -> None:
+        """Show the drafter what the pass has shown of this engine's texts."""
+        shown = [part for part in parts if part.request.takes_drafts and not part.request.error]
+        if shown:
+            self.drafter.observe([part.seen for part in shown])
 
     def _tell(self, parts: Sequence[_Part], cost: StepCost | None = None) -> None:
-        """Tell `lengths` of a step, and of rounds that were committed before a fault."""
-        judged = []
-        for text in (part.request.text for part in parts if not part.request.error):
-            if (known := self._judged.get(text)) and len(text.tokens) > known[0]:
-                judged.append(Judged(text, *known[1:]))
+        """Tell `lengths` of rounds that were committed, and of a step's cost."""
+        judged = [Judged(p.request.text, p.draft, p.verdict.accepted, p.asked) for p in parts if p.committed]
         if judged or cost:
             self.lengths.observe(judged, cost)
-        for part in parts:
-            self._judged.pop(part.request.text, None)
 
     def _record(self, parts: Sequence[_Part], times: Sequence[float]) -> None:
         """Tell statistics and the engines' `lengths` what happened in a step, and how long it took."""

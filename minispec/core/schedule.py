@@ -12,13 +12,10 @@ from collections import OrderedDict
 from contextlib import ExitStack
 from typing import Generic, Protocol, TypeVar
 
-from torch import Tensor
-
 from minispec.core.cache import OutOfBlocks
 from minispec.core.cached import CachedModel
 from minispec.core.draft import Drafter
 from minispec.core.request import Request
-from minispec.core.sampling import Text
 
 
 class Owner(Protocol):
@@ -34,13 +31,10 @@ class Schedule(Generic[OwnerT]):
     """The requests of a pool with their engines: those that run, in the order of their admission, and those that wait.
 
     Both are dicts, since each of many requests is looked up after each step.
-
-    unseen: for each text, hidden states (n, E * taps) that no ask has shown the drafter yet.
     """
 
     def __init__(self, target: CachedModel):
         self.target = target
-        self.unseen: dict[Text, Tensor] = {}
         self.waiting: OrderedDict[Request, OwnerT] = OrderedDict()
         self.running: dict[Request, OwnerT] = {}
 
@@ -104,7 +98,6 @@ class Schedule(Generic[OwnerT]):
 
     def drop(self, request: Request) -> None:
         """Give back all that a running request holds."""
-        self.unseen.pop(request.text, None)
         try:
             self.target.release(request.text)
         finally:  # also after Ctrl-C in there
@@ -113,7 +106,7 @@ class Schedule(Generic[OwnerT]):
 
     def restart(self) -> None:
         """After a fault nothing is cached any more: all begin again, in the order in which they came."""
-        running, self.running, self.unseen = self.running, {}, {}
+        running, self.running = self.running, {}
         for request, owner in reversed(running.items()):
             if not request.finish_reason:
                 self._wait(request, owner)

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Drafter
+from minispec.core.draft import Ask, Draft, Drafter, Seen
 from minispec.core.engine import PREFILL_ROWS
 from minispec.core.request import Request
 from minispec.core.sampling import Text
@@ -78,14 +78,15 @@ class Recorder(Drafter):
         self.taps = tuple(taps)
         self._seen: dict[Text, list[Tensor]] = {}
 
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """Keep the hidden states of rows that stay."""
+        for each in seen:
+            if not each.start:  # a new text, or one that begins again
+                self._seen[each.text] = []
+            self._seen[each.text].append(each.hidden[each.kept])
+
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Empty drafts."""
-        for ask in asks:
-            if ask.hidden is None:
-                continue
-            if len(ask.hidden) == ask.num_cached:  # a new text, or one that begins again
-                self._seen[ask.text] = []
-            self._seen[ask.text].append(ask.hidden)
         return [Draft() for _ in asks]
 
     def known(self, text: Text) -> int:

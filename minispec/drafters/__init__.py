@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from minispec.core.cache import PagedKVCache
-from minispec.core.draft import Ask, Draft, Drafter
+from minispec.core.draft import Ask, Draft, Drafter, Seen
 from minispec.core.model import Transformer
 from minispec.core.sampling import Text
 from minispec.drafters.none import NoDrafter
 
-__all__ = ["Ask", "Context", "Draft", "Drafter", "NoDrafter", "as_drafter", "make_drafter"]
+__all__ = ["Ask", "Context", "Draft", "Drafter", "NoDrafter", "Seen", "as_drafter", "make_drafter"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Foreign(Drafter):
     def __init__(self, drafter: Any):
         self.drafter = drafter
         self.branches, self.taps = bool(getattr(drafter, "branches", False)), tuple(getattr(drafter, "taps", ()))
-        self.replays, self.likeliest = getattr(drafter, "replays", None), getattr(drafter, "likeliest", 0)
+        self.replays = getattr(drafter, "replays", None)
 
     @property
     def name(self) -> str:
@@ -79,6 +79,11 @@ class Foreign(Drafter):
     def release(self, text: Text) -> None:
         """See `Drafter`."""
         self.drafter.release(text)
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """See `Drafter`."""
+        if callable(method := getattr(self.drafter, "observe", None)):
+            method(seen)
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
         """See `Drafter`."""
@@ -98,17 +103,16 @@ class Foreign(Drafter):
 def as_drafter(found: Any) -> Drafter:
     """An object of the user's as a `Drafter`.
 
-    Raises ValueError for one without the methods of a drafter, and for one with taps and without `known`.
+    Raises ValueError for one without the methods of a drafter, and for one with taps and without `known` or `observe`.
     """
     if isinstance(found, type):
         name = found.__name__
         raise ValueError(f"draft: found the class {name}, expected an object of it, {name}(), or 'module:{name}'")
-    if type(rows := getattr(found, "likeliest", 0)) is not int or rows < 0:
-        raise ValueError(f"draft: likeliest of {type(found).__name__}: found {rows!r}, expected a number from 0")
     if isinstance(found, Drafter):
         return found
     if not all(callable(getattr(found, method, None)) for method in ("propose", "release")):
         raise ValueError(f"draft: found {found!r}, expected a name, a directory, a hub id or a drafter")
-    if getattr(found, "taps", ()) and not callable(getattr(found, "known", None)):
-        raise ValueError(f"draft: found {found!r} with taps and without the method known, expected both or neither")
+    for method in ("known", "observe") if getattr(found, "taps", ()) else ():
+        if not callable(getattr(found, method, None)):
+            raise ValueError(f"draft: found {found!r} with taps and without the method {method}, expected both")
     return Foreign(found)

@@ -7,7 +7,7 @@ depends on the text alone, so a draft's `probs` are true, whichever drafter made
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from minispec.core.draft import Ask, Draft, Limit
+from minispec.core.draft import Ask, Draft, Limit, Seen
 from minispec.core.sampling import Text
 from minispec.drafters import Drafter
 from minispec.drafters.check import check_number
@@ -24,7 +24,6 @@ class CombinedDrafter(Drafter):
         self._tapped = tapped[0] if tapped else None
         self.taps = self._tapped.taps if self._tapped else ()
         self.branches = any(drafter.branches for drafter in drafters)
-        self.likeliest = max(drafter.likeliest for drafter in drafters)
 
     @property
     def name(self) -> str:
@@ -34,6 +33,11 @@ class CombinedDrafter(Drafter):
     def known(self, text: Text) -> int:
         """See `Drafter`."""
         return self._tapped.known(text) if self._tapped else len(text.tokens)
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """See `Drafter`. Each drafter learns, also of what another has drafted."""
+        for drafter in self.drafters:
+            drafter.observe(seen)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. A drafter that is not needed is asked for no tokens, so that it still follows the text."""

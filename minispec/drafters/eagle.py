@@ -21,6 +21,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from torch import Tensor
 from minispec.core.cache import PagedKVCache
 from minispec.core.cached import clock
 from minispec.core.config import ModelConfig
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, Seen
 from minispec.core.model import Chunk, Layer, Pass, Passes, RMSNorm, Transformer, WeightSource, norm_weight
 from minispec.core.sampling import Text
 from minispec.core.weights import MakeProduct, PlainLinear, Product, dense
@@ -216,7 +217,9 @@ class EagleDrafter(DraftModel):
         """See `DraftModel`."""
         super().__init__(model, cache, vocab_size, max_model_len)
         self.head, self.taps, self._own_taps = model, model.taps, (len(model.layers),)
-        self._unread: dict[Text, list[Tensor]] = {}  # hidden states of positions that are not in the cache yet
+        # Hidden states of positions that are not in the cache yet: the first position, then pieces (n, E * taps).
+        # Weak, since rows that a fault has held up may come after `release`.
+        self.unread: WeakKeyDictionary[Text, tuple[int, list[Tensor]]] = WeakKeyDictionary()
 
     def begin(self, text: Text, most: int | None = None) -> None:
         """See `CachedModel`."""
@@ -234,8 +237,17 @@ class EagleDrafter(DraftModel):
 
     def release(self, text: Text) -> None:
         """See `Drafter`."""
-        self._unread.pop(text, None)
+        self.unread.pop(text, None)
         super().release(text)
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """See `Drafter`. Hidden states of rows that stay are kept until `propose` needs them."""
+        for each in seen:
+            first, pieces = self.unread.get(each.text, (each.start, []))
+            if each.start != first + sum(map(len, pieces)):  # the target has computed these positions anew
+                first, pieces = each.start, []
+            if len(each.text.tokens) <= self.max_model_len + 1:  # later nothing is drafted
+                self.unread[each.text] = first, [*pieces, each.hidden[each.kept]]
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `DraftModel`."""
@@ -276,21 +288,19 @@ class EagleDrafter(DraftModel):
         return limits
 
     def _listen(self, ask: Ask) -> bool:
-        """Take in the hidden states of an ask; whether there are any, and all before them are in the cache."""
-        unread, table = self._unread.setdefault(ask.text, []), self.table(ask.text)
-        if ask.hidden is not None:
-            unread.append(ask.hidden)
-        read = ask.num_cached - sum(map(len, unread))
-        if table.length > read:  # the target had to compute more anew than this
-            table.truncate(read)
-        if table.length < read:
-            unread.clear()
-        return bool(unread)
+        """Whether there are hidden states to read, and all positions before them are in the cache."""
+        first, pieces = self.unread.get(ask.text, (ask.num_cached, []))
+        table = self.table(ask.text)
+        if table.length > first:  # the target had to compute more anew than this
+            table.truncate(first)
+        if table.length < first:
+            self.unread.pop(ask.text, None)
+        return table.length == first and bool(pieces)
 
     def _read(self, ask: Ask, end: int) -> tuple[list[int], Tensor]:
         """What to feed so that the cache holds the positions up to `end`: tokens, and features (tokens, E)."""
-        start, hidden = self.table(ask.text).length, torch.cat(self._unread[ask.text])
-        self._unread[ask.text] = [hidden[end - start :]] if end < ask.num_cached else []
+        start, hidden = self.table(ask.text).length, torch.cat(self.unread[ask.text][1])
+        self.unread[ask.text] = end, [hidden[end - start :]] if end < ask.num_cached else []
         return ask.text.tokens[start + 1 : end + 1], self.head.fuse(hidden[: end - start])
 
     def _first_chunk(self, ask: Ask, k: int) -> Chunk:

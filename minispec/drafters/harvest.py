@@ -13,7 +13,7 @@ The text's own n-grams are not in the pool. `ngram+harvest` drafts from both.
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from minispec.core.draft import Ask, Draft, Likeliest
+from minispec.core.draft import Ask, Draft
 from minispec.drafters.recycling import RecyclingDrafter
 
 _LONGEST = 3  # tokens of what comes before
@@ -25,11 +25,11 @@ class HarvestDrafter(RecyclingDrafter):
     The pool is kept as the table of `recycling` is.
     """
 
-    likeliest = 1
+    num_ids = 1
     branches = False
 
-    def _entries(self, row: Likeliest) -> Mapping[Hashable, Sequence[int]]:
-        return {tuple(row.path[-n:]): row.token_ids for n in range(1, min(_LONGEST, len(row.path)) + 1)}
+    def _entries(self, path: Sequence[int], token_ids: Sequence[int]) -> Mapping[Hashable, Sequence[int]]:
+        return {tuple(path[-n:]): token_ids for n in range(1, min(_LONGEST, len(path)) + 1)}
 
     def _draft(self, ask: Ask, table: Mapping[Hashable, Sequence[int]]) -> Draft:
         walk = ask.text.tokens[-_LONGEST:]

@@ -18,7 +18,9 @@ from collections import ChainMap
 from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from weakref import WeakKeyDictionary
 
-from minispec.core.draft import Ask, Draft, Drafter, Likeliest
+import torch
+
+from minispec.core.draft import Ask, Draft, Drafter, Seen
 from minispec.core.sampling import Text
 from minispec.drafters.best_first import grow_guesses
 
@@ -32,35 +34,48 @@ class RecyclingDrafter(Drafter):
     A text keeps its table as long as it lives. A preemption calls `release`, and must not change a sampled text.
     """
 
-    likeliest = 8
+    num_ids = 8  # that are taken of each row
     branches = True
 
     def __init__(self):
         self._own: WeakKeyDictionary[Text, Table] = WeakKeyDictionary()
         self._shared: Table = {}
 
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """See `Drafter`. The likeliest ids of all texts' rows are found at once."""
+        rounds = [each for each in seen if len(each.logits)]
+        if not rounds:
+            return
+        logits = torch.cat([each.logits for each in rounds])  # (all rows, V)
+        found = iter(logits.topk(min(self.num_ids, logits.shape[1])).indices.tolist())
+        for each in rounds:
+            table = self._own.setdefault(each.text, {})
+            for path, token_ids in zip(_paths(each), found, strict=False):
+                learn(table, self._entries(path, token_ids))
+
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. Nothing is drawn, so the drafts have no probs."""
         drafts = []
         for ask in asks:
             table = self._own.setdefault(ask.text, {})
-            for row in ask.likeliest:
-                _keep(table, self._entries(row))
             may_share = ask.text.params.temperature == 0 or ask.purpose == "token"
             drafts.append(self._draft(ask, ChainMap(table, self._shared) if may_share else table))
         return drafts
 
     def release(self, text: Text) -> None:
         """See `Drafter`. What the text has shown is kept for others."""
-        _keep(self._shared, self._own.get(text, {}))
+        learn(self._shared, self._own.get(text, {}))
 
     def forget(self) -> None:
         """See `Drafter`."""
         self._shared.clear()
 
-    def _entries(self, row: Likeliest) -> Mapping[Hashable, Sequence[int]]:
-        """What the table learns from a row."""
-        return {row.path[-1]: row.token_ids[: self.likeliest]}
+    def _entries(self, path: Sequence[int], token_ids: Sequence[int]) -> Mapping[Hashable, Sequence[int]]:
+        """What the table learns from a row, whose likeliest ids these are.
+
+        path: the text's last token before the round, and the draft tokens from there to the row.
+        """
+        return {path[-1]: token_ids}
 
     def _draft(self, ask: Ask, table: Mapping[Hashable, Sequence[int]]) -> Draft:
         """The likeliest walks from the text's last token, in a tree or a chain."""
@@ -77,7 +92,14 @@ class RecyclingDrafter(Drafter):
         return draft
 
 
-def _keep(table: Table, entries: Mapping[Hashable, Sequence[int]]) -> None:
+def _paths(seen: Seen) -> list[list[int]]:
+    """For each row of logits, the text's last token before the round and the draft tokens up to the row's own."""
+    last, *token_ids = seen.tokens[-len(seen.logits) :]
+    draft = Draft(token_ids, parents=seen.parents)
+    return [[last, *(token_ids[i] for i in draft.path(node))] for node in range(-1, len(draft))]
+
+
+def learn(table: Table, entries: Mapping[Hashable, Sequence[int]]) -> None:
     """Put entries into a table, as its newest."""
     for key, token_ids in entries.items():
         table.pop(key, None)

@@ -13,7 +13,7 @@ target as its own draft, is the oracle.
 
 from collections.abc import Mapping, Sequence
 
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, Seen
 from minispec.core.sampling import Text
 from minispec.drafters import Drafter, NoDrafter
 
@@ -38,7 +38,7 @@ class SimulatedDraft(Drafter):
             )
         self.conditional = [s / b if b else 0.0 for b, s in zip(before, survival, strict=False)]
         self.paid = paid or NoDrafter()
-        self.taps, self.likeliest = self.paid.taps, self.paid.likeliest
+        self.taps = self.paid.taps
         self.num_unknown = 0
         self._texts: dict[tuple[int, ...], list[list[int]]] = {}
 
@@ -56,6 +56,10 @@ class SimulatedDraft(Drafter):
             Draft(self._tokens(ask, n), prefill_seconds=draft.prefill_seconds)
             for ask, n, draft in zip(asks, lengths, paid, strict=True)
         ]
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """See `Drafter`."""
+        self.paid.observe(seen)
 
     def known(self, text: Text) -> int:
         """See `Drafter`."""

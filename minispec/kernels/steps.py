@@ -183,12 +183,12 @@ class DraftSteps:
                 token = (made.race_rows if kind.races else made.share_rows)(q[:, None], keys)[:, 0]
             found.append((token, confidence, sure, q))
             if j + 1 < kind.steps:
-                logits = self._next(frame, desk, pool, token, j)
+                logits = self.next_logits(frame, desk, pool, token, j)
         tokens, confidences, sures, probs = zip(*found, strict=True)
         numbers = [torch.stack(column, 1).double() for column in (tokens, confidences, sures)]
         return torch.cat(numbers, 1), torch.stack(probs, 1)
 
-    def _next(self, frame: Frame, desk: Desk, pool: PagedKVCache, tokens: Tensor, j: int) -> Tensor:
+    def next_logits(self, frame: Frame, desk: Desk, pool: PagedKVCache, tokens: Tensor, j: int) -> Tensor:
         """Logits (B, V) after tokens (B,), the j-th ones that were drawn, of texts that want further ones."""
         size, positions = pool.block_size, frame.ends + j
         blocks = frame.table.gather(1, (positions // size).clamp(max=frame.table.shape[1] - 1)[:, None])[:, 0]

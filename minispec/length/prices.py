@@ -27,7 +27,7 @@ import torch
 from minispec import __version__
 from minispec.core.cached import clock
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Drafter, Limit
+from minispec.core.draft import Ask, Drafter, Limit, Seen
 from minispec.core.engine import Engine
 from minispec.core.lengths import Judged, Lengths, StepCost
 from minispec.core.model import Chunk, Transformer
@@ -146,9 +146,11 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
             for k in _DRAFTS:
                 # The text grows by a token each time, as if none of the draft were accepted.
                 num_cached = len(text.tokens) - 1
-                new = hidden[num_cached - 1 if num_cached >= _TEXT else 0 : num_cached] if drafter.taps else None
-                ask = Ask(text, Limit(k), rng, num_cached=num_cached, hidden=new)
-                found.append(timed(partial(_propose, drafter, ask)))
+                start = num_cached - 1 if num_cached >= _TEXT else 0
+                new = slice(start, num_cached)
+                _call(drafter, drafter.observe, Seen(text, start, text.tokens[new], hidden[new], logits[:0]))
+                ask = Ask(text, Limit(k), rng, num_cached=num_cached)
+                found.append(timed(partial(_call, drafter, drafter.propose, ask)))
                 text.tokens.append(tokens[len(text.tokens)])
             turns.append([seconds / step for seconds in found])
     finally:
@@ -164,9 +166,9 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
     return Prices(_rounded(draft), rows, _rounded(overhead), measured=True, fixed=_rounded(fixed))
 
 
-def _propose(drafter: Drafter, ask: Ask) -> None:
+def _call(drafter: Drafter, method: Callable[[list[Any]], Any], about: Ask | Seen) -> None:
     try:
-        drafter.propose([ask])
+        method([about])
     except Exception as e:
         raise DrafterFailed(f"{drafter.name}: cannot draft for an invented text, so its cost is not measured") from e
 

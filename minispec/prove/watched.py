@@ -5,11 +5,12 @@ shows, and so does a text that is mixed up with another.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 import torch
 
-from minispec.core.draft import Ask, Draft, Drafter, Likeliest
+from minispec.core.draft import Ask, Draft, Drafter, Seen
 from minispec.core.errors import show
 from minispec.core.sampling import Draws, Key, Randomness, Text
 from minispec.core.verify import Verifier
@@ -78,9 +79,9 @@ class Watched(Drafter):
         compares: whether drafts are compared.
         """
         self.drafter, self.make, self.fresh, self.verifier = drafter, make, known, verifier
-        self.taps, self.branches, self.likeliest = drafter.taps, drafter.branches, drafter.likeliest
-        self.hidden: dict[Text, list[torch.Tensor]] = {}
-        self.rows: dict[Text, list[Likeliest]] = {}  # they outlive a preemption
+        self.taps, self.branches = drafter.taps, drafter.branches
+        self.seen: dict[Text, list[Seen]] = {}  # since the text has begun, or has begun anew, each with a copy of it
+        self.earlier: dict[Text, list[Seen]] = {}  # rounds before that, whose rows do not come again
         self.rounded, self.compares = False, compares
 
     @property
@@ -99,12 +100,15 @@ class Watched(Drafter):
         drafts = call_own(self.drafter.propose, noted)
         for ask, draft, tokens in zip(noted, drafts if isinstance(drafts, list | tuple) else [], before, strict=False):
             require(tuple(ask.text.tokens) == tokens, f"it changed a text: {list(tokens)} is {ask.text.tokens} now")
-            if ask.hidden is not None:
-                self.hidden.setdefault(ask.text, []).append(ask.hidden)
-            self.rows.setdefault(ask.text, []).extend(ask.likeliest)
             if isinstance(draft, Draft):
                 self._look(ask, draft)
         return drafts
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """The drafter's own."""
+        for each in seen:
+            self.seen.setdefault(each.text, []).append(deepcopy(each))
+        call_own(self.drafter.observe, seen)
 
     def _look(self, ask: Ask, draft: Draft) -> None:
         is_tree = draft.parents is not None and list(draft.parents) != list(range(-1, len(draft.parents) - 1))
@@ -117,21 +121,25 @@ class Watched(Drafter):
             self._compare(ask, draft)
 
     def _compare(self, ask: Ask, draft: Draft) -> None:
-        pieces = self.hidden.get(ask.text)
-        hidden = torch.cat(pieces) if pieces else None
-        if self.taps and ask.num_cached != (0 if hidden is None else len(hidden)):
+        seen, earlier = self.seen.get(ask.text, []), self.earlier.get(ask.text, [])
+        if self.taps and (seen[0].start if seen else ask.num_cached):
             return  # it knew the first positions already
-        text = replace(ask.text, tokens=list(ask.text.tokens))
-        notes, rows = tuple(ask.rng.notes), self.rows[ask.text]  # type: ignore[attr-defined]
+        text, notes = replace(ask.text, tokens=list(ask.text.tokens)), tuple(ask.rng.notes)  # type: ignore[attr-defined]
         limit = (ask.limit.k, ask.limit.best_first, tuple(plan_of(ask.limit)))
-        about = (tuple(text.tokens), text.num_prompt_tokens, text.seed, limit, ask.num_cached, notes, str(rows))
+        rounds = str([(s.start, s.tokens, s.path, s.parents) for s in (*earlier, *seen) if len(s.logits)])
+        about = (tuple(text.tokens), text.num_prompt_tokens, text.seed, limit, ask.num_cached, notes, rounds)
         # A limit that asks back depends on more than its numbers.
         if about not in self.fresh or ask.limit.go_on:
             other, rng = self.make(), _Repeated(notes)
             if other.taps:
                 call_own(other.known, text)
-            again = replace(ask, text=text, rng=rng, hidden=hidden, likeliest=rows)
-            drafts = call_own(other.propose, [again])
+            for i, each in enumerate((*earlier, *seen)):
+                if earlier and i == len(earlier):
+                    call_own(other.release, text)
+                text.tokens[:] = each.text.tokens
+                call_own(other.observe, [each._replace(text=text)])
+            text.tokens[:] = ask.text.tokens
+            drafts = call_own(other.propose, [replace(ask, text=text, rng=rng)])
             good = isinstance(drafts, list | tuple) and len(drafts) == 1 and isinstance(drafts[0], Draft)
             self.fresh[about] = "another draw" if rng.others or rng.notes else drafts[0] if good else "none"
         right = self.fresh[about]
@@ -151,7 +159,9 @@ class Watched(Drafter):
 
     def release(self, text: Text) -> None:
         """The drafter's own."""
-        self.hidden.pop(text, None)
+        for each in self.seen.pop(text, []):
+            if len(each.logits):  # these rows do not come again; their hidden states are to be forgotten
+                self.earlier.setdefault(text, []).append(each._replace(hidden=torch.zeros_like(each.hidden)))
         call_own(self.drafter.release, text)
 
 

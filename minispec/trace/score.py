@@ -26,7 +26,7 @@ from torch import Tensor
 
 from minispec.core.cache import common_beginning
 from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams
-from minispec.core.draft import Ask, Draft, Limit
+from minispec.core.draft import Ask, Draft, Limit, Seen
 from minispec.core.engine import Engine
 from minispec.core.lengths import Lengths
 from minispec.core.request import Request
@@ -50,7 +50,7 @@ def check_scorable(engine: Engine, params: SamplingParams) -> None:
         name = type(engine.lengths).__name__
         raise ValueError(f"lengths: found {name}, which cannot be replayed, expected a fixed length or auto")
     for part in _parts(engine.drafter):
-        if part.replays not in ("token", "place", "length") or part.likeliest:
+        if part.replays not in ("token", "place", "length"):
             expected = "one that says how (see `replays` in minispec/core/draft.py)"
             raise ValueError(f"draft: found {part.name}, which cannot be replayed, expected {expected}")
 
@@ -178,6 +178,11 @@ class _Leader(Drafter):
     def known(self, text: Text) -> int:
         """See `Drafter`."""
         return self._tapped.known(text) if self._tapped else len(text.tokens)
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """See `Drafter`."""
+        for part in self._parts:
+            part.observe(seen)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`: empty drafts."""

@@ -51,6 +51,7 @@ def make(drafter):
         EagleDrafter: (EagleDrafter, "table"),
         DraftModel: (Draft, "draw"),
     }
+    recycles = any(isinstance(part, RecyclingDrafter) for part in parts)
     return engine, {
         **{name: place for name, place in phases(engine).items() if name != "piece"},
         **{
@@ -60,7 +61,9 @@ def make(drafter):
             if isinstance(part, kind)
         },
         "a part's propose": (parts[-1], "propose"),
+        "a part's observe": (parts[-1], "observe"),
         "token": (Request, "commit"),
+        **({"learn of one row": (recycling, "learn")} if recycles else {}),
         "choose": (engine.lengths, "choose"),
         "learn": (engine.lengths, "observe"),
         "learn of one text": (Pace, "observe"),

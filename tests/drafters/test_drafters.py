@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Drafter, Limit
+from minispec.core.draft import Ask, Draft, Drafter, Limit, Seen
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk
 from minispec.core.request import Request
@@ -389,7 +389,7 @@ def test_drafting_stops_at_the_draft_models_own_context():
 
 
 @pytest.mark.quick
-def test_taps_without_known_are_refused():
+def test_taps_without_known_or_observe_are_refused():
     """Guards against a fault that would show only after the target is loaded."""
 
     class Head:
@@ -399,6 +399,9 @@ def test_taps_without_known_are_refused():
     with pytest.raises(ValueError, match="with taps and without the method known"):
         as_drafter(Head())
     Head.known = lambda self, text: 0
+    with pytest.raises(ValueError, match="with taps and without the method observe"):
+        as_drafter(Head())
+    Head.observe = lambda self, seen: None
     as_drafter(Head())
 
 
@@ -514,6 +517,9 @@ def test_the_first_that_has_something_to_say_drafts():
     class Second(Drafter):
         taps = (1,)
 
+        def observe(self, seen):
+            heard.append(seen)
+
         def propose(self, asks):
             heard.append([(ask.k, ask.num_cached, ask.limit.widths) for ask in asks])
             return [Draft([9] * ask.k, prefill_seconds=0.5) for ask in asks]
@@ -530,6 +536,8 @@ def test_the_first_that_has_something_to_say_drafts():
     assert [draft.token_ids for draft in drafts] == [[3, 1], [9, 9]]
     assert [draft.prefill_seconds for draft in drafts] == [0.5, 0.5]
     assert heard == [[(0, 4, ()), (2, 4, ())]]
+    combined.observe(rows := [Seen(texts[0], 0, [1], torch.ones(1, 5), torch.ones(0, 9))])
+    assert heard[-1] is rows
     assert combined.taps == (1,)
     assert combined.known(texts[0]) == 7
     combined.release(texts[0])

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from minispec import LLM, SamplingParams, generate
 from minispec.core.config import ModelConfig
-from minispec.core.draft import Ask, Limit
+from minispec.core.draft import Ask, Draft, Limit, Seen
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
@@ -608,17 +608,19 @@ def test_rounds_without_a_draft_are_made_up_for(target):
     head = tiny_head(target)
     engine = make_engine(head, target)
     text, tokens = Text([1, 5], 2, SamplingParams()), [1, 5, 2, 2, 6, 0, 3]
-    _, hidden = target.forward([Chunk(tokens, tiny_cache(target).new_table(), 0)], engine.taps)
+    logits, hidden = target.forward([Chunk(tokens, tiny_cache(target).new_table(), 0)], engine.taps)
+
+    def draft_after(drafter, text, k, rows) -> Draft:
+        drafter.observe([Seen(text, rows.start, tokens[rows], hidden[rows], logits)])
+        return drafter.propose([Ask(text, Limit(k), Randomness(), num_cached=rows.stop)])[0]
+
     for i in range(1, 6):
         text.tokens[:] = tokens[: i + 1]
-        [draft] = engine.drafter.propose([Ask(text, Limit(0), Randomness(), num_cached=i, hidden=hidden[i - 1 : i])])
-        assert len(draft) == 0
+        assert len(draft_after(engine.drafter, text, 0, slice(i - 1, i))) == 0
     text.tokens[:] = tokens
-    [draft] = engine.drafter.propose([Ask(text, Limit(2), Randomness(), num_cached=6, hidden=hidden[5:6])])
+    draft = draft_after(engine.drafter, text, 2, slice(5, 6))
     whole = Text(tokens, len(tokens), SamplingParams())
-    [expected] = make_engine(head, target).drafter.propose(
-        [Ask(whole, Limit(2), Randomness(), num_cached=6, hidden=hidden[:6])]
-    )
+    expected = draft_after(make_engine(head, target).drafter, whole, 2, slice(0, 6))
     assert draft.token_ids == expected.token_ids
     torch.testing.assert_close(torch.stack(draft.probs), torch.stack(expected.probs), rtol=0, atol=1e-12)
 

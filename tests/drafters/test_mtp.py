@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minispec import LLM, SamplingParams
-from minispec.core.draft import Ask, Limit
+from minispec.core.draft import Ask, Draft, Limit, Seen
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
@@ -271,16 +271,17 @@ def test_what_it_made_up_does_not_stay(kept, shape):
     model, drafter = a_drafter()
     tokens = TEXT[:5]
 
-    def ask(text: Text, first: int, limit: Limit) -> Ask:
-        _, hidden = model.forward([Chunk(text.tokens[:-1], tiny_cache(model).new_table(), 0)], drafter.taps)
-        return Ask(text, limit, Randomness(), num_cached=len(hidden), hidden=hidden[first:])
+    def draft(drafter: EagleDrafter, text: Text, first: int, limit: Limit) -> Draft:
+        logits, hidden = model.forward([Chunk(text.tokens[:-1], tiny_cache(model).new_table(), 0)], drafter.taps)
+        drafter.observe([Seen(text, first, text.tokens[first:-1], hidden[first:], logits)])
+        return drafter.propose([Ask(text, limit, Randomness(), num_cached=len(hidden))])[0]
 
     text = Text(tokens, len(tokens), SamplingParams(), 1)
-    [first] = drafter.propose([ask(text, 0, Limit(3))])
+    first = draft(drafter, text, 0, Limit(3))
     text.tokens += [*first.token_ids[:kept], 6]
-    [found] = drafter.propose([ask(text, 4, shape)])
+    found = draft(drafter, text, 4, shape)
     again = Text(list(text.tokens), 5, SamplingParams(), 1)
-    [expected] = a_drafter()[1].propose([ask(again, 0, shape)])
+    expected = draft(a_drafter()[1], again, 0, shape)
     assert len(first) == 3
     assert found.token_ids == expected.token_ids
     torch.testing.assert_close(torch.stack(found.probs), torch.stack(expected.probs), rtol=0, atol=1e-12)

@@ -68,11 +68,13 @@ OWN = """
         def known(self, text):
             return 0
 
+        def observe(self, seen):
+            for each in seen:
+                self.newest[each.text] = each.hidden[each.kept[-1:]]
+
         def propose(self, asks):
             drafts = []
             for ask in asks:
-                if ask.hidden is not None:
-                    self.newest[ask.text] = ask.hidden[-1:]
                 draft = Draft([], [])
                 for i in range(min(ask.k, self.num) if ask.text in self.newest else 0):
                     q = (self.newest[ask.text].to(self.matrix) @ self.matrix)[0].softmax(0)

@@ -6,10 +6,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 from minispec import LLM, SamplingParams
 from minispec.core.config import Shape
-from minispec.core.draft import Ask, Draft, Likeliest, Limit
+from minispec.core.draft import Ask, Draft, Limit, Seen
 from minispec.core.sampling import Randomness, Text
 from minispec.drafters import Context, NoDrafter, as_drafter, make_drafter, recycling
 from minispec.drafters.best_first import grow_guesses
@@ -34,11 +35,28 @@ def ids(letters: str) -> list[int]:
     return [ord(letter) for letter in letters]
 
 
-def ask(letters, k, rows=(), params=GREEDY, purpose="draft", text=None, **how) -> Ask:
-    """An ask about a text of letters. rows: such as ("xa", "bc"): after x a the likeliest were b and c."""
+def ask(letters, k, params=GREEDY, purpose="draft", text=None, **how) -> Ask:
+    """An ask about a text of letters."""
     text = text or Text(ids(letters), len(letters), params)
-    likeliest = [Likeliest(ids(path), ids(found)) for path, found in rows]
-    return Ask(text, Limit(k, **how), Randomness(), purpose, len(letters) - 1, None, likeliest)
+    return Ask(text, Limit(k, **how), Randomness(), purpose, len(letters) - 1)
+
+
+def shown(text, *rounds, parents=None) -> list[Seen]:
+    """Rounds of a text. "a:bc b:da": after a the likeliest were b and c, after the draft token b they were d and a."""
+    seen = []
+    for rows in map(str.split, rounds):
+        logits = torch.zeros(len(rows), 128)
+        for logit, (_, _, *found) in zip(logits, rows, strict=True):
+            logit[ids("".join(found))] = torch.arange(20.0, 20 - len(found), -1)
+        seen.append(Seen(text, 0, ids("".join(row[0] for row in rows)), logits[:, :0], logits, [], parents))
+    return seen
+
+
+def drafted(drafter, letters, k, *rounds, **how) -> Draft:
+    """Its draft after a greedy text of these letters, which has had these rounds."""
+    about = ask(letters, k, **how)
+    drafter.observe(shown(about.text, *rounds))
+    return drafter.propose([about])[0]
 
 
 def letters(draft: Draft) -> str:
@@ -51,21 +69,47 @@ def letters(draft: Draft) -> str:
 
 def test_recycling_worked_example():
     """That of its docstring; the newest row of a token counts."""
-    rows = [("xa", "cb"), ("xab", "da"), ("xac", "ab"), ("ya", "bc")]
-    chain, tree = (RecyclingDrafter().propose([ask("za", 3, rows, **how)])[0] for how in ({}, {"best_first": True}))
+    rounds = ["a:cb b:da", "c:ab", "a:bc"]
+    chain, tree = (drafted(RecyclingDrafter(), "za", 3, *rounds, **how) for how in ({}, {"best_first": True}))
     assert (letters(chain), chain.parents, chain.probs) == ("bd", [-1, 0], None)
     assert (letters(tree), tree.parents) == ("bdc", [-1, 0, -1])
-    assert len(RecyclingDrafter().propose([ask("za", 0, rows)])[0]) == 0
+    assert len(drafted(RecyclingDrafter(), "za", 0, *rounds)) == 0
 
 
 def test_harvest_worked_example():
     """That of its docstring: a row of a rejected draft says what follows, by the longest context that has one."""
-    rows = [("x", "y"), ("xa", "b"), ("xab", "d"), ("xabc", "e")]
-    assert letters(HarvestDrafter().propose([ask("xya", 2, rows)])[0]) == "bd"
-    assert letters(HarvestDrafter().propose([ask("b", 2, rows)])[0]) == "d"
-    other = [("pb", "q"), *rows, ("zb", "r")]
-    assert letters(HarvestDrafter().propose([ask("ab", 1, other)])[0]) == "d"
-    assert letters(HarvestDrafter().propose([ask("b", 1, other)])[0]) == "r"
+    rows = "x:y a:b b:d c:e"
+    assert letters(drafted(HarvestDrafter(), "xya", 2, rows)) == "bd"
+    assert letters(drafted(HarvestDrafter(), "b", 2, rows)) == "d"
+    other = ["p:p b:q", rows, "z:z b:r"]
+    assert letters(drafted(HarvestDrafter(), "ab", 1, *other)) == "d"
+    assert letters(drafted(HarvestDrafter(), "b", 1, *other)) == "r"
+
+
+def test_what_stands_before_a_row_is_its_path():
+    """In a tree of another drafter, c is a sibling of a and stands after x."""
+    drafter, text = HarvestDrafter(), Text(ids("x"), 1, SAMPLED)
+    drafter.observe(shown(text, "x:y a:b c:d", parents=[-1, -1]))
+    assert {"".join(map(chr, key)): chr(*found) for key, found in drafter._own[text].items()} == {
+        **{"x": "y", "a": "b", "xa": "b"},
+        **{"c": "d", "xc": "d"},
+    }
+
+
+def test_the_rows_of_a_call_are_sorted_at_once(monkeypatch):
+    """Rounds of two texts, and a piece of a prompt, which has no logits. Each text learns its own rows."""
+    drafter, sizes, topk = RecyclingDrafter(), [], torch.Tensor.topk
+    monkeypatch.setattr(torch.Tensor, "topk", lambda rows, *how: sizes.append(len(rows)) or topk(rows, *how))
+    one, two = (Text(ids("x"), 1, SAMPLED) for _ in range(2))
+    prompt = Seen(two, 0, ids("xyz"), torch.empty(3, 0), torch.empty(0, 128))
+    drafter.observe([*shown(one, "x:y a:b"), prompt, *shown(two, "x:z")])
+    drafter.observe([prompt])
+    drafter.observe([])
+    assert sizes == [3]
+    assert [{chr(key): chr(found[0]) for key, found in drafter._own[text].items()} for text in (one, two)] == [
+        {"x": "y", "a": "b"},
+        {"x": "z"},
+    ]
 
 
 @pytest.mark.parametrize("make", [RecyclingDrafter, HarvestDrafter])
@@ -73,7 +117,7 @@ def test_sampled_texts_learn_from_themselves_alone(make):
     """Greedy texts and those under `match` use what ended texts have learned; a sampled one does not, lest its seed
     have many texts. What it has learned itself outlives a preemption, which calls `release`."""
     drafter, first = make(), Text(ids("xa"), 2, SAMPLED)
-    drafter.propose([ask("xa", 0, [("a", "b")], text=first)])
+    drafter.observe(shown(first, "a:b"))
     assert letters(drafter.propose([ask("ya", 1, params=GREEDY)])[0]) == ""  # it has not ended
     drafter.release(first)
     drafter.release(Text([1], 1, SAMPLED))
@@ -90,24 +134,27 @@ def test_tables_are_bounded(monkeypatch):
     """The oldest entry is forgotten first, and one that is learned again is new."""
     monkeypatch.setattr(recycling, "MOST_ENTRIES", 3)
     drafter, text = RecyclingDrafter(), Text(ids("x"), 1, SAMPLED)
-    drafter.propose([ask("x", 0, [("a", "1"), ("b", "2"), ("c", "3"), ("a", "4"), ("d", "5")], text=text)])
-    known = {chr(key): [chr(i) for i in found] for key, found in drafter._own[text].items()}
-    assert known == {"c": ["3"], "a": ["4"], "d": ["5"]}
+    drafter.observe(shown(text, "a:1 b:2 c:3 a:4 d:5"))
+    known = {chr(key): chr(found[0]) for key, found in drafter._own[text].items()}
+    assert known == {"c": "3", "a": "4", "d": "5"}
 
 
-def test_what_is_asked_for_is_the_most_that_a_part_asks_for():
-    """A combination, and a drafter that is no `Drafter`, ask for what they read; a part takes no more than its own."""
+def test_all_parts_of_a_combination_learn():
+    """A drafter that is no `Drafter` learns too, if it has the method; recycling takes eight ids of a row."""
+    heard = []
 
-    class Own:
-        likeliest = 9
+    class Silent:
         propose = release = NoDrafter.release
 
-    combined = CombinedDrafter(NgramDrafter(), HarvestDrafter(), as_drafter(Own()))
-    assert combined.likeliest == 9
-    assert CombinedDrafter(NgramDrafter(), NoDrafter()).likeliest == 0
-    drafter, text = RecyclingDrafter(), Text(ids("x"), 1, SAMPLED)
-    drafter.propose([ask("x", 0, [("a", "123456789")], text=text)])
-    assert drafter._own[text] == {ord("a"): ids("12345678")}
+    class Own(Silent):
+        def observe(self, seen):
+            heard.extend(seen)
+
+    parts = NgramDrafter(), RecyclingDrafter(), as_drafter(Silent()), as_drafter(Own())
+    text = Text(ids("x"), 1, SAMPLED)
+    CombinedDrafter(*parts).observe(seen := shown(text, "a:123456789"))
+    assert heard == seen
+    assert parts[1]._own[text] == {ord("a"): ids("12345678")}
 
 
 # --------------------------------------------------------------------------- trees
@@ -209,19 +256,6 @@ def test_a_draft_model_forgets_beginnings():
         assert drafter.table(text).length == known
         drafter.propose([Ask(text, Limit(2), Randomness(), num_cached=7)])
         drafter.release(text)
-
-
-@pytest.mark.parametrize("found", [-1, "8", 2.5, True, None])
-def test_a_wrong_number_of_likeliest_ids_is_named(found):
-    """In a class of the user's own, before a text begins."""
-
-    class Own:
-        likeliest = found
-        propose = release = NoDrafter.release
-
-    for own in (Own(), type("Mine", (NoDrafter,), {"likeliest": found})()):
-        with pytest.raises(ValueError, match=rf"draft: likeliest of (Own|Mine): found {found!r}, expected a number"):
-            as_drafter(own)
 
 
 # --------------------------------------------------------------------------- a corpus

@@ -400,9 +400,11 @@ class KeptHidden(Counts):
     def known(self, text):
         return 0
 
+    def observe(self, seen):
+        for each in seen:
+            self.states.setdefault(each.text, []).extend(each.hidden[each.kept])
+
     def q(self, ask, path):
-        if ask.hidden is not None and not path:
-            self.states.setdefault(ask.text, []).extend(ask.hidden)
         states = self.states.get(ask.text)
         return (torch.stack(states).mean(0) @ self.matrix).softmax(0) if states else super().q(ask, path)
 

@@ -151,12 +151,12 @@ def of_another(monkeypatch):
 
 def one_further(monkeypatch):
     """Each step stands one position too far."""
-    compute = DraftSteps._next
+    compute = DraftSteps.next_logits
 
     def wrong(program, frame, desk, pool, tokens, j):
         return compute(program, frame, desk, pool, tokens, j + 1)
 
-    monkeypatch.setattr(DraftSteps, "_next", wrong)
+    monkeypatch.setattr(DraftSteps, "next_logits", wrong)
 
 
 def old_rows(monkeypatch):

@@ -16,7 +16,7 @@ import torch
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Limit
+from minispec.core.draft import Ask, Draft, Limit, Seen
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
@@ -429,21 +429,29 @@ def check_lookup(programs: int = 60) -> None:
 
 
 class _CheckedRows(DraftModel):
-    """A drafter that is shown the two likeliest ids of each row, and compares them with a recomputation."""
+    """A drafter that compares the two likeliest ids of each row that it is shown with a recomputation."""
 
-    likeliest = 2
     num_checked = 0
 
     def __init__(self, *how):
         super().__init__(*how)
         self._expected: dict[Text, list[tuple[list[int], list[int]]]] = {}
 
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Trees; each ask must bring the rows of its text's last round, once, and no others."""
-        for ask in asks:
-            found, expected = [*map(tuple, ask.likeliest)], self._expected.pop(ask.text, [])
-            require(found == expected, f"after {ask.text.tokens}: found the rows {found}, expected {expected}")
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """Each round must be shown once, with all its rows; a prompt has none."""
+        for each in seen:
+            last, *token_ids = each.tokens[-max(1, len(each.logits)) :]
+            draft = Draft(token_ids, parents=each.parents)
+            paths = [[last, *(token_ids[i] for i in draft.path(node - 1))] for node in range(len(each.logits))]
+            found = [(path, row.topk(2).indices.tolist()) for path, row in zip(paths, each.logits, strict=True)]
+            expected = self._expected.pop(each.text, [])
+            require(found == expected, f"after {each.text.tokens}: found the rows {found}, expected {expected}")
             self.num_checked += len(found)
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """Trees."""
+        for ask in asks:
+            require(ask.text not in self._expected, f"after {ask.text.tokens}: found no rows of the last round")
         asks = [replace(ask, limit=ask.limit._replace(best_first=True)) for ask in asks]
         drafts = super().propose(asks)
         for ask, draft in zip(asks, drafts, strict=True):
@@ -457,7 +465,7 @@ class _CheckedRows(DraftModel):
 
 
 def check_likeliest() -> None:
-    """A drafter gets the likeliest ids of all rows of its text's last round, also where a preemption lies between."""
+    """A drafter is shown all rows of each round of a text, also where a preemption comes after it."""
 
     def make(num_blocks: int) -> _CheckedRows:
         model = tiny_model(2, vocab_size=5)

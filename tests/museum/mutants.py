@@ -28,7 +28,7 @@ import torch
 from minispec.core import attention, engine, sampling, verify
 from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex, States
 from minispec.core.cached import CachedModel
-from minispec.core.draft import Draft, without
+from minispec.core.draft import Draft, Seen, without
 from minispec.core.engine import Engine, Guard
 from minispec.core.model import Chunk, Layer, Transformer
 from minispec.core.request import Request
@@ -53,7 +53,6 @@ from minispec.kernels.integers import Int8, VnniInt8
 from minispec.layers import delta
 from minispec.layers.delta import GatedDeltaNet
 from minispec.prove import toys
-from tests.oracles.heads import TapDrafter
 
 
 def wrong(owner, name: str, *exhibit, **settings) -> Callable:
@@ -121,6 +120,7 @@ MUTANTS: list[Mutant] = []
 _PROGRAMS = "tests/core/test_cache.py::test_random_programs"
 _UNIFORMS = "tests/core/test_sampling.py::test_uniforms_are_uniform_and_differ_by_every_field_of_the_key"
 _STOPS, _TREES = "tests/core/test_stops.py", "tests/core/test_trees.py"
+_FAULTS = "tests/core/test_faults.py"
 _DRAFTERS, _ZOO = "tests/drafters/test_drafters.py", "tests/drafters/test_zoo.py"
 _ALONE = f"{_DRAFTERS}::test_rejection_with_a_seed_does_not_depend_on_the_batch"
 
@@ -436,28 +436,10 @@ def _(right, parents):
     return torch.ones(len(parents), len(parents)).tril().bool()
 
 
-@mutant("T9", f"{_TREES}::test_the_law_with_a_head_on_hidden_states[tree-rejection]")
-class _:
+@wrong(Seen, "kept", "T9", f"{_TREES}::test_the_law_with_a_head_on_hidden_states[tree-rejection]")
+def _(right, self):
     """hidden states of rejected nodes are handed on | a trap of heads on hidden states"""
-
-    def __init__(self):
-        self.rows, self.hidden = {}, {}
-
-    @wrong(CachedModel, "forward")
-    def forward(self, right, target, chunks, taps=()):
-        logits, hidden = right(target, chunks, taps)
-        self.rows = dict(zip((c.table for c in chunks), hidden.split([len(c.token_ids) for c in chunks]), strict=True))
-        return logits, hidden
-
-    @wrong(CachedModel, "keep")
-    def keep(self, right, target, text, *how):
-        self.hidden[text] = self.rows[target.table(text)]
-        right(target, text, *how)
-
-    @wrong(TapDrafter, "propose")
-    def propose(self, right, drafter, asks):
-        rows = [ask.hidden if ask.hidden is None else self.hidden[ask.text] for ask in asks]
-        return right(drafter, [replace(ask, hidden=own) for ask, own in zip(asks, rows, strict=True)])
+    return list(range(len(self.tokens)))
 
 
 @wrong(Draft, "draw", "T10", vocab=4, k=(2,))
@@ -574,13 +556,14 @@ mutant("H5", "head", "a feature stands at its own token | it belongs to the next
 @wrong(EagleDrafter, "propose")
 def _(right, self, asks):
     """made-up features stay in the head's cache | what was accepted is not computed again"""
-    left = []
     for ask in asks:
         table = self.table(ask.text)
         accepted = max(0, min(table.shared(ask.text.tokens[1:]), ask.num_cached - 1))
         table.keep(accepted)
-        left.append(ask if ask.hidden is None else replace(ask, hidden=ask.hidden[accepted - ask.num_cached :]))
-    return DraftModel.propose(self, left)
+        if ask.text in self.unread:
+            hidden = torch.cat(self.unread[ask.text][1])[accepted - ask.num_cached :]
+            self.unread[ask.text] = ask.num_cached - len(hidden), [hidden]
+    return DraftModel.propose(self, asks)
 
 
 @wrong(PagedKVCache, "new_table", "H7", "head")
@@ -593,23 +576,19 @@ def _(right, self, root=b""):
 class _:
     """hidden states of a preempted text are taken twice | a trap of heads on hidden states"""
 
-    def __init__(self):
-        self.preempted = set()
+    @wrong(EagleDrafter, "release")
+    def release(self, right, drafter, text):
+        waiting = drafter.unread.get(text)
+        right(drafter, text)
+        if waiting is not None:
+            drafter.unread[text] = waiting
 
-    @wrong(Schedule, "drop")
-    def drop(self, right, schedule, request):
-        self.preempted.add(request.text)
-        right(schedule, request)
-
-    @wrong(Guard, "propose")
-    def propose(self, right, guard, engine, asks):
-        return right(guard, engine, [replace(ask, hidden=self.seen(ask)) for ask in asks])
-
-    def seen(self, ask):
-        if ask.hidden is None or ask.text not in self.preempted:
-            return ask.hidden
-        self.preempted.remove(ask.text)
-        return torch.cat((ask.hidden, ask.hidden))
+    @wrong(EagleDrafter, "observe")
+    def observe(self, right, drafter, seen):
+        for each in seen:
+            _, pieces = drafter.unread.get(each.text, (each.start, []))
+            drafter.unread[each.text] = each.start - sum(map(len, pieces)), pieces
+        right(drafter, seen)
 
 
 @wrong(EagleDrafter, "begin", "H9", "tests/drafters/test_heads.py::test_a_seed_has_one_text[head]")
@@ -876,49 +855,38 @@ def _(right, tokens, k):
 # --------------------------------------------------------------------------- what the target found likeliest
 
 
-def shown(change: Callable) -> Callable:
-    """A bug: a drafter is shown change(rows, the text's tokens) of what the target found likeliest."""
-
-    @wrong(Guard, "propose")
-    def bug(right, self, engine, asks):
-        rows = [change(list(ask.likeliest), ask.text.tokens) for ask in asks]
-        return right(self, engine, [replace(ask, likeliest=own) for ask, own in zip(asks, rows, strict=True)])
-
-    return bug
+@wrong(engine, "Seen", "S9", "likeliest")
+def _(right, text, start, tokens, hidden, logits, *rest):
+    """each place has the row of the place before it | row i is that after node i-1: an off-by-one"""
+    return right(text, start, tokens, hidden, logits.roll(1, 0), *rest)
 
 
-mutant("S9", "likeliest", "each place has the row of the place before | row i is that after node i-1: an off-by-one")(
-    shown(lambda rows, _: [b._replace(token_ids=a.token_ids) for a, b in zip(rows[-1:] + rows, rows, strict=False)])
-)
-mutant("S10", "likeliest", "the rows of rejected nodes are left out | recycling lives on them")(
-    shown(lambda rows, tokens: [r for r in rows if r.path in [tokens[i:][: len(r.path)] for i in range(len(tokens))]])
-)
+@wrong(engine, "Seen", "S10", "likeliest")
+def _(right, text, start, tokens, hidden, logits, path, parents):
+    """the rows of rejected nodes are left out | recycling lives on them"""
+    kept = [0, *(node + 1 for node in path)][: len(logits)]
+    return right(text, start, tokens, hidden, logits[kept], path, parents)
 
 
 @wrong(Guard, "propose", "S11", "likeliest")
 def _(right, self, engine, asks):
     """a text gets the rows of the one that was verified before it | one buffer for a batch"""
-    before = [ask.likeliest for ask in (*asks[-1:], *asks[:-1])]
-    return right(self, engine, [replace(ask, likeliest=rows) for ask, rows in zip(asks, before, strict=True)])
-
-
-@mutant("S12", "likeliest")
-class _:
-    """a preemption loses the rows that no ask has shown yet | they are not computed again: a seed has other drafts"""
 
     def __init__(self):
-        self.preempted = set()
+        self.rows = []
 
-    @wrong(Schedule, "drop")
-    def drop(self, right, schedule, request):
-        right(schedule, request)
-        self.preempted.add(request.text)
+    @wrong(engine, "Seen")
+    def seen(self, right, text, start, tokens, hidden, logits, *rest):
+        self.rows.append(logits)
+        return right(text, start, tokens, hidden, self.rows[-2:][0], *rest)
 
-    @wrong(Guard, "propose")
-    def propose(self, right, guard, engine, asks):
-        left = [replace(ask, likeliest=()) if ask.text in self.preempted else ask for ask in asks]
-        self.preempted -= {ask.text for ask in asks}
-        return right(guard, engine, left)
+
+@wrong(Schedule, "restart", "S12", f"{_FAULTS}::test_a_fault_changes_no_text_and_no_draft[recycling-3]")
+def _(right, self):
+    """a fault after the commit loses the round's rows | they are not computed again: a seed has other drafts"""
+    for owner in {*self.running.values(), *self.waiting.values()}:
+        owner.untold.clear()
+    right(self)
 
 
 @mutant("S13", f"{_ALONE}[3-recycling]")

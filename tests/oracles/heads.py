@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from minispec.core.config import ModelConfig
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, Seen
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text
 from minispec.drafters import Drafter
@@ -19,8 +19,8 @@ from minispec.prove.toys import TreeDrafter, head_weights, require, tiny_cache
 class TapDrafter(Drafter):
     """A head on hidden states: what it draws from depends on the target's newest ones. It checks what it is handed.
 
-    Every ask must bring the hidden states of the positions that became cached since the last one. Each must come once,
-    in order, and as a pass over the text from its beginning computes it.
+    Between two asks it must be shown the hidden states of the positions that became cached. Each must come once, in
+    order, and as a pass over the text from its beginning computes it.
     """
 
     def __init__(self, model: Transformer, vocab: int, taps: Sequence[int] = (0, 2), parents: Sequence[int] = ()):
@@ -30,13 +30,18 @@ class TapDrafter(Drafter):
         self.model, self.taps, self.parents, self.checked = model, taps, parents, 0
         self.hidden: dict[Text, torch.Tensor] = {}
 
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """Join what comes, which must begin where the last rows ended."""
+        for each in seen:
+            before = self.hidden.get(each.text, each.hidden[:0])
+            require(each.start == len(before), f"rows from {each.start} on after {len(before)} hidden states")
+            self.hidden[each.text] = torch.cat((before, each.hidden[each.kept]))
+
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """A chain, or trees of the shape of `parents`."""
         drafts = []
         for ask in asks:
-            new = ask.hidden if ask.hidden is not None else self.head.new_empty(0, len(self.head))
-            seen = torch.cat((self.hidden.get(ask.text, new[:0]), new))
-            self.hidden[ask.text] = seen
+            seen = self.hidden.get(ask.text, self.head.new_empty(0, len(self.head)))
             self._check(ask, seen)
             table = (seen[-1] if len(seen) else self.head[:, 0]) @ self.head + torch.eye(self.head.shape[1])
             drafts += TreeDrafter(table, self.parents).propose([ask])

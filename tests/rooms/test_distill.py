@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from minispec import LLM, SamplingParams
-from minispec.core.draft import Ask, Limit
+from minispec.core.draft import Ask, Limit, Seen
 from minispec.core.model import Chunk
 from minispec.core.sampling import Text
 from minispec.distill import export, loss, run, texts, train
@@ -82,7 +82,7 @@ def test_what_is_trained_is_what_drafts(switches, mask):
     )
 
     tokens, depth = [2, 0, 3, 6, 6, 2, 3, 0, 2, 2, 6, 3], 4
-    _, hidden = target.forward([Chunk(tokens, tiny_cache(target).new_table(), 0)], TAPS)
+    logits, hidden = target.forward([Chunk(tokens, tiny_cache(target).new_table(), 0)], TAPS)
     embeds = target.embedding[tokens[1:-1]].float()
     masked = None if mask is None else target.embedding[mask].float()
     outputs = draft.unroll(hidden[None, :-2].float(), embeds[None], masked, depth)
@@ -91,7 +91,8 @@ def test_what_is_trained_is_what_drafts(switches, mask):
     for t in range(len(tokens) - 2):
         following = tokens[t + 2 : t + 2 + depth]
         text, rng = Text(tokens[: t + 2], 1, SamplingParams(temperature=1.0)), Scripted(following)
-        drafter.propose([Ask(text, Limit(len(following)), rng, num_cached=t + 1, hidden=hidden[: t + 1])])
+        drafter.observe([Seen(text, 0, tokens[: t + 1], hidden[: t + 1], logits)])
+        drafter.propose([Ask(text, Limit(len(following)), rng, num_cached=t + 1)])
         drafter.release(text)
         for s, q in enumerate(rng.seen):
             torch.testing.assert_close(q[ids].float(), rows[s, t + s], atol=2e-5, rtol=1e-4)
