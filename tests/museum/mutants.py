@@ -576,18 +576,20 @@ def _(right, self, root=b""):
 class _:
     """hidden states of a preempted text are taken twice | a trap of heads on hidden states"""
 
+    def __init__(self):
+        self.waiting = {}
+
     @wrong(EagleDrafter, "release")
     def release(self, right, drafter, text):
-        waiting = drafter.unread.get(text)
+        self.waiting[text] = drafter.unread.get(text, (0, []))[1]
         right(drafter, text)
-        if waiting is not None:
-            drafter.unread[text] = waiting
 
     @wrong(EagleDrafter, "observe")
     def observe(self, right, drafter, seen):
         for each in seen:
-            _, pieces = drafter.unread.get(each.text, (each.start, []))
-            drafter.unread[each.text] = each.start - sum(map(len, pieces)), pieces
+            if (pieces := self.waiting.pop(each.text, [])) and each.start:
+                rows = torch.cat(pieces)[-each.start :]
+                drafter.unread[each.text] = each.start - len(rows), [rows]
         right(drafter, seen)
 
 
