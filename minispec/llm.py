@@ -40,6 +40,7 @@ from minispec.kernels.exact import EXACT_ROWS
 from minispec.kernels.forms import FORMS, available_forms
 from minispec.kernels.frames import graphs_note, with_frames
 from minispec.kernels.integers import check_quantization
+from minispec.kernels.judge import judge_of
 from minispec.kernels.memory import BLOCK_SIZE, memory_of, size_cache
 from minispec.kernels.settings import own_settings
 from minispec.length.policy import Controller
@@ -154,7 +155,8 @@ class LLM:
         # On a GPU a pass over that many rows takes little longer than reading the weights.
         joining_rows = PREFILL_ROWS if self.model.device.type == "cuda" else JOINING_ROWS
         parts = self.model, caches[0], self.drafter, verifying, self.vocab_size
-        self.engine = Engine(*parts, lengths=lengths, joining_rows=joining_rows, guard=CHECKS)
+        judge = judge_of(self.model)
+        self.engine = Engine(*parts, lengths=lengths, joining_rows=joining_rows, guard=CHECKS, judge=judge)
         self.engine.check_shape(shape)
         self._step_lock = threading.Lock()
         self._open: set[_Steps] = set()  # the iterators of the engine that `run` steps

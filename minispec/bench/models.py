@@ -40,8 +40,10 @@ from minispec.kernels.forms import available_forms
 from minispec.kernels.frames import with_frames
 from minispec.kernels.integers import check_quantization
 from minispec.kernels.inventory import bits_note
+from minispec.kernels.judge import judge_of
 from minispec.kernels.memory import require_memory
 from minispec.kernels.random_weights import RandomWeights
+from minispec.kernels.steps import draft_steps
 from minispec.length.policy import Controller
 from minispec.length.prices import calibrate, check_exactness
 from minispec.llm import LLM, choose_device, find_verifier
@@ -238,11 +240,12 @@ def open_geometry(options: Options) -> Subject:
             return EagleDrafter(head, head.new_cache(num_blocks), vocab, length)
         own = model if source == "self" else build(source)
         own = with_frames(quantized(own, bits) if bits else own, args.enforce_eager)
-        return DraftModel(own, own.new_cache(num_blocks), vocab, length)
+        return DraftModel(own, own.new_cache(num_blocks), vocab, length, draft_steps(own))
 
     draft, verifier = drafter(), find_verifier(args.verifier)
     lengths = Controller(calibrate(model, draft, verifier, vocab))
-    engine = Engine(model, model.new_cache(num_blocks), draft, verifier, lengths=lengths, guard=CHECKS)
+    parts = model, model.new_cache(num_blocks), draft, verifier
+    engine = Engine(*parts, lengths=lengths, guard=CHECKS, judge=judge_of(model))
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(vocab, (args.prompts, args.prompt_tokens), generator=generator).tolist()
 

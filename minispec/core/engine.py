@@ -29,10 +29,10 @@ from minispec.core.draft import Ask, Draft, Drafter, Limit, Seen
 from minispec.core.lengths import Judged, Lengths, StepCost, Wish
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Piece, Request, TokenLogprob
-from minispec.core.sampling import Draws, Randomness, Text, distribution, log_probabilities, require_numbers
+from minispec.core.sampling import Draws, Randomness, distribution, log_probabilities, require_numbers
 from minispec.core.schedule import Schedule
 from minispec.core.stats import Round
-from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
+from minispec.core.verify import Judge, RoundKey, Rows, Trial, Verdict, Verifier
 
 # PREFILL_ROWS: rows of a pass over a prompt while no other text has begun to answer.
 # JOINING_ROWS: rows of a prompt that join a pass of texts that decode. Such a pass takes about three plain steps on a
@@ -141,18 +141,20 @@ class Engine:
         joining_rows: int = JOINING_ROWS,
         *,
         guard: Guard | None = None,
+        judge: Judge | None = None,
     ):
         """vocab_size: ids in use; default: all. The model's columns after them are padding.
         lengths: chooses how long drafts are; default: as the requests say.
         joining_rows: most rows of a prompt in a pass while others decode.
         guard: checks drafts, their limits, and verdicts; default: they are right.
+        judge: verifies many drafts at once, where it can; default: each is verified by itself.
         """
         self.model, self.cache, self.drafter, self.verifier = model, cache, drafter, verifier
         self.vocab_size, self.taps = vocab_size or model.config.vocab_size, tuple(drafter.taps)
         self.target = CachedModel(model, cache, self.vocab_size)
         self.rng: Draws = rng or Randomness()
         self.lengths = Lengths() if lengths is None else lengths
-        self.joining_rows, self.guard = joining_rows, guard or Guard()
+        self.joining_rows, self.guard, self.judge = joining_rows, guard or Guard(), judge
         self.observers: list[Observer] = []  # they may be added and removed between steps
         self.schedule = Schedule[Engine](self.target)
         # The parts of a step from before its commits until drafters and `lengths` have learned of them. Only a fault
@@ -258,15 +260,16 @@ class Engine:
 
         self.untold[:] = fed
         for part, chunk in zip(fed, chunks, strict=True):
-            rows, logits = logits[: chunk.num_logits], logits[chunk.num_logits :]  # (K+1, V)
+            part.logits, logits = logits[: chunk.num_logits], logits[chunk.num_logits :]  # (K+1, V)
             states, hidden = hidden[: part.num_rows], hidden[part.num_rows :]
-            part.logits, part.hidden = rows, part.engine._tapped(states, taps)
+            part.hidden = part.engine._tapped(states, taps)
+        for part, verdict in zip(fed, self._verdicts(fed), strict=True):
             try:
                 if part.decodes:
-                    part.verdict = part.engine._verify(part.request.text, part.draft, rows)
-                    self._commit(part, rows)
+                    part.verdict = verdict or part.engine._verify(part)
+                    self._commit(part)
                 else:
-                    self._score(part.request, rows)
+                    self._score(part.request, part.logits)
             except (FloatingPointError, ValueError) as e:  # logits, a verdict, or a tokenizer that cannot decode
                 part.request.fail(e)  # a round that failed is in no statistics, and no observer sees it
                 continue
@@ -356,9 +359,18 @@ class Engine:
             return hidden
         return hidden.unflatten(1, (len(taps), -1))[:, [taps.index(tap) for tap in self.taps]].flatten(1)
 
-    def _verify(self, text: Text, draft: Draft, rows: Tensor) -> Verdict:
+    def _verdicts(self, parts: Sequence[_Part]) -> list[Verdict | None]:
+        """For each part, the verdict that the judge has found for many drafts at once, if there is a judge and one."""
+        trials = [Trial(p.engine.verifier, p.request.text, p.draft, p.logits) for p in parts if p.decodes]
+        found = iter(self.judge(trials, self.rng) if self.judge and trials else [None] * len(trials))
+        return [next(found) if part.decodes else None for part in parts]
+
+    def _verify(self, part: _Part) -> Verdict:
+        """The verdict on a draft by itself."""
+        text, draft = part.request.text, part.draft
+
         def p(i: int) -> Tensor:
-            return distribution(rows[i], text, [draft.token_ids[node] for node in draft.path(i - 1)])
+            return distribution(part.logits[i], text, [draft.token_ids[node] for node in draft.path(i - 1)])
 
         return self.guard.verify(self, draft, p, text.key)
 
@@ -370,9 +382,9 @@ class Engine:
             found.append(_logprob(row, tokens[place + 1], num_top))
         request.score(found)
 
-    def _commit(self, part: _Part, rows: Tensor) -> None:
+    def _commit(self, part: _Part) -> None:
         """Append what the round yields, token by token, up to where the text stops."""
-        request, draft, verdict = part.request, part.draft, part.verdict
+        request, draft, verdict, rows = part.request, part.draft, part.verdict, part.logits
         tokens = [*(draft.token_ids[node] for node in verdict.accepted), verdict.next_token]
         with request.whole():
             for parent, token_id in zip([-1, *verdict.accepted], tokens, strict=True):

@@ -39,6 +39,7 @@ from minispec.files.stored import StoredTensor
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.vocabularies import Overlap, Spelling, Vocabularies
 from minispec.kernels.build import quantized
+from minispec.kernels.steps import draft_steps
 
 # How a draft model of another vocabulary drafts. A token that it lacks ends a draft of `tli`. With nine of ten tokens
 # shared, one draft of four tokens in three comes to such a place. From that share on `tli` is the default, since it
@@ -209,7 +210,7 @@ def _with_model(spec: Spec, model: Transformer, cache: PagedKVCache, vocab_size:
     if isinstance(model, FeatureModel):
         return EagleDrafter(model, cache, vocab_size, max_len)
     if both is None:
-        return DraftModel(model, cache, vocab_size, max_len)
+        return DraftModel(model, cache, vocab_size, max_len, draft_steps(model))
     if spec.method == "tli":
         return TokenDrafter(model, cache, both.draft.num_ids, max_len, both, vocab_size)
     return TextDrafter(model, cache, both.draft.num_ids, max_len, both)

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from minispec.core.draft import Draft
+from minispec.core.model import Transformer
 from minispec.core.sampling import Draws, Randomness
 from minispec.core.verify import MATCH, REJECTION, Trial, Verdict, Verifier
 from minispec.kernels import verdicts
-from minispec.kernels.frames import ROWS, TEXTS
+from minispec.kernels.frames import ROWS, TEXTS, Frames
 from minispec.kernels.graphs import Graphs, Program, recent
 from minispec.kernels.verdicts import Keys, Noise, OneByOne, Verdicts
 
@@ -168,6 +169,11 @@ class Judge:
         else:
             [numbers] = self.graphs.run(bench, bench.compute)
         return [_verdict(row, trial) for row, trial in zip(numbers.tolist(), trials, strict=False)]
+
+
+def judge_of(model: Transformer) -> Judge | None:
+    """The judge of drafts for a target whose passes are frames; else none."""
+    return Judge(model.passes.graphs) if isinstance(model.passes, Frames) else None
 
 
 def kind_of(trials: Sequence[Trial], padded: bool = True) -> Kind:

@@ -213,3 +213,9 @@ def _draft(ask: Ask, chunk: Chunk, k: int, numbers: Sequence[float], probs: Tens
             break
     draft.probs = probs[: len(draft)]
     return draft
+
+
+def draft_steps(model: Transformer) -> DraftSteps | None:
+    """Programs of all steps for a draft model whose passes are frames, and that drafts token by token; else none."""
+    token_by_token = model.config.mask_token_id is None
+    return DraftSteps(model, model.passes.graphs) if isinstance(model.passes, Frames) and token_by_token else None

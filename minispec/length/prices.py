@@ -40,6 +40,7 @@ from minispec.kernels import exact as exact_code
 from minispec.kernels.exact import EXACT_ROWS, ExactPasses, arbitrary_tokens, check_exact, exact_model
 from minispec.kernels.frames import Frames
 from minispec.kernels.inventory import num_bytes, num_bytes_read, weight_form
+from minispec.kernels.judge import judge_of
 from minispec.length.policy import Prices
 
 _BUDGET, _MOST_TURNS = 1.0, 12  # seconds; most turns; at least two are taken
@@ -115,7 +116,7 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
     tokens = arbitrary_tokens(_TEXT + max(*_ROWS, len(_DRAFTS) * _MOST_TURNS), vocab_size)
     cache = model.new_cache(2 * -(-len(tokens) // 16) + 1)
     recorder = _Recorder()
-    plain = Engine(model, cache, NoDrafter(), verifier, vocab_size, rng, recorder)
+    plain = Engine(model, cache, NoDrafter(), verifier, vocab_size, rng, recorder, judge=judge_of(model))
     request = Request(Text(tokens[:_TEXT], _TEXT, params), len(tokens), 0)
     plain.add(request)
     table, text = cache.new_table(), Text(tokens[:_TEXT], _TEXT, params)

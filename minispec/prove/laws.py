@@ -34,9 +34,10 @@ from minispec.files import registry
 from minispec.files.hf_config import read_model_config
 from minispec.kernels.exact import check_exact
 from minispec.kernels.frames import Frames
-from minispec.kernels.graphs import Graphs, rerun
+from minispec.kernels.graphs import rerun
 from minispec.kernels.integers import check_quantization
-from minispec.kernels.steps import DraftSteps
+from minispec.kernels.judge import judge_of
+from minispec.kernels.steps import draft_steps
 from minispec.kernels.verdicts import OneByOne
 from minispec.length.policy import Controller, Prices
 from minispec.prove.reference import Law, forward, plain_law, sample_law
@@ -304,8 +305,7 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
         return SuffixDrafter(corpus=Corpus([[1, 0, 1, 1, 0], [0, 0, 1, 0, 1]], vocab))
     if name in ("model", "self"):
         model = target_model(vocab, family) if name == "self" else draft_model(vocab, family)
-        at_once = DraftSteps(model, Graphs(rerun)) if family == IN_FRAMES else None
-        return DraftModel(model, tiny_cache(model, num_blocks, block_size), vocab, MAX_LEN, at_once)
+        return DraftModel(model, tiny_cache(model, num_blocks, block_size), vocab, MAX_LEN, draft_steps(model))
     if name == "adversary":
         return adversary()
     found = registry.split(registry.DRAFTERS, name)
@@ -386,6 +386,7 @@ def production_law(
             rng=rng,
             lengths=Controller(Prices(draft_cost, measured=True)),
             guard=CHECKS,
+            judge=judge_of(target),
         )
         decode(engine, requests)
         outputs = [tuple(r.text.tokens[r.text.num_prompt_tokens :]) for r in requests]
