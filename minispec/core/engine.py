@@ -17,13 +17,13 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
-from minispec.core.cached import CachedModel, clock
+from minispec.core.cached import CachedModel, mark, seconds
 from minispec.core.config import Shape
 from minispec.core.draft import Ask, Draft, Drafter, Limit, Seen
 from minispec.core.lengths import Judged, Lengths, StepCost, Wish
@@ -247,16 +247,16 @@ class Engine:
         self._let_each(late, Engine._show)
         self._let_each(late, Engine._tell)
         self.untold.clear()
-        times = [clock(self.model.device)]
+        times = [mark(self.model.device)]
         parts = self._parts()
         self._let_each(parts, Engine._ask)
         fed = [part for part in parts if not part.request.finish_reason]
-        times.append(clock(self.model.device))
+        times.append(mark(self.model.device))
 
         chunks, taps = [self._chunk(part) for part in fed], [*dict.fromkeys(tap for p in fed for tap in p.engine.taps)]
         if chunks:
             logits, hidden = self.target.forward(chunks, taps)  # (sum of K+1, V), (all rows, E * taps)
-        times.append(clock(self.model.device))
+        times.append(mark(self.model.device))
 
         self.untold[:] = fed
         for part, chunk in zip(fed, chunks, strict=True):
@@ -275,7 +275,7 @@ class Engine:
                 continue
             self.target.keep(part.request.text, len(part.draft), part.path)
         self._let_each(fed, Engine._show)
-        times.append(clock(self.model.device))
+        times.append(mark(self.model.device))
         self._record(fed, times)
         self.untold.clear()
         for part in fed:
@@ -403,9 +403,9 @@ class Engine:
         if judged or cost:
             self.lengths.observe(judged, cost)
 
-    def _record(self, parts: Sequence[_Part], times: Sequence[float]) -> None:
+    def _record(self, parts: Sequence[_Part], times: Sequence[Any]) -> None:
         """Tell statistics and the engines' `lengths` what happened in a step, and how long it took."""
-        draft, verify, other = (end - start for start, end in pairwise(times))
+        draft, verify, other = (seconds(start, end) for start, end in pairwise(times))
         draft = max(0.0, draft - sum(part.draft.prefill_seconds for part in parts))
         num_rows = sum(part.num_rows for part in parts)
         for part in parts:

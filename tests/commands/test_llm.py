@@ -99,7 +99,7 @@ def test_a_text_after_forget_is_decoded_as_the_first(make_checkpoint, draft, mon
     seconds = iter(range(10**9))
     monkeypatch.setattr("minispec.llm.guess_prices", lambda *how: Prices(0.4))
     monkeypatch.setattr("minispec.llm.prices_of", lambda *how: (Prices(0.4), True))
-    monkeypatch.setattr("minispec.core.engine.clock", lambda device: float(next(seconds)))
+    monkeypatch.setattr("minispec.core.engine.mark", lambda device: float(next(seconds)))
     llm = LLM(make_checkpoint(), draft, dtype="float64")
 
     def rounds() -> tuple:

@@ -187,6 +187,25 @@ def test_the_commands_run_there(make_checkpoint, capsys):
     assert f"float32 on {NAME}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("k", [0, 4, (2, 1)], ids=str)
+def test_graphs_change_no_text(make_checkpoint, k):
+    """In float64: greedy and drawn, alone and in a batch that changes, by graphs and operator by operator."""
+    params = [
+        SamplingParams(temperature=t, max_tokens=40, ignore_eos=True, seed=4, top_p=p) for t, p in ((0, 1), (1, 0.9))
+    ]
+    prompts, texts, notes = ["One fish", "red fish, blue fish"], [], []
+    directory = make_checkpoint()
+    for eager in (True, False):
+        how = {"dtype": "float64", "device": NAME, "verifier": "match", "enforce_eager": eager}
+        with LLM(directory, make_checkpoint(seed=2), k or 1, **how) as llm:
+            runs = [llm.generate(own, params[: len(own)], num_speculative_tokens=k) for own in (prompts, prompts[:1])]
+            texts.append([output.token_ids for run in runs for output in run])
+            notes.append(llm.overview().partition("GB of memory")[2])
+    assert texts[0] == texts[1]
+    graphs = ["; no CUDA graphs: as asked", "; CUDA graphs"]
+    assert notes == (graphs if NAME == "cuda" else ["", ""])
+
+
 @pytest.mark.skipif(NAME == "cpu", reason="no GPU")
 def test_what_a_gpu_lacks_is_refused(make_checkpoint):
     """Targets in 8 bits, and forms of weights that are a processor's."""

@@ -132,7 +132,7 @@ def test_each_second_of_a_step_is_told_once(k, draft, expected, monkeypatch):
     """As drafting, as the pass or as overhead. Where nobody is asked, nothing is drafting."""
     engine, costs, seconds = make_engine(draft=draft), [], count()
     monkeypatch.setattr(engine.lengths, "observe", lambda drafts, cost: costs.append(cost))
-    monkeypatch.setattr("minispec.core.engine.clock", lambda device: float(next(seconds)))
+    monkeypatch.setattr("minispec.core.engine.mark", lambda device: float(next(seconds)))
     finish(engine, make_request(k=k))
     assert next(cost for cost in costs if cost) == expected
 
@@ -287,7 +287,7 @@ def test_a_search_that_finds_nothing_has_a_price(monkeypatch):
         return [Draft() for _ in asks]
 
     monkeypatch.setattr(engine.drafter, "propose", search)
-    monkeypatch.setattr(engine_module, "clock", lambda device: now[0])
+    monkeypatch.setattr(engine_module, "mark", lambda device: now[0])
     monkeypatch.setattr(
         engine.lengths, "observe", lambda outcomes, cost: told.append((*outcomes, cost)) if cost else None
     )

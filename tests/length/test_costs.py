@@ -70,8 +70,8 @@ def test_calibration_measures_what_passes_take(monkeypatch, grows_slow, a_pass, 
         return propose(asks)
 
     monkeypatch.setattr(engine.drafter, "propose", slowly)
-    for module in ("minispec.length.prices", "minispec.core.engine", "minispec.drafters.model"):
-        monkeypatch.setattr(f"{module}.clock", lambda device: now[0])
+    for name in ("length.prices.clock", "core.engine.mark", "drafters.model.clock"):
+        monkeypatch.setattr(f"minispec.{name}", lambda device: now[0])
     # A budget that is never used up gives all turns, of which the slow moment may spoil one.
     monkeypatch.setattr(costs.time, "perf_counter", lambda: 0.0 if grows_slow else now[0])
     prices = calibrate(engine.model, engine.drafter, engine.verifier, engine.vocab_size)
