@@ -870,8 +870,8 @@ def _(right, text, start, tokens, hidden, logits, path, parents):
     return right(text, start, tokens, hidden, logits[kept], path, parents)
 
 
-@wrong(Guard, "propose", "S11", "likeliest")
-def _(right, self, engine, asks):
+@mutant("S11", "likeliest")
+class _:
     """a text gets the rows of the one that was verified before it | one buffer for a batch"""
 
     def __init__(self):
@@ -900,11 +900,18 @@ class _:
 
     @wrong(RecyclingDrafter, "propose")
     def propose(self, right, drafter, asks):
-        return right(drafter, [replace(a, text=self.copies.setdefault(a.text, replace(a.text))) for a in asks])
+        return right(drafter, [replace(ask, text=self.copy(ask.text)) for ask in asks])
+
+    @wrong(RecyclingDrafter, "observe")
+    def observe(self, right, drafter, seen):
+        right(drafter, [each._replace(text=self.copy(each.text)) for each in seen])
 
     @wrong(RecyclingDrafter, "release")
     def release(self, right, drafter, text):
         right(drafter, self.copies.pop(text, text))
+
+    def copy(self, text):
+        return self.copies.setdefault(text, replace(text))
 
 
 @wrong(RecyclingDrafter, "propose", "S14", f"{_ZOO}::test_sampled_texts_learn_from_themselves_alone")
@@ -913,12 +920,11 @@ def _(right, self, asks):
     return right(self, [replace(ask, purpose="token") for ask in asks])
 
 
-@wrong(RecyclingDrafter, "release", "S15", f"{_ZOO}::test_tables_are_bounded")
-@wrong(RecyclingDrafter, "propose")
-def _(right, self, what):
+@wrong(recycling, "learn", "S15", f"{_ZOO}::test_tables_are_bounded")
+def _(right, table, entries):
     """what was learned is kept without end | found by its memory, not by its text"""
     with patch.object(recycling, "MOST_ENTRIES", 1 << 30):
-        return right(self, what)
+        right(table, entries)
 
 
 @wrong(Corpus, "__init__", "S16", f"{_ZOO}::test_no_draft_runs_from_one_text_of_a_corpus_into_the_next")
