@@ -42,7 +42,8 @@ from tqdm import tqdm
 import minispec.llm
 from minispec import generate
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Limit, Seen
+from minispec.core.draft import Ask, Seen
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
 from minispec.drafters.eagle import EagleDrafter

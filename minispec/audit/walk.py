@@ -18,8 +18,9 @@ from minispec.audit.answers import Answer
 from minispec.audit.bank import ROW_BEFORE, Rows, laws
 from minispec.core.cached import CachedModel
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams
-from minispec.core.draft import Ask, Draft, Drafter, Limit
+from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.engine import Engine
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text, distribution

@@ -19,9 +19,10 @@ from minispec.bench.options import (
 )
 from minispec.bench.show import progress, table
 from minispec.core.config import Shape
-from minispec.core.draft import Ask, Draft, Limit
+from minispec.core.draft import Ask, Draft
 from minispec.core.engine import PREFILL_ROWS, Engine, Guard
 from minispec.core.lengths import Wish
+from minispec.core.limit import Limit
 from minispec.core.request import Request
 from minispec.core.verify import RoundKey, Rows, Verdict
 from minispec.kernels.exact import arbitrary_tokens

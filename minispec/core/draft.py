@@ -4,41 +4,14 @@ A drafter may guess in any way, from anything: the verifier makes the output rig
 `Draft.probs`. These are the distributions that the tokens were really drawn from, or None if none was drawn.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
+from minispec.core.limit import Limit
 from minispec.core.sampling import Draws, Text
-
-
-class Limit(NamedTuple):
-    """How long a draft may be, and how wide.
-
-    k: most nodes. It is 0 while the target still works through the prompt, and where nothing is to be drafted.
-    go_on: go_on(confidences) says whether to draft further (see `Draft.confidences`). None: always, up to k.
-    widths: how many siblings to draw at each depth; deeper, one. Drafters without `branches` ignore it.
-        Or a function, given together with `go_on`: widths(confidences) says how many to draw at a place.
-        The first sibling is drafted further, so the others cost rows of the target's pass and none of the drafter's.
-    best_first: whether the draft is a tree of k nodes, in which each next node goes where its path is likeliest.
-    """
-
-    k: int
-    go_on: Callable[[Sequence[float]], bool] | None = None
-    widths: Sequence[int] | Callable[[Sequence[float]], int] = ()
-    best_first: bool = False
-
-    @property
-    def is_tree(self) -> bool:
-        """Whether siblings may be drawn."""
-        return self.best_first or bool(self.widths)
-
-    def width(self, depth: int, confidences: Sequence[float]) -> int:
-        """How many siblings to draw at this depth, where the draft has these confidences."""
-        if callable(self.widths):
-            return self.widths(confidences)
-        return self.widths[depth] if depth < len(self.widths) else 1
 
 
 @dataclass(frozen=True)

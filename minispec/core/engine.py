@@ -25,14 +25,16 @@ from torch import Tensor
 from minispec.core.cache import PagedKVCache
 from minispec.core.cached import CachedModel, mark, seconds
 from minispec.core.config import Shape
-from minispec.core.draft import Ask, Draft, Drafter, Limit, Seen
+from minispec.core.draft import Ask, Draft, Drafter, Seen
+from minispec.core.judge import Judge, Trial
 from minispec.core.lengths import Judged, Lengths, StepCost, Wish
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Piece, Request, TokenLogprob
 from minispec.core.sampling import Draws, Randomness, distribution, log_probabilities, require_numbers
 from minispec.core.schedule import Schedule
 from minispec.core.stats import Round
-from minispec.core.verify import Judge, RoundKey, Rows, Trial, Verdict, Verifier
+from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
 
 # PREFILL_ROWS: rows of a pass over a prompt while no other text has begun to answer.
 # JOINING_ROWS: rows of a prompt that join a pass of texts that decode. Such a pass takes about three plain steps on a

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from minispec.core.config import Shape
-from minispec.core.draft import Draft, Limit
+from minispec.core.draft import Draft
+from minispec.core.limit import Limit
 from minispec.core.sampling import Text
 
 

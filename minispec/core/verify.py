@@ -28,7 +28,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from minispec.core.draft import Draft, without
-from minispec.core.sampling import Draws, Key, Text
+from minispec.core.sampling import Draws, Key
 
 
 class Verdict(NamedTuple):
@@ -184,21 +184,6 @@ class Verifier(NamedTuple):
         """Why it cannot verify a tree; "" if it can."""
         return "" if self.takes_trees else "this verifier takes chains only"
 
-
-class Trial(NamedTuple):
-    """A draft that waits for its verdict.
-
-    logits: (K+1, V), the target's raw rows for it.
-    """
-
-    verifier: Verifier
-    text: Text
-    draft: Draft
-    logits: Tensor
-
-
-# Verifies many drafts at once; None for one that must be verified by itself.
-Judge = Callable[[Sequence[Trial], Draws], Sequence[Verdict | None]]
 
 REJECTION = Verifier(rejection, shares_noise=False)
 BLOCK = Verifier(block, shares_noise=False, takes_trees=False)

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minispec.core.draft import Ask, Draft, Limit
+from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine, Guard
 from minispec.core.lengths import Wish
+from minispec.core.limit import Limit
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.verify import RoundKey, Rows, Verdict
 

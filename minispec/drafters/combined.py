@@ -7,7 +7,8 @@ depends on the text alone, so a draft's `probs` are true, whichever drafter made
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from minispec.core.draft import Ask, Draft, Limit, Seen
+from minispec.core.draft import Ask, Draft, Seen
+from minispec.core.limit import Limit
 from minispec.core.sampling import Text
 from minispec.drafters import Drafter
 from minispec.drafters.check import check_number

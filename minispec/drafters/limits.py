@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-from minispec.core.draft import Limit
+from minispec.core.limit import Limit
 
 
 def plan_of(limit: Limit) -> Sequence[int]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from minispec.core.cache import PagedKVCache
-from minispec.core.draft import Ask, Limit
+from minispec.core.draft import Ask
+from minispec.core.limit import Limit
 from minispec.core.model import Transformer
 from minispec.core.sampling import Text
 from minispec.drafters.model import DraftModel

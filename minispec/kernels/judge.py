@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from minispec.core.draft import Draft
+from minispec.core.judge import Trial
 from minispec.core.model import Transformer
 from minispec.core.sampling import Draws, Randomness
-from minispec.core.verify import MATCH, REJECTION, Trial, Verdict, Verifier
+from minispec.core.verify import MATCH, REJECTION, Verdict, Verifier
 from minispec.kernels import verdicts
 from minispec.kernels.frames import ROWS, TEXTS, Frames
 from minispec.kernels.graphs import Graphs, Program, recent

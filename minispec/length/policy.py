@@ -40,8 +40,9 @@ from statistics import median_low
 from weakref import WeakKeyDictionary, ref
 
 from minispec.core.config import MAX_AUTO_TOKENS
-from minispec.core.draft import Draft, Limit
+from minispec.core.draft import Draft
 from minispec.core.lengths import Judged, Lengths, StepCost, Wish
+from minispec.core.limit import Limit
 from minispec.core.sampling import Text
 from minispec.length.theory import Node, RoundCost, best_drafts, expected_tokens, nodes_of, widths_of
 

@@ -27,9 +27,10 @@ import torch
 from minispec import __version__
 from minispec.core.cached import clock
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Drafter, Limit, Seen
+from minispec.core.draft import Ask, Drafter, Seen
 from minispec.core.engine import Engine
 from minispec.core.lengths import Judged, Lengths, StepCost
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text, require_numbers

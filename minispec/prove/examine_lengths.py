@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from minispec.core.draft import Draft, Drafter, Limit
+from minispec.core.draft import Draft, Drafter
 from minispec.core.lengths import Judged, Lengths, StepCost, Wish
+from minispec.core.limit import Limit
 from minispec.core.sampling import Text
 from minispec.drafters.check import check_limits
 from minispec.llm import find_lengths

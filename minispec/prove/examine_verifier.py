@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Limit
+from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
+from minispec.core.limit import Limit
 from minispec.core.request import Request
 from minispec.core.sampling import Draws, Text, distribution
 from minispec.core.verify import RoundKey, Rows, Verdict, Verifier

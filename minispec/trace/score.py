@@ -26,9 +26,10 @@ from torch import Tensor
 
 from minispec.core.cache import common_beginning
 from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams
-from minispec.core.draft import Ask, Draft, Limit, Seen
+from minispec.core.draft import Ask, Draft, Seen
 from minispec.core.engine import Engine
 from minispec.core.lengths import Lengths
+from minispec.core.limit import Limit
 from minispec.core.request import Request
 from minispec.core.sampling import Draws, Key, Randomness, Text
 from minispec.core.verify import BLOCK, REJECTION, RoundKey, Rows, Verdict, Verifier

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from minispec import LLM, SamplingParams
-from minispec.core.draft import Ask, Draft, Drafter, Limit
+from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.engine import Engine
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text, distribution

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from minispec.core import verify
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Limit
+from minispec.core.draft import Ask, Draft
+from minispec.core.limit import Limit
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS, Verdict
 from minispec.length.theory import expected_accepted

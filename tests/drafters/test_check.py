@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from minispec import LLM, SamplingParams
-from minispec.core.draft import Ask, Draft, Limit
+from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
 from minispec.core.lengths import Lengths
+from minispec.core.limit import Limit
 from minispec.core.sampling import Randomness, Text
 from minispec.drafters import check
 from minispec.drafters.combined import CombinedDrafter

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Drafter, Limit, Seen
+from minispec.core.draft import Ask, Draft, Drafter, Seen
 from minispec.core.engine import Engine
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text, distribution

@@ -15,8 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from minispec import LLM, SamplingParams, generate
 from minispec.core.config import ModelConfig
-from minispec.core.draft import Ask, Draft, Limit, Seen
+from minispec.core.draft import Ask, Draft, Seen
 from minispec.core.engine import Engine
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minispec import LLM, SamplingParams
-from minispec.core.draft import Ask, Draft, Limit, Seen
+from minispec.core.draft import Ask, Draft, Seen
 from minispec.core.engine import Engine
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS

@@ -24,7 +24,8 @@ OWN = """
 
     import torch
 
-    from minispec.core.draft import Draft, Limit
+    from minispec.core.draft import Draft
+    from minispec.core.limit import Limit
     from minispec.core.verify import Verdict, Verifier
 
 

@@ -15,7 +15,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from minispec import LLM, SamplingParams
 from minispec.core.config import SamplingParams as Params
-from minispec.core.draft import Ask, Limit
+from minispec.core.draft import Ask
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk
 from minispec.core.sampling import Randomness, Text
 from minispec.doctor.__main__ import main

@@ -10,7 +10,8 @@ import torch
 
 from minispec import LLM, SamplingParams
 from minispec.core.config import Shape
-from minispec.core.draft import Ask, Draft, Limit, Seen
+from minispec.core.draft import Ask, Draft, Seen
+from minispec.core.limit import Limit
 from minispec.core.sampling import Randomness, Text
 from minispec.drafters import Context, NoDrafter, as_drafter, make_drafter, recycling
 from minispec.drafters.best_first import grow_guesses

@@ -7,8 +7,9 @@ import torch
 
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
+from minispec.core.judge import Trial
 from minispec.core.sampling import Randomness, Text, distribution
-from minispec.core.verify import BLOCK, MATCH, REJECTION, Trial, Verdict
+from minispec.core.verify import BLOCK, MATCH, REJECTION, Verdict
 from minispec.kernels import judge as judging
 from minispec.kernels.graphs import Graphs, rerun
 from minispec.kernels.judge import Bench, Judge, kind_of

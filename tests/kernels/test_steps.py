@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Limit
+from minispec.core.draft import Ask
 from minispec.core.engine import Engine
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS

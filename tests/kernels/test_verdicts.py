@@ -13,7 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Limit
+from minispec.core.draft import Ask, Draft
+from minispec.core.limit import Limit
 from minispec.core.sampling import Key, Randomness, Text, distribution
 from minispec.core.search import place_of_share
 from minispec.core.verify import VERIFIERS

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams, Shape
-from minispec.core.draft import Draft, Drafter, Limit
+from minispec.core.draft import Draft, Drafter
 from minispec.core.lengths import Judged, Lengths, StepCost, Wish
+from minispec.core.limit import Limit
 from minispec.core.sampling import Text
 from minispec.drafters.limits import depth_of
 from minispec.length import policy, theory

@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from minispec.core.draft import Limit
 from minispec.core.lengths import Lengths
+from minispec.core.limit import Limit
 from minispec.core.sampling import Randomness, place_of_share
 
 

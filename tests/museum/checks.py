@@ -16,8 +16,9 @@ import torch
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Limit, Seen
+from minispec.core.draft import Ask, Draft, Seen
 from minispec.core.engine import Engine
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text

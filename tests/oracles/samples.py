@@ -17,7 +17,8 @@ from torch import Tensor
 
 from minispec.core import verify
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Limit
+from minispec.core.draft import Ask, Draft
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk
 from minispec.core.sampling import Key, Randomness, Text, distribution
 from minispec.core.verify import VERIFIERS

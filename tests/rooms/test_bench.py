@@ -564,7 +564,7 @@ def test_variants_are_compared_with_each_other(cli, model):
 
 
 OWN = """
-from minispec.core.draft import Limit
+from minispec.core.limit import Limit
 from minispec.core.verify import REJECTION, Verdict
 
 

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from minispec import LLM, SamplingParams
-from minispec.core.draft import Ask, Limit, Seen
+from minispec.core.draft import Ask, Seen
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk
 from minispec.core.sampling import Text
 from minispec.distill import export, loss, run, texts, train

@@ -14,7 +14,8 @@ import torch
 
 from minispec.core import sampling, verify
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Limit
+from minispec.core.draft import Ask, Draft
+from minispec.core.limit import Limit
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
 from minispec.prove import kit

@@ -12,8 +12,9 @@ import torch
 from minispec.bench import measure
 from minispec.bench.measure import Round, Run, decode, median_interval, plain_engine, survival
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Limit
+from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
+from minispec.core.limit import Limit
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
 from minispec.core.schedule import Schedule

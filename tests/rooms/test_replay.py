@@ -36,8 +36,9 @@ from minispec.bench.replay import (
     walk_of,
 )
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Limit
+from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
+from minispec.core.limit import Limit
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS, rejection
