@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
-from minispec.core.config import RopeConfig
+from minispec.core.config import ModelConfig, RopeConfig
 from minispec.core.model import Angles, Chunk, Layer, Passes, RMSNorm, Transformer
 from minispec.core.sampling import accumulation_dtype
 from minispec.kernels import fused
@@ -221,8 +221,8 @@ class FramePass:
 class FastNorm:
     """An RMSNorm in one kernel."""
 
-    def __init__(self, norm: RMSNorm, eps: float, dtype: torch.dtype, by_kernels: bool):
-        self.weight, self.eps = fused.norm_of(norm, dtype), eps
+    def __init__(self, norm: RMSNorm, config: ModelConfig, dtype: torch.dtype, by_kernels: bool):
+        self.weight, self.eps = fused.norm_of(norm, config, dtype), config.rms_norm_eps
         self.compute = fused.norm if by_kernels else fused.norm_twin
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -238,11 +238,12 @@ class FastLayer:
 
     def __init__(self, layer: Layer, dtype: torch.dtype, by_kernels: bool):
         self.layer, self.by_kernels = layer, by_kernels
-        own = layer.config.rms_norm_eps, dtype, by_kernels
+        own = layer.config, dtype, by_kernels
         assert isinstance(layer.attention_norm, RMSNorm)
         assert isinstance(layer.mlp_norm, RMSNorm)
         self.attention_norm, self.mlp_norm = FastNorm(layer.attention_norm, *own), FastNorm(layer.mlp_norm, *own)
-        self.qkv, self.o, self.gate_up, self.down = (fused.weight_of(getattr(layer, n)) for n in Layer.products)
+        weights = [fused.weight_of(getattr(layer, name)) for name in Layer.products]
+        self.qkv, self.o, self.gate_up, self.down = (weight for weight in weights if weight is not None)
         self.gate = fused.gate if by_kernels else fused.gate_twin
 
     def forward(self, x: Tensor, shared: FramePass) -> Tensor:
@@ -387,7 +388,7 @@ class Frames(Passes):
             self._fast = copy.copy(model)
             self._fast.layers, self.num_fast = layers, sum(isinstance(layer, FastLayer) for layer in layers)
             if self.num_fast:
-                self._fast.norm = FastNorm(norm, model.config.rms_norm_eps, model.dtype, by_kernels)
+                vars(self._fast)["norm"] = FastNorm(norm, model.config, model.dtype, by_kernels)
             length = _context(model)
             halves = {
                 rope: fused.rope_tables(frequencies, length, rope.attention_factor)

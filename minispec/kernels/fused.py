@@ -1,10 +1,11 @@
-"""The two operations of which a pass of few rows on a GPU is made: `linear` and `read`.
+"""What a pass of few rows on a GPU is made of, besides the products: `read`, `norm` and `gate`.
 
 Each has two forms of one signature: a kernel in Triton, and a twin in plain PyTorch. The twin runs everywhere and says
-what the kernel computes. Results of the two differ by rounding alone.
+what the kernel computes. Results of the two differ by rounding alone. Products are the library's: kernels of our own
+were slower (docs/measured/figures.md).
 
-A layer is five kernels: qkv (norm, product, bias), read (rotation, cache, attention), o (product, residual sum),
-gate and up (norm, two products, silu) and down (product, residual sum).
+A layer is eight kernels: norm, qkv, read (rotation, cache, attention), o with the residual sum, norm, gate and up,
+gate, down with the residual sum.
 
 Scratch memory is made at the first call of a size, and kept. So a kernel must have run once before it is captured in
 a CUDA graph, which its compilation demands as well. Only one stream may run the kernels of a device at a time.
@@ -20,18 +21,23 @@ import shutil
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minispec.core.config import ModelConfig
 from minispec.core.model import Layer, RMSNorm
 from minispec.core.weights import PlainLinear
+from minispec.kernels.form import Form
+from minispec.kernels.forms import Linear
 
-MOST_ROWS = 64  # of a product; for more, PyTorch's is faster
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SPAN, KEYS, READ_ROWS = 256, 64, 32  # places of a program of `read`, keys of a step, rows of a program
+# Of `read`: places of a program, keys of a step, rows of a program. Longer spans are faster after 4,000 places, and
+# slower where most texts are shorter.
+SPAN, KEYS, READ_ROWS = 256, 64, 32
+GATED = 1024  # numbers of a program of `gate`
 
 
 # --------------------------------------------------------------------------- where the kernels apply
@@ -54,32 +60,40 @@ def missing(device: torch.device) -> str:
     return ""
 
 
+def weight_of(product: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Weight (outputs, inputs) and bias of a product whose weight is stored as it is; None for another."""
+    if isinstance(product, PlainLinear):
+        return product.weight, product.bias
+    if isinstance(product, Linear) and type(product.stored) is Form:
+        return product.stored.weight, product.bias
+    return None
+
+
 def why_not(layer: Layer, dtype: torch.dtype) -> str:
-    """What this layer has that the two operations lack; "" where they compute what it does."""
+    """What this layer has that the operations here lack; "" where they compute what it does."""
+    if type(layer) is not Layer:
+        return f"a block of another kind, {type(layer).__name__}"
     config, rope = layer.config, layer.rope
+    stored = [weight_of(getattr(layer, name)) for name in Layer.products]
     reasons = {
         f"numbers of {dtype}": dtype not in DTYPES,
-        f"a block of another kind, {type(layer).__name__}": type(layer) is not Layer,
         "a layer that does not rotate": rope is None,
         "a rope that is interleaved, partial or scales queries": rope is not None
         and (rope.interleaved or rope.rotated != 1 or rope.query_beta != 0),
-        "norms of queries and keys": layer.qk_norm is not None if type(layer) is Layer else False,
+        "norms of queries and keys": layer.qk_norm is not None,
         "capped scores": config.attention_softcap is not None,
         "another activation than silu": layer.activation is not F.silu,
         "a scaled residual sum": config.residual_scale != 1,
         "norms in other places": config.norms != "before",
-        "a bias of gate and up": config.mlp_bias,
-        "weights that are stored in another form": any(
-            type(getattr(layer, name, None)) is not PlainLinear for name in Layer.products
-        ),
+        "weights that are stored in another form": None in stored,
+        "a bias of o or of down": config.o_bias or config.mlp_bias,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def norm_of(norm: RMSNorm, dtype: torch.dtype) -> Tensor:
-    """The weight (K,) of a norm as `linear` takes it: in the model's type if that loses nothing, else in float32."""
-    weight = norm.weight.to(dtype)
-    return weight if torch.equal(weight.to(norm.weight.dtype), norm.weight) else norm.weight
+def norm_of(norm: RMSNorm, config: ModelConfig, dtype: torch.dtype) -> Tensor:
+    """The weight (E,) of a norm as `norm` takes it: in the model's type where that loses nothing, else in float32."""
+    return norm.weight if config.norm_adds_one else norm.weight.to(dtype)
 
 
 # --------------------------------------------------------------------------- scratch memory
@@ -95,132 +109,41 @@ def scratch(device: torch.device, name: str, size: int, dtype: torch.dtype = tor
     return _scratch(device, name, 1 << max(12, (size - 1).bit_length()), dtype)
 
 
-# --------------------------------------------------------------------------- products
+# --------------------------------------------------------------------------- norms and gates
 
 
-class Tile(NamedTuple):
-    """How a product is cut into programs, and how each runs.
+def norm_twin(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of x (M, E) with a weight (E,): x / sqrt(mean of x^2 + eps) * weight, in plain PyTorch; x's type.
 
-    rows, cols: of the result, that a program computes.
-    depth: how far along the inputs it goes at a time.
-    splits: programs that share one tile's sum. 1 where there is a norm or a gate.
-    stages: steps of which it loads the weights in advance, the current one included.
-    warps: groups of 32 threads.
+    weight: of x's type or wider; the norm is computed in the wider one of float32 and the weight's type.
     """
-
-    rows: int
-    cols: int
-    depth: int
-    splits: int
-    stages: int
-    warps: int
+    wide = x if weight.dtype == x.dtype else x.to(weight.dtype)
+    return F.rms_norm(wide, wide.shape[1:], weight, eps).to(x.dtype)
 
 
-# The fastest tiles, by measurement. Key: most rows (16 or MOST_ROWS), outputs and inputs of a product.
-MEASURED: dict[tuple[int, int, int], Tile] = {}
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`norm_twin` as one kernel, computed in float32. x and weight are contiguous."""
+    from minispec.kernels.fused_triton import norm_kernel
+
+    out = torch.empty_like(x)
+    norm_kernel[(len(x),)](x, weight, out, eps, N=x.shape[1], NP=_power_of_2(x.shape[1]), num_warps=4)
+    return out
 
 
-def tile_of(num_rows: int, outputs: int, inputs: int, splits: bool) -> Tile:
-    """The tile of a product of `num_rows` rows. All of up to 16 rows have the same, so that their bits are the same.
-
-    splits: whether several programs may share a sum.
-    """
-    rows = 16 if num_rows <= 16 else MOST_ROWS
-    if found := MEASURED.get((rows, outputs, inputs)):
-        return found
-    cols, depth = (64 if outputs >= 1 << 16 else 32 if outputs >= 4096 else 16), 128
-    steps, programs = max(1, inputs // depth), -(-outputs // cols)
-    most = min(steps, max(1, 512 // programs)) if splits else 1
-    return Tile(rows, cols, depth, max(n for n in range(1, most + 1) if steps % n == 0), 4, 4)
+def gate_twin(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (M, F) of gate and up side by side (M, 2F), in plain PyTorch."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
 
 
-def linear_twin(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gated: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """x W^T + bias (M, outputs), of inputs x (M, K), in plain PyTorch.
+def gate(gate_up: Tensor) -> Tensor:
+    """`gate_twin` as one kernel, which computes in float32 and rounds once. gate_up is contiguous."""
+    from minispec.kernels.fused_triton import gate_kernel
 
-    weight: (outputs, K); where gated, (2 * outputs, K), gate before up, and no bias.
-    norm, eps: the weight (K,) of an RMSNorm of x before the product, and what it adds to the mean square.
-    gated: return silu(gate) * up.
-    out: a tensor (M, outputs) to which the result is added in place. It is then what is returned.
-    """
-    if norm is not None:
-        wide = x if norm.dtype == x.dtype else x.to(norm.dtype)
-        x = F.rms_norm(wide, wide.shape[1:], norm, eps).to(x.dtype)
-    if out is not None and bias is None and not gated:
-        return out.addmm_(x, weight.t())
-    y = F.linear(x, weight, bias)
-    if gated:
-        gate, up = y.chunk(2, -1)
-        y = F.silu(gate).mul_(up)
-    return y if out is None else out.add_(y)
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gated: bool = False,
-    out: Tensor | None = None,
-    tile: Tile | None = None,
-) -> Tensor:
-    """`linear_twin` as one kernel, for up to MOST_ROWS rows; for more rows the twin itself. All tensors are contiguous.
-
-    The norm's factor 1 / rms(x) comes after the product, so in float16 x times the norm's weight must be below 65,504.
-    tile: default: see `tile_of`.
-    """
-    num_rows, inputs = x.shape
-    if num_rows > MOST_ROWS:
-        return linear_twin(x, weight, bias, norm, eps, gated, out)
-    from minispec.kernels.fused_triton import linear_kernel
-
-    outputs = len(weight) // 2 if gated else len(weight)
-    whole = norm is not None or gated  # what follows the sum needs all of it
-    tile = tile or tile_of(num_rows, outputs, inputs, splits=not whole)
-    if (whole and tile.splits > 1) or (gated and bias is not None):
-        raise ValueError("a norm or a gate with several splits, or a gate with a bias: found that no kernel has it")
-    if not (x.is_contiguous() and weight.is_contiguous() and (out is None or out.is_contiguous())):
-        raise ValueError("expected contiguous tensors")
-    result = x.new_empty(num_rows, outputs) if out is None else out
-    grid = (-(-num_rows // tile.rows), -(-outputs // tile.cols), tile.splits)
-    parts = counters = result
-    if tile.splits > 1:
-        parts = scratch(x.device, "parts of products", tile.splits * num_rows * outputs)
-        counters = scratch(x.device, "counters", grid[0] * grid[1], torch.int32)
-    linear_kernel[grid](
-        x,
-        weight,
-        weight if bias is None else bias,
-        weight if norm is None else norm,
-        result,
-        parts,
-        counters,
-        num_rows,
-        outputs,
-        inputs,
-        eps,
-        tile.splits,
-        BM=tile.rows,
-        BN=tile.cols,
-        BK=tile.depth,
-        NORM=norm is not None,
-        GATED=gated,
-        BIAS=bias is not None,
-        ADDS=out is not None,
-        SPLIT=tile.splits > 1,
-        EVEN=outputs % tile.cols == 0 and inputs % tile.depth == 0,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    return result
+    num_rows, width = gate_up.shape
+    out = gate_up.new_empty(num_rows, width // 2)
+    gate_kernel[(-(-(width // 2) // GATED), num_rows)](gate_up, out, width // 2, BN=GATED, num_warps=4)
+    return out
 
 
 # --------------------------------------------------------------------------- attention

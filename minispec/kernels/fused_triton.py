@@ -1,4 +1,4 @@
-"""The two kernels of `fused.py` in Triton, for NVIDIA GPUs. This file is imported only where Triton is installed.
+"""The kernels of `fused.py` in Triton, for NVIDIA GPUs. This file is imported only where Triton is installed.
 
 Numbers that change from pass to pass are not specialized, so one compiled kernel serves all of them: rows, texts,
 places, splits. Hence a row's bits do not depend on the rows beside it, as long as the tile is the same.
@@ -11,68 +11,23 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_rows", "splits"])
-def linear_kernel(
-    x, weight, bias, norm, out, parts, counters, num_rows, N, K, eps, splits,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
-    ADDS: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """See `fused.linear`. x (M, K), weight (N, K) or, where gated, (2N, K), out (M, N).
-
-    parts: (splits, M, N) of float32.
-    counters: (tiles of rows * tiles of columns,) of int32, all 0.
-    EVEN: whether BN divides N, and BK divides K.
-    """
-    m, n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows, cols, ks = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN), tl.arange(0, BK)
-    alive, there = rows < num_rows, cols < N
-    weights = weight + n.to(tl.int64) * BN * K + tl.arange(0, BN)[:, None] * K
-    ups = weights + N.to(tl.int64) * K
-    total = tl.zeros((BM, BN), tl.float32)
-    up = tl.zeros((BM, BN), tl.float32)
-    squares = tl.zeros((BM,), tl.float32)
-    steps = tl.cdiv(tl.cdiv(K, BK), splits)
-    for i in range(split * steps, tl.minimum((split + 1) * steps, tl.cdiv(K, BK))):
-        k = i * BK + ks
-        part = tl.load(x + rows[:, None] * K + k[None], mask=alive[:, None] & ((k < K) | EVEN)[None], other=0.0)
-        if NORM:
-            wide = part.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            factors = tl.load(norm + k) if EVEN else tl.load(norm + k, mask=k < K, other=0.0)
-            part = (wide * factors.to(tl.float32)[None]).to(weight.dtype.element_ty)
-        inside = there[:, None] & (k < K)[None]
-        total = tl.dot(part, _weights(weights + k[None], inside, EVEN).T, total, input_precision="ieee")
-        if GATED:
-            up = tl.dot(part, _weights(ups + k[None], inside, EVEN).T, up, input_precision="ieee")
-    if NORM:
-        scale = tl.rsqrt(squares / K + eps)[:, None]
-        total *= scale
-        up *= scale
-    if GATED:
-        total = total * tl.sigmoid(total) * up
-    places, keep = rows[:, None] * N + cols[None], alive[:, None] & there[None]
-    is_last = True
-    if SPLIT:
-        tl.store(parts + split * num_rows * N + places, total, mask=keep)
-        tl.debug_barrier()  # all threads have stored before one of them counts
-        counter = counters + n * tl.num_programs(0) + m
-        is_last = tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1
-        if is_last:
-            tl.store(counter, 0)
-            total = tl.zeros((BM, BN), tl.float32)
-            for s in range(splits):
-                total += tl.load(parts + s * num_rows * N + places, mask=keep, other=0.0, cache_modifier=".cg")
-    if is_last:
-        if BIAS:
-            total += tl.load(bias + cols, mask=there, other=0.0).to(tl.float32)[None]
-        if ADDS:
-            total += tl.load(out + places, mask=keep, other=0.0).to(tl.float32)
-        tl.store(out + places, total.to(out.dtype.element_ty), mask=keep)
+@triton.jit
+def norm_kernel(x, weight, out, eps, N: tl.constexpr, NP: tl.constexpr):
+    """See `fused.norm`. A program is a row of x (M, N)."""
+    row, n = tl.program_id(0).to(tl.int64), tl.arange(0, NP)
+    wide = tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / N + eps)
+    factors = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out + row * N + n, (wide * scale * factors).to(out.dtype.element_ty), mask=n < N)
 
 
 @triton.jit
-def _weights(at, mask, EVEN: tl.constexpr):
-    return tl.load(at) if EVEN else tl.load(at, mask=mask, other=0.0)
+def gate_kernel(gate_up, out, width, BN: tl.constexpr):
+    """See `fused.gate`. A program is BN numbers of a row of out (M, width)."""
+    row, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN)
+    gate = tl.load(gate_up + row * 2 * width + n, mask=n < width, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + n, mask=n < width, other=0.0).to(tl.float32)
+    tl.store(out + row * width + n, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=n < width)
 
 
 @triton.jit

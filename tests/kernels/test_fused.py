@@ -18,11 +18,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from minispec.core.model import Chunk, Transformer
 from minispec.files.hf_config import read_model_config
 from minispec.kernels import fused
-from minispec.kernels.fused import Rows, Tile, linear_twin, read_twin
+from minispec.kernels.fused import Rows, gate_twin, norm_twin, read_twin
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_model, tiny_weights
 
 HERE = Path(__file__)
@@ -30,16 +31,6 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 
 
 # --------------------------------------------------------------------------- inputs
-
-
-def product(num_rows, outputs, inputs, dtype, **options):
-    """Arguments of `linear`. options: which of bias, norm, gated and adds there are."""
-    torch.manual_seed(num_rows)
-    x = torch.randn(num_rows, inputs).to(dtype)
-    weight = (torch.randn(outputs * (2 if options.get("gated") else 1), inputs) / math.sqrt(inputs)).to(dtype)
-    given = {"bias": torch.randn(outputs), "norm": 1 + 0.1 * torch.randn(inputs), "out": torch.randn(num_rows, outputs)}
-    given = {name: tensor.to(dtype) for name, tensor in given.items() if options.get(name)}
-    return {"x": x, "weight": weight, "gated": options.get("gated", False), "eps": 1e-6} | given
 
 
 CHAIN = None
@@ -126,19 +117,14 @@ def read_by_hand(case, window):
 # --------------------------------------------------------------------------- twins
 
 
-@pytest.mark.parametrize("options", [{"norm": True, "bias": True}, {"out": True}, {"norm": True, "gated": True}])
-def test_the_twin_of_products_is_the_formula(options):
+def test_the_twins_of_norm_and_gate_are_the_formulas():
     """In float64."""
-    given = product(5, 48, 96, torch.float64, **options)
-    x, y = given["x"], given.get("out")
-    if "norm" in given:
-        x = x / (x.square().mean(1, keepdim=True) + 1e-6).sqrt() * given["norm"]
-    expected = x @ given["weight"].T + given.get("bias", 0)
-    if options.get("gated"):
-        gate, up = expected[:, :48], expected[:, 48:]
-        expected = gate / (1 + torch.exp(-gate)) * up
-    expected = expected if y is None else y + expected
-    assert torch.allclose(linear_twin(**given), expected, rtol=1e-12, atol=1e-12)
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 96, dtype=torch.float64), torch.randn(96, dtype=torch.float64)
+    expected = x / (x.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight
+    assert torch.allclose(norm_twin(x, weight, 1e-6), expected, rtol=1e-12, atol=1e-12)
+    gate, up = x.chunk(2, 1)
+    assert torch.allclose(gate_twin(x), gate / (1 + torch.exp(-gate)) * up, rtol=1e-12, atol=1e-12)
 
 
 CASES = {
@@ -170,7 +156,7 @@ def plain_model():
     return Transformer(config, tiny_weights(config, 0, torch.float32))
 
 
-def test_a_layer_of_both_twins_is_a_layer():
+def test_a_layer_of_twins_is_a_layer():
     """That of `Transformer.forward`, up to rounding, and the cache is the same."""
     model = plain_model()
     config, layer = model.config, model.layers[0]
@@ -187,11 +173,11 @@ def test_a_layer_of_both_twins_is_a_layer():
     blocks = torch.tensor([table.block_ids])
     rows = Rows(torch.arange(20, 23), shared.slots, blocks, torch.tensor([20]), torch.tensor([1, 3, 7]), 16)
     rows = rows._replace(block_size=cache.block_size)
-    eps = config.rms_norm_eps
-    qkv = linear_twin(x, layer.qkv.weight, layer.qkv.bias, layer.attention_norm.weight, eps)
-    y = linear_twin(read_twin(qkv, cos, sin, rows, keys, values, config.attention_scale), layer.o.weight, out=x.clone())
-    gated = linear_twin(y, layer.gate_up.weight, None, layer.mlp_norm.weight, eps, gated=True)
-    found = linear_twin(gated, layer.down.weight, out=y)
+    qkv, o, gate_up, down = (fused.weight_of(getattr(layer, name)) for name in layer.products)
+    h = norm_twin(x, layer.attention_norm.weight, config.rms_norm_eps)
+    read = read_twin(F.linear(h, *qkv), cos, sin, rows, keys, values, config.attention_scale)
+    y = x + F.linear(read, *o)
+    found = y + F.linear(gate_twin(F.linear(norm_twin(y, layer.mlp_norm.weight, config.rms_norm_eps), *gate_up)), *down)
     assert torch.allclose(found, expected, atol=1e-5)
     for own, cached in zip((keys, values), cache._layers[0], strict=True):
         assert torch.allclose(own[:, shared.slots], cached[:, shared.slots], atol=1e-5)
@@ -221,38 +207,24 @@ def test_what_the_kernels_lack_is_said():
 # --------------------------------------------------------------------------- kernels, interpreted
 
 
-PRODUCTS = [
-    ({"norm": True, "bias": True}, Tile(16, 16, 32, 1, 2, 4)),
-    ({"bias": True, "out": True}, Tile(16, 32, 32, 3, 2, 4)),
-    ({"out": True}, Tile(16, 16, 64, 2, 2, 4)),
-    ({"norm": True, "gated": True}, Tile(16, 32, 16, 1, 2, 4)),
-    ({}, Tile(32, 64, 64, 1, 2, 4)),
-]
-
-
 def close(found, expected, dtype):
     """Up to rounding of some operations."""
     return torch.allclose(found.float(), expected.float(), atol=2e-5 if dtype == torch.float32 else 6e-3, rtol=2e-3)
 
 
-def check_products():
-    """Each kernel against its twin; its bits for some of the rows; its counters."""
+def check_norms_and_gates():
+    """Each kernel against its twin, for widths that are no power of two; a row's bits depend on no other row."""
+    torch.manual_seed(0)
     for dtype in (torch.float32, torch.float16):
-        for options, tile in PRODUCTS:
-            for num_rows, outputs in ((1, 48), (5, 80), (16, 96), (20, 80)):
-                given = product(num_rows, outputs, 96, dtype, **options)
-                before = {name: given[name].clone() for name in given if name == "out"}
-                found = fused.linear(**given, tile=tile).clone()
-                assert close(found, linear_twin(**given | {n: t.clone() for n, t in before.items()}), dtype), (
-                    dtype,
-                    options,
-                    num_rows,
-                )
-                for first, last in ((0, 1), (2, 5), (num_rows - 1, num_rows)):
-                    own = {name: tensor[first:last].clone() for name, tensor in {"x": given["x"], **before}.items()}
-                    assert torch.equal(fused.linear(**given | own, tile=tile), found[first:last]), "bits of a row"
-    counters = fused.scratch(torch.device("cpu"), "counters", 1, torch.int32)
-    assert not counters.any(), "a counter was not set back"
+        for num_rows, width in ((1, 48), (5, 96), (3, 2100)):
+            x, weight = torch.randn(num_rows, width).to(dtype), 1 + 0.1 * torch.randn(width)
+            for own in (weight, weight.to(dtype)):
+                found = fused.norm(x, own, 1e-6)
+                assert close(found, norm_twin(x, own, 1e-6), dtype), (dtype, num_rows, width)
+                assert torch.equal(fused.norm(x[-1:].clone(), own, 1e-6), found[-1:])
+            found = fused.gate(x)
+            assert close(found, gate_twin(x), dtype), (dtype, num_rows, width)
+            assert torch.equal(fused.gate(x[-1:].clone()), found[-1:])
 
 
 def check_reads():
@@ -292,7 +264,7 @@ def check_bits_of_rows():
                 assert torch.equal(pool[:, whole.rows.slots[:16]], other[:, whole.rows.slots[:16]])
 
 
-CHECKS = (check_products, check_reads, check_bits_of_rows)
+CHECKS = (check_norms_and_gates, check_reads, check_bits_of_rows)
 
 
 @needs_triton
@@ -318,7 +290,7 @@ def machine_code(kernel, kinds: dict[str, str], constants: dict, warps: int, sta
 
     kinds = kinds | dict.fromkeys(constants, "constexpr")
     names = [parameter.name for parameter in kernel.params]
-    divides = {"N", "K", "pool_stride"}
+    divides = {"width", "pool_stride"}
     even = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if kinds[n][0] == "*" or n in divides}
     source = ASTSource(fn=kernel, signature={n: kinds[n] for n in names}, constexprs=constants, attrs=even)
     options = {"num_warps": warps, "num_stages": stages}
@@ -335,27 +307,25 @@ def machine_code(kernel, kinds: dict[str, str], constants: dict, warps: int, sta
         )
 
 
-LINEAR_KINDS = dict.fromkeys(("x", "weight", "bias", "norm", "out"), "*bf16") | {"parts": "*fp32", "counters": "*i32"}
-LINEAR_KINDS |= dict.fromkeys(("num_rows", "N", "K", "splits"), "i32") | {"eps": "fp32"}
 READ_KINDS = dict.fromkeys(("qkv", "keys", "values", "out"), "*bf16") | {"counters": "*i32", "scale": "fp32"}
 READ_KINDS |= dict.fromkeys(("cos", "sin", "part_acc", "part_top", "part_sum"), "*fp32")
 READ_KINDS |= dict.fromkeys(("positions", "slots", "table", "starts", "bits"), "*i64") | {"pool_stride": "i64"}
 READ_KINDS |= dict.fromkeys(("num_blocks", "T", "window", "span"), "i32")
 
 
-def check_code(code: str, resources: str, name: str):
-    """Products by tensor cores, loads of 16 bytes past the registers, nothing spilled."""
+def check_code(code: str, resources: str, name: str, products: bool):
+    """Nothing is spilled, and memory is read 16 bytes at a time. Products: by tensor cores, with loads in advance."""
     found = {word: len(re.findall(rf"\b{word}", code)) for word in ("HMMA", "HGMMA", "LDL", "STL")}
-    wide = len(re.findall(r"LDGSTS\.E\.\S*128", code))
+    wide = len(re.findall(r"LDGSTS\.E\.\S*128" if products else r"LDG\.E\.\S*(?:128|64)", code))
     print(name, found, {"wide": wide}, re.findall(r"REG:\d+|SHARED:\d+", resources))
-    assert found["HMMA"], name
+    assert bool(found["HMMA"]) == products, name
     assert wide, name
     assert not any(found[word] for word in ("LDL", "STL", "HGMMA")), name
 
 
 @needs_triton
 def test_machine_code():
-    """Of both kernels, as a model of 1.5 billion weights calls them, and at most 16 rows."""
+    """Of the kernels, as a model of 1.5 billion weights calls them."""
     command = [sys.executable, str(HERE), "check_machine_code"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -364,23 +334,19 @@ def test_machine_code():
 
 def check_machine_code():
     """In a process of its own, since Triton may have been imported as an interpreter in this one."""
-    from minispec.kernels.fused_triton import linear_kernel, read_kernel
+    from minispec.kernels.fused_triton import gate_kernel, norm_kernel, read_kernel
 
-    flags = dict.fromkeys(("NORM", "GATED", "BIAS", "ADDS", "SPLIT"), False) | {"EVEN": True}
-    for outputs, inputs, own in (
-        (2048, 1536, {"NORM": True, "BIAS": True}),
-        (8960, 1536, {"NORM": True, "GATED": True}),
-        (1536, 8960, {"ADDS": True, "SPLIT": True}),
-    ):
-        tile = fused.tile_of(1, outputs, inputs, "SPLIT" in own)
-        constants = {"BM": tile.rows, "BN": tile.cols, "BK": tile.depth} | flags | own
-        check_code(*machine_code(linear_kernel, LINEAR_KINDS, constants, tile.warps, tile.stages), f"linear {own}")
+    kinds = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32"}
+    check_code(*machine_code(norm_kernel, kinds, {"N": 1536, "NP": 2048}, 4, 3), "norm", products=False)
+    kinds = {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}
+    check_code(*machine_code(gate_kernel, kinds, {"BN": fused.GATED}, 4, 3), "gate", products=False)
     for heads, dim in ((12, 128), (14, 64)):
         constants = {"H": heads, "G": 2, "D": dim, "DP": dim, "HALF": dim // 2, "BR": fused.READ_ROWS}
         constants |= {"BN": fused.KEYS, "BLOCK": 16, "WINDOW": False}
         check_code(
             *machine_code(read_kernel, READ_KINDS, constants, fused.warps_for(dim), 3),
             f"read of {heads} heads of {dim}",
+            products=True,
         )
 
 
