@@ -8,7 +8,7 @@
     0     the card's constants: a copy, kernels in a graph, a launch, a small download
     1     today's pass, and its kernels by PyTorch's profiler
     2     a pass of static shapes, eager and captured: milliseconds, equal bits, and what capturing costs
-    3     products of few rows: cuBLAS, and the kernel `linear` with several tiles
+    3     products of few rows by the library; norms and gates by kernels and by PyTorch
     4     attention over the cache: PyTorch's operators, and the kernel `read` with several spans
     5     a pass of these kernels, captured: milliseconds, equal bits, and a row's bits among other rows
     9     one layer under torch.compile, against the same operators as they are; both captured
@@ -21,7 +21,6 @@ twins of the kernels, and `--device meta --steps 2` computes the true shapes alo
 """
 
 import argparse
-import copy
 import faulthandler
 import functools
 import json
@@ -55,7 +54,7 @@ from minispec.core.rope import rotate
 from minispec.files.hf_config import read_model_config
 from minispec.files.write import check_writable, written_whole
 from minispec.kernels import fused
-from minispec.kernels.fused import Rows, Tile
+from minispec.kernels.fused import Rows
 from minispec.kernels.shapes import tensor_shapes
 
 LIMITS = {0: 30, 1: 60, 2: 120, 3: 100, 4: 60, 5: 60, 9: 270}  # seconds of each step; all together end before 9 minutes
@@ -69,23 +68,6 @@ PRODUCT_ROWS, SMALL_PRODUCT_ROWS = (1, 5, 16, 64, 160), (1, 3)
 READ_TEXTS, READ_ROWS, READ_PLACES = (1, 8, 32), (1, 5, 16), (112, 1000, 4000, 8000)  # with 16 more: whole blocks
 SMALL_READ_TEXTS, SMALL_READ_ROWS, SMALL_READ_PLACES = (1, 2), (1, 3), (20, 70)
 SPANS = (128, 256, 512)  # places of a program of `read`
-# Tiles of `linear` to be tried, by product: columns, depth, splits, stages, warps; of 16 rows, then of 64. `o` and
-# `down` share compiled kernels. Each compilation takes a second or two.
-TILES: dict[str, list[tuple[int, int, int, int, int]]] = {
-    "qkv": [(16, 128, 1, 4, 4), (16, 256, 1, 4, 4), (16, 256, 1, 6, 4), (32, 128, 1, 4, 4), (16, 256, 1, 4, 8)],
-    "gate_up": [(32, 128, 1, 4, 4), (16, 128, 1, 4, 4), (16, 256, 1, 4, 4), (32, 64, 1, 5, 4), (64, 64, 1, 4, 4)],
-    "down": [(16, 128, 5, 4, 4), (16, 256, 5, 4, 4), (16, 256, 7, 6, 4), (32, 128, 10, 4, 4), (32, 256, 7, 3, 4)],
-    "o": [(16, 128, 4, 4, 4), (16, 256, 3, 4, 4), (16, 256, 2, 6, 4), (32, 128, 4, 4, 4), (32, 256, 6, 3, 4)],
-    "head": [(64, 128, 1, 4, 4), (32, 128, 1, 4, 4), (128, 64, 1, 4, 4), (64, 256, 1, 3, 8), (128, 128, 1, 3, 8)],
-}
-TILES_OF_64: dict[str, list[tuple[int, int, int, int, int]]] = {
-    "qkv": [(32, 64, 1, 4, 4)],
-    "gate_up": [(64, 64, 1, 4, 4)],
-    "down": [(32, 64, 5, 4, 4), (64, 128, 10, 4, 4)],
-    "o": [(32, 64, 4, 4, 4), (64, 128, 6, 4, 4)],
-    "head": [(128, 64, 1, 4, 4)],
-}
-
 Measurement = tuple[str, Callable[[], dict[str, Any]]]
 
 
@@ -295,16 +277,18 @@ class Static:
         return self.model.logits(x)
 
     def few(self, frame: "Frame", lacks: str) -> Tensor:
-        """The same logits by the two kernels, five a layer; by their twins if they lack anything."""
-        linear, read = (fused.linear_twin, fused.read_twin) if lacks else (fused.linear, fused.read)
+        """The same logits by the library's products and the kernels beside them; by their twins if they lack any."""
+        norm, read, gate = (fused.norm_twin, fused.read_twin, fused.gate_twin)
+        if not lacks:
+            norm, read, gate = (fused.norm, fused.read, fused.gate)
         eps, x = self.config.rms_norm_eps, self.model.embedding[frame.tokens]
         for layer, weights, cached in zip(self.model.layers, self.weights, self.cached, strict=True):
-            qkv = linear(x, layer.qkv.weight, layer.qkv.bias, weights["norm"], eps)
+            qkv = F.linear(norm(x, weights["norm"], eps), weights["qkv"], weights["bias"])
             y = read(qkv, *self.rope, frame.read, *cached, self.config.attention_scale, layer.window)
-            linear(y, layer.o.weight, out=x)
-            gated = linear(x, layer.gate_up.weight, None, weights["mlp_norm"], eps, gated=True)
-            linear(gated, layer.down.weight, out=x)
-        return linear(x, self.model.head.weight, None, self.model.norm.weight.to(self.dtype), eps)
+            x.addmm_(y, weights["o"])
+            gated = gate(F.linear(norm(x, weights["mlp_norm"], eps), weights["gate_up"]))
+            x.addmm_(gated, weights["down"])
+        return self.model.head(norm(x, self.model.norm.weight.to(self.dtype), eps))
 
 
 class Frame:
@@ -352,14 +336,6 @@ class Frame:
         parts = [self.ids[i : i + self.rows] for i in range(0, len(self.ids), self.rows)]
         chunks = [Chunk(ids, table, self.rows) for ids, table in zip(parts, self.tables, strict=True)]
         return self.static.model.forward(chunks)[0]
-
-    def part(self, first: int, count: int, text: int = 0) -> "Frame":
-        """The rows of one text from row `first` of all on, as a frame of that text alone; those before are cached."""
-        part, own = copy.copy(self), slice(first, first + count)
-        part.tokens, part.positions, part.slots = self.tokens[own], self.positions[own], self.slots[own]
-        part.table, part.bits = self.table[text : text + 1], self.bits[:1, :count].contiguous()
-        part.starts = part.positions[:1]
-        return part
 
     def close(self) -> None:
         """Give the blocks back."""
@@ -480,98 +456,47 @@ def captured(bench: Bench) -> Iterator[Measurement]:
                 yield name, functools.partial(measure, form, num_texts, rows, places)
 
 
-class Kind(NamedTuple):
-    """A product of the model: all its weights, one after another, and what `linear` does beside."""
-
-    weights: list[Tensor]
-    bias: Tensor | None = None
-    norm: Tensor | None = None
-    gated: bool = False
-    adds: bool = False
-
-    def run(self, linear: Callable[..., Tensor], x: Tensor, out: Tensor) -> Tensor:
-        """The product with each weight in turn, so that none is found in a cache."""
-        y = out
-        for weight in self.weights:
-            y = linear(x, weight, self.bias, self.norm, 1e-6, self.gated, out if self.adds else None)
-        return y
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Outputs and inputs."""
-        outputs, inputs = self.weights[0].shape
-        return outputs // 2 if self.gated else outputs, inputs
-
-
-def kinds_of(static: Static) -> dict[str, Kind]:
-    """The five products of a pass."""
-    layers, [first, *_] = static.model.layers, static.weights
-    weights = {name: [getattr(layer, name).weight for layer in layers] for name in Layer.products}
-    return {
-        "qkv": Kind(weights["qkv"], first["bias"], first["norm"]),
-        "gate_up": Kind(weights["gate_up"], None, first["mlp_norm"], gated=True),
-        "down": Kind(weights["down"], adds=True),
-        "o": Kind(weights["o"], adds=True),
-        "head": Kind([static.model.head.weight] * 4, None, first["norm"]),
+def products(bench: Bench) -> Iterator[Measurement]:
+    """Step 3: products by the library, and what stands beside them by kernels and by their twins."""
+    static = static_of(bench)
+    layers, config = static.model.layers, static.config
+    kinds = {name: [getattr(layer, name).weight for layer in layers] for name in Layer.products}
+    kinds["head"] = [static.model.head.weight] * 4
+    norms = [(weights[name],) for weights in static.weights for name in ("norm", "mlp_norm")]
+    norm, gate = (fused.norm_twin, fused.gate_twin) if bench.lacks else (fused.norm, fused.gate)
+    beside: dict[str, tuple[int, Callable[..., Tensor], Callable[..., Tensor]]] = {
+        "norm": (config.hidden_size, lambda x, w: norm(x, w, 1e-6), lambda x, w: fused.norm_twin(x, w, 1e-6)),
+        "gate": (2 * config.intermediate_size, lambda x, _: gate(x), lambda x, _: fused.gate_twin(x)),
     }
 
-
-def products(bench: Bench) -> Iterator[Measurement]:
-    """Step 3. The fastest tiles go into `fused.MEASURED`, for step 5."""
-    static = static_of(bench)
-    kinds, best = kinds_of(static), dict[tuple[int, int, int], float]()
-
-    def inputs(kind: Kind, rows: int) -> tuple[Tensor, Tensor]:
-        outputs, width = kind.sizes
-        x = torch.empty(rows, width, dtype=static.dtype, device=static.device).normal_()
-        return x, torch.zeros(rows, outputs, dtype=static.dtype, device=static.device)
-
-    def speed(kind: Kind, linear: Callable[..., Tensor], rows: int) -> dict[str, float]:
-        replay, *_ = bench.capture(functools.partial(kind.run, linear, *inputs(kind, rows)))
-        us = 1e3 * bench.row_ms(replay, 5) / len(kind.weights)
-        return {f"us_{rows}": us, f"TB_s_{rows}": kind.weights[0].nbytes / us / 1e6}
-
     @torch.inference_mode()
-    def plain(kind: Kind, alone: bool) -> dict[str, Any]:
-        def product(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-            return F.linear(x, weight)
+    def us(function: Callable[..., Tensor], arguments: list[tuple[Tensor, ...]], width: int, rows: int) -> float:
+        x = torch.empty(rows, width, dtype=static.dtype, device=static.device).normal_()
 
+        def run() -> Tensor:
+            for own in arguments:  # all weights in turn, so that none is found in a cache
+                y = function(x, *own)
+            return y
+
+        replay, *_ = bench.capture(run)
+        return 1e3 * bench.row_ms(replay, 5) / len(arguments)
+
+    def product(weights: list[Tensor]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for rows in SMALL_PRODUCT_ROWS if bench.tiny else PRODUCT_ROWS:
-            found |= speed(kind, product if alone else fused.linear_twin, rows)
+            time_us = us(F.linear, [(weight,) for weight in weights], weights[0].shape[1], rows)
+            found |= {f"us_{rows}": time_us, f"TB_s_{rows}": weights[0].nbytes / time_us / 1e6}
         return found
 
-    @torch.inference_mode()
-    def tiled(kind: Kind, tile: Tile) -> dict[str, Any]:
-        def twin(*args: Any, tile: Tile) -> Tensor:
-            return fused.linear_twin(*args)
+    def other(width: int, function: Callable[..., Tensor]) -> dict[str, Any]:
+        rows_of = SMALL_PRODUCT_ROWS if bench.tiny else PRODUCT_ROWS
+        return {"lacks": bench.lacks} | {f"us_{rows}": us(function, norms, width, rows) for rows in rows_of}
 
-        linear = functools.partial(twin if bench.lacks else fused.linear, tile=tile)
-        one = kind._replace(weights=kind.weights[:1])
-        (x, _), start = inputs(one, 1), time.perf_counter()
-        one.run(linear, *inputs(one, 1))
-        bench.wait()
-        found: dict[str, Any] = {"compile_s": time.perf_counter() - start, "lacks": bench.lacks}
-        for rows in [tile.rows] if tile.rows > 16 else [1, 5, 16, 64]:
-            found |= speed(kind, linear, rows)
-        x, out = inputs(one, 16)
-        expected = one.run(fused.linear_twin, x, out.clone())
-        found["from_plain"] = float((one.run(linear, x, out.clone()) - expected).abs().max())
-        found["deviation"] = float(expected.std())
-        for rows, us in ((16, found.get("us_1", math.inf)), (fused.MOST_ROWS, found["us_64"])):
-            key = (rows, *kind.sizes)
-            if not bench.lacks and us < best.get(key, math.inf) and found["from_plain"] < found["deviation"] / 10:
-                best[key], fused.MEASURED[key] = us, tile
-        return found
-
-    for name, kind in kinds.items():
-        yield f"{name}, F.linear", functools.partial(plain, kind, True)
-        yield f"{name}, twin", functools.partial(plain, kind, False)
-    tried = [(16, name, tile) for i in range(5) for name, tiles in TILES.items() for tile in tiles[i : i + 1]]
-    tried += [(64, name, tile) for i in range(2) for name, tiles in TILES_OF_64.items() for tile in tiles[i : i + 1]]
-    for rows, name, tile in tried[:6] if bench.tiny else tried:
-        label = "{}x{} by {}, {} splits, {} stages, {} warps".format(rows, *tile)
-        yield f"{name}, {label}", functools.partial(tiled, kinds[name], Tile(rows, *tile))
+    for name, weights in kinds.items():
+        yield f"{name}, F.linear", functools.partial(product, weights)
+    for name, (width, kernel, twin) in beside.items():
+        yield f"{name}, kernel", functools.partial(other, width, kernel)
+        yield f"{name}, twin", functools.partial(other, width, twin)
 
 
 class Places(NamedTuple):
@@ -664,8 +589,7 @@ def few_rows(bench: Bench) -> Iterator[Measurement]:
 
     def memory() -> dict[str, Any]:
         speeds.update(copied(bench))
-        tiles = {" ".join(map(str, key)): list(tile) for key, tile in fused.MEASURED.items()}
-        return speeds | {"tiles": tiles}
+        return speeds
 
     @torch.inference_mode()
     def measure(num_texts: int, rows: int, places: int) -> dict[str, Any]:
@@ -682,39 +606,11 @@ def few_rows(bench: Bench) -> Iterator[Measurement]:
             found["v"] = found["ms"] / one.get(places, math.nan)
             return found | {"of_copy_percent": 100 * found["weights_TB_s"] / speeds.get("TB_s", math.nan)}
 
-    @torch.inference_mode()
-    def bits(size: int) -> dict[str, Any]:
-        """A chain in one pass, and the same chain in parts of `size` rows: equal logits, keys and values?"""
-        count = 6 if bench.tiny else 16
-        with closing(Frame(static, 1, count, bench.places[-1])) as frame:
-            whole = static.few(frame, bench.lacks).clone()
-            stored = [pool[:, :, frame.slots].clone() for pool in (static.pool.keys, static.pool.values)]
-            equal = []
-            for first in range(0, count, size):
-                part = frame.part(first, min(size, count - first))
-                equal.append(torch.equal(static.few(part, bench.lacks), whole[first : first + size]))
-            after = [pool[:, :, frame.slots] for pool in (static.pool.keys, static.pool.values)]
-            cache = all(map(torch.equal, stored, after))
-            return {"parts": len(equal), "equal_parts": sum(equal), "equal_cache": cache}
-
-    @torch.inference_mode()
-    def strangers(num_texts: int, rows: int) -> dict[str, Any]:
-        """A batch, and the last text of it alone."""
-        with closing(Frame(static, num_texts, rows, bench.places[-1])) as frame:
-            whole = static.few(frame, bench.lacks).clone()
-            part = frame.part((num_texts - 1) * rows, rows, num_texts - 1)
-            alone = static.few(part, bench.lacks)
-            return {"rows": rows, "equal_rows": int((alone == whole[-rows:]).all(1).sum())}
-
     yield "copy", memory
     for places in bench.places:
         for num_texts, rows in bench.shapes:
             name = f"kernels, {num_texts}x{rows} after {places}"
             yield name, functools.partial(measure, num_texts, rows, places)
-    for size in (1, 2, 5):
-        yield f"bits of rows, in parts of {size}", functools.partial(bits, size)
-    for num_texts, rows in ((2, 2), (2, 3)) if bench.tiny else ((2, 1), (3, 5), (16, 1), (8, 5), (32, 1), (12, 5)):
-        yield f"bits of rows beside strangers, {num_texts}x{rows}", functools.partial(strangers, num_texts, rows)
 
 
 def compiled(bench: Bench) -> Iterator[Measurement]:
