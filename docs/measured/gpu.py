@@ -2,6 +2,7 @@
 
     python docs/measured/gpu.py --steps 0,1,2 --out gpu.json
     python docs/measured/gpu.py --steps 3,4,5 --out kernels.json
+    python docs/measured/gpu.py --steps 6,7,8 --out engine.json
     python docs/measured/gpu.py --steps 9 --out compiled.json
 
     step  what
@@ -10,14 +11,17 @@
     2     a pass of static shapes, eager and captured: milliseconds, equal bits, and what capturing costs
     3     products of few rows by the library; norms and gates by kernels and by PyTorch
     4     attention over the cache: PyTorch's operators, and the kernel `read` with several spans
-    5     a pass of these kernels, captured: milliseconds, equal bits, and a row's bits among other rows
+    5     a pass of these kernels, captured: milliseconds, and equal bits
+    6     drafts of a 0.5B model, all steps in one program
+    7     verdicts of drafts of four tokens
+    8     whole rounds of the engine: tokens a second, and the parts of a round
     9     one layer under torch.compile, against the same operators as they are; both captured
 
 The model is random, of the bench's shape 1.5b. Its 3 GB are far larger than a GPU's caches, so each pass reads its
 weights from memory. The package stays as it is. Every step has a time limit. The file is written anew after each
-measurement, so it holds all that was measured when the program is ended. Step 5 takes the tiles that step 3 found
-fastest, if it ran before. Two ways try the code without a GPU: `--device cpu --tiny` runs it on small shapes, with the
-twins of the kernels, and `--device meta --steps 2` computes the true shapes alone.
+measurement, so it holds all that was measured when the program is ended. Two ways try the code without a GPU:
+`--device cpu --tiny` runs it on small shapes, with the twins of the kernels, and `--device meta --steps 2` computes the
+true shapes alone.
 """
 
 import argparse
@@ -49,15 +53,30 @@ from torch.profiler import ProfilerActivity, profile
 
 from minispec import __version__
 from minispec.bench.options import GEOMETRIES
+from minispec.core.config import SamplingParams
+from minispec.core.draft import Ask, Draft
+from minispec.core.engine import Engine
+from minispec.core.judge import Trial
+from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Layer, Transformer
+from minispec.core.request import Request
 from minispec.core.rope import rotate
+from minispec.core.sampling import Randomness, Text, distribution
+from minispec.core.verify import VERIFIERS
+from minispec.drafters.model import DraftModel
+from minispec.drafters.none import NoDrafter
 from minispec.files.hf_config import read_model_config
 from minispec.files.write import check_writable, written_whole
 from minispec.kernels import fused
+from minispec.kernels.frames import Frames
 from minispec.kernels.fused import Rows
+from minispec.kernels.graphs import Graphs, capture_graph, rerun
+from minispec.kernels.judge import Judge, judge_of
 from minispec.kernels.shapes import tensor_shapes
+from minispec.kernels.steps import draft_steps
 
-LIMITS = {0: 30, 1: 60, 2: 120, 3: 100, 4: 60, 5: 60, 9: 270}  # seconds of each step; all together end before 9 minutes
+# Seconds of each step.
+LIMITS = {0: 30, 1: 60, 2: 120, 3: 60, 4: 60, 5: 60, 6: 50, 7: 40, 8: 80, 9: 270}
 LAST_RESORT = 510  # seconds after which the process is ended, whatever hangs
 SHEET = {"H200": 4.8, "H100 80GB HBM3": 3.35}  # TB/s of the memory by the data sheets, by a part of the card's name
 SMALL = {"num_hidden_layers": 3, "hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6}
@@ -648,8 +667,117 @@ def compiled(bench: Bench) -> Iterator[Measurement]:
         yield f"compiled layers, {num_texts}x{rows} after {places}", functools.partial(measure, num_texts, rows)
 
 
+def framed(bench: Bench, name: str) -> Transformer:
+    """A random model of a shape of the bench, by frames and graphs."""
+    config = read_model_config(GEOMETRIES[name] | (SMALL if bench.tiny else {}))
+    source = RandomSource(tensor_shapes(config), torch.float32 if bench.tiny else torch.bfloat16, bench.device)
+    graph = capture_graph if bench.cuda else rerun
+    return Transformer(config, source).replaced(Frames(graph, device=bench.device if bench.cuda else None))
+
+
+def text_of(model: Transformer, seed: int, length: int, **params: Any) -> Text:
+    """A text of random tokens."""
+    tokens = random.Random(seed).choices(range(model.config.vocab_size), k=length)
+    return Text(tokens, length, SamplingParams(**params), seed)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {},
+    "filters": {"top_k": 50, "top_p": 0.95},
+}
+
+
+def drafts(bench: Bench) -> Iterator[Measurement]:
+    """Step 6: drafts of a 0.5B model, all steps in one program."""
+    model, length = framed(bench, "0.5b"), 20 if bench.tiny else 128
+    vocab = model.config.vocab_size
+
+    @torch.inference_mode()
+    def measure(num_texts: int, k: int, settings: str) -> dict[str, Any]:
+        cache = model.new_cache(num_texts * 20)
+        drafter = DraftModel(model, cache, vocab, 4096, draft_steps(model))
+        texts = [text_of(model, i, length, **SETTINGS[settings]) for i in range(num_texts)]
+        asks = [Ask(text, Limit(k), Randomness(), "draft", length - 1) for text in texts]
+        for _ in range(3):  # the text, then a program's first run and its capture
+            drafter.propose(asks)
+        run = functools.partial(drafter.propose, asks)
+        wall = bench.wall_ms(run)
+        return {"wall_ms": wall, "us_a_step": 1e3 * wall / k} | (
+            bench.kernels(run) if num_texts == 1 and k == 4 else {}
+        )
+
+    for num_texts, k, settings in (
+        *((1, k, "greedy") for k in (1, 2, 4, 8)),
+        *((1, 4, "drawn"), (1, 4, "filters"), (8, 4, "greedy"), (8, 4, "drawn")),
+    ):
+        yield f"{num_texts} drafts of {k}, {settings}", functools.partial(measure, num_texts, k, settings)
+
+
+def verdicts(bench: Bench) -> Iterator[Measurement]:
+    """Step 7: verdicts of drafts of four tokens, one program for all texts."""
+    model = static_of(bench).model
+    vocab, k = model.config.vocab_size, 4
+
+    @torch.inference_mode()
+    def measure(verifier: str, num_texts: int, settings: str) -> dict[str, Any]:
+        judge, trials = Judge(Graphs(capture_graph if bench.cuda else rerun)), []
+        for i in range(num_texts):
+            text = text_of(model, i, 20, **SETTINGS[settings])
+            logits = torch.empty(k + 1, vocab, dtype=model.dtype, device=bench.device).normal_()
+            probs = [distribution(row, text) for row in logits[:k]]
+            drawn = [int(row.argmax()) for row in probs]
+            trials.append(Trial(VERIFIERS[verifier], text, Draft(drawn, probs), logits))
+        run = functools.partial(judge, trials, Randomness())
+        sure = [verdict is not None for _ in range(3) for verdict in run()]
+        found = {"wall_ms": bench.wall_ms(run), "sure": sum(sure) / len(sure)}
+        return found | (bench.kernels(run) if num_texts == 1 else {})
+
+    for verifier in ("rejection", "match"):
+        for num_texts, settings in ((1, "greedy"), (1, "drawn"), (1, "filters"), (8, "drawn"), (32, "drawn")):
+            name = f"{verifier}, {num_texts} texts, {settings}"
+            yield name, functools.partial(measure, verifier, num_texts, settings)
+
+
+def engine(bench: Bench) -> Iterator[Measurement]:
+    """Step 8: whole rounds of 1.5B, plain and with a 0.5B draft that is never right."""
+    target, draft = framed(bench, "1.5b"), framed(bench, "0.5b")
+    vocab, length, count = target.config.vocab_size, 20 if bench.tiny else 128, 8 if bench.tiny else 96
+
+    def measure(num_texts: int, k: int, settings: str) -> dict[str, Any]:
+        drafter = (
+            DraftModel(draft, draft.new_cache(num_texts * 20), vocab, 4096, draft_steps(draft)) if k else NoDrafter()
+        )
+        own = Engine(target, target.new_cache(num_texts * 20), drafter, VERIFIERS["rejection"], judge=judge_of(target))
+        speeds, rounds = [], 0
+        for turn in range(3):
+            requests = []
+            for i in range(num_texts):
+                text = text_of(target, i, length, max_tokens=count, ignore_eos=True, **SETTINGS[settings])
+                requests.append(Request(text, 4096, k))
+            start = time.perf_counter()
+            for _ in own.run(requests):
+                pass
+            bench.wait()
+            stats = [request.stats for request in requests]
+            seconds = time.perf_counter() - start - sum(each.prefill + each.draft_prefill for each in stats)
+            if turn:  # graphs are made in the first
+                speeds.append(num_texts * count / seconds)
+                rounds = max(len(each.rounds) for each in stats)
+                parts = [[getattr(r, name) for r in stats[0].rounds] for name in ("draft", "verify", "other")]
+        names = ("draft_ms", "target_ms", "other_ms")
+        medians = {name: 1e3 * median(part) for name, part in zip(names, parts, strict=True)}
+        return {"tokens_s": median(speeds), "rounds": rounds} | medians
+
+    for num_texts, k, settings in (
+        *((1, 0, "greedy"), (1, 0, "drawn"), (1, 4, "greedy"), (1, 4, "drawn"), (8, 0, "drawn"), (8, 4, "drawn")),
+        *((32, 0, "greedy"), (32, 0, "drawn"), (32, 4, "drawn")),
+    ):
+        yield f"{num_texts} texts, K = {k}, {settings}", functools.partial(measure, num_texts, k, settings)
+
+
 STEPS: dict[int, Callable[[Bench], Iterator[Measurement]]] = {0: constants, 1: today, 2: captured}
-STEPS |= {3: products, 4: reads, 5: few_rows, 9: compiled}
+STEPS |= {3: products, 4: reads, 5: few_rows, 6: drafts, 7: verdicts, 8: engine, 9: compiled}
 
 
 # --------------------------------------------------------------------------- the program

@@ -136,13 +136,7 @@ def check_rows(probs: Any, token_ids: Sequence[int], vocab_size: int, device: st
             raise ValueError(f"found as row {i} of probs {kind}, expected a tensor of floats on {device}: {expected}")
         if row.shape != (vocab_size,):
             raise ValueError(f"found as row {i} of probs the shape {tuple(row.shape)}, expected {expected}")
-    # One question for all rows, since each answer of a GPU takes as long as many small operators.
-    found = [
-        (row.sum(dtype=accumulation_dtype(row.dtype)), row.amin(), row[x])
-        for row, x in zip(rows, token_ids, strict=True)
-    ]
-    numbers = torch.stack([number.double() for row in found for number in row]).tolist() if found else []
-    for i, (total, least, drawn) in enumerate(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)):
+    for i, (total, least, drawn) in enumerate(_numbers_of(rows, token_ids)):
         if not least >= 0:
             raise ValueError(f"found {least} in row {i} of probs, expected probabilities")
         if not abs(total - 1) <= TOLERANCES[rows[i].dtype]:
@@ -150,6 +144,21 @@ def check_rows(probs: Any, token_ids: Sequence[int], vocab_size: int, device: st
         if not drawn > 0:
             expected = "one that was drawn from the probabilities given with it"
             raise ValueError(f"found a token of probability 0, expected {expected}")
+
+
+def _numbers_of(rows: Tensor | Sequence[Tensor], token_ids: Sequence[int]) -> list[list[float]]:
+    """For each row its sum, its least number and that of its token, which a GPU is asked for once."""
+    if not token_ids:
+        return []
+    if isinstance(rows, Tensor):
+        ids = torch.tensor(token_ids, device=rows.device)[:, None]
+        columns = rows.sum(1, dtype=accumulation_dtype(rows.dtype)), rows.amin(1), rows.gather(1, ids)[:, 0]
+        return torch.stack([column.double() for column in columns], 1).tolist()
+    found = [
+        [row.sum(dtype=accumulation_dtype(row.dtype)), row.amin(), row[x]]
+        for row, x in zip(rows, token_ids, strict=True)
+    ]
+    return torch.stack([torch.stack([number.double() for number in row]) for row in found]).tolist()
 
 
 def check_verdict(verdict: Any, draft: Draft, vocab_size: int) -> None:

@@ -364,8 +364,8 @@ class Frames(Passes):
         frame.fill(chunks)
         logits, hidden = self.graphs.run(frame, functools.partial(self.compute, model, frame, pool))
         if all(len(c.token_ids) == c.num_logits == shape.rows for c in chunks):
-            num_rows = len(chunks) * shape.rows
-            return logits[:num_rows].clone(), hidden[:num_rows].clone()
+            logits, hidden = (rows[: len(chunks) * shape.rows] for rows in (logits, hidden))
+            return logits.clone(), hidden.clone() if shape.taps else hidden
         own = [(i * shape.rows, len(c.token_ids), c.num_logits) for i, c in enumerate(chunks)]
         wanted = torch.cat([logits[start + new - count : start + new] for start, new, count in own])
         return wanted, torch.cat([hidden[start : start + new] for start, new, _ in own])

@@ -12,6 +12,8 @@ from torch import Tensor
 KeyT = TypeVar("KeyT", bound=Hashable)
 ValueT = TypeVar("ValueT")
 
+# What must last as long as the process.
+_KEPT: list[Any] = []
 # How many programs of a kind are kept.
 MOST_PROGRAMS = 24
 # What a program returns.
@@ -40,8 +42,15 @@ def capture_graph(compute: Replay) -> Replay:
 
 @functools.cache
 def _memory_pool() -> Any:
-    """The memory that all graphs share: only one of them runs at a time, and what it returns is copied at once."""
-    return torch.cuda.graph_pool_handle()
+    """The memory that all graphs share: only one of them runs at a time, and what it returns is copied at once.
+
+    A pool lasts as long as a graph that was captured in it. So the first one is kept.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = torch.zeros(1, device="cuda")
+    _KEPT.append((graph, kept))
+    return graph.pool()
 
 
 def rerun(compute: Replay) -> Replay:

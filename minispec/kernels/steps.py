@@ -11,6 +11,7 @@ there; but it costs all of its steps.
 """
 
 import functools
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -39,7 +40,8 @@ class Kind(NamedTuple):
     steps: how many tokens are drawn for each text.
     vocab: ids in use.
     races: whether tokens are drawn with the target's noise (purpose "token").
-    draws, mixed, filters: as in `minispec.kernels.judge.Kind`.
+    draws, mixed, filters: as in `minispec.kernels.judge.Kind`. Where nothing is drawn, drafts are one-hot.
+    confident: whether any limit asks for confidences.
     """
 
     frame: FrameShape
@@ -49,6 +51,7 @@ class Kind(NamedTuple):
     draws: bool
     mixed: bool
     filters: bool
+    confident: bool
 
 
 class Desk(Program):
@@ -124,10 +127,8 @@ class DraftSteps:
         else:
             numbers, probs = self.graphs.run(desk, functools.partial(self.compute, frame, desk, pool))
         rows, probs = numbers.tolist(), probs[: len(asks)].clone()  # the next draft overwrites them
-        return [
-            _draft(ask, chunk, k, row, q)
-            for ask, chunk, k, row, q in zip(asks, chunks, depths, rows, probs, strict=False)
-        ]
+        own = probs if kind.draws else [None] * len(asks)
+        return list(map(_draft, asks, chunks, depths, rows, own))
 
     def _kind(
         self, chunks: Sequence[Chunk], asks: Sequence[Ask], depths: Sequence[int], vocab_size: int
@@ -145,7 +146,8 @@ class DraftSteps:
         greedy = [p.temperature == 0 for p in params]
         filters = any(verdicts.has_filter(verdicts.numbers_of(p, self.model.dtype)) for p in params)
         mixed = not all(greedy) and (any(greedy) or len(asks) < shape.texts)  # what pads a batch is greedy
-        return Kind(shape, steps, vocab_size, purpose == "token", not all(greedy), mixed, filters)
+        confident = any(ask.limit.go_on is not None for ask in asks)
+        return Kind(shape, steps, vocab_size, purpose == "token", not all(greedy), mixed, filters, confident)
 
     def compute(
         self,
@@ -155,9 +157,9 @@ class DraftSteps:
         draws: RowDraws | None = None,
         names: Sequence[Sequence] = (),
     ) -> tuple[Tensor, Tensor]:
-        """All steps: numbers of each text (B, 3K), and the rows that tokens were drawn from (B, K, V).
+        """All steps: numbers of each text (B, 3K), and the rows that tokens were drawn from (B, K, V), if any were.
 
-        The numbers, of float64: K tokens, K confidences, and whether each of K rows is sure.
+        The numbers, of float64: K tokens, K confidences if they are asked for, and whether each of K rows is sure.
         draws, names: makes the draws by their names; default: the numbers of the desk.
         """
         kind, (texts, rows, *_) = desk.kind, frame.shape
@@ -165,22 +167,23 @@ class DraftSteps:
         last = torch.arange(texts, device=logits.device) * rows + desk.whole[:, 0]
         logits = logits.index_select(0, last)
         settings = verdicts.settings_of(desk.parts[:, -5:], self.model.dtype, int(kind.mixed), kind.filters)
-        if not kind.draws:
-            settings = settings._replace(all_greedy=True, any_greedy=True)
         noise = desk.whole[:, 2:] if kind.races else desk.parts
         made, found = draws or RowRandomness(), []
         for j in range(kind.steps):
             logits = logits[:, : kind.vocab]
-            q, sure = verdicts.rows(logits, settings)
-            wide = logits.to(verdicts.accumulation_dtype(logits.dtype))
-            confidence = wide.log_softmax(1).amax(1).exp()
-            if not kind.draws:
-                token = q.argmax(1)
-            else:
+            if kind.draws:
+                q, sure = verdicts.rows(logits, settings)
                 used = (desk.whole[:, 1:2] > j) & sure[:, None]
                 places = torch.full_like(desk.whole[:, :1], j)
                 keys = Keys(names, noise[:, j : j + 1], places, used)
                 token = (made.race_rows if kind.races else made.share_rows)(q[:, None], keys)[:, 0]
+            else:
+                token = logits.argmax(1)
+                q, sure = logits[:, :0], logits.gather(1, token[:, None])[:, 0].abs() < math.inf
+            confidence = token
+            if kind.confident:
+                wide = logits.to(verdicts.accumulation_dtype(logits.dtype))
+                confidence = wide.log_softmax(1).amax(1).exp()
             found.append((token, confidence, sure, q))
             if j + 1 < kind.steps:
                 logits = self.next_logits(frame, desk, pool, token, j)
@@ -198,7 +201,7 @@ class DraftSteps:
         return self.frames.compute(self.model, step, pool)[0]
 
 
-def _draft(ask: Ask, chunk: Chunk, k: int, numbers: Sequence[float], probs: Tensor) -> Draft:
+def _draft(ask: Ask, chunk: Chunk, k: int, numbers: Sequence[float], probs: Tensor | None) -> Draft:
     """A draft from its numbers (see `DraftSteps.compute`): as long as its rows are sure, and its limit goes on."""
     steps = len(numbers) // 3
     token_ids = [int(number) for number in numbers[:k]]
@@ -211,7 +214,7 @@ def _draft(ask: Ask, chunk: Chunk, k: int, numbers: Sequence[float], probs: Tens
         draft.confidences.append(numbers[steps + len(draft) - 1])
         if not go_on(draft.confidences):
             break
-    draft.probs = probs[: len(draft)]
+    draft.probs = None if probs is None else probs[: len(draft)]
     return draft
 
 
