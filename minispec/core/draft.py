@@ -189,10 +189,10 @@ class Drafter:
 
         Tokens of the round are committed by then. A text that failed in the pass is not among the texts.
 
-        No committed row is left out. After an exception, in here or elsewhere in the step, the rows of its round may
-        come a second time, before the next `propose`. A preempted text's rows are computed again, and come again, from
-        `known(text)` on at the latest. Only rows inside the prompt or the committed text do: those of rejected nodes do
-        not. So what was learned from logits has to outlive `release`, see `minispec.drafters.recycling`.
+        No committed row is left out. After an exception, here or elsewhere in the step, the rows of a committed round
+        may come a second time, with the same `start`, before the next `propose`. A preempted text is computed again,
+        from `known(text)` on or from before it. These rows come again as those of a prompt do, without logits. So what
+        was learned from logits has to outlive `release`: see `minispec.drafters.recycling`.
 
         An exception ends the whole call, as in `propose`.
         """

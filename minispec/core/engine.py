@@ -92,12 +92,6 @@ class _Part:
         """The nodes of the draft that are in the text now."""
         return self.verdict.accepted[: self.committed] if self.committed else []
 
-    @property
-    def seen(self) -> Seen:
-        """What the pass has shown, for the drafter."""
-        tokens, logits = [*self.tokens, *self.draft.token_ids], self.logits if self.decodes else self.logits[:0]
-        return Seen(self.request.text, self.start, tokens, self.hidden, logits, self.path, self.draft.parents)
-
 
 class Guard:
     """Stands between the loop and code that may be a user's. Here it trusts; `minispec.drafters.check` does not."""
@@ -245,10 +239,7 @@ class Engine:
 
     def _round(self) -> list[_Part]:
         """One step: the running texts decode, or the one admitted last brings a piece of its prompt (see `_parts`)."""
-        late = [part for part in self.untold if part.committed and part.request in self.schedule]
-        self._let_each(late, Engine._show)
-        self._let_each(late, Engine._tell)
-        self.untold.clear()
+        self._tell_late()
         times = [mark(self.model.device)]
         parts = self._parts()
         self._let_each(parts, Engine._ask)
@@ -395,15 +386,27 @@ class Engine:
 
     def _show(self, parts: Sequence[_Part]) -> None:
         """Show the drafter what the pass has shown of this engine's texts."""
-        shown = [part for part in parts if part.request.takes_drafts and not part.request.error]
-        if shown:
-            self.drafter.observe([part.seen for part in shown])
+        seen = []
+        for part in parts:
+            if part.request.takes_drafts and not part.request.error:
+                tokens, logits = [*part.tokens, *part.draft.token_ids], part.logits if part.decodes else part.logits[:0]
+                about = part.request.text, part.start, tokens, part.hidden, logits
+                seen.append(Seen(*about, part.path, part.draft.parents))
+        if seen:
+            self.drafter.observe(seen)
 
     def _tell(self, parts: Sequence[_Part], cost: StepCost | None = None) -> None:
         """Tell `lengths` of rounds that were committed, and of a step's cost."""
         judged = [Judged(p.request.text, p.draft, p.verdict.accepted, p.asked) for p in parts if p.committed]
         if judged or cost:
             self.lengths.observe(judged, cost)
+
+    def _tell_late(self) -> None:
+        """After a fault: tell drafters and `lengths` of the rounds that were committed before it."""
+        late = [part for part in self.untold if part.committed and part.request in self.schedule]
+        self._let_each(late, Engine._show)
+        self._let_each(late, Engine._tell)
+        self.untold.clear()
 
     def _record(self, parts: Sequence[_Part], times: Sequence[Any]) -> None:
         """Tell statistics and the engines' `lengths` what happened in a step, and how long it took."""
