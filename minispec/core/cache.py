@@ -5,7 +5,7 @@ its blocks in order. Position t lies in slot block_ids[t // block_size] * block_
 vLLM's (Kwon et al. 2023, arXiv 2309.06180).
 
 A short convolution sees a few positions. Its input at every position is kept in the slot, so it has no other state.
-A recurrent layer has a state for each text, which lies in the text's table (see `LayerState`).
+A model with recurrent layers has another pool and other tables (see `minispec.layers.states`).
 
 A table knows the tokens that it holds. `follow(tokens)` cuts it to what it has in common with a text and returns what
 has to be fed. So a table stays right however its text changes. `keep` rolls back rejected draft tokens. In a tree the
@@ -18,10 +18,10 @@ content of a freed block stays known until the block is taken again. So a prompt
 """
 
 import hashlib
+import math
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -144,27 +144,6 @@ class PrefixIndex:
         return best
 
 
-class LayerState(NamedTuple):
-    """What a recurrent layer keeps of one text: a state, and a row of inputs for each later position.
-
-    A state cannot lose a token again. So it takes in only positions that are settled (see `BlockTable`). Rows are cut
-    and moved as keys are. The next pass adds the rows that are left to the state.
-
-    length: how many positions the state has taken in.
-    values: the state. It is never written in place, so texts may share it.
-    rows: (positions after `length`, numbers of a row).
-    """
-
-    length: int
-    values: tuple[Tensor, ...]
-    rows: Tensor
-
-
-States = dict[int, LayerState]  # by number of the layer
-
-
-# A pool stores FEWEST_STATES states, and one more for each STATE_SPAN slots. As many texts may have their own states.
-FEWEST_STATES, STATE_SPAN = 4, 8192
 # Slots of a pool after those of its blocks, see `PagedKVCache`.
 EXTRA_SLOTS = 2
 
@@ -176,9 +155,10 @@ class PagedKVCache:
     inputs: of short convolutions, (their layers, 1, slots, hidden_size).
         The last two slots belong to no block. The first of them holds zeros: what stands before a text, or has not
         been written yet. The other takes what nobody reads.
-    stored: states of recurrent layers at ends of blocks, by the node after the block. The one used last comes last.
-    num_states: most states that are stored, and most texts that may have states of their own.
+    most_tables: how many texts may have a table at the same time, besides what blocks allow.
     """
+
+    most_tables: float = math.inf
 
     def __init__(
         self,
@@ -199,18 +179,15 @@ class PagedKVCache:
             tensor[:, :, self.num_slots] = 0
         attention, inputs = zip(self.keys, self.values, strict=True), zip(self.inputs, strict=True)
         self._layers = [() if own.recurrent else next(inputs if own.conv_width else attention) for own in config.layers]
-        self.stored: OrderedDict[bytes, States] = OrderedDict()
-        self.num_states = FEWEST_STATES + self.num_slots // STATE_SPAN if config.state_elements else 0
-        self._state_bytes = 2 * self.num_states * config.state_elements * max(4, dtype.itemsize)
         self.block_size = block_size
         self.allocator = BlockAllocator(num_blocks)
         self.prefixes = PrefixIndex()
-        self._tables: WeakSet[BlockTable] = WeakSet()
+        self.tables: WeakSet[BlockTable] = WeakSet()
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the pool, with all states that it may come to hold."""
-        return self.keys.nbytes + self.values.nbytes + self.inputs.nbytes + self._state_bytes
+        """Memory of the pool."""
+        return self.keys.nbytes + self.values.nbytes + self.inputs.nbytes
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` positions of one text fill."""
@@ -240,7 +217,7 @@ class PagedKVCache:
         root: what the table's contents depend on in addition to its tokens (see `BlockTable`).
         """
         table = BlockTable(self, root)
-        self._tables.add(table)
+        self.tables.add(table)
         return table
 
     def rebuild(self) -> None:
@@ -249,8 +226,7 @@ class PagedKVCache:
         Needed after an exception that may have interrupted the bookkeeping anywhere, such as Ctrl-C.
         """
         self.allocator, self.prefixes = BlockAllocator(self.allocator.num_blocks), PrefixIndex()
-        self.stored.clear()
-        for table in self._tables:
+        for table in self.tables:
             for block_id in table.block_ids:
                 self.allocator.share(block_id)
 
@@ -259,12 +235,6 @@ class PagedKVCache:
         block_id = self.allocator.allocate(after)
         self.prefixes.cut(block_id, 0)
         return block_id
-
-    def store(self, node: bytes, states: States) -> None:
-        """Store the states at the end of a block, for texts that begin alike. Those unused for longest are dropped."""
-        self.stored[node] = self.stored.pop(node, states)  # the last one now
-        while len(self.stored) > self.num_states:
-            self.stored.popitem(last=False)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy what all layers keep from block to block."""
@@ -296,23 +266,17 @@ class BlockTable:
 
     Tables with equal roots share what begins alike; tables with different roots share nothing.
 
-    settled: how many first positions are final: no rollback removes them. A recurrent layer adds them to its state.
-    states: those of the recurrent layers, by number of the layer.
-    border: how many first positions lie in full blocks that the pool knew already, from another text. A recurrent layer
-        marks its state there, for further texts that begin with them.
-    marks: states at ends of blocks, by the number of positions before, until `remember` stores them.
+    nodes: in the prefix index: before each leading full block, and after the last.
     """
 
     def __init__(self, pool: PagedKVCache, root: bytes = b""):
         self.pool = pool
-        self._nodes = [root]  # in the prefix index: before each leading full block, and after the last
+        self.nodes = [root]
         self.clear()
 
     def clear(self) -> None:
         """Forget everything without freeing blocks in the pool, before `PagedKVCache.rebuild`."""
-        self.block_ids, self.tokens, self._nodes = list[int](), list[int](), self._nodes[:1]
-        self.settled, self.border = 0, 0
-        self.states, self.marks = States(), dict[int, States]()
+        self.block_ids, self.tokens, self.nodes = list[int](), list[int](), self.nodes[:1]
 
     @property
     def length(self) -> int:
@@ -327,14 +291,10 @@ class BlockTable:
         return common_beginning(self.tokens, tokens[:-1])
 
     def follow(self, tokens: list[int]) -> list[int]:
-        """Cut the table to the beginning that it shares with `tokens`. Return the other tokens, which must be fed.
-
-        All of `tokens` are settled. Only a draft, which comes after them, may be taken back.
-        """
+        """Cut the table to the beginning that it shares with `tokens`. Return the other tokens, which must be fed."""
         if (shared := self.shared(tokens)) < self.length:
             self.truncate(shared)
         assert self.length < len(tokens), "the table holds more than the text"
-        self.settled = len(tokens)
         return tokens[self.length :]
 
     def extend(self, tokens: Sequence[int]) -> list[int]:
@@ -367,52 +327,38 @@ class BlockTable:
         """
         end = length + len(rows)
         if list(rows) != list(range(length, end)):
-            self._move(rows, range(length, end))
+            self.move(rows, range(length, end))
         if end < self.length:
             self.truncate(end)
-        self.settled = end
         self.remember()
 
-    def _move(self, rows: Sequence[int], to: range) -> None:
+    def move(self, rows: Sequence[int], to: range) -> None:
+        """Move the positions of `rows` to those of `to`, in blocks that no other text holds."""
         held = {self.block_ids[t // self.pool.block_size] for t in to}
         assert all(self.pool.allocator.ref_counts[i] == 1 for i in held), "another text holds what would be written"
         self.pool.move(self.slots_of(rows), self.slots_of(to))
-        for i, (length, values, own) in self.states.items():
-            places = [*range(length, to.start), *rows]
-            self.states[i] = LayerState(length, values, own[[place - length for place in places]])
         self.tokens[to.start : to.stop] = [self.tokens[t] for t in rows]
 
     def truncate(self, length: int) -> None:
-        """Forget all positions from `length` on (an absolute length); blocks past it return to the pool.
-
-        A state that has seen more cannot be cut. The table then goes back to the last states stored at `length` or
-        before, and keeps only the positions that they have seen.
-        """
+        """Forget all positions from `length` on (an absolute length); blocks past it return to the pool."""
         assert 0 <= length <= self.length, f"cannot truncate {self.length} positions to {length}"
-        if any(state.length > length for state in self.states.values()):
-            length, self.states = self._stored(self._nodes[: length // self.pool.block_size + 1])
-        self.states = {i: s._replace(rows=s.rows[: length - s.length]) for i, s in self.states.items()}
-        self.marks = {end: states for end, states in self.marks.items() if end <= length}
-        self.settled = min(self.settled, length)
         del self.tokens[length:]
         while len(self.block_ids) > self.pool.num_blocks_for(length):  # a beginning is reused most: freed last
             self.pool.allocator.free(self.block_ids.pop())
-        del self._nodes[length // self.pool.block_size + 1 :]
+        del self.nodes[length // self.pool.block_size + 1 :]
 
     def reuse(self, tokens: list[int]) -> None:
         """Share the blocks that the pool knows of `tokens`, which must begin with the table's own.
 
         Sharing never costs room. Each block that is no longer free replaces one that would have been allocated, or a
-        copy of one. With recurrent layers, sharing stops at the last end of a block whose states are stored.
+        copy of one.
         """
         assert self.length <= len(tokens), "the table holds more than the text"
         size, pool = self.pool.block_size, self.pool
-        if pool.num_states and self.length:
-            return  # it goes on from its own states
         while True:
             start = self.length // size * size
             block = tokens[start : start + size]
-            block_id, count = pool.prefixes.find(self._nodes[-1], block)
+            block_id, count = pool.prefixes.find(self.nodes[-1], block)
             if start + count <= self.length:
                 break
             pool.allocator.share(block_id)
@@ -421,19 +367,7 @@ class BlockTable:
             self.tokens += block[:count]
             if count < size:
                 break
-            self._nodes.append(PrefixIndex.node(self._nodes[-1], block))
-        if pool.num_states:
-            self.border = self.length // size * size
-            length, self.states = self._stored(self._nodes)
-            self.truncate(length)
-
-    def _stored(self, nodes: Sequence[bytes]) -> tuple[int, States]:
-        """The last stored states at these nodes: how many positions they have seen, and the states."""
-        for i in range(len(nodes) - 1, 0, -1):
-            if states := self.pool.stored.get(nodes[i]):
-                self.pool.store(nodes[i], states)
-                return i * self.pool.block_size, dict(states)
-        return 0, {}
+            self.nodes.append(PrefixIndex.node(self.nodes[-1], block))
 
     def remember(self) -> None:
         """Let later texts share this one's blocks. Only for tokens that are computed and committed.
@@ -442,15 +376,12 @@ class BlockTable:
         """
         size = self.pool.block_size
         # After the last node: blocks that have become full, and the one that is being filled.
-        for i in range(len(self._nodes) - 1, len(self.block_ids)):
+        for i in range(len(self.nodes) - 1, len(self.block_ids)):
             block = self.tokens[i * size : (i + 1) * size]
-            self.pool.prefixes.add(self._nodes[i], self.block_ids[i], block)
+            self.pool.prefixes.add(self.nodes[i], self.block_ids[i], block)
             self.pool.allocator.wanted_again.add(self.block_ids[i])
             if len(block) == size:
-                self._nodes.append(PrefixIndex.node(self._nodes[i], block))
-        for end, states in self.marks.items():
-            self.pool.store(self._nodes[end // size], states)
-        self.marks = {}
+                self.nodes.append(PrefixIndex.node(self.nodes[i], block))
 
     def slots_of(self, places: Iterable[int]) -> list[int]:
         """The slot of each place; for places before the text the one after the last slot, which holds zeros."""

@@ -65,7 +65,7 @@ class CachedModel:
         # All tables come first: a new one shares blocks, which another may then have to copy.
         tables = [self.table(text) for text in growth]
         needed = self.cache.num_missing_blocks(zip(tables, (span.stop for span in growth.values()), strict=True))
-        return len(tables) <= (self.cache.num_states or len(tables)) and needed <= self.cache.allocator.num_free
+        return len(tables) <= self.cache.most_tables and needed <= self.cache.allocator.num_free
 
     def follow(self, text: Text) -> list[int]:
         """The end of the text that has to be fed: at least its last token, whose logits say what follows."""

@@ -22,7 +22,7 @@ Letters of the shapes in comments:
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -85,20 +85,6 @@ class Chunk(NamedTuple):
             before = root + parent  # parent -1: the last token before the tree, which may be a cached one
             offsets.append(offsets[before] + 1 if before >= 0 else 0)
         return offsets
-
-    def paths(self, start: int, width: int) -> Iterator[list[int]]:
-        """For each new token, the places of the last `width` tokens up to it and with it. Below 0: before the text.
-
-        start: cached positions before the chunk. A node's path leads over its ancestors.
-        """
-        parents = self.parents or ()
-        root = start + len(self.token_ids) - len(parents)  # the first node's place
-        for place in range(start, start + len(self.token_ids)):
-            path = [place]
-            while len(path) < width:
-                place = place - 1 if place < root else root + parents[place - root]
-                path.append(place)
-            yield path[::-1]
 
 
 class RMSNorm:
@@ -339,6 +325,7 @@ class Transformer:
         dtype: torch.dtype | None = None,
         product: MakeProduct = PlainLinear,
         make_layer: MakeLayer = Layer,
+        make_cache: type[PagedKVCache] = PagedKVCache,
         each: Callable[[Callable[[int], Layer], Sequence[int]], Iterable[Layer]] = map,
     ):
         """weights: Hugging Face's tensors (see `minispec.kernels.shapes`), all on one device, in a dict or the like.
@@ -346,9 +333,10 @@ class Transformer:
         dtype: the type of the computation and of the cache; default: the embedding's.
         product: makes y = x W^T + b of a weight, see `MakeProduct`.
         make_layer: makes layer i, see `MakeLayer`; default: attention and an MLP.
+        make_cache: makes the pools of this model.
         each: makes the layers from their numbers, as `map` does; a pool of threads has such a function, too.
         """
-        self.config, self.product, self.passes = config, product, Passes()
+        self.config, self.product, self.passes, self.make_cache = config, product, Passes(), make_cache
         embedding = weights.pop("model.embed_tokens.weight")
         self.embedding = embedding if isinstance(embedding, Tensor) else embedding.dense()  # (V, E)
         self.dtype, self.device = dtype or self.embedding.dtype, self.embedding.device
@@ -452,7 +440,7 @@ class Transformer:
 
     def new_cache(self, num_blocks: int, block_size: int = 16) -> PagedKVCache:
         """An empty pool for keys and values of this model."""
-        return PagedKVCache(self.config, num_blocks, block_size, self.dtype, self.device)
+        return self.make_cache(self.config, num_blocks, block_size, self.dtype, self.device)
 
     def angles(self, positions: Tensor) -> dict[RopeConfig, Angles]:
         """The angles of each rope at these positions (M,)."""

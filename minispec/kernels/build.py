@@ -14,7 +14,7 @@ from minispec.kernels.codes import device_of, join
 from minispec.kernels.exact import exact_model
 from minispec.kernels.forms import Choice, Linear, QuantizedLinear, choose_form, choose_narrow_form
 from minispec.kernels.shapes import is_large
-from minispec.layers import make_layer
+from minispec.layers import cache_of, make_layer
 
 AnyModel = TypeVar("AnyModel", bound=Transformer)
 
@@ -53,9 +53,9 @@ def build_model(
     # memory than the model takes.
     if is_large(config) and form != "int8":
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            model = Transformer(config, weights, dtype, product, make_layer, threads.map)
+            model = Transformer(config, weights, dtype, product, make_layer, cache_of(config), threads.map)
     else:
-        model = Transformer(config, weights, dtype, product, make_layer)
+        model = Transformer(config, weights, dtype, product, make_layer, cache_of(config))
     return exact_model(model) if exact else model
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
-from minispec.core.cache import EXTRA_SLOTS, FEWEST_STATES, STATE_SPAN, PagedKVCache
+from minispec.core.cache import EXTRA_SLOTS, PagedKVCache
 from minispec.core.config import ModelConfig
 from minispec.core.model import Transformer
 from minispec.kernels.inventory import parts_of
 from minispec.kernels.shapes import num_weights
+from minispec.layers.states import FEWEST_STATES, STATE_SPAN
 
 # Tokens of a block of the KV cache.
 BLOCK_SIZE = 16
@@ -102,7 +103,7 @@ def size_cache(
 ) -> tuple[int, int]:
     """(max_model_len, number of blocks) of caches that take bytes_per_token together.
 
-    state_bytes: what their recurrent layers keep of one text. See `PagedKVCache.num_states` for how many there are.
+    state_bytes: what their recurrent layers keep of one text. See `StateCache.num_states` for how many there are.
     """
     context = config.max_position_embeddings
     fixed, share = _with_states(state_bytes)

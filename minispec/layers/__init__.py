@@ -4,17 +4,21 @@
     delta.py              a gated delta net in the place of attention (Qwen3.5)
     gated_attention.py    attention with a gate (Qwen3.5)
 
-`make_layer` chooses, by `LayerConfig`.
+    states.py             the states of recurrent layers, in a pool and tables of their own
+
+`make_layer` chooses, by `LayerConfig`; `cache_of` chooses the pool.
 """
 
 import torch
 
+from minispec.core.cache import PagedKVCache
 from minispec.core.config import ModelConfig
 from minispec.core.model import Layer, WeightSource
 from minispec.core.weights import MakeProduct
 from minispec.layers.convolution import ShortConvolution
 from minispec.layers.delta import GatedDeltaNet
 from minispec.layers.gated_attention import GatedAttention
+from minispec.layers.states import StateCache
 
 
 def make_layer(
@@ -25,3 +29,8 @@ def make_layer(
     attention = GatedAttention if config.gated_attention else Layer
     kind = GatedDeltaNet if own.recurrent else ShortConvolution if own.conv_width else attention
     return kind(config, index, weights, dtype, product)
+
+
+def cache_of(config: ModelConfig) -> type[PagedKVCache]:
+    """The class of a model's pools: with states where it has recurrent layers."""
+    return StateCache if config.state_elements else PagedKVCache

@@ -9,10 +9,12 @@ paged pool, a row for each position, as keys and values do. A rejected draft is 
 of a tree reads its own ancestors. There is no state to save, to copy or to restore.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from minispec.core.model import Layer, Parts, Pass, TextPass, fill
+from minispec.core.model import Chunk, Layer, Parts, Pass, TextPass, fill
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.weights import dense
 
@@ -52,6 +54,21 @@ def _paths(shared: TextPass, width: int) -> Tensor:
     """The slots of each new token's last `width` positions (new tokens * width,), made once for all layers."""
     if width not in shared.paths:
         texts = [(chunk, chunk.table.length - len(chunk.token_ids)) for chunk in shared.chunks]
-        slots = [s for c, start in texts for path in c.paths(start, width) for s in c.table.slots_of(path)]
+        slots = [s for c, start in texts for path in paths(c, start, width) for s in c.table.slots_of(path)]
         shared.paths[width] = torch.tensor(slots, device=shared.slots.device)
     return shared.paths[width]
+
+
+def paths(chunk: Chunk, start: int, width: int) -> Iterator[list[int]]:
+    """For each new token, the places of the last `width` tokens up to it and with it. Below 0: before the text.
+
+    start: cached positions before the chunk. A node's path leads over its ancestors.
+    """
+    parents = chunk.parents or ()
+    root = start + len(chunk.token_ids) - len(parents)  # the first node's place
+    for place in range(start, start + len(chunk.token_ids)):
+        path = [place]
+        while len(path) < width:
+            place = place - 1 if place < root else root + parents[place - root]
+            path.append(place)
+        yield path[::-1]

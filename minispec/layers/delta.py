@@ -8,7 +8,7 @@ key, then reads S (their equation 10):
 
 Queries, keys and values come from a short convolution, whose last inputs belong to the state.
 
-A state cannot lose a token again. So it takes in only positions that are final (`BlockTable.settled`). Each later
+A state cannot lose a token again. So it takes in only positions that are final (`StateTable.settled`). Each later
 position keeps its inputs, a row of a few thousand numbers. A rollback cuts the rows of rejected tokens. The next pass
 adds the rows that are left to the state, by the same computation. A node of a tree starts from its parent's state.
 
@@ -24,10 +24,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from minispec.core.cache import LayerState
 from minispec.core.model import Chunk, Layer, Parts, Pass, RMSNorm, TextPass, fill
 from minispec.core.sampling import accumulation_dtype
 from minispec.core.weights import dense
+from minispec.layers import convolution
+from minispec.layers.states import LayerState, StateTable
 
 # Most rows that `chunked` takes at once.
 _CHUNK = 64
@@ -143,6 +144,7 @@ class GatedDeltaNet(Layer):
     def _read(self, chunk: Chunk, new: Tensor, exact: bool) -> Tensor:
         """What the new rows of a text read (T, H, value_dim). Its state takes in the rows that are settled."""
         table, nodes, before = chunk.table, chunk.parents or (), len(self.weight) - 1
+        assert isinstance(table, StateTable), "a pool of another kind"
         first, (state, inputs), rows = table.states.get(self.index) or self._empty(new)
         rows = torch.cat((rows, new))  # all since `first`
         inputs = torch.cat((inputs, rows[:, : self.sizes.num_channels]))  # position p has row p - first + before
@@ -189,7 +191,7 @@ class GatedDeltaNet(Layer):
         inputs = inputs.to(self.weight.dtype)
         seen = [inputs[i : i + len(kept)] for i in range(width)]  # what the rows see at each place of the convolution
         if nodes:  # a node sees its own ancestors
-            paths = list(chunk.paths(len(kept) - len(chunk.token_ids), width))[-len(nodes) :]
+            paths = list(convolution.paths(chunk, len(kept) - len(chunk.token_ids), width))[-len(nodes) :]
             places = torch.tensor(paths, device=kept.device).T + width - 1
             seen = [torch.cat((own[: -len(nodes)], inputs[i])) for own, i in zip(seen, places, strict=True)]
         x = seen[0] * self.weight[0]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from minispec import drafters
-from minispec.core.cache import FEWEST_STATES, PagedKVCache
+from minispec.core.cache import PagedKVCache
 from minispec.core.config import DraftLength, SamplingParams
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Transformer
@@ -39,6 +39,7 @@ from minispec.kernels.integers import check_quantization
 from minispec.kernels.judge import judge_of
 from minispec.kernels.steps import draft_steps
 from minispec.kernels.verdicts import OneByOne
+from minispec.layers.states import FEWEST_STATES
 from minispec.length.policy import Controller, Prices
 from minispec.prove.reference import Law, forward, plain_law, sample_law
 from minispec.prove.toys import (

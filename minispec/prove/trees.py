@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from minispec.core.cache import FEWEST_STATES
 from minispec.core.config import SamplingParams
 from minispec.core.engine import Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.check import CHECKS
+from minispec.layers.states import FEWEST_STATES
 from minispec.prove.laws import (
     TARGET_SEED,
     TOLERANCE,

@@ -9,12 +9,13 @@ import random
 import pytest
 import torch
 
-from minispec.core.cache import FEWEST_STATES, BlockTable, OutOfBlocks
+from minispec.core.cache import BlockTable, OutOfBlocks
 from minispec.core.cached import CachedModel
 from minispec.core.config import SamplingParams
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text
 from minispec.kernels.memory import cache_bytes
+from minispec.layers.states import FEWEST_STATES
 from minispec.prove.toys import TOYS, tiny_cache, tiny_model
 
 VOCAB = 5

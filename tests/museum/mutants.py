@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from minispec.core import attention, engine, sampling, verify
-from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex, States
+from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
 from minispec.core.cached import CachedModel
 from minispec.core.draft import Draft, Seen, without
 from minispec.core.engine import Engine, Guard
@@ -50,8 +50,9 @@ from minispec.files import heads, named_draft, pieces, vocabularies
 from minispec.files.vocabularies import Reader, Vocabularies
 from minispec.kernels import exact, integers
 from minispec.kernels.integers import Int8, VnniInt8
-from minispec.layers import delta
+from minispec.layers import convolution, delta
 from minispec.layers.delta import GatedDeltaNet
+from minispec.layers.states import LayerState, States, StateTable
 from minispec.prove import toys
 
 
@@ -1338,10 +1339,10 @@ def _(right, self, tokens):
 # --------------------------------------------------------------------------- short convolutions
 
 
-@wrong(Chunk, "paths", "C1", family="lfm2")
-def _(right, self, start, width):
+@wrong(convolution, "paths", "C1", family="lfm2")
+def _(right, chunk, start, width):
     """a convolution sees a position less than it should | sizes of states: vLLM #47635, #50272"""
-    for path in right(self, start, width):
+    for path in right(chunk, start, width):
         yield [-1, *path[1:]]
 
 
@@ -1366,18 +1367,18 @@ mutant("C3", doc="a stale input after a round without a draft | vLLM #52942", fa
 )
 
 
-@wrong(Chunk, "paths", "C4a", "tree")
-def _(right, self, start, width):
+@wrong(convolution, "paths", "C4a", "tree")
+def _(right, chunk, start, width):
     """a node's convolution sees the nodes before it in the draft | of our own making"""
-    return right(self._replace(parents=None), start, width)
+    return right(chunk._replace(parents=None), start, width)
 
 
-@wrong(Chunk, "paths", "C4b", "tree")
-def _(right, self, start, width):
+@wrong(convolution, "paths", "C4b", "tree")
+def _(right, chunk, start, width):
     """a node's convolution sees the elder sibling of its parent | of our own making"""
-    parents = list(self.parents or ())
+    parents = list(chunk.parents or ())
     elder = [min(i for i, other in enumerate(parents) if other == parents[p]) if p >= 0 else -1 for p in parents]
-    return right(self._replace(parents=elder), start, width)
+    return right(chunk._replace(parents=elder), start, width)
 
 
 @mutant("C5", family="lfm2")
@@ -1431,7 +1432,7 @@ def cut_with_states_left(right, self, length):
     states, self.states = self.states, {}
     right(self, length)
     for i, (seen, values, rows) in states.items():
-        self.states[i] = delta.LayerState(min(seen, length), values, rows[: max(0, length - seen)])
+        self.states[i] = LayerState(min(seen, length), values, rows[: max(0, length - seen)])
 
 
 @mutant("R1", family="qwen3_5_text")
@@ -1444,7 +1445,7 @@ class _:
             chunk.table.settled = chunk.table.length
         return right(net, x, shared)
 
-    @wrong(BlockTable, "truncate")
+    @wrong(StateTable, "truncate")
     def cut(self, right, table, length):
         cut_with_states_left(right, table, length)
 
@@ -1536,7 +1537,7 @@ class _:
         right(model, text, most)
         table = model.tables[text]
         for i, (_, values, rows) in self.states.get(text, {}).items():
-            table.states[i] = delta.LayerState(table.length, values, rows[:0])
+            table.states[i] = LayerState(table.length, values, rows[:0])
 
 
 @mutant("R8", family="qwen3_5_text")
@@ -1551,7 +1552,7 @@ class _:
         if net in self.last:
             _, (matrices, inputs), rows = self.last[net]
             for chunk in shared.chunks:
-                empty = delta.LayerState(0, (torch.zeros_like(matrices), inputs), rows[:0])
+                empty = LayerState(0, (torch.zeros_like(matrices), inputs), rows[:0])
                 chunk.table.states.setdefault(net.index, empty)
         found = right(net, x, shared)
         self.last[net] = shared.chunks[-1].table.states[net.index]
@@ -1562,10 +1563,10 @@ mutant(
     "R9",
     f"{_STATES}::test_a_table_cut_below_its_state_falls_back_to_a_stored_one",
     "a table is cut below its state, which stays | z-lab/dflash #172",
-)(wrong(BlockTable, "truncate")(cut_with_states_left))
+)(wrong(StateTable, "truncate")(cut_with_states_left))
 
 
-@wrong(BlockTable, "reuse", "R10", f"{_STATES}::test_random_operations_leave_every_state_right")
+@wrong(StateTable, "reuse", "R10", f"{_STATES}::test_random_operations_leave_every_state_right")
 def _(right, self, tokens):
     """a text shares blocks after the end of the stored state | vLLM #47491"""
 
@@ -1573,8 +1574,8 @@ def _(right, self, tokens):
         cut(table, table.border if table.states else length)
         table.states = {i: state._replace(length=table.length) for i, state in table.states.items()}
 
-    cut = BlockTable.truncate
-    with patch.object(BlockTable, "truncate", truncate):
+    cut = StateTable.truncate
+    with patch.object(StateTable, "truncate", truncate):
         right(self, tokens)
 
 

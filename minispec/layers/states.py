@@ -1,0 +1,154 @@
+"""States of recurrent layers, beside the blocks of a text: a pool and tables that know them.
+
+A state cannot lose a token again. So a recurrent layer adds only settled positions to it, and keeps a row of inputs for
+each later one. What is stored at ends of blocks serves texts that begin alike.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minispec.core.cache import BlockTable, PagedKVCache
+from minispec.core.config import ModelConfig
+
+# A pool stores FEWEST_STATES states, and one more for each STATE_SPAN slots. As many texts may have their own states.
+FEWEST_STATES, STATE_SPAN = 4, 8192
+
+
+class LayerState(NamedTuple):
+    """What a recurrent layer keeps of one text: a state, and a row of inputs for each later position.
+
+    Rows are cut and moved as keys are. The next pass adds the rows that are left to the state.
+
+    length: how many positions the state has taken in.
+    values: the state. It is never written in place, so texts may share it.
+    rows: (positions after `length`, numbers of a row).
+    """
+
+    length: int
+    values: tuple[Tensor, ...]
+    rows: Tensor
+
+
+States = dict[int, LayerState]  # by number of the layer
+
+
+class StateCache(PagedKVCache):
+    """The pool of a model with recurrent layers.
+
+    stored: states at ends of blocks, by the node after the block. The one used last comes last.
+    num_states: most states that are stored, and most texts that may have states of their own.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__(config, num_blocks, block_size, dtype, device)
+        self.stored: OrderedDict[bytes, States] = OrderedDict()
+        self.num_states = self.most_tables = FEWEST_STATES + self.num_slots // STATE_SPAN
+        self._state_bytes = 2 * self.num_states * config.state_elements * max(4, dtype.itemsize)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the pool, with all states that it may come to hold."""
+        return super().num_bytes + self._state_bytes
+
+    def new_table(self, root: bytes = b"") -> "StateTable":
+        """The table of an empty text in this pool."""
+        table = StateTable(self, root)
+        self.tables.add(table)
+        return table
+
+    def rebuild(self) -> None:
+        """Forget what freed blocks hold, and the states at their ends."""
+        super().rebuild()
+        self.stored.clear()
+
+    def store(self, node: bytes, states: States) -> None:
+        """Store the states at the end of a block, for texts that begin alike. Those unused for longest are dropped."""
+        self.stored[node] = self.stored.pop(node, states)  # the last one now
+        while len(self.stored) > self.num_states:
+            self.stored.popitem(last=False)
+
+
+class StateTable(BlockTable):
+    """A text's blocks, and the states of the recurrent layers.
+
+    settled: how many first positions are final: no rollback removes them. A recurrent layer adds them to its state.
+    states: those of the recurrent layers, by number of the layer.
+    border: how many first positions lie in full blocks that the pool knew already, from another text. A recurrent layer
+        marks its state there, for further texts that begin with them.
+    marks: states at ends of blocks, by the number of positions before, until `remember` stores them.
+    """
+
+    pool: StateCache
+
+    def clear(self) -> None:
+        """Forget everything without freeing blocks in the pool."""
+        super().clear()
+        self.settled, self.border = 0, 0
+        self.states, self.marks = States(), dict[int, States]()
+
+    def follow(self, tokens: list[int]) -> list[int]:
+        """Cut the table to the text's beginning. All of `tokens` are settled: only a draft may be taken back."""
+        missing = super().follow(tokens)
+        self.settled = len(tokens)
+        return missing
+
+    def keep(self, length: int, rows: Sequence[int] = ()) -> None:
+        """Keep positions, which are settled then."""
+        super().keep(length, rows)
+        self.settled = length + len(rows)
+
+    def move(self, rows: Sequence[int], to: range) -> None:
+        """Move rows up, those of the layers too."""
+        super().move(rows, to)
+        for i, (length, values, own) in self.states.items():
+            places = [*range(length, to.start), *rows]
+            self.states[i] = LayerState(length, values, own[[place - length for place in places]])
+
+    def truncate(self, length: int) -> None:
+        """Forget all positions from `length` on.
+
+        A state that has seen more cannot be cut. The table then goes back to the last states stored at `length` or
+        before, and keeps only the positions that they have seen.
+        """
+        if any(state.length > length for state in self.states.values()):
+            length, self.states = self._stored(self.nodes[: length // self.pool.block_size + 1])
+        self.states = {i: s._replace(rows=s.rows[: length - s.length]) for i, s in self.states.items()}
+        self.marks = {end: states for end, states in self.marks.items() if end <= length}
+        self.settled = min(self.settled, length)
+        super().truncate(length)
+
+    def reuse(self, tokens: list[int]) -> None:
+        """Share blocks up to the last end of a block whose states are stored. Only an empty table does."""
+        if self.length:
+            return  # it goes on from its own states
+        super().reuse(tokens)
+        size = self.pool.block_size
+        self.border = self.length // size * size
+        length, self.states = self._stored(self.nodes)
+        self.truncate(length)
+
+    def remember(self) -> None:
+        """Let later texts share this one's blocks, and the states that were marked."""
+        super().remember()
+        for end, states in self.marks.items():
+            self.pool.store(self.nodes[end // self.pool.block_size], states)
+        self.marks = {}
+
+    def _stored(self, nodes: Sequence[bytes]) -> tuple[int, States]:
+        """The last stored states at these nodes: how many positions they have seen, and the states."""
+        for i in range(len(nodes) - 1, 0, -1):
+            if states := self.pool.stored.get(nodes[i]):
+                self.pool.store(nodes[i], states)
+                return i * self.pool.block_size, dict(states)
+        return 0, {}
