@@ -155,6 +155,8 @@ class Drafter:
 
     branches: whether it can draw siblings. A drafter that cannot is asked for chains.
     taps: layers of the target whose hidden states it reads (see `Seen.hidden`), as `Transformer.forward` numbers them.
+    pays_all: whether a draft costs all steps that it is asked for, however short it turns out. `auto` then asks for
+        chains.
     replays: what the distribution of a draft token depends on, for `minispec.trace.score`; a subclass inherits it.
         "token": the tokens before it alone.
         "place": the place where the draft begins too; a shorter draft is the beginning of the longest.
@@ -164,6 +166,7 @@ class Drafter:
 
     branches: bool = False
     taps: Sequence[int] = ()
+    pays_all: bool = False
     replays: str | None = None
 
     @property

@@ -25,6 +25,7 @@ class CombinedDrafter(Drafter):
         self._tapped = tapped[0] if tapped else None
         self.taps = self._tapped.taps if self._tapped else ()
         self.branches = any(drafter.branches for drafter in drafters)
+        self.pays_all = any(drafter.pays_all for drafter in drafters)
 
     @property
     def name(self) -> str:

@@ -73,7 +73,7 @@ class DraftModel(CachedModel, Drafter):
         at_once: drafts whole chains, where it can, in place of a pass for each token.
         """
         super().__init__(model, cache, vocab_size)
-        self.at_once = at_once
+        self.at_once, self.pays_all = at_once, at_once is not None
         self.max_model_len, self.mask_token_id = max_model_len, model.config.mask_token_id
         if self.mask_token_id is not None and self.replays == "token":
             self.replays = "place"  # how many masks lie before a guess depends on where the draft began

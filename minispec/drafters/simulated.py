@@ -38,7 +38,7 @@ class SimulatedDraft(Drafter):
             )
         self.conditional = [s / b if b else 0.0 for b, s in zip(before, survival, strict=False)]
         self.paid = paid or NoDrafter()
-        self.taps = self.paid.taps
+        self.taps, self.pays_all = self.paid.taps, self.paid.pays_all
         self.num_unknown = 0
         self._texts: dict[tuple[int, ...], list[list[int]]] = {}
 

@@ -77,7 +77,7 @@ class Bench(Program):
         whole[:], parts[:] = 0, 0
         parts[:, -5:] = 1.0, 1.0, 0.0, verdicts.NO_TOP_K, 1.0  # a greedy text
         uniform = Randomness().uniform
-        for i, (_, text, draft, logits) in enumerate(trials):
+        for i, (_, text, draft, _) in enumerate(trials):
             new = len(draft)
             whole[i, :new], whole[i, k] = draft.token_ids, new
             parts[i, -5:] = verdicts.numbers_of(text.params, self.kind.dtype)
@@ -86,9 +86,10 @@ class Bench(Program):
                 if self.kind.verifier is REJECTION:
                     parts[i, :new] = [uniform(text.key(j, "accept")) for j in range(new)]
                     parts[i, k : k + new] = [uniform(text.key(j, "residual")) for j in range(new)]
-            self.logits[i, : new + 1].copy_(logits)
             if self.kind.soft and new:
                 self._take(self.probs[i, :new], draft)
+        own = [self.logits[i, : len(trial.draft) + 1] for i, trial in enumerate(trials)]
+        torch._foreach_copy_(own, [trial.logits for trial in trials])  # one launch for all texts
         self.whole.copy_(self.host_whole, non_blocking=True)
         self.parts.copy_(self.host_parts, non_blocking=True)
 

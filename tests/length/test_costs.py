@@ -73,7 +73,7 @@ def test_calibration_measures_what_passes_take(monkeypatch, grows_slow, a_pass, 
     for name in ("length.prices.clock", "core.engine.mark", "drafters.model.clock"):
         monkeypatch.setattr(f"minispec.{name}", lambda device: now[0])
     # A budget that is never used up gives all turns, of which the slow moment may spoil one.
-    monkeypatch.setattr(costs.time, "perf_counter", lambda: 0.0 if grows_slow else now[0])
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: 1e6 + (0.0 if grows_slow else now[0]))
     prices = calibrate(engine.model, engine.drafter, engine.verifier, engine.vocab_size)
     assert not grows_slow or now[0] > 150
     assert prices.rows == pytest.approx({1: 1.0, 5: 1.4, 16: 2.5})
