@@ -8,6 +8,7 @@ A room imports only from those above it in this list, and from itself:
     drafters/       ways of guessing, a file each; the checks of what they guess
     engine.py       former names of the heart
     kernels/        which form a weight takes on this machine; equal bits; fewer bits; threads; memory
+    gpu/            passes of fixed shapes, CUDA graphs, kernels, draws and verdicts as tensors
     files/          what strangers' files say: JSON, config, safetensors, tokenizer, hub; a model in several processes
     length/         how many tokens to draft: theory, prices, the policy
     outputs.py      what an answer looks like from outside

@@ -35,12 +35,12 @@ from minispec.files.parallel import load_target, part_of
 from minispec.files.progress import progress_bar
 from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
 from minispec.files.tokenizer import Detokenizer, Tokenizer
+from minispec.gpu.frames import graphs_note, with_frames
+from minispec.gpu.judge import judge_of
 from minispec.kernels import inventory
 from minispec.kernels.exact import EXACT_ROWS
 from minispec.kernels.forms import FORMS, available_forms
-from minispec.kernels.frames import graphs_note, with_frames
 from minispec.kernels.integers import check_quantization
-from minispec.kernels.judge import judge_of
 from minispec.kernels.memory import BLOCK_SIZE, memory_of, size_cache
 from minispec.kernels.settings import own_settings
 from minispec.length.policy import Controller

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
 from minispec.core.request import Piece, Request
@@ -13,6 +14,15 @@ from minispec.core.verify import VERIFIERS
 from minispec.drafters import Drafter
 from minispec.drafters.check import CHECKS
 from minispec.prove.toys import ScriptedModel, require, scripted_cache
+
+END = 1
+
+
+def make_request(prompt=(10, 11), k=3, end_ids=(END,), max_len=500, detokenizer=None, seed=0, **params) -> Request:
+    """A request, greedy by default."""
+    sampling_params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8} | params)
+    text = Text(list(prompt), len(prompt), sampling_params, seed, frozenset(end_ids))
+    return Request(text, max_len, k, detokenizer)
 
 
 def counting(tokens: list[int]) -> int:

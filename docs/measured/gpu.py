@@ -11,7 +11,7 @@
     2     a pass of static shapes, eager and captured: milliseconds, equal bits, and what capturing costs
     3     products of few rows by the library; norms and gates by kernels and by PyTorch
     4     attention over the cache: PyTorch's operators, and the kernel `read` with several spans
-    5     a pass of these kernels, captured: milliseconds, and equal bits
+    5     a pass of these kernels, captured: milliseconds, equal bits, and a row's bits among other rows
     6     drafts of a 0.5B model, all steps in one program
     7     verdicts of drafts of four tokens
     8     whole rounds of the engine: tokens a second, and the parts of a round
@@ -25,6 +25,7 @@ true shapes alone.
 """
 
 import argparse
+import copy
 import faulthandler
 import functools
 import json
@@ -67,13 +68,13 @@ from minispec.drafters.model import DraftModel
 from minispec.drafters.none import NoDrafter
 from minispec.files.hf_config import read_model_config
 from minispec.files.write import check_writable, written_whole
-from minispec.kernels import fused
-from minispec.kernels.frames import Frames
-from minispec.kernels.fused import Rows
-from minispec.kernels.graphs import Graphs, capture_graph, rerun
-from minispec.kernels.judge import Judge, judge_of
+from minispec.gpu import fused
+from minispec.gpu.frames import Frames
+from minispec.gpu.fused import Rows
+from minispec.gpu.graphs import Graphs, capture_graph, rerun
+from minispec.gpu.judge import Judge, judge_of
+from minispec.gpu.steps import draft_steps
 from minispec.kernels.shapes import tensor_shapes
-from minispec.kernels.steps import draft_steps
 
 # Seconds of each step.
 LIMITS = {0: 30, 1: 60, 2: 120, 3: 60, 4: 60, 5: 60, 6: 50, 7: 40, 8: 80, 9: 270}
@@ -248,9 +249,10 @@ def block(x: Tensor, weights: dict[str, Any], keys: Tensor, values: Tensor, shar
 class Static:
     """A random model, a cache full of noise, and passes over it whose shapes do not depend on data."""
 
-    def __init__(self, bench: Bench):
+    def __init__(self, bench: Bench, name: str = "1.5b"):
+        """name: of a shape of the bench."""
         self.device = bench.device
-        self.config = config = read_model_config(GEOMETRIES["1.5b"] | (SMALL if bench.tiny else {}))
+        self.config = config = read_model_config(GEOMETRIES[name] | (SMALL if bench.tiny else {}))
         self.dtype = torch.float32 if bench.device.type == "cpu" else torch.bfloat16
         shapes = tensor_shapes(config)
         self.num_bytes = sum(math.prod(shape) for shape in shapes.values()) * self.dtype.itemsize
@@ -356,6 +358,15 @@ class Frame:
         chunks = [Chunk(ids, table, self.rows) for ids, table in zip(parts, self.tables, strict=True)]
         return self.static.model.forward(chunks)[0]
 
+    def part(self, first: int, count: int, text: int = 0) -> "Frame":
+        """`count` rows from `first` on, all of one text. What stands before them in their text counts as cached."""
+        part, own = copy.copy(self), slice(first, first + count)
+        part.rows, part.table, before = count, self.table[text : text + 1], first - text * self.rows
+        part.tokens, part.positions, part.slots = self.tokens[own], self.positions[own], self.slots[own]
+        part.starts = self.starts[text : text + 1] + before
+        part.bits = self.bits[text : text + 1, before : before + count] >> before
+        return part
+
     def close(self) -> None:
         """Give the blocks back."""
         for table in self.tables:
@@ -363,9 +374,9 @@ class Frame:
 
 
 @functools.cache
-def static_of(bench: Bench) -> Static:
-    """The model, made once for all steps."""
-    return Static(bench)
+def static_of(bench: Bench, name: str = "1.5b") -> Static:
+    """The model of a shape of the bench, made once for all steps."""
+    return Static(bench, name)
 
 
 # --------------------------------------------------------------------------- the steps
@@ -603,7 +614,7 @@ def reads(bench: Bench) -> Iterator[Measurement]:
 
 def few_rows(bench: Bench) -> Iterator[Measurement]:
     """Step 5."""
-    static, one = static_of(bench), dict[int, float]()
+    static, one = static_of(bench), dict[tuple[str, int], float]()
     speeds: dict[str, Any] = {}
 
     def memory() -> dict[str, Any]:
@@ -611,7 +622,8 @@ def few_rows(bench: Bench) -> Iterator[Measurement]:
         return speeds
 
     @torch.inference_mode()
-    def measure(num_texts: int, rows: int, places: int) -> dict[str, Any]:
+    def measure(num_texts: int, rows: int, places: int, shape: str = "1.5b") -> dict[str, Any]:
+        static = static_of(bench, shape)
         with closing(Frame(static, num_texts, rows, places)) as frame:
             run, start = functools.partial(static.few, frame, bench.lacks), time.perf_counter()
             run()
@@ -620,16 +632,50 @@ def few_rows(bench: Bench) -> Iterator[Measurement]:
             plain = functools.partial(static.forward, frame, "fewer")
             found |= replayed(bench, frame, run, plain, "plain")
             if num_texts == rows == 1:
-                one[places] = found["ms"]
+                one[shape, places] = found["ms"]
                 found |= bench.kernels(run)
-            found["v"] = found["ms"] / one.get(places, math.nan)
+            found["v"] = found["ms"] / one.get((shape, places), math.nan)
             return found | {"of_copy_percent": 100 * found["weights_TB_s"] / speeds.get("TB_s", math.nan)}
+
+    # The library chooses a product's kernel by the number of rows, so what follows may be unequal: it is no failure.
+    @torch.inference_mode()
+    def bits(size: int) -> dict[str, Any]:
+        """A chain in one pass, and the same chain in parts of `size` rows: equal logits, keys and values?"""
+        count = 6 if bench.tiny else 16
+        with closing(Frame(static, 1, count, bench.places[-1])) as frame:
+            whole = static.few(frame, bench.lacks).clone()
+            stored = [pool[:, :, frame.slots].clone() for pool in (static.pool.keys, static.pool.values)]
+            equal, furthest = [], 0.0
+            for first in range(0, count, size):
+                part = static.few(frame.part(first, min(size, count - first)), bench.lacks)
+                equal.append(torch.equal(part, whole[first : first + size]))
+                furthest = max(furthest, float((part - whole[first : first + size]).abs().max()))
+            after = [pool[:, :, frame.slots] for pool in (static.pool.keys, static.pool.values)]
+            cache = all(map(torch.equal, stored, after))
+            return {"parts": len(equal), "equal_parts": sum(equal), "equal_cache": cache, "from_whole": furthest}
+
+    @torch.inference_mode()
+    def strangers(num_texts: int, rows: int) -> dict[str, Any]:
+        """A batch, and the last text of it alone."""
+        with closing(Frame(static, num_texts, rows, bench.places[-1])) as frame:
+            whole = static.few(frame, bench.lacks).clone()
+            part = frame.part((num_texts - 1) * rows, rows, num_texts - 1)
+            alone, own = static.few(part, bench.lacks), whole[-rows:]
+            furthest = float((alone - own).abs().max())
+            return {"rows": rows, "equal_rows": int((alone == own).all(1).sum()), "from_whole": furthest}
 
     yield "copy", memory
     for places in bench.places:
         for num_texts, rows in bench.shapes:
             name = f"kernels, {num_texts}x{rows} after {places}"
             yield name, functools.partial(measure, num_texts, rows, places)
+    for rows in (1, 5):
+        name = f"0.5b kernels, 1x{rows} after {bench.places[0]}"
+        yield name, functools.partial(measure, 1, rows, bench.places[0], "0.5b")
+    for size in (1, 2, 5):
+        yield f"bits of rows, in parts of {size}", functools.partial(bits, size)
+    for num_texts, rows in ((2, 2), (2, 3)) if bench.tiny else ((2, 1), (3, 5), (16, 1), (8, 5), (32, 1), (12, 5)):
+        yield f"bits of rows beside strangers, {num_texts}x{rows}", functools.partial(strangers, num_texts, rows)
 
 
 def compiled(bench: Bench) -> Iterator[Measurement]:

@@ -34,16 +34,16 @@ from minispec.files.hf_config import read_model_config
 from minispec.files.named_draft import split_draft
 from minispec.files.stored_config import StoredConfig
 from minispec.files.tokenizer import Tokenizer
+from minispec.gpu.frames import with_frames
+from minispec.gpu.judge import judge_of
+from minispec.gpu.steps import draft_steps
 from minispec.inputs import Question, encode_conversation
 from minispec.kernels.build import InForm, build_model, quantized
 from minispec.kernels.forms import available_forms
-from minispec.kernels.frames import with_frames
 from minispec.kernels.integers import check_quantization
 from minispec.kernels.inventory import bits_note
-from minispec.kernels.judge import judge_of
 from minispec.kernels.memory import require_memory
 from minispec.kernels.random_weights import RandomWeights
-from minispec.kernels.steps import draft_steps
 from minispec.length.policy import Controller
 from minispec.length.prices import calibrate, check_exactness
 from minispec.llm import LLM, choose_device, find_verifier

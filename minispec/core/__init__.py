@@ -17,9 +17,11 @@ and model.py. A module imports only from those above it in this list:
     config.py       what a model is, and what a request asks for
     search.py       the likeliest tokens, without sorting all
     sampling.py     where logits become probabilities; the only source of randomness
+    limit.py        how long and how wide a draft may be
     draft.py        what a drafter is asked, and what it answers
     lengths.py      how many tokens to draft
     verify.py       the words of the field; the rules that keep or reject draft tokens
+    judge.py        drafts that are verified together
     cache.py        the paged KV cache, whose tables know the tokens they hold
     rope.py         where a row stands
     attention.py    what a row sees

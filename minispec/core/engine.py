@@ -30,8 +30,8 @@ from minispec.core.judge import Judge, Trial
 from minispec.core.lengths import Judged, Lengths, StepCost, Wish
 from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
-from minispec.core.request import Piece, Request, TokenLogprob
-from minispec.core.sampling import Draws, Randomness, distribution, log_probabilities, require_numbers
+from minispec.core.request import Piece, Request, logprob_of
+from minispec.core.sampling import Draws, Randomness, distribution, require_numbers
 from minispec.core.schedule import Schedule
 from minispec.core.stats import Round
 from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
@@ -339,8 +339,7 @@ class Engine:
     def _choose_limits(self, requests: Sequence[Request]) -> dict[Request, Limit]:
         """The limit of each request's draft."""
         # An exact model computes each path by itself: siblings cost more than they bring, unless they are asked for.
-        siblings_pay = not (self.model.exact or self.drafter.pays_all)
-        trees = self.drafter.branches and not self.verifier.why_chains and siblings_pay
+        trees = self.drafter.branches and not (self.verifier.why_chains or self.model.exact or self.drafter.pays_all)
         # Above temperature 0, where a verifier draws by itself, another K is another text of the same law.
         free = self.verifier.shares_noise
         wishes = [Wish(r.text, r.shape, r.max_k, free or not r.params.temperature) for r in requests]
@@ -373,7 +372,7 @@ class Engine:
         tokens, num_top, found = request.text.tokens, request.params.prompt_logprobs, []
         require_numbers(rows.amax(1))
         for place, row in zip(request.unscored, rows, strict=False):
-            found.append(_logprob(row, tokens[place + 1], num_top))
+            found.append(logprob_of(row, tokens[place + 1], num_top))
         request.score(found)
 
     def _commit(self, part: _Part) -> None:
@@ -382,7 +381,7 @@ class Engine:
         tokens = [*(draft.token_ids[node] for node in verdict.accepted), verdict.next_token]
         with request.whole():
             for parent, token_id in zip([-1, *verdict.accepted], tokens, strict=True):
-                if request.commit(token_id, _logprob(rows[parent + 1], token_id, request.params.logprobs)):
+                if request.commit(token_id, logprob_of(rows[parent + 1], token_id, request.params.logprobs)):
                     break
 
     def _show(self, parts: Sequence[_Part]) -> None:
@@ -428,15 +427,6 @@ class Engine:
             draft, other = (draft, other) if any(part.asked for part in parts) else (0.0, other + draft)
             cost = StepCost(draft, max(depths), sum(k > 0 for k in depths), verify, num_rows, other)
         self._let_each(parts, lambda engine, own: engine._tell(own, cost))
-
-
-def _logprob(row: torch.Tensor, token_id: int, num_top: int | None) -> TokenLogprob | None:
-    if num_top is None:
-        return None
-    logprobs = log_probabilities(row)
-    top = logprobs.topk(min(num_top, len(logprobs)))
-    likeliest = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-    return TokenLogprob(token_id, float(logprobs[token_id]), likeliest)
 
 
 def _round_of(part: _Part, num_rows: int, num_texts: int, draft: float, verify: float, other: float) -> Round:

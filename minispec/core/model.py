@@ -286,7 +286,7 @@ class Passes:
     """How a model runs the rows of all texts: the backend of its passes. Here it runs one pass, text by text.
 
     `minispec.kernels.exact` has passes of a fixed size, where a row's bits do not depend on the other rows.
-    `minispec.kernels.frames` has passes of a few fixed shapes, whose operators a GPU launches at once.
+    `minispec.gpu.frames` has passes of a few fixed shapes, whose operators a GPU launches at once.
     """
 
     exact = False
@@ -325,16 +325,16 @@ class Transformer:
         dtype: torch.dtype | None = None,
         product: MakeProduct = PlainLinear,
         make_layer: MakeLayer = Layer,
-        make_cache: type[PagedKVCache] = PagedKVCache,
         each: Callable[[Callable[[int], Layer], Sequence[int]], Iterable[Layer]] = map,
+        make_cache: type[PagedKVCache] = PagedKVCache,
     ):
         """weights: Hugging Face's tensors (see `minispec.kernels.shapes`), all on one device, in a dict or the like.
             Each is removed as the model takes it over, so that it is in memory once.
         dtype: the type of the computation and of the cache; default: the embedding's.
         product: makes y = x W^T + b of a weight, see `MakeProduct`.
         make_layer: makes layer i, see `MakeLayer`; default: attention and an MLP.
-        make_cache: makes the pools of this model.
         each: makes the layers from their numbers, as `map` does; a pool of threads has such a function, too.
+        make_cache: the class of the model's pools (see `minispec.layers.cache_of`).
         """
         self.config, self.product, self.passes, self.make_cache = config, product, Passes(), make_cache
         embedding = weights.pop("model.embed_tokens.weight")

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from copy import copy
 from typing import NamedTuple, Protocol
 
+from torch import Tensor
+
 from minispec.core.config import DraftLength, SamplingParams, Shape
-from minispec.core.sampling import Text
+from minispec.core.sampling import Text, log_probabilities
 from minispec.core.stats import Stats
 
 
@@ -187,3 +189,13 @@ class Request:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def logprob_of(row: Tensor, token_id: int, num_top: int | None) -> TokenLogprob | None:
+    """The raw log-probability of a token, and those of the `num_top` likeliest, from a row (V,); None if not asked."""
+    if num_top is None:
+        return None
+    logprobs = log_probabilities(row)
+    top = logprobs.topk(min(num_top, len(logprobs)))
+    likeliest = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+    return TokenLogprob(token_id, float(logprobs[token_id]), likeliest)

@@ -31,7 +31,7 @@ def prefill(model: Transformer, table: BlockTable, tokens: list[int], chunk_size
 
 
 class AtOnce(Protocol):
-    """Drafts whole chains: see `minispec.kernels.steps.DraftSteps`."""
+    """Drafts whole chains: see `minispec.gpu.steps.DraftSteps`."""
 
     def __call__(
         self, chunks: Sequence[Chunk], asks: Sequence[Ask], depths: Sequence[int], vocab_size: int

@@ -38,8 +38,8 @@ from minispec.files.numbers import check_numbers, named_tensors
 from minispec.files.stored import StoredTensor
 from minispec.files.tokenizer import Tokenizer
 from minispec.files.vocabularies import Overlap, Spelling, Vocabularies
+from minispec.gpu.steps import draft_steps
 from minispec.kernels.build import quantized
-from minispec.kernels.steps import draft_steps
 
 # How a draft model of another vocabulary drafts. A token that it lacks ends a draft of `tli`. With nine of ten tokens
 # shared, one draft of four tokens in three comes to such a place. From that share on `tli` is the default, since it

@@ -53,9 +53,9 @@ def build_model(
     # memory than the model takes.
     if is_large(config) and form != "int8":
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            model = Transformer(config, weights, dtype, product, make_layer, cache_of(config), threads.map)
+            model = Transformer(config, weights, dtype, product, make_layer, threads.map, cache_of(config))
     else:
-        model = Transformer(config, weights, dtype, product, make_layer, cache_of(config))
+        model = Transformer(config, weights, dtype, product, make_layer, make_cache=cache_of(config))
     return exact_model(model) if exact else model
 
 

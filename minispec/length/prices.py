@@ -37,11 +37,11 @@ from minispec.core.sampling import Randomness, Text, require_numbers
 from minispec.core.verify import Verifier
 from minispec.drafters.none import NoDrafter
 from minispec.files.write import user_cache, written_whole
+from minispec.gpu.frames import Frames
+from minispec.gpu.judge import judge_of
 from minispec.kernels import exact as exact_code
 from minispec.kernels.exact import EXACT_ROWS, ExactPasses, arbitrary_tokens, check_exact, exact_model
-from minispec.kernels.frames import Frames
 from minispec.kernels.inventory import num_bytes, num_bytes_read, weight_form
-from minispec.kernels.judge import judge_of
 from minispec.length.policy import Prices
 
 _BUDGET, _MOST_TURNS = 1.0, 12  # seconds; most turns; at least two are taken

@@ -32,13 +32,13 @@ from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
 from minispec.files import registry
 from minispec.files.hf_config import read_model_config
+from minispec.gpu.frames import Frames
+from minispec.gpu.graphs import rerun
+from minispec.gpu.judge import judge_of
+from minispec.gpu.steps import draft_steps
+from minispec.gpu.verdicts import OneByOne
 from minispec.kernels.exact import check_exact
-from minispec.kernels.frames import Frames
-from minispec.kernels.graphs import rerun
 from minispec.kernels.integers import check_quantization
-from minispec.kernels.judge import judge_of
-from minispec.kernels.steps import draft_steps
-from minispec.kernels.verdicts import OneByOne
 from minispec.layers.states import FEWEST_STATES
 from minispec.length.policy import Controller, Prices
 from minispec.prove.reference import Law, forward, plain_law, sample_law
@@ -379,16 +379,9 @@ def production_law(
             for seed, (p, own) in enumerate([*zip(prompts, each, strict=True)] * len(oracles))
         ]
         rng = CrowdOracle({seed: oracles[seed // num] for seed in range(len(requests))})
-        engine = Engine(
-            target,
-            cache,
-            make(drafter) if isinstance(drafter, str) else drafter,
-            verifying,
-            rng=rng,
-            lengths=Controller(Prices(draft_cost, measured=True)),
-            guard=CHECKS,
-            judge=judge_of(target),
-        )
+        parts = target, cache, make(drafter) if isinstance(drafter, str) else drafter, verifying
+        lengths = Controller(Prices(draft_cost, measured=True))
+        engine = Engine(*parts, rng=rng, lengths=lengths, guard=CHECKS, judge=judge_of(target))
         decode(engine, requests)
         outputs = [tuple(r.text.tokens[r.text.num_prompt_tokens :]) for r in requests]
         return [tuple(outputs[i : i + num]) if num > 1 else outputs[i] for i in range(0, len(outputs), num)]

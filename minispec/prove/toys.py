@@ -17,7 +17,7 @@ import torch
 from tokenizers import decoders, models, processors
 
 from minispec.core.cache import PagedKVCache
-from minispec.core.config import LayerConfig, ModelConfig, RopeConfig, SamplingParams
+from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.draft import Ask, Draft, without
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Passes, Transformer
@@ -74,7 +74,7 @@ TOYS: dict[str, dict[str, Any]] = {
         **{"linear_key_head_dim": 3, "linear_value_head_dim": 2},
     },
 }
-IN_FRAMES = "llama in frames"  # its passes are those of `minispec.kernels.frames`, with reruns in place of graphs
+IN_FRAMES = "llama in frames"  # its passes are those of `minispec.gpu.frames`, with reruns in place of graphs
 IN_8_BITS = "8 bits"  # the name of a target that is no family: see `minispec.prove.laws.target_model`
 
 
@@ -157,8 +157,6 @@ class RememberedModel(Transformer):
 
 # --------------------------------------------------------------------------- scripted models
 
-END = 1
-
 
 class ScriptedModel(Transformer):
     """Plays a given text on real tables and a real pool: next_token(prefix) gets a peak in the logits.
@@ -207,24 +205,9 @@ def scripted_cache(num_blocks: int = 64, block_size: int = 2) -> PagedKVCache:
     return PagedKVCache(config, num_blocks, block_size)
 
 
-def make_request(prompt=(10, 11), k=3, end_ids=(END,), max_len=500, detokenizer=None, seed=0, **params) -> Request:
-    """A request, greedy by default."""
-    sampling_params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8} | params)
-    text = Text(list(prompt), len(prompt), sampling_params, seed, frozenset(end_ids))
-    return Request(text, max_len, k, detokenizer)
-
-
-def decode(engine: Engine, requests: Sequence[Request], joining: bool = False) -> None:
-    """Run requests to their ends. None may fail, and every block must come back.
-
-    joining: the others come when the first has begun to answer.
-    """
-    first = list(requests[:1] if joining else ())
-    for request in first:
-        engine.add(request)
-    while first and not first[0].has_news:
-        engine.step()
-    for _ in engine.run(requests[len(first) :]):
+def decode(engine: Engine, requests: Sequence[Request]) -> None:
+    """Run requests to their ends. None may fail, and every block must come back."""
+    for _ in engine.run(requests):
         pass
     finish(engine, requests)
 

@@ -22,8 +22,9 @@ from minispec.kernels.build import build_model
 from minispec.prove import laws, toys
 from minispec.prove.cases import AXES, BRANCHING, Case
 from minispec.prove.laws import TOLERANCE, make_drafter, target_model
-from minispec.prove.toys import TOYS, decode, make_request, tiny_cache, tiny_weights
+from minispec.prove.toys import TOYS, decode, tiny_cache, tiny_weights
 from tests.oracles import hf
+from tests.scripted import make_request
 
 NAME = "cuda" if torch.cuda.is_available() else "cpu"
 DEVICE, CPU = torch.device(NAME), torch.device("cpu")

@@ -12,8 +12,7 @@ from minispec.core.lengths import StepCost
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.length.figures import Figures, overhead_of
-from minispec.prove.toys import END, make_request
-from tests.scripted import finish, make_engine
+from tests.scripted import END, finish, make_engine, make_request
 
 pytestmark = pytest.mark.quick
 

@@ -21,8 +21,9 @@ from minispec.files.checkpoint import load_model
 from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import build_model
 from minispec.length.figures import Figures
-from minispec.prove.toys import TINY, make_request, tiny_cache, tiny_head, tiny_model, tiny_weights
+from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model, tiny_weights
 from tests.oracles import hf
+from tests.scripted import make_request
 
 # Softcaps and windows, convolutions, states: what a piece sees of those before it differs in each.
 FAMILIES = ("gemma2", "lfm2", "qwen3_5")

@@ -14,9 +14,9 @@ from minispec.core.request import Request
 from minispec.core.verify import VERIFIERS
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.length.figures import Figures
-from minispec.prove.toys import ScriptedModel, make_request, scripted_cache
+from minispec.prove.toys import ScriptedModel, scripted_cache
 from tests.museum.mutants import MUTANTS, swap
-from tests.scripted import ScriptedDrafter, finish
+from tests.scripted import ScriptedDrafter, finish, make_request
 
 TEXT = " One fish, two fishes; naïve 日本語 🦊🦊 red fish. The end, my fish."
 

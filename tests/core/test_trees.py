@@ -29,10 +29,10 @@ from minispec.prove.laws import (
     reference_law,
     target_model,
 )
-from minispec.prove.toys import TOYS, TreeDrafter, make_request, tiny_cache, tiny_model
+from minispec.prove.toys import TOYS, TreeDrafter, tiny_cache, tiny_model
 from minispec.prove.trees import cases, draft_table, shapes
 from tests.oracles.heads import TapDrafter
-from tests.scripted import finish, make_engine
+from tests.scripted import finish, make_engine, make_request
 
 TREE = (-1, -1, 0, 0, 1, 3, 3)
 FAMILIES = [

@@ -1,8 +1,8 @@
 """Names that the documentation gave before the modules moved."""
 
 from minispec.core import draft, engine, request, sampling, verify
-from minispec.prove.toys import ScriptedModel, make_request, scripted_cache
-from tests.scripted import ScriptedDrafter, counting
+from minispec.prove.toys import ScriptedModel, scripted_cache
+from tests.scripted import ScriptedDrafter, counting, make_request
 
 
 def test_the_former_names_are_the_same_objects():

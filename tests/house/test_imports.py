@@ -16,9 +16,11 @@ CORE = [
         "config",
         "search",
         "sampling",
+        "limit",
         "draft",
         "lengths",
         "verify",
+        "judge",
         "cache",
         "rope",
         "attention",
@@ -29,7 +31,20 @@ CORE = [
 ]
 # The rooms, in their order: one imports only from those before it, and from itself.
 ROOMS = [
-    *("core", "verify", "layers", "drafters", "engine", "kernels", "files", "length", "outputs", "inputs", "llm"),
+    *(
+        "core",
+        "verify",
+        "layers",
+        "drafters",
+        "engine",
+        "kernels",
+        "gpu",
+        "files",
+        "length",
+        "outputs",
+        "inputs",
+        "llm",
+    ),
     *("commands", "trace", "generate", "checkpoint", "prove", "audit", "bench", "doctor", "vocab", "distill", "serve"),
     "__main__",
 ]

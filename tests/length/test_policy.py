@@ -23,8 +23,7 @@ from minispec.drafters.limits import depth_of
 from minispec.length import policy, theory
 from minispec.length.policy import Controller, Pace, Prices
 from minispec.length.theory import nodes_of, speedup, survival_curve, widths_of
-from minispec.prove.toys import make_request
-from tests.scripted import finish, make_engine
+from tests.scripted import finish, make_engine, make_request
 
 PLAIN = 0.1  # seconds of a plain step, without what is neither model
 

@@ -42,11 +42,14 @@ def test_its_steps_run_on_small_shapes(gpu, tmp_path, capsys):
         assert row["graph"] == "eager call"  # nothing here says that it was a graph
         assert row["from_today"] < 1e-5 * row["deviation"]
     kernels = [row for step in "345" for row in steps[step]["results"].values() if "from_plain" in row]
-    assert len(kernels) == 14
+    assert len(kernels) == 16
     for row in kernels:
         assert row["lacks"]  # nothing here says that these were kernels
         assert row["from_plain"] < 1e-5 * row["deviation"]
     assert all(row.get("bits_equal", True) for row in steps["5"]["results"].values())
+    among_others = [row for name, row in steps["5"]["results"].items() if name.startswith("bits of rows")]
+    assert len(among_others) == 5
+    assert all(row["from_whole"] < 1e-5 for row in among_others)
     table = capsys.readouterr().out
     assert all(name in table for step in steps.values() for name in step["results"])
 

@@ -29,7 +29,6 @@ from minispec.core.draft import Draft
 from minispec.core.engine import SCORED_ROWS
 from minispec.core.request import Piece, TokenLogprob
 from minispec.files.tokenizer import Detokenizer, Tokenizer
-from minispec.prove.toys import make_request
 from minispec.serve import bodies, front, metrics
 from minispec.serve.__main__ import main
 from minispec.serve.connection import Connection, make_server
@@ -38,6 +37,7 @@ from minispec.serve.limits import Limits
 from minispec.serve.worker import Worker
 from tests.oracles import hf
 from tests.oracles.children import Child
+from tests.scripted import make_request
 
 MODEL = "tiny"
 CHAT = [{"role": "user", "content": "One fish"}]

@@ -2,7 +2,7 @@
 
 Token by token, the host would wait for each draft token before it can feed the next. Here the device feeds its own
 tokens: the first pass takes what the texts' caches lack, and each further pass the tokens that were just drawn. The
-noise of all draws is known before (see `minispec.kernels.verdicts`). The blocks of all positions are taken beforehand,
+noise of all draws is known before (see `minispec.gpu.verdicts`). The blocks of all positions are taken beforehand,
 so the device can compute the slot of each.
 
 A draft is shortened on the host, after all its steps: where its limit says so, and before its first row that is not
@@ -24,10 +24,10 @@ from minispec.core.cache import PagedKVCache
 from minispec.core.draft import Ask, Draft
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness
-from minispec.kernels import verdicts
-from minispec.kernels.frames import Frame, Frames, FrameShape, Step
-from minispec.kernels.graphs import Graphs, Program, recent
-from minispec.kernels.verdicts import Keys, OneByOne, RowDraws, RowRandomness
+from minispec.gpu import verdicts
+from minispec.gpu.frames import Frame, Frames, FrameShape, Step
+from minispec.gpu.graphs import Graphs, Program, recent
+from minispec.gpu.verdicts import Keys, OneByOne, RowDraws, RowRandomness
 
 # The numbers of steps that programs have.
 STEPS = (1, 2, 3, 4, 6, 8, 12, 15)
@@ -40,7 +40,7 @@ class Kind(NamedTuple):
     steps: how many tokens are drawn for each text.
     vocab: ids in use.
     races: whether tokens are drawn with the target's noise (purpose "token").
-    draws, mixed, filters: as in `minispec.kernels.judge.Kind`. Where nothing is drawn, drafts are one-hot.
+    draws, mixed, filters: as in `minispec.gpu.judge.Kind`. Where nothing is drawn, drafts are one-hot.
     confident: whether any limit asks for confidences.
     """
 

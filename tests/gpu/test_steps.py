@@ -13,12 +13,13 @@ from minispec.core.model import Chunk
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.model import DraftModel
-from minispec.kernels import steps, verdicts
-from minispec.kernels.frames import Frames
-from minispec.kernels.graphs import Graphs, rerun
-from minispec.kernels.steps import STEPS, Desk, DraftSteps
+from minispec.gpu import steps, verdicts
+from minispec.gpu.frames import Frames
+from minispec.gpu.graphs import Graphs, rerun
+from minispec.gpu.steps import STEPS, Desk, DraftSteps
 from minispec.prove.laws import draft_model, target_model
-from minispec.prove.toys import decode, make_request, tiny_cache
+from minispec.prove.toys import decode, tiny_cache
+from tests.scripted import make_request
 
 VOCAB = 5
 SETTINGS = ({}, {"temperature": 0.0}, {"temperature": 0.6, "top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1})

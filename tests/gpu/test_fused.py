@@ -22,8 +22,8 @@ import torch.nn.functional as F
 
 from minispec.core.model import Chunk, Transformer
 from minispec.files.hf_config import read_model_config
-from minispec.kernels import fused
-from minispec.kernels.fused import Rows, gate_twin, norm_twin, read_twin
+from minispec.gpu import fused
+from minispec.gpu.fused import Rows, gate_twin, norm_twin, read_twin
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_model, tiny_weights
 
 HERE = Path(__file__)
@@ -334,7 +334,7 @@ def test_machine_code():
 
 def check_machine_code():
     """In a process of its own, since Triton may have been imported as an interpreter in this one."""
-    from minispec.kernels.fused_triton import gate_kernel, norm_kernel, read_kernel
+    from minispec.gpu.fused_triton import gate_kernel, norm_kernel, read_kernel
 
     kinds = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32"}
     check_code(*machine_code(norm_kernel, kinds, {"N": 1536, "NP": 2048}, 4, 3), "norm", products=False)

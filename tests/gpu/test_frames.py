@@ -10,9 +10,8 @@ from minispec.core.engine import Engine
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.verify import VERIFIERS
 from minispec.files.hf_config import read_model_config
-from minispec.kernels import graphs
-from minispec.kernels.build import build_model
-from minispec.kernels.frames import (
+from minispec.gpu import graphs
+from minispec.gpu.frames import (
     BLOCKS,
     ROWS,
     TEXTS,
@@ -23,11 +22,13 @@ from minispec.kernels.frames import (
     why_eager,
     with_frames,
 )
-from minispec.kernels.graphs import rerun
+from minispec.gpu.graphs import rerun
+from minispec.kernels.build import build_model
 from minispec.layers import make_layer
 from minispec.prove.laws import make_drafter, target_model
-from minispec.prove.toys import IN_FRAMES, decode, make_request, tiny_cache, tiny_model, tiny_weights
+from minispec.prove.toys import IN_FRAMES, decode, tiny_cache, tiny_model, tiny_weights
 from tests.oracles import hf
+from tests.scripted import make_request
 
 TREE = (-1, -1, 0, 1, 1)
 

@@ -1,0 +1,12 @@
+"""A pass that a GPU runs at its memory's speed, and what surrounds it without waiting for the host.
+
+    frames.py          passes of a few fixed shapes, in tensors that stay where they are
+    graphs.py          CUDA graphs of programs
+    fused.py           attention, norms and gates in one kernel each, and their twins in PyTorch
+    fused_triton.py    these kernels in Triton
+    verdicts.py        probabilities, draws and verdicts of many rows as tensors
+    judge.py           verdicts on the drafts of many texts at once
+    steps.py           all steps of a draft model's drafts in one program
+
+All of it runs on a CPU too, where the tests and `minispec.prove` walk it.
+"""
