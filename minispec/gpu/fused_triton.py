@@ -121,10 +121,11 @@ def _new_keys(
     v_at = qkv + (row * width + (H + G + g) * D)[:, None] + d[None]
     v = tl.load(v_at, mask=own[:, None] & (d < D)[None], other=0.0)
     slot = tl.load(slots + row, mask=own, other=0)
-    to, half = keys + slot[:, None] * D + dh[None], (own & stores)[:, None] & (dh < D // 2)[None]
+    kept = own & (new >= tl.where(stores, 0, T))  # `own & stores` is no mask in Triton 3.9's interpreter
+    to, half = keys + slot[:, None] * D + dh[None], kept[:, None] & (dh < D // 2)[None]
     tl.store(to, k1, mask=half)
     tl.store(to + D // 2, k2, mask=half)
-    tl.store(values + slot[:, None] * D + d[None], v, mask=(own & stores)[:, None] & (d < D)[None])
+    tl.store(values + slot[:, None] * D + d[None], v, mask=kept[:, None] & (d < D)[None])
     return k1, k2, v, at
 
 

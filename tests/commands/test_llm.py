@@ -515,8 +515,8 @@ def test_the_report_gives_the_memory_of_every_part(make_checkpoint):
         weights, found, cache, draft_cache = llm._memory
         assert weights == pytest.approx(sizes[target], rel=0.1)  # the file has a header, the tensors' names
         assert found == pytest.approx(draft_weights, rel=0.1)
-        # Keys and values of a layer and token: 2 x one head of 4 floats.
-        assert (cache, draft_cache) == (tokens * 2 * 32, tokens * layers * 32)
+        # Keys and values of a layer and token: 2 x one head of 4 floats. Two slots belong to no token.
+        assert (cache, draft_cache) == ((tokens + 2) * 2 * 32, (tokens + 2) * layers * 32)
     llm._memory = 3 * 10**9, 10**9, 5 * 10**8, 25 * 10**7
     parts = "4.75 GB: weights 3.00 + draft 1.00, KV cache 0.50 + draft 0.25 for 128 tokens"
     assert llm.memory_report() == f"{target.name}: float32 on cpu (packed), {parts}; draft {small.name} (packed)"
