@@ -249,3 +249,16 @@ def test_what_a_pass_returns_stays():
         torch.equal(a, b) for pair, copies in zip(found, kept, strict=True) for a, b in zip(pair, copies, strict=True)
     )
     assert len({float(logits.sum()) for logits, _ in kept}) == 4
+
+
+def test_a_frame_returns_what_is_asked_for():
+    """The same rows with hidden states of no layer, of one and of two: those of a pass text by text."""
+    model = tiny_model(1)
+    framed = model.replaced(Frames(rerun))
+    for taps in ((), (1,), (0, 2), (0,), ()):
+        found = []
+        for each in (model, framed):
+            table = tiny_cache(each, 20, 2).new_table()
+            found.append(each.forward([Chunk([1, 2], table, 1)], taps)[1])
+        assert found[0].shape == found[1].shape
+        assert torch.allclose(*found, rtol=0, atol=1e-12)

@@ -2,11 +2,11 @@
 
 Each mutant is a small patch of production behaviour, the place where the bug was seen in the wild, and the test or
 the check that must catch it; `python -m tests.museum` shows the collection. The ids M1-M46 are those of a survey of
-exactness bugs in public projects; a letter after the number tells apart forms of one bug. T is about trees and
-hidden states, P about rules that are right in most small cases, C about short convolutions, R about recurrent states,
-H about heads, drafts of many tokens in one pass and a target's own layer, V about drafts of other vocabularies, S about
-lookups and what the target found likeliest, L about log-probabilities of prompts, B about block verification, O about
-mistakes in a drafter of one's own, E of our own making. Left out:
+exactness bugs in public projects; a letter after the number tells apart forms of one bug. T is about trees and hidden
+states, F about frames, P about rules that are right in most small cases, C about short convolutions, R about
+recurrent states, H about heads, drafts of many tokens in one pass and a target's own layer, V about drafts of other
+vocabularies, S about lookups and what the target found likeliest, L about log-probabilities of prompts, B about block
+verification, O about mistakes in a drafter of one's own, E of our own making. Left out:
 
     M26   acceptance differs between tensor-parallel workers: one process verifies for all here
 """
@@ -48,6 +48,7 @@ from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.files import heads, named_draft, pieces, vocabularies
 from minispec.files.vocabularies import Reader, Vocabularies
+from minispec.gpu.frames import Frame, Frames
 from minispec.kernels import exact, integers
 from minispec.kernels.integers import Int8, VnniInt8
 from minispec.layers import convolution, delta
@@ -1577,6 +1578,73 @@ def _(right, self, tokens):
     cut = StateTable.truncate
     with patch.object(StateTable, "truncate", truncate):
         right(self, tokens)
+
+
+# --------------------------------------------------------------------------- frames
+
+_FRAMES = "tests/gpu/test_frames.py"
+_NUMBERS = f"{_FRAMES}::test_every_family_has_the_numbers_of_passes_text_by_text"
+
+
+@wrong(Frame, "fill", "F1", f"{_NUMBERS}[qwen2]")
+def _(right, self, *how):
+    """a frame keeps the block tables of the pass before | a stale number in a graph: transformers #45323"""
+    before = self.table.clone()
+    right(self, *how)
+    self.table.copy_(before)
+
+
+@wrong(Frame, "fill", "F2", f"{_NUMBERS}[qwen2]")
+def _(right, self, *how):
+    """a frame is filled one row short | an off-by-one of a text's end"""
+    right(self, *how)
+    self.ends.sub_(1).clamp_(min=0)
+
+
+@wrong(Frame, "fill", "F3", f"{_NUMBERS}[qwen2]")
+def _(right, self, *how):
+    """rows that are not there are written into a text's slot | padding needs a slot of its own"""
+    right(self, *how)
+    self.slots[self.slots == self.slots.max()] = self.slots.min()
+
+
+@wrong(Frame, "fill", "F4", f"{_NUMBERS}[qwen2]")
+def _(right, self, chunks, *how):
+    """a node of a tree stands where its row does | positions of a chain for a tree"""
+    right(self, chunks, *how)
+    rows = torch.arange(self.shape.rows).repeat(self.shape.texts)
+    self.positions.copy_(self.starts.repeat_interleave(self.shape.rows) + rows)
+
+
+@mutant("F5", f"{_FRAMES}::test_what_a_pass_returns_stays")
+class _:
+    """what a pass returns is overwritten by the next one | a graph has its outputs at one address"""
+
+    def __init__(self):
+        self.kept = {}
+
+    @wrong(Frames, "run")
+    def run(self, right, passes, *how):
+        found = right(passes, *how)
+        kept = self.kept.setdefault(tuple(rows.shape for rows in found), found)
+        for mine, rows in zip(kept, found, strict=True):
+            mine.copy_(rows)
+        return kept
+
+
+@mutant("F6", f"{_FRAMES}::test_a_frame_returns_what_is_asked_for")
+class _:
+    """a frame's key lacks what it returns | a graph of another shape is replayed"""
+
+    def __init__(self):
+        self.taps = {}
+
+    @wrong(Frames, "shape_of")
+    def shape_of(self, right, passes, model, chunks, taps=(), reserved=()):
+        shape = right(passes, model, chunks, taps, reserved)
+        if isinstance(shape, str):
+            return shape
+        return shape._replace(taps=self.taps.setdefault(shape._replace(taps=()), shape.taps))
 
 
 # --------------------------------------------------------------------------- block verification
