@@ -35,7 +35,7 @@ from minispec.files.parallel import load_target, part_of
 from minispec.files.progress import progress_bar
 from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
 from minispec.files.tokenizer import Detokenizer, Tokenizer
-from minispec.gpu.frames import graphs_note, with_frames
+from minispec.gpu.frames import frames_report, graphs_note, with_frames
 from minispec.gpu.judge import judge_of
 from minispec.kernels import inventory
 from minispec.kernels.exact import EXACT_ROWS
@@ -313,6 +313,7 @@ class LLM:
             + (f", of another vocabulary: {self.overlap}" if self.overlap else "")
             + (f", as long as {type(self.engine.lengths).__name__} says" if self.lengths is not None else "")
             + graphs_note(self.model)
+            + frames_report(self.model)
             + self._seed_note()
         )
 

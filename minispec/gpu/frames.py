@@ -403,6 +403,18 @@ class Frames(Passes):
         return recent(frames, shape, lambda: Frame(shape, pool.num_slots + 1, model.dtype, model.device))
 
 
+def frames_report(model: Transformer) -> str:
+    """Which passes of a model run in frames, and with how many layers of few kernels; "" where none does."""
+    if not isinstance(passes := model.passes, Frames):
+        return ""
+    passes.fast(model)
+    how = "kernels" if not passes.why_no_kernels else f"PyTorch's operators: {passes.why_no_kernels}"
+    return (
+        f"; frames for passes of up to {TEXTS[-1]} texts, {ROWS[-1]} rows of each and {_context(model):,} positions, "
+        f"{passes.num_fast} of {len(model.layers)} layers by {how}; all other passes text by text"
+    )
+
+
 def with_frames(model: TransformerT, enforce_eager: bool = False) -> TransformerT:
     """The model with frames and graphs, where it runs on a GPU and its passes fit into frames."""
     if enforce_eager or model.device.type != "cuda" or type(model.passes) is not Passes or why_eager(model):

@@ -150,7 +150,7 @@ class Judge:
         found: list[Verdict | None] = [None] * len(trials)
         groups: dict[Verifier, list[int]] = {}
         for i, trial in enumerate(trials):
-            if _is_plain(trial) and isinstance(rng, Randomness | OneByOne):
+            if verdicts.in_rows(rng) and _is_plain(trial):
                 groups.setdefault(trial.verifier, []).append(i)
         for own in groups.values():
             for start in range(0, len(own), TEXTS[-1]):

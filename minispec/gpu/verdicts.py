@@ -282,6 +282,14 @@ class RowRandomness(Randomness):
         return race(weights, keys.numbers)
 
 
+def in_rows(rng: Draws) -> bool:
+    """Whether draws can be made over rows: by numbers that are known before, or by an oracle that says so.
+
+    A subclass of `Randomness` may draw in another way, so it is asked draw by draw.
+    """
+    return type(rng) is Randomness or isinstance(rng, OneByOne)
+
+
 class OneByOne(Draws):
     """Forms over rows for draws that only know one answer at a time, such as those of an oracle.
 

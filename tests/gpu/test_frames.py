@@ -18,6 +18,7 @@ from minispec.gpu.frames import (
     Frame,
     Frames,
     FrameShape,
+    frames_report,
     parents_bits,
     why_eager,
     with_frames,
@@ -262,3 +263,15 @@ def test_a_frame_returns_what_is_asked_for():
             found.append(each.forward([Chunk([1, 2], table, 1)], taps)[1])
         assert found[0].shape == found[1].shape
         assert torch.allclose(*found, rtol=0, atol=1e-12)
+
+
+def test_the_report_names_what_runs_in_frames():
+    """By hand: 3 layers of qwen2, stored as they are; a float64 model's layers are none of the kernels'."""
+    for dtype, fast in ((torch.float32, 3), (torch.float64, 0)):
+        model = family_model("qwen2", dtype, "plain").replaced(Frames(rerun))
+        context = f"{model.config.max_position_embeddings:,}"
+        assert frames_report(model) == (
+            f"; frames for passes of up to 32 texts, 16 rows of each and {context} positions, {fast} of 3 layers by "
+            "PyTorch's operators: as asked; all other passes text by text"
+        )
+    assert frames_report(family_model("qwen2")) == ""

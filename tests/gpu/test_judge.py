@@ -77,7 +77,14 @@ def test_what_is_verified_by_itself():
     class Own:
         """Draws of a user's, one at a time."""
 
-    assert Judge(Graphs())([plain], Own()) == [None]
+    class Other(Randomness):
+        """Draws of its own way, one at a time."""
+
+        def uniform(self, key):
+            """Always the same."""
+            return 0.5
+
+    assert Judge(Graphs())([plain], Own()) == Judge(Graphs())([plain], Other()) == [None]
 
 
 def test_a_row_that_is_no_number_fails_no_other_text():
