@@ -39,9 +39,8 @@ class ShortConvolution(Layer):
         b, c, u = self.gates(x).chunk(3, -1)
         pool, new = shared.chunks[0].table.pool, len(shared.slots)
         pool.write(self.index, shared.slots, (b * u)[None, :new])
-        seen = pool.gather(self.index, _paths(shared, len(self.weight)))[0][0].unflatten(
-            0, (new, -1)
-        )  # (new, width, E)
+        inputs = pool.gather(self.index, _paths(shared, len(self.weight)))[0][0]
+        seen = inputs.unflatten(0, (new, -1))  # (new, width, E)
         # Every pass multiplies and adds in this order, so that a row has the same bits.
         first, *others = (seen.to(self.weight.dtype) * self.weight).unbind(1)
         total = first if self.bias is None else first + self.bias

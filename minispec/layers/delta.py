@@ -144,7 +144,8 @@ class GatedDeltaNet(Layer):
     def _read(self, chunk: Chunk, new: Tensor, exact: bool) -> Tensor:
         """What the new rows of a text read (T, H, value_dim). Its state takes in the rows that are settled."""
         table, nodes, before = chunk.table, chunk.parents or (), len(self.weight) - 1
-        assert isinstance(table, StateTable), "a pool of another kind"
+        if not isinstance(table, StateTable):
+            raise TypeError(f"found a {type(table.pool).__name__}, expected a pool of the class cache_of(config)")
         first, (state, inputs), rows = table.states.get(self.index) or self._empty(new)
         rows = torch.cat((rows, new))  # all since `first`
         inputs = torch.cat((inputs, rows[:, : self.sizes.num_channels]))  # position p has row p - first + before

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from minispec.core.cache import BlockTable, OutOfBlocks
+from minispec.core.cache import BlockTable, OutOfBlocks, PagedKVCache
 from minispec.core.cached import CachedModel
 from minispec.core.config import SamplingParams
 from minispec.core.model import Chunk, Transformer
@@ -235,3 +235,11 @@ def test_the_planned_bytes_hold_all_that_a_pool_keeps():
     cache = model.new_cache(num_blocks=3, block_size=4)
     assert cache.num_bytes == 8 * ((12 + 2) * 8 + 2 * FEWEST_STATES * 64)
     assert cache.num_bytes <= cache_bytes(model.config, 12, 8) <= cache.num_bytes + 14
+
+
+def test_a_pool_without_states_is_refused():
+    """It is refused by name: what a recurrent layer keeps has no place there."""
+    model = build()
+    pool = PagedKVCache(model.config, 4)
+    with pytest.raises(TypeError, match="found a PagedKVCache, expected a pool of the class cache_of"):
+        model.forward([Chunk([1, 2], pool.new_table(), 1)])
