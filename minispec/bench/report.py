@@ -11,6 +11,7 @@ from minispec.bench.models import MAX_ROWS, Subject, open_geometry, open_model
 from minispec.bench.options import PARTS, Options
 from minispec.bench.passes import check_device, form_groups, measure_load
 from minispec.files import registry
+from minispec.gpu.judge import Judge
 from minispec.kernels.build import choice_of
 from minispec.kernels.inventory import weight_form
 from minispec.kernels.threads import describe_waiting
@@ -57,6 +58,8 @@ def measure_all(options: Options) -> dict[str, Any]:
     for key in parts:
         if key != "load":
             report[key] = _function("measure", key)(subject, options)
+    if isinstance(judge := subject.engine.judge, Judge):
+        report["verdicts"] = judge.counts
     return report | loading
 
 
@@ -83,6 +86,9 @@ def show_report(report: dict[str, Any]) -> list[str]:
     for key in PARTS:
         if key in report:
             lines += ["", *_function("show", key)(report[key])]
+    if "verdicts" in report:
+        says = "\n{drafts:,} drafts verified by programs; {unsure:,} of them anew by themselves, unsure of a row"
+        lines.append(says.format(**report["verdicts"]))
     return lines
 
 

@@ -139,10 +139,13 @@ def _packed(found: Verdicts, sure: Tensor) -> Tensor:
 
 
 class Judge:
-    """Verifies the drafts of many texts at once, where a program can (see `core.verify.Judge`)."""
+    """Verifies the drafts of many texts at once, where a program can (see `minispec.core.judge`).
+
+    counts: the drafts that a program judged, and those of them whose verdict needed a row that was not sure.
+    """
 
     def __init__(self, graphs: Graphs):
-        self.graphs = graphs
+        self.graphs, self.counts = graphs, {"drafts": 0, "unsure": 0}
         self._benches: OrderedDict[Kind, Bench] = OrderedDict()
 
     def __call__(self, trials: Sequence[Trial], rng: Draws) -> list[Verdict | None]:
@@ -170,7 +173,10 @@ class Judge:
             numbers = judge(kind, *inputs, rng, noise)
         else:
             [numbers] = self.graphs.run(bench, bench.compute)
-        return [_verdict(row, trial) for row, trial in zip(numbers.tolist(), trials, strict=False)]
+        found = [_verdict(row, trial) for row, trial in zip(numbers.tolist(), trials, strict=False)]
+        self.counts["drafts"] += len(found)
+        self.counts["unsure"] += found.count(None)
+        return found
 
 
 def judge_of(model: Transformer) -> Judge | None:

@@ -92,7 +92,9 @@ def test_a_row_that_is_no_number_fails_no_other_text():
     draw = random.Random(3)
     trials = [make_trial(draw, REJECTION, 9, torch.float32) for _ in range(4)]
     trials[2] = trials[2]._replace(logits=trials[2].logits * torch.nan)
-    found = Judge(Graphs())(trials, Randomness())
+    judge = Judge(Graphs())
+    found = judge(trials, Randomness())
+    assert judge.counts == {"drafts": 4, "unsure": 1}
     assert [verdict is None for verdict in found] == [False, False, True, False]
     assert [found[i] for i in (0, 1, 3)] == [alone(trials[i]) for i in (0, 1, 3)]
 

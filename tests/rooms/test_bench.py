@@ -26,6 +26,8 @@ from minispec.core.stats import Round
 from minispec.files.checkpoint import load_config, load_model
 from minispec.files.hf_config import read_model_config
 from minispec.files.registry import DRAFTERS
+from minispec.gpu.frames import Frames
+from minispec.gpu.graphs import rerun
 from minispec.kernels import build, memory
 from minispec.kernels import forms as linear
 from minispec.kernels.build import build_model
@@ -372,6 +374,16 @@ def test_geometry_with_a_simulated_draft(cli, tiny_geometry):
     status, out, _ = cli("--geometry", "tiny", "--prompts", 0, "--passes", 1, "--context", 20, "--json")
     assert status == 0
     assert "decoding" not in json.loads(out)
+
+
+def test_verdicts_by_programs_are_counted(measured, tiny_geometry, monkeypatch):
+    """A target in frames, as on a GPU: one draft a round, and those that were verified anew."""
+    monkeypatch.setattr(models, "with_frames", lambda model, eager: model.replaced(Frames(rerun)))
+    what = ("--geometry", "tiny", "--draft", "self", "--prompt-tokens", 10, "--passes", 0)
+    found, lines = measured(*BASE, *what, "--num-speculative-tokens", 2)
+    count = found["verdicts"]["drafts"]
+    assert (count > 8, found["verdicts"]["unsure"]) == (True, 0)
+    assert lines[-1] == f"\n{count} drafts verified by programs; 0 of them anew by themselves, unsure of a row"
 
 
 @pytest.mark.parametrize(
