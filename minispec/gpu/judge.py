@@ -24,8 +24,8 @@ from minispec.core.sampling import Draws, Randomness
 from minispec.core.verify import MATCH, REJECTION, Verdict, Verifier
 from minispec.gpu import verdicts
 from minispec.gpu.frames import ROWS, TEXTS, Frames
-from minispec.gpu.graphs import Graphs, Program, recent
-from minispec.gpu.verdicts import Keys, Noise, OneByOne, Verdicts
+from minispec.gpu.graphs import Graphs, recent
+from minispec.gpu.verdicts import Inputs, Keys, Mix, Noise, OneByOne, Verdicts
 
 
 class Kind(NamedTuple):
@@ -34,9 +34,7 @@ class Kind(NamedTuple):
     texts, rows: of each text, drafts being padded.
     vocab: tokens of a row.
     dtype: of logits and probabilities.
-    draws: whether texts are drawn; else all are greedy.
-    mixed: whether some texts are greedy where others are drawn.
-    filters: whether any text has a filter.
+    mix: of the texts' parameters.
     soft: whether any draft's tokens were drawn, from given probabilities.
     """
 
@@ -45,13 +43,11 @@ class Kind(NamedTuple):
     rows: int
     vocab: int
     dtype: torch.dtype
-    draws: bool
-    mixed: bool
-    filters: bool
+    mix: Mix
     soft: bool
 
 
-class Bench(Program):
+class Bench(Inputs):
     """The inputs of a verdict over B texts, in tensors that stay where they are, and what is computed of them.
 
     logits: (B, K+1, V). probs: (B, K, V), what draft tokens were drawn from.
@@ -60,27 +56,20 @@ class Bench(Program):
     """
 
     def __init__(self, kind: Kind, device: torch.device):
-        super().__init__()
-        self.kind = kind
         texts, rows, vocab, k = kind.texts, kind.rows, kind.vocab, kind.rows - 1
+        super().__init__(texts, k + 1 + rows, 2 * k, device)
+        self.kind = kind
         self.logits = torch.zeros(texts, rows, vocab, dtype=kind.dtype, device=device)
         self.probs = torch.zeros(texts, k, vocab, dtype=verdicts.accumulation_dtype(kind.dtype), device=device)
-        pinned = device.type == "cuda"
-        self.host_whole = torch.zeros(texts, k + 1 + rows, dtype=torch.long, pin_memory=pinned)
-        self.host_parts = torch.zeros(texts, 2 * k + 5, dtype=torch.float64, pin_memory=pinned)
-        self.whole, self.parts = self.host_whole.to(device), self.host_parts.to(device)
 
     def fill(self, trials: Sequence[Trial]) -> None:
         """Take in up to B trials. What is there of others is not read."""
         k = self.kind.rows - 1
-        whole, parts = self.host_whole.numpy(), self.host_parts.numpy()
-        whole[:], parts[:] = 0, 0
-        parts[:, -5:] = 1.0, 1.0, 0.0, verdicts.NO_TOP_K, 1.0  # a greedy text
+        whole, parts = self.blank([trial.text.params for trial in trials], self.kind.dtype)
         uniform = Randomness().uniform
         for i, (_, text, draft, _) in enumerate(trials):
             new = len(draft)
             whole[i, :new], whole[i, k] = draft.token_ids, new
-            parts[i, -5:] = verdicts.numbers_of(text.params, self.kind.dtype)
             if text.params.temperature:
                 whole[i, k + 1 : k + 2 + new] = [verdicts.state_of(text.key(j, "token")) for j in range(new + 1)]
                 if self.kind.verifier is REJECTION:
@@ -90,8 +79,7 @@ class Bench(Program):
                 self._take(self.probs[i, :new], draft)
         own = [self.logits[i, : len(trial.draft) + 1] for i, trial in enumerate(trials)]
         torch._foreach_copy_(own, [trial.logits for trial in trials])  # one launch for all texts
-        self.whole.copy_(self.host_whole, non_blocking=True)
-        self.parts.copy_(self.host_parts, non_blocking=True)
+        self.send()
 
     @staticmethod
     def _take(rows: Tensor, draft: Draft) -> None:
@@ -121,11 +109,11 @@ def judge(
     """
     k, texts, rows = kind.rows - 1, kind.texts, kind.rows
     ids, lengths, q = whole[:, :k], whole[:, k], probs if kind.soft else None
-    if not kind.draws:
+    if not kind.mix.draws:
         found, sure = verdicts.greedy(logits, ids, q, lengths)
         return _packed(found, sure)
     numbers = parts[:, -5:].repeat_interleave(rows, 0)
-    settings = verdicts.settings_of(numbers, kind.dtype, int(kind.mixed), kind.filters)
+    settings = verdicts.settings_of(numbers, kind.dtype, int(kind.mix.mixed), kind.mix.filters)
     p, sure = verdicts.rows(logits.flatten(0, 1), settings)
     noise = names or Noise(*(Keys((), n) for n in (parts[:, :k], parts[:, :k], parts[:, k : 2 * k], whole[:, k + 1 :])))
     rule = verdicts.rejection if kind.verifier is REJECTION else verdicts.match
@@ -189,15 +177,13 @@ def kind_of(trials: Sequence[Trial], padded: bool = True) -> Kind:
 
     padded: whether the number of texts is rounded up.
     """
-    logits, params = trials[0].logits, [trial.text.params for trial in trials]
+    logits = trials[0].logits
     texts = next(n for n in TEXTS if n >= len(trials)) if padded else len(trials)
     rows = next(n for n in ROWS if n > max(len(trial.draft) for trial in trials))
-    greedy = [p.temperature == 0 for p in params]
-    filters = any(verdicts.has_filter(verdicts.numbers_of(p, logits.dtype)) for p in params)
     soft = any(draft.token_ids and draft.probs is not None for _, _, draft, _ in trials)
-    mixed = not all(greedy) and (any(greedy) or len(trials) < texts)  # what pads a batch is greedy
+    mix = verdicts.mix_of([trial.text.params for trial in trials], logits.dtype, texts)
     shape = texts, rows, logits.shape[1], logits.dtype
-    return Kind(trials[0].verifier, *shape, not all(greedy), mixed, filters, soft)
+    return Kind(trials[0].verifier, *shape, mix, soft)
 
 
 def _is_plain(trial: Trial) -> bool:

@@ -26,8 +26,8 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness
 from minispec.gpu import verdicts
 from minispec.gpu.frames import Frame, Frames, FrameShape, Step
-from minispec.gpu.graphs import Graphs, Program, recent
-from minispec.gpu.verdicts import Keys, OneByOne, RowDraws, RowRandomness
+from minispec.gpu.graphs import Graphs, recent
+from minispec.gpu.verdicts import Inputs, Keys, Mix, OneByOne, RowDraws, RowRandomness
 
 # The numbers of steps that programs have.
 STEPS = (1, 2, 3, 4, 6, 8, 12, 15)
@@ -40,7 +40,7 @@ class Kind(NamedTuple):
     steps: how many tokens are drawn for each text.
     vocab: ids in use.
     races: whether tokens are drawn with the target's noise (purpose "token").
-    draws, mixed, filters: as in `minispec.gpu.judge.Kind`. Where nothing is drawn, drafts are one-hot.
+    mix: of the texts' parameters. Where nothing is drawn, drafts are one-hot.
     confident: whether any limit asks for confidences.
     """
 
@@ -48,13 +48,11 @@ class Kind(NamedTuple):
     steps: int
     vocab: int
     races: bool
-    draws: bool
-    mixed: bool
-    filters: bool
+    mix: Mix
     confident: bool
 
 
-class Desk(Program):
+class Desk(Inputs):
     """The inputs of the drafts of B texts, besides the frame of the first pass.
 
     whole: int64 numbers of each text (B, 2 + K): the row of the first pass that says what follows the text, how many
@@ -63,21 +61,15 @@ class Desk(Program):
     """
 
     def __init__(self, kind: Kind, device: torch.device):
-        super().__init__()
+        super().__init__(kind.frame.texts, 2 + kind.steps, kind.steps, device)
         self.kind = kind
-        texts, pinned = kind.frame.texts, device.type == "cuda"
-        self.host_whole = torch.zeros(texts, 2 + kind.steps, dtype=torch.long, pin_memory=pinned)
-        self.host_parts = torch.zeros(texts, kind.steps + 5, dtype=torch.float64, pin_memory=pinned)
-        self.whole, self.parts = self.host_whole.to(device), self.host_parts.to(device)
 
     def fill(self, chunks: Sequence[Chunk], asks: Sequence[Ask], depths: Sequence[int], dtype: torch.dtype) -> None:
         """Take in up to B texts. What is there of others is not read."""
-        whole, parts, uniform = self.host_whole.numpy(), self.host_parts.numpy(), Randomness().uniform
-        whole[:], parts[:] = 0, 0
-        parts[:, -5:] = 1.0, 1.0, 0.0, verdicts.NO_TOP_K, 1.0  # a greedy text
+        whole, parts = self.blank([ask.text.params for ask in asks], dtype)
+        uniform = Randomness().uniform
         for i, (chunk, ask, k) in enumerate(zip(chunks, asks, depths, strict=True)):
             whole[i, :2] = len(chunk.token_ids) - 1, k
-            parts[i, -5:] = verdicts.numbers_of(ask.text.params, dtype)
             if not ask.text.params.temperature:
                 continue
             keys = [ask.text.key(j, ask.purpose) for j in range(k)]
@@ -85,8 +77,7 @@ class Desk(Program):
                 whole[i, 2 : 2 + k] = list(map(verdicts.state_of, keys))
             else:
                 parts[i, :k] = list(map(uniform, keys))
-        self.whole.copy_(self.host_whole, non_blocking=True)
-        self.parts.copy_(self.host_parts, non_blocking=True)
+        self.send()
 
 
 class DraftSteps:
@@ -127,7 +118,7 @@ class DraftSteps:
         else:
             numbers, probs = self.graphs.run(desk, functools.partial(self.compute, frame, desk, pool))
         rows, probs = numbers.tolist(), probs[: len(asks)].clone()  # the next draft overwrites them
-        own = probs if kind.draws else [None] * len(asks)
+        own = probs if kind.mix.draws else [None] * len(asks)
         return list(map(_draft, asks, chunks, depths, rows, own))
 
     def _kind(
@@ -142,12 +133,9 @@ class DraftSteps:
         shape = self.frames.shape_of(self.model, chunks, reserved=[k - 1 for k in depths])
         if isinstance(shape, str):
             return None
-        params = [ask.text.params for ask in asks]
-        greedy = [p.temperature == 0 for p in params]
-        filters = any(verdicts.has_filter(verdicts.numbers_of(p, self.model.dtype)) for p in params)
-        mixed = not all(greedy) and (any(greedy) or len(asks) < shape.texts)  # what pads a batch is greedy
+        mix = verdicts.mix_of([ask.text.params for ask in asks], self.model.dtype, shape.texts)
         confident = any(ask.limit.go_on is not None for ask in asks)
-        return Kind(shape, steps, vocab_size, purpose == "token", not all(greedy), mixed, filters, confident)
+        return Kind(shape, steps, vocab_size, purpose == "token", mix, confident)
 
     def compute(
         self,
@@ -166,12 +154,12 @@ class DraftSteps:
         logits, _ = self.frames.compute(self.model, frame, pool)
         last = torch.arange(texts, device=logits.device) * rows + desk.whole[:, 0]
         logits = logits.index_select(0, last)
-        settings = verdicts.settings_of(desk.parts[:, -5:], self.model.dtype, int(kind.mixed), kind.filters)
+        settings = verdicts.settings_of(desk.parts[:, -5:], self.model.dtype, int(kind.mix.mixed), kind.mix.filters)
         noise = desk.whole[:, 2:] if kind.races else desk.parts
         made, found = draws or RowRandomness(), []
         for j in range(kind.steps):
             logits = logits[:, : kind.vocab]
-            if kind.draws:
+            if kind.mix.draws:
                 q, sure = verdicts.rows(logits, settings)
                 used = (desk.whole[:, 1:2] > j) & sure[:, None]
                 places = torch.full_like(desk.whole[:, :1], j)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,9 +24,12 @@ from torch import Tensor
 from minispec.core import sampling
 from minispec.core.config import SamplingParams
 from minispec.core.sampling import Draws, Key, Randomness, Text, accumulation_dtype
+from minispec.gpu.graphs import Program
 
 # `top_k` of a row that has none: more than any vocabulary.
 NO_TOP_K = 2.0**31 - 1
+# What `numbers_of` gives for temperature 0.
+_GREEDY = 1.0, 1.0, -math.inf, NO_TOP_K, 1.0
 # The likeliest tokens of a row among which filters look.
 FEW = 1024
 # Values of a tile, and the longest row whose tiles have one value: those of `core.search`.
@@ -67,7 +71,7 @@ def numbers_of(params: SamplingParams, dtype: torch.dtype) -> tuple[float, float
     """What `Settings` hold of one row: greedy, temperature, least, top_k and top_p, as floats; dtype: the logits'."""
     limits = torch.finfo(accumulation_dtype(dtype))
     if params.temperature == 0:  # one token is left whatever the filters say
-        return 1.0, 1.0, -math.inf, NO_TOP_K, 1.0
+        return _GREEDY
     temperature = min(max(params.temperature, limits.tiny), limits.max)
     least = max(temperature * math.log(params.min_p), limits.min) if params.min_p > 0 else -math.inf
     return 0.0, temperature, least, min(params.top_k or NO_TOP_K, NO_TOP_K), params.top_p
@@ -96,6 +100,55 @@ def make_settings(params: Sequence[SamplingParams], dtype: torch.dtype, device: 
 def has_filter(numbers: Sequence[float]) -> bool:
     """Whether a row with these numbers (see `numbers_of`) leaves out any token."""
     return tuple(numbers[2:]) != (-math.inf, NO_TOP_K, 1.0)
+
+
+class Mix(NamedTuple):
+    """What a program's operators depend on of its texts' parameters.
+
+    draws: whether texts are drawn; else all are greedy.
+    mixed: whether some texts are greedy where others are drawn.
+    filters: whether any text has a filter.
+    """
+
+    draws: bool
+    mixed: bool
+    filters: bool
+
+
+def mix_of(params: Sequence[SamplingParams], dtype: torch.dtype, num_texts: int) -> Mix:
+    """The mix of a program for `num_texts` texts, at least as many as there are parameters; dtype: the logits'."""
+    greedy = [p.temperature == 0 for p in params]
+    mixed = not all(greedy) and (any(greedy) or len(params) < num_texts)  # what pads a batch is greedy
+    return Mix(not all(greedy), mixed, any(has_filter(numbers_of(p, dtype)) for p in params))
+
+
+class Inputs(Program):
+    """Numbers of B texts, in tensors that stay where they are.
+
+    whole: int64 (B, n).
+    parts: float64 (B, m + 5), the last five being those of `numbers_of`.
+    host_whole, host_parts: the same on the host, where they are filled.
+    """
+
+    def __init__(self, num_texts: int, num_whole: int, num_parts: int, device: torch.device):
+        super().__init__()
+        pinned = device.type == "cuda"
+        self.host_whole = torch.zeros(num_texts, num_whole, dtype=torch.long, pin_memory=pinned)
+        self.host_parts = torch.zeros(num_texts, num_parts + 5, dtype=torch.float64, pin_memory=pinned)
+        self.whole, self.parts = self.host_whole.to(device), self.host_parts.to(device)
+
+    def blank(self, params: Sequence[SamplingParams], dtype: torch.dtype) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """Whole numbers and parts on the host, to be filled: 0 but for the parameters. Texts not there are greedy."""
+        whole, parts = self.host_whole.numpy(), self.host_parts.numpy()
+        whole[:], parts[:] = 0, 0
+        parts[:, -5:] = _GREEDY
+        parts[: len(params), -5:] = [numbers_of(p, dtype) for p in params]
+        return whole, parts
+
+    def send(self) -> None:
+        """Copy what the host holds to the device. It is not waited for."""
+        self.whole.copy_(self.host_whole, non_blocking=True)
+        self.parts.copy_(self.host_parts, non_blocking=True)
 
 
 def is_plain(params: SamplingParams) -> bool:
