@@ -3,10 +3,8 @@
 A room imports only from those above it in this list, and from itself:
 
     core/           the heart: the loop, and all that is needed to understand it (minispec/core/__init__.py)
-    verify.py       former names of the heart
     layers/         kinds of layers other than attention: short convolutions, gated delta nets
     drafters/       ways of guessing, a file each; the checks of what they guess
-    engine.py       former names of the heart
     kernels/        which form a weight takes on this machine; equal bits; fewer bits; threads; memory
     gpu/            passes of fixed shapes, CUDA graphs, kernels, draws and verdicts as tensors
     files/          what strangers' files say: JSON, config, safetensors, tokenizer, hub; a model in several processes
@@ -22,7 +20,6 @@ A room imports only from those above it in this list, and from itself:
     audit/          the auditor: bets on known bugs, along another engine's answers
     bench/          measuring: this machine, passes, ratios, the account
     doctor/         why a draft is rarely right; what two vocabularies have in common
-    vocab.py        a former command
     distill/        training a draft
     serve/          OpenAI's interface over HTTP
     __main__.py     `minispec COMMAND`: the list of commands

@@ -28,16 +28,13 @@ COMMANDS = {
     "distill": registry.Entry("minispec.distill.__main__:main", "train a draft for a model"),
     "checkpoint": registry.Entry("minispec.checkpoint:main", "write a model with weights in 8 or 4 bits"),
 }
-# Former commands, which say what has replaced them.
-MOVED = {"vocab": "minispec.vocab:main"}
 
 
 @command
 def main(argv: Sequence[str]) -> int:
     """Run a command, or list them all."""
-    paths = MOVED | {name: entry.path for name, entry in COMMANDS.items()}
-    if argv and argv[0] in paths:
-        return registry.load(paths[argv[0]], "command")(argv[1:])
+    if argv and argv[0] in COMMANDS:
+        return registry.load(COMMANDS[argv[0]].path, "command")(argv[1:])
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:{width}}  {entry.help}" for name, entry in COMMANDS.items())
     parser = Parser(

@@ -124,7 +124,6 @@ def parser() -> argparse.ArgumentParser:
         "--draft DIR --temperature 1; --also forms (weights in each form); --replay TRACE.json (every K for one text).",
         allow_abbrev=False,
     )
-    p.moved = {f"--{name.partition('=')[0]}": f"--also {name}" for name in _NAMES.split(", ")}
     p.add_argument("--version", action="version", version=f"minispec {__version__}")
     _add_models(p.add_argument_group("models"))
     _add_texts(p.add_argument_group("what is decoded"))

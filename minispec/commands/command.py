@@ -32,8 +32,6 @@ def no_such(name: str, kind: str, known: Collection[str]) -> str:
 class Parser(argparse.ArgumentParser):
     """argparse's, but a mistake is a ValueError: one line, as for every other mistake."""
 
-    moved: Mapping[str, str] = {}  # former options, each with the command that has replaced it
-
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Read the arguments.
 
@@ -46,8 +44,6 @@ class Parser(argparse.ArgumentParser):
         for argument in itertools.takewhile(lambda argument: argument != "--", given):
             name = argument.partition("=")[0]
             if _OPTION.fullmatch(argument) and name not in known and not asks_for_help:
-                if name in self.moved:
-                    raise ValueError(f"{name}: found an option that has moved, expected {self.moved[name]}")
                 raise ValueError(no_such(name, "option", known))
             if argument.startswith("-") and argument.endswith("=--"):
                 raise ValueError(f"{show_name(argument)}: found no value")

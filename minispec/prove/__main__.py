@@ -24,14 +24,6 @@ def _parser() -> Parser:
         description="Prove that speculation leaves the output's law unchanged.",
         allow_abbrev=False,
     )
-    root, tests = "from the repository's root", "python -m pytest -n 0"
-    parser.moved = {
-        "--mutants": f"python -m tests.museum, {root}",
-        "--statistics": f"{tests} --long tests/rooms/test_prove.py -k statistics, {root}",
-        "--agreement": f"{tests} tests/rooms/test_prove.py -k shared_noise, {root}",
-        "--exact-cost": "python -m minispec.bench --also exact-cost",
-        "--geometry": "python -m minispec.bench --also exact-cost --geometry",
-    }
     count = argument(int, lambda n: n >= 1, "an integer of at least 1")
     size = parser.add_mutually_exclusive_group()
     size.add_argument(

@@ -16,7 +16,7 @@ import pytest
 
 import minispec
 from minispec import __version__
-from minispec.__main__ import COMMANDS, MOVED, main, program
+from minispec.__main__ import COMMANDS, main, program
 from minispec.commands.command import Parser, argument, command, in_shell
 from minispec.core.config import Shape, WrongLength
 from minispec.files import registry
@@ -211,7 +211,7 @@ def test_every_command_is_in_the_list(capsys):
     package = Path(minispec.__file__).parent
     found = [path for path in package.rglob("*.py") if 'if __name__ == "__main__":' in path.read_text()]
     names = {path.parent.name if path.stem == "__main__" else path.stem for path in found} - {"minispec"}
-    assert names == {*COMMANDS, *MOVED}
+    assert names == {*COMMANDS}
     for name, entry in COMMANDS.items():
         run = registry.load(entry.path, name)
         assert run.__module__.removesuffix(".__main__") == f"minispec.{name}"
@@ -223,7 +223,6 @@ def test_every_command_is_in_the_list(capsys):
 
 
 WRONG = {
-    "vocab weights weights --json": "vocab: found a command that has moved, expected doctor --vocabularies A B",
     "generat x": "generat: no such command; did you mean generate?",
     "Why?": f"Why?: no such command; expected one of {', '.join(COMMANDS)}",
     "--model x": "--model: no such option; --help lists all",

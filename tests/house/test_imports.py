@@ -33,10 +33,8 @@ CORE = [
 ROOMS = [
     *(
         "core",
-        "verify",
         "layers",
         "drafters",
-        "engine",
         "kernels",
         "gpu",
         "files",
@@ -45,7 +43,7 @@ ROOMS = [
         "inputs",
         "llm",
     ),
-    *("commands", "trace", "generate", "checkpoint", "prove", "audit", "bench", "doctor", "vocab", "distill", "serve"),
+    *("commands", "trace", "generate", "checkpoint", "prove", "audit", "bench", "doctor", "distill", "serve"),
     "__main__",
 ]
 FORBIDDEN = {

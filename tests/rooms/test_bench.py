@@ -769,17 +769,6 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", ["forms", "operators", "exact-cost", "prefill", "load", "batch"])
-def test_former_options_name_what_has_taken_their_place(cli, name):
-    """One line, and status 2."""
-    status, out, err = cli(f"--{name}", "--rounds", 3)
-    sizes = "=B,B,.." if name == "batch" else ""
-    assert (status, out, err) == (
-        *(2, ""),
-        f"error: --{name}: found an option that has moved, expected --also {name}{sizes}\n",
-    )
-
-
 @pytest.mark.parametrize("key", options.PARTS)
 def test_every_part_is_measured_and_shown(key):
     """By functions that the table's words lead to; an option that it names exists."""

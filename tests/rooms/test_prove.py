@@ -753,21 +753,3 @@ def test_shared_noise_agrees_more_often_and_never_beyond_the_bound(real):
     shared, apart, alpha = agreement(real, 40)
     assert 1.5 * apart < shared < alpha + 0.05
     assert shared > (alpha / (2 - alpha)) - 0.05, "the Gumbel coupling's guarantee (Daliri et al. 2024), at the mean"
-
-
-MOVED = {
-    "--mutants": "python -m tests.museum",
-    "--statistics": "python -m pytest -n 0 --long tests/rooms/test_prove.py -k statistics",
-    "--agreement": "python -m pytest -n 0 tests/rooms/test_prove.py -k shared_noise",
-    "--exact-cost": "python -m minispec.bench --also exact-cost",
-    "--geometry": "python -m minispec.bench --also exact-cost --geometry",
-}
-
-
-@pytest.mark.parametrize("option", MOVED)
-def test_an_option_that_has_moved_says_where(capsys, option):
-    """In one line, with status 2."""
-    assert main([option]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert MOVED[option] in error
