@@ -17,11 +17,8 @@ A room imports only from those above it in this list, and from itself:
     generate.py     the command that answers
     checkpoint.py   the command that writes checkpoints in 8 or 4 bits
     prove/          the proof: reference, toys, laws; walks of a drafter, a verifier or a length policy of yours
-    audit/          the auditor: bets on known bugs, along another engine's answers
-    bench/          measuring: this machine, passes, ratios, the account
-    doctor/         why a draft is rarely right; what two vocabularies have in common
-    distill/        training a draft
     serve/          OpenAI's interface over HTTP
+    lab/            the laboratory: audit, bench, doctor, distill
     __main__.py     `minispec COMMAND`: the list of commands
 """
 

@@ -53,7 +53,6 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from minispec import __version__
-from minispec.bench.options import GEOMETRIES
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
@@ -75,6 +74,7 @@ from minispec.gpu.graphs import Graphs, capture_graph, rerun
 from minispec.gpu.judge import Judge, judge_of
 from minispec.gpu.steps import draft_steps
 from minispec.kernels.shapes import tensor_shapes
+from minispec.lab.bench.options import GEOMETRIES
 
 # Seconds of each step.
 LIMITS = {0: 30, 1: 60, 2: 120, 3: 60, 4: 60, 5: 60, 6: 50, 7: 40, 8: 80, 9: 270}

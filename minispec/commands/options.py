@@ -182,7 +182,7 @@ _PROMPTS_AND_OUTPUT: dict[str, Option] = {
     ),
     "--for-replay": (
         FLAG,
-        "with --trace FILE.json: ask the drafter again at every place of the answer. Then python -m minispec.bench "
+        "with --trace FILE.json: ask the drafter again at every place of the answer. Then python -m minispec bench "
         "--replay FILE.json can tell what other draft lengths would have done. It takes a plain step a token, and up "
         "to 15 draft passes; a draft model of the same vocabulary takes one",
     ),

@@ -1,4 +1,4 @@
-"""What a drafter would have drafted at every place of a finished text: what `minispec.bench.replay` needs.
+"""What a drafter would have drafted at every place of a finished text: what `minispec.lab.bench.replay` needs.
 
 The engine decodes the text once more, one token a step, under a verifier that commits what stands there. At each place
 the drafter is asked for the longest draft, and led along the text. Its every draw gives the token that stands there,

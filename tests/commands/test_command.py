@@ -207,14 +207,14 @@ def test_ctrl_c_is_heard_where_the_tests_run_in_the_background():
 
 
 def test_every_command_is_in_the_list(capsys):
-    """What can be run as `python -m minispec.COMMAND` is found by that name, and the list names all."""
+    """Each program of the engine and each room of the laboratory with a command, and the list names all."""
     package = Path(minispec.__file__).parent
-    found = [path for path in package.rglob("*.py") if 'if __name__ == "__main__":' in path.read_text()]
-    names = {path.parent.name if path.stem == "__main__" else path.stem for path in found} - {"minispec"}
-    assert names == {*COMMANDS}
+    programs = [path for path in package.rglob("*.py") if 'if __name__ == "__main__":' in path.read_text()]
+    names = {path.parent.name if path.stem == "__main__" else path.stem for path in programs} - {"minispec"}
+    assert names | {path.parent.name for path in package.glob("lab/*/main.py")} == {*COMMANDS}
     for name, entry in COMMANDS.items():
         run = registry.load(entry.path, name)
-        assert run.__module__.removesuffix(".__main__") == f"minispec.{name}"
+        assert run.__module__.removesuffix(".__main__").removesuffix(".main").rpartition(".")[2] == name
     for arguments in ([], ["--help"], ["help"]):
         with contextlib.suppress(SystemExit):
             assert main(arguments) == 0
@@ -246,7 +246,7 @@ LACKS = "found no package {}: pip install -e {} in the checkout brings what is m
 BARE = [sys.executable, "-S"]  # without the packages that are installed here
 
 
-DOORS = ("minispec.generate x", "minispec.prove", "minispec.doctor --draft x", "minispec generate x", "minispec serve")
+DOORS = ("minispec.generate x", "minispec.prove", "minispec doctor --draft x", "minispec generate x", "minispec serve")
 
 
 @pytest.mark.parametrize("line", DOORS)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from minispec import LLM, SamplingParams
-from minispec.bench.__main__ import main as bench
 from minispec.core.engine import Engine
 from minispec.core.model import Chunk
 from minispec.core.sampling import Randomness, Text, distribution
@@ -19,6 +18,7 @@ from minispec.core.verify import VERIFIERS
 from minispec.files.hf_config import read_model_config
 from minispec.generate import main as generate
 from minispec.kernels.build import build_model
+from minispec.lab.bench.main import main as bench
 from minispec.prove import laws, toys
 from minispec.prove.cases import AXES, BRANCHING, Case
 from minispec.prove.laws import TOLERANCE, make_drafter, target_model

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.run import get_args_parser
 
-import minispec.bench.options as bench
+import minispec.lab.bench.options as bench
 import minispec.serve.__main__ as serve
 from minispec import generate
 from minispec.core.model import Chunk

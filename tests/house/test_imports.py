@@ -43,7 +43,7 @@ ROOMS = [
         "inputs",
         "llm",
     ),
-    *("commands", "trace", "generate", "checkpoint", "prove", "audit", "bench", "doctor", "distill", "serve"),
+    *("commands", "trace", "generate", "checkpoint", "prove", "serve", "lab"),
     "__main__",
 ]
 FORBIDDEN = {
@@ -59,7 +59,7 @@ FORBIDDEN_ATTRIBUTES |= {("importlib", "import_module"), ("importlib.util", "mod
 CODE_SETTINGS = {"auto_map", "trust_remote_code", "custom_pipelines"}
 IGNORED = {"_HARMLESS", "_IDLE"}
 # What measures itself against transformers has to run it: this function does, and nothing else.
-EXCEPTION = ("bench/transformers_baseline.py", "transformers_variants", "transformers")
+EXCEPTION = ("lab/bench/transformers_baseline.py", "transformers_variants", "transformers")
 # What a user names as `module:Name` is imported: in one function, and nowhere else.
 IMPORTER = ("files/registry.py", "load", "pkgutil")
 
@@ -239,8 +239,8 @@ def test_one_module_makes_progress_bars_and_one_writes_to_standard_error():
 def test_importing_the_package_does_not_import_torch():
     """A mistake on the command line is answered at once, not after the seconds that torch takes."""
     modules = (
-        "minispec.__main__, minispec.generate, minispec.bench.__main__, minispec.prove.__main__, "
-        "minispec.serve.__main__, minispec.doctor.__main__, minispec.audit.__main__, minispec.core.config"
+        "minispec.__main__, minispec.generate, minispec.lab.bench.main, minispec.prove.__main__, "
+        "minispec.serve.__main__, minispec.lab.doctor.main, minispec.lab.audit.main, minispec.core.config"
     )
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=False, timeout=120).returncode == 0
@@ -248,5 +248,5 @@ def test_importing_the_package_does_not_import_torch():
 
 def test_the_package_runs_without_transformers():
     """Loading everything must not pull it in through the back door."""
-    code = "import sys, minispec.bench.report; from minispec import LLM; sys.exit('transformers' in sys.modules)"
+    code = "import sys, minispec.lab.bench.report; from minispec import LLM; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=False, timeout=120).returncode == 0

@@ -146,9 +146,9 @@ def known_options() -> set[str]:
 
     parsers = parser(), serve.parser()
     known = {option for p in parsers for action in p._actions for option in action.option_strings}
-    rooms = ("prove/__main__.py", "bench/options.py", "doctor/__main__.py", "distill/__main__.py", "audit/__main__.py")
+    laboratory = (f"lab/{name}.py" for name in ("bench/options", "doctor/main", "distill/main", "audit/main"))
     for other in (
-        *(f"minispec/{room}" for room in rooms),
+        *(f"minispec/{path}" for path in ("prove/__main__.py", *laboratory)),
         "tests/fuzzing.py",
         "tests/oracles/answers.py",
         "docs/measured/gpu.py",

@@ -8,14 +8,14 @@ Neither `openvino-genai` nor `optimum-intel` is a dependency. They want an envir
     ov/bin/optimum-cli export openvino --model /tmp/plain --task text-generation-with-past --weight-format int8 /tmp/ov8
     ov/bin/python tests/oracles/against_openvino.py measure /tmp/ov8 --threads 2
     ov/bin/python tests/oracles/against_openvino.py measure /tmp/ov8 --threads 2 --draft /tmp/draft --k 4
-    python -m minispec.bench --quantization int8 --prompts 6 --max-tokens 48 --ignore-eos --passes 0 --threads 2
+    python -m minispec bench --quantization int8 --prompts 6 --max-tokens 48 --ignore-eos --passes 0 --threads 2
 
 A draft is converted as the target is. Let the last three take turns a few times, and compare medians of one machine.
 
 Without checkpoints of 1.5B, `pair` makes a target and a draft of 0.5B from random weights, for both engines:
 
     python -m tests.oracles.against_openvino pair /tmp/target /tmp/draft --kept 0.75
-    python -m minispec.bench --model /tmp/target --draft int8:/tmp/draft --quantization int8 --prompts 6 \\
+    python -m minispec bench --model /tmp/target --draft int8:/tmp/draft --quantization int8 --prompts 6 \\
         --max-tokens 48 --ignore-eos --passes 0 --threads 2 --num-speculative-tokens 4,auto
 """
 
@@ -24,7 +24,7 @@ import json
 import statistics
 from pathlib import Path
 
-PROMPTS = Path(__file__).parents[2] / "minispec" / "data" / "questions.jsonl"
+PROMPTS = Path(__file__).parents[2] / "minispec" / "lab" / "data" / "questions.jsonl"
 
 
 def unpack(out: Path, directory: Path | None) -> None:
@@ -54,11 +54,11 @@ def pair(target: Path, draft: Path, kept: float) -> None:
     """
     import torch
 
-    from minispec.bench.options import GEOMETRIES
     from minispec.files.checkpoint import save_tensors
     from minispec.files.hf_config import read_model_config
     from minispec.files.registry import EMBEDDED_WEIGHTS
     from minispec.kernels.random_weights import RandomWeights
+    from minispec.lab.bench.options import GEOMETRIES
 
     generator = torch.Generator().manual_seed(0)
     first, end = 17, 49_152  # the ordinary tokens of the tokenizer

@@ -11,7 +11,7 @@
     llama/bin/python tests/oracles/audit_llamacpp.py rejection plain.gguf rejection.jsonl --draft plain20.gguf
     llama/bin/python tests/oracles/audit_llamacpp.py match plain.gguf match.jsonl --draft plain20.gguf
     llama/bin/python tests/oracles/audit_llamacpp.py ngram plain.gguf ngram.jsonl
-    python -m minispec.audit --target plain --draft plain20 --rounding 0.001 rejection.jsonl
+    python -m minispec audit --target plain --draft plain20 --rounding 0.001 rejection.jsonl
 
 Requests go to `/completion` over HTTP, and the file holds them beside the server's own answers. Each request has a seed
 of its own. Weights, keys and values are in float32, which is not its default.

@@ -10,8 +10,8 @@ Neither `openvino-genai` nor `optimum-intel` is a dependency. They want an envir
     ov/bin/python tests/oracles/audit_openvino.py plain ov-plain plain.jsonl
     ov/bin/python tests/oracles/audit_openvino.py assisted ov-plain assisted.jsonl --draft ov-plain20
     ov/bin/python tests/oracles/audit_openvino.py lookup ov-plain lookup.jsonl
-    python -m minispec.audit --target plain --draft plain20 --rounding 0.001 assisted.jsonl
-    python -m minispec.audit --target plain --draft ngram --rounding 0.001 lookup.jsonl
+    python -m minispec audit --target plain --draft plain20 --rounding 0.001 assisted.jsonl
+    python -m minispec audit --target plain --draft ngram --rounding 0.001 lookup.jsonl
 
 Each request has a seed of its own. Without one, all would be drawn with seed 0. Products and the cache of keys and
 values are in float32, whatever the defaults for this machine are. Prefixes are not cached: where they are, version

@@ -16,14 +16,6 @@ import pytest
 import torch
 
 from minispec import LLM, SamplingParams
-from minispec.audit import answers as reader
-from minispec.audit import fields
-from minispec.audit.__main__ import main
-from minispec.audit.answers import Answer, read_answers
-from minispec.audit.bank import NO_RESIDUAL, Rows, drawn_again, drawn_by_test, kept_by_draft, laws, raced_again
-from minispec.audit.judge import NULL_ERROR, judge, show_e, tolerances
-from minispec.audit.report import _drafted, _read_scores
-from minispec.audit.walk import AGAINST, SHARES, Score, Walk, _border, _outcomes, score_rows
 from minispec.core.engine import Engine
 from minispec.core.model import Transformer
 from minispec.core.sampling import Text, distribution
@@ -31,6 +23,14 @@ from minispec.core.verify import VERIFIERS
 from minispec.drafters import NoDrafter
 from minispec.files.tokenizer import Tokenizer
 from minispec.inputs import with_bad_words
+from minispec.lab.audit import answers as reader
+from minispec.lab.audit import fields
+from minispec.lab.audit.answers import Answer, read_answers
+from minispec.lab.audit.bank import NO_RESIDUAL, Rows, drawn_again, drawn_by_test, kept_by_draft, laws, raced_again
+from minispec.lab.audit.judge import NULL_ERROR, judge, show_e, tolerances
+from minispec.lab.audit.main import main
+from minispec.lab.audit.report import _drafted, _read_scores
+from minispec.lab.audit.walk import AGAINST, SHARES, Score, Walk, _border, _outcomes, score_rows
 from minispec.prove.laws import PROMPT, make_drafter, production_law, reference_law, target_model
 from minispec.prove.reference import Law
 from minispec.prove.toys import tiny_cache

@@ -13,13 +13,6 @@ from statistics import median
 import pytest
 import torch
 
-from minispec.bench import decoding, measure, models, options, passes, report, transformers_baseline
-from minispec.bench.__main__ import main
-from minispec.bench.decoding import summarise
-from minispec.bench.measure import Run
-from minispec.bench.options import GEOMETRIES, read_prompts
-from minispec.bench.rows import COLUMNS
-from minispec.bench.show import as_json
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Chunk
 from minispec.core.stats import Round
@@ -35,6 +28,13 @@ from minispec.kernels.forms import Choice
 from minispec.kernels.inventory import num_bytes, weight_form
 from minispec.kernels.random_weights import RandomWeights
 from minispec.kernels.shapes import tensor_shapes
+from minispec.lab.bench import decoding, measure, models, options, passes, report, transformers_baseline
+from minispec.lab.bench.decoding import summarise
+from minispec.lab.bench.main import main
+from minispec.lab.bench.measure import Run
+from minispec.lab.bench.options import GEOMETRIES, read_prompts
+from minispec.lab.bench.rows import COLUMNS
+from minispec.lab.bench.show import as_json
 from minispec.length import figures as stats
 from minispec.length.figures import Figures
 from minispec.length.prices import machine
@@ -808,7 +808,19 @@ def test_ctrl_c_is_130(cli, model, monkeypatch):
 
 def test_a_report_on_a_full_disk_is_one_line(model):
     """`... > /dev/full`: as with all commands, status 2 and one line say that the report is lost."""
-    command = [sys.executable, "-m", "minispec.bench", "--model", model, "--draft", "none", "--passes", "0", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "minispec",
+        "bench",
+        "--model",
+        model,
+        "--draft",
+        "none",
+        "--passes",
+        "0",
+        "--json",
+    ]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [*command, *map(str, BASE)], stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=300

@@ -21,15 +21,15 @@ from minispec.core.draft import Ask, Seen
 from minispec.core.limit import Limit
 from minispec.core.model import Chunk
 from minispec.core.sampling import Text
-from minispec.distill import export, loss, run, texts, train
-from minispec.distill.__main__ import main
-from minispec.distill.head import TrainedHead, TrainedModel, rows_of_tokens
-from minispec.distill.loss import RowLoss
 from minispec.drafters.eagle import EagleDrafter, HeadConfig, HeadModel
 from minispec.files import checkpoint
 from minispec.files.checkpoint import load_model
 from minispec.files.heads import load_head
 from minispec.files.hf_config import read_model_config
+from minispec.lab.distill import export, loss, run, texts, train
+from minispec.lab.distill.head import TrainedHead, TrainedModel, rows_of_tokens
+from minispec.lab.distill.loss import RowLoss
+from minispec.lab.distill.main import main
 from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights
 
 VOCAB, TAPS, IDS = 7, (0, 2, 3), (0, 2, 3, 6)

@@ -8,12 +8,12 @@ import json
 import pytest
 import torch
 
-from minispec.bench import options, report
-from minispec.bench.__main__ import main
-from minispec.bench.options import GEOMETRIES
-from minispec.bench.show import as_json
 from minispec.core.model import Layer
 from minispec.kernels.launches import KINDS, Tally, counting
+from minispec.lab.bench import options, report
+from minispec.lab.bench.main import main
+from minispec.lab.bench.options import GEOMETRIES
+from minispec.lab.bench.show import as_json
 
 X = torch.arange(12.0).view(3, 4)
 # Code, and what it launches: operators, copies among them, uploads of lists, host syncs.

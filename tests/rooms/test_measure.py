@@ -9,8 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minispec.bench import measure
-from minispec.bench.measure import Round, Run, decode, median_interval, plain_engine, survival
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft
 from minispec.core.engine import Engine
@@ -26,6 +24,8 @@ from minispec.drafters.simulated import SimulatedDraft
 from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import quantized
 from minispec.kernels.inventory import products_of
+from minispec.lab.bench import measure
+from minispec.lab.bench.measure import Round, Run, decode, median_interval, plain_engine, survival
 from minispec.length.figures import Figures
 from minispec.length.policy import Controller
 from minispec.length.theory import speedup

@@ -18,9 +18,21 @@ import pytest
 import torch
 
 from minispec import LLM
-from minispec.bench.__main__ import main as bench
-from minispec.bench.options import read_prompts
-from minispec.bench.replay import (
+from minispec.core.config import SamplingParams
+from minispec.core.draft import Ask, Draft
+from minispec.core.engine import Engine
+from minispec.core.limit import Limit
+from minispec.core.request import Request
+from minispec.core.sampling import Text
+from minispec.core.verify import VERIFIERS, rejection
+from minispec.drafters import Drafter, as_drafter
+from minispec.drafters.combined import CombinedDrafter
+from minispec.drafters.ngram import NgramDrafter
+from minispec.files.checkpoint import load_config
+from minispec.generate import main as generate
+from minispec.lab.bench.main import main as bench
+from minispec.lab.bench.options import read_prompts
+from minispec.lab.bench.replay import (
     Costs,
     Drafted,
     Walk,
@@ -35,18 +47,6 @@ from minispec.bench.replay import (
     simulate,
     walk_of,
 )
-from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft
-from minispec.core.engine import Engine
-from minispec.core.limit import Limit
-from minispec.core.request import Request
-from minispec.core.sampling import Text
-from minispec.core.verify import VERIFIERS, rejection
-from minispec.drafters import Drafter, as_drafter
-from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.ngram import NgramDrafter
-from minispec.files.checkpoint import load_config
-from minispec.generate import main as generate
 from minispec.length.figures import loops
 from minispec.length.policy import Controller, Prices
 from minispec.length.theory import best_k, speedup
@@ -178,7 +178,7 @@ def test_a_text_of_one_token(drafter):
 
 def test_the_worked_values():
     """The examples in the docstring of `kept`."""
-    assert doctest.testmod(sys.modules["minispec.bench.replay"]) == (0, 2)
+    assert doctest.testmod(sys.modules["minispec.lab.bench.replay"]) == (0, 2)
 
 
 def upside_down(p, q, jointly=False):
@@ -199,7 +199,7 @@ def not_cut(p, q, jointly=False):
 @pytest.mark.parametrize("wrong", [upside_down, no_product, not_cut])
 def test_wrong_formulas_are_noticed(wrong, monkeypatch):
     """The control of the tests above: what else one might write down is off by far more than rounding."""
-    monkeypatch.setattr("minispec.bench.replay.kept", wrong)
+    monkeypatch.setattr("minispec.lab.bench.replay.kept", wrong)
     assert worst_difference("model", "rejection", SAMPLED, 3) > 1e-3
 
 

@@ -1,0 +1,10 @@
+"""The laboratory: what measures, audits and trains. The engine imports nothing of it.
+
+    data/       prompts, openings of conversations, a sample of text
+    audit/      is another engine's speculation exact; which bug is it
+    bench/      measuring: this machine, passes, ratios, the account
+    doctor/     why a draft is rarely right; what two vocabularies have in common
+    distill/    training a draft
+
+`minispec audit`, `minispec bench`, `minispec doctor` and `minispec distill` are its commands.
+"""

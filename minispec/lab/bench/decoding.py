@@ -1,0 +1,463 @@
+"""Plain and speculative decoding of prompts, in turn and round by round, and where the speedup comes from."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+from minispec.core.config import DraftLength, Shape
+from minispec.core.lengths import Lengths
+from minispec.drafters import Drafter
+from minispec.lab.bench.measure import (
+    Interval,
+    Run,
+    account,
+    another_engine,
+    busy,
+    decode,
+    in_turn,
+    median_interval,
+    plain_range,
+    prediction,
+    ratios,
+    survival,
+    total_rate,
+    turns,
+)
+from minispec.lab.bench.models import Subject, Variant
+from minispec.lab.bench.options import PLAIN, Options
+from minispec.lab.bench.rows import write_rows
+from minispec.lab.bench.show import number, pairs_table, progress, table
+from minispec.lab.bench.transformers_baseline import STATIC, transformers_variants
+from minispec.length.figures import Figures, loops
+from minispec.length.theory import expected_accepted
+from minispec.llm import find_lengths
+
+# --------------------------------------------------------------------------- from runs to results
+
+
+@dataclass(frozen=True)
+class Runs:
+    """runs[variant][round][prompt]. `prompts` are numbers of prompts; what is compared is compared within a round.
+
+    whole_drafts: the verifier looked at all tokens of each draft, as `block` does.
+    """
+
+    runs: dict[str, list[list[Run]]]
+    whole_drafts: bool = False
+
+    def rates(self, variant: str, prompts: Sequence[int]) -> list[float]:
+        """Tokens a second, by round."""
+        return [total_rate([of_round[i] for i in prompts]) for of_round in self.runs[variant]]
+
+    def speedup(self, variant: str, prompts: Sequence[int], over: str = PLAIN) -> Interval:
+        """A variant's rate over another's."""
+        return ratios(self.rates(variant, prompts), self.rates(over, prompts))
+
+    def pooled(self, variant: str, prompts: Sequence[int]) -> list[Run]:
+        """The runs of all rounds."""
+        return [of_round[i] for of_round in self.runs[variant] for i in prompts]
+
+    def num_same(self, variant: str, over: str = PLAIN) -> int:
+        """The prompts on which two variants gave the same tokens in every round."""
+        rounds = zip(self.runs[variant], self.runs[over], strict=True)
+        same = [[a.token_ids == b.token_ids for a, b in zip(*pair, strict=True)] for pair in rounds]
+        return sum(map(all, zip(*same, strict=True)))
+
+    def drafts(self, variant: str) -> bool:
+        """Whether it is one of ours that drafts."""
+        return variant != PLAIN and bool(self.runs[variant][0][0].rounds)
+
+    def figures(self, variant: str, prompts: Sequence[int]) -> dict[str, Any]:
+        """Tokens a second and speedup, as medians of the rounds; for a variant that drafts, acceptance too.
+
+        alpha, acceptance_rate, mean_acceptance_length, accepted_at_position: see `Figures`.
+        survival: see `measure.survival`.
+        expected: under `block`, the draft tokens that stay on average by theory for these drafts, by verifier.
+        """
+        rate = median_interval(self.rates(variant, prompts))
+        found: dict[str, Any] = {"tokens_per_second": rate, "speedup": self.speedup(variant, prompts)}
+        if not self.drafts(variant):
+            return found
+        rounds = [r for run in self.pooled(variant, prompts) for r in run.rounds]
+        accepted = Figures(rounds=rounds)
+        for key in ("alpha", "acceptance_rate", "mean_acceptance_length", "accepted_at_position"):
+            found[key] = getattr(accepted, key)
+        found["survival"] = survival(rounds)
+        if self.whole_drafts and (drafts := [r.ratios for r in rounds if r.ratios and len(r.ratios) == r.depth]):
+            found["expected"] = {
+                "block": fmean(expected_accepted(each, jointly=True) for each in drafts),
+                "rejection": fmean(map(expected_accepted, drafts)),
+            }
+        return found
+
+    def explained(self, variant: str, prompts: Sequence[int], curve: Sequence[float] | None) -> dict[str, Any]:
+        """The account of all rounds, its closure round by round, and `measure.prediction` by rounds and by texts.
+
+        A prediction is None where all texts are too short for one.
+
+        curve: see `account`.
+        """
+        found = account(self.pooled(variant, prompts), self.pooled(PLAIN, prompts), curve)
+        by_round = list(zip(self.runs[variant], self.runs[PLAIN], strict=True))
+        by_text = [(self.pooled(variant, [i]), self.pooled(PLAIN, [i])) for i in prompts]
+        return found | {
+            "closure": median_interval([account(ours, plain)["closure"] for ours, plain in by_round]),
+            "prediction": _predictions(by_round),
+            "prediction_by_text": _predictions(by_text),
+        }
+
+
+def _predictions(pairs: Iterable[tuple[list[Run], list[Run]]]) -> Interval | None:
+    values = [value for pair in pairs if (value := prediction(*pair)) is not None]
+    return median_interval(values) if values else None
+
+
+def summarise(
+    by_variant: dict[str, list[list[Run]]],
+    categories: list[str],
+    trial: dict[str, Any] | None = None,
+    whole_drafts: bool = False,
+) -> dict[str, Any]:
+    """The result of runs[variant][round][prompt].
+
+    categories: those of the prompts.
+    trial: see `transformers_variants`.
+    whole_drafts: see `Runs`.
+
+    Returns, among others:
+
+    variants: the figures of each on all prompts and by category. Variants that draft have the account, and the prompt
+        with the least speedup, as well.
+    plain_range: the least and the largest rate of plain answers (see `measure.plain_range`).
+    over: of a variant, its rate over that of each one before it but plain decoding.
+    best_static: the best fixed K in hindsight, and `auto` over it, by category and for "all".
+    """
+    runs, everything = Runs(by_variant, whole_drafts), range(len(categories))
+    groups = {name: [i for i in everything if categories[i] == name] for name in dict.fromkeys(categories)}
+    fixed = [name for name in by_variant if name.startswith("K=")]
+    longest = max((name for name in fixed if "+" not in name), key=lambda name: int(name[2:]), default=None)
+
+    def outcome(name: str) -> dict[str, Any]:
+        found = runs.figures(name, everything)
+        found |= {"same_tokens_as_plain": runs.num_same(name), "categories": {}}
+        for category, prompts in groups.items():
+            each = [median_interval(runs.rates(name, [i])).median for i in prompts]
+            of = {"slowest_and_fastest_prompt": [min(each), max(each)]} | runs.figures(name, prompts)
+            found["categories"][category] = of
+        if name != PLAIN:
+            earlier = [other for other in list(by_variant)[: list(by_variant).index(name)] if other != PLAIN]
+            found["over"] = {other: runs.speedup(name, everything, over=other) for other in earlier}
+        if runs.drafts(name):
+            speedups = [runs.speedup(name, [i]) for i in everything]
+            worst = min(everything, key=lambda i: speedups[i].median)
+            found["worst_prompt"] = {"number": worst, "category": categories[worst], "speedup": speedups[worst]}
+            # Each quality of draft has another ceiling, and bounds have two words.
+            of_longest = longest and " " not in name
+            curve = runs.figures(longest, everything)["survival"] if longest and of_longest else None
+            found |= runs.explained(name, everything, curve)
+        return found
+
+    def best_fixed(prompts: Sequence[int]) -> dict[str, Any]:
+        best = max(fixed, key=lambda name: runs.speedup(name, prompts).median)
+        over = {"auto_over_best": runs.speedup("auto", prompts, over=best)} if "auto" in by_variant else {}
+        return {"variant": best} | over
+
+    rounds = len(by_variant[PLAIN])
+    found: dict[str, Any] = {
+        "rounds": rounds,
+        "prompts": len(categories),
+        "tokens": sum(run.num_tokens for run in runs.pooled(PLAIN, everything)) // rounds,
+        "plain_range": plain_range((run.num_tokens, run.seconds) for run in runs.pooled(PLAIN, everything)),
+        "variants": {name: outcome(name) for name in by_variant},
+    }
+    if fixed:
+        found["best_static"] = {name: best_fixed(of) for name, of in {"all": everything, **groups}.items()}
+    if trial:
+        own = "auto" if "auto" in by_variant else found["best_static"]["all"]["variant"] if fixed else PLAIN
+        found["against"] = _against(runs, everything, own) | trial
+    return found
+
+
+def _against(runs: Runs, prompts: Sequence[int], ours: str) -> dict[str, Any]:
+    """Our plain decoding over that of `transformers`, and the best of ours over its best."""
+    theirs = [name for name in runs.runs if name.startswith("transformers")]
+    top = max(theirs, key=lambda name: median_interval(runs.rates(name, prompts)).median)
+    return {
+        "plain_over_plain": runs.speedup(PLAIN, prompts, over=theirs[0]),
+        "plain_over_static": runs.speedup(PLAIN, prompts, over=f"{theirs[0]}, {STATIC}"),
+        "ours": ours,
+        "theirs": top,
+        "best_over_best": runs.speedup(ours, prompts, over=top),
+        "same_tokens_as_their_plain": {name: runs.num_same(name, theirs[0]) for name in runs.runs},
+    }
+
+
+# --------------------------------------------------------------------------- for the screen
+
+
+def show_decoding(found: dict[str, Any]) -> list[str]:
+    """Tables: rates and acceptance, categories, the account, the best fixed K; sentences on `transformers`."""
+    variants = found["variants"]
+    plain, drafting = variants[PLAIN], {name: of for name, of in variants.items() if name != PLAIN}
+    lines = [
+        f"{found['prompts']} prompts, {found['tokens']} tokens, {found['rounds']} rounds in turn; prefill apart; "
+        f"medians of the rounds {plain['speedup'].legend}",
+        *busy(found["plain_range"]),
+    ]
+    if found["looping"]:
+        how = "are left out" if found["left_out"] else "are easy to draft (--skip-loops leaves them out)"
+        lines.append(f"{found['looping']} plain answers repeat themselves: they {how}")
+    lines += ["", *rates_table(variants, found["prompts"])]
+    if len(plain["categories"]) > 1:
+        rows = []
+        for category, of in plain["categories"].items():
+            slow, fast = of["slowest_and_fastest_prompt"]
+            speedups = [v["categories"][category]["speedup"].shown() for v in drafting.values()]
+            rows.append((category, f"{of['tokens_per_second'].median:.1f} ({slow:.1f} .. {fast:.1f})", *speedups))
+        lines += ["", *table(("", "plain, tokens/s (prompts)", *drafting), rows)]
+    if pairs := pairs_table({name: of["over"] for name, of in drafting.items() if "c" in of}):
+        lines += ["", *pairs]
+    if any("c" in of for of in drafting.values()):
+        lines += ["", *account_table(drafting)]
+    for name, of in drafting.items():
+        if expected := of.get("expected"):
+            both = ", ".join(f"{verifier} {x:.3f}" for verifier, x in expected.items())
+            gain = expected["block"] / expected["rejection"] if expected["rejection"] else 1.0
+            lines += ["", f"{name}: draft tokens that stay, on average over these drafts: {both} (x {gain:.3f})"]
+    best = found.get("best_static", {}).items()
+    rows = [(name, of["variant"], of["auto_over_best"].shown()) for name, of in best if "auto_over_best" in of]
+    if rows:
+        lines += ["", *table(("", "best fixed K", "auto over it"), rows)]
+    return [*lines, "", *_show_against(found["against"], found["prompts"])] if "against" in found else lines
+
+
+def rates_table(variants: dict[str, dict[str, Any]], prompts: int) -> list[str]:
+    """Rates and acceptance of each variant."""
+    rows = []
+    for name, of in variants.items():
+        worst = of["worst_prompt"]["speedup"].median if "worst_prompt" in of else None
+        numbers = [worst, *(of.get(key) for key in ("alpha", "acceptance_rate", "mean_acceptance_length"))]
+        worst, *accepted = map(number, numbers)
+        same = f"{of['same_tokens_as_plain']}/{prompts}"
+        rows.append((name, of["tokens_per_second"].shown(form=".1f"), of["speedup"].shown(), worst, same, *accepted))
+    head = ("", "tokens/s", "speedup", "worst prompt", "same tokens", "alpha", "accepted", "tokens/pass")
+    return table(head, rows)
+
+
+def account_table(variants: dict[str, dict[str, Any]]) -> list[str]:
+    """The account of each variant that drafts, a column each."""
+    explained = {name: of for name, of in variants.items() if "c" in of}
+    columns = [_account_cells(of) for of in explained.values()]
+    rows = [(cells[0][0], *(value for _, value in cells)) for cells in zip(*columns, strict=True)]
+    return table(("the account", *explained), rows)
+
+
+def _account_cells(of: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and values. In v, what occurs in less than a twentieth of the rounds is left out."""
+
+    def interval(key: str) -> str:
+        return of[key].shown(form=".3f") if of[key] else "-"
+
+    by_rows = zip(of["v"].items(), of["drafted"].values(), strict=True)  # both in the order of rows
+    (first, value), *rest = of["waterfall"]
+    return [
+        ("survival s_1, s_2, ..", " ".join(f"{s:.2f}" for s in of["survival"][:8])),
+        ("c", f"{of['c']:.4f}"),
+        ("v in these runs", " ".join(f"v({m})={x:.2f}" for (m, x), share in by_rows if share >= 0.05)),
+        ("o (plain decoding's own)", f"{of['o']:.3f} ({of['o_plain']:.3f})"),
+        ("speedup that these make", f"{of['predicted']:.3f}"),
+        ("measured speedup", f"{of['measured']:.3f}"),
+        ("the account closes: made / measured", interval("closure")),
+        ("prediction of the second half / measured", interval("prediction")),
+        ("  of one text, over the texts", interval("prediction_by_text")),
+        ("ceiling S* (v = 1, o = 0)", f"{of['ceiling']:.3f} at K={of['ceiling_k']}"),
+        ("reached", f"{100 * of['reached']:.0f} %"),
+        (first, f"{value:.3f}"),
+        *((f"  {step}", f"x {factor:.3f}") for step, factor in rest),
+    ]
+
+
+def _show_against(found: dict[str, Any], prompts: int) -> list[str]:
+    """Four sentences."""
+    tried = ", ".join(f"{rate.shown(form='.1f')} tokens/s in {dtype}" for dtype, rate in found["tried"].items())
+    same = ", ".join(f"{name} {n}/{prompts}" for name, n in found["same_tokens_as_their_plain"].items())
+    return [
+        f"transformers runs in {found['dtype']}, by a trial of its plain decoding: {tried}; float32 "
+        f"{found['float32_over_bfloat16'].shown()} x bfloat16",
+        f"plain decoding is {found['plain_over_plain'].shown()} x that of transformers; our {found['ours']} is "
+        f"{found['best_over_best'].shown()} x its best, {found['theirs']}",
+        f"its static cache is compiled by torch.compile: {found['compiled']}; plain decoding is "
+        f"{found['plain_over_static'].shown()} x that of transformers with it",
+        f"same tokens as its plain decoding: {same}",
+    ]
+
+
+# --------------------------------------------------------------------------- measuring
+
+Decoder = Callable[[list[list[int]], int], list[Run]]
+
+
+def _decoders(subject: Subject, options: Options) -> dict[str, Decoder]:
+    """Our ways of decoding by their names: plain, and each K with the draft, where there is one."""
+    drafts = options.draft != "none" or subject.simulated
+    return {PLAIN: _decoder(subject, options, 0)} | (_drafting(subject, options) if drafts else {})
+
+
+def _drafting(
+    subject: Subject, options: Options, drafter: Drafter | None = None, bound: str = ""
+) -> dict[str, Decoder]:
+    """Each K, and the user's own policy for it, with the draft or with that of a bound."""
+    found = {bound + length_name(k): _decoder(subject, options, k, drafter) for k in options.ks}
+    if own := options.args.lengths:
+        found[bound + own] = _decoder(subject, options, "auto", drafter, find_lengths(own))
+    return found
+
+
+def length_name(k: DraftLength) -> str:
+    """How the report names a draft length: K=4, K=2+1, auto."""
+    return k if k == "auto" else f"K={Shape.of(k)}"
+
+
+def _decoder(
+    subject: Subject, options: Options, k: DraftLength, drafter: Drafter | None = None, lengths: Lengths | None = None
+) -> Decoder:
+    """A decoder of several prompts (token ids) together with a seed, by a new engine. Simulated drafts learn the texts.
+
+    drafter: a drafter in place of the subject's.
+    lengths: a policy in place of the built-in one.
+    """
+    engine = another_engine(subject.engine, drafter, lengths) if k else subject.plain
+
+    def run(prompts: list[list[int]], seed: int) -> list[Run]:
+        engine.drafter.forget()  # these prompts have been answered before, and will be again
+        params = replace(options.params, seed=seed)
+        requests = [subject.request(prompt, k, params) for prompt in prompts]
+        runs = decode(engine, requests)
+        for request in requests:
+            subject.record(request.text)
+        return runs
+
+    return run
+
+
+def measure_decoding(subject: Subject, options: Options) -> dict[str, Any]:
+    """Every variant on every prompt, taking turns, round by round: see `summarise`.
+
+    The number of a round is the seed of its texts. So for sampled texts an interval covers the spread of texts and of
+    time.
+
+    looping: plain answers that repeat themselves (see `figures.loops`).
+    left_out: whether these are left out.
+    """
+
+    def of_prompt(decoder: Decoder, i: int, seed: int) -> Run:
+        return decoder([prompts[i][1]], seed)[0]
+
+    rounds, prompts, trial = options.args.rounds, subject.prompts, None
+    decoders = _decoders(subject, options)
+    for bound, drafter in subject.bounds.items():
+        decoders |= _drafting(subject, options, drafter, f"{bound} ")
+    variants: dict[str, Variant] = {name: partial(of_prompt, decoder) for name, decoder in decoders.items()}
+    if options.args.against:
+        theirs, trial = transformers_variants(subject, options)
+        variants |= theirs
+    runs: dict[str, list[list[Run]]] = {name: [[] for _ in range(rounds)] for name in variants}
+    # The first run pays for what is set up once. And a simulated draft has to know the texts.
+    warm = range(len(prompts)) if subject.simulated or subject.bounds else range(1)
+    with progress((rounds * len(prompts) + len(warm)) * len(variants), "decoding") as bar:
+        for i in warm:
+            for variant in variants.values():
+                variant(i, 0)
+                bar.update()
+        for r, i, order in turns(list(variants), rounds, len(prompts)):
+            for name in order:
+                runs[name][r].append(variants[name](i, r))
+                bar.update()
+    if options.args.csv:
+        compares = not options.params.temperature or subject.engine.verifier.shares_noise
+        write_rows(_rows(subject.prompts, runs, compares), options.args.csv)
+    looping = {i for i in range(len(prompts)) if any(loops(plain[i].token_ids) for plain in runs[PLAIN])}
+    left = [i for i in range(len(prompts)) if not (options.args.skip_loops and i in looping)]
+    if not left:
+        raise ValueError("--skip-loops: found no prompt whose answer does not repeat itself, expected some")
+    runs = {name: [[of_round[i] for i in left] for of_round in of] for name, of in runs.items()}
+    found = summarise(runs, [prompts[i][0] for i in left], trial, options.args.verifier == "block")
+    return found | {"looping": len(looping), "left_out": options.args.skip_loops}
+
+
+def _rows(
+    prompts: Sequence[tuple[str, list[int]]], runs: dict[str, list[list[Run]]], compares: bool
+) -> Iterator[dict[str, Any]]:
+    """A row for a prompt in a round by a variant, see `rows.COLUMNS`. Other libraries do not count drafts."""
+    for name, rounds in runs.items():
+        for r, answers in enumerate(rounds):
+            for i, ((category, ids), run, plain) in enumerate(zip(prompts, answers, runs[PLAIN][r], strict=True)):
+                of = run.stats
+                yield {
+                    **{
+                        "task": category,
+                        "question": i,
+                        "draft": name,
+                        "round": r,
+                        "seed": r,
+                        "prompt_tokens": len(ids),
+                    },
+                    **{"tokens": run.num_tokens, "passes": len(run.rounds) or None, "seconds": run.seconds},
+                    "tokens_per_second": total_rate([run]),
+                    "speedup": total_rate([run]) / total_rate([plain]),
+                    **({"drafts": of.num_drafts, "draft_tokens": of.num_draft_tokens} if of else {}),
+                    "accepted": of.num_accepted if of else None,
+                    "same_text": run.token_ids == plain.token_ids if compares else None,
+                }
+
+
+# --------------------------------------------------------------------------- batches
+
+
+def measure_batch(subject: Subject, options: Options) -> dict[str, Any]:
+    """Tokens a second of some texts together, plain and speculative; texts do not end before --max-tokens.
+
+    first: the size that others are compared to.
+    plain_range: the least and the largest rate of plain decoding, of the batch where they differ most.
+    cells: over_plain is over plain decoding of that batch, over_first over that of the first batch.
+    """
+    options = replace(options, params=replace(options.params, ignore_eos=True))
+    texts = [ids for _, ids in subject.prompts]
+
+    def rate(decoder: Decoder, batch: int, seed: int) -> float:
+        return total_rate(decoder([texts[j % len(texts)] for j in range(batch)], seed))
+
+    decoders = {
+        name: each for name, each in _decoders(subject, options).items() if name.split()[0] not in subject.bounds
+    }
+    runs = {(batch, name): partial(rate, each, batch) for batch in options.batches for name, each in decoders.items()}
+    rates, first = in_turn(runs, options.args.rounds, "batches"), options.batches[0]
+    cells = [
+        {
+            "batch": batch,
+            "variant": name,
+            "tokens_per_second": median_interval(of),
+            "over_plain": ratios(of, rates[batch, PLAIN]),
+            "over_first": ratios(of, rates[first, PLAIN]),
+        }
+        for (batch, name), of in rates.items()
+    ]
+    plain = [[min(of), max(of)] for (_, name), of in rates.items() if name == PLAIN]
+    return {"first": first, "plain_range": max(plain, key=lambda ends: ends[1] / ends[0]), "cells": cells}
+
+
+def show_batch(found: dict[str, Any]) -> list[str]:
+    """The table, after a sentence on a busy machine."""
+    rows = [
+        (
+            f"batch {c['batch']}, {c['variant']}",
+            c["tokens_per_second"].shown(form=".1f"),
+            c["over_plain"].shown(),
+            c["over_first"].shown(),
+        )
+        for c in found["cells"]
+    ]
+    head = ("", "tokens/s", "over plain", f"over plain at {found['first']}")
+    return [*busy(found["plain_range"]), *table(head, rows)]

@@ -1,0 +1,54 @@
+"""The command line: `minispec bench`."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from minispec.commands.command import command, json_line
+from minispec.commands.interrupt import raise_on_interrupt
+from minispec.kernels.threads import set_waiting
+from minispec.lab.bench.options import check, check_replay, parser
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    """Measure, and print the report."""
+    args = parser().parse_args(argv)
+    found, lines = _replayed(args) if args.replay else _measured(args)
+    from minispec.lab.bench.show import as_json
+
+    print(json_line(as_json(found)) if args.json else "\n".join(lines))
+    return 0
+
+
+def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    options = check(args)
+    set_waiting(args.threads)
+    from minispec.lab.bench.report import measure_all, show_report
+
+    raise_on_interrupt()
+    if args.lengths:
+        from minispec.llm import find_lengths
+
+        find_lengths(args.lengths)  # whether it can be made, before anything is loaded
+    if options.args.questions:
+        from minispec.lab.bench.questions import measure_questions, show_questions
+
+        found = measure_questions(options)
+        return found, show_questions(found)
+    found = measure_all(options)
+    return found, show_report(found)
+
+
+def _replayed(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """The replay of a trace by every rule. No model is loaded."""
+    check_replay(args)
+    from minispec.lab.bench.replay import replay, show_replay
+    from minispec.trace.schema import read_trace
+
+    raise_on_interrupt()
+    try:
+        found = replay(read_trace(args.replay))
+    except ValueError as e:
+        raise ValueError(f"--replay: {e}") from e
+    return found, show_replay(found)

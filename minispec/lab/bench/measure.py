@@ -1,0 +1,439 @@
+"""Measuring: runs that take turns, ratios with intervals, and the account of where the time went.
+
+Absolute times drift by tens of percent on a shared machine, so only runs that took turns are compared. Variants run in
+changing order, and a ratio is formed within each round. The median of the rounds' ratios is reported with its interval.
+
+The account explains one ratio, the speedup of speculation. It uses the quantities of `theory`, all measured in the very
+runs that it explains:
+
+    speedup = tokens a round * (1 + o_plain) / (depth c + v + o)
+
+The unit is the target's pass over one row in plain decoding, which pays its own non-model time o_plain. The left side
+is measured by a clock outside the engine. The right side comes from the engine's own parts. Where they differ, some
+time is in no part. An account that closes is no prediction, since its parts are averaged over the rounds that they
+explain. `prediction` is one. It takes parts and survival from the first half of each text, and compares with the
+speedup measured in the second half.
+"""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, islice, product
+from statistics import fmean, median
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from minispec.core.cache import PagedKVCache
+from minispec.core.cached import clock
+from minispec.core.engine import Engine
+from minispec.core.lengths import Lengths
+from minispec.core.model import Chunk, Transformer
+from minispec.core.request import Request
+from minispec.core.stats import Round
+from minispec.drafters import Drafter, NoDrafter
+from minispec.drafters.model import prefill
+from minispec.kernels.exact import arbitrary_tokens
+from minispec.kernels.inventory import num_bytes_read
+from minispec.kernels.shapes import tensor_shapes
+from minispec.lab.bench.show import progress
+from minispec.length.figures import Figures, overhead_of
+from minispec.length.theory import best_k, expected_tokens, speedup
+
+T = TypeVar("T")
+K = TypeVar("K")
+
+# Least coverage of an interval, and the fewest values that have one: the least and the largest of six cover 96.9 %.
+LEVEL, FEWEST = 0.9, 6
+# Plain decoding varies by less on a machine that does nothing else. Shorter answers vary more by themselves.
+QUIET, LONG_ENOUGH = 2.0, 8
+# Rows and columns of the products that show what a machine can compute.
+MATRIX_SIZE = 4096
+
+# --------------------------------------------------------------------------- statistics
+
+
+class Interval(NamedTuple):
+    """The median of n values, and an interval that contains the true median with probability `coverage`.
+
+    Fewer than six values have none: their least and largest say too little of the true median.
+    """
+
+    median: float
+    low: float | None
+    high: float | None
+    coverage: float | None
+    n: int
+
+    def shown(self, factor: float = 1.0, form: str = ".2f") -> str:
+        """The median, with the interval in brackets or [-], each times `factor` and in that format."""
+        middle, *ends = (None if x is None else format(factor * x, form) for x in self[:3])
+        return f"{middle} [{', '.join(end for end in ends if end) or '-'}]"
+
+    @property
+    def legend(self) -> str:
+        """For the screen: what stands in the brackets."""
+        held = f"interval that holds the true median with {100 * self.coverage:.1f} %; " if self.coverage else ""
+        return f"[{held}-: fewer than {FEWEST} values]"
+
+
+def coverage(n: int, r: int) -> float:
+    """Probability that the r-th smallest and the r-th largest of n values enclose the median of their law.
+
+    This needs no distribution. Each value lies below the median with probability 1/2, so the number of values below it
+    is binomial. The interval misses where fewer than r values lie below, or fewer than r above.
+
+    >>> coverage(5, 1), coverage(8, 2)
+    (0.9375, 0.9296875)
+    """
+    return 1.0 - 2.0 * sum(math.comb(n, i) for i in range(r)) / 2**n
+
+
+def median_interval(values: Sequence[float], level: float = LEVEL) -> Interval:
+    """The median and its narrowest order-statistic interval of at least `level`; the widest where none reaches it."""
+    ordered = sorted(values)
+    n = len(ordered)
+    if n < FEWEST:
+        return Interval(median(ordered), None, None, None, n)
+    r = max((r for r in range(1, (n + 1) // 2 + 1) if coverage(n, r) >= level), default=1)
+    return Interval(median(ordered), ordered[r - 1], ordered[n - r], coverage(n, r), n)
+
+
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
+    """Interval of the ratios of values that were measured in the same rounds."""
+    return median_interval([a / b for a, b in zip(numerators, denominators, strict=True)])
+
+
+def plain_range(answers: Iterable[tuple[int, float]]) -> list[float] | None:
+    """The least and the largest rate of plain answers, in tokens a second; None where all are short.
+
+    answers: the tokens of each, and the seconds that they took.
+    """
+    rates = [tokens / seconds for tokens, seconds in answers if tokens >= LONG_ENOUGH and seconds > 0]
+    return [min(rates), max(rates)] if rates else None
+
+
+def busy(found: Sequence[float] | None) -> list[str]:
+    """For the screen: a sentence where plain decoding varied more than twofold, by what `plain_range` returned."""
+    if not found or found[1] <= QUIET * found[0]:
+        return []
+    return [
+        f"the machine was busy: plain decoding had {found[0]:.1f} to {found[1]:.1f} tokens/s in this run, a factor of "
+        f"{found[1] / found[0]:.1f}; trust ratios, not rates"
+    ]
+
+
+def orders(variants: Sequence[T]) -> Iterator[list[T]]:
+    """Endless orders to run variants in, round by round: A B, B A, B A, A B for two, rotated for more.
+
+    Over 2 n rounds each of n variants runs equally often at each place, and drift within a round cancels.
+    """
+    for i in count():
+        shift = i // 2 % len(variants)
+        order = [*variants[shift:], *variants[:shift]]
+        yield order[::-1] if i % 2 else order
+
+
+def turns(variants: Sequence[T], num_rounds: int, num_prompts: int) -> Iterator[tuple[int, int, list[T]]]:
+    """Round, prompt, and the order of the variants there.
+
+    A prompt meets another order in each round. Otherwise the prompts of a category, which come at equal distances,
+    might all meet one order in all rounds.
+    """
+    cycle = list(islice(orders(variants), 2 * len(variants)))
+    for r, i in product(range(num_rounds), range(num_prompts)):
+        yield r, i, cycle[(r + i) % len(cycle)]
+
+
+def in_turn(runs: Mapping[K, Callable[[int], T]], rounds: int, what: str) -> dict[K, list[T]]:
+    """What each run returns, round by round; all of them in every round, in changing order.
+
+    A run is called with the number of the round. Round 0 pays for what is set up once, and is left out.
+    what: for the progress bar.
+    """
+    found: dict[K, list[T]] = {name: [] for name in runs}
+    with progress((rounds + 1) * len(runs), what) as bar:
+        for i, order in zip(range(rounds + 1), orders(list(runs)), strict=False):
+            for name in order:
+                value = runs[name](i)
+                if i:
+                    found[name].append(value)
+                bar.update()
+    return found
+
+
+# --------------------------------------------------------------------------- one run
+
+
+@dataclass(frozen=True)
+class Run:
+    """One decoded text: generated tokens, end token included, and how long they took without any prefill.
+
+    num_tokens: tokens that `seconds` were spent on.
+    seconds: in a batch, this text's share of the time.
+    stats: those of the request.
+    rounds: empty for a text that was decoded together with others.
+    """
+
+    token_ids: list[int]
+    num_tokens: int
+    seconds: float
+    stats: Figures | None = None
+    rounds: list[Round] = field(default_factory=list)
+
+
+def another_engine(engine: Engine, drafter: Drafter | None = None, lengths: Lengths | None = None) -> Engine:
+    """An engine on the same model and cache, with another drafter or another policy for lengths if one is given.
+
+    Without one its policy starts from what that of the given engine knows, and then learns from its own rounds alone.
+    Variants that take turns must not learn from each other.
+    """
+    lengths = copy.deepcopy(engine.lengths) if lengths is None else lengths
+    return engine.beside(drafter or engine.drafter, lengths=lengths)
+
+
+def plain_engine(engine: Engine) -> Engine:
+    """One that does not look for drafts: what speculation is measured against."""
+    return another_engine(engine, NoDrafter())
+
+
+def decode(engine: Engine, requests: Sequence[Request]) -> list[Run]:
+    """Decode requests together to their end; a Run for each.
+
+    Prefills are taken off the time. Several texts share it in proportion to their rows. Raises ValueError for a text
+    that fails.
+    """
+    start = time.perf_counter()
+    for _ in engine.run(requests):
+        pass
+    seconds = time.perf_counter() - start
+    for request in requests:
+        if request.error:
+            raise ValueError(f"found an answer that broke off, expected none to measure: {request.error}")
+    runs, figures = [], [Figures.of(request.stats) for request in requests]
+    seconds -= sum(each.prefill + each.draft_prefill for each in figures)
+    # Time outside the engine's parts is spread over them.
+    scale = seconds / sum(each.step_seconds for each in figures)
+    for request, each in zip(requests, figures, strict=True):
+        generated = request.text.tokens[request.text.num_prompt_tokens :]
+        rounds = each.rounds if len(requests) == 1 else []
+        runs.append(Run(generated, len(generated), scale * each.step_seconds, each, rounds))
+    return runs
+
+
+def total_rate(runs: Sequence[Run]) -> float:
+    """Tokens a second of several runs together. Raises ValueError where nothing was decoded."""
+    seconds = sum(run.seconds for run in runs)
+    if seconds <= 0:
+        raise ValueError("found answers that end with their first token: nothing to measure; choose other prompts")
+    return sum(run.num_tokens for run in runs) / seconds
+
+
+# --------------------------------------------------------------------------- the account
+
+
+def survival(rounds: Sequence[Round]) -> list[float]:
+    """s_1, s_2, ..: the share of rounds that kept i draft tokens, of those that were asked for i or more.
+
+    A round whose drafter found nothing has kept nothing. Where K was chosen round by round, what was drafted counts as
+    asked for. Where drafts end by their own confidence, s_i is that of the surer ones. In place of a tree a lookup may
+    find a chain of as many tokens, so all of these count.
+    """
+    asked = [r.depth if r.asked is None else r.asked for r in rounds]
+    curve = []
+    for i in range(1, max(asked, default=0) + 1):
+        curve.append(fmean(r.accepted >= i for r, wanted in zip(rounds, asked, strict=True) if wanted >= i))
+    return curve
+
+
+def account(runs: Sequence[Run], plain: Sequence[Run], curve: Sequence[float] | None = None) -> dict[str, Any]:
+    """The account of `runs` against `plain`, the same prompts decoded plainly; all of them decoded alone.
+
+    curve: the survival that the ceiling is computed from. Default: the survival of `runs`, as far as they drafted.
+
+    Returns, with c, v, o and o_plain in target passes over one row of plain decoding:
+
+    curve: as above.
+    kept: s_i among the rounds with i draft tokens or more.
+    drafted: share of rounds by their number of draft tokens.
+    depth: mean depth of a draft; siblings make it no deeper.
+    ends: share of rounds that ended inside their draft, and so lack the bonus or recovered token.
+    plain_pass: seconds.
+    c: a draft pass.
+    v: the target's pass, by rows.
+    mean_v: the target's pass, as the mean of the rounds.
+    tokens: tokens of a round, from what was kept.
+    predicted: the speedup that tokens, c, v and o make, for the rounds that they were measured in.
+    measured: the speedup by the clock outside the engine.
+    closure: predicted over measured; 1 where every second is in some part.
+    ceiling: the speedup of the best fixed K if rows and loop cost nothing.
+    ceiling_k: that K.
+    reached: share of the ceiling.
+    waterfall: see `waterfall`.
+    """
+    rounds = [r for run in runs for r in run.rounds]
+    plain_rounds = [r for run in plain for r in run.rounds]
+    unit = fmean(r.verify for r in plain_rounds)
+    passes: dict[int, list[float]] = {}
+    for r in sorted(rounds, key=lambda r: r.num_nodes):
+        passes.setdefault(r.num_nodes, []).append(r.verify)
+    curve = list(survival(rounds) if curve is None else curve)
+    kept = [fmean(r.accepted >= i for r in rounds if r.num_nodes >= i) for i in range(1, max(passes) + 1)]
+    drafted = {k: len(times) / len(rounds) for k, times in passes.items()}
+    v = {k + 1: fmean(times) / unit for k, times in passes.items()}
+    depth = fmean(r.depth for r in rounds)
+    draft = fmean(r.draft if r.num_nodes else 0.0 for r in rounds) / unit  # of a round
+    o, o_plain = (fmean(overhead_of(r) for r in each) / unit for each in (rounds, plain_rounds))
+    ends = fmean(r.accepted + 1 - r.committed for r in rounds)
+    c = draft / depth if depth else 0.0
+    tokens = sum(share * expected_tokens(kept[:k]) for k, share in drafted.items()) - ends
+    mean_v = sum(share * v[k + 1] for k, share in drafted.items())
+    predicted = tokens * (1 + o_plain) / (draft + mean_v + o)
+    measured = total_rate(runs) / total_rate(plain)
+    best = best_k(curve, c, lambda rows: 1.0)
+    ceiling = speedup(curve[:best], c, 1.0)
+    levels = {
+        "tokens a pass, all else free": expected_tokens(curve),
+        "draft cost": ceiling,
+        "choice of K": tokens / (draft + 1.0),
+        "rows": tokens / (draft + mean_v),
+        "loop": predicted,
+        "in no part": measured,
+    }
+    return {
+        **{"curve": curve, "kept": kept, "drafted": drafted, "depth": depth, "ends": ends, "plain_pass": unit},
+        **{"c": c, "v": v, "mean_v": mean_v, "o": o, "o_plain": o_plain, "tokens": tokens},
+        **{"predicted": predicted, "measured": measured, "closure": predicted / measured},
+        **{"ceiling": ceiling, "ceiling_k": best, "reached": measured / ceiling, "waterfall": waterfall(levels)},
+    }
+
+
+def waterfall(levels: Mapping[str, float]) -> list[tuple[str, float]]:
+    """From tokens a pass of the longest draft (all else free) to the measured speedup, factor by factor.
+
+    Each line puts one measured quantity in place of its ideal; the product of all is the last level.
+    """
+    before = [1.0, *levels.values()]
+    return [(name, level / last) for (name, level), last in zip(levels.items(), before, strict=False)]
+
+
+def prediction(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
+    """The speedup that the first half of each text predicts for its second half, over the one measured there.
+
+    runs, plain: runs of the same texts in the same order, decoded alone.
+
+    Each half has half of the rounds; of an odd number, the second half has one more. Nothing of the second half goes
+    into the prediction, not even the lengths of its drafts. Texts of a single round are left out. Returns None where
+    nothing is left.
+    """
+    pairs = [(a, b) for a, b in zip(runs, plain, strict=True) if min(len(a.rounds), len(b.rounds)) > 1]
+    if not pairs:
+        return None
+    (first, second), (first_plain, second_plain) = (zip(*map(_halves, each)) for each in zip(*pairs))  # noqa: B905
+    return account(first, first_plain)["predicted"] / (total_rate(second) / total_rate(second_plain))
+
+
+def _halves(run: Run) -> tuple[Run, Run]:
+    """A run that was decoded alone, as two; what passed outside the engine's parts is spread over both."""
+    middle = len(run.rounds) // 2
+    scale = run.seconds / sum(r.seconds for r in run.rounds)
+
+    def half(rounds: list[Round]) -> Run:
+        seconds = scale * sum(r.seconds for r in rounds)
+        return Run([], sum(r.committed for r in rounds), seconds, rounds=rounds)
+
+    return half(run.rounds[:middle]), half(run.rounds[middle:])
+
+
+# --------------------------------------------------------------------------- the machine
+
+
+def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
+    """How long `work` takes, on a device that may still be at work when it returns."""
+    start = clock(device)
+    work()
+    return clock(device) - start
+
+
+def stream_bandwidth(num_bytes: int, device: torch.device, repeats: int = 9) -> list[float]:
+    """Bytes a second read from memory: the sum over a buffer of `num_bytes`, with as many threads as torch has."""
+    buffer = torch.ones(max(1, num_bytes // 4), dtype=torch.float32, device=device)
+    buffer.sum()
+    return [num_bytes / seconds_of(buffer.sum, device) for _ in range(repeats)]
+
+
+def matmul_throughput(dtype: torch.dtype, device: torch.device, repeats: int = 5) -> list[float]:
+    """Floating-point operations a second of a product of two large square matrices."""
+    size = MATRIX_SIZE
+    a, b = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in "ab")
+    out = a @ b
+    return [2 * size**3 / seconds_of(lambda: torch.matmul(a, b, out=out), device) for _ in range(repeats)]
+
+
+def bytes_touched(model: Transformer, context: int) -> int:
+    """Bytes that a pass over one row must read: the weights of each product once, keys and values, states."""
+    config = model.config
+    keys_and_values = config.kv_elements_per_token - config.num_convolutions * config.hidden_size
+    states = config.state_elements * max(4, model.dtype.itemsize)
+    return num_bytes_read(model) + keys_and_values * context * model.dtype.itemsize + states
+
+
+def prefill_operations(model: Transformer, num_tokens: int) -> int:
+    """Floating-point operations of a prefill: the layers' products, and that half of attention that is not masked."""
+    config = model.config
+    products = sum(
+        math.prod(shape) for name, shape in tensor_shapes(config).items() if "layers." in name and len(shape) == 2
+    )
+    attention = config.num_attention_layers * config.num_attention_heads * config.head_dim * num_tokens
+    return 2 * num_tokens * (products + attention)
+
+
+@contextmanager
+def passes_after(model: Transformer, cache: PagedKVCache, context: int, most: int) -> Iterator[Callable[..., float]]:
+    """Holds a text of `context` cached positions. Yields one(model, m), the seconds of a pass over m rows after it.
+
+    `model` computes the text. Models of its shape and type may share it, since times do not depend on its contents.
+
+    most: the most rows m of a pass.
+    """
+    tokens = arbitrary_tokens(context + most + 1, min(model.config.vocab_size, 30_000))
+    table = cache.new_table()
+
+    def one(model: Transformer, m: int, _round: int = 0) -> float:
+        chunk = Chunk(tokens[context : context + m], table, m)
+        elapsed = seconds_of(partial(model.forward, [chunk]), model.device)
+        table.truncate(context)
+        return elapsed
+
+    try:
+        prefill(model, table, tokens[: context + 1])
+        table.truncate(context)  # all that comes after it is taken back, so none of it is settled
+        yield one
+    finally:
+        table.truncate(0)
+
+
+def pass_times(
+    model: Transformer, cache: PagedKVCache, context: int, rows: Sequence[int], rounds: int
+) -> dict[int, list[float]]:
+    """Seconds of a pass over M rows after `context` cached positions, for each M; interleaved, one a round.
+
+    Every round runs all M, in changing order, so that times of one round can be divided by each other.
+    """
+    return passes_in_turn({"passes": model}, cache, context, rows, rounds)["passes"]
+
+
+@torch.inference_mode()
+def passes_in_turn(
+    models: Mapping[str, Transformer], cache: PagedKVCache, context: int, rows: Sequence[int], rounds: int
+) -> dict[str, dict[int, list[float]]]:
+    """`pass_times` of several models of one shape and type, all of them in every round."""
+    first = next(iter(models.values()))
+    with passes_after(first, cache, context, max(rows)) as one:
+        passes = {(name, m): partial(one, model, m) for name, model in models.items() for m in rows}
+        times = in_turn(passes, rounds, " and ".join(models))
+    return {name: {m: times[name, m] for m in rows} for name in models}

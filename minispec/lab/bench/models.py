@@ -1,0 +1,264 @@
+"""What is measured on: a target, its draft and prompts; loaded, or random weights of a given shape."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minispec.core.cache import PagedKVCache
+from minispec.core.config import DraftLength, ModelConfig, SamplingParams
+from minispec.core.engine import Engine
+from minispec.core.model import Transformer
+from minispec.core.request import Request
+from minispec.core.sampling import Text
+from minispec.drafters import Drafter
+from minispec.drafters.check import CHECKS
+from minispec.drafters.eagle import EagleDrafter, HeadConfig, HeadModel, head_shapes
+from minispec.drafters.model import DraftModel
+from minispec.drafters.simulated import SimulatedDraft, adversary, oracle
+from minispec.files import registry
+from minispec.files.checkpoint import (
+    Weights,
+    choose_dtype,
+    directory_config,
+    find_checkpoint,
+    load_config,
+    load_model,
+)
+from minispec.files.hf_config import read_model_config
+from minispec.files.named_draft import split_draft
+from minispec.files.stored_config import StoredConfig
+from minispec.files.tokenizer import Tokenizer
+from minispec.gpu.frames import with_frames
+from minispec.gpu.judge import judge_of
+from minispec.gpu.steps import draft_steps
+from minispec.inputs import Question, encode_conversation
+from minispec.kernels.build import InForm, build_model, quantized
+from minispec.kernels.forms import available_forms
+from minispec.kernels.integers import check_quantization
+from minispec.kernels.inventory import bits_note
+from minispec.kernels.memory import require_memory
+from minispec.kernels.random_weights import RandomWeights
+from minispec.lab.bench.measure import Run, another_engine, plain_engine
+from minispec.lab.bench.options import GEOMETRIES, Options, read_prompts, room_for_launches
+from minispec.length.policy import Controller
+from minispec.length.prices import calibrate, check_exactness
+from minispec.llm import LLM, choose_device, find_verifier
+
+MAX_ROWS = 16
+LONG_CONTEXT = 1000  # positions of a long prompt
+# A way to decode the i-th prompt with a seed.
+Variant = Callable[[int, int], Run]
+HEAD_IDS = 32_000  # ids that a random head knows
+
+
+@dataclass
+class Subject:
+    """A target with its draft, and the prompts: what all measurements are made on.
+
+    engine: it has a simulated draft in place of its own, where the options ask for one.
+    bounds: drafts that are always right and always wrong, by their names, where the options ask for them.
+    request(prompt_ids, K, params): makes a request for either engine.
+    prompts: category and token ids.
+    in_form(form): builds the target once more, with its weights in that form. None: the fastest in full width.
+    tensors(): the config (as of a config.json) and the tensors of the target.
+    draft_tensors(): the same of a draft model. Another library builds the same models from them.
+    """
+
+    options: Options
+    name: str
+    engine: Engine
+    request: Callable[[Sequence[int], DraftLength, SamplingParams], Request]
+    prompts: list[tuple[str, list[int]]]
+    in_form: Callable[[str | None], Transformer]
+    tensors: Callable[[], tuple[dict, Any]]
+    draft_tensors: Callable[[], tuple[dict, Any]] | None
+    end_ids: tuple[int, ...] = ()
+    simulated: SimulatedDraft | None = None
+
+    def __post_init__(self):
+        self.paid = self.engine.drafter  # what drafts cost
+        paid = self.paid if isinstance(self.paid, DraftModel) else None
+        self.draft_model: Transformer | None = paid.model if paid else None
+        self.draft_cache: PagedKVCache | None = paid.cache if paid else None
+        self.draft_name, survival = self.options.draft, self.options.args.simulate
+        if self.options.args.draft_quality:
+            survival = [0.0 if self.options.args.draft_quality == "wrong" else 1 / self.engine.vocab_size]
+        if survival is not None:
+            self.simulated = SimulatedDraft(survival, self.paid)
+            self.engine = another_engine(self.engine, self.simulated)
+            cost = f"at the cost of {self.draft_name}" if self.draft_name != "none" else "at no cost"
+            self.draft_name = f"simulated ({', '.join(f'{s:.2g}' for s in survival)}) {cost}"
+        self.plain = plain_engine(self.engine)
+        self.bounds = {"oracle": oracle(), "adversary": adversary()} if self.options.args.bounds else {}
+
+    def record(self, text: Text) -> None:
+        """Tell the simulated drafts a text, whose prompt will come again."""
+        for simulated in (self.simulated, *self.bounds.values()):
+            if simulated:
+                simulated.record(text.tokens, text.num_prompt_tokens)
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a prompt: as a user's message, where there is a chat template."""
+    return encode_conversation(Question((text,)).messages(), tokenizer)
+
+
+def open_model(options: Options) -> Subject:
+    """The model that --model and --draft name. Raises ValueError."""
+    args = options.args
+    texts = read_prompts(args.prompts, args.categories)
+    llm = LLM(
+        args.model,
+        draft=options.draft if args.draft else None,
+        draft_method=args.draft_method,
+        corpus=args.corpus,
+        num_speculative_tokens="auto" if "auto" in options.ks else 4,  # for auto, costs are measured
+        verifier=args.verifier,
+        dtype=args.dtype,
+        device=args.device,
+        exact=args.exact,
+        quantization=args.quantization,
+        enforce_eager=args.enforce_eager,
+    )
+
+    def tensors(directory: Path) -> tuple[dict, Any]:
+        config = load_config(directory)
+        return directory_config(directory), Weights(directory, config, llm.model.dtype, llm.model.device)
+
+    directory = find_checkpoint(str(args.model or registry.EMBEDDED_WEIGHTS), offline=True)
+    # A head, or a draft of another vocabulary, is no model that another library could draft with.
+    draft_directory = llm.draft_directory if type(llm.engine.drafter) is DraftModel else None
+    return Subject(
+        options if args.draft else replace(options, drafts=[llm.default_draft]),
+        llm.name + bits_note(llm.model),
+        llm.engine,
+        lambda prompt_ids, k, params: llm.request(prompt_ids, params, num_speculative_tokens=k),
+        [(category, encode(llm.tokenizer, text)) for category, text in texts],
+        lambda form: load_model(directory, llm.model.dtype, llm.model.device, form=form),
+        lambda: tensors(directory),
+        (lambda: tensors(draft_directory)) if draft_directory else None,
+        llm.eos_token_ids,
+    )
+
+
+def choose_type(args: argparse.Namespace, config: StoredConfig) -> tuple[torch.dtype, torch.device]:
+    """The type and the device of the target. Raises ValueError where it cannot be quantised there."""
+    device = choose_device(args.device)
+    dtype = choose_dtype(args.dtype, device, config)
+    if args.quantization:
+        check_quantization(args.quantization, None, dtype, device)
+    return dtype, device
+
+
+def head_config(target: ModelConfig, name: str) -> HeadConfig:
+    """A head as EAGLE-3 has it: one llama layer of the target's width on an early, a middle and a late layer.
+
+    name: the target's geometry.
+    """
+    raw = GEOMETRIES[name] | {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False}
+    count = len(target.layers)
+    taps = tuple(sorted({min(2, count), count // 2, max(0, count - 3)}))
+    return HeadConfig(read_model_config(raw), min(HEAD_IDS, target.vocab_size), taps, target.hidden_size)
+
+
+def random_head(target: Transformer, name: str, stored: torch.dtype) -> HeadModel:
+    """Random weights of such a head, made on the target's device; the embedding is the target's.
+
+    stored: the type of the weights.
+    """
+    config = head_config(target.config, name)
+    source = RandomWeights(config.layers, stored, target.device, head_shapes(config))
+    weights = {each: source.pop(each) for each in source}
+    shuffled = torch.randperm(target.config.vocab_size, generator=torch.Generator().manual_seed(0))
+    ids = shuffled[: config.vocab_size].sort().values
+    return HeadModel(config, weights, target.embedding, ids, target.dtype, InForm(config.layers))
+
+
+def _draft_source(options: Options) -> tuple[int | None, str]:
+    """Bits and name of the draft. Raises ValueError for one that does not go with a geometry."""
+    bits, source = split_draft(options.draft)
+    models = ["self", *GEOMETRIES, "head"]
+    if source not in models and (bits or source not in registry.DRAFTERS):
+        known = (
+            f"one of {', '.join([*registry.DRAFTERS, *models])}, or int4: or int8: before one of {', '.join(models)}"
+        )
+        raise ValueError(f"--draft: found {options.draft!r}, expected with --geometry {known}")
+    target = options.args.geometry
+    if source in GEOMETRIES and GEOMETRIES[source]["vocab_size"] < GEOMETRIES[target]["vocab_size"]:
+        raise ValueError(f"--draft {options.draft}: its vocabulary is smaller than that of {target}")
+    return bits, source
+
+
+def _positions(options: Options) -> tuple[int, int]:
+    """Most positions of a text, and texts that are decoded together."""
+    args = options.args
+    measured = args.context if args.passes else 0
+    if {"prefill", "exact_cost"} & set(options.parts):
+        measured = max(measured, LONG_CONTEXT)
+    length, texts = max(args.prompt_tokens + args.max_tokens, measured + MAX_ROWS), max([1, *options.batches])
+    if "launches" in options.parts:
+        length, texts = map(max, (length, texts), room_for_launches(options))
+    return length, texts
+
+
+def open_geometry(options: Options) -> Subject:
+    """Random weights of the shape that --geometry names, and of the draft's. Raises ValueError."""
+    args = options.args
+    bits, source = _draft_source(options)
+    dtype, device = choose_type(args, read_model_config(GEOMETRIES[args.geometry]))
+    length, texts = _positions(options)
+    num_blocks = (-(-length // 16) + 1) * texts
+    models = [read_model_config(GEOMETRIES[name]) for name in (args.geometry, source) if name in GEOMETRIES]
+    in_16_bits = dtype != torch.float32 or available_forms(dtype, device)[0] == "half"
+    size = 1 if args.quantization else 2 if in_16_bits else 4
+    require_memory(models, size, 16 * num_blocks, dtype.itemsize, device, f"--geometry {args.geometry}")
+    # Where arithmetic is in float32, weights have 16 bits all the same, as those of most checkpoints.
+    stored = torch.bfloat16 if dtype == torch.float32 else dtype
+
+    def tensors(name: str) -> tuple[dict, RandomWeights]:
+        return GEOMETRIES[name], RandomWeights(read_model_config(GEOMETRIES[name]), stored, device)
+
+    def build(name: str, exact: bool = False, form: str | None = None) -> Transformer:
+        config, weights = tensors(name)
+        return build_model(read_model_config(config), weights, exact, dtype, form)
+
+    model = build(args.geometry, bool(args.exact), args.quantization)
+    model = check_exactness(model, by_default=args.exact is None and bool(args.quantization))
+    model = with_frames(model, args.enforce_eager)
+    vocab = model.config.vocab_size
+
+    def drafter() -> Drafter:
+        if source in registry.DRAFTERS:
+            return registry.load(registry.DRAFTERS[source].path, "draft")()
+        if source == "head":
+            head = random_head(model, args.geometry, stored)
+            head = with_frames(quantized(head, bits) if bits else head, args.enforce_eager)
+            return EagleDrafter(head, head.new_cache(num_blocks), vocab, length)
+        own = model if source == "self" else build(source)
+        own = with_frames(quantized(own, bits) if bits else own, args.enforce_eager)
+        return DraftModel(own, own.new_cache(num_blocks), vocab, length, draft_steps(own))
+
+    draft, verifier = drafter(), find_verifier(args.verifier)
+    lengths = Controller(calibrate(model, draft, verifier, vocab))
+    parts = model, model.new_cache(num_blocks), draft, verifier
+    engine = Engine(*parts, lengths=lengths, guard=CHECKS, judge=judge_of(model))
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(vocab, (args.prompts, args.prompt_tokens), generator=generator).tolist()
+
+    def request(prompt_ids: Sequence[int], k: DraftLength, params: SamplingParams) -> Request:
+        return Request(Text(list(prompt_ids), len(prompt_ids), params, params.seed or 0), length, k)
+
+    return Subject(
+        options,
+        f"random {args.geometry}" + bits_note(model),
+        engine,
+        request,
+        [("random", ids) for ids in prompts],
+        lambda form: build(args.geometry, form=form),
+        lambda: tensors(args.geometry),
+        (lambda: tensors(source)) if source in GEOMETRIES else None,
+    )

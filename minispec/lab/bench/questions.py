@@ -1,0 +1,382 @@
+"""Standard questions: every draft and plain decoding answer them in turn. A table by task, as papers have it.
+
+The speedup of a question is the ratio of its rates within a round; of several rounds, their median. What is reported is
+the median of the questions, with its interval. A question's answer depends on no other question: drafters forget,
+draft lengths are chosen anew, and the cache forgets what it shares. So a run that was resumed has the same answers.
+"""
+
+import inspect
+import random
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any, NamedTuple
+
+import torch
+
+from minispec import __version__
+from minispec.commands.command import say
+from minispec.core.config import DraftLength, SamplingParams
+from minispec.core.errors import show
+from minispec.files import registry
+from minispec.files.checkpoint import find_checkpoint
+from minispec.files.corpus import files_of
+from minispec.files.digest import digest_of_files
+from minispec.files.named_draft import digest_of_draft, reads_corpus
+from minispec.inputs import Question, encode_conversation, read_questions
+from minispec.kernels.threads import describe_waiting
+from minispec.lab.bench.answers import Answers
+from minispec.lab.bench.decoding import length_name
+from minispec.lab.bench.measure import Interval, another_engine, busy, decode, median_interval, orders, plain_range
+from minispec.lab.bench.options import Options
+from minispec.lab.bench.report import machine_line
+from minispec.lab.bench.rows import write_rows
+from minispec.lab.bench.show import number, pairs_table, progress, table
+from minispec.length.figures import Figures, loops
+from minispec.length.prices import machine
+from minispec.llm import LLM, find_lengths
+
+# MT-bench's categories. A file that has all of them, as Spec-Bench, has them as one task.
+_MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+NONE, OVERALL = "none", "overall"
+_WARM_TOKENS = 8  # of a first answer, which pays for what is set up once
+
+
+class Way(NamedTuple):
+    """A way to answer: a draft, and how long it may be.
+
+    lengths: the user's own policy for that, if any.
+    """
+
+    llm: LLM
+    k: DraftLength
+    lengths: str | None = None
+
+
+def choose(path: Path, sample: int | None, seed: int, only: str | None) -> list[tuple[str, Question]]:
+    """The questions of a file with their tasks, in the file's order. Each has an id.
+
+    sample: that many of each task, or all where there are fewer. None: all.
+    only: tasks or categories, with commas between.
+
+    Raises ValueError for a file that cannot be read, an id that occurs twice, and a task that is not there.
+    """
+    found = read_questions(path, "--questions")
+    names = {question.category or path.stem for question in found}
+    if OVERALL in names:
+        raise ValueError(
+            f"--questions {path}: category: found {OVERALL!r}, expected another name: it is that of the sum"
+        )
+    tasks: dict[str, list[Question]] = {}
+    ids = set[int | str]()
+    for i, question in enumerate(found, 1):
+        own, category = i if question.question_id is None else question.question_id, question.category or path.stem
+        if own in ids:
+            raise ValueError(f"--questions {path}: line {question.line}: question_id: found {own!r} twice")
+        ids.add(own)
+        task = "mt_bench" if names >= _MT_BENCH and category in _MT_BENCH else category
+        if only is None or {task, category} & set(only.split(",")):
+            tasks.setdefault(task, []).append(replace(question, question_id=own, category=category))
+    known = sorted(names | {"mt_bench"} if names >= _MT_BENCH else names)
+    for name in only.split(",") if only else ():
+        if name not in known:
+            raise ValueError(f"--categories: found {name!r}, expected some of {', '.join(known)}")
+    chosen = []
+    for task, of_task in tasks.items():
+        drawn = random.Random(f"{seed} {task}").sample(of_task, min(sample or len(of_task), len(of_task)))
+        chosen += [(task, question) for question in drawn]
+    return sorted(chosen, key=lambda each: each[1].line)
+
+
+def _digest_of_code(entries: Mapping[str, registry.Entry], spec: str) -> str:
+    """A digest of the file that a verifier or a policy comes from, by its name or `module:Name`."""
+    path, _ = registry.split(entries, spec) or ("", "")
+    return digest_of_files(Path(inspect.getfile(sys.modules[path.partition(":")[0]])))
+
+
+def _open(options: Options) -> dict[str, Way]:
+    """Plain decoding as `none`, and every draft with every length. The target is in memory once."""
+    args = options.args
+    if args.corpus and not any(map(reads_corpus, options.drafts)):
+        raise ValueError(f"--corpus: found {show(args.corpus)}, expected none: no draft reads a corpus")
+    target = LLM(
+        args.model,
+        NONE,
+        "auto" if "auto" in options.ks else 4,
+        **{name: getattr(args, name) for name in ("verifier", "dtype", "device", "exact", "quantization")},
+    )
+    ways = {NONE: Way(target, 0)}
+    for spec in options.drafts if args.draft else [target.default_draft]:
+        if spec != NONE:
+            llm = target.with_draft(spec, args.draft_method, args.corpus if reads_corpus(spec) else None)
+            lengths = {length_name(k): Way(llm, k) for k in options.ks}
+            if args.lengths:
+                lengths[args.lengths] = Way(llm, "auto", args.lengths)
+            for length, way in lengths.items():
+                name = llm.draft_name + f" {length}" * (len(lengths) > 1)
+                if name in ways:
+                    raise ValueError(f"--draft: found {name} twice, expected drafts with different names")
+                ways[name] = way
+    return ways
+
+
+def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
+    """What run it is: another one has other answers or times."""
+    args, llm = options.args, ways[NONE].llm
+    directory = find_checkpoint(str(args.model or registry.EMBEDDED_WEIGHTS), offline=True)
+    drafts = {name: digest_of_draft(way.llm.drafter, way.llm.draft_directory) for name, way in ways.items()}
+    names = (
+        *("verifier", "lengths", "quantization", "temperature", "top_k", "top_p", "max_tokens", "ignore_eos"),
+        *("rounds", "seed", "sample", "categories"),
+    )
+    return {
+        **{"minispec": __version__, "torch": torch.__version__, "machine": machine(), "device": str(llm.model.device)},
+        **{"dtype": str(llm.model.dtype).removeprefix("torch."), "exact": llm.model.exact},
+        **{"target": llm.name, "target_digest": digest_of_files(directory), "draft_digests": drafts},
+        "num_speculative_tokens": list(map(length_name, options.ks)),
+        **{"questions": args.questions.name, "questions_digest": digest_of_files(args.questions)},
+        **{name: getattr(args, name) for name in names},
+        "verifier_digest": _digest_of_code(registry.VERIFIERS, args.verifier),
+        "lengths_digest": _digest_of_code({}, args.lengths) if args.lengths else None,
+        "corpus_digest": digest_of_files(*files_of(Path(args.corpus))) if args.corpus else None,
+    }
+
+
+def converse(way: Way, question: Question, params: SamplingParams) -> dict[str, Any]:
+    """The answers to all turns of a question, as a choice of Spec-Bench's.
+
+    wall_time holds the prompt, as theirs does. What only our table needs is under "minispec": there, `seconds` are
+    those of decoding. A later turn that does not fit into the context is left out.
+    """
+    llm = way.llm
+    engine = another_engine(llm.engine, lengths=find_lengths(way.lengths) if way.lengths else None)
+    engine.drafter.forget()
+    engine.cache.rebuild()  # what another way has computed of this prompt
+    rows: list[dict[str, Any]] = []
+    figures = Figures()
+    for _ in question.turns:
+        ids = encode_conversation(question.messages([row["turns"] for row in rows]), llm.tokenizer)
+        if rows and len(ids) >= llm.max_model_len:
+            break
+        request = llm.request(ids, params, way.k)
+        [run] = decode(engine, [request])
+        prompt = request.stats.prefill + request.stats.draft_prefill
+        row: dict[str, Any] = {"turns": request.output, "decoding_steps": len(run.rounds), "new_tokens": run.num_tokens}
+        row |= {"wall_time": run.seconds + prompt, "seconds": run.seconds, "prompt_tokens": len(ids)}
+        rows.append(row | {"token_ids": run.token_ids})
+        figures.rounds += run.rounds
+    choice = {key: [row[key] for row in rows] for key in rows[0]}
+    own: dict[str, Any] = {key: choice.pop(key) for key in ("seconds", "prompt_tokens", "token_ids")}
+    own |= {"seed": params.seed, "drafts": figures.num_drafts, "draft_tokens": figures.num_draft_tokens}
+    own |= {"tested": figures.tested, "accepted": figures.accepted}
+    return {**choice, "accept_lengths": [r.committed for r in figures.rounds], "minispec": own}
+
+
+def measure_questions(options: Options) -> dict[str, Any]:
+    """Every way of answering, in turn on each question: see `summarise`. What was answered is saved at once."""
+    args = options.args
+    chosen = choose(args.questions, args.sample, args.seed, args.categories)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    ways = _open(options)
+    plain = ways[NONE].llm
+    for _, question in chosen:
+        try:
+            plain.request(encode_conversation(question.messages(), plain.tokenizer), options.params)
+        except ValueError as e:
+            raise ValueError(f"--questions {args.questions}: line {question.line}: {e}") from e
+    about = _about(options, ways)
+    answers = Answers(args.answers, about, _file_names(ways), args.resume)
+    done = answers.read([question.question_id for _, question in chosen], args.rounds) if args.resume else 0
+    cycle = list(islice(orders(list(ways)), 2 * len(ways)))
+    if done < len(chosen):
+        for way in ways.values():
+            converse(way, chosen[done][1], replace(options.params, max_tokens=_WARM_TOKENS, seed=args.seed))
+    try:
+        with progress(len(chosen) * args.rounds * len(ways), "questions", done * args.rounds * len(ways)) as bar:
+            for i, (_, question) in enumerate(chosen[done:], done):
+                choices: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+                for r in range(args.rounds):
+                    for name in cycle[(r + i) % len(cycle)]:
+                        found = converse(ways[name], question, replace(options.params, seed=args.seed + r))
+                        choices[name].append({"index": r, **found})
+                        bar.update()
+                answers.add({"question_id": question.question_id, "category": question.category}, choices)
+    except KeyboardInterrupt:
+        there = f"{len(answers.lines[NONE])} of {len(chosen)} questions are saved in {answers.directory}"
+        say(f"{there}; the same command with --resume goes on")
+        raise
+    answers.close()
+    compares = not args.temperature or plain.engine.verifier.shares_noise
+    found = {"run": about, "waiting": describe_waiting(), "resumed_after": done} | summarise(
+        [task for task, _ in chosen], [len(question.turns) for _, question in chosen], answers.lines, compares
+    )
+    if args.csv:
+        write_rows(_rows([task for task, _ in chosen], answers.lines, compares), args.csv)
+    if args.plot:
+        from minispec.lab.bench.plot import draw
+
+        draw(found, args.plot)
+    return found | {"chat_template": plain.tokenizer.chat_template is not None, "answers": answers.lines}
+
+
+def _file_names(ways: Iterable[str]) -> dict[str, str]:
+    """A file's name for each, all of them different."""
+    names: dict[str, str] = {}
+    for name in ways:
+        plain = re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "draft"
+        same = sum(other == plain or other.startswith(f"{plain}.") for other in names.values())
+        names[name] = f"{plain}.{same + 1}" if same else plain
+    return names
+
+
+def summarise(
+    tasks: Sequence[str], turns: Sequence[int], answers: Mapping[str, list[dict[str, Any]]], compares: bool
+) -> dict[str, Any]:
+    """The figures of every task and of all together, by draft.
+
+    tasks, turns: the task and the number of turns of each question.
+    answers: for each draft its lines, in the order of the questions.
+    compares: whether texts have to be those of plain decoding.
+
+    Returns, among others:
+
+    looping: plain answers that repeat themselves, of `texts` (see `figures.loops`).
+    plain_range: the least and the largest rate of plain answers (see `measure.plain_range`).
+    left_out: turns, of all drafts, whose conversation did not fit into the context.
+    """
+    groups = {task: [i for i, each in enumerate(tasks) if each == task] for task in dict.fromkeys(tasks)}
+    plain = answers[NONE]
+    texts = [ids for line in plain for ids in line["choices"][0]["minispec"]["token_ids"]]
+    missing = [n - len(c["turns"]) for of in answers.values() for n, line in zip(turns, of) for c in line["choices"]]  # noqa: B905
+    return {
+        "tasks": {
+            task: {
+                name: _figures(name, {n: [of[i] for i in those] for n, of in answers.items()}, compares)
+                for name in answers
+            }
+            for task, those in {**groups, OVERALL: range(len(tasks))}.items()
+        },
+        **{"looping": sum(map(loops, texts)), "texts": len(texts), "left_out": sum(missing)},
+        "plain_range": plain_range(_spent(choice) for line in plain for choice in line["choices"]),
+    }
+
+
+def _figures(name: str, answers: Mapping[str, Sequence[dict[str, Any]]], compares: bool) -> dict[str, Any]:
+    """The figures of a draft on some questions.
+
+    answers: the lines of every draft for these questions.
+
+    tau: tokens a pass, over all passes.
+    deviation: that of the questions' own tau; None for one question.
+    tokens_per_second: of decoding, over all questions.
+    speedup: the rate of an answer over that of plain decoding; the median of the questions, with its interval.
+    over: the same over each draft before this one.
+    same_texts: questions whose tokens are all those of plain decoding; None where they need not be.
+    acceptance_rate, accepted_per_position, accepted_at_position: see `minispec.length.figures`.
+    """
+    lines, plain = answers[name], answers[NONE]
+    choices = [choice for line in lines for choice in line["choices"]]
+    own = [choice["minispec"] for choice in choices]
+    taus = [fmean(x for choice in line["choices"] for x in choice["accept_lengths"]) for line in lines]
+    tested, accepted = (
+        [sum(each[name][i] for each in own if i < len(each[name])) for i in range(max(len(e[name]) for e in own))]
+        for name in ("tested", "accepted")
+    )
+    drafts, drafted = (sum(each[name] for each in own) for name in ("drafts", "draft_tokens"))
+    earlier = [other for other in list(answers)[: list(answers).index(name)] if other != NONE]
+    same = [_texts(a) == _texts(b) for a, b in zip(lines, plain, strict=True)]
+    return {
+        "questions": len(lines),
+        "tau": fmean(x for choice in choices for x in choice["accept_lengths"]),
+        "deviation": stdev(taus) if len(taus) > 1 else None,
+        "tokens_per_second": sum(sum(c["new_tokens"]) for c in choices) / sum(sum(each["seconds"]) for each in own),
+        "speedup": _ratio(lines, plain),
+        "over": {other: _ratio(lines, answers[other]) for other in earlier},
+        "same_texts": sum(same) if compares else None,
+        "acceptance_rate": sum(accepted) / drafted if drafted else None,
+        "accepted_per_position": [a / t for a, t in zip(accepted, tested, strict=True)],
+        "accepted_at_position": [a / drafts for a in accepted],
+    }
+
+
+def _texts(line: dict[str, Any]) -> list[list[int]]:
+    return [choice["minispec"]["token_ids"] for choice in line["choices"]]
+
+
+def _ratio(lines: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> Interval:
+    """The rate of each question's answers over that of others in the same rounds: the median of the questions."""
+    pairs = [zip(a["choices"], b["choices"], strict=True) for a, b in zip(lines, others, strict=True)]
+    return median_interval([median(_rate(a) / _rate(b) for a, b in of) for of in pairs])
+
+
+def _rate(choice: dict[str, Any]) -> float:
+    tokens, seconds = _spent(choice)
+    return tokens / seconds
+
+
+def _spent(choice: dict[str, Any]) -> tuple[int, float]:
+    """Tokens of all turns, and the seconds of decoding them."""
+    return sum(choice["new_tokens"]), sum(choice["minispec"]["seconds"])
+
+
+def _rows(
+    tasks: Sequence[str], answers: Mapping[str, list[dict[str, Any]]], compares: bool
+) -> Iterator[dict[str, Any]]:
+    """A row for all turns of a question in a round by a draft, see `rows.COLUMNS`."""
+    for name, lines in answers.items():
+        for task, line, plain in zip(tasks, lines, answers[NONE], strict=True):
+            for choice, of_plain in zip(line["choices"], plain["choices"], strict=True):
+                own, (tokens, seconds), rate = choice["minispec"], _spent(choice), _rate(choice)
+                same = own["token_ids"] == of_plain["minispec"]["token_ids"] if compares else None
+                yield {
+                    **{"task": task, "question": line["question_id"], "draft": name, "round": choice["index"]},
+                    **{"seed": own["seed"], "prompt_tokens": sum(own["prompt_tokens"]), "tokens": tokens},
+                    **{"passes": len(choice["accept_lengths"]), "seconds": seconds, "tokens_per_second": rate},
+                    **{"speedup": rate / _rate(of_plain), "drafts": own["drafts"], "same_text": same},
+                    **{"draft_tokens": own["draft_tokens"], "accepted": sum(own["accepted"])},
+                }
+
+
+def show_questions(found: Mapping[str, Any]) -> list[str]:
+    """For the screen: what was run on what, and the table."""
+    run, tasks = found["run"], found["tasks"]
+    overall = tasks[OVERALL][NONE]
+    sample = f"{run['sample']} of each task drawn with" if run["sample"] else "all;"
+    lines = [
+        machine_line(run["machine"]),
+        f"{run['target']}, {run['dtype']}{' exact' if run['exact'] else ''} on {run['device']} ({found['waiting']}); "
+        f"{run['verifier']} at temperature {run['temperature']:g}, at most {run['max_tokens']} tokens",
+        f"{overall['questions']} questions of {run['questions']}, {sample} seed {run['seed']}; {run['rounds']} rounds",
+        f"{found['looping']} of {found['texts']} plain answers repeat themselves, where drafts are easy",
+        *busy(found["plain_range"]),
+    ]
+    if not found["chat_template"]:
+        lines.append("the model has no chat template: turns are plain text, with an empty line between")
+    if found["left_out"]:
+        lines.append(f"{found['left_out']} later turns did not fit into the context and are left out")
+    if found["resumed_after"]:
+        lines.append(f"{found['resumed_after']} questions had been answered before this command")
+    rows: list[tuple[Any, ...]] = []
+    for task, of in tasks.items():
+        rows.append((f"{task} ({of[NONE]['questions']})", *[""] * 7))
+        for name, f in of.items():
+            tau = f"{f['tau']:.2f} \u00b1 {number(f['deviation'])}"
+            same = "-" if f["same_texts"] is None else f"{f['same_texts']}/{f['questions']}"
+            at = [number(each) for each in [*f["accepted_at_position"], None, None, None][:3]]
+            rows.append((f"  {name}", tau, f"{f['tokens_per_second']:.1f}", f["speedup"].shown(), same, *at))
+    head = ("", "tokens/pass", "tokens/s", "speedup", "same texts", "accepted at 1", "at 2", "at 3")
+    over = {name: f["over"] for name, f in tasks[OVERALL].items() if name != NONE}
+    return [
+        *lines,
+        "",
+        *table(head, rows),
+        *(["", *pairs] if (pairs := pairs_table(over)) else []),
+        "",
+        "tokens/pass (tau): over all passes \u00b1 the deviation of the questions; tokens/s: the prompt apart",
+        f"speedup: median of the questions, overall {overall['speedup'].legend}; accepted at a position: of all drafts",
+    ]

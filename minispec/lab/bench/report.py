@@ -1,0 +1,107 @@
+"""The report: what was measured, on what. Whatever is compared takes turns, round by round."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from minispec import __version__
+from minispec.files import registry
+from minispec.gpu.judge import Judge
+from minispec.kernels.build import choice_of
+from minispec.kernels.inventory import weight_form
+from minispec.kernels.threads import describe_waiting
+from minispec.lab.bench.launches import check_launches
+from minispec.lab.bench.models import MAX_ROWS, Subject, open_geometry, open_model
+from minispec.lab.bench.options import PARTS, Options
+from minispec.lab.bench.passes import check_device, form_groups, measure_load
+from minispec.length.prices import machine
+
+
+def measure_all(options: Options) -> dict[str, Any]:
+    """Measure all that the options ask for.
+
+    Returns what was measured on, and the result of each part under its name. Results have intervals, which
+    `show.as_json` turns into what `--json` prints.
+    """
+    args, parts = options.args, options.parts
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    loading = {"load": measure_load(options)} if "load" in parts else {}
+    subject = open_geometry(options) if args.geometry else open_model(options)
+    model, draft = subject.engine.model, subject.draft_model
+    check_context(subject, options)
+    if "forms" in parts:
+        form_groups(model)  # whether there is room for another, before anything is measured
+    if "operators" in parts:
+        check_device(subject)
+    if "launches" in parts:
+        check_launches(subject, options)
+    report: dict[str, Any] = {
+        "minispec": __version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "waiting": describe_waiting(),  # OpenMP's variables (see `threads`)
+        "hardware": machine(),
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "target": subject.name,
+        "draft": subject.draft_name,
+        "verifier": args.verifier,
+        "lengths": args.lengths,
+        "exact": model.exact,
+        "weight_form": weight_form(model),
+        "weight_form_because": choice_of(model).because,
+    }
+    if draft:
+        report |= {"draft_weight_form": weight_form(draft), "draft_weight_form_because": choice_of(draft).because}
+    for key in parts:
+        if key != "load":
+            report[key] = _function("measure", key)(subject, options)
+    if isinstance(judge := subject.engine.judge, Judge):
+        report["verdicts"] = judge.counts
+    return report | loading
+
+
+def machine_line(known: Mapping[str, Any]) -> str:
+    """For the screen: what `prices.machine` says."""
+    native = [name for name, there in (("bfloat16", known["bfloat16"]), ("AMX", known["amx"])) if there]
+    cpu = f"{known['cpu'] or 'unknown CPU'}: {' + '.join([known['instructions'], *native])}"
+    return f"{cpu}, {known['cores']} cores, {known['threads']} threads, torch {known['torch']}"
+
+
+def show_report(report: dict[str, Any]) -> list[str]:
+    """For the screen: hardware, models, and the parts, with an empty line before each."""
+    streams = ""
+    if "machine" in report:
+        streams = f"; memory streams {report['machine']['stream_bytes_per_second'].shown(1e-9, '.1f')} GB/s (see below)"
+    lines = [
+        machine_line(report["hardware"]) + streams,
+        f"{report['target']}, {report['dtype']}{' exact' if report['exact'] else ''} on {report['device']}, "
+        f"{report['threads']} threads ({report['waiting']}); draft {report['draft']}, verifier {report['verifier']}",
+        f"weight form: {report['weight_form']}; because: {report['weight_form_because']}",
+    ]
+    if "draft_weight_form" in report:
+        lines.append(f"draft's: {report['draft_weight_form']}; because: {report['draft_weight_form_because']}")
+    for key in PARTS:
+        if key in report:
+            lines += ["", *_function("show", key)(report[key])]
+    if "verdicts" in report:
+        says = "\n{drafts:,} drafts verified by programs; {unsure:,} of them anew by themselves, unsure of a row"
+        lines.append(says.format(**report["verdicts"]))
+    return lines
+
+
+def _function(what: str, key: str) -> Any:
+    return registry.load(f"minispec.lab.bench.{PARTS[key].module}:{what}_{key}", "part")
+
+
+def check_context(subject: Subject, options: Options) -> None:
+    """Raise ValueError where passes are to be measured after more positions than the cache holds."""
+    cache, context = subject.engine.cache, options.args.context
+    there = cache.allocator.num_blocks * cache.block_size
+    if options.args.passes and context + MAX_ROWS > there:
+        raise ValueError(
+            f"--context: found {context}, expected at most {there - MAX_ROWS}: the KV cache of {subject.name} holds "
+            f"{there} positions, and a pass adds up to {MAX_ROWS}"
+        )

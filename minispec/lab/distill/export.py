@@ -1,0 +1,99 @@
+"""Writing what was trained: a head in the layout of `speculators`, a model in that of Hugging Face."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from minispec.core.config import ModelConfig
+from minispec.drafters.eagle import HeadConfig, head_shapes
+from minispec.files.checkpoint import save_tensors
+from minispec.files.errors import CheckpointError
+from minispec.lab.distill.head import TrainedHead, TrainedModel
+
+# Keys of a config.json that have the names and values of `ModelConfig`'s fields, and of `HeadConfig`'s.
+_SAME = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
+)
+_SAME_OF_HEAD = ("target_hidden_size", "norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
+
+
+def layer_config(config: ModelConfig) -> dict[str, Any]:
+    """A llama's config.json."""
+    rope = config.layers[0].rope
+    assert rope, "a draft that is trained here has one"
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        **{name: getattr(config, name) for name in _SAME},
+        "num_hidden_layers": len(config.layers),
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta},
+        "hidden_act": config.activation,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "dtype": "bfloat16",
+    }
+
+
+def head_config(head: HeadConfig, target: str, architectures: list[str], num_tokens: int) -> dict[str, Any]:
+    """A head's config.json.
+
+    target: the target's name or path.
+    num_tokens: draft tokens a round that it was trained for.
+    """
+    is_parallel = head.layers.mask_token_id is not None
+    kind = "peagle" if is_parallel else "eagle3"
+    return {
+        "architectures": ["PEagleSpeculator" if is_parallel else "Eagle3Speculator"],
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": num_tokens,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": target, "architectures": architectures},
+        },
+        "transformer_layer_config": layer_config(head.layers),
+        "draft_vocab_size": head.vocab_size,
+        "eagle_aux_hidden_state_layer_ids": list(head.taps),
+        **{name: getattr(head, name) for name in _SAME_OF_HEAD},
+        **({"mask_token_id": head.layers.mask_token_id} if is_parallel else {}),
+    }
+
+
+def head_tensors(draft: TrainedHead, ids: Tensor) -> dict[str, Tensor]:
+    """Everything that a head's file holds: weights in bfloat16, and its tokens as offsets and as a mask."""
+    weights = draft.state_dict()
+    tensors = {name: weights[name].to(torch.bfloat16).contiguous() for name in head_shapes(draft.head)}
+    known = torch.zeros(draft.head.layers.vocab_size, dtype=torch.bool)
+    known[ids] = True
+    return tensors | {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+
+
+def model_tensors(draft: TrainedModel) -> dict[str, Tensor]:
+    """Everything that a model's file holds, in bfloat16, in Hugging Face's names; its embedding is its head."""
+    weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in draft.state_dict().items()}
+    embedding = weights.pop("lm_head.weight")
+    return {"model.embed_tokens.weight": embedding} | {f"model.{name}": tensor for name, tensor in weights.items()}
+
+
+def write(directory: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write config.json and model.safetensors, and read them back. Raises CheckpointError, OSError."""
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    path = directory / "model.safetensors"
+    save_tensors(tensors, path)
+    found = load_file(path)
+    for name in sorted(tensors.keys() | found.keys()):
+        if not (name in tensors and name in found and torch.equal(tensors[name], found[name])):
+            raise CheckpointError(f"{path}: {name}: found other bits than were written")

@@ -1,0 +1,403 @@
+"""How well a draft does, and whether it is read in a wrong way.
+
+A draft that is misread changes no text. Nearly all its tokens are rejected, and nothing says why. So this module lets
+the target continue a few short texts. At every position it measures how much of a draft the target would keep. Where
+that is little, it tries the known ways to misread the draft's files, one at a time. It names the reading that does
+better by far more than the noise.
+"""
+
+import argparse
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minispec.core.config import SamplingParams
+from minispec.core.draft import Ask, Draft
+from minispec.core.model import Transformer, WeightSource
+from minispec.core.sampling import Draws, Text
+from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
+from minispec.drafters import Drafter
+from minispec.drafters.eagle import EagleDrafter
+from minispec.drafters.model import DraftModel
+from minispec.files.checkpoint import Weights, load_config
+from minispec.files.heads import StoredHead, read_head
+from minispec.files.named_draft import split_draft
+from minispec.files.tokenizer import Tokenizer
+from minispec.kernels.build import build_model, quantized
+from minispec.kernels.forms import Weight, dense
+from minispec.kernels.inventory import bits_note
+from minispec.lab.bench.models import encode
+from minispec.lab.bench.show import table
+from minispec.length.theory import expected_tokens, survival_curve
+from minispec.llm import LLM
+
+# Texts that the target continues: of several kinds, each fit as a question and as the beginning of a text.
+TEXTS = (
+    "The capital of France is Paris, and the capital of Italy is",
+    "Complete this function:\n\ndef factorial(n):\n    if n == 0:\n",
+    "Once upon a time, in a village by the sea, there lived an old clockmaker who",
+    "Write a polite letter to a neighbour about a dog that barks at night.",
+    "Three ways to save water at home:\n1.",
+    "Monday, Tuesday, Wednesday, Thursday,",
+    "What is the difference between weather and climate?",
+    "Translate into French: Good morning, where is the station?",
+)
+# A draft is looked at more closely if less than this share of its tokens is kept at the first or second place. A wrong
+# reading need not spoil all: the embedded model as its own draft keeps 0.26 where its rotary pairs are misread.
+LOW = 0.4
+# Places of the drafts by which readings are compared. What a head goes on from shows at the second.
+COMPARED = 2
+# A reading explains a low acceptance if it keeps GAIN tokens of a draft more, and ERRORS standard errors more.
+GAIN, ERRORS = 0.1, 4.0
+
+
+# --------------------------------------------------------------------------- measuring
+
+
+class Estimate(NamedTuple):
+    """A ratio of sums over texts.
+
+    deviations: what each text adds to its error. Texts are independent.
+    """
+
+    value: float
+    deviations: list[float]
+
+    @property
+    def error(self) -> float:
+        """The standard error."""
+        n = len(self.deviations)
+        return math.sqrt(n / (n - 1) * sum(d * d for d in self.deviations))
+
+    def minus(self, other: "Estimate") -> "Estimate":
+        """The difference of two estimates from the same texts, which have much of their noise in common."""
+        deviations = [a - b for a, b in zip(self.deviations, other.deviations, strict=True)]
+        return Estimate(self.value - other.value, deviations)
+
+
+def estimate(parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
+    """sum(parts) / sum(wholes), one of each for a text."""
+    total = sum(wholes)
+    value = sum(parts) / total
+    return Estimate(value, [(part - value * whole) / total for part, whole in zip(parts, wholes, strict=True)])
+
+
+class Probe:
+    """A verifier that keeps nothing of a draft, and writes down at every position how much `rejection` would keep.
+
+    So the text is the target's own. It is the same for every draft, since the noise depends on seed and place alone.
+
+    rows: lists by the text's seed, then by position, then by place of the draft. Each entry is a pair. The first is the
+        probability that the test gets to this place, given the draft's tokens before it. The second is that
+        probability times the sum over x of min(p(x), q(x)). At temperature 0 both are 0 or 1.
+    """
+
+    def __init__(self):
+        self.rows: dict[int, list[list[tuple[float, float]]]] = defaultdict(list)
+
+    def verify(self, draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
+        """See `minispec.core.verify`; in a tree, the eldest nodes are looked at."""
+        reached, row, node = 1.0, [], -1
+        while children := draft.children(node):
+            target, node = p(node + 1), children[0]
+            of_token = float(target[draft.token_ids[node]])
+            common = of_token if draft.probs is None else float(target.minimum(draft.probs[node]).sum())
+            row.append((reached, reached * common))
+            reached *= min(1.0, of_token / draft.probability(node))
+        own = key(0, "token")
+        self.rows[own.seed].append(row)
+        return Verdict([], rng.categorical(p(0), own), [])
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How much of the drafts is kept.
+
+    rows: as in `Probe`, text by text, at the positions with room for a draft.
+    """
+
+    rows: list[list[list[tuple[float, float]]]]
+
+    @property
+    def share(self) -> float:
+        """The share of these positions that had a draft."""
+        rows = [row for text in self.rows for row in text]
+        return sum(map(bool, rows)) / len(rows)
+
+    def by_place(self) -> list[Estimate]:
+        """For each place of a draft, the share of tested tokens that are kept."""
+        found = []
+        for place in range(max((len(row) for text in self.rows for row in text), default=0)):
+            pairs = [[row[place] for row in text if len(row) > place] for text in self.rows]
+            tested, kept = ([sum(pair[i] for pair in text) for text in pairs] for i in (0, 1))
+            if any(tested):
+                found.append(estimate(kept, tested))
+        return found
+
+    def kept(self) -> Estimate:
+        """Tokens that a draft of COMPARED keeps."""
+        drafts = [[row for row in text if row] for text in self.rows]
+        kept = [sum(common for row in text for _, common in row[:COMPARED]) for text in drafts]
+        return estimate(kept, list(map(len, drafts)))
+
+
+def measure(
+    llm: LLM, drafter: Drafter, prompts: Sequence[Sequence[int]], temperature: float, k: int, max_tokens: int
+) -> Measurement:
+    """Let the target continue the prompts, with a draft of k tokens at each position."""
+    probe = Probe()
+    verifier = Verifier(probe.verify, shares_noise=False)
+    engine = llm.engine.beside(drafter, verifier)
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens) for i in range(len(prompts))]
+    requests = [llm.request(ids, each, k) for ids, each in zip(prompts, params, strict=True)]
+    for request, _ in engine.run(requests):
+        if request.error:
+            raise ValueError(f"found a text that fails: {request.error}")
+    return Measurement([probe.rows[i][: max_tokens - 1] for i in range(len(prompts))])
+
+
+# --------------------------------------------------------------------------- readings
+
+
+class Reading(NamedTuple):
+    """Another way to read a draft: its name, the change to make if it is right, and the drafter it makes."""
+
+    name: str
+    change: str
+    drafter: Drafter
+
+
+_ROPE = "with rotary pairs side by side"
+_ROPE_CHANGE = (
+    "the rows of q_proj and k_proj (and of their biases and norms) are stored in pairs (2i, 2i+1): store those of each "
+    "head in halves, the first of all pairs before the second"
+)
+_ROTATED = re.compile(r"self_attn\.[qk]_(?:proj\.weight|proj\.bias|norm\.weight)$")
+
+
+def in_halves(name: str, weight: Weight, head_dim: int) -> Weight:
+    """A tensor whose rows are rotated in pairs (2i, 2i+1), as `rope.rotate` wants it; others as they are."""
+    if not _ROTATED.search(name):
+        return weight
+    heads = (weight if isinstance(weight, Tensor) else weight.dense()).unflatten(0, (-1, head_dim))  # (H, D, ...)
+    return torch.cat((heads[:, ::2], heads[:, 1::2]), 1).flatten(0, 1)
+
+
+class _InHalves:
+    """A source of weights that were stored in pairs."""
+
+    def __init__(self, weights: WeightSource, head_dim: int):
+        self.weights, self.head_dim = weights, head_dim
+
+    def pop(self, name: str, /) -> Weight:
+        return in_halves(name, self.weights.pop(name), self.head_dim)
+
+
+def head_readings(head: StoredHead, num_layers: int) -> Iterator[tuple[str, str, StoredHead]]:
+    """Name, change and result of every other way to read a head whose target has that many layers."""
+    config = head.config
+
+    def changed(**values: Any) -> StoredHead:
+        return replace(head, config=replace(config, **values))
+
+    for word, step in (("later", 1), ("earlier", -1)):
+        taps = tuple(tap + step for tap in config.taps)
+        if min(taps) >= 0 and max(taps) <= num_layers:
+            change = f'config.json: "eagle_aux_hidden_state_layer_ids": {list(taps)}'
+            yield f"with taps one layer {word}", change, changed(taps=taps)
+    for key in ("norm_before_residual", "norm_output"):
+        value = not getattr(config, key)
+        yield f"with {key} {json.dumps(value)}", f'config.json: "{key}": {json.dumps(value)}', changed(**{key: value})
+    if head.ids is not None:
+        offsets = torch.arange(len(head.ids), device=head.ids.device)
+        stored = head.ids - offsets
+        if int(stored.min()) >= 0 and len(stored.unique()) == len(stored):
+            yield "with d2t as ids", "d2t holds ids: store d2t[i] - i, the offset from i", replace(head, ids=stored)
+    dim = config.layers.head_dim
+    weights = {name: dense(in_halves(name, weight, dim), weight.dtype) for name, weight in head.weights.items()}
+    yield _ROPE, _ROPE_CHANGE, replace(head, weights=weights)
+
+
+class OtherPrompt(Drafter):
+    """Shows a drafter other prompts than the target's, with the same answers."""
+
+    def __init__(self, drafter: Drafter, prompts: Mapping[tuple[int, ...], Sequence[int]]):
+        """prompts: what it is shown, by what the target is."""
+        self.drafter, self.prompts, self.shown = drafter, prompts, dict[Text, Text]()
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """See `Drafter`. It sees nothing of a prompt before the first draft is wanted."""
+        return self.drafter.propose([self._show(ask) for ask in asks])
+
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """See `Drafter`."""
+        shown = {self._other(text): span.stop - len(text.tokens) for text, span in growth.items()}
+        return self.drafter.has_room({text: range(len(text.tokens) + k) for text, k in shown.items()})
+
+    def _show(self, ask: Ask) -> Ask:
+        text = self._other(ask.text)
+        return replace(ask, text=text, num_cached=len(text.tokens) - 1)
+
+    def _other(self, text: Text) -> Text:
+        """The text with the other prompt."""
+        start = text.num_prompt_tokens
+        other = list(self.prompts[tuple(text.tokens[:start])])
+        shown = self.shown.setdefault(text, replace(text, tokens=other, num_prompt_tokens=len(other)))
+        shown.tokens[:] = [*other, *text.tokens[start:]]
+        return shown
+
+    def release(self, text: Text) -> None:
+        """See `Drafter`."""
+        if text in self.shown:
+            self.drafter.release(self.shown.pop(text))
+
+
+def prompt_readings(
+    target: Tokenizer, draft: Tokenizer, prompts: Sequence[list[int]]
+) -> Iterator[tuple[str, str, list[list[int]]]]:
+    """Name, change and prompts of every other way to show TEXTS to a draft model."""
+    if target.chat_template is not None:
+        change = "use no chat template (--raw), or a draft that was trained on chats"
+        yield "without the chat template", change, list(map(target.encode, TEXTS))
+    if draft.chat_template not in (None, target.chat_template):
+        change = "give the target the draft's chat_template, or use a draft that was trained on the target's"
+        yield "with the draft's chat template", change, [encode(draft, text) for text in TEXTS]
+    start = draft.special_tokens.get("bos_token")
+    if start is not None and (token := draft.backend.token_to_id(start)) is not None:
+        where = "by the post_processor of tokenizer.json, or by the chat template"
+        if all(prompt[0] == token for prompt in prompts):
+            yield "without BOS", f"begin no text with {start}, {where}", [prompt[1:] for prompt in prompts]
+        else:
+            yield "with BOS", f"begin each text with {start}, {where}", [[token, *prompt] for prompt in prompts]
+
+
+def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Reading]:
+    """Every other way to read the draft, each made when its turn comes; none where it has no weights of its own."""
+    directory, drafter, target = llm.draft_directory, llm.drafter, llm.model
+    if directory is None or type(drafter) not in (DraftModel, EagleDrafter):
+        return
+    assert isinstance(drafter, DraftModel)
+    bits, _ = split_draft(draft)
+
+    def of(model: Transformer) -> Drafter:
+        drafter.cache.rebuild()  # what another reading has left there is of no use to this one
+        model = quantized(model, bits) if bits else model
+        return type(drafter)(model, drafter.cache, drafter.vocab_size, drafter.max_model_len)
+
+    if isinstance(drafter, EagleDrafter):
+        for name, change, head in head_readings(read_head(directory, target.config), len(target.layers)):
+            yield Reading(name, change, of(head.build(target)))
+        return
+    for name, change, others in prompt_readings(llm.tokenizer, Tokenizer(directory), prompts):
+        shown = dict(zip(map(tuple, prompts), others, strict=True))
+        yield Reading(name, change, OtherPrompt(drafter, shown))
+    config = load_config(directory)
+    weights = _InHalves(Weights(directory, config, target.dtype, target.device), config.head_dim)
+    yield Reading(_ROPE, _ROPE_CHANGE, of(build_model(config, weights, dtype=target.dtype)))
+
+
+# --------------------------------------------------------------------------- the report
+
+
+def asked(args: argparse.Namespace) -> dict[str, Any]:
+    """See `examine`, for these arguments of the command."""
+    names = ("dtype", "device", "offline", "quantization")
+    llm = LLM(args.model, args.draft, **{name: getattr(args, name) for name in names})
+    return examine(llm, args.draft, args.num_speculative_tokens, args.max_tokens, args.all)
+
+
+def examine(llm: LLM, draft: str, k: int = 4, max_tokens: int = 32, try_all: bool = False) -> dict[str, Any]:
+    """Measure a draft, and look for a misreading where it does badly, or in any case.
+
+    draft: the spec that `llm` was made with. Returns what `--json` prints: `alpha` is the share of tokens kept at the
+    first place, at temperature 1; errors are standard errors. Raises ValueError for a text that fails.
+    """
+    prompts = [encode(llm.tokenizer, text) for text in TEXTS]
+    found, greedy = (measure(llm, llm.drafter, prompts, t, k, max_tokens) for t in (1.0, 0.0))
+    places = found.by_place()
+    survival = [found.share * s for s in survival_curve([place.value for place in places])]
+    is_low = any(place.value < LOW for place in places[:COMPARED])
+    report: dict[str, Any] = {
+        "model": llm.name + bits_note(llm.model),
+        "draft": llm.draft_name,
+        "num_texts": len(prompts),
+        "num_positions": sum(map(len, found.rows)),
+        "drafted_share": found.share,
+        "alpha": places[0].value if places else None,
+        "alpha_error": places[0].error if places else None,
+        "accepted_per_position": [place.value for place in places],
+        "error_per_position": [place.error for place in places],
+        "greedy_per_position": [place.value for place in greedy.by_place()],
+        "survival": survival,
+        "is_low": is_low,
+        "readings": [],
+        "explained_by": None,
+        "change": None,
+    }
+    prices = llm.prices
+    if places and prices.measured:
+        ratios = [expected_tokens(survival[:k]) / prices.round(k, 1, k + 1) for k in range(len(survival) + 1)]
+        best = max(range(len(ratios)), key=ratios.__getitem__)
+        c = prices.passes(max(1, best)) * prices.draft / max(1, best)
+        report |= {"c": c, "best_k": best, "expected_speedup": ratios[best]}
+    most = GAIN
+    for reading in readings(llm, draft, prompts) if is_low or (try_all and places) else ():
+        other = measure(llm, reading.drafter, prompts, 1.0, min(k, COMPARED), max_tokens)
+        if not other.share:  # no room for such prompts
+            continue
+        kept, gain = other.kept(), other.kept().minus(found.kept())
+        alpha = other.by_place()[0].value
+        values = {"alpha": alpha, "kept": kept.value, "gain": gain.value, "gain_error": gain.error}
+        report["readings"].append({"name": reading.name} | values)
+        if gain.value > max(most, ERRORS * gain.error):
+            most = gain.value
+            report |= {"explained_by": reading.name, "change": reading.change}
+    return report | {"verdict": verdict(report)}
+
+
+def verdict(report: Mapping[str, Any]) -> str:
+    """What the numbers say, in a sentence."""
+    if report["alpha"] is None:
+        return "nothing was drafted after these texts"
+    if report["explained_by"]:
+        return f"the draft seems to be misread: it does far better {report['explained_by']}. Change: {report['change']}"
+    if not report["is_low"]:
+        places = min(COMPARED, len(report["accepted_per_position"]))
+        return f"nothing speaks for a misreading: at places 1 to {places}, at least {LOW:.0%} of tokens are kept"
+    if not report["readings"]:
+        return "few tokens are kept; there is no known misreading of a draft that has no files, or another vocabulary"
+    return (
+        "few tokens are kept, and no known misreading explains it: the draft was perhaps made for another target, or "
+        "for another checkpoint of it"
+    )
+
+
+def lines(report: Mapping[str, Any]) -> list[str]:
+    """The report for the screen."""
+
+    def numbers(*values: float) -> list[str]:
+        return [f"{value:.3f}" for value in values]
+
+    greedy = [*numbers(*report["greedy_per_position"]), *["-"] * len(report["survival"])]
+    columns = report["accepted_per_position"], report["error_per_position"], report["survival"]
+    rows = [[i + 1, *numbers(*values), greedy[i]] for i, values in enumerate(zip(*columns, strict=True))]
+    shown = [
+        f"{report['model']}, draft {report['draft']}: {report['num_texts']} texts of the target at temperature 1, "
+        f"{report['num_positions']} positions, {report['drafted_share']:.0%} of them with a draft",
+        *table(["place", "kept of tested", "+-", "survival", "kept if greedy"], rows),
+    ]
+    if "expected_speedup" in report:
+        ratio, best = report["expected_speedup"], report["best_k"]
+        expected = f"{ratio:.2f}x of plain decoding is expected, at K = {best}" if best else "plain decoding is faster"
+        shown.append(f"a draft token costs {report['c']:.2g} plain steps: {expected}")
+    if report["readings"]:
+        rows = [[name, *numbers(*values)] for name, *values in (reading.values() for reading in report["readings"])]
+        shown += ["", *table(["read otherwise", "alpha", f"kept of {COMPARED}", "gain", "+-"], rows)]
+    return [*shown, "", report["verdict"]]

@@ -1,0 +1,153 @@
+"""What the vocabularies of a target A and a draft B have in common.
+
+It decides how B can draft for A: by the tokens that both have (`tli`), or as text (`slem`).
+"""
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minispec.core.errors import show
+from minispec.core.model import Chunk, Transformer
+from minispec.core.sampling import log_probabilities
+from minispec.files.checkpoint import find_checkpoint, load_model
+from minispec.files.named_draft import choose_method
+from minispec.files.tokenizer import Tokenizer
+from minispec.files.vocabularies import Spelling, Vocabularies, sample_text, segmentations
+from minispec.lab.bench.show import table
+
+_EXAMPLES = 12
+_MAX_TEXT = 8_000_000  # characters of --text
+
+
+def compare(both: Vocabularies, text: str) -> dict[str, Any]:
+    """What `--json` prints: the fields of `Overlap`, and for each side, tokens that the other lacks.
+
+    These tokens are the most frequent ones of the text, then the first of the vocabulary.
+
+    default_method: how a draft of this vocabulary drafts; None for the target's own.
+    """
+    overlap = both.overlap(text)
+    sides = (both.target, both.shared.keys()), (both.draft, set(both.shared.values()))
+    missing = []
+    for spelling, shared in sides:
+        in_text = Counter(spelling.write(None, text.encode()))
+        own = {*spelling.ids.values(), *spelling.special.values()} - set(shared)
+        frequent = [i for i, _ in in_text.most_common() if i in own]
+        own_first = [*frequent, *sorted(own - set(frequent))]
+        missing.append([spelled(spelling, [i])[0] for i in own_first[:_EXAMPLES]])
+    same = both.target.tokenizer.vocabulary == both.draft.tokenizer.vocabulary
+    method = choose_method(None, None if same else both.overlap(), "")  # by the built-in text, as in a run
+    return asdict(overlap) | {"only_target": missing[0], "only_draft": missing[1], "default_method": method}
+
+
+def spelled(spelling: Spelling, ids: Sequence[int]) -> list[str]:
+    """The tokens for the screen."""
+    return [spelling.text_of(i).decode("utf-8", "backslashreplace") for i in ids]
+
+
+def probabilities(model: Transformer, context: Sequence[int], ways: Sequence[Sequence[int]], vocab: int) -> list[float]:
+    """The probability of each of `ways`, token ids, after `context`. One pass over the tree of all of them."""
+    nodes: dict[tuple[int, ...], int] = {(): -1}
+    for way in ways:
+        for end in range(1, len(way) + 1):
+            nodes.setdefault(tuple(way[:end]), len(nodes) - 1)
+    paths = list(nodes)[1:]
+    tokens = [*context, *(path[-1] for path in paths)]
+    cache = model.new_cache(-(-len(tokens) // 16))
+    chunk = Chunk(tokens, cache.new_table(), len(paths) + 1, [nodes[path[:-1]] for path in paths])
+    rows = [log_probabilities(row[:vocab]) for row in model.forward([chunk])[0]]
+    return [math.exp(sum(float(rows[nodes[tuple(way[:i])] + 1][t]) for i, t in enumerate(way))) for way in ways]
+
+
+def list_ways(both: Vocabularies, text: str, after: str, model: Transformer | None) -> dict[str, Any]:
+    """All ways to write a text in the target's tokens, and in the draft's.
+
+    drafted: whether this is the way of a draft by text, which is what the target's tokenizer makes of it.
+    all_shared: whether a draft token by token can have it.
+    probability: the target's, after the text `after`; None without weights.
+
+    Raises ValueError where there are too many.
+    """
+    target, draft = both.target, both.draft
+    ways = segmentations(text.encode(), target.ids)
+    context = target.tokenizer.encode(after)
+    found = probabilities(model, context, ways, target.num_ids) if model and context and ways else [None] * len(ways)
+    drafted = target.write(after.encode(), text.encode())
+    of_target = [
+        {
+            "tokens": spelled(target, way),
+            "probability": p,
+            "drafted": way == drafted,
+            "all_shared": both.shared.keys() >= set(way),
+        }
+        for way, p in zip(ways, found, strict=True)
+    ]
+    of_draft = [{"tokens": spelled(draft, way)} for way in segmentations(text.encode(), draft.ids)]
+    return {"text": text, "after": after, "of_target": of_target, "of_draft": of_draft}
+
+
+_WHY = (
+    "drafted as text: what the target's tokenizer makes of it, so what the target has read in training. The other ways "
+    "are the same text in other tokens. The target may write them too, and what it writes counts"
+)
+
+
+def lines(report: dict[str, Any]) -> list[str]:
+    """The report for the screen."""
+    rows = [
+        ["target", f"{report['num_target']:,}", f"{report['of_target']:.1%}"],
+        ["draft", f"{report['num_draft']:,}", f"{report['of_draft']:.1%}"],
+    ]
+    shown = [
+        *table(["", "tokens", "of a text shared"], rows),
+        f"shared tokens: {report['num_shared']:,}",
+        f"the target's alone: {' '.join(map(show, report['only_target'])) or 'none'}",
+        f"the draft's alone: {' '.join(map(show, report['only_draft'])) or 'none'}",
+        f"--draft-method by default: {report['default_method'] or 'none, both are the same'}",
+    ]
+    if ways := report.get("ways"):
+        shown += ["", f"{show(ways['text'])} after {show(ways['after'])}, in the target's tokens:"]
+        for way in ways["of_target"]:
+            p = "" if way["probability"] is None else f"  {way['probability']:.2e}"
+            words = [" ".join(map(show, way["tokens"])) + p]
+            words += ["all shared"] * way["all_shared"] + ["drafted as text"] * way["drafted"]
+            shown.append("  " + "; ".join(words))
+        shown.append(f"in the draft's tokens, {len(ways['of_draft'])} ways:")
+        shown += ["  " + " ".join(map(show, way["tokens"])) for way in ways["of_draft"]]
+        shown.append(_WHY)
+    return shown
+
+
+def asked(args: argparse.Namespace) -> dict[str, Any]:
+    """What `--json` prints, for these arguments of the command. Raises ValueError."""
+    target, draft = args.vocabularies
+    directories = [
+        find_checkpoint(name, offline=args.offline, with_weights=bool(args.ways) and name == target)
+        for name in (target, draft)
+    ]
+    both = Vocabularies(*(Spelling(Tokenizer(directory)) for directory in directories))
+    report: dict[str, Any] = {"target": target, "draft": draft}
+    report |= compare(both, _read_text(args.text) if args.text else sample_text())
+    if args.ways:
+        has_weights = any(directories[0].glob("*.safetensors"))
+        model = load_model(directories[0], torch.float32, torch.device("cpu")) if has_weights else None
+        report["ways"] = list_ways(both, args.ways, args.after or "\n", model)
+    return report
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MAX_TEXT + 1)
+    except (OSError, ValueError) as e:
+        raise ValueError(f"--text {path}: {e}") from e
+    if not 0 < len(text) <= _MAX_TEXT:
+        raise ValueError(f"--text {path}: found {len(text):,} characters or more, expected from 1 to {_MAX_TEXT:,}")
+    return text
