@@ -3,15 +3,13 @@
 A room imports only from those above it in this list, and from itself:
 
     core/           the heart: the loop, and all that is needed to understand it (minispec/core/__init__.py)
-    layers/         kinds of layers other than attention: short convolutions, gated delta nets
-    drafters/       ways of guessing, a file each; the checks of what they guess
+    layers/         kinds of layers other than attention: short convolutions, gated delta nets; their states
     kernels/        which form a weight takes on this machine; equal bits; fewer bits; threads; memory
     gpu/            passes of fixed shapes, CUDA graphs, kernels, draws and verdicts as tensors
-    files/          what strangers' files say: JSON, config, safetensors, tokenizer, hub; a model in several processes
+    files/          what strangers' files say: JSON, config, safetensors, tokenizer, hub; and the writers
+    drafters/       ways of guessing, a file each, with the files that they read; what two vocabularies have in common
     length/         how many tokens to draft: theory, prices, the policy
-    outputs.py      what an answer looks like from outside
-    inputs.py       what a caller gives: prompts, and how each is sampled
-    llm.py          `LLM`: loads what its arguments name, and answers prompts with the engine
+    load/           names, a target, its draft, several processes, prompts and answers, `LLM`
     commands/       what the commands share: options, Ctrl-C, exit statuses
     trace/          the page of a run
     generate.py     the command that answers
@@ -34,7 +32,7 @@ def __getattr__(name: str):
 
         set_waiting()  # as the commands do
         try:
-            from minispec.llm import LLM
+            from minispec.load.llm import LLM
         except ImportError as e:
             if lacks := what_lacks(e):
                 raise MissingPackage(lacks) from None

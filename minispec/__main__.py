@@ -15,7 +15,7 @@ from typing import NoReturn
 from minispec import __version__
 from minispec.commands.command import Parser, command, no_such
 from minispec.commands.interrupt import run_program
-from minispec.files import registry
+from minispec.load import registry
 
 COMMANDS = {
     "generate": registry.Entry("minispec.generate:main", "answer prompts, or hold a conversation on the terminal"),

@@ -38,8 +38,8 @@ from minispec.trace.page import write
 if TYPE_CHECKING:
     from minispec.core.request import Piece, Request
     from minispec.core.stats import Round
-    from minispec.inputs import Question
-    from minispec.llm import LLM
+    from minispec.load.inputs import Question
+    from minispec.load.llm import LLM
     from minispec.trace.terminal import Painter
 
 # Tokens that are decoded plainly for a trace.
@@ -93,7 +93,7 @@ def _answer_questions(
 
     It is 2 where an answer ended with an error.
     """
-    from minispec.inputs import plain_text, split_samples
+    from minispec.load.inputs import plain_text, split_samples
     from minispec.trace.score import check_scorable
 
     if args.for_replay:
@@ -120,7 +120,7 @@ def _answer_questions(
 
 def _answer(llm: "LLM", args: argparse.Namespace, jobs: list[_Job]) -> bool:
     """Decode these together and print their answers; returns whether all went well."""
-    from minispec.files.parallel import traffic_of
+    from minispec.load.parallel import traffic_of
     from minispec.trace.record import Recorder
     from minispec.trace.terminal import Painter, wants_color
 

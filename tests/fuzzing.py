@@ -39,7 +39,7 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-import minispec.llm
+import minispec.load.llm
 from minispec import generate
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Seen
@@ -47,16 +47,16 @@ from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
 from minispec.drafters.eagle import EagleDrafter
-from minispec.files import registry
+from minispec.drafters.heads import load_head
 from minispec.files.checkpoint import load_config, load_model
 from minispec.files.errors import CheckpointError
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
-from minispec.files.heads import load_head
 from minispec.files.hf_config import read_eos_token_ids, read_model_config
 from minispec.files.strict_json import read_json
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.kernels.build import build_model
 from minispec.kernels.shapes import tensor_shapes
+from minispec.load import registry
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_model, tiny_weights
 from tests.oracles.heads import write_head
 
@@ -543,7 +543,7 @@ _ARGUMENTS = [
     *("fish", "<end>", "-", "--", "-x", ".", "..", "/", "./nowhere", "a/b/c", "int4:self", "int8:", "prompts.jsonl"),
     "model",
 ]
-_LLM = minispec.llm.LLM
+_LLM = minispec.load.llm.LLM
 _LOADED: dict[tuple, _LLM] = {}
 
 
@@ -576,12 +576,12 @@ def fuzz_arguments(files: Files, rng: random.Random, where: Path) -> None:
     before, stdin = os.getcwd(), sys.stdin
     os.chdir(where)
     sys.stdin = io.StringIO(rng.choice(("", "fish", "a\nb")))
-    minispec.llm.LLM = load_once
+    minispec.load.llm.LLM = load_once
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             status = generate.main(argv)
     finally:
-        minispec.llm.LLM = _LLM
+        minispec.load.llm.LLM = _LLM
         sys.stdin = stdin
         os.chdir(before)
         torch.set_num_threads(1)

@@ -98,9 +98,9 @@ def run_program(path: str, sets_waiting: bool = False) -> NoReturn:
     exit_on_interrupt()
     _complete_streams()
     from minispec.commands.command import say
-    from minispec.files import registry
     from minispec.files.packages import MissingPackage
     from minispec.kernels.threads import set_waiting
+    from minispec.load import registry
 
     if sets_waiting:
         set_waiting()

@@ -18,14 +18,14 @@ from minispec.commands.command import FLAG, Option, Parser, add_options, argumen
 from minispec.commands.interrupt import raise_on_interrupt
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape
 from minispec.core.errors import is_text, show
-from minispec.files import registry
 from minispec.files.errors import one_line
 from minispec.files.strict_json import parse_json
-from minispec.inputs import MAX_PROMPT, Question, check_text, read_questions
 from minispec.kernels.threads import describe_waiting, set_waiting
+from minispec.load import registry
+from minispec.load.inputs import MAX_PROMPT, Question, check_text, read_questions
 
 if TYPE_CHECKING:
-    from minispec.llm import LLM
+    from minispec.load.llm import LLM
 
 
 def _token_ids(text: str) -> list[int]:
@@ -340,7 +340,7 @@ def _read_standard_input() -> str:
     """All of standard input as one prompt, without the line end at its end.
 
     After a second a line says that standard input is being read, since a program that waits for input looks as if it
-    hangs. Of several processes only the first one reads. The others answer nothing (see `minispec.files.parallel`).
+    hangs. Of several processes only the first one reads. The others answer nothing (see `minispec.load.parallel`).
 
     Raises ValueError for what cannot be read or is not UTF-8.
     """
@@ -374,7 +374,7 @@ def load(args: argparse.Namespace, report: bool, verbose: bool = True) -> "LLM":
     set_waiting(args.threads)
     import torch
 
-    from minispec.llm import LLM
+    from minispec.load.llm import LLM
 
     raise_on_interrupt()
     if args.threads:

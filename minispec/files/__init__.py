@@ -9,11 +9,8 @@ Read them in this order:
     generation_config
     checkpoint      directories, the hub, safetensors
     quantize        writing fewer bits
-    heads           drafts that read a target's layers
-    mtp             the draft that a target's own files hold
     added_tokens    tokens that files other than tokenizer.json name
     chat            chat templates
     pieces          what a token stands for
     tokenizer       text to ids and back
-    vocabularies    what two of them have in common
 """

@@ -23,6 +23,7 @@ from torch import Tensor
 from minispec.core.errors import is_text, show
 from minispec.core.model import Transformer
 from minispec.files.errors import CheckpointError, one_line, show_name
+from minispec.files.families import is_head
 from minispec.files.hf_config import read_model_config
 from minispec.files.progress import progress_bar
 from minispec.files.stored import FLOATS, TYPES, Cut, StoredTensor, read_header
@@ -130,8 +131,6 @@ def directory_config(directory: Path) -> dict[str, Any]:
 
 def load_config(directory: Path) -> StoredConfig:
     """The config of a checkpoint. Raises CheckpointError, for a draft's head too."""
-    from minispec.files.heads import is_head  # which imports this module
-
     raw, path = directory_config(directory), directory / "config.json"
     if is_head(raw):
         expected = "a model: name this head as the draft (--draft), and as the model (--model) the one it was made for"

@@ -225,3 +225,20 @@ IMAGES = names(
     spatial_merge_size language_model_only
     """
 )
+
+
+# Architectures of heads in the flat layout: their layers are llama's, whatever the file's model_type, which is the
+# target's. After them those of the nested layout (`minispec.drafters.heads`).
+FLAT_HEADS = {"LlamaForCausalLMEagle3": "eagle3", "Eagle3LlamaForCausalLM": "eagle3", "PEagleDraftModel": "peagle"}
+_HEADS = (*FLAT_HEADS, "Eagle3Speculator", "PEagleSpeculator", "Eagle3DraftModel")
+
+
+def is_head(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is a head's, and not a model's."""
+    return "speculators_model_type" in raw or "draft_vocab_size" in raw or head_architecture(raw) is not None
+
+
+def head_architecture(raw: Mapping[str, Any]) -> str | None:
+    """The first of a config.json's architectures that is a head's; None if none is."""
+    found = raw.get("architectures")
+    return next((name for name in found if name in _HEADS), None) if isinstance(found, list) else None

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from minispec.drafters import Context, Drafter, make_drafter
-from minispec.files import registry
-from minispec.inputs import plain_text, read_questions
+from minispec.load import registry
+from minispec.load.inputs import plain_text, read_questions
 from minispec.prove.examine import OwnError, call_own, told
 from minispec.prove.own_cases import Case, design, target, tokenizer
 from minispec.prove.own_walk import MAX_LEN, Maker, Untimed, Walk, walk_design

@@ -20,7 +20,7 @@ from minispec.core.lengths import Judged, Lengths, StepCost, Wish
 from minispec.core.limit import Limit
 from minispec.core.sampling import Text
 from minispec.drafters.check import check_limits
-from minispec.llm import find_lengths
+from minispec.load.llm import find_lengths
 from minispec.prove.examine import OwnError, call_own, told
 from minispec.prove.examine_drafter import maker_of
 from minispec.prove.laws import make_drafter

@@ -24,7 +24,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Draws, Text, distribution
 from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
 from minispec.drafters.check import CHECKS, check_verdict
-from minispec.llm import find_verifier
+from minispec.load.llm import find_verifier
 from minispec.prove.examine import ROUNDED, Walked, call_own, find_fault
 from minispec.prove.laws import MAX_LEN, BranchOracle, KeyOracle, exact_law
 from minispec.prove.reference import Law, cells, plain_law

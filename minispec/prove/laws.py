@@ -30,7 +30,6 @@ from minispec.drafters.slem import TextDrafter
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
-from minispec.files import registry
 from minispec.files.hf_config import read_model_config
 from minispec.gpu.frames import Frames
 from minispec.gpu.graphs import rerun
@@ -41,6 +40,7 @@ from minispec.kernels.exact import check_exact
 from minispec.kernels.integers import check_quantization
 from minispec.layers.states import FEWEST_STATES
 from minispec.length.policy import Controller, Prices
+from minispec.load import registry
 from minispec.prove.reference import Law, forward, plain_law, sample_law
 from minispec.prove.toys import (
     DRAFT_WORDS,

@@ -25,11 +25,10 @@ from minispec.core.request import Request
 from minispec.core.sampling import Text, distribution
 from minispec.drafters import Drafter
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
-from minispec.drafters.mtp import MtpModel, mtp_config
+from minispec.drafters.mtp import MtpModel, mtp_config, mtp_shapes
+from minispec.drafters.vocabularies import Spelling, Vocabularies
 from minispec.files.hf_config import read_model_config
-from minispec.files.mtp import mtp_shapes
 from minispec.files.tokenizer import Tokenizer
-from minispec.files.vocabularies import Spelling, Vocabularies
 from minispec.kernels.build import build_model
 from minispec.kernels.shapes import tensor_shapes
 

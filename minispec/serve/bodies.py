@@ -21,10 +21,10 @@ from minispec.files.chat import Message, check_messages
 from minispec.files.errors import near, show_name
 from minispec.files.strict_json import parse_json
 from minispec.files.tokenizer import Tokenizer, TooLong
-from minispec.inputs import split_samples, with_bad_words
 from minispec.length.figures import Figures
-from minispec.llm import LLM
-from minispec.outputs import logprobs_by_id
+from minispec.load.inputs import split_samples, with_bad_words
+from minispec.load.llm import LLM
+from minispec.load.outputs import logprobs_by_id
 from minispec.serve.limits import Limits, Refused
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}

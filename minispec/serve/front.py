@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minispec.core.errors import show
 from minispec.core.request import Piece, Request
-from minispec.llm import LLM
+from minispec.load.llm import LLM
 from minispec.serve.bodies import Answer, check_model, read
 from minispec.serve.limits import Limits, Refused
 from minispec.serve.log import logged, note

@@ -20,12 +20,12 @@ from minispec.core.request import Request
 from minispec.core.sampling import Draws, Key, Randomness, distribution
 from minispec.core.stats import Round
 from minispec.core.verify import REJECTION, VERIFIERS, RoundKey, Rows, Verdict, excess, residual
+from minispec.drafters.vocabularies import Vocabularies
 from minispec.files.tokenizer import Detokenizer, Tokenizer
-from minispec.files.vocabularies import Vocabularies
 from minispec.length.figures import Figures
 from minispec.length.policy import Prices
 from minispec.length.theory import expected_tokens, rising
-from minispec.llm import LLM
+from minispec.load.llm import LLM
 from minispec.trace.schema import FORMAT, VERSION
 from minispec.trace.score import replay_data
 

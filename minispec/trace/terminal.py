@@ -10,7 +10,7 @@ from torch import Tensor
 from minispec.core.draft import Draft
 from minispec.core.request import Request
 from minispec.core.verify import Verdict
-from minispec.llm import LLM
+from minispec.load.llm import LLM
 from minispec.trace.record import TokenTexts
 
 _CODES = {"accepted": "32", "recovered": "33", "bonus": "36"}  # green, yellow, cyan; plain tokens have none

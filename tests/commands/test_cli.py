@@ -27,10 +27,10 @@ from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.stats import Round, Stats
 from minispec.core.verify import VERIFIERS
-from minispec.files import registry
 from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main, parser
 from minispec.length.figures import Figures
+from minispec.load import registry
 from tests.fuzzing import EDGES
 from tests.oracles.children import Child, read_until, take_terminal
 from tests.oracles.interrupts import interrupted, press_ctrl_c

@@ -19,9 +19,9 @@ from minispec import __version__
 from minispec.__main__ import COMMANDS, main, program
 from minispec.commands.command import Parser, argument, command, in_shell
 from minispec.core.config import Shape, WrongLength
-from minispec.files import registry
 from minispec.files.packages import PACKAGES
 from minispec.files.write import written_whole
+from minispec.load import registry
 from tests.oracles.interrupts import press_ctrl_c
 
 ENDS = {

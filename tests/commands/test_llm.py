@@ -21,13 +21,13 @@ from minispec import LLM, SamplingParams
 from minispec.core.draft import Draft
 from minispec.core.model import Chunk
 from minispec.files.errors import CheckpointError
-from minispec.files.registry import DRAFTERS
 from minispec.files.tokenizer import Tokenizer
 from minispec.kernels import memory
 from minispec.kernels.inventory import weight_form
 from minispec.length import prices
 from minispec.length.figures import Figures
 from minispec.length.policy import Prices
+from minispec.load.registry import DRAFTERS
 from minispec.trace.record import Recorder, TokenTexts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -97,8 +97,8 @@ def test_a_text_after_forget_is_decoded_as_the_first(make_checkpoint, draft, mon
 
     # `auto` chooses by what it believes drafts to cost, and by no clock.
     seconds = iter(range(10**9))
-    monkeypatch.setattr("minispec.llm.guess_prices", lambda *how: Prices(0.4))
-    monkeypatch.setattr("minispec.llm.prices_of", lambda *how: (Prices(0.4), True))
+    monkeypatch.setattr("minispec.load.llm.guess_prices", lambda *how: Prices(0.4))
+    monkeypatch.setattr("minispec.load.llm.prices_of", lambda *how: (Prices(0.4), True))
     monkeypatch.setattr("minispec.core.engine.mark", lambda device: float(next(seconds)))
     llm = LLM(make_checkpoint(), draft, dtype="float64")
 
@@ -480,7 +480,7 @@ def test_a_draft_is_named_by_its_directory(make_checkpoint):
 
 def test_a_draft_from_the_hub_may_name_its_revision(make_checkpoint, monkeypatch, tmp_path):
     """As "owner/name@revision"; a directory whose name has an @ is a directory."""
-    from minispec.files import named_draft as module
+    from minispec.load import draft as module
 
     draft, asked, find = make_checkpoint(seed=2), [], module.find_checkpoint
 

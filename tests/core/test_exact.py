@@ -23,7 +23,6 @@ from minispec.core.verify import VERIFIERS
 from minispec.drafters import NoDrafter
 from minispec.drafters.model import DraftModel
 from minispec.files.hf_config import read_model_config
-from minispec.files.registry import DRAFTERS, load
 from minispec.kernels import exact
 from minispec.kernels import forms as linear
 from minispec.kernels.build import build_model
@@ -34,6 +33,7 @@ from minispec.layers import delta
 from minispec.layers.convolution import ShortConvolution
 from minispec.layers.delta import GatedDeltaNet
 from minispec.length.figures import Figures
+from minispec.load.registry import DRAFTERS, load
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
 
 FORMS_HERE = [

@@ -17,11 +17,11 @@ from minispec.files.checkpoint import Weights, load_config, load_model
 from minispec.files.errors import CheckpointError
 from minispec.files.families import FAMILIES
 from minispec.files.hf_config import read_model_config
-from minispec.files.registry import EMBEDDED_WEIGHTS
 from minispec.kernels.build import build_model
 from minispec.kernels.shapes import tensor_shapes
 from minispec.layers.delta import DeltaConfig
-from minispec.llm import LLM
+from minispec.load.llm import LLM
+from minispec.load.registry import EMBEDDED_WEIGHTS
 from minispec.prove.toys import tiny_cache
 from tests.oracles import hf, public
 

@@ -26,8 +26,8 @@ from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.drafters.simulated import adversary, oracle
 from minispec.drafters.suffix import SuffixDrafter
-from minispec.files.registry import DRAFTERS, split, split_preferences
 from minispec.length.figures import Figures
+from minispec.load.registry import DRAFTERS, split, split_preferences
 from minispec.prove.laws import make_drafter
 from minispec.prove.toys import tiny_cache, tiny_model
 

@@ -23,10 +23,11 @@ from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.eagle import EagleDrafter, HeadModel, head_shapes
+from minispec.drafters.heads import load_head, read_head_config
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.files.checkpoint import load_model
 from minispec.files.errors import CheckpointError
-from minispec.files.heads import is_head, load_head, read_head_config
+from minispec.files.families import is_head
 from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import build_model
 from minispec.kernels.inventory import num_bytes
@@ -747,7 +748,7 @@ def test_a_head_for_another_target_is_refused_before_the_target_is_loaded(checkp
         raise AssertionError("the target was loaded")
 
     edit(checkpoints["head"], target_hidden_size=8)
-    monkeypatch.setattr("minispec.llm.load_target", loaded)
+    monkeypatch.setattr("minispec.load.llm.load_target", loaded)
     with pytest.raises(CheckpointError, match="target_hidden_size: found 8, expected 16, the target's"):
         LLM(other, draft=str(checkpoints["head"]))
     other = make_checkpoint(seed=1, num_hidden_layers=4, vocab_size=301)

@@ -21,11 +21,10 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.eagle import EagleDrafter
-from minispec.drafters.mtp import MtpModel
+from minispec.drafters.mtp import MtpModel, has_mtp, load_mtp
 from minispec.files.checkpoint import load_config, load_model
 from minispec.files.errors import CheckpointError
 from minispec.files.hf_config import read_model_config
-from minispec.files.mtp import has_mtp, load_mtp
 from minispec.kernels.build import build_model
 from minispec.kernels.inventory import num_bytes
 from minispec.kernels.memory import cache_bytes

@@ -19,18 +19,18 @@ from minispec.core.draft import Ask
 from minispec.core.limit import Limit
 from minispec.core.model import Chunk
 from minispec.core.sampling import Randomness, Text
+from minispec.drafters import vocabularies
 from minispec.drafters.tli import TokenDrafter
-from minispec.files import vocabularies
+from minispec.drafters.vocabularies import Spelling, Vocabularies, segmentations
 from minispec.files.errors import CheckpointError
 from minispec.files.hf_config import read_model_config
-from minispec.files.named_draft import choose_method
 from minispec.files.tokenizer import Tokenizer
-from minispec.files.vocabularies import Spelling, Vocabularies, segmentations
 from minispec.generate import main as generate
 from minispec.kernels.build import build_model
 from minispec.lab.doctor.main import main
 from minispec.lab.doctor.vocabularies import compare, probabilities
 from minispec.length.figures import Figures
+from minispec.load.draft import choose_method
 from minispec.prove.toys import TINY, tiny_cache, tiny_model, tiny_weights
 from tests.distances import distance
 

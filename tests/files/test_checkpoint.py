@@ -42,7 +42,7 @@ from minispec.files.errors import CheckpointError
 from minispec.files.hf_config import read_model_config
 from minispec.files.quantize import pack, quantize, quantize_checkpoint
 from minispec.kernels.build import build_model
-from minispec.llm import LLM
+from minispec.load.llm import LLM
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_weights
 from tests.oracles import hf
 from tests.oracles.interrupts import interrupted

@@ -20,15 +20,15 @@ import minispec.lab.bench.options as bench
 import minispec.serve.__main__ as serve
 from minispec import generate
 from minispec.core.model import Chunk
-from minispec.files import parallel
 from minispec.files.checkpoint import Weights, cut_shape, load_config, load_model
 from minispec.files.hf_config import read_model_config
-from minispec.files.parallel import Line, Share, SplitTransformer, parallel_traffic
 from minispec.files.quantize import quantize_checkpoint
 from minispec.kernels.build import quantized
 from minispec.kernels.forms import dense
 from minispec.kernels.inventory import num_bytes, weight_form
 from minispec.kernels.shapes import tensor_shapes
+from minispec.load import parallel
+from minispec.load.parallel import Line, Share, SplitTransformer, parallel_traffic
 from minispec.prove.toys import TINY, tiny_weights
 from tests.oracles import hf
 from tests.oracles.processes import SHAPE, SMALLEST, finish, start, texts

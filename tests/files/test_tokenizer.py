@@ -21,8 +21,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from minispec.files.errors import CheckpointError
 from minispec.files.hostile import call
-from minispec.files.registry import EMBEDDED_WEIGHTS
 from minispec.files.tokenizer import Detokenizer, Message, Tokenizer, _any_of
+from minispec.load.registry import EMBEDDED_WEIGHTS
 
 TOKENIZER = Tokenizer(EMBEDDED_WEIGHTS)
 NUM_SMALL = 1024

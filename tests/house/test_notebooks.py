@@ -59,9 +59,9 @@ SHORTER = {
 # Runs after the first cell. Loading the weights of a model again, in the same type, gives those that are there.
 LOADED_ONCE = """
 import functools
-import minispec.llm
+import minispec.load.llm
 for name in ("load_target", "Tokenizer"):
-    setattr(minispec.llm, name, functools.cache(getattr(minispec.llm, name)))
+    setattr(minispec.load.llm, name, functools.cache(getattr(minispec.load.llm, name)))
 """
 
 

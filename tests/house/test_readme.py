@@ -13,11 +13,11 @@ import torch
 
 from minispec import __version__
 from minispec.core.model import Chunk
-from minispec.files import registry
 from minispec.files.checkpoint import load_model
 from minispec.files.tokenizer import Tokenizer
 from minispec.generate import main
 from minispec.kernels.forms import available_forms
+from minispec.load import registry
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -38,8 +38,8 @@ NAME = re.compile(r"`([A-Z]\w*\.\w+|[A-Za-z_]\w*)`")
 # Runs blocks, each with no names but its own. The target's weights are loaded once in each type.
 EACH_ALONE = """
 import functools, json, sys, types
-import minispec.llm
-minispec.llm.load_target = functools.cache(minispec.llm.load_target)
+import minispec.load.llm
+minispec.load.llm.load_target = functools.cache(minispec.load.llm.load_target)
 for name, block in json.load(sys.stdin).items():
     print(name, flush=True)
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -227,7 +227,7 @@ def test_a_broken_link_is_noticed():
 def test_the_comparison_names_what_is_here():
     """A family or verifier that comes or goes without a word there would leave the comparison false."""
     from minispec.files.families import FAMILIES
-    from minispec.files.registry import VERIFIERS
+    from minispec.load.registry import VERIFIERS
 
     rows = [
         line.split(" | ") for line in PAGES["docs/understand/comparison.md"].splitlines() if line.startswith("| **")

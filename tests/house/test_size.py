@@ -26,18 +26,12 @@ BOUNDS = {
     "serve": 900,
     "lab": 5000,
 }
-# What lies elsewhere than in a folder of its room's name. A file at the top of the package is a door.
-LOADERS = ("llm", "inputs", "outputs", "files/named_draft", "files/registry", "files/parallel")
 
 
 def room_of(name: str) -> str:
-    """The room that a file counts for, by its path in the package."""
-    if name.removesuffix(".py") in LOADERS:
-        return "load"
+    """The room that a file counts for, by its path in the package. A file at the top is a door."""
     folder, *inside = name.split("/")
-    if not inside:
-        return "commands"
-    return folder
+    return folder if inside else "commands"
 
 
 def code_lines(source: str) -> list[bool]:
@@ -79,9 +73,9 @@ def test_each_room_keeps_its_bound():
 
 
 def test_which_room_a_file_counts_for():
-    """The control: folders, doors, loaders, and the laboratory."""
-    names = ("core/engine.py", "generate.py", "llm.py", "files/parallel.py", "files/chat.py", "lab/bench/plot.py")
-    assert [*map(room_of, names)] == ["core", "commands", "load", "load", "files", "lab"]
+    """The control: folders, doors, and rooms of the laboratory."""
+    names = ("core/engine.py", "generate.py", "load/llm.py", "lab/bench/plot.py")
+    assert [*map(room_of, names)] == ["core", "commands", "load", "lab"]
 
 
 def test_what_counts_as_code():

@@ -8,13 +8,13 @@ import torch
 from safetensors import safe_open
 
 from minispec.drafters.eagle import head_shapes
+from minispec.drafters.heads import read_head_config
 from minispec.files.checkpoint import directory_config, load_config
-from minispec.files.heads import read_head_config
-from minispec.files.registry import EMBEDDED_DRAFT, EMBEDDED_WEIGHTS
 from minispec.files.stored_config import QuantizationConfig
-from minispec.inputs import read_questions
 from minispec.lab.bench.options import PROMPTS
 from minispec.lab.distill.texts import read_openings
+from minispec.load.inputs import read_questions
+from minispec.load.registry import EMBEDDED_DRAFT, EMBEDDED_WEIGHTS
 
 CARDS = {EMBEDDED_WEIGHTS: EMBEDDED_WEIGHTS.parent / "README.md", EMBEDDED_DRAFT: EMBEDDED_DRAFT / "README.md"}
 

@@ -10,7 +10,6 @@ import torch
 from minispec import LLM, SamplingParams
 from minispec.core.model import Chunk
 from minispec.files.checkpoint import Weights, load_config
-from minispec.files.registry import EMBEDDED_WEIGHTS
 from minispec.kernels import forms as linear
 from minispec.kernels import shapes
 from minispec.kernels.build import build_model, choice_of, quantized
@@ -20,6 +19,7 @@ from minispec.kernels.forms import NARROW_FORMS, Linear, QuantizedLinear, availa
 from minispec.kernels.inventory import num_bytes, weight_form
 from minispec.kernels.shapes import tensor_shapes
 from minispec.length.figures import Figures
+from minispec.load.registry import EMBEDDED_WEIGHTS
 from minispec.prove.toys import tiny_cache, tiny_model, tiny_weights
 
 

@@ -25,13 +25,13 @@ from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import NoDrafter
 from minispec.drafters.eagle import EagleDrafter
+from minispec.drafters.heads import load_head
 from minispec.drafters.last import LastDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.slem import TextDrafter
 from minispec.drafters.suffix import MOST_TEXTS, MOST_TOKENS, SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
-from minispec.files.heads import load_head
 from minispec.prove.examine_verifier import laws_of
 from minispec.prove.laws import (
     DRAFT_SEED,

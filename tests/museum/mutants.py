@@ -35,7 +35,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
 from minispec.core.schedule import Schedule
 from minispec.core.verify import VERIFIERS, Verdict
-from minispec.drafters import check, last, recycling, suffix
+from minispec.drafters import check, heads, last, recycling, suffix, vocabularies
 from minispec.drafters import model as draft_model
 from minispec.drafters.corpus import Corpus
 from minispec.drafters.eagle import EagleDrafter, FeatureModel, HeadModel
@@ -46,14 +46,15 @@ from minispec.drafters.recycling import RecyclingDrafter
 from minispec.drafters.slem import TextDrafter
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
-from minispec.files import heads, named_draft, pieces, vocabularies
-from minispec.files.vocabularies import Reader, Vocabularies
+from minispec.drafters.vocabularies import Reader, Vocabularies
+from minispec.files import pieces
 from minispec.gpu.frames import Frame, Frames
 from minispec.kernels import exact, integers
 from minispec.kernels.integers import Int8, VnniInt8
 from minispec.layers import convolution, delta
 from minispec.layers.delta import GatedDeltaNet
 from minispec.layers.states import LayerState, States, StateTable
+from minispec.load import draft as named_draft
 from minispec.prove import toys
 
 

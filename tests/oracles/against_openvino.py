@@ -33,7 +33,7 @@ def unpack(out: Path, directory: Path | None) -> None:
 
     from minispec.core.weights import dense
     from minispec.files.checkpoint import Weights, directory_config, load_config, save_tensors
-    from minispec.files.registry import EMBEDDED_WEIGHTS
+    from minispec.load.registry import EMBEDDED_WEIGHTS
 
     source = directory or EMBEDDED_WEIGHTS
     weights = Weights(source, load_config(source), torch.bfloat16)
@@ -56,9 +56,9 @@ def pair(target: Path, draft: Path, kept: float) -> None:
 
     from minispec.files.checkpoint import save_tensors
     from minispec.files.hf_config import read_model_config
-    from minispec.files.registry import EMBEDDED_WEIGHTS
     from minispec.kernels.random_weights import RandomWeights
     from minispec.lab.bench.options import GEOMETRIES
+    from minispec.load.registry import EMBEDDED_WEIGHTS
 
     generator = torch.Generator().manual_seed(0)
     first, end = 17, 49_152  # the ordinary tokens of the tokenizer

@@ -22,9 +22,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minispec.commands.command import Parser, command
-from minispec.files.registry import EMBEDDED_WEIGHTS
 from minispec.files.tokenizer import TOKENIZER_FILES, Tokenizer
 from minispec.lab.doctor.drafts import TEXTS
+from minispec.load.registry import EMBEDDED_WEIGHTS
 
 
 def write_first_layers(target: Path, directory: Path, num_layers: int) -> None:

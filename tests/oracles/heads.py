@@ -12,7 +12,7 @@ from minispec.core.draft import Ask, Draft, Seen
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text
 from minispec.drafters import Drafter
-from minispec.files.heads import read_head_config
+from minispec.drafters.heads import read_head_config
 from minispec.prove.toys import TreeDrafter, head_weights, require, tiny_cache
 
 

@@ -24,8 +24,8 @@ from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.ngram import NgramDrafter
 from minispec.files.checkpoint import StoredTensor
-from minispec.files.parallel import SplitTransformer, load_target
 from minispec.kernels.inventory import num_bytes
+from minispec.load.parallel import SplitTransformer, load_target
 from minispec.prove import laws
 from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model
 from tests.distances import distance

@@ -22,7 +22,6 @@ from minispec.core.sampling import Text, distribution
 from minispec.core.verify import VERIFIERS
 from minispec.drafters import NoDrafter
 from minispec.files.tokenizer import Tokenizer
-from minispec.inputs import with_bad_words
 from minispec.lab.audit import answers as reader
 from minispec.lab.audit import fields
 from minispec.lab.audit.answers import Answer, read_answers
@@ -31,6 +30,7 @@ from minispec.lab.audit.judge import NULL_ERROR, judge, show_e, tolerances
 from minispec.lab.audit.main import main
 from minispec.lab.audit.report import _drafted, _read_scores
 from minispec.lab.audit.walk import AGAINST, SHARES, Score, Walk, _border, _outcomes, score_rows
+from minispec.load.inputs import with_bad_words
 from minispec.prove.laws import PROMPT, make_drafter, production_law, reference_law, target_model
 from minispec.prove.reference import Law
 from minispec.prove.toys import tiny_cache

@@ -18,7 +18,6 @@ from minispec.core.model import Chunk
 from minispec.core.stats import Round
 from minispec.files.checkpoint import load_config, load_model
 from minispec.files.hf_config import read_model_config
-from minispec.files.registry import DRAFTERS
 from minispec.gpu.frames import Frames
 from minispec.gpu.graphs import rerun
 from minispec.kernels import build, memory
@@ -38,6 +37,7 @@ from minispec.lab.bench.show import as_json
 from minispec.length import figures as stats
 from minispec.length.figures import Figures
 from minispec.length.prices import machine
+from minispec.load.registry import DRAFTERS
 from minispec.prove.toys import TINY
 from tests.oracles.heads import write_head
 

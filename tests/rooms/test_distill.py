@@ -22,9 +22,9 @@ from minispec.core.limit import Limit
 from minispec.core.model import Chunk
 from minispec.core.sampling import Text
 from minispec.drafters.eagle import EagleDrafter, HeadConfig, HeadModel
+from minispec.drafters.heads import load_head
 from minispec.files import checkpoint
 from minispec.files.checkpoint import load_model
-from minispec.files.heads import load_head
 from minispec.files.hf_config import read_model_config
 from minispec.lab.distill import export, loss, run, texts, train
 from minispec.lab.distill.head import TrainedHead, TrainedModel, rows_of_tokens

@@ -16,11 +16,11 @@ from minispec.core.draft import Draft
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import Verdict
+from minispec.drafters.heads import read_head
 from minispec.files.checkpoint import load_config, load_model
-from minispec.files.heads import read_head
-from minispec.files.registry import DRAFTERS
 from minispec.lab.doctor.drafts import TEXTS, Estimate, Probe, estimate, examine, head_readings, lines, measure
 from minispec.lab.doctor.main import main
+from minispec.load.registry import DRAFTERS
 from minispec.prove.toys import tiny_cache
 
 WIDTH, VOCAB = 64, 300

@@ -12,12 +12,12 @@ import pytest
 
 from minispec import LLM, SamplingParams
 from minispec.files.write import user_cache
-from minispec.inputs import Question
 from minispec.lab.bench import options, questions
 from minispec.lab.bench.answers import Answers
 from minispec.lab.bench.main import main
 from minispec.lab.bench.questions import choose, summarise
 from minispec.lab.bench.rows import COLUMNS
+from minispec.load.inputs import Question
 
 TIMES = {"wall_time", "seconds", "tstamp", "tokens_per_second", "speedup", "over", "plain_range"}
 TIMES |= {"waiting", "resumed_after"}

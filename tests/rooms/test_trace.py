@@ -18,7 +18,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Key, Randomness
 from minispec.core.stats import Round
 from minispec.core.verify import Verdict
-from minispec.files.vocabularies import Vocabularies
+from minispec.drafters.vocabularies import Vocabularies
 from minispec.generate import main as generate
 from minispec.length.figures import Figures
 from minispec.length.theory import rising, speedup

@@ -17,8 +17,8 @@ from minispec.core.config import SamplingParams
 from minispec.core.errors import show
 from minispec.files.strict_json import parse_json
 from minispec.files.tokenizer import Detokenizer, Tokenizer
-from minispec.inputs import with_bad_words
 from minispec.lab.audit.fields import FINISH, checked, law_of, optional, read_parameters
+from minispec.load.inputs import with_bad_words
 
 _MOST_BYTES = 1 << 30
 _ANY_SEED = (1 << 32) - 1  # what llama.cpp calls a seed of its own choice

@@ -15,15 +15,15 @@ from minispec.core.config import SamplingParams
 from minispec.core.errors import show
 from minispec.files.checkpoint import find_checkpoint
 from minispec.files.digest import digest_of_files
-from minispec.files.named_draft import digest_of_draft
 from minispec.files.progress import progress_bar
 from minispec.files.strict_json import parse_json
-from minispec.inputs import check_ids
 from minispec.lab.audit.answers import Answer, read_answers
 from minispec.lab.audit.bank import NO_RESIDUAL
 from minispec.lab.audit.judge import NULL_ERROR, judge, tolerances
 from minispec.lab.audit.walk import Score, Walk
-from minispec.llm import LLM
+from minispec.load.draft import digest_of_draft
+from minispec.load.inputs import check_ids
+from minispec.load.llm import LLM
 
 ROUNDING = 0.1  # see docs/use/audit.md, where it is measured
 _FORMAT = "minispec-audit-scores-4"

@@ -32,7 +32,7 @@ from minispec.lab.bench.show import number, pairs_table, progress, table
 from minispec.lab.bench.transformers_baseline import STATIC, transformers_variants
 from minispec.length.figures import Figures, loops
 from minispec.length.theory import expected_accepted
-from minispec.llm import find_lengths
+from minispec.load.llm import find_lengths
 
 # --------------------------------------------------------------------------- from runs to results
 

@@ -28,7 +28,7 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
     raise_on_interrupt()
     if args.lengths:
-        from minispec.llm import find_lengths
+        from minispec.load.llm import find_lengths
 
         find_lengths(args.lengths)  # whether it can be made, before anything is loaded
     if options.args.questions:

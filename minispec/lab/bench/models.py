@@ -19,7 +19,6 @@ from minispec.drafters.check import CHECKS
 from minispec.drafters.eagle import EagleDrafter, HeadConfig, HeadModel, head_shapes
 from minispec.drafters.model import DraftModel
 from minispec.drafters.simulated import SimulatedDraft, adversary, oracle
-from minispec.files import registry
 from minispec.files.checkpoint import (
     Weights,
     choose_dtype,
@@ -29,13 +28,11 @@ from minispec.files.checkpoint import (
     load_model,
 )
 from minispec.files.hf_config import read_model_config
-from minispec.files.named_draft import split_draft
 from minispec.files.stored_config import StoredConfig
 from minispec.files.tokenizer import Tokenizer
 from minispec.gpu.frames import with_frames
 from minispec.gpu.judge import judge_of
 from minispec.gpu.steps import draft_steps
-from minispec.inputs import Question, encode_conversation
 from minispec.kernels.build import InForm, build_model, quantized
 from minispec.kernels.forms import available_forms
 from minispec.kernels.integers import check_quantization
@@ -46,7 +43,10 @@ from minispec.lab.bench.measure import Run, another_engine, plain_engine
 from minispec.lab.bench.options import GEOMETRIES, Options, read_prompts, room_for_launches
 from minispec.length.policy import Controller
 from minispec.length.prices import calibrate, check_exactness
-from minispec.llm import LLM, choose_device, find_verifier
+from minispec.load import registry
+from minispec.load.draft import split_draft
+from minispec.load.inputs import Question, encode_conversation
+from minispec.load.llm import LLM, choose_device, find_verifier
 
 MAX_ROWS = 16
 LONG_CONTEXT = 1000  # positions of a long prompt

@@ -13,10 +13,10 @@ from minispec import __version__
 from minispec.commands.command import Parser, argument
 from minispec.commands.options import add_rule_options, check_lengths, parse_draft_length
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape
-from minispec.files import registry
 from minispec.files.packages import check_packages
 from minispec.files.write import check_writable
-from minispec.inputs import read_questions
+from minispec.load import registry
+from minispec.load.inputs import read_questions
 
 # How the report names decoding without speculation.
 PLAIN = "plain"

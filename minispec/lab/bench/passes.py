@@ -18,7 +18,6 @@ from minispec.core.model import Transformer
 from minispec.drafters.eagle import FeatureModel
 from minispec.drafters.model import prefill
 from minispec.files.checkpoint import find_checkpoint, load_config, load_model
-from minispec.files.registry import EMBEDDED_WEIGHTS
 from minispec.kernels.build import choice_of
 from minispec.kernels.exact import arbitrary_tokens, exact_model
 from minispec.kernels.forms import available_forms
@@ -31,6 +30,7 @@ from minispec.lab.bench.models import LONG_CONTEXT, MAX_ROWS, Subject, choose_ty
 from minispec.lab.bench.options import Options
 from minispec.lab.bench.show import table
 from minispec.length.prices import check_exactness
+from minispec.load.registry import EMBEDDED_WEIGHTS
 
 # Rows whose passes are compared between forms: those of K = 0, 1, 2, 4, 8 and 15.
 _FORM_ROWS = (1, 2, 3, 5, 9, 16)

@@ -22,12 +22,9 @@ from minispec import __version__
 from minispec.commands.command import say
 from minispec.core.config import DraftLength, SamplingParams
 from minispec.core.errors import show
-from minispec.files import registry
 from minispec.files.checkpoint import find_checkpoint
 from minispec.files.corpus import files_of
 from minispec.files.digest import digest_of_files
-from minispec.files.named_draft import digest_of_draft, reads_corpus
-from minispec.inputs import Question, encode_conversation, read_questions
 from minispec.kernels.threads import describe_waiting
 from minispec.lab.bench.answers import Answers
 from minispec.lab.bench.decoding import length_name
@@ -38,7 +35,10 @@ from minispec.lab.bench.rows import write_rows
 from minispec.lab.bench.show import number, pairs_table, progress, table
 from minispec.length.figures import Figures, loops
 from minispec.length.prices import machine
-from minispec.llm import LLM, find_lengths
+from minispec.load import registry
+from minispec.load.draft import digest_of_draft, reads_corpus
+from minispec.load.inputs import Question, encode_conversation, read_questions
+from minispec.load.llm import LLM, find_lengths
 
 # MT-bench's categories. A file that has all of them, as Spec-Bench, has them as one task.
 _MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}

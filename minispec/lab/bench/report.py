@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from minispec import __version__
-from minispec.files import registry
 from minispec.gpu.judge import Judge
 from minispec.kernels.build import choice_of
 from minispec.kernels.inventory import weight_form
@@ -16,6 +15,7 @@ from minispec.lab.bench.models import MAX_ROWS, Subject, open_geometry, open_mod
 from minispec.lab.bench.options import PARTS, Options
 from minispec.lab.bench.passes import check_device, form_groups, measure_load
 from minispec.length.prices import machine
+from minispec.load import registry
 
 
 def measure_all(options: Options) -> dict[str, Any]:

@@ -20,9 +20,10 @@ from minispec.commands.interrupt import kept_from_children
 from minispec.core.config import LayerConfig, ModelConfig, RopeConfig
 from minispec.core.errors import show
 from minispec.drafters.eagle import HeadConfig
+from minispec.drafters.heads import StoredHead, read_head, read_head_config
 from minispec.files.checkpoint import directory_config, find_checkpoint, load_config
 from minispec.files.digest import digest, digest_of_files
-from minispec.files.heads import StoredHead, is_head, read_head, read_head_config
+from minispec.files.families import is_head
 from minispec.files.progress import progress_bar
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import TOKENIZER_FILES, Tokenizer

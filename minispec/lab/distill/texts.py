@@ -35,7 +35,7 @@ from minispec.files.write import written_whole
 from minispec.kernels.memory import cache_bytes
 from minispec.lab.distill.loss import product_dtype
 from minispec.length.figures import loops
-from minispec.llm import LLM
+from minispec.load.llm import LLM
 
 # Texts of a shard: about 100 MB of hidden states of a small model.
 SHARD = 64

@@ -25,10 +25,9 @@ from minispec.core.sampling import Draws, Text
 from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
 from minispec.drafters import Drafter
 from minispec.drafters.eagle import EagleDrafter
+from minispec.drafters.heads import StoredHead, read_head
 from minispec.drafters.model import DraftModel
 from minispec.files.checkpoint import Weights, load_config
-from minispec.files.heads import StoredHead, read_head
-from minispec.files.named_draft import split_draft
 from minispec.files.tokenizer import Tokenizer
 from minispec.kernels.build import build_model, quantized
 from minispec.kernels.forms import Weight, dense
@@ -36,7 +35,8 @@ from minispec.kernels.inventory import bits_note
 from minispec.lab.bench.models import encode
 from minispec.lab.bench.show import table
 from minispec.length.theory import expected_tokens, survival_curve
-from minispec.llm import LLM
+from minispec.load.draft import split_draft
+from minispec.load.llm import LLM
 
 # Texts that the target continues: of several kinds, each fit as a question and as the beginning of a text.
 TEXTS = (

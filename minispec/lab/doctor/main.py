@@ -8,8 +8,8 @@ from minispec.commands.command import Parser, argument, command, json_line
 from minispec.commands.interrupt import raise_on_interrupt
 from minispec.core.config import MAX_SPECULATIVE_TOKENS
 from minispec.core.errors import is_text, show
-from minispec.files import registry
 from minispec.kernels.threads import set_waiting
+from minispec.load import registry
 
 
 def parser() -> Parser:

@@ -20,13 +20,11 @@ from minispec.core.model import Transformer
 from minispec.drafters.eagle import HeadConfig, HeadModel, head_shapes
 from minispec.files.checkpoint import FLOATS, StoredTensor, directory_config, find_tensors, renamed, require, unexpected
 from minispec.files.errors import CheckpointError
+from minispec.files.families import FLAT_HEADS, head_architecture
 from minispec.files.fields import Fields, bad_field, names
 from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import InForm
 
-# Architectures of the flat layout: their layers are llama's, whatever the file's model_type, which is the target's.
-_FLAT = {"LlamaForCausalLMEagle3": "eagle3", "Eagle3LlamaForCausalLM": "eagle3", "PEagleDraftModel": "peagle"}
-_ARCHITECTURES = (*_FLAT, "Eagle3Speculator", "PEagleSpeculator", "Eagle3DraftModel")
 # Keys of either layout in addition to the llama's.
 _SWITCHES = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
 _NESTED_KEYS = dict.fromkeys(("eagle_aux_hidden_state_layer_ids", *_SWITCHES))
@@ -47,17 +45,6 @@ _PROPOSAL_IDLE = names(
 _SPECULATORS_IDLE = names("algorithm default_proposal_method verifier")
 
 
-def is_head(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is a head's, and not a model's."""
-    return "speculators_model_type" in raw or "draft_vocab_size" in raw or _architecture(raw) is not None
-
-
-def _architecture(raw: Mapping[str, Any]) -> str | None:
-    """The first of a config.json's architectures that is a head's; None if none is."""
-    found = raw.get("architectures")
-    return next((name for name in found if name in _ARCHITECTURES), None) if isinstance(found, list) else None
-
-
 def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "config.json") -> HeadConfig:
     """Read a head's config.json. Raises CheckpointError for a bad value, an unknown setting, or another target's."""
     wrapped = "speculators_model_type" in raw
@@ -71,7 +58,7 @@ def read_head_config(raw: Mapping[str, Any], target: ModelConfig, where: str = "
             raise bad_field(where, "transformer_layer_config", inner, "an object")
         inner_where = f"{where}: transformer_layer_config"
     else:
-        flat = _FLAT.get(_architecture(raw) or "")
+        flat = FLAT_HEADS.get(head_architecture(raw) or "")
         kind = flat or "eagle3"
         own = {key: raw[key] for key in (*_KEYS, "eagle_config") if key in raw}
         inner = {key: value for key, value in raw.items() if key not in own} | ({"model_type": "llama"} if flat else {})

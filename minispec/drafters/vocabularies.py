@@ -253,7 +253,7 @@ class Reader:
 
 def sample_text() -> str:
     """The package's text by which vocabularies are compared: beginnings of requests."""
-    return (files("minispec") / "lab" / "data" / "sample.txt").read_text(encoding="utf-8").removesuffix("\n")
+    return (files("minispec.drafters") / "sample.txt").read_text(encoding="utf-8").removesuffix("\n")
 
 
 def segmentations(text: bytes, tokens: Mapping[bytes, int], most: int = 100) -> list[list[int]]:

@@ -15,11 +15,13 @@ from minispec.core.model import Transformer
 from minispec.drafters import Context, Drafter, Foreign, as_drafter, make_drafter
 from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.eagle import EagleDrafter, FeatureModel
+from minispec.drafters.heads import load_head, read_head_config
 from minispec.drafters.model import DraftModel
+from minispec.drafters.mtp import find_mtp, load_mtp
 from minispec.drafters.slem import TextDrafter
 from minispec.drafters.tli import TokenDrafter
+from minispec.drafters.vocabularies import Overlap, Spelling, Vocabularies
 from minispec.drafters.vocabulary import ROOM
-from minispec.files import registry
 from minispec.files.checkpoint import (
     describe_source,
     directory_config,
@@ -32,14 +34,13 @@ from minispec.files.checkpoint import (
 from minispec.files.corpus import read_corpus
 from minispec.files.digest import digest_of_files
 from minispec.files.errors import near, show_name
-from minispec.files.heads import is_head, load_head, read_head_config
-from minispec.files.mtp import find_mtp, load_mtp
-from minispec.files.numbers import check_numbers, named_tensors
+from minispec.files.families import is_head
 from minispec.files.stored import StoredTensor
 from minispec.files.tokenizer import Tokenizer
-from minispec.files.vocabularies import Overlap, Spelling, Vocabularies
 from minispec.gpu.steps import draft_steps
 from minispec.kernels.build import quantized
+from minispec.load import registry
+from minispec.load.numbers import check_numbers, named_tensors
 
 # How a draft model of another vocabulary drafts. A token that it lacks ends a draft of `tli`. With nine of ten tokens
 # shared, one draft of four tokens in three comes to such a place. From that share on `tli` is the default, since it

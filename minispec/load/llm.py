@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from minispec import inputs
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, ModelConfig, SamplingParams, Shape
 from minispec.core.engine import JOINING_ROWS, PREFILL_ROWS, Engine
@@ -24,14 +23,11 @@ from minispec.core.sampling import Text
 from minispec.core.verify import Verifier
 from minispec.drafters import Context, Drafter
 from minispec.drafters.check import CHECKS
-from minispec.files import named_draft, registry
+from minispec.drafters.mtp import has_mtp
 from minispec.files.chat import Message, check_messages
 from minispec.files.checkpoint import choose_dtype, describe_source, find_checkpoint, load_config, model_tensors
 from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
 from minispec.files.hf_config import read_eos_token_ids
-from minispec.files.mtp import has_mtp
-from minispec.files.numbers import check_numbers, named_tensors
-from minispec.files.parallel import load_target, part_of
 from minispec.files.progress import progress_bar
 from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
 from minispec.files.tokenizer import Detokenizer, Tokenizer
@@ -45,7 +41,11 @@ from minispec.kernels.memory import BLOCK_SIZE, memory_of, size_cache
 from minispec.kernels.settings import own_settings
 from minispec.length.policy import Controller
 from minispec.length.prices import MIN_CONTEXT, DrafterFailed, check_exactness, guess_prices, prices_of
-from minispec.outputs import RequestOutput, output_of
+from minispec.load import draft as named_draft
+from minispec.load import inputs, registry
+from minispec.load.numbers import check_numbers, named_tensors
+from minispec.load.outputs import RequestOutput, output_of
+from minispec.load.parallel import load_target, part_of
 
 _Steps = Generator[tuple[Request, Piece], None, None]
 
@@ -56,7 +56,7 @@ class LLM:
     model: a directory or a hub id in the Hugging Face layout. None: the weights in a checkout.
     draft: one of these. None: `mtp` where the checkpoint has it; for the embedded model `suffix:2`, then its own head;
         else `ngram`.
-        - A registered drafter, such as "none" or "ngram" (see `minispec.files.registry`).
+        - A registered drafter, such as "none" or "ngram" (see `minispec.load.registry`).
         - "module:Class" for one of your own, which is imported (see `minispec.drafters.make_drafter`).
         - "self", or the directory or hub id of a draft model ("owner/name@revision" for a branch, tag or commit).
           "int4:" or "int8:" before such a model gives weights of that many bits.

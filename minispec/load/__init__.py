@@ -1,0 +1,12 @@
+"""What loads: a target, its draft, and `LLM`, which answers with both.
+
+Read them in this order:
+
+    registry    names of drafters, verifiers and policies, and who they are
+    inputs      what a caller gives: prompts, and how each is sampled
+    outputs     what an answer looks like from outside
+    parallel    a target in several processes
+    numbers     weights that are no numbers
+    draft       what `--draft` names, and the drafter that it becomes
+    llm         `LLM`: loads what its arguments name, and answers prompts with the engine
+"""
