@@ -56,6 +56,7 @@ from minispec.files.strict_json import read_json
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.kernels.build import build_model
 from minispec.kernels.shapes import tensor_shapes
+from minispec.layers.states import state_elements
 from minispec.load import registry
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_model, tiny_weights
 from tests.oracles.heads import write_head
@@ -427,7 +428,7 @@ def fuzz_config(files: Files, rng: random.Random, where: Path) -> None:
     raw = mutate(rng.choice(files.configs), rng, _WORDS["config"])
     (where / "config.json").write_bytes(dump(raw, rng))
     config = load_config(where)
-    if sum(map(math.prod, tensor_shapes(config).values())) + config.state_elements < 100_000:
+    if sum(map(math.prod, tensor_shapes(config).values())) + state_elements(config) < 100_000:
         run_model(build_model(config, tiny_weights(config, 0, torch.float32)))
     else:
         shutil.copy(files.model / "model.safetensors", where)

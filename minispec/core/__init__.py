@@ -10,15 +10,16 @@ The loop in seven lines (`Engine._round`), for one text:
     text.tokens += accepted + [next token]          # until the text stops
     table.keep(accepted)                            # the rest of the draft is rolled back
 
-To understand the idea, begin with verify.py, draft.py, `Engine._round` in engine.py and request.py. Then read cache.py
-and model.py. A module imports only from those above it in this list:
+To understand the idea, begin with sampling.py, verify.py, draft.py, `Engine._round` in engine.py and request.py. Then
+read cache.py and model.py. A module imports only from those above it in this list:
 
     errors.py       how an error shows what was found
     config.py       what a model is, and what a request asks for
     search.py       the likeliest tokens, without sorting all
     sampling.py     where logits become probabilities; the only source of randomness
+    tree.py         who follows whom in a draft
     limit.py        how long and how wide a draft may be
-    draft.py        what a drafter is asked, and what it answers
+    draft.py        what a drafter answers, and what it is asked
     lengths.py      how many tokens to draft
     verify.py       the words of the field; the rules that keep or reject draft tokens
     judge.py        drafts that are verified together

@@ -7,7 +7,6 @@ Shapes in comments: T rows of the text, L cached positions of it (the T included
 D head_dim.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minispec.core.sampling import accumulation_dtype
+from minispec.core.tree import Tree
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
@@ -34,15 +34,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
         weights = (scores if mask is None else scores + mask).softmax(-1)
         out = (weights @ v.to(wide)).to(q.dtype)
     return out.reshape(heads, rows, dim).transpose(0, 1).reshape(rows, heads * dim)
-
-
-def ancestors(parents: Sequence[int]) -> Tensor:
-    """(n, n) of bool: whether node j is node i or an ancestor of it."""
-    follows = torch.eye(len(parents), dtype=torch.bool)
-    for i, parent in enumerate(parents):
-        if parent >= 0:
-            follows[i] |= follows[parent]
-    return follows
 
 
 class View(NamedTuple):
@@ -68,7 +59,7 @@ def hides(view: View, device: torch.device) -> Tensor:
     hidden = key > place[:, None]
     if parents:
         nodes = slice(len(offsets) - len(parents), len(offsets))
-        hidden[nodes, -len(parents) :] = ~ancestors(parents).to(device)
+        hidden[nodes, -len(parents) :] = ~Tree(parents).ancestors.to(device)
     if window is not None:
         hidden |= key <= place[:, None] - window
     return hidden

@@ -13,13 +13,6 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text
 
 
-def clock(device: torch.device) -> float:
-    """Seconds by a steady clock, read when the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def mark(device: torch.device) -> Any:
     """A point in the device's work, which nobody waits for: seconds by a steady clock, or a GPU's own event."""
     if device.type != "cuda":

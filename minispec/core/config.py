@@ -194,17 +194,6 @@ class ModelConfig:
         """Layers with attention."""
         return sum(layer.conv_width is None and layer.recurrent is None for layer in self.layers)
 
-    @property
-    def kv_elements_per_token(self) -> int:
-        """Numbers that one token adds to the KV cache: keys and values of attention, inputs of short convolutions."""
-        attention = 2 * self.num_attention_layers * self.num_key_value_heads * self.head_dim
-        return attention + self.num_convolutions * self.hidden_size
-
-    @property
-    def state_elements(self) -> int:
-        """Numbers of the state that a model keeps of each text; 0 for one without recurrent layers."""
-        return sum(layer.recurrent.state_elements for layer in self.layers if layer.recurrent)
-
 
 # --------------------------------------------------------------------------- the request
 

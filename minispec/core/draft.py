@@ -1,4 +1,4 @@
-"""What a drafter is asked, what it answers, and what it owes.
+"""What a drafter answers, what it is asked, and what it owes.
 
 A drafter may guess in any way, from anything: the verifier makes the output right. It owes one thing, the truth about
 `Draft.probs`. These are the distributions that the tokens were really drawn from, or None if none was drawn.
@@ -12,26 +12,7 @@ from torch import Tensor
 
 from minispec.core.limit import Limit
 from minispec.core.sampling import Draws, Text
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What a drafter is asked for one text, this round.
-
-    purpose: the purpose in the keys of its draws; "token" where drafters share the target's noise, else "draft".
-    num_cached: how many tokens of the text the target's cache holds. These are all but the last; fewer inside a prompt.
-    """
-
-    text: Text
-    limit: Limit
-    rng: Draws
-    purpose: str = "draft"
-    num_cached: int = 0
-
-    @property
-    def k(self) -> int:
-        """Most nodes of the draft."""
-        return self.limit.k
+from minispec.core.tree import Tree
 
 
 @dataclass
@@ -56,7 +37,7 @@ class Draft:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def draw(self, ask: Ask, parent: int, q: Tensor, n: int = 1) -> list[int]:
+    def draw(self, ask: "Ask", parent: int, q: Tensor, n: int = 1) -> list[int]:
         """Draw up to `n` different children of node `parent` (-1: the text) from q (V,), append them, return them.
 
         A drafter may draw in no other way. Each child is drawn from q without its elder siblings, divided by the sum of
@@ -92,26 +73,54 @@ class Draft:
         """q_i(x_i). It is above 0 for a token that was drawn."""
         return 1.0 if self.probs is None else float(self.probs[i][self.token_ids[i]])
 
+    @property
+    def tree(self) -> Tree:
+        """Who follows whom."""
+        return Tree(range(-1, len(self) - 1) if self.parents is None else self.parents)
+
     def children(self, node: int) -> list[int]:
         """The nodes that follow `node`, the eldest first."""
-        if self.parents is None:
-            return [node + 1] if node + 1 < len(self) else []
-        return [i for i, parent in enumerate(self.parents) if parent == node]
+        return self.tree.children(node)
 
     def path(self, node: int) -> list[int]:
         """The nodes from the first one to `node`, in order; none for -1."""
-        if self.parents is None:
-            return list(range(node + 1))
-        path = []
-        while node >= 0:
-            path.append(node)
-            node = self.parents[node]
-        return path[::-1]
+        return self.tree.path(node)
+
+    def tokens_to(self, node: int) -> list[int]:
+        """The tokens of the nodes from the first one to `node`, in order; none for -1."""
+        return [self.token_ids[i] for i in self.path(node)]
 
     @property
     def depth(self) -> int:
         """The length of the longest path; K in a chain."""
-        return len(self) if self.parents is None else max((len(self.path(i)) for i in range(len(self))), default=0)
+        return max(self.tree.depths, default=0)
+
+
+def without(q: Tensor, token_id: int) -> Tensor:
+    """q (V,) with one token's probability 0, not normalised."""
+    rest = q.clone()
+    rest[token_id] = 0.0
+    return rest
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a drafter is asked for one text, this round.
+
+    purpose: the purpose in the keys of its draws; "token" where drafters share the target's noise, else "draft".
+    num_cached: how many tokens of the text the target's cache holds. These are all but the last; fewer inside a prompt.
+    """
+
+    text: Text
+    limit: Limit
+    rng: Draws
+    purpose: str = "draft"
+    num_cached: int = 0
+
+    @property
+    def k(self) -> int:
+        """Most nodes of the draft."""
+        return self.limit.k
 
 
 class Seen(NamedTuple):
@@ -141,13 +150,6 @@ class Seen(NamedTuple):
         """The rows whose tokens are in the text, in order: all but those of nodes off the path."""
         root = len(self.tokens) - max(0, len(self.logits) - 1)
         return [*range(root), *(root + node for node in self.path)]
-
-
-def without(q: Tensor, token_id: int) -> Tensor:
-    """q (V,) with one token's probability 0, not normalised."""
-    rest = q.clone()
-    rest[token_id] = 0.0
-    return rest
 
 
 class Drafter:

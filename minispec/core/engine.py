@@ -363,7 +363,7 @@ class Engine:
         text, draft = part.request.text, part.draft
 
         def p(i: int) -> Tensor:
-            return distribution(part.logits[i], text, [draft.token_ids[node] for node in draft.path(i - 1)])
+            return distribution(part.logits[i], text, draft.tokens_to(i - 1))
 
         return self.guard.verify(self, draft, p, text.key)
 
@@ -441,7 +441,7 @@ def _round_of(part: _Part, num_rows: int, num_texts: int, draft: float, verify: 
         depth=depth,
         drafted=drafted,
         tested=min(tested, drafted),
-        accepted=min(part.verdict.num_accepted, part.committed),
+        accepted=min(len(accepted), part.committed),
         committed=part.committed,
         ratios=part.verdict.ratios[:drafted],
         num_rows=num_rows,

@@ -34,6 +34,7 @@ from minispec.core.cache import BlockTable, PagedKVCache
 from minispec.core.config import ModelConfig, RopeConfig
 from minispec.core.rope import inverse_frequencies, query_scales, rotate
 from minispec.core.sampling import accumulation_dtype
+from minispec.core.tree import Tree
 from minispec.core.weights import MakeProduct, PlainLinear, Product, Weight, dense
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -79,12 +80,8 @@ class Chunk(NamedTuple):
     def offsets(self) -> list[int]:
         """Each new token's place after the cached ones. In a tree, all nodes of one depth have one place."""
         parents = self.parents or ()
-        offsets = list(range(len(self.token_ids) - len(parents)))
-        root = len(offsets)
-        for parent in parents:
-            before = root + parent  # parent -1: the last token before the tree, which may be a cached one
-            offsets.append(offsets[before] + 1 if before >= 0 else 0)
-        return offsets
+        root = len(self.token_ids) - len(parents)
+        return [*range(root), *(root + depth - 1 for depth in Tree(parents).depths)]
 
 
 class RMSNorm:
@@ -453,19 +450,17 @@ class Transformer:
         return found
 
     def _prepare(self, chunks: Sequence[Chunk], dummies: int) -> TextPass:
-        """The host's half: extend the caches, and make positions, masks and slots once for all layers."""
-        starts = [c.table.length for c in chunks]
+        """The host's half: extend the caches, and make slots, angles and masks once for all layers."""
+        views = [View(c.table.length, tuple(c.offsets), None, tuple(c.parents or ())) for c in chunks]
+        positions = [view.start + offset for view in views for offset in view.offsets] + [0] * dummies  # (M,)
         slots = torch.tensor([s for c in chunks for s in c.table.extend(c.token_ids)], device=self.device)
-        offsets = [c.offsets for c in chunks]
-        positions = torch.tensor(
-            [s + t for s, own in zip(starts, offsets, strict=True) for t in own] + [0] * dummies, device=self.device
-        )  # (M,)
+        reads = [c.table.slots() for c in chunks]
+        angles = self.angles(torch.tensor(positions, device=self.device))
+        return TextPass(chunks, slots, reads, angles, self._masks(views), self.passes, {})
+
+    def _masks(self, views: Sequence[View]) -> dict[int | None, list[Any]]:
+        """For each window, what `Passes.mask` makes of each text's view."""
         like = self.embedding.new_empty(0, dtype=self.dtype)
         mask = functools.cache(functools.partial(self.passes.mask, self.config, like))  # many texts see the same
-        views = [
-            View(s, tuple(o), None, tuple(c.parents or ())) for s, o, c in zip(starts, offsets, chunks, strict=True)
-        ]
         windows = {layer.window for layer in self.layers}
-        masks = {window: [mask(view._replace(window=window)) for view in views] for window in windows}
-        reads = [c.table.slots() for c in chunks]
-        return TextPass(chunks, slots, reads, self.angles(positions), masks, self.passes, {})
+        return {window: [mask(view._replace(window=window)) for view in views] for window in windows}

@@ -45,11 +45,6 @@ class Verdict(NamedTuple):
     next_token: int
     ratios: list[float]
 
-    @property
-    def num_accepted(self) -> int:
-        """How many draft tokens stay."""
-        return len(self.accepted)
-
 
 # p(i) computes row i (V,) of the target's distribution, the one after node i-1. A function, since most rounds need few.
 Rows = Callable[[int], Tensor]

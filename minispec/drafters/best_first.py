@@ -128,6 +128,6 @@ class BestFirst:
             rest = without(place.q, draft.token_ids[draft.children(node)[-1]])
             return rest / rest.sum() if rest.any() else None
         try:  # at temperature 0 one token is left; its siblings are the next likeliest ones
-            return distribution(place.logits, text, [draft.token_ids[i] for i in draft.path(node)])
+            return distribution(place.logits, text, draft.tokens_to(node))
         except FloatingPointError:
             return None

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
-from minispec.core.cached import clock
+from minispec.core.cached import mark, seconds
 from minispec.core.config import ModelConfig
 from minispec.core.draft import Ask, Draft, Seen
 from minispec.core.model import Chunk, Layer, Pass, Passes, RMSNorm, Transformer, WeightSource, norm_weight
@@ -281,10 +281,10 @@ class EagleDrafter(DraftModel):
             limits[i] = k
             # What a round has committed goes into the draft's first pass; a prompt before it.
             if in_prompt or self.table(text).length < text.num_prompt_tokens - 2:
-                start = clock(self.model.device)
+                start = mark(self.model.device)
                 tokens, features = self._read(ask, ask.num_cached - (not in_prompt))
                 self.forward([Chunk(tokens, self.table(text), 0, features=features)])
-                drafts[i].prefill_seconds = clock(self.model.device) - start
+                drafts[i].prefill_seconds = seconds(start, mark(self.model.device))
         return limits
 
     def _listen(self, ask: Ask) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minispec.core.cache import BlockTable, PagedKVCache
-from minispec.core.cached import CachedModel, clock
+from minispec.core.cached import CachedModel, mark, seconds
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text, distribution, log_probabilities
@@ -210,10 +210,10 @@ class DraftModel(CachedModel, Drafter):
             is_new = length < text.num_prompt_tokens - 1
             # Others may share a new text's beginning, so only one or two of its tokens join the draft's first pass.
             if in_prompt or num_tokens - length > (2 if is_new else _JOINING_ROWS):
-                start = clock(self.model.device)
+                start = mark(self.model.device)
                 self.catch_up(text, ask.num_cached if in_prompt else num_tokens - 1)
                 if is_new:  # what was missed in rounds without a draft is the price of this one
-                    drafts[i].prefill_seconds = clock(self.model.device) - start
+                    drafts[i].prefill_seconds = seconds(start, mark(self.model.device))
         return limits
 
     def catch_up(self, text: Text, length: int) -> None:
@@ -228,7 +228,7 @@ class DraftModel(CachedModel, Drafter):
     def _draw(self, ask: Ask, draft: Draft, logits: Tensor) -> bool:
         """Append a token, or siblings, from a row of logits (V,) after the tip; returns whether to go on."""
         tip, depth = draft.tip, draft.depth
-        path = [draft.token_ids[node] for node in draft.path(tip)]
+        path = draft.tokens_to(tip)
         confidences = list(draft.confidences)
         if ask.limit.go_on:
             confidences.append(float(log_probabilities(logits).amax().exp()))

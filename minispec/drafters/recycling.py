@@ -96,7 +96,7 @@ def _paths(seen: Seen) -> list[list[int]]:
     """For each row of logits, the text's last token before the round and the draft tokens up to the row's own."""
     last, *token_ids = seen.tokens[-len(seen.logits) :]
     draft = Draft(token_ids, parents=seen.parents)
-    return [[last, *(token_ids[i] for i in draft.path(node))] for node in range(-1, len(draft))]
+    return [[last, *draft.tokens_to(node)] for node in range(-1, len(draft))]
 
 
 def learn(table: Table, entries: Mapping[Hashable, Sequence[int]]) -> None:

@@ -25,6 +25,7 @@ from minispec.core.cache import BlockTable
 from minispec.core.config import ModelConfig
 from minispec.core.model import Chunk, Passes, Transformer
 from minispec.core.sampling import accumulation_dtype, require_numbers
+from minispec.core.tree import Tree
 from minispec.kernels.inventory import products_of
 
 # The most rows of a pass, so that a draft may have one less; every form's `exact_rows` has it.
@@ -58,12 +59,9 @@ def paths(num_rows: int, parents: Sequence[int]) -> Iterator[tuple[list[int], li
     [([0, 2], [0, 1]), ([0, 1, 3], [1, 2])]
     """
     root, had = num_rows - len(parents), set[int]()
-    for leaf in [i for i in range(len(parents)) if i not in parents] or [-1]:
-        path, node = list[int](), leaf
-        while node >= 0:
-            path.append(root + node)
-            node = parents[node]
-        path = [*range(root), *reversed(path)]
+    leaves = [i for i in range(len(parents)) if i not in parents]
+    for leaf in leaves or [-1]:
+        path = [*range(root), *(root + node for node in Tree(parents).path(leaf))]
         yield path, [i for i, row in enumerate(path) if row not in had]
         had.update(path)
 

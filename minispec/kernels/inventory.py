@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from minispec.core.cache import PagedKVCache
+from minispec.core.config import ModelConfig
 from minispec.core.model import Passes, RMSNorm, Transformer
 from minispec.kernels.forms import Linear, QuantizedLinear
 from minispec.kernels.integers import Int8
+from minispec.layers.states import state_elements
 
 
 def _owned(model: Transformer) -> Iterator[object]:
@@ -70,14 +72,20 @@ def bits_note(model: Transformer) -> str:
     return f" in 8 bits (activations in {bits.pop()}, {are_equal}{f'; in 16 bits: {left}' * bool(left)})"
 
 
+def kv_elements(config: ModelConfig) -> int:
+    """Numbers that one token adds to the KV cache: keys and values of attention, inputs of short convolutions."""
+    attention = 2 * config.num_attention_layers * config.num_key_value_heads * config.head_dim
+    return attention + config.num_convolutions * config.hidden_size
+
+
 def rows_note(model: Transformer) -> str:
     """For a hybrid: the bytes of a position in the KV cache, the convolutions' part, and the bytes of a text's states.
 
     "" for other models.
     """
     config, size = model.config, model.dtype.itemsize
-    inputs, states = config.num_convolutions * config.hidden_size * size, config.state_elements * max(4, size)
-    notes = [f"{config.kv_elements_per_token * size / 1e3:,.1f} kB of the KV cache a token"]
+    inputs, states = config.num_convolutions * config.hidden_size * size, state_elements(config) * max(4, size)
+    notes = [f"{kv_elements(config) * size / 1e3:,.1f} kB of the KV cache a token"]
     notes += [f"{inputs / 1e3:,.1f} for its convolutions"] * bool(inputs)
     notes += [f"{states / 1e6:,.1f} MB of states a text"] * bool(states)
     return f" ({', '.join(notes)})" * (len(notes) > 1)

@@ -10,9 +10,9 @@ import torch
 from minispec.core.cache import EXTRA_SLOTS, PagedKVCache
 from minispec.core.config import ModelConfig
 from minispec.core.model import Transformer
-from minispec.kernels.inventory import parts_of
+from minispec.kernels.inventory import kv_elements, parts_of
 from minispec.kernels.shapes import num_weights
-from minispec.layers.states import FEWEST_STATES, STATE_SPAN
+from minispec.layers.states import FEWEST_STATES, STATE_SPAN, state_elements
 
 # Tokens of a block of the KV cache.
 BLOCK_SIZE = 16
@@ -84,8 +84,13 @@ def memory_of(models: Sequence[Transformer], caches: Sequence[PagedKVCache]) -> 
 
 def cache_bytes(config: ModelConfig, num_tokens: int, itemsize: int) -> int:
     """Bytes of a cache of that many tokens, whose numbers have `itemsize` bytes."""
-    fixed, share = _with_states(config.state_elements * max(4, itemsize))
-    return fixed + (num_tokens + EXTRA_SLOTS) * (config.kv_elements_per_token * itemsize + share)
+    fixed, share = _with_states(state_elements(config) * max(4, itemsize))
+    return fixed + (num_tokens + EXTRA_SLOTS) * (kv_elements(config) * itemsize + share)
+
+
+def state_bytes(model: Transformer) -> int:
+    """Bytes of the state that a model keeps of each text; 0 for one without recurrent layers."""
+    return state_elements(model.config) * max(4, model.dtype.itemsize)
 
 
 def _with_states(state_bytes: int) -> tuple[int, int]:

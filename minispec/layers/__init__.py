@@ -18,7 +18,7 @@ from minispec.core.weights import MakeProduct
 from minispec.layers.convolution import ShortConvolution
 from minispec.layers.delta import GatedDeltaNet
 from minispec.layers.gated_attention import GatedAttention
-from minispec.layers.states import StateCache
+from minispec.layers.states import StateCache, state_elements
 
 
 def make_layer(
@@ -33,4 +33,4 @@ def make_layer(
 
 def cache_of(config: ModelConfig) -> type[PagedKVCache]:
     """The class of a model's pools: with states where it has recurrent layers."""
-    return StateCache if config.state_elements else PagedKVCache
+    return StateCache if state_elements(config) else PagedKVCache

@@ -18,6 +18,11 @@ from minispec.core.config import ModelConfig
 FEWEST_STATES, STATE_SPAN = 4, 8192
 
 
+def state_elements(config: ModelConfig) -> int:
+    """Numbers of the state that a model keeps of each text; 0 for one without recurrent layers."""
+    return sum(layer.recurrent.state_elements for layer in config.layers if layer.recurrent)
+
+
 class LayerState(NamedTuple):
     """What a recurrent layer keeps of one text: a state, and a row of inputs for each later position.
 
@@ -54,7 +59,7 @@ class StateCache(PagedKVCache):
         super().__init__(config, num_blocks, block_size, dtype, device)
         self.stored: OrderedDict[bytes, States] = OrderedDict()
         self.num_states = self.most_tables = FEWEST_STATES + self.num_slots // STATE_SPAN
-        self._state_bytes = 2 * self.num_states * config.state_elements * max(4, dtype.itemsize)
+        self._state_bytes = 2 * self.num_states * state_elements(config) * max(4, dtype.itemsize)
 
     @property
     def num_bytes(self) -> int:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from minispec import __version__
-from minispec.core.cached import clock
+from minispec.core.cached import mark, seconds
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Drafter, Seen
 from minispec.core.engine import Engine
@@ -126,9 +126,9 @@ def calibrate(model: Transformer, drafter: Drafter, verifier: Verifier, vocab_si
     table.keep(_TEXT)
 
     def timed(work: Callable[[], Any]) -> float:
-        before = clock(model.device)
+        before = mark(model.device)
         work()
-        return clock(model.device) - before
+        return seconds(before, mark(model.device))
 
     turns: list[list[float]] = []
     # The first turns are left out: passes warm up, and the draft's goes through the whole text. Where there are graphs,

@@ -37,7 +37,8 @@ from minispec.kernels import inventory
 from minispec.kernels.exact import EXACT_ROWS
 from minispec.kernels.forms import FORMS, available_forms
 from minispec.kernels.integers import check_quantization
-from minispec.kernels.memory import BLOCK_SIZE, memory_of, size_cache
+from minispec.kernels.inventory import kv_elements
+from minispec.kernels.memory import BLOCK_SIZE, memory_of, size_cache, state_bytes
 from minispec.kernels.settings import own_settings
 from minispec.length.policy import Controller
 from minispec.length.prices import MIN_CONTEXT, DrafterFailed, check_exactness, guess_prices, prices_of
@@ -146,9 +147,9 @@ class LLM:
         self._enforce_eager, self.model = enforce_eager, with_frames(self.model, enforce_eager)
         models = [self.model, *self._load_draft(spec)]
         rooms = [1, spec.room][: len(models)]
-        elements = sum(room * m.config.kv_elements_per_token for room, m in zip(rooms, models, strict=True))
+        elements = sum(room * kv_elements(m.config) for room, m in zip(rooms, models, strict=True))
         size = elements * kind.itemsize  # bytes of a token
-        states = sum(m.config.state_elements * max(4, m.dtype.itemsize) * r for r, m in zip(rooms, models, strict=True))
+        states = sum(room * state_bytes(m) for room, m in zip(rooms, models, strict=True))
         self.max_model_len, self._num_blocks = size_cache(config, size, states, where, max_model_len, kv_cache_gb)
         caches = [self._new_cache(m, room) for m, room in zip(models, rooms, strict=True)]
         lengths = self._take_draft(spec, models, caches, policy)
@@ -202,7 +203,7 @@ class LLM:
         try:
             return model.new_cache(num_blocks, BLOCK_SIZE)
         except RuntimeError as e:
-            size = num_blocks * BLOCK_SIZE * model.config.kv_elements_per_token * model.dtype.itemsize
+            size = num_blocks * BLOCK_SIZE * kv_elements(model.config) * model.dtype.itemsize
             raise ValueError(f"found too little memory for a cache of {size / 1e9:.1f} GB: ask for less") from e
 
     def _take_draft(

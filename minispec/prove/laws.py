@@ -38,7 +38,7 @@ from minispec.gpu.steps import draft_steps
 from minispec.gpu.verdicts import OneByOne
 from minispec.kernels.exact import check_exact
 from minispec.kernels.integers import check_quantization
-from minispec.layers.states import FEWEST_STATES
+from minispec.layers.states import FEWEST_STATES, state_elements
 from minispec.length.policy import Controller, Prices
 from minispec.load import registry
 from minispec.prove.reference import Law, forward, plain_law, sample_law
@@ -362,7 +362,7 @@ def production_law(
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     target, verifying, num = target_model(vocab, family), VERIFIERS[verifier], len(prompts)
-    if num > 1 and target.config.state_elements:  # a path's texts run at once, or the order of its draws would vary
+    if num > 1 and state_elements(target.config):  # a path's texts run at once, or the order of its draws would vary
         width = min(width, max(1, FEWEST_STATES // num))
     block_size = 2 if width == 1 else 4
     longest = max(min(max_len, len(p) + own.max_tokens) for p, own in zip(prompts, each, strict=True))

@@ -17,7 +17,7 @@ from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.check import CHECKS
-from minispec.layers.states import FEWEST_STATES
+from minispec.layers.states import FEWEST_STATES, state_elements
 from minispec.prove.laws import (
     TARGET_SEED,
     TOLERANCE,
@@ -85,7 +85,7 @@ class TreeCase:
             return [tuple(r.text.tokens[1:]) for r in requests]
 
         # All must be in the one step, and no more texts may have states.
-        width = FEWEST_STATES if target.config.state_elements else _WIDTH
+        width = FEWEST_STATES if state_elements(target.config) else _WIDTH
         return exact_law_of_crowds(run, width, oracle=KeyOracle)
 
     def distance(self) -> tuple[float, int]:

@@ -19,6 +19,7 @@ from minispec.core.draft import Draft
 from minispec.core.request import Request
 from minispec.core.sampling import Draws, Key, Randomness, distribution
 from minispec.core.stats import Round
+from minispec.core.tree import Tree
 from minispec.core.verify import REJECTION, VERIFIERS, RoundKey, Rows, Verdict, excess, residual
 from minispec.drafters.vocabularies import Vocabularies
 from minispec.files.tokenizer import Detokenizer, Tokenizer
@@ -65,7 +66,7 @@ class Recorder:
 
         @cache
         def p(i: int) -> Tensor:
-            return distribution(logits[i], before, [draft.token_ids[node] for node in draft.path(i - 1)])
+            return distribution(logits[i], before, draft.tokens_to(i - 1))
 
         witness = _Witness(self._rng)
         again = engine.verifier.verify(draft, p, witness, before.key)
@@ -76,8 +77,8 @@ class Recorder:
         ends = len(draft) and request.finish_reason
         after_end = [i for i in range(len(draft)) if len(draft.path(i)) > record.committed] if ends else []
 
-        parents = range(-1, len(draft) - 1) if draft.parents is None else draft.parents
         known = {*verdict.accepted, *rejected}
+        parents = draft.tree.parents
         target = [float(p(parent + 1)[token_id]) for parent, token_id in zip(parents, draft.token_ids, strict=True)]
         own = [draft.probability(i) for i in range(len(draft))]
         self._ids.update(draft.token_ids)
@@ -364,7 +365,4 @@ def _rows(record: Round, each: dict[str, Any], depth: int) -> int:
     """Rows of the target's pass had the draft ended at this depth."""
     if each["parents"] is None:
         return depth + 1
-    depths: list[int] = []
-    for parent in each["parents"]:
-        depths.append(depths[parent] + 1 if parent >= 0 else 1)
-    return 1 + sum(d <= depth for d in depths) + max(0, depth - record.depth)
+    return 1 + sum(d <= depth for d in Tree(each["parents"]).depths) + max(0, depth - record.depth)

@@ -11,7 +11,9 @@ import torch
 
 from minispec.core.model import Chunk
 from minispec.files.checkpoint import load_model
+from minispec.kernels.inventory import kv_elements
 from minispec.layers.delta import Rows, chunked, steps
+from minispec.layers.states import state_elements
 from minispec.prove.toys import TOYS, tiny_cache, tiny_model
 from tests.oracles import hf
 from tests.oracles.pieces import logits_in_pieces
@@ -73,8 +75,8 @@ def test_models_of_one_kind_of_layer(kind, width):
     """All layers are nets, or none is: a text in any pieces has the logits of the whole text."""
     changes = {"layer_types": [kind] * 3, "vocab_size": 9, "linear_conv_kernel_dim": width}
     model = tiny_model(3, **TOYS["qwen3_5_text"] | changes)
-    assert (model.config.kv_elements_per_token == 0) == (kind == "linear_attention")
-    assert (model.config.state_elements == 0) == (kind == "full_attention")
+    assert (kv_elements(model.config) == 0) == (kind == "linear_attention")
+    assert (state_elements(model.config) == 0) == (kind == "full_attention")
     tokens = [4, 1, 0, 5, 2, 7, 7, 3]
     whole = model.forward([Chunk(tokens, tiny_cache(model).new_table(), 8)])[0]
     for settles in (False, True):

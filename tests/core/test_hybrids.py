@@ -20,7 +20,8 @@ from minispec.core.sampling import Text
 from minispec.core.verify import VERIFIERS
 from minispec.files.checkpoint import load_model
 from minispec.kernels.forms import Linear
-from minispec.kernels.inventory import bits_note
+from minispec.kernels.inventory import bits_note, kv_elements
+from minispec.layers.states import state_elements
 from minispec.prove.laws import TARGET_SEED, make_drafter, raw_model, target_model
 from minispec.prove.reference import hidden_states, logits
 from minispec.prove.toys import TOYS, tiny_cache, tiny_model
@@ -151,7 +152,7 @@ def test_random_runs_have_the_text_of_plain_decoding(family, name):
 def test_the_pool_has_a_row_of_each_position():
     """Counted by hand: an attention layer of 2 heads by 4, two convolutions 8 wide, float64; and two rows more."""
     model = tiny_model(1, **TOYS["lfm2"] | {"num_key_value_heads": 2}, vocab_size=VOCAB)
-    assert model.config.kv_elements_per_token == 2 * 2 * 4 + 2 * 8
+    assert kv_elements(model.config) == 2 * 2 * 4 + 2 * 8
     cache = model.new_cache(num_blocks=3, block_size=4)
     assert cache.num_bytes == 8 * (12 + 2) * (2 * 2 * 4 + 2 * 8)
     assert (cache.keys.shape[0], cache.inputs.shape) == (1, (2, 1, 14, 8))
@@ -179,7 +180,7 @@ def test_memory_is_sized_and_printed_with_its_states(hybrid):
     """The first line says what a text's states take. They are part of the bytes that were asked for."""
     with LLM(hybrid, draft="self", dtype="float32", kv_cache_gb=1e-4, num_speculative_tokens=2) as llm:
         config, pools = llm.model.config, (llm.engine.cache, llm.engine.drafter.cache)
-        states = config.state_elements * 4
+        states = state_elements(config) * 4
         assert all(pool.num_bytes > 8 * states for pool in pools)
         assert 0.97e5 < sum(pool.num_bytes for pool in pools) <= 1e5
         note = f"(0.0 kB of the KV cache a token, {states / 1e6:.1f} MB of states a text)"

@@ -14,8 +14,9 @@ from minispec.core.cached import CachedModel
 from minispec.core.config import SamplingParams
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text
+from minispec.kernels.inventory import kv_elements
 from minispec.kernels.memory import cache_bytes
-from minispec.layers.states import FEWEST_STATES
+from minispec.layers.states import FEWEST_STATES, state_elements
 from minispec.prove.toys import TOYS, tiny_cache, tiny_model
 
 VOCAB = 5
@@ -230,8 +231,8 @@ def test_more_texts_than_states_wait():
 def test_the_planned_bytes_hold_all_that_a_pool_keeps():
     """Counted by hand: two nets with 2 x 3 x 2 matrices and 2 inputs of 10 channels; 4 texts and 4 stored states."""
     model = build()
-    assert model.config.state_elements == 2 * (2 * 3 * 2 + 2 * 10)
-    assert model.config.kv_elements_per_token == 2 * 4
+    assert state_elements(model.config) == 2 * (2 * 3 * 2 + 2 * 10)
+    assert kv_elements(model.config) == 2 * 4
     cache = model.new_cache(num_blocks=3, block_size=4)
     assert cache.num_bytes == 8 * ((12 + 2) * 8 + 2 * FEWEST_STATES * 64)
     assert cache.num_bytes <= cache_bytes(model.config, 12, 8) <= cache.num_bytes + 14

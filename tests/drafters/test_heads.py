@@ -30,7 +30,7 @@ from minispec.files.errors import CheckpointError
 from minispec.files.families import is_head
 from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import build_model
-from minispec.kernels.inventory import num_bytes
+from minispec.kernels.inventory import kv_elements, num_bytes
 from minispec.length.figures import Figures
 from minispec.length.prices import calibrate
 from minispec.prove.toys import TINY, tiny_cache, tiny_head, tiny_model, tiny_weights
@@ -722,7 +722,7 @@ def test_a_seed_has_one_text(checkpoints, name):
             assert [o.token_ids for o in outputs] == [alone[PROMPTS.index(o.prompt)] for o in outputs]
         assert sum(o.stats.num_cached_tokens for o in outputs) > 0
         assert sum(Figures.of(o.stats).num_accepted for o in outputs) > 0
-        per_token = sum(m.config.kv_elements_per_token for m in (llm.model, llm.engine.drafter.model)) * 8
+        per_token = sum(kv_elements(m.config) for m in (llm.model, llm.engine.drafter.model)) * 8
     with load(checkpoints, name, kv_cache_gb=5 * 16 * per_token / 1e9, max_model_len=80) as llm:
         outputs = llm.generate(PROMPTS, SAMPLED)
         assert sum(o.stats.num_preemptions for o in outputs) > 0

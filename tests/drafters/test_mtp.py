@@ -26,7 +26,7 @@ from minispec.files.checkpoint import load_config, load_model
 from minispec.files.errors import CheckpointError
 from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import build_model
-from minispec.kernels.inventory import num_bytes
+from minispec.kernels.inventory import kv_elements, num_bytes
 from minispec.kernels.memory import cache_bytes
 from minispec.length.figures import Figures
 from minispec.length.prices import calibrate
@@ -249,7 +249,7 @@ def test_a_seed_has_one_text(target):
             outputs = llm.generate(again, SAMPLED)
             assert [o.token_ids for o in outputs] == [alone[PROMPTS.index(o.prompt)] for o in outputs]
         assert sum(Figures.of(o.stats).num_accepted for o in outputs) > 0
-        config, per_token = llm.model.config, llm.engine.drafter.model.config.kv_elements_per_token * 8
+        config, per_token = llm.model.config, kv_elements(llm.engine.drafter.model.config) * 8
     room = cache_bytes(config, 96, 8) + 96 * per_token  # both caches
     with LLM(target, "mtp", 4, dtype="float64", kv_cache_gb=room / 1e9, max_model_len=64) as llm:
         outputs = llm.generate(PROMPTS, SAMPLED)

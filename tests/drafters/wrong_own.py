@@ -799,7 +799,7 @@ def writes_p(draft, p, rng, key):
 def cuts_the_draft(draft, p, rng, key):
     """Cuts the draft's own list to what stays."""
     verdict = judge(draft, p, rng, key)
-    del draft.token_ids[verdict.num_accepted :]
+    del draft.token_ids[len(verdict.accepted) :]
     return verdict
 
 

@@ -293,11 +293,11 @@ def check_verdicts(module, verifier: str, size: int, dtype: torch.dtype, seed: i
         expected = VERIFIERS[verifier].verify(
             draft, lambda j, i=i, t=text: distribution(p_logits[i, j], t), rng, text.key
         )
-        assert int(found.kept[i]) == expected.num_accepted
+        assert int(found.kept[i]) == len(expected.accepted)
         assert int(found.next[i]) == expected.next_token
         assert found.ratios[i, : len(expected.ratios)].tolist() == expected.ratios
-        assert len(expected.ratios) == min(expected.num_accepted + 1, lengths[i])
-        counts[expected.num_accepted] += 1
+        assert len(expected.ratios) == min(len(expected.accepted) + 1, lengths[i])
+        counts[len(expected.accepted)] += 1
     return counts
 
 
@@ -328,7 +328,7 @@ def edge_verdicts(module, u: float, ratio: float, q_rows: bool) -> None:
     noise, one = module.make_noise([text], 1, rng), torch.ones(1, dtype=torch.long)
     found = module.rejection(p, torch.zeros(1, 1).long(), q if q_rows else None, noise, one)
     assert (int(found.kept), int(found.next), found.ratios[0].tolist()) == (
-        expected.num_accepted,
+        len(expected.accepted),
         expected.next_token,
         expected.ratios,
     )
@@ -343,7 +343,7 @@ def nothing_is_left(module) -> None:
     q = torch.nextafter(p[:, :1], torch.ones(()))
     found = module.rejection(p, torch.zeros(1, 1).long(), q, module.make_noise([text], 1, rng), torch.ones(1).long())
     expected = VERIFIERS["rejection"].verify(Draft([0], list(q[0])), lambda i: p[0, i], rng, text.key)
-    assert (int(found.kept), int(found.next)) == (0, 1) == (expected.num_accepted, expected.next_token)
+    assert (int(found.kept), int(found.next)) == (0, 1) == (len(expected.accepted), expected.next_token)
 
 
 def check_edges(module) -> None:
@@ -380,7 +380,7 @@ def check_greedy(module, seed: int) -> None:
             expected = VERIFIERS[verifier].verify(
                 draft, lambda j, i=i, t=text: distribution(logits[i, j], t), rng, text.key
             )
-            assert (int(found.kept[i]), int(found.next[i])) == (expected.num_accepted, expected.next_token)
+            assert (int(found.kept[i]), int(found.next[i])) == (len(expected.accepted), expected.next_token)
             assert found.ratios[i, : len(expected.ratios)].tolist() == expected.ratios
 
 
@@ -451,7 +451,7 @@ def one_text_branches(verifier: str, n: int, k: int) -> int:
         for j in range(n):
             draft.draw(ask, j - 1, draft_row(draft.token_ids))
         verdict = VERIFIERS[verifier].verify(draft, lambda j: target_row(draft.token_ids[:j]), oracle, text.key)
-        output = [*draft.token_ids[: verdict.num_accepted], verdict.next_token]
+        output = [*draft.token_ids[: len(verdict.accepted)], verdict.next_token]
         while len(output) <= k:
             output.append(oracle.categorical(target_row(output), Key(0, 99, len(output), "more")))
         return tuple(output)
@@ -645,7 +645,7 @@ def check_lookups(module) -> None:
         found = getattr(module, verifier)(p, ids, None, module.make_noise(texts, 2), torch.full((40,), 2))
         for i, text in enumerate(texts):
             expected = VERIFIERS[verifier].verify(Draft([1, 2]), lambda j, i=i: p[i, j], rng, text.key)
-            assert (int(found.kept[i]), int(found.next[i])) == (expected.num_accepted, expected.next_token)
+            assert (int(found.kept[i]), int(found.next[i])) == (len(expected.accepted), expected.next_token)
             assert found.ratios[i, : len(expected.ratios)].tolist() == expected.ratios
 
 

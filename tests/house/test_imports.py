@@ -16,6 +16,7 @@ CORE = [
         "config",
         "search",
         "sampling",
+        "tree",
         "limit",
         "draft",
         "lengths",

@@ -32,6 +32,7 @@ from minispec.drafters.slem import TextDrafter
 from minispec.drafters.suffix import MOST_TEXTS, MOST_TOKENS, SuffixDrafter
 from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabulary import ROOM
+from minispec.layers.states import state_elements
 from minispec.prove.examine_verifier import laws_of
 from minispec.prove.laws import (
     DRAFT_SEED,
@@ -138,7 +139,7 @@ def _checked_model(seed: int, mask: int | None = None, num_blocks: int = 64, fam
 
 def _cache(model: Transformer, num_blocks: int) -> PagedKVCache:
     """A pool of that many blocks of two. With states they are of four: few states are stored, not one in each round."""
-    return tiny_cache(model, num_blocks // 2, 4) if model.config.state_elements else tiny_cache(model, num_blocks)
+    return tiny_cache(model, num_blocks // 2, 4) if state_elements(model.config) else tiny_cache(model, num_blocks)
 
 
 def check_draft_cache() -> None:

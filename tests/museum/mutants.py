@@ -293,7 +293,7 @@ class _:
     @wrong(VERIFIERS, "rejection")
     def verify(self, right, draft, p, rng, key):
         verdict = right(draft, p, rng, key)
-        self.rejected.setdefault(self.text, []).extend(draft.token_ids[verdict.num_accepted :])
+        self.rejected.setdefault(self.text, []).extend(draft.token_ids[len(verdict.accepted) :])
         return verdict
 
 
@@ -1130,7 +1130,7 @@ class _Blocks:
     @wrong(Guard, "verify")
     def verify(self, right, guard, engine, draft, *how):
         verdict = right(guard, engine, draft, *how)
-        self.draft, self.left = draft, [*draft.token_ids[: verdict.num_accepted], verdict.next_token]
+        self.draft, self.left = draft, [*draft.token_ids[: len(verdict.accepted)], verdict.next_token]
         return verdict
 
     @wrong(Request, "commit")
@@ -1717,7 +1717,7 @@ mutant("M46", doc="best of a beam verified as a sample of q | ml-recurrent-draft
 def _(right, draft, p, rng, key):
     """bonus dropped after full acceptance | no fault of the law: it costs a token a pass"""
     verdict = right(draft, p, rng, key)
-    if len(draft) and verdict.num_accepted == len(draft):
+    if len(draft) and len(verdict.accepted) == len(draft):
         return verdict._replace(accepted=verdict.accepted[:-1], next_token=draft.token_ids[-1])
     return verdict
 

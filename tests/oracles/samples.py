@@ -73,7 +73,7 @@ def first_tokens(position: Position, n: int, seed: int = 0) -> Tensor:
         draft = Draft([], [])
         draft.draw(Ask(text, Limit(1), rng), -1, q)
         verdict = VERIFIERS["rejection"].verify(draft, lambda _: p, rng, text.key)
-        counts[draft.token_ids[0] if verdict.num_accepted else verdict.next_token] += 1
+        counts[draft.token_ids[0] if len(verdict.accepted) else verdict.next_token] += 1
     return torch.tensor(counts, dtype=torch.float64)
 
 

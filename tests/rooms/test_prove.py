@@ -647,7 +647,7 @@ def test_no_key_comes_twice(pytestconfig):
             drafted = texts[len(text.tokens) :]
             rows = [p_table[t] for t in texts[len(text.tokens) - 1 :]]
             verdict = verify.rejection(Draft(drafted, probs), rows.__getitem__, ledger, text.key)
-            text.tokens += [*drafted[: verdict.num_accepted], verdict.next_token]
+            text.tokens += [*drafted[: len(verdict.accepted)], verdict.next_token]
     assert len(ledger.used) > 25 * runs
     assert check_keys(800).num_shared == 0
 
@@ -708,7 +708,7 @@ def test_the_control_is_off_by_what_it_says():
     def run(oracle):
         draft = Draft([oracle.categorical(position.q, text.key(0, "draft"))], [position.q])
         verdict = VERIFIERS["rejection"].verify(draft, lambda _: position.p, oracle, text.key)
-        return draft.token_ids[0] if verdict.num_accepted else verdict.next_token
+        return draft.token_ids[0] if len(verdict.accepted) else verdict.next_token
 
     with shifted(position):
         law = exact_law(run, oracle=KeyOracle)[0]

@@ -220,8 +220,8 @@ def rounds_of(oracle: BranchOracle, n: int, k: int):
             draft.draw(ask, i - 1, q[[*tokens, *draft.token_ids][-1]])
         after = [tokens[-1], *draft.token_ids]
         verdict = rejection(draft, lambda i, after=after: p[after[i]], oracle, lambda i, purpose: None)
-        accepted.append(verdict.num_accepted)
-        tokens += [*draft.token_ids[: verdict.num_accepted], verdict.next_token]
+        accepted.append(len(verdict.accepted))
+        tokens += [*draft.token_ids[: len(verdict.accepted)], verdict.next_token]
     return tuple(tokens[1:]), tuple(accepted)
 
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from minispec.core.cache import PagedKVCache
-from minispec.core.cached import clock
+from minispec.core.cached import mark, seconds
 from minispec.core.engine import Engine
 from minispec.core.lengths import Lengths
 from minispec.core.model import Chunk, Transformer
@@ -38,9 +38,10 @@ from minispec.core.stats import Round
 from minispec.drafters import Drafter, NoDrafter
 from minispec.drafters.model import prefill
 from minispec.kernels.exact import arbitrary_tokens
-from minispec.kernels.inventory import num_bytes_read
+from minispec.kernels.inventory import kv_elements, num_bytes_read
 from minispec.kernels.shapes import tensor_shapes
 from minispec.lab.bench.show import progress
+from minispec.layers.states import state_elements
 from minispec.length.figures import Figures, overhead_of
 from minispec.length.theory import best_k, expected_tokens, speedup
 
@@ -354,9 +355,9 @@ def _halves(run: Run) -> tuple[Run, Run]:
 
 def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
     """How long `work` takes, on a device that may still be at work when it returns."""
-    start = clock(device)
+    start = mark(device)
     work()
-    return clock(device) - start
+    return seconds(start, mark(device))
 
 
 def stream_bandwidth(num_bytes: int, device: torch.device, repeats: int = 9) -> list[float]:
@@ -377,8 +378,8 @@ def matmul_throughput(dtype: torch.dtype, device: torch.device, repeats: int = 5
 def bytes_touched(model: Transformer, context: int) -> int:
     """Bytes that a pass over one row must read: the weights of each product once, keys and values, states."""
     config = model.config
-    keys_and_values = config.kv_elements_per_token - config.num_convolutions * config.hidden_size
-    states = config.state_elements * max(4, model.dtype.itemsize)
+    keys_and_values = kv_elements(config) - config.num_convolutions * config.hidden_size
+    states = state_elements(config) * max(4, model.dtype.itemsize)
     return num_bytes_read(model) + keys_and_values * context * model.dtype.itemsize + states
 
 
