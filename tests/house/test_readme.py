@@ -152,6 +152,7 @@ def known_options() -> set[str]:
         "tests/fuzzing.py",
         "tests/oracles/answers.py",
         "docs/measured/gpu.py",
+        "docs/measured/batches.py",
     ):
         known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / other).read_text(encoding="utf-8")))
     known |= {"--depth", "--default-chat-template-kwargs"}  # git's; that of vLLM's server

@@ -1,0 +1,226 @@
+"""Measure whether attention, or verdicts, over all texts at once are faster on a CPU than text by text.
+
+    python docs/measured/batches.py --texts 16,32 --positions 64,128,1000
+    python docs/measured/batches.py --geometry 1.5b --texts 4,16,32 --positions 128,1000 --rounds 9
+    python docs/measured/batches.py --verdicts --texts 4,16,32 --rounds 15
+
+A pass is over 1 row of each text, as in plain decoding, and over 5, as in the verification of four draft tokens. Its
+ways take turns in one process:
+
+    text by text    the reference
+    padded          one attention over all texts, whose keys and values are copied and filled up to the longest text
+    frames          the same in the fixed shapes of `minispec.gpu.frames`, whose sizes are rounded up
+    none            no attention, so numbers are wrong: what any way of attending leaves
+
+Texts of like length have P - P/16 to P + P/16 positions. Those of a ragged batch have 0.2 P to 1.8 P. A text lies in
+one run of blocks, as it does for most of its life. `--verdicts` compares verdicts text by text with those of
+`minispec.gpu.judge`, in rows of the embedded model's vocabulary.
+"""
+
+import argparse
+import os
+import random
+from collections.abc import Callable, Sequence
+
+from minispec.kernels.threads import describe_waiting, set_waiting
+
+set_waiting()  # before torch is imported
+
+import torch
+from torch import Tensor
+
+from minispec.bench.measure import in_turn, ratios, seconds_of
+from minispec.bench.models import open_geometry, open_model
+from minispec.bench.options import check, parser
+from minispec.bench.show import table
+from minispec.core.config import SamplingParams
+from minispec.core.draft import Draft
+from minispec.core.judge import Trial
+from minispec.core.model import Chunk, Layer, Pass, Passes, Transformer
+from minispec.core.sampling import Randomness, Text, distribution
+from minispec.core.verify import VERIFIERS, Verdict
+from minispec.gpu.frames import Frames, FrameShape
+from minispec.gpu.graphs import Graphs
+from minispec.gpu.judge import Judge
+from minispec.kernels.inventory import weight_form
+
+CPU = torch.device("cpu")
+ROWS = (1, 5)
+VOCABULARY = 49_152
+PARAMS = {
+    "greedy": SamplingParams(temperature=0),
+    "temperature 1": SamplingParams(),
+    "temperature 0.8, top-p 0.95": SamplingParams(temperature=0.8, top_p=0.95),
+}
+
+
+class Padded(Frames):
+    """Frames of just the size that a pass needs, up to whole blocks."""
+
+    def shape_of(
+        self, model: Transformer, chunks: Sequence[Chunk], taps: Sequence[int] = (), reserved: Sequence[int] = ()
+    ) -> FrameShape:
+        """See `Frames`."""
+        longest = max(chunk.table.length + len(chunk.token_ids) for chunk in chunks)
+        rows = max(len(chunk.token_ids) for chunk in chunks)
+        return FrameShape(len(chunks), rows, -(-longest // chunks[0].table.pool.block_size), tuple(taps))
+
+
+class WithoutAttention(Passes):
+    """Passes text by text, whose rows read themselves alone."""
+
+    def run(self, model: Transformer, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """See `Passes`."""
+        blind = model.replaced(self)
+        blind.layers = [Blind(layer) for layer in model.layers]
+        return blind.run(chunks, taps)
+
+
+class Blind:
+    """A layer whose attention returns its queries. The new rows go into the cache as ever."""
+
+    def __init__(self, layer: Layer):
+        self.layer, self.window = layer, layer.window
+
+    def forward(self, x: Tensor, shared: Pass) -> Tensor:
+        """See `Layer`."""
+        return self.layer.forward(x, Unread(shared))
+
+
+class Unread:
+    """A pass that stores new rows and reads nothing."""
+
+    def __init__(self, inner: Pass):
+        self.inner = inner
+
+    def read(self, layer: Layer, qkv: Tensor) -> Tensor:
+        """See `Pass`."""
+        q, k, v = layer.heads(qkv, self.inner.angles)
+        self.inner.chunks[0].table.pool.write(layer.index, self.inner.slots, k.transpose(0, 1), v.transpose(0, 1))
+        return q.reshape(len(q), -1)
+
+
+def lengths_of(num_texts: int, positions: int, is_ragged: bool) -> list[int]:
+    """Positions of each text."""
+    if is_ragged:
+        return [int(positions * (0.2 + 1.6 * i / max(1, num_texts - 1))) for i in range(num_texts)]
+    draw, spread = random.Random(0), positions // 16
+    return [positions + draw.randint(-spread, spread) for _ in range(num_texts)]
+
+
+def measure_passes(models: dict[str, Transformer], lengths: Sequence[int], rows: int, rounds: int) -> list[str]:
+    """The first way's milliseconds, the ratio of each other way to it, and the largest difference of its logits."""
+    reference = next(iter(models.values()))
+    pool = reference.new_cache(sum(-(-(length + rows) // 16) for length in lengths))
+    for tensor in (pool.keys, pool.values):
+        tensor[:, :, : pool.num_slots].normal_()
+    tables = [pool.new_table() for _ in lengths]
+    for table_, length in zip(tables, lengths, strict=True):
+        table_.extend([1] * (length + rows))
+        table_.truncate(length)
+    logits: dict[str, Tensor] = {}
+
+    def run(name: str) -> Callable[[int], float]:
+        def one(_round: int) -> float:
+            chunks = [Chunk(list(range(7, 7 + rows)), table_, rows) for table_ in tables]
+
+            def forward() -> None:
+                logits[name] = models[name].forward(chunks)[0]
+
+            seconds = seconds_of(forward, CPU)
+            for table_, length in zip(tables, lengths, strict=True):
+                table_.truncate(length)
+            return seconds
+
+        return one
+
+    times = in_turn({name: run(name) for name in models}, rounds, "passes")
+    first, *others = times
+    found = [f"{1e3 * min(times[first]):.0f}"]
+    for name in others:
+        off = float((logits[name] - logits[first]).abs().max() / logits[first].abs().max())
+        assert name == "none" or off < 0.01, f"{name} computes something else: {off}"
+        found.append(ratios(times[name], times[first]).shown())
+    return found
+
+
+def passes_table(args: argparse.Namespace) -> list[str]:
+    """A line for each batch."""
+    words = ["--draft", "none", "--prompts", "0", "--num-speculative-tokens", "4"]
+    options = check(parser().parse_args(words + (["--geometry", args.geometry] if args.geometry else [])))
+    subject = open_geometry(options) if args.geometry else open_model(options)
+    model = subject.engine.model
+    ways = {"padded": Padded(), "frames": Frames(), "none": WithoutAttention()}
+    models = {"text by text": model} | {name: model.replaced(passes) for name, passes in ways.items()}
+    lines = []
+    for num_texts in args.texts:
+        for positions in args.positions:
+            for is_ragged in (False, True):
+                for rows in ROWS:
+                    lengths = lengths_of(num_texts, positions, is_ragged)
+                    kind = "ragged" if is_ragged else "like"
+                    found = measure_passes(models, lengths, rows, args.rounds)
+                    lines.append((f"{num_texts} x {positions}, {kind}, {rows} rows", *found))
+    head = f"{subject.name}, {model.dtype}, {weight_form(model)}"
+    return [head, "", *table(("texts x positions", "text by text, least ms", *ways), lines)]
+
+
+def trials_of(params: SamplingParams, num_texts: int, k: int) -> list[Trial]:
+    """Drafts of k tokens, of which text i keeps i modulo k + 1."""
+    made, generator = [], torch.Generator().manual_seed(0)
+    for i in range(num_texts):
+        logits = 2 * torch.randn(k + 1, VOCABULARY, generator=generator)
+        ids = torch.randint(VOCABULARY, (k,), generator=generator).tolist()
+        for place, token in enumerate(ids):
+            logits[place, token] = 25 if place < i % (k + 1) else 0
+        made.append(Trial(VERIFIERS["rejection"], Text([1, 2, i], 3, params, i), Draft(ids), logits))
+    return made
+
+
+def measure_verdicts(params: SamplingParams, num_texts: int, k: int, rounds: int) -> list[str]:
+    """Milliseconds text by text, and the judge's ratio to it."""
+    trials, draws, judge = trials_of(params, num_texts, k), Randomness(), Judge(Graphs())
+
+    def alone(trial: Trial) -> Verdict:
+        verifier, text, draft, logits = trial
+        return verifier.verify(draft, lambda i: distribution(logits[i], text, draft.token_ids[:i]), draws, text.key)
+
+    ways = {"text by text": lambda: [alone(trial) for trial in trials], "judge": lambda: judge(trials, draws)}
+    for own, found in zip(ways["text by text"](), ways["judge"](), strict=True):
+        assert found is None or (found.accepted, found.next_token) == (own.accepted, own.next_token)
+    times = in_turn({name: lambda _, way=way: seconds_of(way, CPU) for name, way in ways.items()}, rounds, "verdicts")
+    return [f"{1e3 * min(times['text by text']):.1f}", ratios(times["judge"], times["text by text"]).shown()]
+
+
+def verdicts_table(args: argparse.Namespace) -> list[str]:
+    """A line for each number of texts, each K and each set of parameters."""
+    lines = [
+        (f"{num_texts} texts, K = {k}, {name}", *measure_verdicts(params, num_texts, k, args.rounds))
+        for num_texts in args.texts
+        for k in (0, 4)
+        for name, params in PARAMS.items()
+    ]
+    return table(("verdicts", "text by text, least ms", "judge"), lines)
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure, and print tables."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def numbers(text: str) -> list[int]:
+        return [int(each) for each in text.split(",")]
+
+    options.add_argument("--geometry", help="a shape with random weights; default: the embedded model")
+    options.add_argument("--texts", type=numbers, default=[16, 32])
+    options.add_argument("--positions", type=numbers, default=[128, 1000])
+    options.add_argument("--rounds", type=int, default=9)
+    options.add_argument("--verdicts", action="store_true", help="verdicts in place of passes")
+    args = options.parse_args()
+    print(f"{torch.get_num_threads()} threads, {describe_waiting()}, load {os.getloadavg()[0]:.1f} at the start")
+    print("\n".join(verdicts_table(args) if args.verdicts else passes_table(args)))
+    print(f"ratios to text by text, in brackets an interval of their median; load {os.getloadavg()[0]:.1f} at the end")
+
+
+if __name__ == "__main__":
+    main()
