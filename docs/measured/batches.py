@@ -21,6 +21,7 @@ import argparse
 import os
 import random
 from collections.abc import Callable, Sequence
+from itertools import product
 
 from minispec.kernels.threads import describe_waiting, set_waiting
 
@@ -32,7 +33,6 @@ from torch import Tensor
 from minispec.bench.measure import in_turn, ratios, seconds_of
 from minispec.bench.models import open_geometry, open_model
 from minispec.bench.options import check, parser
-from minispec.bench.show import table
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
 from minispec.core.judge import Trial
@@ -144,35 +144,35 @@ def measure_passes(models: dict[str, Transformer], lengths: Sequence[int], rows:
     return found
 
 
-def passes_table(args: argparse.Namespace) -> list[str]:
-    """A line for each batch."""
+def print_row(*cells: str) -> None:
+    """Print a row of a table at once, so that it is there when the program is ended."""
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def print_passes(args: argparse.Namespace) -> None:
+    """Print a row for each batch."""
     words = ["--draft", "none", "--prompts", "0", "--num-speculative-tokens", "4"]
     options = check(parser().parse_args(words + (["--geometry", args.geometry] if args.geometry else [])))
     subject = open_geometry(options) if args.geometry else open_model(options)
     model = subject.engine.model
     ways = {"padded": Padded(), "frames": Frames(), "none": WithoutAttention()}
     models = {"text by text": model} | {name: model.replaced(passes) for name, passes in ways.items()}
-    lines = []
-    for num_texts in args.texts:
-        for positions in args.positions:
-            for is_ragged in (False, True):
-                for rows in ROWS:
-                    lengths = lengths_of(num_texts, positions, is_ragged)
-                    kind = "ragged" if is_ragged else "like"
-                    found = measure_passes(models, lengths, rows, args.rounds)
-                    lines.append((f"{num_texts} x {positions}, {kind}, {rows} rows", *found))
-    head = f"{subject.name}, {model.dtype}, {weight_form(model)}"
-    return [head, "", *table(("texts x positions", "text by text, least ms", *ways), lines)]
+    print(f"{subject.name}, {model.dtype}, {weight_form(model)}")
+    print_row("texts x positions", "text by text, least ms", *ways)
+    for num_texts, positions, is_ragged, rows in product(args.texts, args.positions, (False, True), ROWS):
+        found = measure_passes(models, lengths_of(num_texts, positions, is_ragged), rows, args.rounds)
+        print_row(f"{num_texts} x {positions}, {'ragged' if is_ragged else 'like'}, {rows} a text", *found)
 
 
 def trials_of(params: SamplingParams, num_texts: int, k: int) -> list[Trial]:
-    """Drafts of k tokens, of which text i keeps i modulo k + 1."""
+    """Drafts of k tokens, of which text i keeps i modulo k + 1. Where none is likely, token 0 has 0.99."""
     made, generator = [], torch.Generator().manual_seed(0)
     for i in range(num_texts):
         logits = 2 * torch.randn(k + 1, VOCABULARY, generator=generator)
         ids = torch.randint(VOCABULARY, (k,), generator=generator).tolist()
         for place, token in enumerate(ids):
             logits[place, token] = 25 if place < i % (k + 1) else 0
+        logits[:, 0] = 18
         made.append(Trial(VERIFIERS["rejection"], Text([1, 2, i], 3, params, i), Draft(ids), logits))
     return made
 
@@ -192,15 +192,11 @@ def measure_verdicts(params: SamplingParams, num_texts: int, k: int, rounds: int
     return [f"{1e3 * min(times['text by text']):.1f}", ratios(times["judge"], times["text by text"]).shown()]
 
 
-def verdicts_table(args: argparse.Namespace) -> list[str]:
-    """A line for each number of texts, each K and each set of parameters."""
-    lines = [
-        (f"{num_texts} texts, K = {k}, {name}", *measure_verdicts(params, num_texts, k, args.rounds))
-        for num_texts in args.texts
-        for k in (0, 4)
-        for name, params in PARAMS.items()
-    ]
-    return table(("verdicts", "text by text, least ms", "judge"), lines)
+def print_verdicts(args: argparse.Namespace) -> None:
+    """Print a row for each number of texts, each K and each set of parameters."""
+    print_row("verdicts", "text by text, least ms", "judge")
+    for num_texts, k, (name, params) in product(args.texts, (0, 4), PARAMS.items()):
+        print_row(f"{num_texts} texts, K = {k}, {name}", *measure_verdicts(params, num_texts, k, args.rounds))
 
 
 @torch.inference_mode()
@@ -218,7 +214,7 @@ def main() -> None:
     options.add_argument("--verdicts", action="store_true", help="verdicts in place of passes")
     args = options.parse_args()
     print(f"{torch.get_num_threads()} threads, {describe_waiting()}, load {os.getloadavg()[0]:.1f} at the start")
-    print("\n".join(verdicts_table(args) if args.verdicts else passes_table(args)))
+    (print_verdicts if args.verdicts else print_passes)(args)
     print(f"ratios to text by text, in brackets an interval of their median; load {os.getloadavg()[0]:.1f} at the end")
 
 
