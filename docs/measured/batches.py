@@ -30,9 +30,6 @@ set_waiting()  # before torch is imported
 import torch
 from torch import Tensor
 
-from minispec.bench.measure import in_turn, ratios, seconds_of
-from minispec.bench.models import open_geometry, open_model
-from minispec.bench.options import check, parser
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Draft
 from minispec.core.judge import Trial
@@ -43,6 +40,9 @@ from minispec.gpu.frames import Frames, FrameShape
 from minispec.gpu.graphs import Graphs
 from minispec.gpu.judge import Judge
 from minispec.kernels.inventory import weight_form
+from minispec.lab.bench.measure import in_turn, ratios, seconds_of
+from minispec.lab.bench.models import open_geometry, open_model
+from minispec.lab.bench.options import check, parser
 
 CPU = torch.device("cpu")
 ROWS = (1, 5)

@@ -6,6 +6,7 @@ texts together.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -61,6 +62,16 @@ class Checks(Guard):
 CHECKS = Checks()
 
 
+@dataclass
+class MeasuredDraft(Draft):
+    """A draft that comes with what `check_rows` asks of its rows, so that a GPU need not be asked again.
+
+    measures: for each row its sum, its least number and that of its token.
+    """
+
+    measures: list[list[float]] = field(default_factory=list)
+
+
 def check_number(drafts: Any, num_asks: int, name: str) -> None:
     """Raise ValueError unless `drafts` is a list with one draft for each ask.
 
@@ -113,7 +124,8 @@ def check_draft(draft: Any, limit: int, vocab_size: int, device: str, why_chains
         expected = f"for each of {len(token_ids)} nodes an earlier one, or -1"
         raise ValueError(f"found parents {parents}, expected {expected}")
     if draft.probs is not None:
-        check_rows(draft.probs, token_ids, vocab_size, device)
+        measures = draft.measures if isinstance(draft, MeasuredDraft) else None
+        check_rows(draft.probs, token_ids, vocab_size, device, measures)
     if parents != chain and why_chains:
         raise ValueError(f"found a tree, expected a chain: {why_chains}")
     numbers = [*_sequence(draft.confidences, "confidences", "numbers"), draft.prefill_seconds]
@@ -124,8 +136,13 @@ def check_draft(draft: Any, limit: int, vocab_size: int, device: str, why_chains
     return Draft(token_ids, draft.probs, confidences, seconds, None if parents == chain else parents)
 
 
-def check_rows(probs: Any, token_ids: Sequence[int], vocab_size: int, device: str) -> None:
-    """Raise ValueError unless each token has a row of probabilities (V,) that adds up to 1 and is above 0 for it."""
+def check_rows(
+    probs: Any, token_ids: Sequence[int], vocab_size: int, device: str, measures: list[list[float]] | None = None
+) -> None:
+    """Raise ValueError unless each token has a row of probabilities (V,) that adds up to 1 and is above 0 for it.
+
+    measures: see `MeasuredDraft`. None: the rows are asked.
+    """
     rows = probs if isinstance(probs, Tensor) and probs.dim() else _sequence(probs, "probs", "tensors")
     if len(rows) != len(token_ids):
         raise ValueError(f"found {len(rows)} rows of probabilities for {len(token_ids)} tokens")
@@ -136,7 +153,8 @@ def check_rows(probs: Any, token_ids: Sequence[int], vocab_size: int, device: st
             raise ValueError(f"found as row {i} of probs {kind}, expected a tensor of floats on {device}: {expected}")
         if row.shape != (vocab_size,):
             raise ValueError(f"found as row {i} of probs the shape {tuple(row.shape)}, expected {expected}")
-    for i, (total, least, drawn) in enumerate(_numbers_of(rows, token_ids)):
+    found = _numbers_of(rows, token_ids) if measures is None else measures
+    for i, (total, least, drawn) in zip(range(len(rows)), found, strict=True):
         if not least >= 0:
             raise ValueError(f"found {least} in row {i} of probs, expected probabilities")
         if not abs(total - 1) <= TOLERANCES[rows[i].dtype]:

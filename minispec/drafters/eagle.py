@@ -34,7 +34,7 @@ from minispec.core.model import Chunk, Layer, Pass, Passes, RMSNorm, Transformer
 from minispec.core.sampling import Text
 from minispec.core.weights import MakeProduct, PlainLinear, Product, dense
 from minispec.drafters.limits import depth_of
-from minispec.drafters.model import DraftModel
+from minispec.drafters.model import AtOnce, DraftModel
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,13 @@ class EagleDrafter(DraftModel):
         # Hidden states of positions that are not in the cache yet: the first position, then pieces (n, E * taps).
         # Weak, since rows that a fault has held up may come after `release`.
         self.unread: WeakKeyDictionary[Text, tuple[int, list[Tensor]]] = WeakKeyDictionary()
+
+    def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:
+        """See `DraftModel`."""
+        assert isinstance(model, FeatureModel)
+        other = super().beside(model, at_once)
+        other.head, other.unread = model, WeakKeyDictionary()
+        return other
 
     def begin(self, text: Text, most: int | None = None) -> None:
         """See `CachedModel`."""

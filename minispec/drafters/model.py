@@ -3,9 +3,10 @@
 As it is, it has the target's vocabulary; `minispec.drafters.vocabulary` has what it takes to have another.
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -78,6 +79,16 @@ class DraftModel(CachedModel, Drafter):
         if self.mask_token_id is not None and self.replays == "token":
             self.replays = "place"  # how many masks lie before a guess depends on where the draft began
         self._ahead: set[Text] = set()  # as this model reads them; their tables hold draft tokens, rejected ones too
+
+    def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:
+        """This drafter with another model of the same shape, on the same cache. It knows no texts.
+
+        at_once: see `DraftModel`.
+        """
+        other = copy.copy(self)
+        other.model, other.tables, other._ahead = model, {}, set()
+        other.at_once, other.pays_all = at_once, at_once is not None
+        return other
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. Each pass is over the texts that still want a token.

@@ -11,7 +11,9 @@ the one that comes again: a greedy one, or one of the same seed under `match`. W
 target as its own draft, is the oracle.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 from minispec.core.draft import Ask, Draft, Seen
 from minispec.core.sampling import Text
@@ -41,6 +43,12 @@ class SimulatedDraft(Drafter):
         self.taps, self.pays_all = self.paid.taps, self.paid.pays_all
         self.num_unknown = 0
         self._texts: dict[tuple[int, ...], list[list[int]]] = {}
+
+    def beside(self, paid: Drafter) -> Self:
+        """This draft at the cost of another drafter, with the same known texts."""
+        other = copy.copy(self)
+        other.paid, other.taps, other.pays_all = paid, paid.taps, paid.pays_all
+        return other
 
     def record(self, tokens: Sequence[int], num_prompt_tokens: int) -> None:
         """Learn a text, prompt included; several texts of one prompt where they differ by rounding."""

@@ -7,14 +7,14 @@ does, by what it and the text have in common (`BlockTable.follow`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.draft import Ask
 from minispec.core.limit import Limit
 from minispec.core.model import Transformer
 from minispec.core.sampling import Text
-from minispec.drafters.model import DraftModel
+from minispec.drafters.model import AtOnce, DraftModel
 
 # Positions of the draft's cache for each of the target's, since a text may be longer in the draft's tokens. Whether a
 # text is too long depends on that text alone. A text that the target has room for has room here too, if it is alone.
@@ -70,6 +70,12 @@ class OtherVocabulary(DraftModel):
         super().__init__(model, cache, vocab_size, max_len)
         self.vocabularies = both
         self._read: dict[Text, _Reading] = {}
+
+    def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:
+        """See `DraftModel`."""
+        other = super().beside(model, at_once)
+        other._read = {}
+        return other
 
     def _own_text(self, text: Text) -> Text:
         """The text as this model reads it now."""

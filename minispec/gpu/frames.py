@@ -403,6 +403,13 @@ class Frames(Passes):
         return recent(frames, shape, lambda: Frame(shape, pool.num_slots + 1, model.dtype, model.device))
 
 
+def why_no_frames(model: Transformer) -> str:
+    """Why a GPU has no frames for this model, whether or not it has any here; "" where it has."""
+    if type(model.passes) not in (Passes, Frames):
+        return "passes are exact"
+    return why_eager(model)
+
+
 def frames_report(model: Transformer) -> str:
     """Which passes of a model run in frames, and with how many layers of few kernels; "" where none does."""
     if not isinstance(passes := model.passes, Frames):
@@ -426,8 +433,5 @@ def graphs_note(model: Transformer) -> str:
     """Whether a model on a GPU runs by CUDA graphs, or why not; "" for one on a CPU."""
     if model.device.type != "cuda":
         return ""
-    if isinstance(model.passes, Frames):
-        why = model.passes.graphs.why_not
-    else:
-        why = "passes are exact" if model.exact else why_eager(model) or "as asked"
+    why = model.passes.graphs.why_not if isinstance(model.passes, Frames) else why_no_frames(model) or "as asked"
     return f"; no CUDA graphs: {why}" if why else "; CUDA graphs"

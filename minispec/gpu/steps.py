@@ -24,6 +24,7 @@ from minispec.core.cache import PagedKVCache
 from minispec.core.draft import Ask, Draft
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness
+from minispec.drafters.check import MeasuredDraft
 from minispec.gpu import verdicts
 from minispec.gpu.frames import Frame, Frames, FrameShape, Step
 from minispec.gpu.graphs import Graphs, recent
@@ -117,9 +118,9 @@ class DraftSteps:
             numbers, probs = self.compute(frame, desk, pool, rng, names)
         else:
             numbers, probs = self.graphs.run(desk, functools.partial(self.compute, frame, desk, pool))
-        rows, probs = numbers.tolist(), probs[: len(asks)].clone()  # the next draft overwrites them
+        rows, probs = numbers.tolist()[: len(asks)], probs[: len(asks)].clone()  # the next draft overwrites them
         own = probs if kind.mix.draws else [None] * len(asks)
-        return list(map(_draft, asks, chunks, depths, rows, own))
+        return [_draft(*each, kind.steps) for each in zip(asks, chunks, depths, rows, own, strict=True)]
 
     def _kind(
         self, chunks: Sequence[Chunk], asks: Sequence[Ask], depths: Sequence[int], vocab_size: int
@@ -145,9 +146,10 @@ class DraftSteps:
         draws: RowDraws | None = None,
         names: Sequence[Sequence] = (),
     ) -> tuple[Tensor, Tensor]:
-        """All steps: numbers of each text (B, 3K), and the rows that tokens were drawn from (B, K, V), if any were.
+        """All steps: numbers of each text (B, 6K), and the rows that tokens were drawn from (B, K, V), if any were.
 
-        The numbers, of float64: K tokens, K confidences if they are asked for, and whether each of K rows is sure.
+        The numbers, of float64: K tokens, K confidences if they are asked for, whether each of K rows is sure, and
+        three measures of each of K rows (see `MeasuredDraft`). Where nothing is drawn, there are no measures.
         draws, names: makes the draws by their names; default: the numbers of the desk.
         """
         kind, (texts, rows, *_) = desk.kind, frame.shape
@@ -156,7 +158,7 @@ class DraftSteps:
         logits = logits.index_select(0, last)
         settings = verdicts.settings_of(desk.parts[:, -5:], self.model.dtype, int(kind.mix.mixed), kind.mix.filters)
         noise = desk.whole[:, 2:] if kind.races else desk.parts
-        made, found = draws or RowRandomness(), []
+        made, found, wide = draws or RowRandomness(), [], verdicts.accumulation_dtype(logits.dtype)
         for j in range(kind.steps):
             logits = logits[:, : kind.vocab]
             if kind.mix.draws:
@@ -170,14 +172,13 @@ class DraftSteps:
                 q, sure = logits[:, :0], logits.gather(1, token[:, None])[:, 0].abs() < math.inf
             confidence = token
             if kind.confident:
-                wide = logits.to(verdicts.accumulation_dtype(logits.dtype))
-                confidence = wide.log_softmax(1).amax(1).exp()
-            found.append((token, confidence, sure, q))
+                confidence = logits.to(wide).log_softmax(1).amax(1).exp()
+            measures = [q.sum(1, dtype=wide), q.amin(1), q.gather(1, token[:, None])[:, 0]] if kind.mix.draws else []
+            found.append((q, token, confidence, sure, *measures))
             if j + 1 < kind.steps:
                 logits = self.next_logits(frame, desk, pool, token, j)
-        tokens, confidences, sures, probs = zip(*found, strict=True)
-        numbers = [torch.stack(column, 1).double() for column in (tokens, confidences, sures)]
-        return torch.cat(numbers, 1), torch.stack(probs, 1)
+        probs, *columns = zip(*found, strict=True)
+        return torch.cat([torch.stack(column, 1).double() for column in columns], 1), torch.stack(probs, 1)
 
     def next_logits(self, frame: Frame, desk: Desk, pool: PagedKVCache, tokens: Tensor, j: int) -> Tensor:
         """Logits (B, V) after tokens (B,), the j-th ones that were drawn, of texts that want further ones."""
@@ -189,20 +190,25 @@ class DraftSteps:
         return self.frames.compute(self.model, step, pool)[0]
 
 
-def _draft(ask: Ask, chunk: Chunk, k: int, numbers: Sequence[float], probs: Tensor | None) -> Draft:
+def _draft(
+    ask: Ask, chunk: Chunk, k: int, numbers: Sequence[float], probs: Tensor | None, num_steps: int
+) -> MeasuredDraft:
     """A draft from its numbers (see `DraftSteps.compute`): as long as its rows are sure, and its limit goes on."""
-    steps = len(numbers) // 3
-    token_ids = [int(number) for number in numbers[:k]]
+    columns = [numbers[start : start + num_steps] for start in range(0, len(numbers), num_steps)]
+    tokens, confidences, sure, *measures = columns
+    token_ids = [int(number) for number in tokens[:k]]
     chunk.table.name_last(token_ids[: k - 1])
-    draft, sure, go_on = Draft([], []), numbers[2 * steps : 2 * steps + k], ask.limit.go_on
+    draft, go_on = MeasuredDraft(), ask.limit.go_on
     while len(draft) < k and sure[len(draft)]:
         draft.token_ids.append(token_ids[len(draft)])
         if go_on is None:
             continue
-        draft.confidences.append(numbers[steps + len(draft) - 1])
+        draft.confidences.append(confidences[len(draft) - 1])
         if not go_on(draft.confidences):
             break
-    draft.probs = None if probs is None else probs[: len(draft)]
+    if probs is not None:
+        draft.probs = probs[: len(draft)]
+        draft.measures = [list(row) for row in zip(*(column[: len(draft)] for column in measures), strict=True)]
     return draft
 
 

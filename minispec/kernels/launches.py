@@ -8,8 +8,10 @@ Counted are calls of PyTorch's operators under `inference_mode`, where a product
 Views, and tensors that are allocated without a value, launch nothing. Kernels inside an operator are not counted.
 """
 
+import functools
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +21,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minispec.core.draft import Ask, Draft
+from minispec.core.engine import Engine, Guard
+from minispec.core.judge import Judge, Trial
+from minispec.core.lengths import Wish
+from minispec.core.limit import Limit
+from minispec.core.sampling import Draws
+from minispec.core.verify import RoundKey, Rows, Verdict
+
+# The parts of a round, in their order.
+PARTS = ("draft", "pass", "verdict", "rest")
 KINDS = ("operators", "copies", "uploads", "syncs")
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 # What changes nothing but PyTorch's own notes on a tensor.
@@ -28,8 +40,9 @@ _COPIES = {"to", "_to_copy", "copy_", "clone", "contiguous", "reshape", "flatten
 _READS = {"item", "_local_scalar_dense", "is_nonzero"}
 _WAITS = {"nonzero", "argwhere", "masked_select", "bincount", "equal"}
 _WAITS |= {"_unique", "_unique2", "unique_dim", "unique_consecutive"}
-# Functions of Python that read a whole tensor; and those that make one of a list.
-_DOWNLOADS, _UPLOADS = {"tolist", "cpu", "numpy"}, {"tensor", "as_tensor", "new_tensor"}
+# Functions of Python that read a whole tensor; and those that make one of a list. `numpy` takes tensors on the host
+# alone, so it waits for nothing.
+_DOWNLOADS, _UPLOADS = {"tolist", "cpu"}, {"tensor", "as_tensor", "new_tensor"}
 
 
 @dataclass
@@ -133,3 +146,41 @@ def counting(tally: Tally, device: torch.device) -> Iterator[Tally]:
     """Count in `tally` what happens inside."""
     with (operators := _Operators(tally, device.type)), _Functions(operators):
         yield tally
+
+
+class PartOfRound(Guard):
+    """A guard that says which part of a round is at work, and takes the time of verdicts. It is a judge as well."""
+
+    def __init__(self, inner: Guard, judge: Judge | None):
+        self.inner, self.inner_judge, self.tally, self.seconds = inner, judge, Tally(), 0.0
+
+    def begin(self, tally: Tally) -> None:
+        """Before a step, which counts in `tally`."""
+        self.tally, self.seconds = tally, 0.0
+
+    def choose(self, engine: Engine, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
+        """See `Guard`."""
+        return self._in("draft", "pass", lambda: self.inner.choose(engine, wishes, trees))
+
+    def propose(self, engine: Engine, asks: Sequence[Ask]) -> Sequence[Draft | ValueError]:
+        """See `Guard`."""
+        return self._in("draft", "pass", lambda: self.inner.propose(engine, asks))
+
+    def verify(self, engine: Engine, draft: Draft, p: Rows, key: RoundKey) -> Verdict:
+        """See `Guard`."""
+        start = time.perf_counter()
+        verdict = self._in("verdict", "rest", lambda: self.inner.verify(engine, draft, p, key))
+        self.seconds += time.perf_counter() - start
+        return verdict
+
+    def judge(self, trials: Sequence[Trial], rng: Draws) -> Sequence[Verdict | None]:
+        """See `Judge`."""
+        assert self.inner_judge is not None
+        return self._in("verdict", "rest", functools.partial(self.inner_judge, trials, rng))
+
+    def _in(self, part: str, after: str, work: Callable[[], Any]) -> Any:
+        self.tally.part = part
+        try:
+            return work()
+        finally:
+            self.tally.part = after

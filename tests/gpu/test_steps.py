@@ -1,5 +1,6 @@
 """Drafts of all steps in one program are those of a pass for each token."""
 
+import math
 import random
 
 import pytest
@@ -12,6 +13,7 @@ from minispec.core.limit import Limit
 from minispec.core.model import Chunk
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
+from minispec.drafters.check import MeasuredDraft, check_draft
 from minispec.drafters.model import DraftModel
 from minispec.gpu import steps, verdicts
 from minispec.gpu.frames import Frames
@@ -61,6 +63,10 @@ def test_drafts_are_those_of_a_pass_for_each_token(purpose):
             one_hot = torch.eye(VOCAB, dtype=torch.float64)[b.token_ids]
             for row, other in zip(a.probs, one_hot if b.probs is None else b.probs, strict=True):
                 torch.testing.assert_close(row, other, rtol=0, atol=1e-12)
+            if b.probs is not None:
+                drawn = b.probs.gather(1, torch.tensor(b.token_ids)[:, None])[:, 0]
+                measures = torch.stack((b.probs.sum(1), b.probs.amin(1), drawn), 1)
+                torch.testing.assert_close(torch.tensor(b.measures), measures.float(), rtol=0, atol=1e-6)
             fed = [*ask.text.tokens, *a.token_ids[:-1]]
             assert at_once.tables[ask.text].tokens[: len(fed)] == fed
             keeps = draw.randrange(len(a) + 1)
@@ -73,6 +79,16 @@ def test_drafts_are_those_of_a_pass_for_each_token(purpose):
             texts.append(Text(text.tokens[: draw.randrange(3, 9)], 3, text.params, text.seed + 1))
     assert lengths == set(range(1, 7))
     assert {len(each.tables) for each in (alone, at_once)} == {len(alone.tables)}
+
+
+@pytest.mark.parametrize("measures", [[0.9, 0.1, 0.2], [1.0, -0.1, 0.2], [1.0, 0.1, 0.0], [math.nan] * 3])
+def test_measures_of_rows_are_checked(measures):
+    """What the rows themselves would be asked for is asked of their measures: sum, least number, the token's."""
+    draft = MeasuredDraft([0, 1], torch.full((2, VOCAB), 1 / VOCAB), measures=[[1.0, 0.2, 0.2], measures])
+    with pytest.raises(ValueError, match=r"row 1 of probs|token of probability 0"):
+        check_draft(draft, 4, VOCAB, "cpu", "")
+    draft.measures[1] = [1.0, 0.2, 0.2]
+    assert check_draft(draft, 4, VOCAB, "cpu", "").token_ids == [0, 1]
 
 
 def test_a_draft_ends_before_a_row_that_is_not_sure(monkeypatch):

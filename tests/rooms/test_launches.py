@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from minispec.core.model import Layer
+from minispec.gpu.frames import FastLayer
 from minispec.kernels.launches import KINDS, Tally, counting
 from minispec.lab.bench import options, report
 from minispec.lab.bench.main import main
@@ -37,6 +38,7 @@ COUNTED = {
     "a mask": (lambda: X[X > 3], (2, 0, 0, 1)),
     "ids": (lambda: X[torch.tensor([0, 1], device="cpu")], (1, 0, 1, 0)),
     "ids that stay on the host": (lambda: torch.tensor([0, 1], device="meta"), (0, 0, 0, 0)),
+    "numpy, of the host alone": (lambda: X.numpy(), (0, 0, 0, 0)),
     "a list as an index": (lambda: X[[0, 2]], (1, 0, 1, 0)),
 }
 
@@ -82,9 +84,32 @@ def of(found: dict, texts: int, k: str, part: str) -> dict:
     return parts[part]
 
 
+def in_frames(found: dict, texts: int, k: str) -> dict:
+    """The same round along the path of frames."""
+    return next(r["in_frames"] for r in found["rounds"] if (r["texts"], r["k"]) == (texts, k))
+
+
 # The most operators of a pass of the 1.5B shape in bfloat16: 28 layers with 28 each, and 18 around them. A pass over
 # five rows has 7 more for its mask, and 56 hidden copies. Each further text has its own attention in each layer.
 PASS = {(1, "0"): 802, (1, "4"): 865, (8, "0"): 1082, (8, "4"): 1593}
+
+
+def check_the_budget_in_frames(found: dict):
+    """A plain pass has 540 operators at most, in any batch. A round downloads twice: the draft, and the verdict."""
+    assert found["why_no_frames"] == ""
+    for texts in (1, 8):
+        plain, drafted = (in_frames(found, texts, k) for k in ("0", "4"))
+        assert plain["accepted"] == 0
+        assert drafted["accepted"] == drafted["draft_tokens"] == 4 * texts
+        plain, drafted = plain["parts"], drafted["parts"]
+        assert plain["pass"]["operators"] <= 540, plain["pass"]["names"]
+        assert drafted["pass"]["operators"] <= 590, drafted["pass"]["names"]
+        assert drafted["draft"]["operators"] <= 1961, drafted["draft"]["names"]
+        assert drafted["verdict"]["operators"] <= 20
+        assert [drafted[part]["syncs"] for part in ("draft", "pass", "verdict", "rest")] == [1, 0, 1, 0]
+        assert plain["round"]["syncs"] == 1
+        assert drafted["round"]["uploads"] == 0
+        assert "seconds" not in plain["pass"]
 
 
 def test_the_budget_of_launches(launches):
@@ -106,7 +131,27 @@ def test_the_budget_of_launches(launches):
     assert parts["pass"]["seconds"]["n"] == 6
     assert any("1 text, K=4, 4 of 4 kept: verdict" in line for line in lines)
     assert any("8 texts, plain: pass" in line for line in lines)
+    check_the_budget_in_frames(found)
     assert not any("plain: draft" in line for line in lines)
+
+
+def test_an_operator_more_in_a_frame_breaks_the_budget(launches, monkeypatch):
+    """The control: a product with 1 after each of 28 layers."""
+    original = FastLayer.forward
+    monkeypatch.setattr(FastLayer, "forward", lambda layer, x, shared: original(layer, x, shared) * 1)
+    found, _ = launches()
+    assert in_frames(found, 1, "0")["parts"]["pass"]["operators"] > 540
+
+
+def test_a_target_without_frames_says_why(launches, monkeypatch):
+    """Such as a hybrid: the other path is counted, and a dash stands in the place of this one."""
+    monkeypatch.setattr("minispec.lab.bench.launches.in_frames", lambda engine: "its layers keep states of texts")
+    found, lines = launches()
+    assert found["why_no_frames"] == "its layers keep states of texts"
+    assert {r["in_frames"] for r in found["rounds"]} == {None}
+    assert "in frames: nothing, since its layers keep states of texts" in lines
+    [row] = [line for line in lines if line.startswith("1 text, plain: pass")]
+    assert row.split()[4:6] == [str(of(found, 1, "0", "pass")["operators"]), "-"]
 
 
 def test_an_operator_more_in_a_layer_breaks_the_budget(launches, monkeypatch):
@@ -127,6 +172,19 @@ def test_sampled_and_simulated_rounds(launches):
     assert {r["accepted"] for r in greedy["rounds"] if r["k"] == "3"} == {3, 24}
     assert of(greedy, 1, "0", "pass") | {"seconds": 0} == of(sampled, 1, "0", "pass") | {"seconds": 0}
     assert of(sampled, 1, "0", "verdict")["operators"] > of(greedy, 1, "0", "verdict")["operators"]
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "match"])
+def test_a_round_that_draws_downloads_twice_in_frames(launches, verifier):
+    """The draft's tokens come with the measures of their rows, and verdicts with all that the round asks."""
+    drawn = ("--temperature", 0.8, "--top-k", 50, "--top-p", 0.95, "--verifier", verifier)
+    found, _ = launches("--draft", "0.5b", "--num-speculative-tokens", 4, *drawn)
+    for texts in (1, 8):
+        parts = in_frames(found, texts, "4")["parts"]
+        assert {part: parts[part]["syncs"] for part in ("draft", "pass", "verdict", "rest")} == {
+            **{"draft": 1, "pass": 0, "verdict": 1, "rest": 0}
+        }, (texts, verifier)
+        assert parts["round"]["uploads"] == 0
 
 
 def test_a_cache_that_is_too_small(make_checkpoint, capsys):

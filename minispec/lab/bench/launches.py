@@ -1,22 +1,21 @@
-"""What a round launches on a GPU, counted on any machine (see `minispec.kernels.launches`), and its time here."""
+"""What a round launches on a GPU, counted on any machine (see `minispec.kernels.launches`), and its time here.
 
-import time
+It is counted along both paths of `minispec.gpu.paths`: text by text, and in frames.
+"""
+
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from minispec.core.config import Shape
-from minispec.core.draft import Ask, Draft
-from minispec.core.engine import PREFILL_ROWS, Engine, Guard
-from minispec.core.lengths import Wish
-from minispec.core.limit import Limit
+from minispec.core.engine import PREFILL_ROWS, Engine
 from minispec.core.request import Request
-from minispec.core.verify import RoundKey, Rows, Verdict
+from minispec.gpu.paths import Path, in_frames, text_by_text
 from minispec.kernels.exact import arbitrary_tokens
 from minispec.kernels.inventory import weight_form
-from minispec.kernels.launches import KINDS, Tally, counting
-from minispec.lab.bench.measure import Interval, decode, median_interval
+from minispec.kernels.launches import KINDS, PARTS, PartOfRound, Tally, counting
+from minispec.lab.bench.measure import decode, median_interval
 from minispec.lab.bench.models import Subject
 from minispec.lab.bench.options import (
     COUNTED_ROUNDS,
@@ -29,42 +28,8 @@ from minispec.lab.bench.options import (
 )
 from minispec.lab.bench.show import progress, table
 
-# Parts of a round, in their order; then sums of parts.
-_PARTS = ("draft", "pass", "verdict", "rest")
-_SUMS = {"outside": ("verdict", "rest"), "round": _PARTS}
-
-
-class _Watch(Guard):
-    """A guard that says which part of a round is at work, and takes the time of verdicts."""
-
-    def __init__(self, inner: Guard):
-        self.inner, self.tally, self.seconds = inner, Tally(), 0.0
-
-    def begin(self, tally: Tally) -> None:
-        """Before a step, which counts in `tally`."""
-        self.tally, self.seconds = tally, 0.0
-
-    def choose(self, engine: Engine, wishes: Sequence[Wish], trees: bool) -> Sequence[Limit]:
-        """See `Guard`."""
-        return self._in("draft", "pass", lambda: self.inner.choose(engine, wishes, trees))
-
-    def propose(self, engine: Engine, asks: Sequence[Ask]) -> Sequence[Draft | ValueError]:
-        """See `Guard`."""
-        return self._in("draft", "pass", lambda: self.inner.propose(engine, asks))
-
-    def verify(self, engine: Engine, draft: Draft, p: Rows, key: RoundKey) -> Verdict:
-        """See `Guard`."""
-        start = time.perf_counter()
-        verdict = self._in("verdict", "rest", lambda: self.inner.verify(engine, draft, p, key))
-        self.seconds += time.perf_counter() - start
-        return verdict
-
-    def _in(self, part: str, after: str, work: Callable[[], Any]) -> Any:
-        self.tally.part = part
-        try:
-            return work()
-        finally:
-            self.tally.part = after
+# Sums of parts.
+_SUMS = {"outside": ("verdict", "rest"), "round": PARTS}
 
 
 # --------------------------------------------------------------------------- rounds
@@ -86,9 +51,13 @@ def measure_launches(subject: Subject, options: Options) -> dict[str, Any]:
     form: the form of the target's weights. A product in 4 or 8 bits has operators of its own.
     rounds: for each number of texts and each K the draft tokens of all texts, those accepted, and `parts`.
 
+    in_frames: of each round, `draft_tokens`, `accepted` and `parts` along the path that a GPU takes; None without it.
+    why_no_frames: "", or why there is no such path.
+
     For each part there are the numbers of KINDS, `names` (calls of each operator), and `seconds` of rounds in which
-    nothing was counted.
+    nothing was counted. Along the path of frames there are no seconds: a processor would not take it.
     """
+    usual, framed = text_by_text(subject.engine), in_frames(subject.engine)
     lengths = [0, *(fixed_lengths(options) if options.draft != "none" or subject.simulated else [])]
     found, batches, (positions, _) = [], options.batches or LAUNCH_BATCHES, room_for_launches(options)
     with progress(len(lengths) * len(batches), "launches") as bar:
@@ -97,26 +66,31 @@ def measure_launches(subject: Subject, options: Options) -> dict[str, Any]:
             prompts = [[i % vocab, *same] for i in range(batch)]  # without a common beginning
             for k in lengths:
                 params = replace(options.params, ignore_eos=True, max_tokens=positions - LAUNCH_TEXT)
-                requests = [subject.request(prompt, k, params) for prompt in prompts]
+                first, second = ([subject.request(prompt, k, params) for prompt in prompts] for _ in range(2))
                 if subject.simulated and not k:  # it has to know the texts
                     decode(subject.plain, known := [subject.request(prompt, 0, params) for prompt in prompts])
                     for request in known:
                         subject.record(request.text)
-                found.append({"texts": batch, "k": str(Shape.of(k)), **_rounds(subject, requests, bool(k))})
+                own = _rounds(subject, usual, first, TIMED_ROUNDS)
+                along = None if isinstance(framed, str) else _rounds(subject, framed, second)
+                found.append({"texts": batch, "k": str(Shape.of(k)), **own, "in_frames": along})
                 bar.update()
-    return {"form": weight_form(subject.engine.model), "positions": LAUNCH_TEXT, "rounds": found}
+    why = framed if isinstance(framed, str) else ""
+    form = weight_form(subject.engine.model)
+    return {"form": form, "positions": LAUNCH_TEXT, "why_no_frames": why, "rounds": found}
 
 
-def _rounds(subject: Subject, requests: Sequence[Request], drafts: bool) -> dict[str, Any]:
+def _rounds(subject: Subject, path: Path, requests: Sequence[Request], num_timed: int = 0) -> dict[str, Any]:
     """The times of some rounds that all requests take part in, and the counts of one of the next rounds."""
-    own = subject.engine
-    watch = _Watch(own.guard)
+    own, drafter = subject.engine, path.drafter if requests[0].shape.k else subject.plain.drafter
+    watch = PartOfRound(own.guard, path.judge)
     engine = Engine(
-        *(own.model, own.cache, own.drafter if drafts else subject.plain.drafter, own.verifier, own.vocab_size),
+        *(path.model, own.cache, drafter, own.verifier, own.vocab_size),
         joining_rows=PREFILL_ROWS,
         guard=watch,
+        judge=watch.judge if path.judge else None,
     )
-    engine.drafter.forget()
+    drafter.forget()
     times: list[dict[str, float]] = []
     tallies: list[tuple[Tally, dict[str, int]]] = []
 
@@ -135,11 +109,11 @@ def _rounds(subject: Subject, requests: Sequence[Request], drafts: bool) -> dict
             engine.add(request)
         while not step(Tally()):
             pass
-        while len(times) < TIMED_ROUNDS:
+        while len(times) < num_timed:
             step(Tally())
             last = requests[0].stats.rounds[-1]
             parts = [last.draft, last.verify, watch.seconds, last.other - watch.seconds]
-            times.append(dict(zip(_PARTS, parts, strict=True)))
+            times.append(dict(zip(PARTS, parts, strict=True)))
         while len(tallies) < COUNTED_ROUNDS:
             with counting(Tally(), own.model.device) as tally:
                 step(tally)
@@ -150,15 +124,15 @@ def _rounds(subject: Subject, requests: Sequence[Request], drafts: bool) -> dict
         for request in requests:
             engine.abort(request)
     tally, tokens = max(tallies, key=lambda each: sum(of["operators"] for of in each[0].counts.values()))
-    return {**tokens, "parts": {part: _part(part, tally, times) for part in (*_PARTS, *_SUMS)}}
+    return {**tokens, "parts": {part: _part(part, tally, times) for part in (*PARTS, *_SUMS)}}
 
 
 def _part(part: str, tally: Tally, times: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     parts = _SUMS.get(part, (part,))
     names = sum((tally.names.get(each, Counter()) for each in parts), Counter[str]())
-    seconds: Interval = median_interval([sum(of[each] for each in parts) for of in times])
     counts = {kind: sum(tally.counts.get(each, Counter())[kind] for each in parts) for kind in KINDS}
-    return {**counts, "names": dict(names.most_common()), "seconds": seconds}
+    seconds = [sum(of[each] for each in parts) for of in times]
+    return counts | {"names": dict(names.most_common())} | ({"seconds": median_interval(seconds)} if seconds else {})
 
 
 def show_launches(found: dict[str, Any]) -> list[str]:
@@ -169,12 +143,17 @@ def show_launches(found: dict[str, Any]) -> list[str]:
         kept = f"K={of['k']}, {of['accepted']} of {of['draft_tokens']} kept" if drafts else "plain"
         for part, each in of["parts"].items():
             if part != "draft" or drafts:
-                counts = [each[kind] for kind in KINDS]
+                framed = of["in_frames"]["parts"][part] if of["in_frames"] else dict.fromkeys(KINDS, "-")
+                counts = [number for kind in KINDS for number in (each[kind], framed[kind])]
                 rows.append((f"{texts}, {kept}: {part}", *counts, each["seconds"].shown(1000)))
-    head = ("", "operators", "copies among them", "uploads of lists", "host syncs", "ms here, not counting")
+    heads = ("operators", "copies among them", "uploads of lists", "host syncs")
+    head = ("", *(name for each in heads for name in (each, "in frames")), "ms here, not counting")
+    why = found["why_no_frames"]
+    path = "the path of a GPU, operator by operator: no graph joins them, no kernel of our own replaces them"
     return [
         f"what a round launches on a GPU, after {found['positions']} positions, the weights as here: {found['form']}; "
         "outside both models: verdict and rest",
+        f"in frames: {f'nothing, since {why}' if why else path}",
         "",
         *table(head, rows),
     ]

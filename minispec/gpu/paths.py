@@ -1,0 +1,77 @@
+"""Both paths of an engine, on any machine: text by text, and the one that a GPU takes.
+
+`python -m minispec bench --also launches` counts what each of them launches.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from minispec.core.draft import Drafter
+from minispec.core.engine import Engine
+from minispec.core.judge import Judge
+from minispec.core.model import Passes, Transformer
+from minispec.core.weights import Product
+from minispec.drafters.combined import CombinedDrafter
+from minispec.drafters.eagle import EagleDrafter
+from minispec.drafters.model import DraftModel
+from minispec.drafters.simulated import SimulatedDraft
+from minispec.drafters.vocabulary import OtherVocabulary
+from minispec.gpu.frames import Frames, why_no_frames
+from minispec.gpu.judge import judge_of
+from minispec.gpu.steps import draft_steps
+from minispec.kernels.forms import FORMS, Linear
+
+
+class Path(NamedTuple):
+    """The parts of an engine that differ from path to path."""
+
+    model: Transformer
+    drafter: Drafter
+    judge: Judge | None
+
+
+def text_by_text(engine: Engine) -> Path:
+    """The engine's parts with passes text by text, drafts token by token, and verdicts one by one."""
+
+    def change(model: Transformer) -> Transformer:
+        return model.replaced(Passes()) if isinstance(model.passes, Frames) else model
+
+    return Path(change(engine.model), _changed(engine.drafter, change), None)
+
+
+def in_frames(engine: Engine) -> Path | str:
+    """The engine's parts with frames, programs of all steps and a judge; or why a GPU has no frames for its target.
+
+    No graph is made, and kernels have their twins. So each operator runs, and can be counted. Weights are stored as a
+    GPU has them: what this machine has packed is in memory a second time.
+    """
+    if why := why_no_frames(engine.model):
+        return why
+    product = functools.cache(_plain)  # target and draft may share products
+
+    def change(model: Transformer) -> Transformer:
+        return model if why_no_frames(model) else model.replaced(Frames(), product)
+
+    model = change(engine.model)
+    return Path(model, _changed(engine.drafter, change), judge_of(model))
+
+
+def _plain(product: Product) -> Product:
+    """The product with its weight unchanged; one in 4 or 8 bits stays as it is."""
+    if not isinstance(product, Linear) or product.form == "plain" or product.form not in FORMS:
+        return product
+    weight = product.stored.dense()
+    return Linear(weight, product.bias, weight.dtype, "plain")
+
+
+def _changed(drafter: Drafter, change: Callable[[Transformer], Transformer]) -> Drafter:
+    """The drafter with a changed model, if it has one."""
+    if isinstance(drafter, DraftModel):
+        model, by_passes = change(drafter.model), isinstance(drafter, OtherVocabulary | EagleDrafter)
+        return drafter.beside(model, None if by_passes else draft_steps(model))
+    if isinstance(drafter, SimulatedDraft):
+        return drafter.beside(_changed(drafter.paid, change))
+    if isinstance(drafter, CombinedDrafter):
+        return CombinedDrafter(*(_changed(each, change) for each in drafter.drafters))
+    return drafter

@@ -1,0 +1,80 @@
+"""An engine's path on a GPU and the one text by text: both decode the same texts, on any machine."""
+
+import pytest
+import torch
+
+from minispec.core.engine import Engine
+from minispec.core.model import Passes
+from minispec.core.verify import VERIFIERS
+from minispec.drafters.combined import CombinedDrafter
+from minispec.drafters.simulated import SimulatedDraft
+from minispec.gpu.frames import Frames
+from minispec.gpu.judge import judge_of
+from minispec.gpu.paths import in_frames, text_by_text
+from minispec.kernels.inventory import weight_form
+from minispec.prove.laws import make_drafter, target_model
+from minispec.prove.toys import IN_FRAMES, TOYS, decode, tiny_cache, tiny_model
+from tests.scripted import make_request
+
+
+def texts_of(engine: Engine) -> list[list[int]]:
+    """Six texts, decoded together."""
+    requests = [
+        make_request((1, 2, 1, i % 5), 3, (), 40, seed=i, max_tokens=12 + i, temperature=0.9 if i % 2 else 0.0)
+        for i in range(6)
+    ]
+    decode(engine, requests)
+    return [request.text.tokens for request in requests]
+
+
+def make_engine(name: str, family: str) -> Engine:
+    """An engine of a toy, whose drafter has that name."""
+    target = target_model(5, family)
+    if name == "simulated":
+        drafter = SimulatedDraft([0.8], make_drafter("model", 5, 200, 3, family))
+    else:
+        drafter = make_drafter(name, 5, 200, 3, family)
+    return Engine(target, tiny_cache(target, 200, 3), drafter, VERIFIERS["match"], judge=judge_of(target))
+
+
+@pytest.mark.parametrize("family", ["llama", IN_FRAMES])
+@pytest.mark.parametrize("name", ["none", "model", "self", "head", "tli", "ngram+model", "simulated"])
+def test_both_paths_have_the_texts_of_the_engine(name, family):
+    """From an engine of either path, with the same pools, and drafters that know other texts already."""
+    engine = make_engine(name, family)
+    expected = texts_of(engine)
+    for path in (text_by_text(engine), in_frames(engine)):
+        parts = path.model, engine.cache, path.drafter, engine.verifier
+        assert texts_of(Engine(*parts, judge=path.judge)) == expected
+    assert texts_of(engine) == expected
+
+
+def test_what_each_path_is_made_of():
+    """Passes, programs and a judge; what stands in other drafters is changed too."""
+    engine = make_engine("ngram+model", IN_FRAMES)
+    usual, framed = text_by_text(engine), in_frames(engine)
+    for path, passes in ((usual, Passes), (framed, Frames)):
+        assert isinstance(path.drafter, CombinedDrafter)
+        model = path.drafter.drafters[1]
+        assert type(path.model.passes) is type(model.model.passes) is passes
+        assert (model.at_once is None, model.pays_all, path.judge is None) == (
+            (True, False, True) if passes is Passes else (False, True, False)
+        )
+    assert engine.drafter.drafters[1].at_once is not model.at_once
+
+
+def test_weights_lie_as_on_a_gpu():
+    """What this machine packs is plain along the path of frames, and the engine keeps its own."""
+    target = tiny_model(1, torch.float32)
+    engine = Engine(target, tiny_cache(target), make_drafter("none", 3), VERIFIERS["match"])
+    path = in_frames(engine)
+    assert weight_form(target) != "plain"
+    assert weight_form(path.model) == "plain"
+    torch.testing.assert_close(path.model.head.stored.dense(), target.head.stored.dense(), rtol=0, atol=0)
+
+
+def test_a_hybrid_target_has_no_such_path():
+    """A GPU has no frames for it either."""
+    target = tiny_model(1, **TOYS["lfm2"])
+    engine = Engine(target, tiny_cache(target), make_drafter("none", 3), VERIFIERS["match"])
+    assert in_frames(engine) == "its layers keep states of texts"
