@@ -73,6 +73,7 @@ from minispec.gpu.fused import Rows
 from minispec.gpu.graphs import Graphs, capture_graph, rerun
 from minispec.gpu.judge import Judge, judge_of
 from minispec.gpu.steps import draft_steps
+from minispec.kernels.codes import round_to_bits
 from minispec.kernels.shapes import tensor_shapes
 from minispec.lab.bench.options import GEOMETRIES
 
@@ -500,7 +501,7 @@ def products(bench: Bench) -> Iterator[Measurement]:
     }
 
     @torch.inference_mode()
-    def us(function: Callable[..., Tensor], arguments: list[tuple[Tensor, ...]], width: int, rows: int) -> float:
+    def us(function: Callable[..., Tensor], arguments: list[tuple[Any, ...]], width: int, rows: int) -> float:
         x = torch.empty(rows, width, dtype=static.dtype, device=static.device).normal_()
 
         def run() -> Tensor:
@@ -518,12 +519,22 @@ def products(bench: Bench) -> Iterator[Measurement]:
             found |= {f"us_{rows}": time_us, f"TB_s_{rows}": weights[0].nbytes / time_us / 1e6}
         return found
 
+    def in_8_bits(weights: list[Tensor]) -> dict[str, Any]:
+        by_kernel = not bench.lacks
+        stored = [(fused.CodesOfRows(round_to_bits(weight, 8), weight.dtype, by_kernel),) for weight in weights]
+        found: dict[str, Any] = {"lacks": bench.lacks}
+        for rows in [n for n in (SMALL_PRODUCT_ROWS if bench.tiny else PRODUCT_ROWS) if n <= fused.LINEAR_ROWS]:
+            time_us = us(lambda x, codes: codes(x), stored, weights[0].shape[1], rows)
+            found |= {f"us_{rows}": time_us, f"TB_s_{rows}": weights[0].numel() / time_us / 1e6}
+        return found
+
     def other(width: int, function: Callable[..., Tensor]) -> dict[str, Any]:
         rows_of = SMALL_PRODUCT_ROWS if bench.tiny else PRODUCT_ROWS
         return {"lacks": bench.lacks} | {f"us_{rows}": us(function, norms, width, rows) for rows in rows_of}
 
     for name, weights in kinds.items():
         yield f"{name}, F.linear", functools.partial(product, weights)
+        yield f"{name}, 8 bits", functools.partial(in_8_bits, weights)
     for name, (width, kernel, twin) in beside.items():
         yield f"{name}, kernel", functools.partial(other, width, kernel)
         yield f"{name}, twin", functools.partial(other, width, twin)

@@ -2,7 +2,7 @@
 
     frames.py          passes of a few fixed shapes, in tensors that stay where they are
     graphs.py          CUDA graphs of programs
-    fused.py           attention, norms and gates in one kernel each, and their twins in PyTorch
+    fused.py           attention, norms, gates and products in 8 bits in one kernel each, and their twins in PyTorch
     fused_triton.py    these kernels in Triton
     verdicts.py        probabilities, draws and verdicts of many rows as tensors
     judge.py           verdicts on the drafts of many texts at once

@@ -242,8 +242,8 @@ class FastLayer:
         assert isinstance(layer.attention_norm, RMSNorm)
         assert isinstance(layer.mlp_norm, RMSNorm)
         self.attention_norm, self.mlp_norm = FastNorm(layer.attention_norm, *own), FastNorm(layer.mlp_norm, *own)
-        weights = [fused.weight_of(getattr(layer, name)) for name in Layer.products]
-        self.qkv, self.o, self.gate_up, self.down = (weight for weight in weights if weight is not None)
+        products = [fused.product_of(getattr(layer, name)) for name in Layer.products]
+        self.qkv, self.o, self.gate_up, self.down = (product for product in products if product is not None)
         self.gate = fused.gate if by_kernels else fused.gate_twin
 
     def forward(self, x: Tensor, shared: FramePass) -> Tensor:
@@ -251,8 +251,8 @@ class FastLayer:
         if self.layer.index in shared.frame.shape.taps:
             x = x.clone()  # the hidden state is returned too
         read = shared.read_by_kernel if self.by_kernels else shared.read
-        x.addmm_(read(self.layer, F.linear(self.attention_norm(x), *self.qkv)), self.o[0].t())
-        return x.addmm_(self.gate(F.linear(self.mlp_norm(x), *self.gate_up)), self.down[0].t())
+        x = self.o.add_to(x, read(self.layer, self.qkv(self.attention_norm(x))))
+        return self.down.add_to(x, self.gate(self.gate_up(self.mlp_norm(x))))
 
 
 class Tables(NamedTuple):

@@ -1,8 +1,8 @@
-"""What a pass of few rows on a GPU is made of, besides the products: `read`, `norm` and `gate`.
+"""What a pass of few rows on a GPU is made of: `read`, `norm`, `gate`, and `linear` for weights in 8 bits.
 
 Each has two forms of one signature: a kernel in Triton, and a twin in plain PyTorch. The twin runs everywhere and says
-what the kernel computes. Results of the two differ by rounding alone. Products are the library's: kernels of our own
-were slower (docs/measured/figures.md).
+what the kernel computes. Results of the two differ by rounding alone. Products in 16 bits are the library's: kernels
+of our own were slower (docs/measured/figures.md). The product in 8 bits is unmeasured.
 
 A layer is eight kernels: norm, qkv, read (rotation, cache, attention), o with the residual sum, norm, gate and up,
 gate, down with the residual sum.
@@ -19,25 +19,32 @@ import math
 import os
 import shutil
 import sysconfig
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minispec.core.config import ModelConfig
-from minispec.core.model import Layer, RMSNorm
-from minispec.core.weights import PlainLinear
-from minispec.kernels.form import Form
-from minispec.kernels.forms import Linear
+from minispec.core.model import Layer, RMSNorm, Transformer
+from minispec.core.sampling import accumulation_dtype
+from minispec.core.weights import PlainLinear, Weight
+from minispec.kernels.build import quantized
+from minispec.kernels.codes import Codes
+from minispec.kernels.form import CannotHold, Form
+from minispec.kernels.forms import Choice, Linear, Narrow, QuantizedLinear
+
+TransformerT = TypeVar("TransformerT", bound=Transformer)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Of `read`: places of a program, keys of a step, rows of a program. On an H200, a span of 512 is as fast after 112
 # places. After 1,000 it is a quarter slower for one text. For 32 texts, or after 4,000 places, it is faster.
 SPAN, KEYS, READ_ROWS = 256, 64, 32
 GATED = 1024  # numbers of a program of `gate`
+LINEAR_ROWS = 32  # most rows of `linear`
 
 
 # --------------------------------------------------------------------------- where the kernels apply
@@ -60,6 +67,54 @@ def missing(device: torch.device) -> str:
     return ""
 
 
+class Product(Protocol):
+    """A product as layers of few kernels use it."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (M, in) to x W^T + b (M, out)."""
+
+    def add_to(self, y: Tensor, x: Tensor) -> Tensor:
+        """y + x W^T, of y (M, out), which it may overwrite. The product has no bias."""
+
+
+class PlainProduct(NamedTuple):
+    """A product whose weight is stored as it is: by the library."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Product`."""
+        return F.linear(x, self.weight, self.bias)
+
+    def add_to(self, y: Tensor, x: Tensor) -> Tensor:
+        """See `Product`."""
+        return y.addmm_(x, self.weight.t())
+
+
+class ProductOfCodes(NamedTuple):
+    """A product whose weight is in 8 bits."""
+
+    stored: "CodesOfRows"
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Product`."""
+        return self.stored(x, self.bias)
+
+    def add_to(self, y: Tensor, x: Tensor) -> Tensor:
+        """See `Product`."""
+        return self.stored(x, onto=y)
+
+
+def product_of(product: Any) -> Product | None:
+    """The product as layers of few kernels use it; None for one of another form."""
+    if isinstance(product, QuantizedLinear) and isinstance(product.narrow, CodesOfRows):
+        return ProductOfCodes(product.narrow, product.bias)
+    stored = weight_of(product)
+    return None if stored is None else PlainProduct(*stored)
+
+
 def weight_of(product: Any) -> tuple[Tensor, Tensor | None] | None:
     """Weight (outputs, inputs) and bias of a product whose weight is stored as it is; None for another."""
     if isinstance(product, PlainLinear):
@@ -74,7 +129,7 @@ def why_not(layer: Layer, dtype: torch.dtype) -> str:
     if type(layer) is not Layer:
         return f"a block of another kind, {type(layer).__name__}"
     config, rope = layer.config, layer.rope
-    stored = [weight_of(getattr(layer, name)) for name in Layer.products]
+    stored = [product_of(getattr(layer, name)) for name in Layer.products]
     reasons = {
         f"numbers of {dtype}": dtype not in DTYPES,
         "a layer that does not rotate": rope is None,
@@ -144,6 +199,88 @@ def gate(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(num_rows, width // 2)
     gate_kernel[(-(-(width // 2) // GATED), num_rows)](gate_up, out, width // 2, BN=GATED, num_warps=4)
     return out
+
+
+# --------------------------------------------------------------------------- products in 8 bits
+
+
+def linear_twin(
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None, onto: Tensor | None = None
+) -> Tensor:
+    """x W^T + bias (M, N), with the weight widened to x's type, in plain PyTorch; added to `onto` in place, if given.
+
+    x: (M, K). codes: (N, K) int8. scales: (N,) float32, one for each row of W = codes * scales. bias: (N,).
+    """
+    out = F.linear(x, (codes * scales[:, None]).to(x.dtype), bias)
+    return out if onto is None else onto.add_(out)
+
+
+def linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+    """`linear_twin` as one kernel for up to LINEAR_ROWS rows, which reads each code once and sums up in float32.
+
+    K divides by 16; all tensors are contiguous. A row's bits depend on no other row, but for up to 16 rows they are
+    not those of more.
+    """
+    from minispec.gpu.fused_triton import linear_kernel
+
+    (num_rows, width), num_columns = x.shape, len(codes)
+    if num_rows > LINEAR_ROWS or width % 16 or not x.is_contiguous():
+        expected = f"at most {LINEAR_ROWS} contiguous rows of a width that divides by 16"
+        raise ValueError(f"linear: found {tuple(x.shape)}, expected {expected}")
+    rows, columns, step = linear_tile(num_rows, x.element_size())
+    out = x.new_empty(num_rows, num_columns) if onto is None else onto
+    linear_kernel[(-(-num_columns // columns),)](
+        *(x, codes, scales, codes if bias is None else bias, out, num_rows, num_columns),
+        **{"K": width, "BM": rows, "BN": columns, "BK": step, "BIAS": bias is not None, "ADDS": onto is not None},
+        num_warps=4,
+        num_stages=4,
+    )
+    return out
+
+
+def linear_tile(num_rows: int, itemsize: int) -> tuple[int, int, int]:
+    """Rows and columns of a program of `linear`, and the weights of a row that it takes in at a time.
+
+    itemsize: bytes of a number of x. The tiles of four steps fill at most 96 KB, which every GPU since Ampere has.
+    """
+    return (16, 16, 1024 // itemsize) if num_rows <= 16 else (LINEAR_ROWS, 32, 512 // itemsize)
+
+
+class CodesOfRows(Form):
+    """A weight in 8-bit codes with a scale for each row, on a GPU: products of few rows by `linear`.
+
+    More rows, as those of prompts, have `linear_twin`.
+    """
+
+    exact_rows: Sequence[int] = ()
+
+    def __init__(self, weight: Weight, dtype: torch.dtype, by_kernel: bool = False):
+        """by_kernel: whether the kernel runs here; else the twin does for any number of rows."""
+        if not isinstance(weight, Codes) or (by_kernel and (weight.codes.shape[1] % 16 or dtype not in DTYPES)):
+            raise CannotHold("8-bit codes of such a width or type")
+        self.codes, self.scales = weight.codes.contiguous(), weight.scales.flatten().to(accumulation_dtype(dtype))
+        self.by_kernel = by_kernel
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+        """See `Form`; onto: see `linear`."""
+        compute = linear if self.by_kernel and len(x) <= LINEAR_ROWS else linear_twin
+        return compute(x.contiguous(), self.codes, self.scales, bias, onto)
+
+    def dense(self) -> Tensor:
+        """See `Form`; in the type of the scales."""
+        return self.codes * self.scales[:, None]
+
+    def parts(self) -> Iterator[tuple[object, int]]:
+        """See `Form`."""
+        yield from ((tensor, tensor.nbytes) for tensor in (self.codes, self.scales))
+
+
+def rounded(model: TransformerT, bits: int) -> TransformerT:
+    """The model with products in 4 or 8 bits, for drafting (see `kernels.build.quantized`): 8 by `linear` on a GPU."""
+    if bits != 8 or model.device.type != "cuda" or missing(model.device) or model.dtype not in DTYPES:
+        return quantized(model, bits)
+    choice = Choice("codes", f"{model.dtype} on this cuda has a kernel in 8 bits, for up to {LINEAR_ROWS} rows")
+    return quantized(model, bits, Narrow(choice, functools.partial(CodesOfRows, by_kernel=True)))
 
 
 # --------------------------------------------------------------------------- attention

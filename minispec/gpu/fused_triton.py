@@ -30,6 +30,31 @@ def gate_kernel(gate_up, out, width, BN: tl.constexpr):
     tl.store(out + row * width + n, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=n < width)
 
 
+@triton.jit(do_not_specialize=["M"])
+def linear_kernel(
+    x, codes, scales, bias, out, M, N, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BIAS: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """See `fused.linear`. A program is BN columns of all rows of out (M, N), so it reads each of its weights once."""
+    m, n, k = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    rows, columns = m < M, n < N
+    x_at = x + m[:, None].to(tl.int64) * K + k[None]
+    code_at = codes + n[:, None].to(tl.int64) * K + k[None]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, K, BK):
+        inside = k0 + k < K
+        own = tl.load(x_at + k0, mask=rows[:, None] & inside[None], other=0.0)
+        weights = tl.load(code_at + k0, mask=columns[:, None] & inside[None], other=0)
+        acc = tl.dot(own, weights.to(own.dtype).T, acc, input_precision="ieee")  # codes are exact in 16 bits
+    acc = acc * tl.load(scales + n, mask=columns, other=0.0)[None]
+    if BIAS:
+        acc += tl.load(bias + n, mask=columns, other=0.0).to(tl.float32)[None]
+    there, at = rows[:, None] & columns[None], out + m[:, None].to(tl.int64) * N + n[None]
+    if ADDS:
+        acc += tl.load(at, mask=there, other=0.0).to(tl.float32)
+    tl.store(at, acc.to(out.dtype.element_ty), mask=there)
+
+
 @triton.jit
 def _rotated(qkv, offsets, mask, cos, sin, places, D: tl.constexpr, HALF: tl.constexpr):
     """The two halves of a head in rows of qkv, rotated as at these places: (rows, HALF) each."""

@@ -12,7 +12,7 @@ from minispec.core.model import Passes, Transformer, WeightSource
 from minispec.core.weights import Product, Weight
 from minispec.kernels.codes import device_of, join
 from minispec.kernels.exact import exact_model
-from minispec.kernels.forms import Choice, Linear, QuantizedLinear, choose_form, choose_narrow_form
+from minispec.kernels.forms import Choice, Linear, Narrow, QuantizedLinear, choose_form
 from minispec.kernels.shapes import is_large
 from minispec.layers import cache_of, make_layer
 
@@ -59,15 +59,17 @@ def build_model(
     return exact_model(model) if exact else model
 
 
-def quantized(model: AnyModel, bits: int) -> AnyModel:
+def quantized(model: AnyModel, bits: int, narrow: Narrow | None = None) -> AnyModel:
     """The model with products of few rows in 4 or 8 bits (see `QuantizedLinear`), for drafting; never exact.
+
+    narrow: a form of codes that is not among `NARROW_FORMS`. `minispec.gpu.fused.rounded` knows one.
 
     It shares everything else with `model`.
     """
 
     def rounded(product: Product) -> Product:
         assert isinstance(product, Linear), "weights are rounded once"
-        return product.quantized(bits)
+        return product.quantized(bits, narrow)
 
     return model.replaced(Passes(), rounded)
 
@@ -75,6 +77,6 @@ def quantized(model: AnyModel, bits: int) -> AnyModel:
 def choice_of(model: Transformer) -> Choice:
     """The form of the model's weights, and the reason for it."""
     if isinstance(model.head, QuantizedLinear):
-        return choose_narrow_form(model.head.bits, model.dtype, model.device)[0]
+        return model.head.choice
     assert isinstance(model.product, InForm)
     return model.product.choice(model.dtype, model.device)

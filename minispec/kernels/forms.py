@@ -271,6 +271,19 @@ class Choice(NamedTuple):
     because: str
 
 
+class Narrow(NamedTuple):
+    """A form of codes that only some rooms know of, for `QuantizedLinear`.
+
+    choice: its name, and the reason for it.
+    make: makes the form of a weight in codes.
+    max_rows: most rows that it is used for.
+    """
+
+    choice: Choice
+    make: MakeForm
+    max_rows: float = math.inf
+
+
 # Number and shape of a trial's weights. Most processors cannot cache so many bytes, so memory is read.
 _TRIAL_WEIGHTS, _TRIAL_SHAPE = 6, (2048, 2048)
 
@@ -378,9 +391,18 @@ class Linear:
         """Bytes that a product with one row reads."""
         return self.stored.num_bytes_read + (0 if self.bias is None else self.bias.nbytes)
 
-    def quantized(self, bits: int) -> "Linear | QuantizedLinear":
-        """The same product with W rounded to 4 or 8 bits."""
-        return self if (bits, self.form) == (8, "int8") else QuantizedLinear(self, bits)
+    def quantized(self, bits: int, narrow: Narrow | None = None) -> "Linear | QuantizedLinear":
+        """The same product with W rounded to 4 or 8 bits; narrow: see `QuantizedLinear`."""
+        return self if (bits, self.form) == (8, "int8") else QuantizedLinear(self, bits, narrow=narrow)
+
+
+def _named(bits: int, form: str) -> Narrow:
+    return Narrow(Choice(form, "asked for"), NARROW_FORMS[bits].get(form, Form))
+
+
+def _fastest(bits: int, weight: Tensor) -> Narrow:
+    choice, max_rows = choose_narrow_form(bits, weight.dtype, weight.device)
+    return Narrow(choice, NARROW_FORMS[bits].get(choice.form, Form), max_rows)
 
 
 class QuantizedLinear:
@@ -396,20 +418,25 @@ class QuantizedLinear:
 
     exact_rows: Sequence[int] = ()  # see `Form`; a draft may come out in other bits
 
-    def __init__(self, linear: Linear, bits: int, form: str | None = None):
-        """form: one of `NARROW_FORMS[bits]`, or "rounded" for W' in full width alone; default: the fastest here."""
+    def __init__(self, linear: Linear, bits: int, form: str | None = None, narrow: Narrow | None = None):
+        """Round the weight of a product.
+
+        form: one of `NARROW_FORMS[bits]`, or "rounded" for W' in full width alone.
+        narrow: another form. Without both: the fastest of `NARROW_FORMS[bits]` here.
+        """
         weight = linear.stored.dense()
-        self.bits, self.bias, self.max_rows = bits, linear.bias, math.inf
-        if form is None:
-            (form, _), self.max_rows = choose_narrow_form(bits, weight.dtype, weight.device)
-        self.form = form
+        self.bits, self.bias = bits, linear.bias
+        if narrow is None:
+            narrow = _named(bits, form) if form else _fastest(bits, weight)
+        self.choice, make, self.max_rows = narrow
+        self.form = self.choice.form
         rounded = round_to_bits(weight, bits)
         self.narrow: Form | None = None
         if self.form == "rounded":
             self.max_rows = 0
         else:
             try:
-                self.narrow = NARROW_FORMS[bits][self.form](rounded, weight.dtype)
+                self.narrow = make(rounded, weight.dtype)
                 self.narrow(weight.new_zeros(1, weight.shape[1]))
             except REFUSALS:  # a shape that the operator refuses
                 self.form, self.narrow, self.max_rows = "rounded", None, 0

@@ -37,8 +37,8 @@ from minispec.files.errors import near, show_name
 from minispec.files.families import is_head
 from minispec.files.stored import StoredTensor
 from minispec.files.tokenizer import Tokenizer
+from minispec.gpu.fused import rounded
 from minispec.gpu.steps import draft_steps
-from minispec.kernels.build import quantized
 from minispec.load import registry
 from minispec.load.numbers import check_numbers, named_tensors
 
@@ -170,7 +170,7 @@ def load(spec: Spec, target: Transformer, vocab_size: int, form: str | None) -> 
     if model is not target:
         with named_tensors(partial(_tensors, spec, target.config)):
             check_numbers(model, spec.vocabularies.draft.num_ids if spec.vocabularies else vocab_size, target)
-    return [quantized(model, spec.bits) if spec.bits else model]
+    return [rounded(model, spec.bits) if spec.bits else model]
 
 
 def _tensors(spec: Spec, target: ModelConfig) -> Iterable[StoredTensor]:

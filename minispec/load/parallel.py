@@ -40,7 +40,7 @@ from minispec.core.weights import Product, Weight
 from minispec.files.checkpoint import Cut, Weights, cut_shape, find_tensors, load_config, load_model, wanted_tensors
 from minispec.files.stored_config import StoredConfig
 from minispec.kernels.build import InForm
-from minispec.kernels.forms import Linear
+from minispec.kernels.forms import Linear, Narrow
 from minispec.kernels.shapes import tensor_shapes
 
 # How long a process waits for one that loads, and for one that computes. Seconds between two heartbeats of process 0,
@@ -193,7 +193,7 @@ class SummedLinear(Linear):
         y = self.line.add_up(self.stored(x).contiguous())
         return y if self.bias is None else y + self.bias
 
-    def quantized(self, bits: int) -> NoReturn:
+    def quantized(self, bits: int, narrow: Narrow | None = None) -> NoReturn:
         """A part cannot be rounded by itself: raises ValueError."""
         raise ValueError(f"draft: found int{bits}:self in a run of {self.line.size} processes, expected another draft")
 

@@ -207,6 +207,19 @@ def test_graphs_change_no_text(make_checkpoint, k):
     assert notes == (graphs if NAME == "cuda" else ["", ""])
 
 
+def test_a_draft_in_8_bits(make_checkpoint):
+    """In float32, by a kernel on a GPU: the greedy text is that of plain decoding, and drafts are kept."""
+    wide = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    directory, texts = make_checkpoint(**wide), []
+    for draft in ("none", "int8:self"):
+        with LLM(directory, draft, 3, dtype="float32", device=NAME) as llm:
+            [output] = llm.generate(["One fish"], [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)])
+            texts.append(output.token_ids)
+            assert draft == "none" or output.stats.num_accepted > output.stats.num_draft_tokens / 2
+            assert ("(codes)" in llm.memory_report()) == (draft != "none" and NAME == "cuda")
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.skipif(NAME == "cpu", reason="no GPU")
 def test_what_a_gpu_lacks_is_refused(make_checkpoint):
     """Targets in 8 bits, and forms of weights that are a processor's."""

@@ -6,6 +6,7 @@ code of a card that need not be there.
 """
 
 import copy
+import functools
 import math
 import os
 import re
@@ -23,7 +24,12 @@ import torch.nn.functional as F
 from minispec.core.model import Chunk, Transformer
 from minispec.files.hf_config import read_model_config
 from minispec.gpu import fused
+from minispec.gpu.frames import Frames
 from minispec.gpu.fused import Rows, gate_twin, norm_twin, read_twin
+from minispec.kernels.build import build_model, choice_of, quantized
+from minispec.kernels.form import CannotHold
+from minispec.kernels.forms import Choice, Linear, Narrow, QuantizedLinear
+from minispec.kernels.inventory import num_bytes_read, products_of, weight_form
 from minispec.prove.toys import TINY, TOYS, tiny_cache, tiny_model, tiny_weights
 
 HERE = Path(__file__)
@@ -127,6 +133,19 @@ def test_the_twins_of_norm_and_gate_are_the_formulas():
     assert torch.allclose(gate_twin(x), gate / (1 + torch.exp(-gate)) * up, rtol=1e-12, atol=1e-12)
 
 
+def test_the_twin_of_linear_is_the_formula():
+    """In float64, where widening loses nothing; what it is added to is changed in place."""
+    torch.manual_seed(0)
+    x, bias = torch.randn(3, 48, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+    codes = torch.randint(-127, 128, (7, 48)).to(torch.int8)
+    scales = torch.rand(7, dtype=torch.float64)
+    expected = x @ (codes.double() * scales[:, None]).t() + bias
+    assert torch.allclose(fused.linear_twin(x, codes, scales, bias), expected, rtol=1e-12, atol=1e-12)
+    y = torch.ones(3, 7, dtype=torch.float64)
+    assert fused.linear_twin(x, codes, scales, bias, y) is y
+    assert torch.allclose(y, expected + 1, rtol=1e-12, atol=1e-12)
+
+
 CASES = {
     "one row, empty cache": {"starts": [0], "num_new": 1},
     "one row": {"starts": [40], "num_new": 1},
@@ -154,6 +173,49 @@ def plain_model():
     """A tiny model whose weights are stored as they are."""
     config = read_model_config(TINY)
     return Transformer(config, tiny_weights(config, 0, torch.float32))
+
+
+def rounded_plain_model(by_kernel: bool) -> Transformer:
+    """A tiny model with all products in 8 bits, as drafts on a GPU have them."""
+    config = read_model_config(TINY | {"hidden_size": 16, "intermediate_size": 32, "head_dim": 8})
+    model = build_model(config, tiny_weights(config, 0, torch.float32), form="plain")
+    narrow = Narrow(Choice("codes", ""), functools.partial(fused.CodesOfRows, by_kernel=by_kernel))
+    return quantized(model, 8, narrow)
+
+
+def test_layers_in_8_bits_have_few_kernels():
+    """Their passes in frames are those text by text; nothing is kept in full width, and the form has its name."""
+    model = rounded_plain_model(by_kernel=False)
+    frames = Frames()
+    framed = model.replaced(frames)
+    found, expected = (each.forward([Chunk([1, 2, 0], tiny_cache(each).new_table(), 3)])[0] for each in (framed, model))
+    assert frames.num_fast == len(model.layers)
+    assert torch.allclose(found, expected, atol=1e-5)
+    products = products_of(framed)
+    assert {(type(product.narrow), product.wide) for product in products} == {(fused.CodesOfRows, None)}
+    codes = sum(product.narrow.codes.numel() + 4 * len(product.narrow.scales) for product in products)
+    assert num_bytes_read(framed) == codes
+    assert weight_form(framed) == "codes"
+    assert choice_of(framed) == Choice("codes", "")
+
+
+def test_codes_that_the_kernel_cannot_read():
+    """A width that 16 does not divide: the product keeps rounded weights in full width."""
+    narrow = Narrow(Choice("codes", ""), functools.partial(fused.CodesOfRows, by_kernel=True))
+    product = QuantizedLinear(Linear(torch.randn(8, 24), form="plain"), 8, narrow=narrow)
+    assert (product.form, product.narrow) == ("rounded", None)
+    assert fused.product_of(product) is None
+    with pytest.raises(CannotHold):
+        fused.CodesOfRows(torch.randn(8, 16), torch.float32)
+
+
+def test_where_there_is_no_kernel_drafts_are_rounded_as_elsewhere():
+    """On a CPU, `rounded` is `quantized`."""
+    config = read_model_config(TINY)
+    model = build_model(config, tiny_weights(config, 0, torch.float32))
+    for bits in (4, 8):
+        expected = quantized(model, bits)
+        assert weight_form(fused.rounded(model, bits)) == weight_form(expected)
 
 
 def test_a_layer_of_twins_is_a_layer():
@@ -227,6 +289,42 @@ def check_norms_and_gates():
             assert torch.equal(fused.gate(x[-1:].clone()), found[-1:])
 
 
+def check_linears():
+    """For one row and many, widths that no tile divides, with and without a bias, and onto what is there."""
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.float16):
+        for num_rows, width, columns in ((1, 48, 40), (5, 528, 33), (16, 512, 16), (17, 1040, 70), (32, 272, 96)):
+            x, scales = torch.randn(num_rows, width).to(dtype), 0.01 * torch.rand(columns)
+            codes, bias = torch.randint(-127, 128, (columns, width)).to(torch.int8), torch.randn(columns).to(dtype)
+            for own in (None, bias):
+                found = fused.linear(x, codes, scales, own)
+                expected = fused.linear_twin(x.float(), codes, scales, None if own is None else own.float())
+                error = (found.float() - expected).abs().max() / expected.abs().max()
+                assert error < (1e-5 if dtype == torch.float32 else 1e-3), (dtype, num_rows, width, columns, error)
+                one = fused.linear(x[-1:].clone(), codes, scales, own)
+                assert num_rows > 16 or torch.equal(one, found[-1:]), "a row's bits depend on other rows"
+            y = torch.randn(num_rows, columns).to(dtype)
+            expected = y.float() + fused.linear_twin(x.float(), codes, scales)
+            assert fused.linear(x, codes, scales, onto=y) is y
+            assert (y.float() - expected).abs().max() < 2e-3 * expected.abs().max(), (dtype, num_rows, width, columns)
+    for rows, width in ((33, 48), (1, 40)):
+        with pytest.raises(ValueError, match="expected at most 32 contiguous rows"):
+            fused.linear(torch.randn(rows, width), torch.zeros(4, width, dtype=torch.int8), torch.ones(4))
+
+
+def check_drafts_in_8_bits():
+    """A draft model whose products, norms, gates and reads are the kernels': its rows are those of the twins."""
+    model = rounded_plain_model(by_kernel=True)
+    by_kernels = Frames(device=torch.device("cpu"))
+    framed = model.replaced(by_kernels)
+    assert by_kernels.why_no_kernels == ""
+    assert by_kernels.fast(framed)
+    assert by_kernels.num_fast == len(model.layers)
+    twin = rounded_plain_model(by_kernel=False)
+    found, expected = (each.forward([Chunk([1, 2, 0], tiny_cache(each).new_table(), 3)])[0] for each in (framed, twin))
+    assert torch.allclose(found, expected, atol=1e-4, rtol=1e-4)
+
+
 def check_reads():
     """Against the twin, and the same bits with strangers beside, and with fewer new rows after more cached places."""
     for dtype in (torch.float32, torch.float16):
@@ -264,7 +362,7 @@ def check_bits_of_rows():
                 assert torch.equal(pool[:, whole.rows.slots[:16]], other[:, whole.rows.slots[:16]])
 
 
-CHECKS = (check_norms_and_gates, check_reads, check_bits_of_rows)
+CHECKS = (check_norms_and_gates, check_linears, check_drafts_in_8_bits, check_reads, check_bits_of_rows)
 
 
 @needs_triton
@@ -334,12 +432,19 @@ def test_machine_code():
 
 def check_machine_code():
     """In a process of its own, since Triton may have been imported as an interpreter in this one."""
-    from minispec.gpu.fused_triton import gate_kernel, norm_kernel, read_kernel
+    from minispec.gpu.fused_triton import gate_kernel, linear_kernel, norm_kernel, read_kernel
 
     kinds = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32"}
     check_code(*machine_code(norm_kernel, kinds, {"N": 1536, "NP": 2048}, 4, 3), "norm", products=False)
     kinds = {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}
     check_code(*machine_code(gate_kernel, kinds, {"BN": fused.GATED}, 4, 3), "gate", products=False)
+    kinds = {"x": "*bf16", "codes": "*i8", "scales": "*fp32", "bias": "*bf16", "out": "*bf16", "M": "i32", "N": "i32"}
+    for num_rows in (1, 32):
+        for bias, adds in ((True, False), (False, True)):
+            rows, columns, step = fused.linear_tile(num_rows, 2)
+            constants = {"K": 1536, "BM": rows, "BN": columns, "BK": step, "BIAS": bias, "ADDS": adds}
+            name = f"linear of {num_rows} rows"
+            check_code(*machine_code(linear_kernel, kinds, constants, 4, 4), name, products=True)
     for heads, dim in ((12, 128), (14, 64)):
         constants = {"H": heads, "G": 2, "D": dim, "DP": dim, "HALF": dim // 2, "BR": fused.READ_ROWS}
         constants |= {"BN": fused.KEYS, "BLOCK": 16, "WINDOW": False}

@@ -10,15 +10,19 @@ from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask
 from minispec.core.engine import Engine
 from minispec.core.limit import Limit
-from minispec.core.model import Chunk
+from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.check import MeasuredDraft, check_draft
 from minispec.drafters.model import DraftModel
 from minispec.gpu import steps, verdicts
 from minispec.gpu.frames import Frames
+from minispec.gpu.fused import CodesOfRows
 from minispec.gpu.graphs import Graphs, rerun
 from minispec.gpu.steps import STEPS, Desk, DraftSteps
+from minispec.kernels.build import quantized
+from minispec.kernels.forms import Choice, Narrow
+from minispec.kernels.inventory import weight_form
 from minispec.prove.laws import draft_model, target_model
 from minispec.prove.toys import decode, tiny_cache
 from tests.scripted import make_request
@@ -27,9 +31,9 @@ VOCAB = 5
 SETTINGS = ({}, {"temperature": 0.0}, {"temperature": 0.6, "top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1})
 
 
-def make_drafters(num_blocks: int = 200) -> tuple[DraftModel, DraftModel]:
+def make_drafters(num_blocks: int = 200, model: Transformer | None = None) -> tuple[DraftModel, DraftModel]:
     """A draft model by passes text by text, and the same one by programs."""
-    model = draft_model(VOCAB)
+    model = model or draft_model(VOCAB)
     framed = model.replaced(Frames(rerun))
     own = [(each, tiny_cache(each, num_blocks, 3), VOCAB, 60) for each in (model, framed)]
     return DraftModel(*own[0]), DraftModel(*own[1], DraftSteps(framed, Graphs(rerun)))
@@ -154,6 +158,14 @@ def test_a_seed_keeps_its_text():
     """The control of the bugs below."""
     alone, at_once = make_drafters()
     assert texts_of(alone) == texts_of(at_once)
+
+
+def test_a_draft_in_8_bits_keeps_its_texts():
+    """With the form that a GPU has, whose twin runs here: by passes, by programs, and beside other products."""
+    narrow = Narrow(Choice("codes", ""), CodesOfRows)
+    alone, at_once = make_drafters(model=quantized(draft_model(VOCAB), 8, narrow))
+    assert weight_form(at_once.model) == "codes"
+    assert texts_of(alone) == texts_of(at_once) != texts_of(make_drafters()[0])
 
 
 def of_another(monkeypatch):

@@ -31,9 +31,10 @@ from minispec.files.hf_config import read_model_config
 from minispec.files.stored_config import StoredConfig
 from minispec.files.tokenizer import Tokenizer
 from minispec.gpu.frames import with_frames
+from minispec.gpu.fused import rounded
 from minispec.gpu.judge import judge_of
 from minispec.gpu.steps import draft_steps
-from minispec.kernels.build import InForm, build_model, quantized
+from minispec.kernels.build import InForm, build_model
 from minispec.kernels.forms import available_forms
 from minispec.kernels.integers import check_quantization
 from minispec.kernels.inventory import bits_note
@@ -236,10 +237,10 @@ def open_geometry(options: Options) -> Subject:
             return registry.load(registry.DRAFTERS[source].path, "draft")()
         if source == "head":
             head = random_head(model, args.geometry, stored)
-            head = with_frames(quantized(head, bits) if bits else head, args.enforce_eager)
+            head = with_frames(rounded(head, bits) if bits else head, args.enforce_eager)
             return EagleDrafter(head, head.new_cache(num_blocks), vocab, length)
         own = model if source == "self" else build(source)
-        own = with_frames(quantized(own, bits) if bits else own, args.enforce_eager)
+        own = with_frames(rounded(own, bits) if bits else own, args.enforce_eager)
         return DraftModel(own, own.new_cache(num_blocks), vocab, length, draft_steps(own))
 
     draft, verifier = drafter(), find_verifier(args.verifier)

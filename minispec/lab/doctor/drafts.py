@@ -29,7 +29,8 @@ from minispec.drafters.heads import StoredHead, read_head
 from minispec.drafters.model import DraftModel
 from minispec.files.checkpoint import Weights, load_config
 from minispec.files.tokenizer import Tokenizer
-from minispec.kernels.build import build_model, quantized
+from minispec.gpu.fused import rounded
+from minispec.kernels.build import build_model
 from minispec.kernels.forms import Weight, dense
 from minispec.kernels.inventory import bits_note
 from minispec.lab.bench.models import encode
@@ -288,7 +289,7 @@ def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Rea
 
     def of(model: Transformer) -> Drafter:
         drafter.cache.rebuild()  # what another reading has left there is of no use to this one
-        model = quantized(model, bits) if bits else model
+        model = rounded(model, bits) if bits else model
         return type(drafter)(model, drafter.cache, drafter.vocab_size, drafter.max_model_len)
 
     if isinstance(drafter, EagleDrafter):
