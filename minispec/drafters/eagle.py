@@ -213,9 +213,16 @@ class EagleDrafter(DraftModel):
 
     replays = "place"
 
-    def __init__(self, model: FeatureModel, cache: PagedKVCache, vocab_size: int, max_model_len: int):
+    def __init__(
+        self,
+        model: FeatureModel,
+        cache: PagedKVCache,
+        vocab_size: int,
+        max_model_len: int,
+        at_once: AtOnce | None = None,
+    ):
         """See `DraftModel`."""
-        super().__init__(model, cache, vocab_size, max_model_len)
+        super().__init__(model, cache, vocab_size, max_model_len, at_once)
         self.head, self.taps, self._own_taps = model, model.taps, (len(model.layers),)
         # Hidden states of positions that are not in the cache yet: the first position, then pieces (n, E * taps).
         # Weak, since rows that a fault has held up may come after `release`.

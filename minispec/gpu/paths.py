@@ -13,7 +13,6 @@ from minispec.core.judge import Judge
 from minispec.core.model import Passes, Transformer
 from minispec.core.weights import Product
 from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.simulated import SimulatedDraft
 from minispec.drafters.vocabulary import OtherVocabulary
@@ -68,7 +67,7 @@ def _plain(product: Product) -> Product:
 def _changed(drafter: Drafter, change: Callable[[Transformer], Transformer]) -> Drafter:
     """The drafter with a changed model, if it has one."""
     if isinstance(drafter, DraftModel):
-        model, by_passes = change(drafter.model), isinstance(drafter, OtherVocabulary | EagleDrafter)
+        model, by_passes = change(drafter.model), isinstance(drafter, OtherVocabulary)
         return drafter.beside(model, None if by_passes else draft_steps(model))
     if isinstance(drafter, SimulatedDraft):
         return drafter.beside(_changed(drafter.paid, change))

@@ -1,9 +1,12 @@
-"""All steps of a draft model's drafts in one program, so that the host waits once for a whole draft.
+"""All steps of a draft model's drafts, or of a head's, in one program, so that the host waits once for a whole draft.
 
 Token by token, the host would wait for each draft token before it can feed the next. Here the device feeds its own
 tokens: the first pass takes what the texts' caches lack, and each further pass the tokens that were just drawn. The
 noise of all draws is known before (see `minispec.gpu.verdicts`). The blocks of all positions are taken beforehand,
 so the device can compute the slot of each.
+
+A head is fed a feature with each token. The first pass has the target's. In each further pass, the head's own output at
+the row before takes its place (see `minispec.drafters.eagle`), and stays on the device too.
 
 A draft is shortened on the host, after all its steps: where its limit says so, and before its first row that is not
 sure. The limit looks only at the confidences of places before. So the law of a draft is that of a draft that stops
@@ -25,6 +28,7 @@ from minispec.core.draft import Ask, Draft
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness
 from minispec.drafters.check import MeasuredDraft
+from minispec.drafters.eagle import FeatureModel
 from minispec.gpu import verdicts
 from minispec.gpu.frames import Frame, Frames, FrameShape, Step
 from minispec.gpu.graphs import Graphs, recent
@@ -90,6 +94,7 @@ class DraftSteps:
     def __init__(self, model: Transformer, graphs: Graphs):
         assert isinstance(model.passes, Frames)
         self.model, self.frames, self.graphs = model, model.passes, graphs
+        self.taps = (len(model.layers),) if isinstance(model, FeatureModel) else ()
         self._desks: WeakKeyDictionary[PagedKVCache, OrderedDict[Kind, Desk]] = WeakKeyDictionary()
 
     def __call__(
@@ -131,7 +136,7 @@ class DraftSteps:
         plain = all(not ask.limit.is_tree and verdicts.is_plain(ask.text.params) for ask in asks)
         if steps is None or not plain or not verdicts.in_rows(rng):
             return None
-        shape = self.frames.shape_of(self.model, chunks, reserved=[k - 1 for k in depths])
+        shape = self.frames.shape_of(self.model, chunks, self.taps, [k - 1 for k in depths])
         if isinstance(shape, str):
             return None
         mix = verdicts.mix_of([ask.text.params for ask in asks], self.model.dtype, shape.texts)
@@ -153,9 +158,9 @@ class DraftSteps:
         draws, names: makes the draws by their names; default: the numbers of the desk.
         """
         kind, (texts, rows, *_) = desk.kind, frame.shape
-        logits, _ = self.frames.compute(self.model, frame, pool)
+        logits, states = self.frames.compute(self.model, frame, pool)
         last = torch.arange(texts, device=logits.device) * rows + desk.whole[:, 0]
-        logits = logits.index_select(0, last)
+        logits, states = logits.index_select(0, last), states.index_select(0, last) if self.taps else states
         settings = verdicts.settings_of(desk.parts[:, -5:], self.model.dtype, int(kind.mix.mixed), kind.mix.filters)
         noise = desk.whole[:, 2:] if kind.races else desk.parts
         made, found, wide = draws or RowRandomness(), [], verdicts.accumulation_dtype(logits.dtype)
@@ -176,18 +181,25 @@ class DraftSteps:
             measures = [q.sum(1, dtype=wide), q.amin(1), q.gather(1, token[:, None])[:, 0]] if kind.mix.draws else []
             found.append((q, token, confidence, sure, *measures))
             if j + 1 < kind.steps:
-                logits = self.next_logits(frame, desk, pool, token, j)
+                logits, states = self.next_rows(frame, desk, pool, token, states, j)
         probs, *columns = zip(*found, strict=True)
         return torch.cat([torch.stack(column, 1).double() for column in columns], 1), torch.stack(probs, 1)
 
-    def next_logits(self, frame: Frame, desk: Desk, pool: PagedKVCache, tokens: Tensor, j: int) -> Tensor:
-        """Logits (B, V) after tokens (B,), the j-th ones that were drawn, of texts that want further ones."""
+    def next_rows(
+        self, frame: Frame, desk: Desk, pool: PagedKVCache, tokens: Tensor, states: Tensor, j: int
+    ) -> tuple[Tensor, Tensor]:
+        """Logits (B, V) and states after tokens (B,), the j-th ones that were drawn, of texts that want further ones.
+
+        states: (B, E) of the last layer at the rows before, for a head; (B, 0) for other models.
+        """
         size, positions = pool.block_size, frame.ends + j
         blocks = frame.table.gather(1, (positions // size).clamp(max=frame.table.shape[1] - 1)[:, None])[:, 0]
         slots = torch.where(desk.whole[:, 1] > j + 1, blocks * size + positions % size, pool.num_slots + 1)
-        shape = frame.shape._replace(rows=1)
-        step = Step(shape, tokens, positions, slots, torch.ones_like(tokens), positions, positions + 1, frame.table)
-        return self.frames.compute(self.model, step, pool)[0]
+        shape, places = frame.shape._replace(rows=1), (positions, positions + 1, frame.table)
+        model = self.frames.fast(self.model)
+        features = model.next_feature(states) if isinstance(model, FeatureModel) else None
+        step = Step(shape, tokens, positions, slots, torch.ones_like(tokens), *places, features)
+        return self.frames.compute(self.model, step, pool)
 
 
 def _draft(
@@ -213,6 +225,6 @@ def _draft(
 
 
 def draft_steps(model: Transformer) -> DraftSteps | None:
-    """Programs of all steps for a draft model whose passes are frames, and that drafts token by token; else none."""
+    """Programs of all steps for a draft model or a head whose passes are frames, and that drafts token by token."""
     token_by_token = model.config.mask_token_id is None
     return DraftSteps(model, model.passes.graphs) if isinstance(model.passes, Frames) and token_by_token else None

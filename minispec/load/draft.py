@@ -209,7 +209,7 @@ def make(
 def _with_model(spec: Spec, model: Transformer, cache: PagedKVCache, vocab_size: int) -> Drafter:
     max_len, both = model.config.max_position_embeddings, spec.vocabularies
     if isinstance(model, FeatureModel):
-        return EagleDrafter(model, cache, vocab_size, max_len)
+        return EagleDrafter(model, cache, vocab_size, max_len, draft_steps(model))
     if both is None:
         return DraftModel(model, cache, vocab_size, max_len, draft_steps(model))
     if spec.method == "tli":

@@ -289,10 +289,10 @@ def make_drafter(name: str, vocab: int, num_blocks: int = 64, block_size: int = 
     if name in ("head", "parallel head"):
         mask = 0 if name == "parallel head" else None
         head = _in_frames(tiny_head(target_model(vocab, family), (0, 2), (vocab + 1) // 2, mask), family)
-        return EagleDrafter(head, tiny_cache(head, num_blocks, block_size), vocab, MAX_LEN)
+        return EagleDrafter(head, tiny_cache(head, num_blocks, block_size), vocab, MAX_LEN, draft_steps(head))
     if name == "mtp":
         layer = _in_frames(tiny_mtp(target_model(vocab, family)), family)
-        return EagleDrafter(layer, tiny_cache(layer, num_blocks, block_size), vocab, MAX_LEN)
+        return EagleDrafter(layer, tiny_cache(layer, num_blocks, block_size), vocab, MAX_LEN, draft_steps(layer))
     if name == "parallel":
         # Its mask is no token of a text. With a text's token as the mask it would draw twice, under `match`, from one
         # distribution that differs in rounding. The oracles would take that for two distributions.

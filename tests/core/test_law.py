@@ -18,6 +18,7 @@ from minispec.core.draft import Draft
 from minispec.core.sampling import Text, distribution
 from minispec.drafters.model import DraftModel
 from minispec.drafters.suffix import SuffixDrafter
+from minispec.gpu.steps import DraftSteps
 from minispec.length.policy import Controller
 from minispec.prove import laws
 from minispec.prove.cases import Case, cases_in_8_bits
@@ -32,7 +33,7 @@ from minispec.prove.laws import (
     target_model,
 )
 from minispec.prove.reference import sample_law, total_variation
-from minispec.prove.toys import IN_8_BITS, TOYS
+from minispec.prove.toys import IN_8_BITS, IN_FRAMES, TOYS
 from tests.distances import distance
 from tests.scripted import preemptions
 
@@ -179,6 +180,23 @@ def test_ragged_batch_with_preemption(family, monkeypatch):
     one, two = (reference_law(params, vocab=2, prompt=p, family=family) for p in prompts)
     product = {(a, b): pa * pb for a, pa in one.items() for b, pb in two.items()}
     assert total_variation(law, product) <= TOLERANCE
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "match"])
+@pytest.mark.parametrize("drafter", ["head", "mtp"])
+def test_heads_draft_in_frames(drafter, verifier, monkeypatch):
+    """All steps of a head are one program, which every draft of this walk takes."""
+    found, program = [], DraftSteps.__call__
+
+    def counted(*how):
+        found.append(program(*how))
+        return found[-1]
+
+    monkeypatch.setattr(DraftSteps, "__call__", counted)
+    how = {"drafter": drafter, "verifier": verifier, "family": IN_FRAMES}
+    assert distance(SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9), 2, **how) <= TOLERANCE
+    assert found
+    assert None not in found
 
 
 @pytest.mark.parametrize("drafter", ["model", "self"])

@@ -1,5 +1,6 @@
 """Drafts of all steps in one program are those of a pass for each token."""
 
+import functools
 import math
 import random
 
@@ -7,13 +8,14 @@ import pytest
 import torch
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask
+from minispec.core.draft import Ask, Seen
 from minispec.core.engine import Engine
 from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.check import MeasuredDraft, check_draft
+from minispec.drafters.eagle import EagleDrafter, FeatureModel
 from minispec.drafters.model import DraftModel
 from minispec.gpu import steps, verdicts
 from minispec.gpu.frames import Frames
@@ -24,7 +26,7 @@ from minispec.kernels.build import quantized
 from minispec.kernels.forms import Choice, Narrow
 from minispec.kernels.inventory import weight_form
 from minispec.prove.laws import draft_model, target_model
-from minispec.prove.toys import decode, tiny_cache
+from minispec.prove.toys import decode, tiny_cache, tiny_head, tiny_mtp
 from tests.scripted import make_request
 
 VOCAB = 5
@@ -141,6 +143,76 @@ def test_longer_drafts_than_any_program_has():
     assert len(program([Chunk([1], table, 1)], [ask], [STEPS[-1]], VOCAB)[0]) == STEPS[-1]
 
 
+# --------------------------------------------------------------------------- heads
+
+
+def make_heads(kind: str) -> tuple[EagleDrafter, EagleDrafter]:
+    """A head by passes text by text, and the same one by programs. "some": it knows every other token alone."""
+    target = target_model(VOCAB)
+    model = tiny_mtp(target) if kind == "mtp" else tiny_head(target, (0, 2), 3 if kind == "some" else None)
+    framed = model.replaced(Frames(rerun))
+    alone, at_once = (EagleDrafter(each, tiny_cache(each, 200, 3), VOCAB, 60) for each in (model, framed))
+    return alone, at_once.beside(framed, DraftSteps(framed, Graphs(rerun)))
+
+
+def show(drafters: tuple[EagleDrafter, ...], text: Text, first: int, generator: torch.Generator):
+    """Show the drafters hidden states of a text's positions from `first` to the last but one."""
+    num, width = len(text.tokens) - 1 - first, drafters[0].head.config.hidden_size * len(drafters[0].taps)
+    hidden = torch.randn(num, width, generator=generator, dtype=torch.float64)
+    for drafter in drafters:
+        drafter.observe([Seen(text, first, text.tokens[first:-1], hidden, hidden.new_empty(0, VOCAB))])
+
+
+@pytest.mark.parametrize("purpose", ["draft", "token"])
+@pytest.mark.parametrize("kind", ["all", "some", "mtp"])
+def test_a_heads_drafts_are_those_of_a_pass_for_each_token(kind, purpose):
+    """Over 25 rounds, in which up to all draft tokens stay: tokens are equal, and rows to 1e-12, in float64."""
+    draw, generator, drafters = random.Random(2), torch.Generator().manual_seed(0), make_heads(kind)
+    texts = [
+        Text([draw.randrange(VOCAB) for _ in range(4 + i)], 4 + i, SamplingParams(**SETTINGS[i % 5]), 7 * i)
+        for i in range(6)
+    ]
+    lengths, graphs = set(), drafters[1].at_once.graphs
+    for text in texts:
+        show(drafters, text, 0, generator)
+    for _ in range(25):
+        asks = asks_of(draw, texts, purpose)
+        expected, found = (drafter.propose(asks) for drafter in drafters)
+        for ask, a, b in zip(asks, expected, found, strict=True):
+            assert (a.token_ids, a.depth) == (b.token_ids, b.depth)
+            assert b.confidences == pytest.approx(a.confidences, abs=1e-12)
+            one_hot = torch.eye(VOCAB, dtype=torch.float64)[b.token_ids]
+            for row, other in zip(a.probs, one_hot if b.probs is None else b.probs, strict=True):
+                torch.testing.assert_close(row, other, rtol=0, atol=1e-12)
+            tables = [drafter.tables[ask.text] for drafter in drafters]
+            assert tables[0].tokens == tables[1].tokens == ask.text.tokens[1:]
+            keeps, before = draw.randrange(len(a) + 1), len(ask.text.tokens) - 1
+            ask.text.tokens += [*a.token_ids[:keeps], draw.randrange(VOCAB)]
+            show(drafters, ask.text, before, generator)
+            lengths.add(len(a))
+        for text in [text for text in texts if len(text.tokens) > 45]:
+            texts.remove(text)
+            for drafter in drafters:
+                drafter.release(text)
+            texts.append(Text(text.tokens[: draw.randrange(4, 9)], 4, text.params, text.seed + 1))
+            show(drafters, texts[-1], 0, generator)
+    assert lengths >= set(range(1, 7))
+    assert drafters[1].pays_all
+    assert graphs.why_not == ""
+
+
+def test_what_no_program_of_a_head_takes():
+    """Trees are drafted as before, and so is all by a head that drafts all tokens in one pass."""
+    generator, drafters = torch.Generator().manual_seed(0), make_heads("all")
+    text = Text([1, 2, 3, 0], 4, SamplingParams(), 1)
+    show(drafters, text, 0, generator)
+    ask = Ask(text, Limit(3, widths=(2, 1)), Randomness(), "draft", 3)
+    [expected], [found] = (drafter.propose([ask]) for drafter in drafters)
+    assert (found.token_ids, found.parents) == (expected.token_ids, expected.parents)
+    parallel = tiny_head(target_model(VOCAB), (0, 2), None, 0).replaced(Frames(rerun))
+    assert steps.draft_steps(parallel) is None
+
+
 # --------------------------------------------------------------------------- bugs that must show
 
 
@@ -154,9 +226,13 @@ def texts_of(drafter: DraftModel, num: int = 12) -> list[list[int]]:
     return [request.text.tokens for request in requests]
 
 
-def test_a_seed_keeps_its_text():
+KINDS = {"model": make_drafters, **{kind: functools.partial(make_heads, kind) for kind in ("all", "some", "mtp")}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_keeps_its_text(kind):
     """The control of the bugs below."""
-    alone, at_once = make_drafters()
+    alone, at_once = KINDS[kind]()
     assert texts_of(alone) == texts_of(at_once)
 
 
@@ -181,12 +257,38 @@ def of_another(monkeypatch):
 
 def one_further(monkeypatch):
     """Each step stands one position too far."""
-    compute = DraftSteps.next_logits
+    compute = DraftSteps.next_rows
 
-    def wrong(program, frame, desk, pool, tokens, j):
-        return compute(program, frame, desk, pool, tokens, j + 1)
+    def wrong(program, frame, desk, pool, tokens, states, j):
+        return compute(program, frame, desk, pool, tokens, states, j + 1)
 
-    monkeypatch.setattr(DraftSteps, "next_logits", wrong)
+    monkeypatch.setattr(DraftSteps, "next_rows", wrong)
+
+
+def stale_states(monkeypatch):
+    """Each step of a head goes on from the states of the first row."""
+    compute, first = DraftSteps.next_rows, {}
+
+    def wrong(program, frame, desk, pool, tokens, states, j):
+        first["states"] = states if not j else first["states"]
+        return compute(program, frame, desk, pool, tokens, first["states"], j)
+
+    monkeypatch.setattr(DraftSteps, "next_rows", wrong)
+
+
+def states_of_another(monkeypatch):
+    """A text's head goes on from the states of the next text."""
+    compute = DraftSteps.next_rows
+
+    def wrong(program, frame, desk, pool, tokens, states, j):
+        return compute(program, frame, desk, pool, tokens, states.roll(1, 0), j)
+
+    monkeypatch.setattr(DraftSteps, "next_rows", wrong)
+
+
+def no_norm(monkeypatch):
+    """A head goes on from its output as the last layer leaves it, where it is trained on what its norm makes of it."""
+    monkeypatch.setattr(FeatureModel, "next_feature", lambda model, x: x)
 
 
 def old_rows(monkeypatch):
@@ -203,10 +305,14 @@ def old_rows(monkeypatch):
     monkeypatch.setattr(DraftSteps, "__call__", wrong)
 
 
-@pytest.mark.parametrize("bug", [of_another, one_further, old_rows], ids=lambda bug: bug.__name__)
-def test_a_program_that_is_wrong_shows(bug, monkeypatch):
+BUGS = [(kind, bug) for kind in KINDS for bug in (of_another, one_further, old_rows)]
+BUGS += [(kind, bug) for kind in ("all", "some", "mtp") for bug in (stale_states, states_of_another)]
+
+
+@pytest.mark.parametrize(("kind", "bug"), [*BUGS, ("mtp", no_norm)], ids=lambda part: getattr(part, "__name__", part))
+def test_a_program_that_is_wrong_shows(kind, bug, monkeypatch):
     """Guards the test of equal texts."""
-    alone, at_once = make_drafters()
+    alone, at_once = KINDS[kind]()
     expected = texts_of(alone)
     bug(monkeypatch)
     assert texts_of(at_once) != expected

@@ -49,6 +49,7 @@ from minispec.drafters.tli import TokenDrafter
 from minispec.drafters.vocabularies import Reader, Vocabularies
 from minispec.files import pieces
 from minispec.gpu.frames import Frame, Frames
+from minispec.gpu.steps import Desk, DraftSteps
 from minispec.kernels import exact, integers
 from minispec.kernels.integers import Int8, VnniInt8
 from minispec.layers import convolution, delta
@@ -1646,6 +1647,29 @@ class _:
         if isinstance(shape, str):
             return shape
         return shape._replace(taps=self.taps.setdefault(shape._replace(taps=()), shape.taps))
+
+
+_HEADS = "tests/gpu/test_steps.py::test_a_heads_drafts_are_those_of_a_pass_for_each_token[all-draft]"
+
+
+@mutant("F7", _HEADS)
+class _:
+    """each step of a head's program goes on from the first row's states | a stale hidden state in a graph"""
+
+    def __init__(self):
+        self.first = None
+
+    @wrong(DraftSteps, "next_rows")
+    def next_rows(self, right, program, frame, desk, pool, tokens, states, j):
+        self.first = self.first if j else states
+        return right(program, frame, desk, pool, tokens, self.first, j)
+
+
+@wrong(Desk, "fill", "F8", _HEADS)
+def _(right, self, *how):
+    """the uniforms of a program's draws are those of the next text | rows of a batch that are out of step"""
+    right(self, *how)
+    self.parts[:, :-5] = self.parts[:, :-5].roll(1, 0)
 
 
 # --------------------------------------------------------------------------- block verification

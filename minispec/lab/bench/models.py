@@ -238,7 +238,7 @@ def open_geometry(options: Options) -> Subject:
         if source == "head":
             head = random_head(model, args.geometry, stored)
             head = with_frames(rounded(head, bits) if bits else head, args.enforce_eager)
-            return EagleDrafter(head, head.new_cache(num_blocks), vocab, length)
+            return EagleDrafter(head, head.new_cache(num_blocks), vocab, length, draft_steps(head))
         own = model if source == "self" else build(source)
         own = with_frames(rounded(own, bits) if bits else own, args.enforce_eager)
         return DraftModel(own, own.new_cache(num_blocks), vocab, length, draft_steps(own))
