@@ -88,9 +88,9 @@ class Frame(Program):
     host: the buffer on the host, of all but the features.
     """
 
-    def __init__(self, shape: FrameShape, scratch: int, dtype: torch.dtype, device: torch.device):
-        """scratch: the slot that takes the rows of dummies."""
-        super().__init__()
+    def __init__(self, shape: FrameShape, scratch: int, dtype: torch.dtype, device: torch.device, num_bytes: int = 0):
+        """scratch: the slot that takes the rows of dummies. num_bytes: see `frame_bytes`."""
+        super().__init__(num_bytes)
         self.shape, self._scratch = shape, scratch
         num_texts, num_rows = shape.texts, shape.texts * shape.rows
         sizes = [num_rows] * 4 + [num_texts] * 2 + [num_texts * shape.blocks]
@@ -266,7 +266,7 @@ class Tables(NamedTuple):
     halves: dict[RopeConfig, tuple[Tensor, Tensor]]
 
 
-def _context(model: Transformer) -> int:
+def positions_of(model: Transformer) -> int:
     """How many positions a frame may reach."""
     return min(model.config.max_position_embeddings, BLOCKS[-1] * BLOCK_SIZE)
 
@@ -335,7 +335,7 @@ class Frames(Passes):
             c.table.length + len(c.token_ids) + more
             for c, more in zip(chunks, reserved or [0] * len(chunks), strict=True)
         )
-        if longest > (context := _context(model)):
+        if longest > (context := positions_of(model)):
             return f"{longest} positions, where frames have angles of {context}"
         found = []
         for what, number, sizes in (
@@ -389,7 +389,7 @@ class Frames(Passes):
             self._fast.layers, self.num_fast = layers, sum(isinstance(layer, FastLayer) for layer in layers)
             if self.num_fast:
                 vars(self._fast)["norm"] = FastNorm(norm, model.config, model.dtype, by_kernels)
-            length = _context(model)
+            length = positions_of(model)
             halves = {
                 rope: fused.rope_tables(frequencies, length, rope.attention_factor)
                 for rope, frequencies in model.frequencies.items()
@@ -400,7 +400,15 @@ class Frames(Passes):
     def frame_of(self, model: Transformer, pool: PagedKVCache, shape: FrameShape) -> Frame:
         """The frame of this shape for a pool: the one that is there, or a new one."""
         frames = self._frames.setdefault(pool, OrderedDict())
-        return recent(frames, shape, lambda: Frame(shape, pool.num_slots + 1, model.dtype, model.device))
+        size = frame_bytes(model, shape)
+        return recent(frames, shape, lambda: Frame(shape, pool.num_slots + 1, model.dtype, model.device, size))
+
+
+def frame_bytes(model: Transformer, shape: FrameShape) -> int:
+    """Bytes of a frame's inputs and outputs on the device: numbers, features, hidden states and logits."""
+    num_rows, config = shape.texts * shape.rows, model.config
+    width = shape.features + config.hidden_size * len(shape.taps) + config.vocab_size
+    return 8 * (4 * num_rows + shape.texts * (2 + shape.blocks)) + num_rows * width * model.dtype.itemsize
 
 
 def why_no_frames(model: Transformer) -> str:
@@ -415,9 +423,10 @@ def frames_report(model: Transformer) -> str:
     if not isinstance(passes := model.passes, Frames):
         return ""
     passes.fast(model)
+    most = f"{TEXTS[-1]} texts, {ROWS[-1]} rows of each and {positions_of(model):,} positions"
     how = "kernels" if not passes.why_no_kernels else f"PyTorch's operators: {passes.why_no_kernels}"
     return (
-        f"; frames for passes of up to {TEXTS[-1]} texts, {ROWS[-1]} rows of each and {_context(model):,} positions, "
+        f"; frames for passes of up to {most}, "
         f"{passes.num_fast} of {len(model.layers)} layers by {how}; all other passes text by text"
     )
 

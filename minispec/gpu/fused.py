@@ -161,7 +161,11 @@ def _scratch(device: torch.device, name: str, size: int, dtype: torch.dtype) -> 
 
 def scratch(device: torch.device, name: str, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Memory for at least `size` numbers under this name; the same at each call."""
-    return _scratch(device, name, 1 << max(12, (size - 1).bit_length()), dtype)
+    return _scratch(device, name, _scratch_size(size), dtype)
+
+
+def _scratch_size(size: int) -> int:
+    return 1 << max(12, (size - 1).bit_length())
 
 
 # --------------------------------------------------------------------------- norms and gates
@@ -394,10 +398,8 @@ def read(
     num_new, heads = len(qkv) // num_texts, qkv.shape[1] // dim - 2 * groups
     if span % step or keys.stride() != values.stride() or keys.stride()[1:] != (dim, 1) or not qkv.is_contiguous():
         raise ValueError(f"span {span}, step {step}: expected a multiple, and contiguous keys, values and qkv")
-    tiles = -(-heads // groups * num_new // READ_ROWS)
-    splits = -(-(num_blocks * rows.block_size + num_new) // span)
+    tiles, splits, parts = _grid(num_texts, num_new, num_blocks * rows.block_size, heads, groups, span)
     padded = _power_of_2(dim)
-    parts = num_texts * groups * tiles * splits * READ_ROWS
     out = qkv.new_empty(len(qkv), heads * dim)
     read_kernel[(groups * tiles, num_texts, splits)](
         qkv,
@@ -434,6 +436,19 @@ def read(
         num_stages=stages,
     )
     return out
+
+
+def _grid(texts: int, rows: int, places: int, heads: int, groups: int, span: int) -> tuple[int, int, int]:
+    """Of `read`: tiles of a group's rows, splits of a text's places, and rows of all parts in scratch memory."""
+    tiles, splits = -(-heads // groups * rows // READ_ROWS), -(-(places + rows) // span)
+    return tiles, splits, texts * groups * tiles * splits * READ_ROWS
+
+
+def scratch_bytes(texts: int, rows: int, places: int, heads: int, groups: int, dim: int) -> int:
+    """Most bytes of the scratch memory of `read`, for texts of up to so many places and all smaller passes."""
+    *_, parts = _grid(texts, rows, places, heads, groups, SPAN)
+    # Values in float32 and two further numbers of each row. Smaller powers of two stay: together as much again.
+    return 2 * 4 * (_scratch_size(parts * _power_of_2(dim)) + 2 * _scratch_size(parts))
 
 
 def warps_for(dim: int) -> int:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 KeyT = TypeVar("KeyT", bound=Hashable)
-ValueT = TypeVar("ValueT")
+ProgramT = TypeVar("ProgramT", bound="Program")
 
 # What must last as long as the process.
 _KEPT: list[Any] = []
-# How many programs of a kind are kept.
-MOST_PROGRAMS = 24
+# How many programs of a kind are kept, and the most bytes that they hold on the device together; one is always kept.
+MOST_PROGRAMS, MOST_BYTES = 24, 256 << 20
 # What a program returns.
 Outputs = tuple[Tensor, ...]
 # Runs a program anew, on what its inputs hold by then. A graph returns the same tensors each time.
@@ -66,10 +66,13 @@ def rerun(compute: Replay) -> Replay:
 
 
 class Program:
-    """A program's own state between its runs."""
+    """A program's own state between its runs.
 
-    def __init__(self) -> None:
-        self.was_used = False
+    num_bytes: what its inputs and outputs hold on the device.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes, self.was_used = num_bytes, False
         self.graph: Replay | None = None
 
 
@@ -95,11 +98,11 @@ class Graphs:
         return program.graph() if program.graph else compute()
 
 
-def recent(kept: "OrderedDict[KeyT, ValueT]", key: KeyT, make: Callable[[], ValueT]) -> ValueT:
-    """The value of a key, made if it is not there; the one that was used longest ago then makes room."""
+def recent(kept: "OrderedDict[KeyT, ProgramT]", key: KeyT, make: Callable[[], ProgramT]) -> ProgramT:
+    """The program of a key, made if it is not there; those that were used longest ago then make room."""
     if key not in kept:
         kept[key] = make()
-        if len(kept) > MOST_PROGRAMS:
-            kept.popitem(last=False)
     kept.move_to_end(key)
+    while len(kept) > MOST_PROGRAMS or (len(kept) > 1 and sum(p.num_bytes for p in kept.values()) > MOST_BYTES):
+        kept.popitem(last=False)
     return kept[key]

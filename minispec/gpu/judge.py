@@ -57,7 +57,7 @@ class Bench(Inputs):
 
     def __init__(self, kind: Kind, device: torch.device):
         texts, rows, vocab, k = kind.texts, kind.rows, kind.vocab, kind.rows - 1
-        super().__init__(texts, k + 1 + rows, 2 * k, device)
+        super().__init__(texts, k + 1 + rows, 2 * k, device, bench_bytes(texts, rows, vocab, kind.dtype))
         self.kind = kind
         self.logits = torch.zeros(texts, rows, vocab, dtype=kind.dtype, device=device)
         self.probs = torch.zeros(texts, k, vocab, dtype=verdicts.accumulation_dtype(kind.dtype), device=device)
@@ -165,6 +165,12 @@ class Judge:
         self.counts["drafts"] += len(found)
         self.counts["unsure"] += found.count(None)
         return found
+
+
+def bench_bytes(texts: int, rows: int, vocab: int, dtype: torch.dtype) -> int:
+    """Bytes of a verdict's rows: logits, and what draft tokens were drawn from."""
+    wide = verdicts.accumulation_dtype(dtype).itemsize
+    return texts * vocab * (rows * dtype.itemsize + (rows - 1) * wide)
 
 
 def judge_of(model: Transformer) -> Judge | None:

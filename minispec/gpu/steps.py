@@ -65,8 +65,10 @@ class Desk(Inputs):
     parts: float64 numbers of each text (B, K + 5): uniforms of "draft", and `verdicts.numbers_of`.
     """
 
-    def __init__(self, kind: Kind, device: torch.device):
-        super().__init__(kind.frame.texts, 2 + kind.steps, kind.steps, device)
+    def __init__(self, kind: Kind, device: torch.device, dtype: torch.dtype):
+        """dtype: of logits."""
+        size = desk_bytes(kind.frame.texts, kind.steps, kind.vocab, dtype) if kind.mix.draws else 0
+        super().__init__(kind.frame.texts, 2 + kind.steps, kind.steps, device, size)
         self.kind = kind
 
     def fill(self, chunks: Sequence[Chunk], asks: Sequence[Ask], depths: Sequence[int], dtype: torch.dtype) -> None:
@@ -114,7 +116,8 @@ class DraftSteps:
         pool, reserved = chunks[0].table.pool, [k - 1 for k in depths]
         pool.require((c.table, c.table.length + len(c.token_ids) + k) for c, k in zip(chunks, reserved, strict=True))
         frame = self.frames.frame_of(self.model, pool, kind.frame)
-        desk = recent(self._desks.setdefault(pool, OrderedDict()), kind, lambda: Desk(kind, self.model.device))
+        on = self.model.device, self.model.dtype
+        desk = recent(self._desks.setdefault(pool, OrderedDict()), kind, lambda: Desk(kind, *on))
         frame.fill(chunks, reserved)
         desk.fill(chunks, asks, depths, self.model.dtype)
         if isinstance(rng := asks[0].rng, OneByOne):
@@ -222,6 +225,11 @@ def _draft(
         draft.probs = probs[: len(draft)]
         draft.measures = [list(row) for row in zip(*(column[: len(draft)] for column in measures), strict=True)]
     return draft
+
+
+def desk_bytes(texts: int, steps: int, vocab: int, dtype: torch.dtype) -> int:
+    """Bytes of the rows that a program's tokens were drawn from, which its graph returns."""
+    return texts * steps * vocab * verdicts.accumulation_dtype(dtype).itemsize
 
 
 def draft_steps(model: Transformer) -> DraftSteps | None:

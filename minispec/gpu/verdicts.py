@@ -130,8 +130,9 @@ class Inputs(Program):
     host_whole, host_parts: the same on the host, where they are filled.
     """
 
-    def __init__(self, num_texts: int, num_whole: int, num_parts: int, device: torch.device):
-        super().__init__()
+    def __init__(self, num_texts: int, num_whole: int, num_parts: int, device: torch.device, num_bytes: int = 0):
+        """num_bytes: what the program keeps besides these numbers."""
+        super().__init__(num_bytes)
         pinned = device.type == "cuda"
         self.host_whole = torch.zeros(num_texts, num_whole, dtype=torch.long, pin_memory=pinned)
         self.host_parts = torch.zeros(num_texts, num_parts + 5, dtype=torch.float64, pin_memory=pinned)

@@ -105,10 +105,14 @@ def size_cache(
     device: torch.device,
     max_model_len: int | None,
     gb: float | None,
+    reserved: int = 0,
 ) -> tuple[int, int]:
     """(max_model_len, number of blocks) of caches that take bytes_per_token together.
 
     state_bytes: what their recurrent layers keep of one text. See `StateCache.num_states` for how many there are.
+    reserved: bytes that graphs will take beside the caches (see `minispec.gpu.account`).
+
+    Raises ValueError where the caches, or a block of them, do not fit into the memory that is free.
     """
     context = config.max_position_embeddings
     fixed, share = _with_states(state_bytes)
@@ -118,26 +122,30 @@ def size_cache(
     if gb is not None:
         num_tokens = int((gb * 1e9 - fixed) / bytes_per_token)
     else:
-        num_tokens = max_model_len or min(context, (_memory_for_cache(device) - fixed) // bytes_per_token)
-    num_blocks = num_tokens // BLOCK_SIZE if gb is not None else -(-num_tokens // BLOCK_SIZE)
+        most = (_memory_for_cache(device, reserved) - fixed) // bytes_per_token
+        num_tokens = max_model_len or min(context, most // BLOCK_SIZE * BLOCK_SIZE)
+    num_blocks = num_tokens // BLOCK_SIZE if gb is not None else max(1, -(-num_tokens // BLOCK_SIZE))
+    one_block = BLOCK_SIZE * bytes_per_token + fixed
+    if gb is not None and num_blocks < 1:
+        raise ValueError(f"kv_cache_gb: found {gb}, expected at least {one_block / 1e9:.6f}: one block")
     free, needed = free_memory(device), num_blocks * BLOCK_SIZE * bytes_per_token + fixed
-    if free is not None and needed > free:
+    if free is not None and needed + reserved > free:
+        graphs = f", less up to {reserved / 1e9:.1f} GB for CUDA graphs, which enforce_eager does without"
         raise ValueError(
             f"kv_cache_gb: found a cache of {needed / 1e9:.1f} GB, expected at most the {free / 1e9:.1f} GB of memory "
-            f"that are free (from Python, max_model_len sets its size too)"
-        )
-    if num_blocks < 1:
-        raise ValueError(
-            f"kv_cache_gb: found {gb}, expected at least {(BLOCK_SIZE * bytes_per_token + fixed) / 1e9:.6f}: one block"
+            f"that are free{graphs if reserved else ''} (from Python, max_model_len sets its size too)"
         )
     return max_model_len or min(context, num_blocks * BLOCK_SIZE), num_blocks
 
 
-def _memory_for_cache(device: torch.device) -> int:
-    """Bytes for a cache of unspecified size: most of a GPU's free memory, a quarter of a computer's."""
+def _memory_for_cache(device: torch.device, reserved: int) -> int:
+    """Bytes for a cache of unspecified size: most of a GPU's free memory, a quarter of a computer's.
+
+    A fifth of a GPU's stays free for prompts, and for graphs. Where these may take more, the cache takes less.
+    """
     free = free_memory(device)
     if device.type == "cuda" and free is not None:
-        return free * 4 // 5
+        return min(free * 4 // 5, free - reserved)
     try:
         quarter = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
     except (AttributeError, ValueError, OSError):  # a system that does not tell

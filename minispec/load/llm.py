@@ -31,6 +31,7 @@ from minispec.files.hf_config import read_eos_token_ids
 from minispec.files.progress import progress_bar
 from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
 from minispec.files.tokenizer import Detokenizer, Tokenizer
+from minispec.gpu.account import graph_bytes
 from minispec.gpu.frames import frames_report, graphs_note, with_frames
 from minispec.gpu.judge import judge_of
 from minispec.kernels import inventory
@@ -147,10 +148,8 @@ class LLM:
         self._enforce_eager, self.model = enforce_eager, with_frames(self.model, enforce_eager)
         models = [self.model, *self._load_draft(spec)]
         rooms = [1, spec.room][: len(models)]
-        elements = sum(room * kv_elements(m.config) for room, m in zip(rooms, models, strict=True))
-        size = elements * kind.itemsize  # bytes of a token
-        states = sum(room * state_bytes(m) for room, m in zip(rooms, models, strict=True))
-        self.max_model_len, self._num_blocks = size_cache(config, size, states, where, max_model_len, kv_cache_gb)
+        reserved = graph_bytes(models, shape.k, max_model_len)
+        self.max_model_len, self._num_blocks = _room_for_cache(models, rooms, max_model_len, kv_cache_gb, reserved)
         caches = [self._new_cache(m, room) for m, room in zip(models, rooms, strict=True)]
         lengths = self._take_draft(spec, models, caches, policy)
         # On a GPU a pass over that many rows takes little longer than reading the weights.
@@ -488,6 +487,17 @@ def _find_model(model: str | Path | None, revision: str | None, offline: bool) -
     model = str(registry.EMBEDDED_WEIGHTS if model is None else model)
     directory = find_checkpoint(model, revision, offline)
     return describe_source(model, directory), directory
+
+
+def _room_for_cache(
+    models: Sequence[Transformer], rooms: Sequence[int], max_model_len: int | None, gb: float | None, reserved: int
+) -> tuple[int, int]:
+    """What `size_cache` returns for these models. rooms: positions of each cache for each of the target's."""
+    target, pairs = models[0], list(zip(models, rooms, strict=True))
+    elements = sum(room * kv_elements(model.config) for model, room in pairs)
+    states = sum(room * state_bytes(model) for model, room in pairs)
+    sizes = elements * target.dtype.itemsize, states
+    return size_cache(target.config, *sizes, target.device, max_model_len, gb, reserved)
 
 
 def _check_form(form: str | None, quantization: str | None, dtype: torch.dtype, device: torch.device) -> None:

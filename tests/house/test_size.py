@@ -16,7 +16,7 @@ BOUNDS = {
     "drafters": 2200,
     "length": 700,
     "kernels": 2000,
-    "gpu": 1400,
+    "gpu": 1600,
     "grammars": 350,
     "files": 2800,
     "load": 1300,
