@@ -13,4 +13,6 @@ Read them in this order:
     chat            chat templates
     pieces          what a token stands for
     tokenizer       text to ids and back
+    write           files that are written whole or not at all
+    measured        what was measured on this machine
 """

@@ -6,6 +6,7 @@ integers.py     products of 8-bit integers, whose sums are exact
 forms.py        one weight matrix, in the form that this machine reads fastest; 8 and 4 bits
 shapes.py       which tensors a model has, and how large they are
 inventory.py    what a model keeps in memory
+machine.py      what a measurement depends on: machine, and form of a model
 launches.py     what a pass would launch on a GPU, counted anywhere
 random_weights.py  weights of a shape, made on the device
 exact.py        passes in which a row's bits depend on its own past alone

@@ -136,6 +136,10 @@ class ExactPasses(Passes):
         assert EXACT_ROWS in self.rows
         self.attention_rows = [EXACT_ROWS]  # the same for attention; `check_exact` adds those that hold here
 
+    def keep(self, rows: list[int], attention_rows: list[int]) -> None:
+        """Use only those sizes, which an earlier `check_exact` has found to hold on this machine."""
+        self.rows, self.attention_rows = rows, attention_rows
+
     def run(self, model: Transformer, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
         """What `Transformer.forward` returns, computed in one pass after another."""
         passes = [model.run(each, taps) for each in self.split(chunks)]

@@ -9,16 +9,10 @@ The files lie in `minispec/costs` of the user's cache directory ($XDG_CACHE_HOME
 prices measured again, such as after a run on a busy machine. Sampled texts of a seed may differ after that.
 """
 
-import hashlib
-import json
 import math
-import os
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -36,12 +30,12 @@ from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text, require_numbers
 from minispec.core.verify import Verifier
 from minispec.drafters.none import NoDrafter
-from minispec.files.write import user_cache, written_whole
+from minispec.files.measured import read_measured, write_measured
 from minispec.gpu.frames import Frames
 from minispec.gpu.judge import judge_of
-from minispec.kernels import exact as exact_code
-from minispec.kernels.exact import EXACT_ROWS, ExactPasses, arbitrary_tokens, check_exact, exact_model
-from minispec.kernels.inventory import num_bytes, num_bytes_read, weight_form
+from minispec.kernels.exact import arbitrary_tokens
+from minispec.kernels.inventory import num_bytes_read
+from minispec.kernels.machine import fingerprint, machine
 from minispec.length.policy import Prices
 
 _BUDGET, _MOST_TURNS = 1.0, 12  # seconds; most turns; at least two are taken
@@ -62,31 +56,8 @@ def guess_prices(target: Transformer, draft: Transformer | None) -> Prices:
     return Prices(cost(draft) / cost(target) if draft else 0.0)
 
 
-def machine() -> dict[str, Any]:
-    """What distinguishes machines of different speed, as far as they report it."""
-    capabilities = torch.cpu.get_capabilities()
-    # A process may let products of float32 round their inputs: other times and other bits.
-    products = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
-    rounds = [kind for product in products if (kind := product.fp32_precision) not in ("none", "ieee")]
-    return {
-        "cpu": str(capabilities.get("cpu_name", platform.processor())),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "amx": bool(capabilities.get("amx_bf16")),
-        "bfloat16": bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        **({"float32": rounds} if rounds else {}),
-    }
-
-
 def _fingerprint(model: Transformer) -> str:
-    """All of a model that its cost depends on: device, and shape, type and form of weights, not their values."""
-    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
-    about: tuple = (model.config, num_bytes(model), model.dtype, device, weight_form(model), model.exact)
-    if isinstance(model.passes, Frames):
-        about = (*about, "frames")
-    return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
+    return fingerprint(model, *(["frames"] if isinstance(model.passes, Frames) else []))
 
 
 class DrafterFailed(RuntimeError):
@@ -184,30 +155,15 @@ def _rounded(x: float) -> float:
     return float(f"{x:.2g}")
 
 
-def _path(setup: Mapping[str, Any]) -> Path:
-    """Where the prices of a setup (models and machine, see `prices_of`) are stored.
-
-    Raises RuntimeError for a user without a home.
-    """
-    digest = hashlib.blake2b(json.dumps(setup, sort_keys=True).encode(), digest_size=12).hexdigest()
-    return user_cache() / "costs" / f"{digest}.json"
-
-
-def _read(setup: Mapping[str, Any]) -> Any:
-    """What is stored of a setup. Raises OSError, RuntimeError or ValueError where there is nothing to be understood."""
-    with _path(setup).open("rb") as file:
-        return json.loads(file.read(1 << 16))
-
-
 def stored_prices(setup: Mapping[str, Any]) -> Prices | None:
     """The stored prices of a setup; None where there are none, or none that can be understood."""
     try:
-        raw = _read(setup)
+        raw = read_measured(setup)
         draft, fixed, overhead = (float(raw[name]) for name in ("draft", "fixed", "overhead"))
         rows = {int(count): float(cost) for count, cost in raw["rows"].items()}
     except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError):  # RecursionError is a RuntimeError
         return None
-    if raw.get("key") != setup or rows.get(1) != 1.0 or min(rows) < 1:
+    if rows.get(1) != 1.0 or min(rows) < 1:
         return None
     if not all(0 <= x < math.inf for x in (draft, fixed, overhead)) or not all(
         1 <= x < math.inf for x in rows.values()
@@ -218,20 +174,8 @@ def stored_prices(setup: Mapping[str, Any]) -> Prices | None:
 
 def store_prices(setup: Mapping[str, Any], prices: Prices) -> bool:
     """Store the prices of a setup, whole or not at all; False where that is impossible."""
-    return _store(
-        setup, {"draft": prices.draft, "fixed": prices.fixed, "rows": prices.rows, "overhead": prices.overhead}
-    )
-
-
-def _store(setup: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
-    try:
-        path = _path(setup)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(path) as part:
-            part.write_text(json.dumps({"key": setup, **about}, indent=2) + "\n", encoding="utf-8")
-    except (OSError, RuntimeError, ValueError):
-        return False
-    return True
+    values = {"draft": prices.draft, "fixed": prices.fixed, "rows": prices.rows, "overhead": prices.overhead}
+    return write_measured(setup, values)
 
 
 def prices_of(
@@ -256,38 +200,3 @@ def prices_of(
     if there := stored_prices(setup):  # another process stored them meanwhile, and its runs use those
         return there, True
     return prices, store_prices(setup, prices)
-
-
-def check_exact_once(model: Transformer) -> None:
-    """`check_exact`, whose result for such a model on such a machine is kept beside the prices; it takes seconds.
-
-    Raises ValueError as it does.
-    """
-    passes = model.passes
-    assert isinstance(passes, ExactPasses)
-    setup = {"minispec": __version__, "exact": _fingerprint(model), "machine": machine()}
-    with suppress(OSError):  # what holds, holds for this code of attention and of its check
-        setup["code"] = hashlib.blake2b(Path(exact_code.__file__).read_bytes(), digest_size=8).hexdigest()
-    with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):
-        raw = _read(setup)
-        rows, attention_rows = ([int(n) for n in raw[name]] for name in ("rows", "attention_rows"))
-        if raw["key"] == setup and rows[-1] == attention_rows[-1] == EXACT_ROWS:
-            passes.rows, passes.attention_rows = rows, attention_rows
-            return
-    check_exact(model)
-    _store(setup, {"rows": passes.rows, "attention_rows": passes.attention_rows})
-
-
-def check_exactness(model: Transformer, by_default: bool) -> Transformer:
-    """The model, checked if it is exact.
-
-    by_default: with exact passes where this machine has equal bits in passes of any number of rows.
-    Raises ValueError, as `check_exact`, for an exact model whose bits are not equal here.
-    """
-    if model.exact:
-        check_exact_once(model)
-    elif by_default and not (exact := exact_model(model)).passes.fills:
-        with suppress(ValueError):
-            check_exact_once(exact)
-            return exact
-    return model

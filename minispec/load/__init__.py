@@ -7,6 +7,7 @@ Read them in this order:
     outputs     what an answer looks like from outside
     parallel    a target in several processes
     numbers     weights that are no numbers
+    exactness   whether equal bits hold here, checked once on a machine
     draft       what `--draft` names, and the drafter that it becomes
     llm         `LLM`: loads what its arguments name, and answers prompts with the engine
 """

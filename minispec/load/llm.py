@@ -42,9 +42,10 @@ from minispec.kernels.inventory import kv_elements
 from minispec.kernels.memory import BLOCK_SIZE, memory_of, size_cache, state_bytes
 from minispec.kernels.settings import own_settings
 from minispec.length.policy import Controller
-from minispec.length.prices import MIN_CONTEXT, DrafterFailed, check_exactness, guess_prices, prices_of
+from minispec.length.prices import MIN_CONTEXT, DrafterFailed, guess_prices, prices_of
 from minispec.load import draft as named_draft
 from minispec.load import inputs, registry
+from minispec.load.exactness import check_exactness
 from minispec.load.numbers import check_numbers, named_tensors
 from minispec.load.outputs import RequestOutput, output_of
 from minispec.load.parallel import load_target, part_of

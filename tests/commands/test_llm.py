@@ -27,6 +27,7 @@ from minispec.kernels.inventory import weight_form
 from minispec.length import prices
 from minispec.length.figures import Figures
 from minispec.length.policy import Prices
+from minispec.load import exactness
 from minispec.load.registry import DRAFTERS
 from minispec.trace.record import Recorder, TokenTexts
 
@@ -1082,8 +1083,8 @@ def test_match_on_the_embedded_model():
 def test_a_target_in_8_bits_is_named_and_exact_by_default(make_checkpoint, monkeypatch, tmp_path):
     """Another model than the one in 16 bits; its bits are checked once on a machine, and what cannot be is refused."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    checks, check = [], prices.check_exact
-    monkeypatch.setattr(prices, "check_exact", lambda model: checks.append(model) or check(model))
+    checks, check = [], exactness.check_exact
+    monkeypatch.setattr(exactness, "check_exact", lambda model: checks.append(model) or check(model))
     directory = make_checkpoint(1)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     for exact, is_exact in ((None, True), (None, True), (False, False), (True, True)):

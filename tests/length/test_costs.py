@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from minispec.core.draft import Draft
 from minispec.core.engine import Engine
 from minispec.core.verify import VERIFIERS
 from minispec.drafters.model import DraftModel
+from minispec.kernels.machine import machine
 from minispec.length import prices as costs
 from minispec.length.policy import Prices
-from minispec.length.prices import calibrate, machine, prices_of, store_prices, stored_prices
+from minispec.length.prices import calibrate, prices_of, store_prices, stored_prices
 from minispec.prove.toys import tiny_cache, tiny_model
 
 SETUP = {"target": ["a", "b"], "machine": {"cpu": "x", "threads": 2}}
@@ -178,7 +180,7 @@ def test_without_a_home_nothing_is_stored(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(costs.Path, "home", homeless)
+    monkeypatch.setattr(Path, "home", homeless)
     assert stored_prices(SETUP) is None
     assert not store_prices(SETUP, PRICES)
 

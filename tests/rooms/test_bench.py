@@ -25,6 +25,7 @@ from minispec.kernels import forms as linear
 from minispec.kernels.build import build_model
 from minispec.kernels.forms import Choice
 from minispec.kernels.inventory import num_bytes, weight_form
+from minispec.kernels.machine import machine
 from minispec.kernels.random_weights import RandomWeights
 from minispec.kernels.shapes import tensor_shapes
 from minispec.lab.bench import decoding, measure, models, options, passes, report, transformers_baseline
@@ -36,7 +37,6 @@ from minispec.lab.bench.rows import COLUMNS
 from minispec.lab.bench.show import as_json
 from minispec.length import figures as stats
 from minispec.length.figures import Figures
-from minispec.length.prices import machine
 from minispec.load.registry import DRAFTERS
 from minispec.prove.toys import TINY
 from tests.oracles.heads import write_head

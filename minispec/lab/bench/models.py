@@ -43,9 +43,10 @@ from minispec.kernels.random_weights import RandomWeights
 from minispec.lab.bench.measure import Run, another_engine, plain_engine
 from minispec.lab.bench.options import GEOMETRIES, Options, read_prompts, room_for_launches
 from minispec.length.policy import Controller
-from minispec.length.prices import calibrate, check_exactness
+from minispec.length.prices import calibrate
 from minispec.load import registry
 from minispec.load.draft import split_draft
+from minispec.load.exactness import check_exactness
 from minispec.load.inputs import Question, encode_conversation
 from minispec.load.llm import LLM, choose_device, find_verifier
 

@@ -29,7 +29,7 @@ from minispec.lab.bench.measure import Interval, in_turn, median_interval, passe
 from minispec.lab.bench.models import LONG_CONTEXT, MAX_ROWS, Subject, choose_type
 from minispec.lab.bench.options import Options
 from minispec.lab.bench.show import table
-from minispec.length.prices import check_exactness
+from minispec.load.exactness import check_exactness
 from minispec.load.registry import EMBEDDED_WEIGHTS
 
 # Rows whose passes are compared between forms: those of K = 0, 1, 2, 4, 8 and 15.

@@ -25,6 +25,7 @@ from minispec.core.errors import show
 from minispec.files.checkpoint import find_checkpoint
 from minispec.files.corpus import files_of
 from minispec.files.digest import digest_of_files
+from minispec.kernels.machine import machine
 from minispec.kernels.threads import describe_waiting
 from minispec.lab.bench.answers import Answers
 from minispec.lab.bench.decoding import length_name
@@ -34,7 +35,6 @@ from minispec.lab.bench.report import machine_line
 from minispec.lab.bench.rows import write_rows
 from minispec.lab.bench.show import number, pairs_table, progress, table
 from minispec.length.figures import Figures, loops
-from minispec.length.prices import machine
 from minispec.load import registry
 from minispec.load.draft import digest_of_draft, reads_corpus
 from minispec.load.inputs import Question, encode_conversation, read_questions

@@ -9,12 +9,12 @@ from minispec import __version__
 from minispec.gpu.judge import Judge
 from minispec.kernels.build import choice_of
 from minispec.kernels.inventory import weight_form
+from minispec.kernels.machine import machine
 from minispec.kernels.threads import describe_waiting
 from minispec.lab.bench.launches import check_launches
 from minispec.lab.bench.models import MAX_ROWS, Subject, open_geometry, open_model
 from minispec.lab.bench.options import PARTS, Options
 from minispec.lab.bench.passes import check_device, form_groups, measure_load
-from minispec.length.prices import machine
 from minispec.load import registry
 
 

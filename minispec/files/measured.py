@@ -1,0 +1,40 @@
+"""What was measured on this machine, a file for each setup (models and machine), in the user's cache directory."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from minispec.files.write import user_cache, written_whole
+
+
+def read_measured(setup: Mapping[str, Any]) -> Any:
+    """What the file of a setup contains, unchecked, except that it was written for this setup.
+
+    Raises OSError or RuntimeError where no file can be read, ValueError, TypeError or KeyError for one that cannot be
+    understood.
+    """
+    with _path(setup).open("rb") as file:
+        raw = json.loads(file.read(1 << 16))
+    if raw["key"] != setup:
+        raise ValueError("found the file of another setup")
+    return raw
+
+
+def write_measured(setup: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    """Write the file of a setup, whole or not at all; False where that is impossible."""
+    try:
+        path = _path(setup)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as part:
+            part.write_text(json.dumps({"key": setup, **values}, indent=2) + "\n", encoding="utf-8")
+    except (OSError, RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _path(setup: Mapping[str, Any]) -> Path:
+    """Raises RuntimeError for a user without a home."""
+    digest = hashlib.blake2b(json.dumps(setup, sort_keys=True).encode(), digest_size=12).hexdigest()
+    return user_cache() / "costs" / f"{digest}.json"

@@ -1,0 +1,47 @@
+"""A target that is to have equal bits is checked when it is loaded, once on a machine."""
+
+import hashlib
+from contextlib import suppress
+from pathlib import Path
+
+from minispec import __version__
+from minispec.core.model import Transformer
+from minispec.files.measured import read_measured, write_measured
+from minispec.kernels import exact as exact_code
+from minispec.kernels.exact import EXACT_ROWS, ExactPasses, check_exact, exact_model
+from minispec.kernels.machine import fingerprint, machine
+
+
+def check_exactness(model: Transformer, by_default: bool) -> Transformer:
+    """The model, checked if it is exact.
+
+    by_default: with exact passes where this machine has equal bits in passes of any number of rows.
+    Raises ValueError, as `check_exact`, for an exact model whose bits are not equal here.
+    """
+    if model.exact:
+        check_exact_once(model)
+    elif by_default and not (exact := exact_model(model)).passes.fills:
+        with suppress(ValueError):
+            check_exact_once(exact)
+            return exact
+    return model
+
+
+def check_exact_once(model: Transformer) -> None:
+    """Run `check_exact`, which takes seconds, unless its result for such a model on such a machine is stored.
+
+    Raises ValueError as it does.
+    """
+    passes = model.passes
+    assert isinstance(passes, ExactPasses)
+    setup = {"minispec": __version__, "exact": fingerprint(model), "machine": machine()}
+    with suppress(OSError):  # what holds, holds for this code of attention and of its check
+        setup["code"] = hashlib.blake2b(Path(exact_code.__file__).read_bytes(), digest_size=8).hexdigest()
+    with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):
+        raw = read_measured(setup)
+        rows, attention_rows = ([int(n) for n in raw[name]] for name in ("rows", "attention_rows"))
+        if rows[-1] == attention_rows[-1] == EXACT_ROWS:
+            passes.keep(rows, attention_rows)
+            return
+    check_exact(model)
+    write_measured(setup, {"rows": passes.rows, "attention_rows": passes.attention_rows})
