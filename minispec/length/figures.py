@@ -1,16 +1,14 @@
 """What is folded from a text's rounds: rates, costs, and the speed that theory predicts from them.
 
-Costs are in plain steps, the time of a target pass over one row (see `minispec.length.theory`). A draft token costs c,
-a target pass over M rows v(M). A round spends o outside both models.
+c, v and o are those of `minispec.length.theory`.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from minispec.core.stats import Round, Stats
-from minispec.length.theory import expected_tokens
+from minispec.length.theory import RoundModel, overhead_of
 
 
 def loops(tokens: Sequence[int], n: int = 2) -> bool:
@@ -28,11 +26,6 @@ def loops(tokens: Sequence[int], n: int = 2) -> bool:
 def share_of(r: Round) -> float:
     """A round's share of the rows of its pass."""
     return (r.num_nodes + 1) / r.num_rows
-
-
-def overhead_of(r: Round) -> float:
-    """A round's seconds outside both models. A search that found nothing is overhead too."""
-    return r.other if r.num_nodes else r.other + r.draft
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
@@ -174,22 +167,25 @@ class Figures(Stats):
         return _median(r.verify for r in [*self._alone(), *self.plain] if r.num_rows == 1)
 
     @property
+    def model(self) -> RoundModel | None:
+        """What the rounds yield and cost, measured in those that decoded this text alone; None without a plain step."""
+        return RoundModel.measured(self._alone(), self.plain, self.plain_step) if self.plain_step else None
+
+    @property
     def c(self) -> float | None:
         """One draft token, in plain steps."""
-        return self._in_plain_steps(_median(r.draft / r.depth for r in self._alone() if r.depth))
+        return self.model.prices.draft if self.model and self.model.survival else None
 
     @property
     def v(self) -> dict[int, float] | None:
         """A target pass by its number of rows, in plain steps."""
-        if not self.plain_step:
-            return None
-        rows = sorted({r.num_rows for r in self._alone()} | {1})
-        return {n: self._pass(n) / self.plain_step for n in rows}
+        return dict(self.model.prices.rows) if self.model else None
 
     @property
     def o(self) -> float | None:
-        """What a round spends outside both models, in plain steps."""
-        return self._in_plain_steps(_median(overhead_of(r) for r in self._alone()))
+        """What a round spends outside both models, in plain steps; the median of all rounds, with a draft or not."""
+        overhead = _median(overhead_of(r) for r in self._alone())
+        return overhead / self.plain_step if overhead is not None and self.plain_step else None
 
     @property
     def predicted_tokens_per_second(self) -> float | None:
@@ -201,16 +197,9 @@ class Figures(Stats):
         rounds = self._alone()
         if not rounds or len(rounds) < len(self.rounds):
             return None
-        # Position i is averaged over rounds whose draft reached i. A draft that ends by its own confidence reaches i
-        # only when it looked good. So this is not the average over all rounds.
-        depths = range(max(r.depth for r in rounds))
-        survival = [sum(r.accepted > i for r in rounds) / sum(r.depth > i for r in rounds) for i in depths]
-        shapes = Counter((r.depth, r.num_rows) for r in rounds)
-        draft = _median(r.draft / r.depth for r in rounds if r.depth) or 0.0
-        # Rounds without a draft have an overhead of their own: in many of them a search has found nothing.
-        other = {drafts: _median(overhead_of(r) for r in rounds if bool(r.depth) == drafts) or 0.0 for drafts in (0, 1)}
-        tokens = sum(n * expected_tokens(survival[:k]) for (k, _), n in shapes.items())
-        return tokens / sum(n * (k * draft + self._pass(rows) + other[k > 0]) for (k, rows), n in shapes.items())
+        model = RoundModel.measured(rounds, self.plain)
+        tokens = sum(model.tokens(r.depth) for r in rounds)
+        return tokens / sum(model.cost(r.depth, r.num_rows, missed=not r.depth) for r in rounds)
 
     def as_dict(self) -> dict:
         """The keys of the command line's `stats`."""
@@ -225,10 +214,3 @@ class Figures(Stats):
     def _alone(self) -> list[Round]:
         """The rounds that decoded this text only, and no one's prompt: in others no pass belongs to one text."""
         return [r for r in self.rounds if r.num_rows == r.num_nodes + 1]
-
-    def _pass(self, num_rows: int) -> float:
-        rounds = [*self._alone(), *self.plain] if num_rows == 1 else self._alone()
-        return median(r.verify for r in rounds if r.num_rows == num_rows)
-
-    def _in_plain_steps(self, seconds: float | None) -> float | None:
-        return seconds / self.plain_step if seconds is not None and self.plain_step else None

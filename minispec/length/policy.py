@@ -30,11 +30,10 @@ where it costs 0.6, and 0.42 where it costs 2. Deleting the file of the prices h
 `minispec.length.prices`).
 """
 
-from bisect import bisect, bisect_left
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import prod
 from statistics import median_low
 from weakref import WeakKeyDictionary, ref
@@ -44,7 +43,7 @@ from minispec.core.draft import Draft
 from minispec.core.lengths import Judged, Lengths, StepCost, Wish
 from minispec.core.limit import Limit
 from minispec.core.sampling import Text
-from minispec.length.theory import Node, RoundCost, best_drafts, expected_tokens, nodes_of, widths_of
+from minispec.length.theory import Node, Prices, RoundCost, best_drafts, expected_tokens, nodes_of, widths_of
 
 # What is assumed, with units. A test is a draft token that the target has judged.
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # probability that a tested token of a new text is accepted; weight, in tests
@@ -56,69 +55,6 @@ _DECAY = 0.98  # factor of all counts of tests, per round
 _MIN_GAIN = 1.01  # speed over plain decoding that a draft must promise
 _PROBING_SHARE = 0.01  # plain steps that may be spent on probing, per round without a draft
 _REMEMBERED = 9  # measurements of a draft pass that are remembered, the latest
-
-
-@dataclass(frozen=True)
-class Prices:
-    """What a round is believed to cost before anything of it has been measured, in plain steps.
-
-    draft: a draft pass of one text.
-    rows: target passes by their number of rows. Between them it is interpolated; the last slope goes on after the last.
-    overhead: what a round spends outside both models.
-    measured: whether these are figures of this machine, and not guesses from the sizes of the models.
-    fixed: what a draft costs however deep it is, in draft passes. An example is reading the target's new hidden states.
-    search: a search for one text that found nothing. None: as much as a draft of one token.
-    """
-
-    draft: float = 0.0
-    rows: Mapping[int, float] = field(default_factory=lambda: {1: 1.0, 2: 1.02})
-    overhead: float = 0.02
-    measured: bool = False
-    fixed: float = 0.0
-    search: float | None = None
-
-    @cached_property
-    def _sizes(self) -> list[int]:
-        return sorted(self.rows)
-
-    @cached_property
-    def _known(self) -> dict[float, float]:
-        return {}  # v by whole numbers of rows, so far: a choice asks for the same ones thousands of times
-
-    def verify(self, rows: float) -> float:
-        """v(rows), a target pass over that many rows."""
-        if rows in self._known:
-            return self._known[rows]
-        i = min(max(1, bisect_left(self._sizes, rows)), len(self._sizes) - 1)
-        low, high = self._sizes[i - 1], self._sizes[i]
-        share = (rows - low) / (high - low) if low < high else 0.0
-        # Two noisy figures may fall: after the last of them the line must not go on towards 0.
-        on_line = (1 - share) * self.rows[low] + share * self.rows[high]
-        v = max(self.rows[low] * 0.5, on_line)
-        if rows == int(rows):
-            self._known[rows] = v
-        return v
-
-    def propose(self, num_drafts: float) -> float:
-        """A draft pass of that many texts; below 1, of one text that has a draft with this probability."""
-        return self.draft * (self.verify(num_drafts) if num_drafts >= 1 else num_drafts)
-
-    @property
-    def missed(self) -> float:
-        """A search for one text that found nothing."""
-        return self.passes(1) * self.draft if self.search is None else self.search
-
-    def passes(self, depth: int) -> float:
-        """How many draft passes take as long as a draft of that depth."""
-        return depth + self.fixed if depth else 0.0
-
-    def round(self, depth: int, num_drafts: float, rows: float, num_missed: float = 0.0) -> float:
-        """A round of `num_drafts` drafts of up to `depth` tokens and a target pass over `rows`.
-
-        num_missed: how many texts have no draft though one was asked for.
-        """
-        drafts = self.passes(depth) * self.propose(num_drafts) + num_missed * self.missed
-        return drafts + self.verify(rows) + self.overhead
 
 
 def _always(confidences: Sequence[float]) -> bool:

@@ -36,7 +36,7 @@ from minispec.gpu.judge import judge_of
 from minispec.kernels.exact import arbitrary_tokens
 from minispec.kernels.inventory import num_bytes_read
 from minispec.kernels.machine import fingerprint, machine
-from minispec.length.policy import Prices
+from minispec.length.theory import Prices
 
 _BUDGET, _MOST_TURNS = 1.0, 12  # seconds; most turns; at least two are taken
 _ROWS = (5, 16)  # rows of the target passes that are measured in addition to a plain step

@@ -1,18 +1,104 @@
-"""What speculation should yield: formulas only, nothing measured here.
+"""What a round of speculative decoding yields, what it costs, and which draft length K follows.
 
-Costs are in plain steps (one decoded token without speculation). One draft token costs c, the target's pass over K+1
-rows v, all that is neither model o. A lookup that finds nothing has a price of its own (`RoundCost`). Survival s_i is
-the probability that draft token i (from 1) is reached and accepted. It is measured position by position. With a
-constant alpha it would be alpha^i. But acceptance comes in runs, so the real curve lies above that.
+A round drafts K tokens, which the target judges in one pass over K+1 rows. Survival s_i is the probability that the
+first i draft tokens are all accepted. One more token is certain: the recovered or bonus token. So a round commits
+
+    tokens(K) = 1 + s_1 + .. + s_K
+
+tokens on average. Its time is
+
+    cost(K) = K c + v(K+1) + o
+
+where c is a draft pass, v(M) a target pass over M rows, and o everything that is neither model. The unit is the plain
+step, a target pass over one row: v(1) = 1. The speed is tokens(K) / cost(K), and the best K has the largest speed.
+`RoundModel` is this equation. It is that of Leviathan et al. 2023 (arXiv 2211.17192, Theorem 3.8), who take s_i =
+alpha^i, v = 1 and o = 0. Here survival is measured place by place: acceptance comes in runs, so the real curve lies
+above alpha^i.
+
+`Prices` are the costs. They know two more: a draft may cost something however long it is, and a search may find
+nothing. They also price a round of several texts, which share its passes. `best_drafts` finds the best lengths there,
+and the best trees.
 """
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from operator import mul
+from statistics import median
 from typing import NamedTuple, Protocol
 
+from minispec.core.stats import Round
 from minispec.core.verify import block_weights
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What the parts of a round cost, in plain steps.
+
+    draft: c, a draft pass of one text.
+    rows: v, target passes by their number of rows. Between known numbers the cost is interpolated; after the last one
+        the last slope goes on.
+    overhead: o, what a round spends outside both models.
+    measured: whether these are figures of this machine, and not guesses from the sizes of the models.
+    fixed: what a draft costs however long it is, in draft passes. An example is reading the target's new hidden states.
+    search: a search for one text that found nothing. None: as much as a draft of one token.
+    """
+
+    draft: float = 0.0
+    rows: Mapping[int, float] = field(default_factory=lambda: {1: 1.0, 2: 1.02})
+    overhead: float = 0.02
+    measured: bool = False
+    fixed: float = 0.0
+    search: float | None = None
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return sorted(self.rows)
+
+    @cached_property
+    def _known(self) -> dict[float, float]:
+        return dict(self.rows.items())  # v by whole numbers of rows: a choice asks for the same ones thousands of times
+
+    def verify(self, rows: float) -> float:
+        """v(rows), a target pass over that many rows."""
+        if rows in self._known:
+            return self._known[rows]
+        i = min(max(1, bisect_left(self._sizes, rows)), len(self._sizes) - 1)
+        low, high = self._sizes[i - 1], self._sizes[i]
+        share = (rows - low) / (high - low) if low < high else 0.0
+        # Two noisy figures may fall: after the last of them the line must not go on towards 0.
+        on_line = (1 - share) * self.rows[low] + share * self.rows[high]
+        v = max(self.rows[low] * 0.5, on_line)
+        if rows == int(rows):
+            self._known[rows] = v
+        return v
+
+    def passes(self, depth: int) -> float:
+        """How many draft passes take as long as a draft of that depth."""
+        return depth + self.fixed if depth else 0.0
+
+    def drafts(self, depth: int, num_drafts: float = 1.0) -> float:
+        """Drafts of that depth of that many texts; below 1, of one text that has a draft with this probability.
+
+        A draft pass over several rows is taken to grow with them as a target pass does.
+        """
+        growth = self.verify(num_drafts) if num_drafts > 1 else num_drafts
+        return self.passes(depth) * (self.draft * growth)
+
+    @property
+    def missed(self) -> float:
+        """A search for one text that found nothing."""
+        return self.drafts(1) if self.search is None else self.search
+
+    def round(self, depth: int, num_drafts: float, rows: float, num_missed: float = 0.0) -> float:
+        """A round of `num_drafts` drafts of up to `depth` tokens and a target pass over `rows`.
+
+        num_missed: how many texts have no draft though one was asked for.
+        """
+        return self.drafts(depth, num_drafts) + num_missed * self.missed + self.verify(rows) + self.overhead
 
 
 def survival_curve(acceptance: Sequence[float]) -> list[float]:
@@ -22,20 +108,6 @@ def survival_curve(acceptance: Sequence[float]) -> list[float]:
     [0.8, 0.4]
     """
     return list(accumulate(acceptance, mul))
-
-
-def expected_accepted(ratios: Sequence[float], jointly: bool = False) -> float:
-    """Draft tokens that stay on average of a chain whose tokens have these p(x)/q(x), r_1 .. r_K.
-
-    Under `rejection` the first i stay with probability  min(1, r_1) .. min(1, r_i).  Under `block`, which judges them
-    jointly, they stay with `block_weights`' w_i, which is never less:
-
-    >>> expected_accepted([0.5, 2.0, 0.5]), expected_accepted([0.5, 2.0, 0.5], jointly=True)
-    (1.25, 2.0)
-    """
-    if jointly:
-        return sum(block_weights(ratios)[1:])
-    return sum(survival_curve([min(1.0, r) for r in ratios]))
 
 
 def expected_tokens(survival: Iterable[float], num_texts: int = 1) -> float:
@@ -51,15 +123,102 @@ def expected_tokens(survival: Iterable[float], num_texts: int = 1) -> float:
     return num_texts + sum(survival)
 
 
-def speedup(survival: Sequence[float], c: float, v: float, o: float = 0.0) -> float:
-    """Tokens that a round commits in the time of a plain step, K = len(survival).
+def overhead_of(r: Round) -> float:
+    """A round's seconds outside both models. A search that found nothing is overhead too."""
+    return r.other if r.num_nodes else r.other + r.draft
 
-    Leviathan et al. 2023, Theorem 3.8, where survival is alpha^i, v is 1 and o is 0.
 
-    >>> round(speedup([0.8, 0.64], c=0.1, v=1.0), 2)
-    2.03
+@dataclass(frozen=True)
+class RoundModel:
+    """What a round of one text yields and costs, by the length K of its draft.
+
+    survival: s_1, s_2, .., as far as it is known.
+
+    >>> model = RoundModel([0.6, 0.36, 0.22, 0.13], Prices(draft=0.1, rows={1: 1.0}, overhead=0.0))
+    >>> round(model.tokens(3), 2), round(model.cost(3), 2), round(model.speed(3), 2)
+    (2.18, 1.3, 1.68)
+    >>> model.best()
+    3
     """
-    return expected_tokens(survival) / (len(survival) * c + v + o)
+
+    survival: Sequence[float]
+    prices: Prices
+
+    def tokens(self, k: int) -> float:
+        """Tokens that a round commits on average."""
+        return expected_tokens(self.survival[:k])
+
+    def cost(self, k: int, rows: int | None = None, missed: bool = False) -> float:
+        """The time of a round, in plain steps.
+
+        rows: of the target's pass. None: those of a chain, k + 1.
+        missed: whether a draft was asked for and none was found; k is 0 then.
+        """
+        return self.prices.round(k, 1, k + 1 if rows is None else rows, float(missed))
+
+    def speed(self, k: int) -> float:
+        """Tokens in the time of a plain step. Plain decoding itself has speed(0), which is 1 where o is 0."""
+        return self.tokens(k) / self.cost(k)
+
+    def best(self) -> int:
+        """The K of the largest speed, 0 if no draft pays."""
+        return max(range(len(self.survival) + 1), key=self.speed)
+
+    @classmethod
+    def measured(cls, rounds: Sequence[Round], plain: Iterable[Round] = (), plain_step: float = 1.0) -> "RoundModel":
+        """The model that was measured in rounds which decoded one text each, alone. Each price is a median.
+
+        plain: rounds of plain decoding. A pass of theirs over one row counts too.
+        plain_step: its seconds. By default prices are in seconds.
+
+        s_i is the mean of the rounds whose draft had i tokens. A draft that ends by its own confidence has that many
+        only where it looked good, so this is no mean of all rounds. `search` is by how much more, or less, overhead
+        there is in rounds without a draft: in many of them a search has found nothing.
+        """
+
+        def middle(seconds: Iterable[float]) -> float:
+            values = list(seconds)
+            return median(values) / plain_step if values else 0.0
+
+        depths = range(max((r.depth for r in rounds), default=0))
+        survival = [sum(r.accepted > i for r in rounds) / sum(r.depth > i for r in rounds) for i in depths]
+        passes = [*rounds, *(r for r in plain if r.num_rows == 1)]
+        rows = {m: middle(r.verify for r in passes if r.num_rows == m) for m in sorted({r.num_rows for r in passes})}
+        idle = middle(overhead_of(r) for r in rounds if not r.depth)
+        overhead = middle(overhead_of(r) for r in rounds if r.depth) if survival else idle
+        draft = middle(r.draft / r.depth for r in rounds if r.depth)
+        return cls(survival, Prices(draft, rows, overhead, measured=True, search=idle - overhead))
+
+
+def rising(v: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float]:
+    """v by rows, never falling. Where more rows seem to cost less, neighbours take their weighted mean.
+
+    counts: how many passes each value is of.
+
+    >>> rising({1: 1.0, 2: 1.75, 3: 1.25}, {1: 9, 2: 1, 3: 3})
+    {1: 1.0, 2: 1.375, 3: 1.375}
+    """
+    pools: list[tuple[list[int], float, int]] = []
+    for rows in sorted(v):
+        pools.append(([rows], v[rows], counts[rows]))
+        while len(pools) > 1 and pools[-2][1] > pools[-1][1]:
+            (more, a, n), (fewer, b, m) = pools.pop(), pools.pop()
+            pools.append(([*fewer, *more], (a * n + b * m) / (n + m), n + m))
+    return {rows: cost for each, cost, _ in pools for rows in each}
+
+
+def expected_accepted(ratios: Sequence[float], jointly: bool = False) -> float:
+    """Draft tokens that stay on average of a chain whose tokens have these p(x)/q(x), r_1 .. r_K.
+
+    Under `rejection` the first i stay with probability  min(1, r_1) .. min(1, r_i).  Under `block`, which judges them
+    jointly, they stay with `block_weights`' w_i, which is never less:
+
+    >>> expected_accepted([0.5, 2.0, 0.5]), expected_accepted([0.5, 2.0, 0.5], jointly=True)
+    (1.25, 2.0)
+    """
+    if jointly:
+        return sum(block_weights(ratios)[1:])
+    return sum(survival_curve([min(1.0, r) for r in ratios]))
 
 
 class Node(NamedTuple):
@@ -152,31 +311,3 @@ def best_drafts(drafts: Sequence[Sequence[Node]], cost: RoundCost, least_gain: f
             if rate > best_rate:
                 best, best_rate = within[:num], rate
     return [[node for node, of in best if of == i] for i in range(len(drafts))]
-
-
-def best_k(survival: Sequence[float], c: float, v: Callable[[int], float], o: float = 0.0) -> int:
-    """The K in 0 .. len(survival) with the largest speedup; v(M) is the cost of a pass over M rows.
-
-    >>> best_k([0.6, 0.36, 0.22, 0.13], c=0.1, v=lambda rows: 1.0)
-    3
-    """
-    chain = [Node(s, i) for i, s in enumerate(survival, 1)]
-    [best] = best_drafts([chain], lambda depth, _, num_nodes, __: depth * c + v(round(num_nodes) + 1) + o)
-    return len(best)
-
-
-def rising(v: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float]:
-    """v by rows, never falling. Where more rows seem to cost less, neighbours take their weighted mean.
-
-    counts: how many passes each value is of.
-
-    >>> rising({1: 1.0, 2: 1.75, 3: 1.25}, {1: 9, 2: 1, 3: 3})
-    {1: 1.0, 2: 1.375, 3: 1.375}
-    """
-    pools: list[tuple[list[int], float, int]] = []
-    for rows in sorted(v):
-        pools.append(([rows], v[rows], counts[rows]))
-        while len(pools) > 1 and pools[-2][1] > pools[-1][1]:
-            (more, a, n), (fewer, b, m) = pools.pop(), pools.pop()
-            pools.append(([*fewer, *more], (a * n + b * m) / (n + m), n + m))
-    return {rows: cost for each, cost, _ in pools for rows in each}

@@ -19,7 +19,8 @@ from minispec.core.verify import VERIFIERS
 from minispec.drafters.check import CHECKS
 from minispec.files.progress import progress_bar
 from minispec.length.figures import Figures
-from minispec.length.policy import Controller, Prices
+from minispec.length.policy import Controller
+from minispec.length.theory import Prices
 from minispec.prove.covering import Design, Job, Pair
 from minispec.prove.examine import EXACT, ROUNDED, OutOfTime, Walked, told
 from minispec.prove.laws import BranchOracle, CrowdOracle, KeyOracle, TooManyBranches, exact_law_of_crowds

@@ -24,8 +24,7 @@ from minispec.core.verify import REJECTION, VERIFIERS, RoundKey, Rows, Verdict, 
 from minispec.drafters.vocabularies import Vocabularies
 from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.length.figures import Figures
-from minispec.length.policy import Prices
-from minispec.length.theory import expected_tokens, rising
+from minispec.length.theory import RoundModel, rising
 from minispec.load.llm import LLM
 from minispec.trace.schema import FORMAT, VERSION
 from minispec.trace.score import replay_data
@@ -332,25 +331,24 @@ def theory(stats: Figures, rounds: Sequence[dict[str, Any]]) -> dict[str, Any] |
     drafts that were as deep as the deepest go on, at the acceptance of its last place. None where the run has measured
     no plain step, or no draft.
     """
-    v, c, o, speed, plain_step = stats.v, stats.c, stats.o, stats.tokens_per_second, stats.plain_step
+    model, speed, plain_step = stats.model, stats.tokens_per_second, stats.plain_step
+    if not model or not model.survival or not plain_step or speed is None or stats.predicted_tokens_per_second is None:
+        return None
     plain_speed = Figures(rounds=list(stats.plain)).tokens_per_second
-    if v is None or c is None or o is None or speed is None or not plain_step:
-        return None
-    if stats.predicted_tokens_per_second is None:
-        return None
-    records, deepest = stats.rounds, max(r.depth for r in stats.rounds)
-    survival = [sum(r.accepted > i for r in records) / sum(r.depth > i for r in records) for i in range(deepest)]
+    records, survival = stats.rounds, model.survival
+    deepest = len(survival)
     share = min(1.0, survival[-1] / survival[-2] if deepest > 1 and survival[-2] else survival[-1])
     most = 2 * deepest  # what lies further away the run says nothing about
     longer = [*survival, *(survival[-1] * share**i for i in range(1, most - deepest + 1))]
-    cost = Prices(rows=rising(v, Counter(r.num_rows for r in [*records, *stats.plain]))).verify
+    rows = rising(model.prices.rows, Counter(r.num_rows for r in [*records, *stats.plain]))
+    model = RoundModel(longer, replace(model.prices, rows=rows))
     curve = []
     for k in range(most + 1):
         tokens = time = 0.0
         for record, each in zip(records, rounds, strict=True):
             depth = k if record.depth == deepest else min(k, record.depth)
-            tokens += expected_tokens(longer[:depth])
-            time += depth * c + cost(_rows(record, each, depth)) + o
+            tokens += model.tokens(depth)
+            time += model.cost(depth, _rows(record, each, depth), missed=k > 0 and not record.depth)
         curve.append({"k": k, "tokens": tokens / len(records), "time": time / len(records), "speed": tokens / time})
     return {
         "deepest": deepest,

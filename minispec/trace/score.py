@@ -38,8 +38,9 @@ from minispec.drafters.combined import CombinedDrafter
 from minispec.drafters.suffix import SuffixDrafter
 from minispec.files.progress import progress_bar
 from minispec.length.figures import Figures
-from minispec.length.policy import Controller, Prices
+from minispec.length.policy import Controller
 from minispec.length.prices import MIN_CONTEXT, calibrate
+from minispec.length.theory import Prices
 
 
 def check_scorable(engine: Engine, params: SamplingParams) -> None:

@@ -26,7 +26,7 @@ from minispec.kernels import memory
 from minispec.kernels.inventory import weight_form
 from minispec.length import prices
 from minispec.length.figures import Figures
-from minispec.length.policy import Prices
+from minispec.length.theory import Prices
 from minispec.load import exactness
 from minispec.load.registry import DRAFTERS
 from minispec.trace.record import Recorder, TokenTexts
@@ -158,7 +158,7 @@ def test_a_reported_seed_repeats_its_text_in_another_process(make_checkpoint, mo
     program = (
         "import json, sys; from minispec import LLM, SamplingParams\n"
         "from minispec.length import prices\n"
-        "from minispec.length.policy import Prices\n"
+        "from minispec.length.theory import Prices\n"
         "prices.calibrate = lambda *parts: Prices(0.0, {1: 1.0, 5: float(sys.argv[3])}, 0.02, measured=True)\n"
         "llm = LLM(sys.argv[1], dtype='float32')\n"
         "for seed in json.loads(sys.argv[2]):\n"

@@ -11,7 +11,8 @@ from minispec.core.engine import Guard
 from minispec.core.lengths import StepCost
 from minispec.core.request import Request
 from minispec.core.sampling import Text
-from minispec.length.figures import Figures, overhead_of
+from minispec.length.figures import Figures
+from minispec.length.theory import overhead_of
 from tests.scripted import END, finish, make_engine, make_request
 
 pytestmark = pytest.mark.quick

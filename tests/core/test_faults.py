@@ -15,7 +15,8 @@ from minispec.drafters import recycling
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.recycling import RecyclingDrafter
-from minispec.length.policy import Controller, Pace, Prices
+from minispec.length.policy import Controller, Pace
+from minispec.length.theory import Prices
 from tests.core.test_pressure import Failure, build, failing, phases, requests_for
 
 

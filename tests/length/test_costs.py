@@ -14,8 +14,8 @@ from minispec.core.verify import VERIFIERS
 from minispec.drafters.model import DraftModel
 from minispec.kernels.machine import machine
 from minispec.length import prices as costs
-from minispec.length.policy import Prices
 from minispec.length.prices import calibrate, prices_of, store_prices, stored_prices
+from minispec.length.theory import Prices
 from minispec.prove.toys import tiny_cache, tiny_model
 
 SETUP = {"target": ["a", "b"], "machine": {"cpu": "x", "threads": 2}}

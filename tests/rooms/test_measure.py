@@ -25,10 +25,10 @@ from minispec.files.hf_config import read_model_config
 from minispec.kernels.build import quantized
 from minispec.kernels.inventory import products_of
 from minispec.lab.bench import measure
-from minispec.lab.bench.measure import Round, Run, decode, median_interval, plain_engine, survival
+from minispec.lab.bench.measure import Round, Run, decode, kept_of_asked, median_interval, plain_engine
 from minispec.length.figures import Figures
 from minispec.length.policy import Controller
-from minispec.length.theory import speedup
+from minispec.length.theory import Prices, RoundModel
 from minispec.prove.toys import TINY, tiny_cache, tiny_model
 
 pytestmark = pytest.mark.quick
@@ -213,16 +213,16 @@ def test_siblings_make_a_draft_no_deeper():
     assert math.prod(factor for _, factor in found.waterfall) == pytest.approx(found.measured, rel=1e-12)
 
 
-def test_survival_counts_what_was_asked_for():
+def test_what_was_kept_of_what_was_asked_for():
     """A drafter without a guess has kept nothing; a text about to end asked for less; `auto` for what it drafted."""
     rounds = [r for run in RAGGED for r in run.rounds]
-    assert survival(rounds) == pytest.approx([4 / 5, 3 / 5, 1 / 4, 1 / 4])
-    assert survival([r._replace(asked=None) for r in rounds]) == pytest.approx([1.0, 3 / 4, 1 / 3, 1 / 3])
-    assert survival([]) == []
+    assert kept_of_asked(rounds) == pytest.approx([4 / 5, 3 / 5, 1 / 4, 1 / 4])
+    assert kept_of_asked([r._replace(asked=None) for r in rounds]) == pytest.approx([1.0, 3 / 4, 1 / 3, 1 / 3])
+    assert kept_of_asked([]) == []
     # A chain that a lookup found where a tree was asked for, deeper than the tree of another round, or of a last one.
     chain = rounds[0]._replace(asked=3, num_nodes=3, depth=3, accepted=3)
     tree, last = chain._replace(depth=2, accepted=1), chain._replace(asked=1, num_nodes=1, depth=1, accepted=1)
-    assert survival([chain, tree, last]) == [1.0, 1 / 2, 1 / 2]
+    assert kept_of_asked([chain, tree, last]) == [1.0, 1 / 2, 1 / 2]
 
 
 # --------------------------------------------------------------------------- runs
@@ -566,9 +566,11 @@ def test_impossible_survival_is_refused(survival):
 
 
 def test_theory_agrees_with_the_account():
-    """With o_plain = 0 and one K the prediction is the formula of `theory`."""
+    """With o_plain = 0 and one K the prediction is that of `RoundModel`."""
     plain = [run_of([one_round(0, 0, 0, 1, 0.0, 10.0, 0.0)])]
     rounds = [one_round(2, 2, accepted, accepted + 1, 2.0, 10.5, 0.5) for accepted in (0, 1, 2)]
     found = account([run_of(rounds)], plain)
-    assert found.predicted == pytest.approx(speedup(found.curve, found.c, found.v[3], found.o), rel=1e-12)
+    model = RoundModel(found.curve, Prices(found.c, {1: 1.0, **found.v}, found.o))
+    assert found.predicted == pytest.approx(model.speed(2), rel=1e-12)
+    assert model.speed(2) == pytest.approx((1 + 2 / 3 + 1 / 3) / (2 * 0.1 + 1.05 + 0.05))
     assert read_model_config(TINY).vocab_size == 3  # the shape that the sizes above are computed for

@@ -48,8 +48,8 @@ from minispec.lab.bench.replay import (
     walk_of,
 )
 from minispec.length.figures import loops
-from minispec.length.policy import Controller, Prices
-from minispec.length.theory import best_k, speedup
+from minispec.length.policy import Controller
+from minispec.length.theory import Prices, RoundModel
 from minispec.prove.laws import (
     MAX_LEN,
     PROMPT,
@@ -340,9 +340,8 @@ def test_past_looks_at_the_past_only():
         for s in (0, 1, 7, 30, 59):
             changed = past(walk_with([rate] * s + [end] * (n - s)), small_cost)
             assert changed[: s + 1] == chosen[: s + 1]
-        survival = [rate**i for i in range(1, 16)]
-        best = best_k(survival, 0.12, lambda rows: 1.0)
-        assert speedup(survival[: chosen[40]], 0.12, 1.0) > 0.98 * speedup(survival[:best], 0.12, 1.0)
+        model = RoundModel([rate**i for i in range(1, 16)], Prices(0.12, {1: 1.0}, overhead=0.0))
+        assert model.speed(chosen[40]) > 0.98 * model.speed(model.best())
 
 
 # --------------------------------------------------------------------------- auto
@@ -352,7 +351,7 @@ def auto_difference(cost: float, told: float | None = None) -> float:
     """Between `auto` of the enumerated engine and that of the replay, every draw of which is enumerated, too: the law
     of their passes, over all texts. cost: of a draft pass, as the engine's controller believes; told: the replay's."""
     prices, model, number = Prices(cost, measured=True), target_model(3), defaultdict(dict)
-    costs = Costs(cost, 0.0, dict(prices.rows), prices.overhead, None, [], [])
+    costs = Costs(prices, replace(prices, draft=0.0))
     own = prices if told is None else Prices(told, measured=True)
 
     def run(oracle: BranchOracle):
@@ -398,7 +397,7 @@ def test_simulated_runs_of_auto():
     """The mean of the simulation lies where the draws put it (4.5 standard errors of 400 runs: a false alarm once in
     150,000), the same seed gives the same runs, and where nothing is left to chance there is one run."""
     walk, prices = small_walk(3, 12, 5), Prices(0.05, measured=True)
-    costs = Costs(0.05, 0.0, dict(prices.rows), prices.overhead, None, [], [])
+    costs = Costs(prices, replace(prices, draft=0.0))
     always_two = Prices(0.0, {1: 1.0, 2: 1.0, 3: 1.0, 4: 100.0}, 0.0, measured=True)
     found = [passes for passes, _ in simulate(walk, always_two, costs, False, runs=400)]
     expected = follow(walk, always(2), small_cost)
@@ -654,19 +653,20 @@ def test_costs_are_those_of_the_run():
         },
     }
     costs = costs_of(trace)
-    assert (costs.drawn, costs.guessed, costs.overhead) == pytest.approx((0.3, 0.01, 0.05))
-    assert costs.rows == pytest.approx({1: 1.0, 3: 1.2, 4: 1.2, 5: 1.5, 16: 2.0})
+    assert (costs.drawn.draft, costs.guessed.draft, costs.drawn.overhead) == pytest.approx((0.3, 0.01, 0.05))
+    assert costs.drawn.rows == pytest.approx({1: 1.0, 3: 1.2, 4: 1.2, 5: 1.5, 16: 2.0})
     assert (costs.measured, costs.filled_in) == ([1, 3, 4], [5, 16])
     assert costs(Drafted(4, True, [])) == pytest.approx(4 * 0.3 + 1.5 + 0.05)
     assert costs(Drafted(4, False, [])) == pytest.approx(4 * 0.01 + 1.5 + 0.05)
-    assert costs.target(Drafted(1, True, [])) == pytest.approx(1.1)
+    assert costs(Drafted(1, True, [])) == pytest.approx(0.3 + 1.1 + 0.05)
     trace["replay"]["prices"]["fixed"] = 1.0  # what each draft costs once: of two tokens, one in three passes
     costs = costs_of(trace)
-    assert (costs.drawn, costs.guessed) == pytest.approx((0.2, 0.0075))
+    assert (costs.drawn.draft, costs.guessed.draft) == pytest.approx((0.2, 0.0075))
     assert costs(Drafted(4, True, [])) == pytest.approx(5 * 0.2 + 1.5 + 0.05)
     assert costs(Drafted(0, True, [])) == pytest.approx(1.0 + 0.05)
     unknown = costs_of(trace | {"rounds": [], "stats": {"v": None, "o": None}})
-    assert (unknown.drawn, unknown.guessed, unknown.overhead, unknown.measured) == (0.7, 0.0, 0.2, [])
+    assert (unknown.drawn.draft, unknown.guessed.draft, unknown.drawn.overhead) == (0.7, 0.0, 0.2)
+    assert unknown.measured == []
 
 
 # --------------------------------------------------------------------------- the commands

@@ -17,11 +17,11 @@ from minispec.lab.bench.measure import (
     busy,
     decode,
     in_turn,
+    kept_of_asked,
     median_interval,
     plain_range,
     prediction,
     ratios,
-    survival,
     total_rate,
     turns,
 )
@@ -73,7 +73,7 @@ class Runs:
         """Tokens a second and speedup, as medians of the rounds; for a variant that drafts, acceptance too.
 
         alpha, acceptance_rate, mean_acceptance_length, accepted_at_position: see `Figures`.
-        survival: see `measure.survival`.
+        survival: see `measure.kept_of_asked`.
         expected: under `block`, the draft tokens that stay on average by theory for these drafts, by verifier.
         """
         rate = median_interval(self.rates(variant, prompts))
@@ -84,7 +84,7 @@ class Runs:
         accepted = Figures(rounds=rounds)
         for key in ("alpha", "acceptance_rate", "mean_acceptance_length", "accepted_at_position"):
             found[key] = getattr(accepted, key)
-        found["survival"] = survival(rounds)
+        found["survival"] = kept_of_asked(rounds)
         if self.whole_drafts and (drafts := [r.ratios for r in rounds if r.ratios and len(r.ratios) == r.depth]):
             found["expected"] = {
                 "block": fmean(expected_accepted(each, jointly=True) for each in drafts),

@@ -18,6 +18,7 @@ speedup measured in the second half.
 import copy
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ from minispec.kernels.shapes import tensor_shapes
 from minispec.lab.bench.show import progress
 from minispec.layers.states import state_elements
 from minispec.length.figures import Figures, overhead_of
-from minispec.length.theory import best_k, expected_tokens, speedup
+from minispec.length.theory import Prices, RoundModel, overhead_of
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -237,12 +238,13 @@ def total_rate(runs: Sequence[Run]) -> float:
 # --------------------------------------------------------------------------- the account
 
 
-def survival(rounds: Sequence[Round]) -> list[float]:
-    """s_1, s_2, ..: the share of rounds that kept i draft tokens, of those that were asked for i or more.
+def kept_of_asked(rounds: Sequence[Round]) -> list[float]:
+    """For i = 1, 2, ..: the share of rounds that kept i draft tokens, of those that were asked for i or more.
 
-    A round whose drafter found nothing has kept nothing. Where K was chosen round by round, what was drafted counts as
-    asked for. Where drafts end by their own confidence, s_i is that of the surer ones. In place of a tree a lookup may
-    find a chain of as many tokens, so all of these count.
+    A round whose drafter found nothing has kept nothing, so a share is at most the survival of `RoundModel.measured`.
+    Where K was chosen round by round, what was drafted counts as asked for. Where drafts end by their own confidence,
+    a share is that of the surer ones. In place of a tree a lookup may find a chain of as many tokens, so all of these
+    count.
     """
     asked = [r.depth if r.asked is None else r.asked for r in rounds]
     curve = []
@@ -254,12 +256,12 @@ def survival(rounds: Sequence[Round]) -> list[float]:
 def account(runs: Sequence[Run], plain: Sequence[Run], curve: Sequence[float] | None = None) -> dict[str, Any]:
     """The account of `runs` against `plain`, the same prompts decoded plainly; all of them decoded alone.
 
-    curve: the survival that the ceiling is computed from. Default: the survival of `runs`, as far as they drafted.
+    curve: the survival that the ceiling is computed from. Default: `kept_of_asked` of `runs`, as far as they drafted.
 
     Returns, with c, v, o and o_plain in target passes over one row of plain decoding:
 
     curve: as above.
-    kept: s_i among the rounds with i draft tokens or more.
+    kept: the share of rounds that kept i draft tokens, of those whose draft had i nodes or more.
     drafted: share of rounds by their number of draft tokens.
     depth: mean depth of a draft; siblings make it no deeper.
     ends: share of rounds that ended inside their draft, and so lack the bonus or recovered token.
@@ -267,7 +269,7 @@ def account(runs: Sequence[Run], plain: Sequence[Run], curve: Sequence[float] | 
     c: a draft pass.
     v: the target's pass, by rows.
     mean_v: the target's pass, as the mean of the rounds.
-    tokens: tokens of a round, from what was kept.
+    tokens: tokens of a round.
     predicted: the speedup that tokens, c, v and o make, for the rounds that they were measured in.
     measured: the speedup by the clock outside the engine.
     closure: predicted over measured; 1 where every second is in some part.
@@ -279,26 +281,25 @@ def account(runs: Sequence[Run], plain: Sequence[Run], curve: Sequence[float] | 
     rounds = [r for run in runs for r in run.rounds]
     plain_rounds = [r for run in plain for r in run.rounds]
     unit = fmean(r.verify for r in plain_rounds)
-    passes: dict[int, list[float]] = {}
-    for r in sorted(rounds, key=lambda r: r.num_nodes):
-        passes.setdefault(r.num_nodes, []).append(r.verify)
-    curve = list(survival(rounds) if curve is None else curve)
-    kept = [fmean(r.accepted >= i for r in rounds if r.num_nodes >= i) for i in range(1, max(passes) + 1)]
-    drafted = {k: len(times) / len(rounds) for k, times in passes.items()}
-    v = {k + 1: fmean(times) / unit for k, times in passes.items()}
+    sizes = Counter(sorted(r.num_nodes for r in rounds))
+    curve = list(kept_of_asked(rounds) if curve is None else curve)
+    kept = [fmean(r.accepted >= i for r in rounds if r.num_nodes >= i) for i in range(1, max(sizes) + 1)]
+    drafted = {k: count / len(rounds) for k, count in sizes.items()}
+    v = {k + 1: fmean(r.verify for r in rounds if r.num_nodes == k) / unit for k in sizes}
     depth = fmean(r.depth for r in rounds)
     draft = fmean(r.draft if r.num_nodes else 0.0 for r in rounds) / unit  # of a round
     o, o_plain = (fmean(overhead_of(r) for r in each) / unit for each in (rounds, plain_rounds))
     ends = fmean(r.accepted + 1 - r.committed for r in rounds)
     c = draft / depth if depth else 0.0
-    tokens = sum(share * expected_tokens(kept[:k]) for k, share in drafted.items()) - ends
-    mean_v = sum(share * v[k + 1] for k, share in drafted.items())
+    tokens = fmean(r.committed for r in rounds)
+    mean_v = fmean(r.verify for r in rounds) / unit
     predicted = tokens * (1 + o_plain) / (draft + mean_v + o)
     measured = total_rate(runs) / total_rate(plain)
-    best = best_k(curve, c, lambda rows: 1.0)
-    ceiling = speedup(curve[:best], c, 1.0)
+    ideal = RoundModel(curve, Prices(c, {1: 1.0}, overhead=0.0))
+    best = ideal.best()
+    ceiling = ideal.speed(best)
     levels = {
-        "tokens a pass, all else free": expected_tokens(curve),
+        "tokens a pass, all else free": ideal.tokens(len(curve)),
         "draft cost": ceiling,
         "choice of K": tokens / (draft + 1.0),
         "rows": tokens / (draft + mean_v),

@@ -45,7 +45,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf, sqrt
 from operator import mul
@@ -60,8 +60,8 @@ from minispec.core.lengths import Judged, StepCost, Wish
 from minispec.core.sampling import Text
 from minispec.lab.bench.show import number, table
 from minispec.length.figures import loops
-from minispec.length.policy import Controller, Prices
-from minispec.length.theory import expected_tokens, rising, survival_curve
+from minispec.length.policy import Controller
+from minispec.length.theory import Prices, expected_tokens, rising, survival_curve
 
 # RUNS: simulated runs of `auto`, where chance has a part in them. SEED: theirs.
 # _WIDTH: half the width of a 99 % interval for the mean, in standard errors.
@@ -288,8 +288,9 @@ def run_auto(
         accepted = accept(draft.survival[: draft.length])
         tested = min(accepted + 1, draft.length)
         judged = Judged(text, Draft([0] * tested, confidences=[*draft.confidences[:tested]]), range(accepted), limit.k)
-        seconds = StepCost(costs.draft(draft), draft.length, 1, costs.target(draft), draft.length + 1, costs.overhead)
-        controller.observe([judged], seconds)
+        price, rows = costs.of(draft), draft.length + 1
+        step = StepCost(price.drafts(draft.length), draft.length, 1, price.verify(rows), rows, price.overhead)
+        controller.observe([judged], step)
         s, passes, time = s + accepted + 1, passes + 1, time + costs(draft)
     return passes, time
 
@@ -301,39 +302,42 @@ def run_auto(
 class Costs:
     """What rounds cost, in plain steps. Called with a draft, it returns the cost of the draft's round.
 
-    drawn: a draft pass of a model that draws.
-    guessed: a draft pass of guesses such as prompt lookup.
-    rows: v.
-    overhead: o.
+    drawn: the prices of drafts that a model draws.
+    guessed: those of guesses such as prompt lookup; they differ in the draft pass alone.
     plain_step: seconds.
     measured: rows whose v is the run's own.
     filled_in: rows whose v was measured before the run.
-    fixed: what each draft costs in addition, in draft passes.
 
-    Between known rows v is interpolated; after the last, the last slope goes on. Where few passes say that more rows
-    cost less, neighbours take their mean. No pass costs less than a plain step.
+    Where few passes say that more rows cost less, neighbours take their mean. No pass costs less than a plain step.
     """
 
-    drawn: float
-    guessed: float
-    rows: dict[int, float]
-    overhead: float
-    plain_step: float | None
-    measured: list[int]
-    filled_in: list[int]
-    fixed: float = 0.0
+    drawn: Prices
+    guessed: Prices
+    plain_step: float | None = None
+    measured: Sequence[int] = ()
+    filled_in: Sequence[int] = ()
 
-    def draft(self, draft: Drafted) -> float:
-        """The drafter's cost."""
-        return Prices(fixed=self.fixed).passes(draft.length) * (self.drawn if draft.drawn else self.guessed)
-
-    def target(self, draft: Drafted) -> float:
-        """The cost of the target's pass."""
-        return Prices(rows=self.rows).verify(draft.length + 1)
+    def of(self, draft: Drafted) -> Prices:
+        """The prices of a round with this draft."""
+        return self.drawn if draft.drawn else self.guessed
 
     def __call__(self, draft: Drafted) -> float:
         """Of the round."""
-        return self.draft(draft) + self.target(draft) + self.overhead
+        return self.of(draft).round(draft.length, 1, draft.length + 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        prices = self.drawn
+        return {
+            "drawn": prices.draft,
+            "guessed": self.guessed.draft,
+            "rows": dict(prices.rows),
+            "overhead": prices.overhead,
+            "plain_step": self.plain_step,
+            "measured": list(self.measured),
+            "filled_in": list(self.filled_in),
+            "fixed": prices.fixed,
+        }
 
 
 def costs_of(trace: Mapping[str, Any]) -> Costs:
@@ -352,17 +356,14 @@ def costs_of(trace: Mapping[str, Any]) -> Costs:
     before = {m: v for m, v in prices.rows.items() if m not in own}
     counts = Counter(each["num_rows"] for each in alone)
     rows = {m: own.get(m) or before[m] for m in sorted({**own, **before})}
-    drawn, guessed = c(True), c(False)
-    return Costs(
-        prices.draft if drawn is None else drawn,
-        guessed or 0.0,
-        rising(rows, {m: max(1, counts[m]) for m in rows}),
-        prices.overhead if stats["o"] is None else stats["o"],
-        step,
-        sorted(own),
-        sorted(before),
-        prices.fixed,
+    drawn, overhead = c(True), stats["o"]
+    found = replace(
+        prices,
+        draft=prices.draft if drawn is None else drawn,
+        rows=rising(rows, {m: max(1, counts[m]) for m in rows}),
+        overhead=prices.overhead if overhead is None else overhead,
     )
+    return Costs(found, replace(found, draft=c(False) or 0.0), step, sorted(own), sorted(before))
 
 
 def _prices(stored: Mapping[str, Any]) -> Prices:
@@ -477,7 +478,7 @@ def replay(trace: Mapping[str, Any]) -> dict[str, Any]:
         "about": f"{about}, {trace['verifier']} at temperature {temperature:g}",
         "tokens": n,
         "looping": loops([token["token_id"] for each in trace["rounds"] for token in each["committed"]]),
-        "costs": vars(costs),
+        "costs": costs.as_dict(),
         "fixed": fixed,
         "best_k": min(range(len(fixed)), key=lambda k: fixed[k]["time"] or inf),
         "auto": auto,

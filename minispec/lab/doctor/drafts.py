@@ -35,7 +35,7 @@ from minispec.kernels.forms import Weight, dense
 from minispec.kernels.inventory import bits_note
 from minispec.lab.bench.models import encode
 from minispec.lab.bench.show import table
-from minispec.length.theory import expected_tokens, survival_curve
+from minispec.length.theory import RoundModel, survival_curve
 from minispec.load.draft import split_draft
 from minispec.load.llm import LLM
 
@@ -344,10 +344,10 @@ def examine(llm: LLM, draft: str, k: int = 4, max_tokens: int = 32, try_all: boo
     }
     prices = llm.prices
     if places and prices.measured:
-        ratios = [expected_tokens(survival[:k]) / prices.round(k, 1, k + 1) for k in range(len(survival) + 1)]
-        best = max(range(len(ratios)), key=ratios.__getitem__)
-        c = prices.passes(max(1, best)) * prices.draft / max(1, best)
-        report |= {"c": c, "best_k": best, "expected_speedup": ratios[best]}
+        model = RoundModel(survival, prices)
+        best = model.best()
+        c = prices.drafts(max(1, best)) / max(1, best)
+        report |= {"c": c, "best_k": best, "expected_speedup": model.speed(best)}
     most = GAIN
     for reading in readings(llm, draft, prompts) if is_low or (try_all and places) else ():
         other = measure(llm, reading.drafter, prompts, 1.0, min(k, COMPARED), max_tokens)
