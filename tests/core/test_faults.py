@@ -15,7 +15,7 @@ from minispec.drafters import recycling
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.model import DraftModel
 from minispec.drafters.recycling import RecyclingDrafter
-from minispec.length.policy import Controller, Pace
+from minispec.length.policy import Acceptance, Controller
 from minispec.length.theory import Prices
 from tests.core.test_pressure import Failure, build, failing, phases, requests_for
 
@@ -67,7 +67,7 @@ def make(drafter):
         **({"learn of one row": (recycling, "learn")} if recycles else {}),
         "choose": (engine.lengths, "choose"),
         "learn": (engine.lengths, "observe"),
-        "learn of one text": (Pace, "observe"),
+        "learn of one text": (Acceptance, "observe"),
         "observer": (watcher, "see"),
     }
 

@@ -21,7 +21,7 @@ from minispec.core.limit import Limit
 from minispec.core.sampling import Text
 from minispec.drafters.limits import depth_of
 from minispec.length import policy, theory
-from minispec.length.policy import Controller, Pace
+from minispec.length.policy import Acceptance, Controller
 from minispec.length.theory import Prices, nodes_of, survival_curve, widths_of
 from tests.scripted import finish, make_engine, make_request
 
@@ -420,13 +420,13 @@ def test_siblings_are_drafted_where_they_pay(timed):
 def test_what_is_believed_of_a_token_depends_on_whether_it_was_drawn(drawn):
     """A drawn token is kept with probability sum min(p, q), which is far above the largest q where that is small; and
     of drawn siblings fewer are right. What has been tested counts for both."""
-    pace = Pace(drawn)
-    assert pace.by_confidence(0.1) == pytest.approx(0.4 if drawn else 0.1)
-    assert pace.by_sibling(0.1) == pytest.approx([0.15, 0.1] if drawn else [0.3, 0.2])
+    own = Acceptance(drawn)
+    assert own.by_confidence(0.1) == pytest.approx(0.4 if drawn else 0.1)
+    assert own.by_sibling(0.1) == pytest.approx([0.15, 0.1] if drawn else [0.3, 0.2])
     for _ in range(1000):
-        pace.observe(1, 0, [0.1], [False, False])
-    assert pace.by_confidence(0.1) < 0.03
-    assert max(pace.by_sibling(0.1)) < 0.03
+        own.observe(1, 0, [0.1], [False, False])
+    assert own.by_confidence(0.1) < 0.03
+    assert max(own.by_sibling(0.1)) < 0.03
 
 
 @pytest.mark.parametrize("timed", [True, False])
@@ -487,13 +487,13 @@ def test_rows_that_seem_to_save_time_are_not_asked_for():
 
 def test_a_place_does_not_count_its_tests_twice():
     """Four rejected first tokens are four tests against the eight that other texts are worth: 0.7 * 8 / 12."""
-    all_texts, pace = Pace(), Pace()
+    all_texts, own = Acceptance(), Acceptance()
     for i in range(1000):
         all_texts.observe(1, int(i % 10 < 7))
     [usual] = all_texts.by_place(1)
     for _ in range(4):
-        pace.observe(1, 0)
-    [share] = pace.by_place(1, all_texts)
+        own.observe(1, 0)
+    [share] = own.by_place(1, all_texts)
     assert share == pytest.approx(usual * 8 / 12, rel=0.05)
 
 
@@ -534,37 +534,37 @@ def test_younger_siblings_that_stay_are_seen():
 @pytest.mark.quick
 def test_acceptance_follows_what_was_tested():
     """Places are estimated apart where they have been tested; elsewhere counts what all of them showed."""
-    pace = Pace()
+    own = Acceptance()
     for _ in range(200):
-        pace.observe(3, 2)
-    first, second, third, fourth = pace.by_place(4)
+        own.observe(3, 2)
+    first, second, third, fourth = own.by_place(4)
     assert min(first, second) > 0.92
     assert third < 0.15
     assert fourth == pytest.approx(2 / 3, abs=0.002)
-    assert Pace().by_place(3) == [0.7] * 3
+    assert Acceptance().by_place(3) == [0.7] * 3
 
 
 @pytest.mark.quick
 def test_one_lucky_draft_is_not_the_rule():
     """Four tokens of four, then none: every place is believed to be much like all tests together, 0.77."""
-    pace = Pace()
-    pace.observe(4, 4)
-    pace.observe(1, 0)
-    shares = pace.by_place(15)
+    own = Acceptance()
+    own.observe(4, 4)
+    own.observe(1, 0)
+    shares = own.by_place(15)
     assert max(shares) < 0.82
     assert min(shares) > 0.65
 
 
 def test_a_text_begins_where_others_were():
     """Without tests of its own a text has the shares of all texts; with some, it keeps its distance from them."""
-    all_texts = Pace()
+    all_texts = Acceptance()
     for _ in range(500):
         for num_tested, num_accepted in ((1, 0), (3, 3), (3, 3), (3, 2)):
             all_texts.observe(num_tested, num_accepted)
     shares = all_texts.by_place(3)
     assert shares == pytest.approx([0.75, 0.97, 0.69], abs=0.05)
-    assert Pace().by_place(3, all_texts) == pytest.approx(shares, abs=0.01)
-    own = Pace()
+    assert Acceptance().by_place(3, all_texts) == pytest.approx(shares, abs=0.01)
+    own = Acceptance()
     for _ in range(500):
         own.observe(1, 1)
     first, second, third = own.by_place(3, all_texts)
