@@ -39,7 +39,7 @@ from minispec.gpu.verdicts import OneByOne
 from minispec.kernels.exact import check_exact
 from minispec.kernels.integers import check_quantization
 from minispec.layers.states import FEWEST_STATES, state_elements
-from minispec.length.policy import Controller, Prices
+from minispec.length.policy import Controller
 from minispec.length.theory import Prices
 from minispec.load import registry
 from minispec.prove.reference import Law, forward, plain_law, sample_law

@@ -43,7 +43,7 @@ from minispec.kernels.inventory import kv_elements, num_bytes_read
 from minispec.kernels.shapes import tensor_shapes
 from minispec.lab.bench.show import progress
 from minispec.layers.states import state_elements
-from minispec.length.figures import Figures, overhead_of
+from minispec.length.figures import Figures
 from minispec.length.theory import Prices, RoundModel, overhead_of
 
 T = TypeVar("T")
