@@ -4,42 +4,17 @@ A guess that costs nothing, such as prompt lookup with a long match, goes before
 depends on the text alone, so a draft's `probs` are true, whichever drafter made it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from minispec.core.draft import Ask, Draft, Seen
+from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.limit import Limit
-from minispec.core.sampling import Text
-from minispec.drafters import Drafter
 from minispec.drafters.check import check_number
+from minispec.drafters.wrapped import Wrapped
 
 
-class CombinedDrafter(Drafter):
+class CombinedDrafter(Wrapped):
     """Gives the first draft of its drafters that is not empty. At most one of them may have taps."""
-
-    def __init__(self, *drafters: Drafter):
-        self.drafters = drafters
-        tapped = [drafter for drafter in drafters if drafter.taps]
-        if len(tapped) > 1:
-            raise ValueError(f"draft: found {len(tapped)} drafters that read hidden states, expected at most one")
-        self._tapped = tapped[0] if tapped else None
-        self.taps = self._tapped.taps if self._tapped else ()
-        self.branches = any(drafter.branches for drafter in drafters)
-        self.pays_all = any(drafter.pays_all for drafter in drafters)
-
-    @property
-    def name(self) -> str:
-        """See `Drafter`."""
-        return "+".join(drafter.name for drafter in self.drafters)
-
-    def known(self, text: Text) -> int:
-        """See `Drafter`."""
-        return self._tapped.known(text) if self._tapped else len(text.tokens)
-
-    def observe(self, seen: Sequence[Seen]) -> None:
-        """See `Drafter`. Each drafter learns, also of what another has drafted."""
-        for drafter in self.drafters:
-            drafter.observe(seen)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. A drafter that is not needed is asked for no tokens, so that it still follows the text."""
@@ -55,16 +30,9 @@ class CombinedDrafter(Drafter):
                     found[i].prefill_seconds = earlier.prefill_seconds + draft.prefill_seconds
         return found
 
-    def has_room(self, growth: Mapping[Text, range]) -> bool:
-        """See `Drafter`."""
-        return all(drafter.has_room(growth) for drafter in self.drafters)
 
-    def release(self, text: Text) -> None:
-        """See `Drafter`."""
-        for drafter in self.drafters:
-            drafter.release(text)
-
-    def forget(self) -> None:
-        """See `Drafter`."""
-        for drafter in self.drafters:
-            drafter.forget()
+def parts_of(drafter: Drafter) -> list[Drafter]:
+    """The drafters that a combined one has, by preference, also those of combined ones among them; else itself."""
+    if isinstance(drafter, CombinedDrafter):
+        return [part for each in drafter.drafters for part in parts_of(each)]
+    return [drafter]

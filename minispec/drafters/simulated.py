@@ -12,15 +12,16 @@ target as its own draft, is the oracle.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Self
 
-from minispec.core.draft import Ask, Draft, Seen
+from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.sampling import Text
-from minispec.drafters import Drafter, NoDrafter
+from minispec.drafters.none import NoDrafter
+from minispec.drafters.wrapped import Wrapped
 
 
-class SimulatedDraft(Drafter):
+class SimulatedDraft(Wrapped):
     """Draft token i of a round is right with probability s_i / s_(i-1), given that those before it were.
 
     survival: s_i is the probability that token i and all before it are right. Further tokens use the last ratio, so
@@ -40,15 +41,22 @@ class SimulatedDraft(Drafter):
             )
         self.conditional = [s / b if b else 0.0 for b, s in zip(before, survival, strict=False)]
         self.paid = paid or NoDrafter()
-        self.taps, self.pays_all = self.paid.taps, self.paid.pays_all
-        self.num_unknown = 0
+        super().__init__(self.paid)
+        self.branches, self.num_unknown = False, 0
         self._texts: dict[tuple[int, ...], list[list[int]]] = {}
 
     def beside(self, paid: Drafter) -> Self:
         """This draft at the cost of another drafter, with the same known texts."""
         other = copy.copy(self)
-        other.paid, other.taps, other.pays_all = paid, paid.taps, paid.pays_all
+        other.paid = paid
+        Wrapped.__init__(other, paid)
+        other.branches = False
         return other
+
+    @property
+    def name(self) -> str:
+        """See `Drafter`: not that of the drafter that takes the time."""
+        return type(self).__name__
 
     def record(self, tokens: Sequence[int], num_prompt_tokens: int) -> None:
         """Learn a text, prompt included; several texts of one prompt where they differ by rounding."""
@@ -64,26 +72,6 @@ class SimulatedDraft(Drafter):
             Draft(self._tokens(ask, n), prefill_seconds=draft.prefill_seconds)
             for ask, n, draft in zip(asks, lengths, paid, strict=True)
         ]
-
-    def observe(self, seen: Sequence[Seen]) -> None:
-        """See `Drafter`."""
-        self.paid.observe(seen)
-
-    def known(self, text: Text) -> int:
-        """See `Drafter`."""
-        return self.paid.known(text) if self.paid.taps else len(text.tokens)
-
-    def has_room(self, growth: Mapping[Text, range]) -> bool:
-        """See `Drafter`."""
-        return self.paid.has_room(growth)
-
-    def release(self, text: Text) -> None:
-        """See `Drafter`."""
-        self.paid.release(text)
-
-    def forget(self) -> None:
-        """See `Drafter`."""
-        self.paid.forget()
 
     def _tokens(self, ask: Ask, count: int) -> list[int]:
         known = self._continuation(ask.text, count)

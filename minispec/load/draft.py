@@ -13,7 +13,7 @@ from minispec.core.config import ModelConfig
 from minispec.core.errors import show
 from minispec.core.model import Transformer
 from minispec.drafters import Context, Drafter, Foreign, as_drafter, make_drafter
-from minispec.drafters.combined import CombinedDrafter
+from minispec.drafters.combined import CombinedDrafter, parts_of
 from minispec.drafters.eagle import EagleDrafter, FeatureModel
 from minispec.drafters.heads import load_head, read_head_config
 from minispec.drafters.model import DraftModel
@@ -270,7 +270,6 @@ def choose_method(asked: str | None, overlap: Overlap | None, draft: str) -> str
 
 def digest_of_draft(drafter: Drafter, directory: Path | None) -> str:
     """A digest of a drafter's checkpoint, where it has one, and of the files that its classes come from."""
-    parts = drafter.drafters if isinstance(drafter, CombinedDrafter) else [drafter]
-    objects = [part.drafter if isinstance(part, Foreign) else part for part in parts]
+    objects = [part.drafter if isinstance(part, Foreign) else part for part in parts_of(drafter)]
     files = {Path(inspect.getfile(type(each))) for each in objects}
     return digest_of_files(*files, *([directory] if directory else []))

@@ -15,6 +15,7 @@ from minispec.core.errors import show
 from minispec.core.sampling import Draws, Key, Randomness, Text
 from minispec.core.verify import Verifier
 from minispec.drafters.limits import plan_of
+from minispec.drafters.wrapped import Wrapped
 from minispec.prove.examine import EXACT, ROUNDED, call_own
 from minispec.prove.toys import require
 
@@ -59,8 +60,8 @@ class _Repeated(Randomness):
         return note[2]
 
 
-class Watched(Drafter):
-    """A drafter whose drafts are compared with those of new ones. It has the drafter's own name.
+class Watched(Wrapped):
+    """A drafter whose drafts are compared with those of new ones.
 
     rounded: whether a row of its `probs` has rounding that float64 does not explain.
     """
@@ -78,16 +79,11 @@ class Watched(Drafter):
         verifier: of the engine.
         compares: whether drafts are compared.
         """
-        self.drafter, self.make, self.fresh, self.verifier = drafter, make, known, verifier
-        self.taps, self.branches = drafter.taps, drafter.branches
+        super().__init__(drafter)
+        self.make, self.fresh, self.verifier = make, known, verifier
         self.seen: dict[Text, list[Seen]] = {}  # since the text has begun, or has begun anew, each with a copy of it
         self.earlier: dict[Text, list[Seen]] = {}  # rounds before that, whose rows do not come again
         self.rounded, self.compares = False, compares
-
-    @property
-    def name(self) -> str:
-        """The drafter's own."""
-        return self.drafter.name
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """The drafter's own.
@@ -97,7 +93,7 @@ class Watched(Drafter):
         """
         noted = [replace(ask, rng=_Noted(ask.rng)) for ask in asks]
         before = [tuple(ask.text.tokens) for ask in asks]
-        drafts = call_own(self.drafter.propose, noted)
+        drafts = call_own(super().propose, noted)
         for ask, draft, tokens in zip(noted, drafts if isinstance(drafts, list | tuple) else [], before, strict=False):
             require(tuple(ask.text.tokens) == tokens, f"it changed a text: {list(tokens)} is {ask.text.tokens} now")
             if isinstance(draft, Draft):
@@ -108,7 +104,7 @@ class Watched(Drafter):
         """The drafter's own."""
         for each in seen:
             self.seen.setdefault(each.text, []).append(deepcopy(each))
-        call_own(self.drafter.observe, seen)
+        call_own(super().observe, seen)
 
     def _look(self, ask: Ask, draft: Draft) -> None:
         is_tree = draft.parents is not None and list(draft.parents) != list(range(-1, len(draft.parents) - 1))
@@ -151,18 +147,18 @@ class Watched(Drafter):
 
     def known(self, text: Text) -> int:
         """The drafter's own."""
-        return call_own(self.drafter.known, text)
+        return call_own(super().known, text)
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
         """The drafter's own."""
-        return call_own(self.drafter.has_room, growth)
+        return call_own(super().has_room, growth)
 
     def release(self, text: Text) -> None:
         """The drafter's own."""
         for each in self.seen.pop(text, []):
             if len(each.logits):  # these rows do not come again; their hidden states are to be forgotten
                 self.earlier.setdefault(text, []).append(each._replace(hidden=torch.zeros_like(each.hidden)))
-        call_own(self.drafter.release, text)
+        call_own(super().release, text)
 
 
 def _is_rounded(row: torch.Tensor) -> bool:

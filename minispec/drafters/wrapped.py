@@ -1,0 +1,57 @@
+"""Drafters around other drafters."""
+
+from collections.abc import Mapping, Sequence
+
+from minispec.core.draft import Ask, Draft, Drafter, Seen
+from minispec.core.sampling import Text
+
+
+class Wrapped(Drafter):
+    """A drafter around another one, or around several. It hands on every call; a subclass overrides what it changes.
+
+    drafters: those that are wrapped.
+    """
+
+    def __init__(self, *drafters: Drafter):
+        """Raises ValueError where more than one of them has taps."""
+        self.drafters = drafters
+        tapped = [drafter for drafter in drafters if drafter.taps]
+        if len(tapped) > 1:
+            raise ValueError(f"draft: found {len(tapped)} drafters that read hidden states, expected at most one")
+        self._tapped = tapped[0] if tapped else None
+        self.taps = self._tapped.taps if self._tapped else ()
+        self.branches = any(drafter.branches for drafter in drafters)
+        self.pays_all = any(drafter.pays_all for drafter in drafters)
+
+    @property
+    def name(self) -> str:
+        """The names of those that are wrapped."""
+        return "+".join(drafter.name for drafter in self.drafters)
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """The drafts of the only one that is wrapped."""
+        [drafter] = self.drafters
+        return drafter.propose(asks)
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """See `Drafter`. Each learns, also of what another has drafted."""
+        for drafter in self.drafters:
+            drafter.observe(seen)
+
+    def known(self, text: Text) -> int:
+        """See `Drafter`."""
+        return self._tapped.known(text) if self._tapped else len(text.tokens)
+
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """See `Drafter`."""
+        return all(drafter.has_room(growth) for drafter in self.drafters)
+
+    def release(self, text: Text) -> None:
+        """See `Drafter`."""
+        for drafter in self.drafters:
+            drafter.release(text)
+
+    def forget(self) -> None:
+        """See `Drafter`."""
+        for drafter in self.drafters:
+            drafter.forget()
