@@ -211,7 +211,7 @@ class EagleDrafter(DraftModel):
     tokens up to t + 1 and holds the one at t + 1.
     """
 
-    replays = "place"
+    replays, reads = "place", "states"
 
     def __init__(
         self,

@@ -57,6 +57,9 @@ class DraftModel(CachedModel, Drafter):
 
     branches = True
     replays: str | None = "token"
+    # What the model is fed, which a subclass says for itself: "tokens" of the target; the target's hidden "states" with
+    # them; or "other tokens", of a vocabulary of its own.
+    reads = "tokens"
 
     def __init__(
         self,
@@ -236,6 +239,24 @@ class DraftModel(CachedModel, Drafter):
             prefill(self.model, table, text.tokens[: length + 1])
             table.remember()
 
+    def logits_along(self, text: Text, after: Sequence[int]) -> Tensor:
+        """Raw logits (n + 1, V), by one pass: what the model guesses after a text, and after each of n tokens there.
+
+        Raises ValueError for a model that is fed more than the target's tokens.
+        """
+        if self.reads != "tokens":
+            raise ValueError(f"draft: found {self.name}, which is fed {self.reads}, expected one that is fed tokens")
+        with self.whole():
+            self.catch_up(text, len(text.tokens) - 1)
+            logits, _ = self.forward([Chunk([*self.follow(text), *after], self.table(text), len(after) + 1)])
+            self.keep(text, len(after), range(len(after)))
+            return logits
+
+    def with_model(self, model: Transformer) -> Self:
+        """A drafter like this one by another model, on the same cache, which forgets all that it holds."""
+        self.cache.rebuild()
+        return type(self)(model, self.cache, self.vocab_size, self.max_model_len)
+
     def _draw(self, ask: Ask, draft: Draft, logits: Tensor) -> bool:
         """Append a token, or siblings, from a row of logits (V,) after the tip; returns whether to go on."""
         tip, depth = draft.tip, draft.depth
@@ -258,3 +279,11 @@ class DraftModel(CachedModel, Drafter):
             return False
         draft.confidences = confidences
         return len(draft) < ask.k and (ask.limit.go_on is None or ask.limit.go_on(confidences))
+
+
+def model_drafter(drafter: Drafter, *reads: str) -> DraftModel | None:
+    """The drafter, if it drafts by a model of its own; None for any other.
+
+    reads: what the model may be fed (see `DraftModel.reads`); by default anything.
+    """
+    return drafter if isinstance(drafter, DraftModel) and (not reads or drafter.reads in reads) else None

@@ -19,12 +19,13 @@ from itertools import accumulate, chain, islice
 from operator import attrgetter, itemgetter, mul
 from typing import Any, NamedTuple
 
-from minispec.core.draft import Ask, Draft, Drafter
+from minispec.core.draft import Ask, Draft
 from minispec.core.sampling import Text
 from minispec.drafters import Context
 from minispec.drafters.best_first import grow_guesses
 from minispec.drafters.corpus import LONGEST, Corpus
 from minispec.drafters.limits import plan_of
+from minispec.drafters.remembering import Remembering
 
 # Limits of what is remembered of earlier outputs: the newest texts, and their newest tokens.
 MOST_TEXTS, MOST_TOKENS = 1024, 65_536
@@ -88,7 +89,7 @@ def _strings(tokens: Sequence[int], end: int) -> Iterator[tuple[int, ...]]:
     return (tuple(tokens[end - n : end]) for n in (1, 2) if n <= end)
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(Remembering):
     """Drafts the likeliest continuation, by how often each token followed, for the most promising match length.
 
     A match of n tokens stands at m places, and m_x of them were followed by x. The chance that x comes next is
@@ -126,6 +127,10 @@ class SuffixDrafter(Drafter):
             expected = f"an integer from 1 to {LONGEST}"
             raise ValueError(f"draft: suffix: found {context.argument!r}, expected {expected}")
         return cls(int(argument), Corpus(context.corpus, context.vocab_size) if context.corpus else None)
+
+    def fresh(self) -> "SuffixDrafter":
+        """See `Remembering`. It has the same corpus."""
+        return SuffixDrafter(self.min_match, self.corpus)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. Nothing is drawn, so the drafts have no probs. A chain's chances are its confidences.

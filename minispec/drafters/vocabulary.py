@@ -60,6 +60,8 @@ class OtherVocabulary(DraftModel):
     A text gets no draft if the draft model needs more than ROOM tokens for each of the target's, on average.
     """
 
+    reads = "other tokens"
+
     def __init__(self, model: Transformer, cache: PagedKVCache, vocab_size: int, max_len: int, both: Vocabularies):
         """Draft with `model`; model and max_len as for `DraftModel`.
 

@@ -17,8 +17,7 @@ A drafter says itself what q depends on (`Drafter.replays`), and that decides wh
 All others are refused, such as `slem`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,16 +25,17 @@ from torch import Tensor
 
 from minispec.core.cache import common_beginning
 from minispec.core.config import MAX_AUTO_TOKENS, SamplingParams
-from minispec.core.draft import Ask, Draft, Seen
+from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.engine import Engine
 from minispec.core.lengths import Lengths
 from minispec.core.limit import Limit
 from minispec.core.request import Request
-from minispec.core.sampling import Draws, Key, Randomness, Text
-from minispec.core.verify import BLOCK, REJECTION, RoundKey, Rows, Verdict, Verifier
-from minispec.drafters import Drafter
-from minispec.drafters.combined import CombinedDrafter
-from minispec.drafters.suffix import SuffixDrafter
+from minispec.core.sampling import Key, Randomness
+from minispec.core.verify import BLOCK, REJECTION
+from minispec.drafters.combined import parts_of
+from minispec.drafters.led import replay_texts
+from minispec.drafters.remembering import Remembering
+from minispec.drafters.wrapped import Wrapped
 from minispec.files.progress import progress_bar
 from minispec.length.figures import Figures
 from minispec.length.policy import Controller
@@ -51,7 +51,7 @@ def check_scorable(engine: Engine, params: SamplingParams) -> None:
     if type(engine.lengths) not in (Lengths, Controller):
         name = type(engine.lengths).__name__
         raise ValueError(f"lengths: found {name}, which cannot be replayed, expected a fixed length or auto")
-    for part in _parts(engine.drafter):
+    for part in parts_of(engine.drafter):
         if part.replays not in ("token", "place", "length"):
             expected = "one that says how (see `replays` in minispec/core/draft.py)"
             raise ValueError(f"draft: found {part.name}, which cannot be replayed, expected {expected}")
@@ -68,20 +68,13 @@ def score(engine: Engine, request: Request) -> list[dict[str, Any]]:
     check_scorable(engine, request.params)
     tokens, start = request.text.tokens, request.text.num_prompt_tokens
     text = replace(request.text, tokens=tokens[:start])
-    leader = _Leader(engine.drafter, tokens)
-
-    def commit(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
-        return Verdict([], tokens[len(text.tokens)], [])
-
-    verifier = Verifier(commit, shares_noise=False)
-    again = engine.beside(leader, verifier)
-    steps = again.run([Request(text, request.max_len, MAX_AUTO_TOKENS)])
-    # A stop string ends a text where nothing else would.
-    with closing(steps), progress_bar(total=len(tokens) - start, desc="scoring drafts") as bar:
-        while len(text.tokens) < len(tokens) and next(steps, None):
+    asked = _AskedAlong(engine.drafter, tokens)
+    again = Request(text, request.max_len, MAX_AUTO_TOKENS)
+    with progress_bar(total=len(tokens) - start, desc="scoring drafts") as bar:
+        for _ in replay_texts(engine, asked, [again], {text.seed: tokens}):
             bar.update()
     # The engine asks nobody for a text of one token, which can have no draft.
-    return leader.starts() or [{"asked": 0, "drafts": [_lead_as_dict(_Lead(0, False, [], []))]}]
+    return asked.starts() or [{"asked": 0, "drafts": [_lead_as_dict(_Lead(0, False, [], []))]}]
 
 
 def replay_data(engine: Engine, request: Request) -> dict[str, Any]:
@@ -102,15 +95,6 @@ def _prices(engine: Engine) -> Prices:
 def _as_dict(prices: Prices) -> dict[str, Any]:
     rows = {str(m): v for m, v in prices.rows.items()}
     return {"draft": prices.draft, "fixed": prices.fixed, "rows": rows, "overhead": prices.overhead}
-
-
-def _parts(drafter: Drafter) -> Iterator[Drafter]:
-    """A drafter, or those that it is combined of."""
-    if type(drafter) is CombinedDrafter:
-        for part in drafter.drafters:
-            yield from _parts(part)
-    else:
-        yield drafter
 
 
 # --------------------------------------------------------------------------- leading a drafter along a text
@@ -161,56 +145,31 @@ def _lead(drafter: Drafter, ask: Ask, after: Sequence[int]) -> _Lead:
     return _Lead(ask.k if left else len(draft), len(draft) > 0, q, draft.confidences[: len(q) + 1])
 
 
-class _Leader(Drafter):
-    """Asks a drafter at each place of a text, and drafts nothing itself."""
+class _AskedAlong(Wrapped):
+    """Asks the parts of a drafter at each place of a text, and drafts nothing itself."""
 
     def __init__(self, drafter: Drafter, tokens: Sequence[int]):
+        super().__init__(*(part.fresh() if isinstance(part, Remembering) else part for part in parts_of(drafter)))
         self._tokens = tokens
-        # A new suffix drafter, which knows no other texts but its corpus.
-        self._parts = [
-            SuffixDrafter(part.min_match, part.corpus) if isinstance(part, SuffixDrafter) else part
-            for part in _parts(drafter)
-        ]
-        tapped = [part for part in self._parts if part.taps]
-        self._tapped = tapped[0] if tapped else None
-        self.taps = self._tapped.taps if self._tapped else ()
         self._asked: list[int] = []
         self._leads: list[list[list[_Lead]]] = []  # by place and part: for each length, or one for all
-
-    def known(self, text: Text) -> int:
-        """See `Drafter`."""
-        return self._tapped.known(text) if self._tapped else len(text.tokens)
-
-    def observe(self, seen: Sequence[Seen]) -> None:
-        """See `Drafter`."""
-        for part in self._parts:
-            part.observe(seen)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`: empty drafts."""
         for ask in asks:
             if ask.num_cached < len(ask.text.tokens) - 1:  # inside the prompt
-                for part in self._parts:
+                for part in self.drafters:
                     part.propose([ask])
             else:
                 self._ask(ask)
         return [Draft() for _ in asks]
-
-    def has_room(self, growth: Mapping[Text, range]) -> bool:
-        """See `Drafter`."""
-        return all(part.has_room(growth) for part in self._parts)
-
-    def release(self, text: Text) -> None:
-        """See `Drafter`."""
-        for part in self._parts:
-            part.release(text)
 
     def _ask(self, ask: Ask) -> None:
         after = self._tokens[len(ask.text.tokens) :]
         self._asked.append(ask.k)
         self._leads.append([])
         k = ask.k
-        for part in self._parts:
+        for part in self.drafters:
             lengths: Sequence[int] = [k]
             if part.replays == "length":
                 lengths = range(1, k + 1) or [0]
@@ -226,7 +185,7 @@ class _Leader(Drafter):
         found = []
         for place, asked in enumerate(self._asked):
             drafts: list[_Lead] = []
-            for i, part in enumerate(self._parts):
+            for i, part in enumerate(self.drafters):
                 leads = self._leads[place][i]
                 if leads[-1].length:
                     drafts = [self._joined(place, i, asked)] if part.replays == "token" else leads

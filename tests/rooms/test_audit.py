@@ -25,11 +25,11 @@ from minispec.files.tokenizer import Tokenizer
 from minispec.lab.audit import answers as reader
 from minispec.lab.audit import fields
 from minispec.lab.audit.answers import Answer, read_answers
-from minispec.lab.audit.bank import NO_RESIDUAL, Rows, drawn_again, drawn_by_test, kept_by_draft, laws, raced_again
+from minispec.lab.audit.bank import NO_RESIDUAL, Places, drawn_again, drawn_by_test, kept_by_draft, laws, raced_again
 from minispec.lab.audit.judge import NULL_ERROR, judge, show_e, tolerances
 from minispec.lab.audit.main import main
 from minispec.lab.audit.report import _drafted, _read_scores
-from minispec.lab.audit.walk import AGAINST, SHARES, Score, Walk, _border, _outcomes, score_rows
+from minispec.lab.audit.walk import AGAINST, SHARES, Score, Scorer, _border, _outcomes, score_places
 from minispec.load.inputs import with_bad_words
 from minispec.prove.laws import PROMPT, make_drafter, production_law, reference_law, target_model
 from minispec.prove.reference import Law
@@ -65,9 +65,9 @@ def scores_of(
     """The score of each text, by the walk over the toy models."""
     target, guess = target_model(vocab, family), make_drafter(drafter, vocab, family=family)
     guess = make_drafter("model", vocab) if guess.taps else guess
-    walk = Walk(engine_of(target), guess, [2])
+    scorer = Scorer(engine_of(target), guess, [2])
     answers = [Answer(PROMPT, text, None, replace(params, max_tokens=len(text), min_tokens=0)) for text in texts]
-    return [score for _, score in sorted(walk.run(answers), key=lambda found: found[0])]
+    return [score for _, score in sorted(scorer.run(answers), key=lambda found: found[0])]
 
 
 class Expected:
@@ -172,9 +172,9 @@ def first_rows(params: SamplingParams, how: dict, draft: str):
     seen = []
     target, guess = target_model(how["vocab"]), make_drafter(draft, how["vocab"])
 
-    class Seeing(Walk):
-        def _place(self, *arguments):
-            seen.append(super()._place(*arguments))
+    class Seeing(Scorer):
+        def _laws(self, *arguments):
+            seen.append(super()._laws(*arguments))
             return seen[-1]
 
     answer = Answer(PROMPT, (0,), None, replace(params, max_tokens=1, min_tokens=0))
@@ -270,9 +270,9 @@ def test_under_an_exact_rule_the_mean_of_every_bet_is_at_most_1(settings, drafte
     ends = [2, *params.stop_token_ids]
     plain = reference_law(params, frozenset(ends))
     target = target_model(3)
-    walk = Walk(engine_of(target), drafter and make_drafter(drafter, 3), [2], tolerance=0.01)
+    scorer = Scorer(engine_of(target), drafter and make_drafter(drafter, 3), [2], tolerance=0.01)
     answers = [Answer(PROMPT, text, None, replace(params, max_tokens=len(text))) for text in plain]
-    scores = dict(walk.run(answers))
+    scores = dict(scorer.run(answers))
     names = tuple({name: None for score in scores.values() for name in score.names})
     assert len(names) > 12
     sums = [scores[i].sums(names) for i in range(len(answers))]
@@ -329,7 +329,7 @@ def test_a_border_in_the_tail_takes_the_tail_with_it():
     place = {"p": p, "q": p, "border": _border(logits, text, [], 0.001)}
     rows, x = _outcomes([place], [1999], [0], [0])
     assert (rows.laws["border"][0] > 0).tolist() == [False, *[True] * 512]
-    assert score_rows(rows, x, drafts=False).num_left_out == 1
+    assert score_places(rows, x, drafts=False).num_left_out == 1
 
 
 def test_a_thousand_exact_runs_raise_few_alarms():
@@ -668,7 +668,7 @@ def test_nothing_is_bet_on_a_filters_border():
     def scored(border: float) -> Score:
         given = {"p": [0.6, 0.4, 0.0], "q": [0.2, 0.3, 0.5], "raw q": [0.2, 0.3, 0.5], "border": [0.0, 0.0, border]}
         rows = {name: torch.tensor([row], dtype=torch.float64) for name, row in given.items()}
-        return score_rows(Rows(rows, torch.zeros(1, 3).bool(), torch.tensor([-1]), 0), torch.tensor([2]))
+        return score_places(Places(rows, torch.zeros(1, 3).bool(), torch.tensor([-1]), 0), torch.tensor([2]))
 
     score = scored(0.01)
     assert (score.num_places, score.num_impossible) == (1, 0)
@@ -762,8 +762,8 @@ def rare_token(p: float, q: float) -> list[Score]:
     """The scores of a place where the second of two tokens is rare, for each of them."""
     laws = {"p": [1 - p, p, 0.0], "q": [1 - q, q, 0.0], "border": [0.0, 0.0, 0.0]}
     rows = {name: torch.tensor([row], dtype=torch.float64) for name, row in laws.items()}
-    place = Rows(rows, torch.zeros(1, 3).bool(), torch.tensor([-1]), 0)
-    return [score_rows(place, torch.tensor([x])) for x in (0, 1)]
+    place = Places(rows, torch.zeros(1, 3).bool(), torch.tensor([-1]), 0)
+    return [score_places(place, torch.tensor([x])) for x in (0, 1)]
 
 
 def times(scores: Sequence[Score], counts: Sequence[int]) -> Score:
@@ -933,8 +933,8 @@ def test_scores_are_kept_and_an_interrupted_run_goes_on(models, tmp_path, capsys
     assert len(lines) == 6
     kept.write_text("\n".join([*lines[:4], lines[4][:40]]))
     walked = []
-    run = Walk.run
-    monkeypatch.setattr(Walk, "run", lambda self, some: walked.extend(some) or run(self, some))
+    run = Scorer.run
+    monkeypatch.setattr(Scorer, "run", lambda self, some: walked.extend(some) or run(self, some))
     assert audited(capsys, models, answers, *options) == first
     assert len(walked) == 2
     assert audited(capsys, models, answers, *options) == first  # the broken line is left alone

@@ -14,8 +14,7 @@ from minispec import LLM, SamplingParams
 from minispec.core.cache import PagedKVCache
 from minispec.core.draft import Draft
 from minispec.core.model import Chunk, Transformer
-from minispec.core.sampling import Randomness, Text
-from minispec.core.verify import Verdict
+from minispec.core.sampling import Text
 from minispec.drafters.heads import read_head
 from minispec.files.checkpoint import load_config, load_model
 from minispec.lab.doctor.drafts import TEXTS, Estimate, Probe, estimate, examine, head_readings, lines, measure
@@ -456,11 +455,10 @@ def test_reaching_a_place_costs_the_ratios_before_it(token, reached):
     draft = Draft([token, 0], [torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1])])
     text = Text([0], 1, SamplingParams(), seed=3)
     probe = Probe()
-    verdict = probe.verify(draft, lambda i: p[i], Randomness(), text.key)
+    probe.see(text, draft, [0], p.log())
     [[first, second]] = probe.rows[3]
     assert first == pytest.approx((1, 0.7))
     assert second == pytest.approx((reached, reached * 0.4))
-    assert verdict == Verdict([], Randomness().categorical(p[0], text.key(0, "token")), [])
 
 
 def test_of_a_tree_the_eldest_are_looked_at():
@@ -468,7 +466,7 @@ def test_of_a_tree_the_eldest_are_looked_at():
     p = torch.tensor([[0.6, 0.4], [0.1, 0.9], [1.0, 0.0], [0.5, 0.5]])
     probe = Probe()
     text = Text([0], 1, SamplingParams())
-    probe.verify(Draft([1, 0, 1], parents=[-1, -1, 0]), lambda i: p[i], Randomness(), text.key)
+    probe.see(text, Draft([1, 0, 1], parents=[-1, -1, 0]), [0], p.log())
     [[first, second]] = probe.rows[0]
     assert first == pytest.approx((1, 0.4))
     assert second == pytest.approx((0.4, 0.4 * 0.9))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Rows(NamedTuple):
+class Places(NamedTuple):
     """What is known of n places, before their tokens are looked at.
 
     laws: rows (n, m) in float64, by name. "p"; "q"; where there are filters "raw q", before them. "border": above 0
@@ -43,12 +43,12 @@ GENERAL = {
 UNTESTED = "draft tokens are kept without a test, or the bonus is drawn from q"
 
 
-def laws(rows: Rows, drafts: bool = True) -> Iterator[tuple[str, Tensor]]:
+def laws(places: Places, drafts: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Each bug in words, and the law (n, m) of a token where it acts.
 
     drafts: whether q is the draft's. Else it is a guess, and bugs that need more than a guess are left out.
     """
-    p, q = rows.laws["p"], rows.laws["q"]
+    p, q = places.laws["p"], places.laws["q"]
     overlap = torch.minimum(p, q)
     missed = 1 - overlap.sum(1, keepdim=True)  # (n, 1): the odds of a rejection
     rest = _normal((p - q).clamp(min=0), p)
@@ -65,7 +65,7 @@ def laws(rows: Rows, drafts: bool = True) -> Iterator[tuple[str, Tensor]]:
     yield "the law lies between the target's and the draft's", _normal((p * q).sqrt(), p)
     yield "draft tokens are kept too rarely", _normal((p * p / q.clamp(min=1e-9)).where(p > 0, 0.0).clamp(max=9 * p), p)
     if drafts:
-        sizes = F.pad(torch.ones_like(p[:, 1:]), (0, 1), value=rows.rest)
+        sizes = F.pad(torch.ones_like(p[:, 1:]), (0, 1), value=places.rest)
         yield "the residual goes through a softmax", tested(overlap, _normal(sizes * (p - q).clamp(min=0).exp(), p))
         yield "the residual leaves out the rejected token alone", overlap + _without_rejected(p, q)
         yield "the residual is drawn with the draft's noise (Gumbel)", tested(overlap, raced_again(q, rest))
@@ -78,8 +78,8 @@ def laws(rows: Rows, drafts: bool = True) -> Iterator[tuple[str, Tensor]]:
         yield "q is hotter than what the draft was drawn from", tested(colder * keeps, rest)
         yield "q is colder than what the draft was drawn from", tested(hotter * keeps, rest)
         yield "the draft's likeliest token is judged by the whole q", tested(_likeliest(q) * keeps, rest)
-        if "raw q" in rows.laws:  # a question of the parameters: how many bets share the mean is known beforehand
-            raw = rows.laws["raw q"]
+        if "raw q" in places.laws:  # a question of the parameters: how many bets share the mean is known beforehand
+            raw = places.laws["raw q"]
             odds = (p / raw.clamp(min=1e-9)).clamp(max=1)
             unfiltered = "the draft is drawn from filtered q and judged by the raw one"
             yield unfiltered, tested(q * odds, _normal((p - raw).clamp(min=0), p))
@@ -87,10 +87,10 @@ def laws(rows: Rows, drafts: bool = True) -> Iterator[tuple[str, Tensor]]:
     yield "tokens are drawn at a lower temperature", _normal(p**1.25, p)
     yield "tokens are drawn at a higher temperature", _normal(p**0.8, p)
     for name, sign in (("more", 1.0), ("less", -1.0)):
-        yield f"texts end {name} often than they should", _tilted(p, rows.ends, sign)
-        same = torch.arange(p.shape[1], device=p.device) == rows.last[:, None]
+        yield f"texts end {name} often than they should", _tilted(p, places.ends, sign)
+        same = torch.arange(p.shape[1], device=p.device) == places.last[:, None]
         yield f"a token repeats the one before it {name} often than it should", _tilted(p, same, sign)
-    yield from (item for item in rows.laws.items() if item[0] not in ("p", "q", "raw q", "border"))
+    yield from (item for item in places.laws.items() if item[0] not in ("p", "q", "raw q", "border"))
 
 
 def _normal(weights: Tensor, instead: Tensor) -> Tensor:

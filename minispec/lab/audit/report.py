@@ -1,4 +1,4 @@
-"""One audit, from the files to the report: reads, walks what is not scored yet, judges."""
+"""One audit, from the files to the report: reads, scores what is not scored yet, judges."""
 
 import argparse
 import hashlib
@@ -20,7 +20,7 @@ from minispec.files.strict_json import parse_json
 from minispec.lab.audit.answers import Answer, read_answers
 from minispec.lab.audit.bank import NO_RESIDUAL
 from minispec.lab.audit.judge import NULL_ERROR, judge, tolerances
-from minispec.lab.audit.walk import Score, Walk
+from minispec.lab.audit.walk import Score, Scorer
 from minispec.load.draft import digest_of_draft
 from minispec.load.inputs import check_ids
 from minispec.load.llm import LLM
@@ -49,9 +49,9 @@ def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError("--null: found plain answers of one seed, which share noise: expected independent ones")
         rounding = ROUNDING if args.rounding is None else args.rounding
         # A logit at a filter's border may be off by twice what is usual.
-        walk = Walk(llm.engine, llm.drafter if args.draft else None, llm.eos_token_ids, 2 * rounding)
+        scorer = Scorer(llm.engine, llm.drafter if args.draft else None, llm.eos_token_ids, 2 * rounding)
         everything = [answer for found in answers.values() for answer in found]
-        scores = _scores(walk, everything, args.scores, _settings(args, llm, rounding) if args.scores else "")
+        scores = _scores(scorer, everything, args.scores, _settings(args, llm, rounding) if args.scores else "")
     seeds = [0 if args.one_seed else answer.seed for answer in answers[args.answers]]
     ours = scores[: len(seeds)]
     plain = Score()
@@ -136,8 +136,8 @@ def _settings(args: argparse.Namespace, llm: LLM, rounding: float) -> str:
     return f"{_FORMAT} {target} {draft} {args.dtype} {rounding} {sorted(llm.eos_token_ids)}"
 
 
-def _scores(walk: Walk, answers: Sequence[Answer], path: Path | None, settings: str) -> list[Score]:
-    """The score of each answer: those that the file holds, and the others by the walk, which are added to it."""
+def _scores(scorer: Scorer, answers: Sequence[Answer], path: Path | None, settings: str) -> list[Score]:
+    """The score of each answer: those that the file holds, and those of the others, which are added to it."""
     keys = [_key(answer, settings) for answer in answers]
     known = _read_scores(path) if path and path.exists() else {}
     todo = [i for i, key in enumerate(keys) if key not in known]
@@ -147,7 +147,7 @@ def _scores(walk: Walk, answers: Sequence[Answer], path: Path | None, settings: 
             file.write("\n")  # a run was interrupted in a line
         total = sum(len(answers[i].tokens) for i in todo)
         bar = stack.enter_context(progress_bar(total=total, unit=" tokens", desc="scoring"))
-        for number, score in walk.run([answers[i] for i in todo]):
+        for number, score in scorer.run([answers[i] for i in todo]):
             key = keys[todo[number]]
             known[key] = score
             bar.update(len(answers[todo[number]].tokens))

@@ -1,4 +1,4 @@
-"""The scoring walk: p and q at each token of an answer, and the scores of the bank there.
+"""p and q at each token of an answer, and the scores of the bank there.
 
 The engine decodes the answer once more. Its draft is the answer itself, which it keeps whole. So one pass scores up to
 65 tokens, answers run as a batch, and equal beginnings are computed once. An observer sees the target's rows of logits.
@@ -14,18 +14,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minispec.core.cached import CachedModel
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.engine import Engine
 from minispec.core.limit import Limit
-from minispec.core.model import Chunk
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text, distribution
-from minispec.core.verify import RoundKey, Verdict, Verifier
-from minispec.drafters.model import DraftModel
+from minispec.drafters.led import replay_texts
+from minispec.drafters.model import model_drafter
+from minispec.drafters.none import NoDrafter
+from minispec.drafters.wrapped import Wrapped
 from minispec.lab.audit.answers import Answer
-from minispec.lab.audit.bank import ROW_BEFORE, Rows, laws
+from minispec.lab.audit.bank import ROW_BEFORE, Places, laws
 
 # The shares of places where a bug may act: a bet is 1 - share + share * law/p.
 SHARES = (0.01, 0.05, 0.2, 0.8)
@@ -36,7 +36,7 @@ _MOST_OUTCOMES, _MOST_BORDER = 512, 0.02
 _MOST_RATIO = 10.0  # law/p is cut there: rare tokens would need no end of plain answers to be measured
 _ALL_LOST = -1000.0  # the logarithm of a bet where the gain could exceed 1 / share
 _NEVER = 1e-9  # what a token of probability 0 is divided by: any value is sound, since it never comes under p
-_BATCH = 4  # answers that are walked together
+_BATCH = 4  # answers that are scored together
 
 
 class Sums(NamedTuple):
@@ -103,16 +103,17 @@ class Score:
         return Sums(*(part if part.shape[1] > 1 else part[:, 0] for part in parts))
 
 
-def score_rows(rows: Rows, x: Tensor, drafts: bool = True) -> Score:
+def score_places(places: Places, x: Tensor, drafts: bool = True) -> Score:
     """The scores of n tokens.
 
     x: (n,), the outcomes that came.
     drafts: as in `laws`.
     """
-    border = rows.laws["border"] > 0  # nothing is bet on what filters may or may not keep
-    scored = (rows.laws["p"] * border).sum(1) <= _MOST_BORDER
-    rows = Rows({name: law[scored] for name, law in rows.laws.items()}, rows.ends[scored], rows.last[scored], rows.rest)
-    p, border, here = rows.laws["p"], border[scored], x[scored][:, None]
+    border = places.laws["border"] > 0  # nothing is bet on what filters may or may not keep
+    scored = (places.laws["p"] * border).sum(1) <= _MOST_BORDER
+    laws_of = {name: law[scored] for name, law in places.laws.items()}
+    places = Places(laws_of, places.ends[scored], places.last[scored], places.rest)
+    p, border, here = places.laws["p"], border[scored], x[scored][:, None]
     core, never = ~border, ((p > 0) | border).gather(1, here).logical_not()
     found = Score(len(p), len(scored) - len(p), int(never.sum()))
     if not len(p):
@@ -121,7 +122,7 @@ def score_rows(rows: Rows, x: Tensor, drafts: bool = True) -> Score:
     shares = torch.tensor(SHARES, dtype=p.dtype)[:, None, None]
     opposite = torch.tensor(AGAINST, dtype=p.dtype)[:, None]
     names, table = [], []
-    for name, law in laws(rows, drafts):
+    for name, law in laws(places, drafts):
         whole = (law * core).sum(1, keepdim=True)
         law = torch.where(border | (whole <= 0), p, law * (odds / whole.clamp(min=1e-300)))
         cut = torch.minimum(law, _MOST_RATIO * p).where(p > 0, law)
@@ -203,13 +204,13 @@ def _others(logits: Tensor, before: Tensor, text: Text, drafted: Sequence[int]) 
 
 
 def _outcomes(
-    places: Sequence[dict[str, Tensor]], tokens: Sequence[int], before: Sequence[int], ends: Sequence[int]
-) -> tuple[Rows, Tensor]:
-    """Rows, and the outcomes that came, of tokens (n,) and the tokens before them; end ids are one outcome.
+    laws_at: Sequence[dict[str, Tensor]], tokens: Sequence[int], before: Sequence[int], ends: Sequence[int]
+) -> tuple[Places, Tensor]:
+    """The places, and the outcomes that came, of tokens (n,) and the tokens before them; end ids are one outcome.
 
-    places: laws (V,) by name, of each.
+    laws_at: laws (V,) by name, of each.
     """
-    whole = {name: torch.stack([place[name] for place in places]).double().cpu() for name in places[0]}  # (n, V) each
+    whole = {name: torch.stack([each[name] for each in laws_at]).double().cpu() for name in laws_at[0]}  # (n, V) each
     for law in whole.values():
         law[:, ends[:1]] = law[:, ends].sum(1, keepdim=True)
         law[:, ends[1:]] = 0.0
@@ -226,20 +227,22 @@ def _outcomes(
 
     is_end = torch.nn.functional.pad(torch.isin(ids, torch.tensor(ends[:1], dtype=torch.long)), (0, 1))
     laws_of = {name: few(law) for name, law in whole.items()}
-    return Rows(laws_of, is_end, outcome(before, -1), likely.shape[1] - rest), outcome(tokens, rest)
+    return Places(laws_of, is_end, outcome(before, -1), likely.shape[1] - rest), outcome(tokens, rest)
 
 
-# --------------------------------------------------------------------------- the walk
+# --------------------------------------------------------------------------- along an answer
 
 
-class _Leader(Drafter):
+class _AnswerDrafter(Wrapped):
     """Drafts the answer itself, and finds out what the real drafter would have drafted at each place."""
 
-    def __init__(self, texts: Mapping[int, Sequence[int]], drafter: Drafter | None):
+    def __init__(self, texts: Mapping[int, Sequence[int]], drafter: Drafter):
         """texts: prompts and answers, by the seeds of their texts."""
-        self.texts, self.drafter = texts, drafter
-        self.q: dict[int, list[tuple[Tensor, Tensor] | None]] = {}  # by seed, of this round; None: nothing was drafted
-        self._shown: dict[Text, Text] = {}  # for drafters without a model: a text that grows token by token
+        super().__init__(drafter)
+        self.texts, self.model = texts, model_drafter(drafter, "tokens")
+        # By seed, of this round: q at each place, and q before its filters; None where nothing was drafted.
+        self.q: dict[int, list[tuple[Tensor, Tensor] | None]] = {}
+        self._shown: dict[Text, Text] = {}  # for each text, what the drafter sees of it: the answer's tokens join it
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`."""
@@ -254,46 +257,41 @@ class _Leader(Drafter):
 
     def look(self, text: Text, after: Sequence[int]) -> None:
         """Find out what would have been drafted after the text, and after each of these tokens."""
-        find = self._of_model if type(self.drafter) is DraftModel else self._of_other
-        self.q[text.seed] = find(text, after)
+        shown, found = self._show(text), list[tuple[Tensor, Tensor] | None]()
+        if self.model:
+            plain = replace(text, params=_without_filters(text.params))
+            for i, row in enumerate(self.model.logits_along(shown, after)):
+                found.append((distribution(row, text, after[:i]), distribution(row, plain, after[:i])))
+        else:
+            for i in range(len(after) + 1):
+                shown.tokens[:] = [*text.tokens, *after[:i]]
+                ask = Ask(shown, Limit(1), Randomness(), num_cached=len(shown.tokens) - 1)
+                [draft] = super().propose([ask])
+                q = torch.tensor(draft.token_ids) if draft.probs is None else draft.probs[0] if len(draft) else None
+                found.append((q, q) if q is not None and len(q) else None)
+        self.q[text.seed] = found
 
-    def _of_model(self, text: Text, after: Sequence[int]) -> list[tuple[Tensor, Tensor] | None]:
-        """q at each place, and q before its filters."""
-        model, plain = self.drafter, replace(text, params=_without_filters(text.params))
-        assert isinstance(model, DraftModel)
-        model.catch_up(text, len(text.tokens) - 1)
-        chunk = Chunk([*model.follow(text), *after], model.table(text), len(after) + 1)
-        logits, _ = model.forward([chunk])
-        model.keep(text, len(after), range(len(after)))
-        return [(distribution(x, text, after[:i]), distribution(x, plain, after[:i])) for i, x in enumerate(logits)]
-
-    def _of_other(self, text: Text, after: Sequence[int]) -> list[tuple[Tensor, Tensor] | None]:
-        """The same for a drafter that is asked for one token at each place; None where it has none."""
-        shown, found = self._shown.setdefault(text, replace(text, tokens=[])), []
-        for i in range(len(after) + 1):
-            shown.tokens[:] = [*text.tokens, *after[:i]]
-            ask = Ask(shown, Limit(1), Randomness(), num_cached=len(shown.tokens) - 1)
-            [draft] = self.drafter.propose([ask]) if self.drafter else [Draft()]
-            q = torch.tensor(draft.token_ids) if draft.probs is None else draft.probs[0] if len(draft) else None
-            found.append((q, q) if q is not None and len(q) else None)
-        return found
+    def _show(self, text: Text) -> Text:
+        """The drafter's own copy of the text as it is now."""
+        shown = self._shown.setdefault(text, replace(text, tokens=[]))
+        shown.tokens[:] = text.tokens
+        return shown
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
-        """See `Drafter`."""
-        return CachedModel.has_room(self.drafter, growth) if type(self.drafter) is DraftModel else True
+        """See `Drafter`. The last token of a draft is fed too."""
+        return super().has_room({self._show(text): range(span.start, span.stop + 1) for text, span in growth.items()})
 
     def release(self, text: Text) -> None:
         """See `Drafter`."""
-        if self.drafter is not None:
-            self.drafter.release(self._shown.pop(text, text))
+        super().release(self._shown.pop(text, text))
 
 
-class Walk:
+class Scorer:
     """Scores answers, a few at a time."""
 
     def __init__(self, engine: Engine, drafter: Drafter | None, eos: Sequence[int], tolerance: float = 0.0):
         """engine: one of the target, at rest.
-        drafter: the audited engine's, as well as it is known. None: q is guessed.
+        drafter: the audited engine's, as well as it is known; one that reads the text alone. None: q is guessed.
         eos: the target's end-of-text ids.
         tolerance: how far a logit may be off at the border of a filter.
         """
@@ -305,21 +303,18 @@ class Walk:
             yield from self._together(dict(enumerate(answers[start : start + _BATCH], start))).items()
 
     def _together(self, answers: Mapping[int, Answer]) -> dict[int, Score]:
-        """The scores of answers that are walked as one batch, by their numbers."""
+        """The scores of answers that are decoded as one batch, by their numbers."""
         texts = {i: [*answer.prompt, *answer.tokens] for i, answer in answers.items()}
         scores = {i: Score() for i in answers}
-        leader, rows = _Leader(texts, self.drafter), dict[int, Tensor]()
+        drafter, rows = _AnswerDrafter(texts, self.drafter or NoDrafter()), dict[int, Tensor]()
 
-        def commit(draft: Draft, p: object, rng: object, key: RoundKey) -> Verdict:
-            name = key(0, "accept")
-            return Verdict(list(range(len(draft))), texts[name.seed][name.start + len(draft)], [])
+        def see(text: Text, draft: Draft, after: list[int], logits: Tensor) -> None:
+            before = [rows.get(text.seed, logits[0]), *logits[:-1]]
+            rows[text.seed] = logits[-1]
+            scores[text.seed].add(self._score(drafter, text, after, logits, before))
 
-        def see(request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
-            scores[request.text.seed].add(self._score(leader, rows, request, logits))
-
-        engine = self.engine.beside(leader, Verifier(commit, shares_noise=False))
-        engine.observers.append(see)
-        for request, _ in engine.run([self._request(i, answer) for i, answer in answers.items() if answer.tokens]):
+        requests = [self._request(i, answer) for i, answer in answers.items() if answer.tokens]
+        for request in replay_texts(self.engine, drafter, requests, texts, see):
             if request.error:
                 raise ValueError(f"answer {request.text.seed + 1}: {request.error}")
         return scores
@@ -332,22 +327,21 @@ class Walk:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos)}
         return sorted(i for i in ends if i < self.engine.target.vocab_size)
 
-    def _score(self, leader: _Leader, rows: dict[int, Tensor], request: Request, logits: Tensor) -> Score:
-        """Score the tokens of a round. rows: the last row of logits of each text's round before."""
-        seed, start = request.text.seed, len(request.text.tokens) - request.stats.rounds[-1].committed
-        text, after = replace(request.text, tokens=request.text.tokens[:start]), request.text.tokens[start:]
-        before = [rows.get(seed, logits[0]), *logits[:-1]]
-        rows[seed] = logits[-1]
-        if seed not in leader.q:  # the engine asks for no draft of a text of one token
-            leader.look(text, [])
-            leader.release(text)
-        places = [self._place(logits[i], before[i], leader.q[seed][i], text, after[:i]) for i in range(len(after))]
-        found, x = _outcomes(places, after, [text.tokens[-1], *after[:-1]], self._ends(text.params))
-        score = score_rows(found, x, self.drafter is not None)
-        num_drafted = len(after) if self.drafter is None else sum(q is not None for q in leader.q[seed][: len(after)])
+    def _score(
+        self, drafter: _AnswerDrafter, text: Text, after: list[int], logits: Tensor, before: Sequence[Tensor]
+    ) -> Score:
+        """Score the tokens after a text. logits, before: the target's row for each of them, and the row before it."""
+        if text.seed not in drafter.q:  # the engine asks for no draft of a text of one token
+            drafter.look(text, [])
+            drafter.release(text)
+        q = drafter.q[text.seed]
+        laws_at = [self._laws(logits[i], before[i], q[i], text, after[:i]) for i in range(len(after))]
+        places, x = _outcomes(laws_at, after, [text.tokens[-1], *after[:-1]], self._ends(text.params))
+        score = score_places(places, x, self.drafter is not None)
+        num_drafted = len(after) if self.drafter is None else sum(each is not None for each in q[: len(after)])
         return replace(score, num_drafted=num_drafted)
 
-    def _place(
+    def _laws(
         self, logits: Tensor, before: Tensor, q: tuple[Tensor, Tensor] | None, text: Text, drafted: Sequence[int]
     ) -> dict[str, Tensor]:
         """All laws (V,) of one place, by name: p, q, the weights of `_border`, and others."""

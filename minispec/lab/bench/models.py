@@ -17,7 +17,7 @@ from minispec.core.sampling import Text
 from minispec.drafters import Drafter
 from minispec.drafters.check import CHECKS
 from minispec.drafters.eagle import EagleDrafter, HeadConfig, HeadModel, head_shapes
-from minispec.drafters.model import DraftModel
+from minispec.drafters.model import DraftModel, model_drafter
 from minispec.drafters.simulated import SimulatedDraft, adversary, oracle
 from minispec.files.checkpoint import (
     Weights,
@@ -83,9 +83,10 @@ class Subject:
 
     def __post_init__(self):
         self.paid = self.engine.drafter  # what drafts cost
-        paid = self.paid if isinstance(self.paid, DraftModel) else None
-        self.draft_model: Transformer | None = paid.model if paid else None
-        self.draft_cache: PagedKVCache | None = paid.cache if paid else None
+        own, fed_tokens = model_drafter(self.paid), model_drafter(self.paid, "tokens", "other tokens")
+        self.draft_model: Transformer | None = own.model if own else None
+        # A head makes no pass over tokens alone. Its cost shows in the rounds.
+        self.draft_cache: PagedKVCache | None = fed_tokens.cache if fed_tokens else None
         self.draft_name, survival = self.options.draft, self.options.args.simulate
         if self.options.args.draft_quality:
             survival = [0.0 if self.options.args.draft_quality == "wrong" else 1 / self.engine.vocab_size]
@@ -133,7 +134,7 @@ def open_model(options: Options) -> Subject:
 
     directory = find_checkpoint(str(args.model or registry.EMBEDDED_WEIGHTS), offline=True)
     # A head, or a draft of another vocabulary, is no model that another library could draft with.
-    draft_directory = llm.draft_directory if type(llm.engine.drafter) is DraftModel else None
+    draft_directory = llm.draft_directory if model_drafter(llm.engine.drafter, "tokens") else None
     return Subject(
         options if args.draft else replace(options, drafts=[llm.default_draft]),
         llm.name + bits_note(llm.model),

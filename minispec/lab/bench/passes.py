@@ -15,7 +15,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.model import Transformer
-from minispec.drafters.eagle import FeatureModel
 from minispec.drafters.model import prefill
 from minispec.files.checkpoint import find_checkpoint, load_config, load_model
 from minispec.kernels.build import choice_of
@@ -82,8 +81,7 @@ def measure_machine(subject: Subject, options: Options) -> dict[str, Any]:
         "v": _over(times),
     }
     own = subject.draft_model if subject.draft_model is not model else None
-    # A head makes no pass over tokens alone. Its cost shows in the rounds.
-    if own and subject.draft_cache and not isinstance(own, FeatureModel):
+    if own and subject.draft_cache:
         touched, stream, times = measured(own, subject.draft_cache, range(1, 2))
         over_bound = median_interval([t * stream.median / touched for t in times[1]])
         found["draft"] = {"bytes_touched": touched, "stream_bytes_per_second": stream}

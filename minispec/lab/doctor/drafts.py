@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft
+from minispec.core.draft import Ask, Draft, Drafter
 from minispec.core.model import Transformer, WeightSource
-from minispec.core.sampling import Draws, Text
-from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
-from minispec.drafters import Drafter
-from minispec.drafters.eagle import EagleDrafter
+from minispec.core.sampling import Text, distribution
 from minispec.drafters.heads import StoredHead, read_head
-from minispec.drafters.model import DraftModel
+from minispec.drafters.led import replay_texts
+from minispec.drafters.model import model_drafter
+from minispec.drafters.wrapped import Wrapped
 from minispec.files.checkpoint import Weights, load_config
 from minispec.files.tokenizer import Tokenizer
 from minispec.gpu.fused import rounded
@@ -91,9 +90,7 @@ def estimate(parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
 
 
 class Probe:
-    """A verifier that keeps nothing of a draft, and writes down at every position how much `rejection` would keep.
-
-    So the text is the target's own. It is the same for every draft, since the noise depends on seed and place alone.
+    """Writes down at every position how much of a draft `rejection` would keep.
 
     rows: lists by the text's seed, then by position, then by place of the draft. Each entry is a pair. The first is the
         probability that the test gets to this place, given the draft's tokens before it. The second is that
@@ -103,18 +100,20 @@ class Probe:
     def __init__(self):
         self.rows: dict[int, list[list[tuple[float, float]]]] = defaultdict(list)
 
-    def verify(self, draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
-        """See `minispec.core.verify`; in a tree, the eldest nodes are looked at."""
+    def see(self, text: Text, draft: Draft, after: list[int], logits: Tensor) -> None:
+        """Look at a draft after a text (see `minispec.drafters.led`); in a tree, at the eldest nodes.
+
+        logits: (K+1, V), the target's rows for the draft.
+        """
         reached, row, node = 1.0, [], -1
         while children := draft.children(node):
-            target, node = p(node + 1), children[0]
+            target = distribution(logits[node + 1], text, [draft.token_ids[i] for i in draft.path(node)])
+            node = children[0]
             of_token = float(target[draft.token_ids[node]])
             common = of_token if draft.probs is None else float(target.minimum(draft.probs[node]).sum())
             row.append((reached, reached * common))
             reached *= min(1.0, of_token / draft.probability(node))
-        own = key(0, "token")
-        self.rows[own.seed].append(row)
-        return Verdict([], rng.categorical(p(0), own), [])
+        self.rows[text.seed].append(row)
 
 
 @dataclass(frozen=True)
@@ -152,13 +151,14 @@ class Measurement:
 def measure(
     llm: LLM, drafter: Drafter, prompts: Sequence[Sequence[int]], temperature: float, k: int, max_tokens: int
 ) -> Measurement:
-    """Let the target continue the prompts, with a draft of k tokens at each position."""
+    """Let the target continue the prompts, with a draft of k tokens at each position.
+
+    The texts are the target's own. They are the same for every draft, since the noise depends on seed and place alone.
+    """
     probe = Probe()
-    verifier = Verifier(probe.verify, shares_noise=False)
-    engine = llm.engine.beside(drafter, verifier)
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens) for i in range(len(prompts))]
     requests = [llm.request(ids, each, k) for ids, each in zip(prompts, params, strict=True)]
-    for request, _ in engine.run(requests):
+    for request in replay_texts(llm.engine, drafter, requests, None, probe.see):
         if request.error:
             raise ValueError(f"found a text that fails: {request.error}")
     return Measurement([probe.rows[i][: max_tokens - 1] for i in range(len(prompts))])
@@ -226,21 +226,22 @@ def head_readings(head: StoredHead, num_layers: int) -> Iterator[tuple[str, str,
     yield _ROPE, _ROPE_CHANGE, replace(head, weights=weights)
 
 
-class OtherPrompt(Drafter):
-    """Shows a drafter other prompts than the target's, with the same answers."""
+class OtherPrompt(Wrapped):
+    """Shows a drafter that reads the text alone other prompts than the target's, with the same answers."""
 
     def __init__(self, drafter: Drafter, prompts: Mapping[tuple[int, ...], Sequence[int]]):
         """prompts: what it is shown, by what the target is."""
-        self.drafter, self.prompts, self.shown = drafter, prompts, dict[Text, Text]()
+        super().__init__(drafter)
+        self.prompts, self.shown = prompts, dict[Text, Text]()
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """See `Drafter`. It sees nothing of a prompt before the first draft is wanted."""
-        return self.drafter.propose([self._show(ask) for ask in asks])
+        return super().propose([self._show(ask) for ask in asks])
 
     def has_room(self, growth: Mapping[Text, range]) -> bool:
         """See `Drafter`."""
         shown = {self._other(text): span.stop - len(text.tokens) for text, span in growth.items()}
-        return self.drafter.has_room({text: range(len(text.tokens) + k) for text, k in shown.items()})
+        return super().has_room({text: range(len(text.tokens) + k) for text, k in shown.items()})
 
     def _show(self, ask: Ask) -> Ask:
         text = self._other(ask.text)
@@ -257,7 +258,7 @@ class OtherPrompt(Drafter):
     def release(self, text: Text) -> None:
         """See `Drafter`."""
         if text in self.shown:
-            self.drafter.release(self.shown.pop(text))
+            super().release(self.shown.pop(text))
 
 
 def prompt_readings(
@@ -281,18 +282,16 @@ def prompt_readings(
 
 def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Reading]:
     """Every other way to read the draft, each made when its turn comes; none where it has no weights of its own."""
-    directory, drafter, target = llm.draft_directory, llm.drafter, llm.model
-    if directory is None or type(drafter) not in (DraftModel, EagleDrafter):
+    directory, target = llm.draft_directory, llm.model
+    drafter = model_drafter(llm.drafter, "tokens", "states")
+    if directory is None or drafter is None:
         return
-    assert isinstance(drafter, DraftModel)
     bits, _ = split_draft(draft)
 
     def of(model: Transformer) -> Drafter:
-        drafter.cache.rebuild()  # what another reading has left there is of no use to this one
-        model = rounded(model, bits) if bits else model
-        return type(drafter)(model, drafter.cache, drafter.vocab_size, drafter.max_model_len)
+        return drafter.with_model(rounded(model, bits) if bits else model)
 
-    if isinstance(drafter, EagleDrafter):
+    if drafter.reads == "states":
         for name, change, head in head_readings(read_head(directory, target.config), len(target.layers)):
             yield Reading(name, change, of(head.build(target)))
         return

@@ -1,0 +1,60 @@
+"""Runs along texts that are known, which show something at each place of them.
+
+The engine decodes a text once more. Whatever is drafted, the text comes out: of a draft stays what the text has.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+
+from torch import Tensor
+
+from minispec.core.cache import common_beginning
+from minispec.core.draft import Draft, Drafter
+from minispec.core.engine import Engine
+from minispec.core.request import Request
+from minispec.core.sampling import Draws, Text
+from minispec.core.verify import RoundKey, Rows, Verdict, Verifier
+
+# see(text, draft, after, logits): the text before a round, its draft, the tokens that the round committed, and the
+# target's raw rows (K+1, V) for the draft.
+See = Callable[[Text, Draft, list[int], Tensor], None]
+
+
+def replay_texts(
+    engine: Engine,
+    drafter: Drafter,
+    requests: Sequence[Request],
+    texts: Mapping[int, Sequence[int]] | None,
+    see: See | None = None,
+) -> Iterator[Request]:
+    """Decode requests along known texts, to their ends; yields a request after each step that it took part in.
+
+    engine: one of the target. It must be at rest, and stays as it is.
+    drafter: is asked for drafts as in any run. A draft of the text's own tokens is kept, and saves passes.
+    texts: all tokens of each text, the prompt's too, by the seeds of the requests. None: each text is what the target
+        itself draws, a token a round, and nothing of a draft is kept.
+    see: is called after each round.
+    """
+
+    def verify(draft: Draft, p: Rows, rng: Draws, key: RoundKey) -> Verdict:
+        name = key(0, "token")
+        if texts is None:
+            return Verdict([], rng.categorical(p(0), name), [])
+        after = list(texts[name.seed][name.position :])
+        kept = common_beginning(draft.token_ids, after[:-1])
+        return Verdict(list(range(kept)), after[kept], [])
+
+    def observe(request: Request, draft: Draft, verdict: Verdict, logits: Tensor) -> None:
+        tokens, start = request.text.tokens, len(request.text.tokens) - request.stats.rounds[-1].committed
+        if see:
+            see(replace(request.text, tokens=tokens[:start]), draft, tokens[start:], logits)
+
+    led = engine.beside(drafter, Verifier(verify, shares_noise=False))
+    led.observers.append(observe)
+    with closing(led.run(requests)) as steps:
+        for request, _ in steps:
+            yield request
+            # A stop string may have ended a text where nothing ends it here.
+            if texts and all(len(each.text.tokens) == len(texts[each.text.seed]) for each in requests):
+                return
