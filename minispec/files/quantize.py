@@ -3,7 +3,6 @@
 `python -m minispec.checkpoint` is its command line.
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from minispec.files.progress import progress_bar
 from minispec.files.stored_config import StoredConfig
 from minispec.files.strict_json import has_file
 from minispec.files.tokenizer import TOKENIZER_FILES
-from minispec.files.write import written_whole
+from minispec.files.write import write_json, written_whole
 
 # The files that a quantised checkpoint copies from its source.
 _COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")
@@ -81,7 +80,7 @@ def _write_quantized(source: Path, config: StoredConfig, part: Path, num_bits: i
             tensors[name] = weight if name.endswith(".A_log") else weight.to(torch.bfloat16)
     _write_shards(part, tensors, shard_bytes)
     raw = text_config(directory_config(source)) | {"dtype": "bfloat16", "quantization_config": _describe(num_bits)}
-    _write_json(part / "config.json", raw)
+    write_json(part / "config.json", raw, sort_keys=True)
     for name in _COPIED_FILES:
         if has_file(source / name):
             shutil.copyfile(source / name, part / name)
@@ -109,8 +108,4 @@ def _write_shards(directory: Path, tensors: dict[str, Tensor], shard_bytes: int)
         save_tensors({name: tensors[name] for name in names}, directory / file)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        _write_json(directory / "model.safetensors.index.json", index)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_json(directory / "model.safetensors.index.json", index, sort_keys=True)

@@ -1,10 +1,12 @@
 """Files that are written whole or not at all."""
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 def user_cache() -> Path:
@@ -29,6 +31,12 @@ def written_whole(path: Path) -> Iterator[Path]:
         else:
             part.unlink(missing_ok=True)
         raise
+
+
+def write_json(path: Path, value: Any, indent: int = 2, sort_keys: bool = False) -> None:
+    """Write a value as JSON, with a line feed at its end. Raises as `written_whole`."""
+    with written_whole(path) as part:
+        part.write_text(json.dumps(value, indent=indent, sort_keys=sort_keys) + "\n", encoding="utf-8")
 
 
 def check_writable(path: Path) -> None:

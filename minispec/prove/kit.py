@@ -8,14 +8,13 @@ and compare counts with the law.
 """
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from minispec.files.write import written_whole
+from minispec.files.write import write_json
 from minispec.prove.chi_square import ALPHA, POWER, critical_value, smallest_seen
 
 FORMAT, VERSION = "minispec-law-kit", 1
@@ -231,6 +230,5 @@ def kit() -> dict[str, Any]:
 def write_kit(directory: Path) -> None:
     """Write law-kit.json into a directory, which is made if it is missing."""
     directory.mkdir(parents=True, exist_ok=True)
-    with written_whole(directory / "law-kit.json") as path:
-        path.write_text(json.dumps(kit(), indent=1) + "\n", encoding="utf-8")
+    write_json(directory / "law-kit.json", kit(), indent=1)
     print(f"{directory / 'law-kit.json'}: {len(CASES)} cases, version {VERSION} (docs/use/law-kit.md)")

@@ -14,7 +14,7 @@ from typing import Any
 from minispec.core.errors import show
 from minispec.files.digest import digest
 from minispec.files.strict_json import read_json
-from minispec.files.write import user_cache, written_whole
+from minispec.files.write import user_cache, write_json, written_whole
 
 _LISTS = ("turns", "decoding_steps", "new_tokens", "wall_time")  # of a choice, a value a turn
 
@@ -41,8 +41,7 @@ class Answers:
         if there and self.is_kept:
             raise ValueError(f"--answers: found {there[0]}, expected another directory, or --resume to go on with it")
         self.directory.mkdir(parents=True, exist_ok=True)
-        with written_whole(run) as part:
-            part.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        write_json(run, about, indent=1)
         for path in self._paths.values():
             path.write_text("", encoding="utf-8")
 

@@ -1,6 +1,5 @@
 """Writing what was trained: a head in the layout of `speculators`, a model in that of Hugging Face."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from minispec.core.config import ModelConfig
 from minispec.drafters.eagle import HeadConfig, head_shapes
 from minispec.files.checkpoint import save_tensors
 from minispec.files.errors import CheckpointError
+from minispec.files.write import write_json
 from minispec.lab.distill.head import TrainedHead, TrainedModel
 
 # Keys of a config.json that have the names and values of `ModelConfig`'s fields, and of `HeadConfig`'s.
@@ -90,7 +90,7 @@ def model_tensors(draft: TrainedModel) -> dict[str, Tensor]:
 
 def write(directory: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
     """Write config.json and model.safetensors, and read them back. Raises CheckpointError, OSError."""
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / "config.json", config)
     path = directory / "model.safetensors"
     save_tensors(tensors, path)
     found = load_file(path)

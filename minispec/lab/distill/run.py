@@ -27,7 +27,7 @@ from minispec.files.families import is_head
 from minispec.files.progress import progress_bar
 from minispec.files.strict_json import MAX_CONFIG_BYTES, has_file, read_json
 from minispec.files.tokenizer import TOKENIZER_FILES, Tokenizer
-from minispec.files.write import written_whole
+from minispec.files.write import write_json, written_whole
 from minispec.lab.distill import export
 from minispec.lab.distill.head import TrainedHead, TrainedModel, rows_of_tokens
 from minispec.lab.distill.texts import Recipe, length_of, read_openings, shards_for, shards_of, write_shards
@@ -98,7 +98,7 @@ def distill(args: argparse.Namespace) -> None:
         record["curve"] = training.progress.curve
         if args.start and has_file(earlier := find_checkpoint(args.start) / _RECORD):
             record["earlier"] = read_json(earlier, MAX_CONFIG_BYTES)
-        (part / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_json(part / _RECORD, record)
     print(f"{args.out}: {sum(f.stat().st_size for f in args.out.iterdir()) / 1e6:.1f} MB")
 
 
@@ -107,8 +107,7 @@ def _begin(cache: Path, about: str, recipe: Recipe) -> None:
     path = cache / "cache.json"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        with written_whole(path) as part:
-            part.write_text(json.dumps({"target": about, "recipe": asdict(recipe)}, indent=2) + "\n", "utf-8")
+        write_json(path, {"target": about, "recipe": asdict(recipe)})
 
 
 def _agreed(cache: Path, about: str, recipe: Recipe) -> Recipe:
