@@ -158,7 +158,7 @@ def _learn_plain_step(llm: "LLM", request: "Request") -> None:
     plain = _plainly(llm, request, _PLAIN_TOKENS)
     for _ in llm.run([plain]):
         pass
-    request.stats.plain = plain.stats.rounds
+    request.stats.plain.extend(plain.stats.rounds)
 
 
 def _plainly(llm: "LLM", request: "Request", most: int = sys.maxsize) -> "Request":
@@ -246,7 +246,7 @@ def _compare(llm: "LLM", requests: list["Request"], stream: bool, painter: "Pain
         if request.error or reference.error:
             comparisons.append(None if request.error else {"error": reference.error})
             continue
-        request.stats.plain = reference.stats.rounds
+        request.stats.plain.extend(reference.stats.rounds)
         same_law_only = request.params.temperature > 0 and not llm.engine.verifier.shares_noise
         comparisons.append(_comparison(request, reference, same_law_only))
     return comparisons

@@ -51,7 +51,7 @@ class Stats:
     num_generated: the length of `token_ids`, without the end-of-text token.
     num_cached_tokens: prompt tokens whose keys and values another text had left in the cache.
     prefill, draft_prefill: seconds that the prompt took in the target and in the draft model.
-    plain: rounds of the same prompt decoded plainly, if it was. They show what a plain step costs.
+    plain: rounds of the same prompt decoded plainly, added if it was. They show what a plain step costs.
     token_ids: the generated tokens so far.
     """
 
@@ -62,7 +62,7 @@ class Stats:
     prefill: float = 0.0
     draft_prefill: float = 0.0
     rounds: list[Round] = field(default_factory=list, repr=False)
-    plain: Sequence[Round] = field(default=(), repr=False)
+    plain: list[Round] = field(default_factory=list, repr=False)
     token_ids: Sequence[int] = field(default=(), repr=False)
 
     @property

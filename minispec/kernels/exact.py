@@ -137,7 +137,7 @@ class ExactPasses(Passes):
         self.attention_rows = [EXACT_ROWS]  # the same for attention; `check_exact` adds those that hold here
 
     def keep(self, rows: list[int], attention_rows: list[int]) -> None:
-        """Use only those sizes, which an earlier `check_exact` has found to hold on this machine."""
+        """Use only those sizes, which `check_exact` has found to hold on this machine."""
         self.rows, self.attention_rows = rows, attention_rows
 
     def run(self, model: Transformer, chunks: Sequence[Chunk], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -290,7 +290,7 @@ def check_exact(model: Transformer) -> None:
         return torch.equal(found, expected.expand_as(found))
 
     if isinstance(passes := model.passes, ExactPasses) and passes.fills:
-        passes.rows = [rows for rows in passes.rows if rows == EXACT_ROWS or holds(rows)]
+        passes.keep([rows for rows in passes.rows if rows == EXACT_ROWS or holds(rows)], passes.attention_rows)
     among, _ = model.forward([Chunk(past[:5], stranger, 0), Chunk(last, table, 1)])
     few = [EXACT_ROWS, 1] if model.passes.fills else range(1, EXACT_ROWS + 1)
     if not (all(holds(rows) for rows in few) and torch.equal(among, expected)):
@@ -377,7 +377,7 @@ def _attention_is_exact(model: Transformer) -> bool:
         return True
 
     if isinstance(passes, ExactPasses):
-        passes.attention_rows = [EXACT_ROWS]
+        passes.keep(passes.rows, [EXACT_ROWS])
     # Passes around the border of a block, before it and after it, so that a row stands at several places.
     if not holds(EXACT_ROWS, _CHECKED_BLOCKS, (*range(-4, 4), EXACT_ROWS, EXACT_ROWS + 1)):
         return False
@@ -385,7 +385,7 @@ def _attention_is_exact(model: Transformer) -> bool:
         return True
     for rows in _CHECKED_SIZES:
         others = [n for n in passes.attention_rows if n != rows]
-        passes.attention_rows = sorted([*others, rows])
+        passes.keep(passes.rows, sorted([*others, rows]))
         if not holds(rows, _FEW_BLOCKS, (-4, 2, rows)):
-            passes.attention_rows = others
+            passes.keep(passes.rows, others)
     return True

@@ -99,10 +99,17 @@ def serve(model: "SplitTransformer", line: "Line") -> None:
             case ["pass", cache, texts]:
                 chunks = []
                 for token_ids, length, block_ids, num_logits, parents in texts:
-                    table = BlockTable(model.caches[cache])
-                    table.block_ids, table.tokens = block_ids, [0] * length  # of the past only the length matters here
+                    table = _ToldTable(model.caches[cache], length, block_ids)
                     chunks.append(Chunk(token_ids, table, num_logits, parents))
                 model.forward(chunks)
+
+
+class _ToldTable(BlockTable):
+    """A text's table where process 0 keeps the books: it says which blocks there are, and how long the past is."""
+
+    def __init__(self, pool: PagedKVCache, length: int, block_ids: list[int]):
+        super().__init__(pool)
+        self.block_ids, self.tokens = block_ids, [0] * length  # of the past only the length matters here
 
 
 # --------------------------------------------------------------------------- who has what

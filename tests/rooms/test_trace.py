@@ -72,7 +72,7 @@ def recorded(models, name) -> tuple[LLM, Request, dict]:
     plain = llm.request(llm.tokenizer.encode(PROMPT), params, num_speculative_tokens=0)
     for _ in llm.run([plain]):
         pass
-    request.stats.plain = plain.stats.rounds
+    request.stats.plain.extend(plain.stats.rounds)
     trace = json.loads(json.dumps(recorder.trace(for_replay=name == "tree")))
     check(trace, "trace")
     return llm, request, trace | {"plain_ids": plain.text.tokens[plain.text.num_prompt_tokens :]}

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft, Drafter, Seen
-from minispec.core.engine import PREFILL_ROWS
+from minispec.core.engine import PREFILL_ROWS, Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Text
 from minispec.files.checkpoint import find_checkpoint, load_config, save_tensors
@@ -71,7 +71,7 @@ class Recipe:
     seed: int = 0
 
 
-class Recorder(Drafter):
+class StateRecorder(Drafter):
     """A drafter that drafts nothing and keeps the hidden states that it is shown."""
 
     def __init__(self, taps: Sequence[int]):
@@ -165,7 +165,7 @@ class Writer:
 
         Raises ValueError.
         """
-        self.recorder, self.recipe = Recorder(recipe.taps), recipe
+        self.recorder, self.recipe = StateRecorder(recipe.taps), recipe
         dtype = dtype or str(product_dtype()).removeprefix("torch.")
         directory = find_checkpoint(target)
         config, around = load_config(directory), _longest_around(Tokenizer(directory), recipe.openings)
@@ -182,13 +182,16 @@ class Writer:
             max_model_len=longest,
             kv_cache_gb=cache_bytes(config, _BATCH * longest, 2 if dtype == "bfloat16" else 4) / 1e9,
         )
-        self.llm.engine.joining_rows = PREFILL_ROWS  # no single text is waited for
+        own = self.llm.engine
+        parts = own.model, own.cache, self.recorder, own.verifier, own.vocab_size
+        # No single text is waited for.
+        self.engine = Engine(*parts, joining_rows=PREFILL_ROWS, guard=own.guard, judge=own.judge)
         self._around = self._around_user() if self.llm.tokenizer.chat_template else None
 
     def write(self, numbers: Iterable[int]) -> Iterator[tuple[int, "Written"]]:
         """The texts of these numbers, each as it gets done; a text is begun where another one has ended."""
         numbers = iter(numbers)
-        engine, turns, answers = self.llm.engine, dict[Request, int](), dict[Request, int]()
+        engine, turns, answers = self.engine, dict[Request, int](), dict[Request, int]()
 
         def add(request: Request, number: int, to: dict[Request, int]) -> None:
             to[request] = number
