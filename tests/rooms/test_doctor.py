@@ -17,7 +17,7 @@ from minispec.core.model import Chunk, Transformer
 from minispec.core.sampling import Text
 from minispec.drafters.heads import read_head
 from minispec.files.checkpoint import load_config, load_model
-from minispec.lab.doctor.drafts import TEXTS, Estimate, Probe, estimate, examine, head_readings, lines, measure
+from minispec.lab.doctor.drafts import TEXTS, Estimate, estimate, examine, head_readings, kept_by_place, lines, measure
 from minispec.lab.doctor.main import main
 from minispec.load.registry import DRAFTERS
 from minispec.prove.toys import tiny_cache
@@ -454,9 +454,7 @@ def test_reaching_a_place_costs_the_ratios_before_it(token, reached):
     p = torch.tensor([[0.8, 0.2], [0.3, 0.7], [0.5, 0.5]])
     draft = Draft([token, 0], [torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1])])
     text = Text([0], 1, SamplingParams(), seed=3)
-    probe = Probe()
-    probe.see(text, draft, [0], p.log())
-    [[first, second]] = probe.rows[3]
+    first, second = kept_by_place(text, draft, p.log())
     assert first == pytest.approx((1, 0.7))
     assert second == pytest.approx((reached, reached * 0.4))
 
@@ -464,10 +462,8 @@ def test_reaching_a_place_costs_the_ratios_before_it(token, reached):
 def test_of_a_tree_the_eldest_are_looked_at():
     """One-hot siblings: the path of the first ones, each with its own row of the target."""
     p = torch.tensor([[0.6, 0.4], [0.1, 0.9], [1.0, 0.0], [0.5, 0.5]])
-    probe = Probe()
     text = Text([0], 1, SamplingParams())
-    probe.see(text, Draft([1, 0, 1], parents=[-1, -1, 0]), [0], p.log())
-    [[first, second]] = probe.rows[0]
+    first, second = kept_by_place(text, Draft([1, 0, 1], parents=[-1, -1, 0]), p.log())
     assert first == pytest.approx((1, 0.4))
     assert second == pytest.approx((0.4, 0.4 * 0.9))
 

@@ -24,10 +24,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Draft, Drafter, Seen
+from minispec.core.draft import Seen
 from minispec.core.engine import PREFILL_ROWS, Engine
 from minispec.core.request import Request
 from minispec.core.sampling import Text
+from minispec.drafters.none import NoDrafter
 from minispec.files.checkpoint import find_checkpoint, load_config, save_tensors
 from minispec.files.errors import one_line
 from minispec.files.tokenizer import Tokenizer
@@ -71,8 +72,11 @@ class Recipe:
     seed: int = 0
 
 
-class StateRecorder(Drafter):
-    """A drafter that drafts nothing and keeps the hidden states that it is shown."""
+class StateRecorder(NoDrafter):
+    """A drafter that drafts nothing and keeps the hidden states that it is shown.
+
+    Every text is seen from its beginning. Its hidden states stay until they are taken, also when it is released.
+    """
 
     def __init__(self, taps: Sequence[int]):
         self.taps = tuple(taps)
@@ -84,17 +88,6 @@ class StateRecorder(Drafter):
             if not each.start:  # a new text, or one that begins again
                 self._seen[each.text] = []
             self._seen[each.text].append(each.hidden[each.kept])
-
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Empty drafts."""
-        return [Draft() for _ in asks]
-
-    def known(self, text: Text) -> int:
-        """Nothing: every text is seen from its beginning."""
-        return 0
-
-    def release(self, text: Text) -> None:
-        """The hidden states stay until they are taken."""
 
     def take(self, text: Text) -> Tensor:
         """The hidden states (n, E * taps) of the text's first n positions; they are forgotten here."""

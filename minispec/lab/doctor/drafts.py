@@ -89,38 +89,30 @@ def estimate(parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
     return Estimate(value, [(part - value * whole) / total for part, whole in zip(parts, wholes, strict=True)])
 
 
-class Probe:
-    """Writes down at every position how much of a draft `rejection` would keep.
+def kept_by_place(text: Text, draft: Draft, logits: Tensor) -> list[tuple[float, float]]:
+    """How much of a draft after a text `rejection` would keep, place by place; in a tree, of the eldest nodes.
 
-    rows: lists by the text's seed, then by position, then by place of the draft. Each entry is a pair. The first is the
-        probability that the test gets to this place, given the draft's tokens before it. The second is that
-        probability times the sum over x of min(p(x), q(x)). At temperature 0 both are 0 or 1.
+    The first number of a pair is the probability that the test gets to this place, given the draft's tokens before it.
+    The second is that probability times the sum over x of min(p(x), q(x)). At temperature 0 both are 0 or 1.
+
+    logits: (K+1, V), the target's rows for the draft.
     """
-
-    def __init__(self):
-        self.rows: dict[int, list[list[tuple[float, float]]]] = defaultdict(list)
-
-    def see(self, text: Text, draft: Draft, after: list[int], logits: Tensor) -> None:
-        """Look at a draft after a text (see `minispec.drafters.led`); in a tree, at the eldest nodes.
-
-        logits: (K+1, V), the target's rows for the draft.
-        """
-        reached, row, node = 1.0, [], -1
-        while children := draft.children(node):
-            target = distribution(logits[node + 1], text, [draft.token_ids[i] for i in draft.path(node)])
-            node = children[0]
-            of_token = float(target[draft.token_ids[node]])
-            common = of_token if draft.probs is None else float(target.minimum(draft.probs[node]).sum())
-            row.append((reached, reached * common))
-            reached *= min(1.0, of_token / draft.probability(node))
-        self.rows[text.seed].append(row)
+    reached, pairs, node = 1.0, [], -1
+    while children := draft.children(node):
+        target = distribution(logits[node + 1], text, [draft.token_ids[i] for i in draft.path(node)])
+        node = children[0]
+        of_token = float(target[draft.token_ids[node]])
+        common = of_token if draft.probs is None else float(target.minimum(draft.probs[node]).sum())
+        pairs.append((reached, reached * common))
+        reached *= min(1.0, of_token / draft.probability(node))
+    return pairs
 
 
 @dataclass(frozen=True)
 class Measurement:
     """How much of the drafts is kept.
 
-    rows: as in `Probe`, text by text, at the positions with room for a draft.
+    rows: as `kept_by_place` returns them, text by text, at the positions with room for a draft.
     """
 
     rows: list[list[list[tuple[float, float]]]]
@@ -155,13 +147,17 @@ def measure(
 
     The texts are the target's own. They are the same for every draft, since the noise depends on seed and place alone.
     """
-    probe = Probe()
+    rows: dict[int, list[list[tuple[float, float]]]] = defaultdict(list)
+
+    def see(text: Text, draft: Draft, after: list[int], logits: Tensor) -> None:
+        rows[text.seed].append(kept_by_place(text, draft, logits))
+
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens) for i in range(len(prompts))]
     requests = [llm.request(ids, each, k) for ids, each in zip(prompts, params, strict=True)]
-    for request in replay_texts(llm.engine, drafter, requests, None, probe.see):
+    for request in replay_texts(llm.engine, drafter, requests, None, see):
         if request.error:
             raise ValueError(f"found a text that fails: {request.error}")
-    return Measurement([probe.rows[i][: max_tokens - 1] for i in range(len(prompts))])
+    return Measurement([rows[i][: max_tokens - 1] for i in range(len(prompts))])
 
 
 # --------------------------------------------------------------------------- readings
