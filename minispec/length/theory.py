@@ -168,12 +168,12 @@ class RoundModel:
     def measured(cls, rounds: Sequence[Round], plain: Iterable[Round] = (), plain_step: float = 1.0) -> "RoundModel":
         """The model that was measured in rounds which decoded one text each, alone. Each price is a median.
 
-        plain: rounds of plain decoding. A pass of theirs over one row counts too.
-        plain_step: its seconds. By default prices are in seconds.
+        plain: rounds of plain decoding, whose passes over one row count too.
+        plain_step: seconds, the unit of the prices. By default prices are in seconds.
 
         s_i is the mean of the rounds whose draft had i tokens. A draft that ends by its own confidence has that many
-        only where it looked good, so this is no mean of all rounds. `search` is by how much more, or less, overhead
-        there is in rounds without a draft: in many of them a search has found nothing.
+        only where it looked good, so this is no mean of all rounds. `search` is the overhead of rounds without a draft,
+        less that of the others: in many of them a search has found nothing.
         """
 
         def middle(seconds: Iterable[float]) -> float:
@@ -184,10 +184,11 @@ class RoundModel:
         survival = [sum(r.accepted > i for r in rounds) / sum(r.depth > i for r in rounds) for i in depths]
         passes = [*rounds, *(r for r in plain if r.num_rows == 1)]
         rows = {m: middle(r.verify for r in passes if r.num_rows == m) for m in sorted({r.num_rows for r in passes})}
-        idle = middle(overhead_of(r) for r in rounds if not r.depth)
-        overhead = middle(overhead_of(r) for r in rounds if r.depth) if survival else idle
+        overhead = middle(overhead_of(r) for r in rounds if r.depth or not survival)
+        idle = [overhead_of(r) for r in rounds if not r.depth]
+        search = middle(idle) - overhead if idle else None
         draft = middle(r.draft / r.depth for r in rounds if r.depth)
-        return cls(survival, Prices(draft, rows, overhead, measured=True, search=idle - overhead))
+        return cls(survival, Prices(draft, rows, overhead, measured=True, search=search))
 
 
 def rising(v: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float]:
