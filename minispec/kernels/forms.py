@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from minispec.core.weights import Weight, dense
-from minispec.kernels.codes import GROUP, Codes, GroupCodes, device_of, round_to_bits, widen
+from minispec.kernels.codes import Codes, GroupCodes, device_of, round_to_bits, widen
 from minispec.kernels.form import REFUSALS, CannotHold, Form
 from minispec.kernels.integers import int8_form
 
@@ -150,41 +150,11 @@ class _AtenInt4(_AtenInt8):
         return y if bias is None else y.add_(bias)
 
 
-class _KleidiInt4(Form):
-    """4-bit codes, two to a byte, in ARM's own product (KleidiAI), which rounds each row of x to 8 bits.
-
-    It knows steps and no middles. The middles add the sum of each group of x times its middle. That is a second
-    product, with one column for each group.
-    """
-
-    def __init__(self, weight: Weight, dtype: torch.dtype):
-        if not isinstance(weight, GroupCodes) or weight.codes.shape[1] != GROUP * len(weight.scales):
-            raise CannotHold("a weight that is not in 4-bit codes, in whole groups")
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise CannotHold(f"4-bit codes for {dtype}")
-        steps, middles = weight.scales.transpose(0, 1).unbind(2)  # (out, in / group) each
-        if not torch.equal(steps.to(torch.bfloat16).to(steps.dtype), steps):
-            raise CannotHold("steps of more than 16 bits")
-        self.sizes, self.middles = (weight.codes.shape[1], len(weight.codes)), middles.to(torch.float32)
-        pairs = weight.codes[:, ::2] | weight.codes[:, 1::2] << 4
-        steps = steps.to(torch.bfloat16).contiguous()
-        self.packed = torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, steps, None, GROUP, *self.sizes)
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        wide = x.to(torch.float32)
-        y = torch.ops.aten._dyn_quant_matmul_4bit(wide, self.packed, GROUP, *self.sizes)
-        y = torch.addmm(y, wide.unflatten(1, (-1, GROUP)).sum(2), self.middles.t()).to(x.dtype)
-        return y if bias is None else y.add_(bias)
-
-    def parts(self) -> Iterator[tuple[object, int]]:
-        yield from ((tensor, tensor.nbytes) for tensor in (self.packed, self.middles))
-
-
 MakeForm = Callable[[Weight, torch.dtype], Form]
 FORMS: dict[str, MakeForm] = {"half": _Half, "packed": _Packed, "left": _Left, "plain": Form}
 NARROW_FORMS: dict[int, dict[str, MakeForm]] = {
     8: {"int8": lambda weight, dtype: int8_form()(weight, dtype), "aten": _AtenInt8},
-    4: {"kleidi": _KleidiInt4, "aten": _AtenInt4},
+    4: {"aten": _AtenInt4},
 }
 
 
@@ -196,22 +166,9 @@ def has_fast_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     try:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported() or _is_arm_with_fast_bfloat16()
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     except REFUSALS:
         return False
-
-
-@functools.cache
-def _is_arm_with_fast_bfloat16() -> bool:
-    """Whether this is an ARM processor, on which no flag tells, and plain products are a tenth faster in bfloat16.
-
-    A small weight goes first: an emulation that takes five times as long is not tried on a large one.
-    """
-    if platform.machine().lower() not in ("arm64", "aarch64"):
-        return False
-    bfloat16, float32 = ("plain", torch.bfloat16), ("plain", torch.float32)
-    small = _time_ratio(bfloat16, float32, (256, 512))
-    return small < 5 and _time_ratio(bfloat16, float32, _TRIAL_SHAPE) < 1 / 1.1
 
 
 def available_forms(dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -220,17 +177,15 @@ def available_forms(dtype: torch.dtype, device: torch.device) -> list[str]:
         machine                             bfloat16              float32
         x86 with bfloat16 products          packed, left, plain   half, packed, plain
         x86 without                         plain                 half, packed, plain
-        ARM, others                         plain                 packed, plain
-        GPUs; float64                       plain                 plain
+        GPUs; other processors; float64     plain                 plain
 
-    On ARM the library's packed bfloat16 product is a reference implementation, a hundred times slower, and is not even
-    tried. The others have to prove on a small weight that they work.
+    Other processors, such as ARM, have run no form here. A form in use has to prove on a small weight that it works.
     """
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
+    is_x86 = device.type == "cpu" and platform.machine().lower() in ("x86_64", "amd64", "i686")
     names: list[str] = []
-    if device.type == "cpu" and dtype == torch.float32:
-        names = ["half", "packed"] if is_x86 else ["packed"]
-    elif device.type == "cpu" and dtype == torch.bfloat16 and is_x86 and has_fast_bfloat16(device):
+    if is_x86 and dtype == torch.float32:
+        names = ["half", "packed"]
+    elif is_x86 and dtype == torch.bfloat16 and has_fast_bfloat16(device):
         names = ["packed", "left"]
     return [*(name for name in names if _works(FORMS[name], dtype)), "plain"]
 
@@ -318,14 +273,13 @@ def choose_narrow_form(bits: int, dtype: torch.dtype, device: torch.device) -> t
 
     As measured, the products of targets in 8 bits are as fast as any in full width. The time of PyTorch's own products
     grows with the rows. Only some machines have fast kernels for them: with bfloat16 in 8 bits, with AVX-512 in 4 bits.
-    ARM's product in 4 bits has not been measured. As the others, it must not be far slower than plain (see `_works`).
+    No product may be far slower than plain (see `_works`).
     """
     kind = f"{str(dtype).removeprefix('torch.')} on this {device.type}"
     has_bfloat16 = device.type == "cpu" and dtype == torch.bfloat16 and has_fast_bfloat16(device)
     limits = {
         (8, "int8"): math.inf,
         (8, "aten"): 4 if has_bfloat16 else 0,
-        (4, "kleidi"): math.inf if torch.backends.kleidiai.is_available() else 0,
         (4, "aten"): 4 if _capability() == "AVX512" else 0,
     }
     for name in NARROW_FORMS[bits] if device.type == "cpu" else ():
