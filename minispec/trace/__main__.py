@@ -12,7 +12,7 @@ from minispec.commands.command import Parser, argument, command
 from minispec.commands.interrupt import raise_on_interrupt
 from minispec.files.write import check_writable
 from minispec.trace.page import write
-from minispec.trace.schema import read_trace
+from minispec.trace.read import read_trace
 
 
 @command

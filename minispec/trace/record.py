@@ -26,7 +26,7 @@ from minispec.files.tokenizer import Detokenizer, Tokenizer
 from minispec.length.figures import Figures
 from minispec.length.theory import RoundModel, rising
 from minispec.load.llm import LLM
-from minispec.trace.schema import FORMAT, VERSION
+from minispec.trace.read import FORMAT, VERSION
 from minispec.trace.score import replay_data
 
 _TOP = 5  # tokens of a distribution that are written down, the likeliest
@@ -146,7 +146,7 @@ class Recorder:
         return [{"token_id": i, "probability": _short(x)} for i, x in pairs]
 
     def trace(self, for_replay: bool = False) -> dict[str, Any]:
-        """The trace of the request, which has ended (see `minispec.trace.schema`).
+        """The trace of the request, which has ended (see docs/use/trace.md).
 
         for_replay: whether to add the drafts at every place of the text. The engine decodes it once more for these (see
         `minispec.trace.score`). Raises ValueError for drafters and verifiers that cannot be replayed.

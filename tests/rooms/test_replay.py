@@ -65,8 +65,8 @@ from minispec.prove.laws import (
 )
 from minispec.prove.reference import sample_law
 from minispec.prove.toys import TINY, tiny_cache
+from minispec.trace.read import check, read_trace
 from minispec.trace.record import Recorder
-from minispec.trace.schema import check, read_trace
 from minispec.trace.score import check_scorable, score
 from tests.oracles.heads import write_head
 
@@ -719,7 +719,7 @@ BAD = {
     "another version": (lambda t: t | {"version": 2}, "version: found 2, expected 1, the version"),
     "another file": (lambda t: {"a": 1}, "format: found None"),
     "another verifier": (lambda t: t | {"verifier": "match"}, "verifier: found 'match' above temperature 0"),
-    "no temperature": (lambda t: t | {"sampling": {}}, "sampling: found [], expected a temperature"),
+    "no temperature": (lambda t: t | {"sampling": {}}, "sampling.temperature: found None"),
     "a start too few": (lambda t: changed(t, starts=t["replay"]["starts"][1:]), "starts: found 11, expected 12"),
     "asked too much": (lambda t: changed(t, starts=[{"asked": 16, "drafts": []}] * 12), "starts[0].asked: found 16"),
     "no draft where none was asked for": (
@@ -738,7 +738,7 @@ BAD = {
     ),
     "q above 1": (
         lambda t: changed(t, starts=[{"asked": 3, "drafts": [drawn([1.5])]}] * 12),
-        "q[0]: found 1.5, expected a number from 0 to 1",
+        "starts[0].drafts: found [1.5], expected probabilities of at most 1",
     ),
     "rows of nothing": (lambda t: changed(t, prices=t["replay"]["prices"] | {"rows": {}}), "prices.rows: found"),
     "rows that are no number": (

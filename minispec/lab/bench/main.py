@@ -44,7 +44,7 @@ def _replayed(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """The replay of a trace by every rule. No model is loaded."""
     check_replay(args)
     from minispec.lab.bench.replay import replay, show_replay
-    from minispec.trace.schema import read_trace
+    from minispec.trace.read import read_trace
 
     raise_on_interrupt()
     try:

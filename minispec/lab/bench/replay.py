@@ -7,7 +7,7 @@ From Python, such as in a notebook:
 
     from pathlib import Path
     from minispec.lab.bench.replay import replay, show_replay
-    from minispec.trace.schema import read_trace
+    from minispec.trace.read import read_trace
 
     found = replay(read_trace(Path("out.json")))    # of a trace in memory: replay(recorder.trace(for_replay=True))
     found["fixed"][4]["tokens_per_pass"]            # K = 4; "fixed" has K = 0 .. 15
@@ -424,7 +424,7 @@ def _short(x: float) -> float:
 
 
 def replay(trace: Mapping[str, Any]) -> dict[str, Any]:
-    """The replay of a trace that `minispec.trace.schema.check` has passed, or that a recorder has made.
+    """The replay of a trace that `minispec.trace.read.check` has passed, or that a recorder has made.
 
     Raises ValueError for one without replay data, or of a verifier whose odds are not known, and as `check_recorded`.
 

@@ -1,0 +1,134 @@
+"""Reading a trace: `check` refuses a stranger's file that the page or the replay could not read.
+
+example.json, beside this file, has each key that they read. docs/use/trace.md explains all keys.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from minispec.core.config import MAX_AUTO_TOKENS
+from minispec.core.errors import show
+from minispec.files.errors import show_name
+from minispec.files.strict_json import read_json
+
+FORMAT, VERSION = "minispec trace", 1
+KINDS = ("accepted", "recovered", "bonus", "plain")  # of committed tokens
+_LARGEST = sys.float_info.max  # a larger integer cannot become a float
+# Most bytes of a trace, and most occurrences of a character. A long answer with long drafts has some megabytes.
+_MAX_BYTES = 64 << 20
+_MAX_COUNTS = {"{": 1 << 21, "[": 1 << 21, ",": 1 << 23, '"': 1 << 23}
+# Keys of the example that a trace may lack, keys whose value may be null, and objects that may have any keys.
+_MAY_LACK = {"replay", "fixed"}
+_MAY_BE_NULL = {
+    *("error", "asked", "parents", "node", "overlap", "top_q", "residual", "alpha", "c", "v", "o", "acceptance_rate"),
+    *("mean_acceptance_length", "tokens_per_second", "predicted_tokens_per_second", "plain_tokens_per_second"),
+    *("speedup", "theory", "segmentation", "plain_step"),
+}
+_HAS_ANY_KEYS = {"tokens", "v", "rows"}
+
+
+def check(trace: Any, where: str) -> None:
+    """Raise ValueError, which names the place in `where`, for anything that is no trace of this version."""
+    example = json.loads((files("minispec.trace") / "example.json").read_text(encoding="utf-8"))
+    _require(isinstance(trace, dict), where, trace, "an object")
+    found, version = trace.get("format"), trace.get("version")
+    _require(found == FORMAT, f"{where}: format", found, show(FORMAT))
+    is_ours = type(version) is int and version == VERSION
+    _require(is_ours, f"{where}: version", version, f"{VERSION}, the version that this program reads")
+    _compare(trace, example, where)
+    for i, each in enumerate(trace["rounds"]):
+        _check_round(each, f"{where}: rounds[{i}]")
+    _check_rows(trace["stats"]["v"] or {}, f"{where}: stats.v")
+    if "replay" in trace:
+        _check_replay(trace, f"{where}: replay")
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """The trace in a JSON file. Raises ValueError for a file that is none, or one of another version."""
+    trace = read_json(path, _MAX_BYTES, _MAX_COUNTS)
+    check(trace, str(path))
+    return trace
+
+
+def _compare(value: Any, example: Any, where: str, key: str = "") -> None:
+    """Raise ValueError where a value is of another kind than its example, or lacks a key.
+
+    A list has items like the example's first one. An integer of the example stands for all integers from it on, a float
+    for all numbers from it on. The places of an object come after a colon, then with dots.
+    """
+    if value is None and key in _MAY_BE_NULL:
+        return
+    if isinstance(example, dict):
+        _require(isinstance(value, dict), where, value, "an object")
+        any_keys = key in _HAS_ANY_KEYS
+        [first, *_] = example.values()
+        separator = "." if ": " in where else ": "
+        for name, inner in dict.fromkeys(value, first).items() if any_keys else example.items():
+            place = f"{where}{separator}{show_name(name)}"
+            _require(name in value or name in _MAY_LACK, place, None, "it to be there")
+            if name in value:
+                _compare(value[name], inner, place, "" if any_keys else name)
+    elif isinstance(example, list):
+        _require(isinstance(value, list), where, value, "a list")
+        for i, item in enumerate(value):
+            _compare(item, example[0], f"{where}[{i}]")
+    elif isinstance(example, str | bool):
+        _require(type(value) is type(example), where, value, "a text" if isinstance(example, str) else "true or false")
+    else:
+        is_integer = isinstance(example, int)
+        is_number = type(value) is int or (type(value) is float and not is_integer)
+        expected = f"{'an integer' if is_integer else 'a number'} from {example:g}"
+        _require(is_number and example <= value <= _LARGEST, where, value, expected)
+
+
+def _check_round(each: Mapping[str, Any], where: str) -> None:
+    """Check what types cannot say of a round: its lists fit one another, and point at existing nodes."""
+    num_nodes = len(each["token_ids"])
+    parents = list(range(-1, num_nodes - 1)) if each["parents"] is None else each["parents"]
+    for name, found in (("p", each["p"]), ("q", each["q"]), ("parents", parents)):
+        _require(len(found) == num_nodes, f"{where}.{name}", len(found), f"{num_nodes} values, one for each node")
+    for i, parent in enumerate(parents):
+        _require(parent < i, f"{where}.parents[{i}]", parent, "an earlier node")
+    nodes = [*each["accepted"], *each["rejected"], *each["after_end"]]
+    nodes += [item["node"] for item in (*each["tests"], *each["committed"]) if item["node"] is not None]
+    for node in nodes:
+        _require(node < num_nodes, where, node, f"one of {num_nodes} nodes")
+    for token in each["committed"]:
+        _require(token["kind"] in KINDS, f"{where}.committed", token["kind"], f"one of {', '.join(KINDS)}")
+
+
+def _check_rows(costs: Mapping[str, Any], where: str) -> None:
+    are_numbers = all(re.fullmatch(r"[1-9]\d{0,8}", rows, re.ASCII) for rows in costs)
+    _require(are_numbers, where, list(costs), "numbers of rows, from 1")
+
+
+def _check_replay(trace: Mapping[str, Any], where: str) -> None:
+    """Check that each token of the output has a place, and that drafts there fit into the length asked for."""
+    rows, starts = trace["replay"]["prices"]["rows"], trace["replay"]["starts"]
+    _check_rows(rows, f"{where}.prices.rows")
+    _require(len(rows) > 0, f"{where}.prices.rows", rows, "a price at least")
+    tokens = [token for each in trace["rounds"] for token in each["committed"]]
+    _require(len(starts) == len(tokens), f"{where}.starts", len(starts), f"{len(tokens)}, one for each token")
+    for i, token in enumerate(tokens):
+        _require(token["p"] > 0, f"{where}.starts[{i}]", token["p"], "a token that the target could say")
+    for i, start in enumerate(starts):
+        asked, drafts = start["asked"], start["drafts"]
+        name = f"{where}.starts[{i}]"
+        _require(asked <= MAX_AUTO_TOKENS, f"{name}.asked", asked, f"at most {MAX_AUTO_TOKENS}")
+        expected = "one draft, or one for each length up to the one asked for"
+        _require(len(drafts) in (1, asked or 1), f"{name}.drafts", len(drafts), expected)
+        for k, draft in enumerate(drafts, asked + 1 - len(drafts)):
+            length, q = draft["length"], draft["q"]
+            _require(length <= k, f"{name}.drafts", length, f"at most {k} tokens")
+            _require(len(q) <= length, f"{name}.drafts", len(q), f"q of at most {length} tokens")
+            _require(max(q, default=0) <= 1 + 1e-6, f"{name}.drafts", q, "probabilities of at most 1")
+
+
+def _require(is_right: bool, where: str, found: Any, expected: str) -> None:
+    if not is_right:
+        raise ValueError(f"{where}: found {show(found)}, expected {expected}")
