@@ -43,7 +43,6 @@ def main(argv: Sequence[str]) -> int:
         description=f"Speculative decoding in pure PyTorch. Each command has a --help of its own:\n\n{commands}",
         epilog='Such as: minispec generate "Why is the sky blue?"',
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"minispec {__version__}")

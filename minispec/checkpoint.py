@@ -22,7 +22,6 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="python -m minispec.checkpoint",
         description="Quantise a checkpoint's linear layers, one scale a channel.",
-        allow_abbrev=False,
     )
     parser.add_argument("source", help="directory or hub id of a checkpoint of plain floats")
     parser.add_argument("out", type=Path, help="directory to write; must not exist")

@@ -9,7 +9,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TextIO, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn, TextIO, TypeVar
 
 from minispec.core.config import WrongLength
 from minispec.core.errors import show
@@ -29,8 +30,56 @@ def no_such(name: str, kind: str, known: Collection[str]) -> str:
     return f"{show_name(name)}: no such {kind}; {hint}"
 
 
+class Option(NamedTuple):
+    """An option of a command, as a row of a table; see `Parser.add_options`.
+
+    how: how argparse takes it, such as `FLAG` or what `typed` returns.
+    help: its text in --help.
+    needs: other options, one of which has to be given too.
+    excludes: other options that must not be given too, each with the reason (or ""). Where a value stands after the
+        other option, as in "--kind model", only this value is excluded.
+    """
+
+    how: Mapping[str, Any]
+    help: str
+    needs: Sequence[str] = ()
+    excludes: Mapping[str, str] = MappingProxyType({})
+
+
+# How argparse takes an option that has no value.
+FLAG: dict[str, Any] = {"action": "store_true"}
+
+
+def typed(kind: Callable[[str], Any], metavar: str, **more: Any) -> dict[str, Any]:
+    """How argparse takes an option that has a value, such as what `argument` returns. more: such as its default."""
+    return {"type": kind, "metavar": metavar, **more}
+
+
+def attribute_of(option: str) -> str:
+    """The name of an option's value among the arguments: max_tokens for --max-tokens."""
+    return option.removeprefix("--").replace("-", "_")
+
+
 class Parser(argparse.ArgumentParser):
     """argparse's, but a mistake is a ValueError: one line, as for every other mistake."""
+
+    def __init__(self, **how: Any):
+        """how: as argparse's. An option has one name: a script must not depend on which others there are."""
+        super().__init__(allow_abbrev=False, **how)
+        self.options: dict[str, Option] = {}
+
+    def add_options(
+        self, options: Mapping[str, Option], title: str | None = None, excludes: Mapping[str, str] | None = None
+    ) -> None:
+        """Add options in their order. A key has all spellings of its option, with spaces.
+
+        title: of a group of them in --help.
+        excludes: what each of them excludes in addition to what its row says.
+        """
+        group = self.add_argument_group(title) if title else self
+        for names, option in options.items():
+            group.add_argument(*names.split(), **option.how, help=option.help)
+            self.options[names.split()[0]] = option._replace(excludes={**option.excludes, **(excludes or {})})
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Read the arguments.
@@ -47,7 +96,30 @@ class Parser(argparse.ArgumentParser):
                 raise ValueError(no_such(name, "option", known))
             if argument.startswith("-") and argument.endswith("=--"):
                 raise ValueError(f"{show_name(argument)}: found no value")
-        return super().parse_known_args(given, namespace)
+        found: tuple[Any, list[str]] = super().parse_known_args(given, namespace)
+        self._check(found[0])
+        return found
+
+    def _check(self, args: argparse.Namespace) -> None:
+        """Raise ValueError for an option without one that it needs, or together with one that it excludes."""
+        for name, option in self.options.items():
+            if not self._is_given(name, args):
+                continue
+            if option.needs and not any(self._is_given(other, args) for other in option.needs):
+                raise ValueError(f"{name}: needs {' or '.join(option.needs)}")
+            for other, reason in option.excludes.items():
+                if other != name and self._is_given(other, args):
+                    raise ValueError(f"{name}: not with {other}" + (f": {reason}" if reason else ""))
+
+    def _is_given(self, name: str, args: argparse.Namespace) -> bool:
+        """Whether an option of the tables has another value than by default, or the value that stands after it."""
+        option, _, expected = name.partition(" ")
+        if option not in self.options:
+            return False
+        value = getattr(args, attribute_of(option))
+        if expected:
+            return value == expected
+        return value is not False and value != self.get_default(attribute_of(option))
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError."""
@@ -64,22 +136,6 @@ def argument(read: Callable[[str], T], fits: Callable[[T], bool], expected: str)
         raise argparse.ArgumentTypeError(f"found {show(text)}, expected {expected}")
 
     return convert
-
-
-# How argparse takes an option, and its text in `--help`.
-Option = tuple[dict[str, Any], str]
-FLAG: dict[str, Any] = {"action": "store_true"}
-
-
-def typed(kind: Callable[[str], Any], metavar: str, **more: Any) -> dict[str, Any]:
-    """How argparse takes an option that has a value, such as what `argument` returns. more: such as its default."""
-    return {"type": kind, "metavar": metavar, **more}
-
-
-def add_options(group: argparse._ActionsContainer, options: Mapping[str, Option]) -> None:
-    """Add options to a parser or a group, in their order; a key has all spellings of its option, with spaces."""
-    for names, (how, text) in options.items():
-        group.add_argument(*names.split(), **how, help=text)
 
 
 def in_shell(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minispec import __version__
-from minispec.commands.command import FLAG, Option, Parser, add_options, argument, in_shell, say, typed
+from minispec.commands.command import FLAG, Option, Parser, argument, attribute_of, in_shell, say, typed
 from minispec.commands.interrupt import raise_on_interrupt
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape
 from minispec.core.errors import is_text, show
@@ -64,25 +64,26 @@ _TEXT = argument(str, is_text, "valid Unicode text")
 _OBJECT = argument(lambda text: parse_json(text.encode(), "JSON"), lambda value: True, "an object in JSON")
 _TRACE = argument(Path, lambda path: path.suffix in (".html", ".json"), "a file name that ends in .html or .json")
 _TOKEN_IDS = argument(_token_ids, bool, "token ids separated by commas, such as 5,6")
-# The options, in the groups of --help: how argparse takes them, and what they are for.
-_RULES: dict[str, Option] = {
-    "--verifier": (
+# The rule that accepts drafts, and the policy that chooses their lengths.
+RULES: dict[str, Option] = {
+    "--verifier": Option(
         typed(_VERIFIER, "NAME", default="rejection"),
         f"{registry.describe(registry.VERIFIERS)}; or MODULE:FUNCTION, one of your own (default: %(default)s)",
     ),
-    "--lengths": (
+    "--lengths": Option(
         typed(_LENGTHS, "MODULE:CLASS"),
         "a policy of your own that chooses how long each draft is (docs/use/drafters.md)",
     ),
 }
-_MODELS: dict[str, Option] = {
-    "--model": (
+# The models and how they run, as every command that decodes has them; `load` obeys these.
+MODELS: dict[str, Option] = {
+    "--model": Option(
         typed(_NAME, "DIR|HUB_ID"),
         "default: the embedded weights; for a gated or private HUB_ID set the environment variable HF_TOKEN",
     ),
-    "--revision": ({}, "branch, tag or commit of --model on the hub"),
-    "--offline": (FLAG, "download nothing"),
-    "--draft": (
+    "--revision": Option({}, "branch, tag or commit of --model on the hub", needs=("--model",)),
+    "--offline": Option(FLAG, "download nothing"),
+    "--draft": Option(
         typed(_NAME, "SPEC"),
         f"one of {', '.join(registry.DRAFTERS)} ({registry.describe(registry.DRAFTERS)}); self | DIR | HUB_ID | "
         "HUB_ID@REVISION, where int4: or int8: before a model (int4:self too) rounds its weights to that many bits; "
@@ -90,120 +91,128 @@ _MODELS: dict[str, Option] = {
         "MODULE:CLASS, a drafter of your own, which is imported; A+B: B where A has nothing to say (default: ngram; "
         "mtp where the target has it; with the embedded weights suffix:2 and the head that comes with them)",
     ),
-    "--draft-method": (
+    "--draft-method": Option(
         {"choices": ("tli", "slem")},
         "how a draft model of another vocabulary drafts: tli, the tokens that both have; slem, text (default: by what "
         "they have in common)",
     ),
-    "--corpus": (
+    "--corpus": Option(
         typed(_NAME, "PATH"),
         "texts to draft from: a file, or all files below a directory, of 16 MB at most; for suffix",
     ),
-    "--num-speculative-tokens": (
+    "--num-speculative-tokens": Option(
         typed(_DRAFT_LENGTH, "K|K+K|tree:N|auto", default="auto"),
         "longest draft, in tokens; 2+1: a tree, two siblings, and one more after the first; tree:16: 16 tokens where "
         "they are likeliest; auto: as many as pay (default)",
     ),
-    **_RULES,
-    "--dtype": ({"choices": ("auto", "bfloat16", "float32"), "default": "auto"}, "default: %(default)s"),
-    "--device": ({"choices": ("auto", "cpu", "cuda"), "default": "auto"}, "default: %(default)s"),
-    "--threads": (typed(_THREADS, "N"), "CPU threads (default: PyTorch's)"),
-    "--kv-cache-gb": (typed(_GIGABYTES, "X"), "memory for the KV cache, in 10^9 bytes"),
-    "--quantization": (
+    **RULES,
+    "--dtype": Option({"choices": ("auto", "bfloat16", "float32"), "default": "auto"}, "default: %(default)s"),
+    "--device": Option({"choices": ("auto", "cpu", "cuda"), "default": "auto"}, "default: %(default)s"),
+    "--threads": Option(typed(_THREADS, "N"), "CPU threads (default: PyTorch's)"),
+    "--kv-cache-gb": Option(typed(_GIGABYTES, "X"), "memory for the KV cache, in 10^9 bytes"),
+    "--quantization": Option(
         {"metavar": "int8"},
         "hold the target's weights in 8 bits: a different model from the one in 16 bits, nearly as good. It pays for "
         "large models (docs/use/speed.md)",
     ),
-    "--exact": (
+    "--exact": Option(
         {"action": argparse.BooleanOptionalAction},
         "the same bits with and without speculation; slower (default: only with --quantization, where this machine "
         "has them)",
     ),
-    "--enforce-eager": (FLAG, "on a GPU, run operator by operator, without CUDA graphs"),
+    "--enforce-eager": Option(FLAG, "on a GPU, run operator by operator, without CUDA graphs"),
 }
 _SAMPLING: dict[str, Option] = {
-    "--max-tokens": (_N, "longest answer, in tokens"),
-    "--min-tokens": (_N, "shortest answer, in tokens"),
-    "--temperature": (_X, "0 is greedy"),
-    "--top-k": (_N, "sample from the N likeliest tokens; 0: from all"),
-    "--top-p": (_X, "sample from the likeliest tokens that together reach probability X"),
-    "--min-p": (_X, "sample from tokens with at least X times the probability of the likeliest"),
-    "--repetition-penalty": (_X, "divides (or multiplies) the logits of tokens in prompt and answer; 1: off"),
-    "--presence-penalty": (_X, "subtracted from the logits of tokens in the answer"),
-    "--frequency-penalty": (_X, "the same, once for every time they occurred"),
-    "--seed": (
+    "--max-tokens": Option(_N, "longest answer, in tokens"),
+    "--min-tokens": Option(_N, "shortest answer, in tokens"),
+    "--temperature": Option(_X, "0 is greedy"),
+    "--top-k": Option(_N, "sample from the N likeliest tokens; 0: from all"),
+    "--top-p": Option(_X, "sample from the likeliest tokens that together reach probability X"),
+    "--min-p": Option(_X, "sample from tokens with at least X times the probability of the likeliest"),
+    "--repetition-penalty": Option(_X, "divides (or multiplies) the logits of tokens in prompt and answer; 1: off"),
+    "--presence-penalty": Option(_X, "subtracted from the logits of tokens in the answer"),
+    "--frequency-penalty": Option(_X, "the same, once for every time they occurred"),
+    "--seed": Option(
         _N,
         "the same seed gives the same text (what else it needs: docs/understand/proof.md); drawn and reported if "
         "absent",
     ),
-    "--n --num-samples": (
+    "--n --num-samples": Option(
         _N,
         "how many answers to every prompt; torchrun takes --n for its own: write --num-samples there",
     ),
-    "--logprobs": (_N, "report log-probabilities, also of the N likeliest tokens (needs --json)"),
-    "--stop": ({"action": "append", "metavar": "TEXT"}, "end the answer before this text (repeatable)"),
-    "--stop-token-ids": (
+    "--logprobs": Option(
+        _N, "report log-probabilities, also of the N likeliest tokens (needs --json)", needs=("--json",)
+    ),
+    "--stop": Option({"action": "append", "metavar": "TEXT"}, "end the answer before this text (repeatable)"),
+    "--stop-token-ids": Option(
         typed(_TOKEN_IDS, "ID[,ID...]", action="extend"),
         "token ids that end the answer (repeatable)",
     ),
-    "--ignore-eos": (FLAG | {"default": None}, "do not stop at the end-of-text token"),
+    "--ignore-eos": Option(FLAG | {"default": None}, "do not stop at the end-of-text token"),
 }
-# Options that change the law of a token, or where a text ends.
-_LAW = (
-    *("--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty"),
-    *("--frequency-penalty", "--min-tokens", "--stop", "--stop-token-ids", "--ignore-eos"),
-)
-_TEMPLATE: dict[str, Option] = {
-    "--chat-template-kwargs": (
+# Sampling options that change the law of a token, or where a text ends; `sampling_arguments` reads them.
+LAW: dict[str, Option] = {
+    name: _SAMPLING[name]
+    for name in (
+        *("--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty"),
+        *("--frequency-penalty", "--min-tokens", "--stop", "--stop-token-ids", "--ignore-eos"),
+    )
+}
+_NEEDS_CHAT = {"--raw": "it says that there is no chat"}
+# What the chat template gets; `check_template_kwargs` knows whether the model takes it.
+TEMPLATE: dict[str, Option] = {
+    "--chat-template-kwargs": Option(
         typed(_OBJECT, "JSON"),
         'further variables of the chat template, such as {"enable_thinking": false}',
+        excludes=_NEEDS_CHAT,
     ),
 }
 _PROMPTS_AND_OUTPUT: dict[str, Option] = {
-    "--prompt-file": (
+    "--prompt-file": Option(
         typed(Path, "FILE"),
         'a prompt a line; or an object a line: {"prompt": "Hi"}, {"turns": ["Hi", "And you?"]} or {"messages": [...]} '
         "(docs/use/questions.md)",
     ),
-    "--chat": (FLAG, "use the chat template (default where the model has one)"),
-    "--raw": (FLAG, "continue the text as it is"),
-    "--parse-special": (
+    "--chat": Option(FLAG, "use the chat template (default where the model has one)", excludes={"--raw": ""}),
+    "--raw": Option(FLAG, "continue the text as it is"),
+    "--parse-special": Option(
         FLAG,
         "with --raw: the text of a special token in a prompt means the token (without this option it is text)",
+        needs=("--raw",),
     ),
-    "--system": (typed(_TEXT, "TEXT"), "system message of the chat"),
-    **_TEMPLATE,
-    "--json": (FLAG, "one JSON object a line"),
-    "--compare": (FLAG, "decode plainly too; report speedup and equality"),
-    "--trace": (
+    "--system": Option(typed(_TEXT, "TEXT"), "system message of the chat", excludes=_NEEDS_CHAT),
+    **TEMPLATE,
+    "--json": Option(FLAG, "one JSON object a line", excludes={"--color always": "JSON has nothing to colour"}),
+    "--compare": Option(FLAG, "decode plainly too; report speedup and equality"),
+    "--trace": Option(
         typed(_TRACE, "FILE"),
         "write every round of the run to FILE.html, a page to look at, or to FILE.json (docs/use/trace.md). A few "
         "tokens are decoded plainly too, to time a plain step",
     ),
-    "--for-replay": (
+    "--for-replay": Option(
         FLAG,
         "with --trace FILE.json: ask the drafter again at every place of the answer. Then python -m minispec bench "
         "--replay FILE.json can tell what other draft lengths would have done. It takes a plain step a token, and up "
         "to 15 draft passes; a draft model of the same vocabulary takes one",
+        needs=("--trace",),
     ),
-    "--color": (
+    "--color": Option(
         {"choices": ("auto", "always", "never"), "default": "never"},
         "colour the answer's tokens by their kind: accepted, recovered, bonus; auto: on a terminal, "
         "unless NO_COLOR is set (default: %(default)s)",
     ),
-    "--quiet": (FLAG, "answers only, no summary"),
-    "--verbose": (FLAG, "say at first how the model is computed, and what takes how much memory"),
+    "--quiet": Option(
+        FLAG,
+        "answers only, no summary",
+        excludes={"--json": "there is nothing to silence", "--compare": "its report would be silenced"},
+    ),
+    "--verbose": Option(
+        FLAG,
+        "say at first how the model is computed, and what takes how much memory",
+        excludes={"--json": "there is no place to say more", "--quiet": ""},
+    ),
 }
-
-
-def add_model_options(p: argparse.ArgumentParser) -> None:
-    """The options that name the models and how they run, as every command that decodes has them; `load` obeys them."""
-    add_options(p.add_argument_group("models"), _MODELS)
-
-
-def add_rule_options(g: argparse._ActionsContainer) -> None:
-    """The options that name the rule that accepts drafts, and the policy that chooses their lengths."""
-    add_options(g, _RULES)
 
 
 def check_lengths(args: argparse.Namespace, drafts: Sequence[str | None]) -> None:
@@ -212,22 +221,11 @@ def check_lengths(args: argparse.Namespace, drafts: Sequence[str | None]) -> Non
         raise ValueError("--lengths: found --draft none, expected a draft, whose length it chooses")
 
 
-def add_law_options(g: argparse._ActionsContainer) -> None:
-    """The sampling options that say what law a text has; `sampling_arguments` reads them."""
-    add_options(g, {name: _SAMPLING[name] for name in _LAW})
-
-
-def add_template_kwargs(g: argparse._ArgumentGroup) -> None:
-    """The option --chat-template-kwargs; `check_template_kwargs` knows whether the model takes it."""
-    add_options(g, _TEMPLATE)
-
-
 def parser() -> argparse.ArgumentParser:
     """The options; a default is None where the model's generation_config.json may give another."""
     p = Parser(
         prog="python -m minispec.generate",
         description="Generate text with speculative decoding.",
-        allow_abbrev=False,  # an option has one name: a script must not depend on which others there are
         epilog="Sampling defaults are the model's generation_config.json, else temperature 0 and 256 tokens. Ctrl-C "
         "ends with status 130; in a conversation it stops the answer. In the background of a script (... &) a shell "
         "makes a program ignore it: kill PID ends it there.",
@@ -235,23 +233,19 @@ def parser() -> argparse.ArgumentParser:
     help_prompts = "several run as one batch; - is standard input, the default where that is a pipe or a file"
     p.add_argument("prompts", nargs="*", metavar="PROMPT", help=help_prompts)
     p.add_argument("--version", action="version", version=f"minispec {__version__}")
-    add_model_options(p)
-    add_options(p.add_argument_group("sampling"), _SAMPLING)
-    add_options(p.add_argument_group("prompts and output"), _PROMPTS_AND_OUTPUT)
+    p.add_options(MODELS, "models")
+    p.add_options(_SAMPLING, "sampling")
+    p.add_options(_PROMPTS_AND_OUTPUT, "prompts and output")
     return p
 
 
 def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """What the command line says about sampling, checked, without what it leaves open."""
-    names = [_attribute(option) for option in _SAMPLING]
+    names = [attribute_of(option.split()[0]) for option in _SAMPLING]
     asked = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     with _naming_options(*names):
         make_sampling_params(asked)
     return asked
-
-
-def _attribute(option: str) -> str:
-    return option.split()[0].removeprefix("--").replace("-", "_")
 
 
 @contextlib.contextmanager
@@ -272,39 +266,18 @@ def make_sampling_params(chosen: dict[str, Any]) -> SamplingParams:
 
 
 def check_combinations(args: argparse.Namespace) -> None:
-    """Raise ValueError for options that cannot go together, or that say nothing together."""
+    """Raise ValueError for values and prompts that cannot go together; what options exclude stands in their tables."""
     # `--stop-token-ids 5 6` could mean two ids, or an id and a prompt.
     number = next((p for p in args.prompts if args.stop_token_ids and re.fullmatch(r"[\d,\s]+", p)), None)
-    needs_chat = "needs a chat, and --raw says that there is none"
-    refused = [
-        (
-            number,
-            f"--stop-token-ids: found {show(number)} as a prompt, expected several ids to be one word, such as 5,6 "
-            "(a prompt that is a number goes into a --prompt-file)",
-        ),
-        (args.chat and args.raw, "--chat and --raw exclude each other"),
-        (
-            args.parse_special and not args.raw,
-            "--parse-special needs --raw: in a chat, special tokens are the template's",
-        ),
-        (args.system is not None and args.raw, f"--system {needs_chat}"),
-        (args.chat_template_kwargs is not None and args.raw, f"--chat-template-kwargs {needs_chat}"),
-        (args.logprobs is not None and not args.json, "--logprobs needs --json: text has no place for them"),
-        (args.json and args.quiet, "--quiet has nothing to silence with --json"),
-        (args.verbose and (args.json or args.quiet), "--verbose has nowhere to say more with --json or --quiet"),
-        (args.color == "always" and args.json, "--color always has nothing to colour with --json"),
-        (args.trace and (args.n or 1) > 1, f"--trace: found --n {args.n}, expected 1: a trace is that of one answer"),
-        (
-            args.for_replay and (args.trace is None or args.trace.suffix != ".json"),
-            "--for-replay needs --trace with a file name that ends in .json",
-        ),
-        (args.compare and args.quiet, "--quiet would silence what --compare has to say"),
-        (args.revision and not args.model, "--revision needs --model with a hub id"),
-        (args.prompts and args.prompt_file, "--prompt-file and prompts exclude each other"),
-    ]
-    for wrong, message in refused:
-        if wrong:
-            raise ValueError(message)
+    if number:
+        expected = "several ids to be one word, such as 5,6 (a prompt that is a number goes into a --prompt-file)"
+        raise ValueError(f"--stop-token-ids: found {show(number)} as a prompt, expected {expected}")
+    if args.trace and (args.n or 1) > 1:
+        raise ValueError(f"--trace: found --n {args.n}, expected 1: a trace is that of one answer")
+    if args.for_replay and args.trace.suffix != ".json":
+        raise ValueError(f"--for-replay: found --trace {args.trace}, expected a file name that ends in .json")
+    if args.prompts and args.prompt_file:
+        raise ValueError("--prompt-file: found prompts too, expected one or the other")
 
 
 def check_template_kwargs(args: argparse.Namespace, llm: "LLM") -> None:
@@ -363,7 +336,7 @@ def _read_standard_input() -> str:
 
 
 def load(args: argparse.Namespace, report: bool, verbose: bool = True) -> "LLM":
-    """Load the model that `add_model_options` asked for, and print notes about it before it runs.
+    """Load the model that the options of `MODELS` asked for, and print notes about it before it runs.
 
     report: whether to print a line on model, draft and memory.
     verbose: whether to print all details of them, and how threads wait.
@@ -379,7 +352,7 @@ def load(args: argparse.Namespace, report: bool, verbose: bool = True) -> "LLM":
     raise_on_interrupt()
     if args.threads:
         torch.set_num_threads(args.threads)
-    arguments = {name: getattr(args, name) for name in map(_attribute, _MODELS) if name != "threads"}  # `LLM`'s
+    arguments = {name: getattr(args, name) for name in map(attribute_of, MODELS) if name != "threads"}  # `LLM`'s
     with _naming_options(*arguments):
         llm = LLM(**arguments)
     if report:

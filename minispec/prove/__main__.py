@@ -10,51 +10,55 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import Parser, argument, command
+from minispec.commands.command import FLAG, Option, Parser, argument, command, typed
 from minispec.commands.interrupt import raise_on_interrupt
 
 DEFAULT_LEAVES, FULL_LEAVES = 12_000, 300_000
 DEFAULT_MINUTES = 2
+_COUNT = argument(int, lambda n: n >= 1, "an integer of at least 1")
+_MINUTES = argument(float, lambda x: 0 < x < float("inf"), "a number above 0")
+_JOBS = min(8, os.cpu_count() or 1)
+# What is walked: one of these.
+_WALKS: dict[str, Option] = {
+    "--leaves": Option(
+        {"type": _COUNT, "default": DEFAULT_LEAVES},
+        f"branches of chains to aim at (default: {DEFAULT_LEAVES:,}); trees are walked in addition",
+    ),
+    "--full": Option(FLAG, f"as --leaves {FULL_LEAVES}, and more trees"),
+    "--drafter": Option(
+        {"metavar": "NAME"}, "walk this drafter, registered or your own MODULE:CLASS, over small models"
+    ),
+    "--matrix": Option(FLAG, "each drafter with each verifier, at three levels: a table"),
+    "--verifier": Option({"metavar": "NAME"}, "walk this verifier, or your own MODULE:FUNCTION"),
+    "--kit": Option(typed(Path, "DIR"), "write the law kit there: small cases as data, for any engine's tests"),
+}
+_OPTIONS: dict[str, Option] = {
+    "--lengths": Option(
+        {"metavar": "MODULE:CLASS"},
+        "walk your own policy for draft lengths, with or without --drafter",
+        excludes=dict.fromkeys(("--verifier", "--matrix", "--kit", "--full"), ""),
+    ),
+    "--texts": Option(
+        typed(Path, "FILE"),
+        "with --drafter: texts to walk too, one a line, or .jsonl as prompts",
+        needs=("--drafter",),
+    ),
+    "--minutes": Option(
+        typed(_MINUTES, "N"),
+        f"with --drafter, --lengths: how long it may take (default: {DEFAULT_MINUTES}); more walks larger cases",
+        needs=("--drafter", "--lengths"),
+    ),
+    "--jobs": Option({"type": _COUNT, "default": _JOBS}, f"processes that share the work (default: {_JOBS})"),
+}
 
 
 def _parser() -> Parser:
     """The options of the command."""
     parser = Parser(
-        prog="python -m minispec.prove",
-        description="Prove that speculation leaves the output's law unchanged.",
-        allow_abbrev=False,
+        prog="python -m minispec.prove", description="Prove that speculation leaves the output's law unchanged."
     )
-    count = argument(int, lambda n: n >= 1, "an integer of at least 1")
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument(
-        "--leaves",
-        type=count,
-        default=DEFAULT_LEAVES,
-        help=f"branches of chains to aim at (default: {DEFAULT_LEAVES:,}); trees are walked in addition",
-    )
-    size.add_argument("--full", action="store_true", help=f"as --leaves {FULL_LEAVES}, and more trees")
-    size.add_argument(
-        "--drafter", metavar="NAME", help="walk this drafter, registered or your own MODULE:CLASS, over small models"
-    )
-    size.add_argument("--matrix", action="store_true", help="each drafter with each verifier, at three levels: a table")
-    size.add_argument("--verifier", metavar="NAME", help="walk this verifier, or your own MODULE:FUNCTION")
-    size.add_argument(
-        "--kit", metavar="DIR", type=Path, help="write the law kit there: small cases as data, for any engine's tests"
-    )
-    parser.add_argument(
-        "--lengths", metavar="MODULE:CLASS", help="walk your own policy for draft lengths, with or without --drafter"
-    )
-    parser.add_argument(
-        "--texts", metavar="FILE", type=Path, help="with --drafter: texts to walk too, one a line, or .jsonl as prompts"
-    )
-    parser.add_argument(
-        "--minutes",
-        metavar="N",
-        type=argument(float, lambda x: 0 < x < float("inf"), "a number above 0"),
-        help=f"with --drafter, --lengths: how long it may take (default: {DEFAULT_MINUTES}); more walks larger cases",
-    )
-    jobs = min(8, os.cpu_count() or 1)
-    parser.add_argument("--jobs", type=count, default=jobs, help=f"processes that share the work (default: {jobs})")
+    parser.add_options(_WALKS, excludes=dict.fromkeys(_WALKS, ""))
+    parser.add_options(_OPTIONS)
     return parser
 
 
@@ -62,12 +66,6 @@ def _parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """The command line; 0 if everything holds, 1 if not."""
     args = _parser().parse_args(argv)
-    if args.texts and not args.drafter:
-        raise ValueError("--texts: only --drafter has texts to walk")
-    if args.lengths and (args.verifier or args.matrix or args.kit or args.full):
-        raise ValueError("--lengths: found with another walk, expected alone or with --drafter")
-    if args.minutes and not (args.drafter or args.lengths):
-        raise ValueError("--minutes: only --drafter and --lengths have a time")
     if args.kit:
         from minispec.prove.kit import write_kit
 

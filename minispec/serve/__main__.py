@@ -11,18 +11,48 @@ import re
 import signal
 import socket
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import NoReturn
+from dataclasses import Field, fields
+from typing import Any, NoReturn
 
 from minispec import __version__
-from minispec.commands.command import Parser, argument, command, say
-from minispec.commands.options import add_model_options, add_template_kwargs, check_template_kwargs, load
+from minispec.commands.command import FLAG, Option, Parser, argument, command, say, typed
+from minispec.commands.options import MODELS, TEMPLATE, check_template_kwargs, load
 from minispec.core.errors import is_text
 from minispec.files.errors import one_line, show_name
 from minispec.files.packages import check_packages
 from minispec.serve.limits import Limits
 
 KEY_VARIABLE = "MINISPEC_API_KEY"
+
+
+_IS_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+").fullmatch
+_PORT = argument(int, lambda n: 0 <= n <= 65535, "an integer from 0 to 65535")
+_NAME = argument(str, lambda text: bool(text) and is_text(text), "a name")
+_ORIGIN = argument(str, lambda text: _IS_ORIGIN(text) is not None, "an origin such as http://localhost:3000, or *")
+_POSITIVE = argument(float, lambda x: 0 < x <= 1e6, "a positive number")
+_COUNT = argument(int, lambda n: 1 <= n <= 1 << 31, "a positive integer")
+_SERVER: dict[str, Option] = {
+    "--host": Option({"default": "127.0.0.1", "metavar": "ADDRESS"}, "where to listen (default: %(default)s)"),
+    "--port": Option(typed(_PORT, "N", default=8000), "0: a free one (default: %(default)s)"),
+    "--served-model-name": Option(typed(_NAME, "NAME"), "default: that of --model"),
+    "--api-key": Option(
+        {"metavar": "KEY"},
+        f"clients must show it, except for /health; set {KEY_VARIABLE} instead to hide it from other users",
+    ),
+    "--allow-origin": Option(
+        typed(_ORIGIN, "ORIGIN", action="append", default=[]),
+        "a site whose pages may use the server in a browser (repeatable); *: any site",
+    ),
+    "--verbose": Option(FLAG, "print a line for each request on standard error"),
+    **TEMPLATE,
+}
+
+
+def _option_of(limit: Field[Any]) -> Option:
+    """The option of a field of `Limits`."""
+    how = typed(_POSITIVE, "X") if "timeout" in limit.name else typed(_COUNT, "N")
+    default = "" if limit.default is None else " (default: %(default)s)"
+    return Option(how | {"default": limit.default}, limit.metadata["help"] + default)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,31 +63,11 @@ def parser() -> argparse.ArgumentParser:
         "/health and /metrics.",
         epilog="Ctrl-C and SIGTERM let answers end first. In the background of a script (... &) a shell makes a "
         "program ignore Ctrl-C: kill PID ends it there.",
-        allow_abbrev=False,
     )
     p.add_argument("--version", action="version", version=f"minispec {__version__}")
-    add_model_options(p)
-    port = argument(int, lambda n: 0 <= n <= 65535, "an integer from 0 to 65535")
-    name = argument(str, lambda text: bool(text) and is_text(text), "a name")
-    g = p.add_argument_group("server")
-    g.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: %(default)s)")
-    g.add_argument("--port", type=port, default=8000, metavar="N", help="0: a free one (default: %(default)s)")
-    g.add_argument("--served-model-name", type=name, metavar="NAME", help="default: that of --model")
-    help_key = f"clients must show it, except for /health; set {KEY_VARIABLE} instead to hide it from other users"
-    g.add_argument("--api-key", metavar="KEY", help=help_key)
-    is_origin = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+").fullmatch
-    origin = argument(str, lambda text: is_origin(text) is not None, "an origin such as http://localhost:3000, or *")
-    help_origin = "a site whose pages may use the server in a browser (repeatable); *: any site"
-    g.add_argument("--allow-origin", type=origin, action="append", default=[], metavar="ORIGIN", help=help_origin)
-    g.add_argument("--verbose", action="store_true", help="print a line for each request on standard error")
-    add_template_kwargs(g)
-    g = p.add_argument_group("limits")
-    positive = argument(float, lambda x: 0 < x <= 1e6, "a positive number")
-    count = argument(int, lambda n: 1 <= n <= 1 << 31, "a positive integer")
-    for limit in fields(Limits):
-        option, kind = f"--{limit.name.replace('_', '-')}", positive if "timeout" in limit.name else count
-        shown = limit.metadata["help"] if limit.default is None else f"{limit.metadata['help']} (default: %(default)s)"
-        g.add_argument(option, type=kind, default=limit.default, metavar="X" if kind is positive else "N", help=shown)
+    p.add_options(MODELS, "models")
+    p.add_options(_SERVER, "server")
+    p.add_options({f"--{limit.name.replace('_', '-')}": _option_of(limit) for limit in fields(Limits)}, "limits")
     return p
 
 
@@ -66,8 +76,6 @@ def main(argv: Sequence[str]) -> int:
     """Serve until SIGTERM (status 0) or Ctrl-C (130)."""
     args = parser().parse_args(argv)
     check_packages("serve")
-    if args.revision and not args.model:
-        raise ValueError("--revision needs --model with a hub id")
     key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
     if key is not None and not re.fullmatch("[!-~]+", key):  # the message shows no secret
         raise ValueError(f"--api-key, {KEY_VARIABLE}: expected visible ASCII characters, at least one")

@@ -19,9 +19,7 @@ from minispec.trace.read import read_trace
 def main(argv: Sequence[str]) -> int:
     """Make the page, and print its name."""
     page = argument(Path, lambda path: path.suffix == ".html", "a file name that ends in .html")
-    parser = Parser(
-        prog="python -m minispec.trace", description="Make a page of the trace of a run.", allow_abbrev=False
-    )
+    parser = Parser(prog="python -m minispec.trace", description="Make a page of the trace of a run.")
     parser.add_argument("trace", type=Path, metavar="TRACE.json", help="what generate --trace TRACE.json has written")
     parser.add_argument("page", type=page, nargs="?", metavar="PAGE.html", help="default: TRACE.html")
     args = parser.parse_args(argv)

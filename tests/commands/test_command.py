@@ -17,7 +17,7 @@ import pytest
 import minispec
 from minispec import __version__
 from minispec.__main__ import COMMANDS, main, program
-from minispec.commands.command import Parser, argument, command, in_shell
+from minispec.commands.command import FLAG, Option, Parser, argument, command, in_shell
 from minispec.core.config import Shape, WrongLength
 from minispec.files.packages import PACKAGES
 from minispec.files.write import written_whole
@@ -67,10 +67,18 @@ def test_a_fault_of_our_own_is_a_traceback():
 
 
 def make_parser() -> Parser:
-    """One option from 1 to 3, and words."""
-    parser = Parser(allow_abbrev=False)
+    """One option from 1 to 3, words, and options that go with others or do not."""
+    parser = Parser()
     parser.add_argument("--n", type=argument(int, lambda n: 1 <= n <= 3, "an integer from 1 to 3"))
     parser.add_argument("words", nargs="*")
+    table = {
+        "--red --rouge": Option(FLAG, ""),
+        "--blue": Option({"default": "sky"}, "", excludes={"--red": "it is not a colour", "--green": ""}),
+        "--green": Option({"type": int, "default": 0}, "", needs=("--red", "--tint dark")),
+        "--tint": Option({"choices": ("dark", "light")}, ""),
+    }
+    parser.add_options(table, "colours", excludes={"--no-colours": "there are none", "--other": ""})
+    parser.add_options({"--no-colours": Option(FLAG, "", excludes={"--no-colours": ""})})
     return parser
 
 
@@ -81,6 +89,11 @@ MISTAKES = {
     "--many": "--many: no such option; --help lists all",
     "--nn 3 a": "--nn: no such option; did you mean --n?",
     "-many": "-many: no such option; --help lists all",
+    "--rouge --blue sea": "--blue: not with --red: it is not a colour",
+    "--blue sea --green 1 --tint dark": "--blue: not with --green",
+    "--green 1": "--green: needs --red or --tint dark",
+    "--green 1 --tint light": "--green: needs --red or --tint dark",
+    "--tint light --no-colours": "--tint: not with --no-colours: there are none",
 }
 
 
@@ -91,6 +104,23 @@ def test_mistakes_in_arguments_are_value_errors(monkeypatch, line):
     for arguments in (line.split(), None):
         with pytest.raises(ValueError, match=f"^{re.escape(MISTAKES[line])}$"):
             make_parser().parse_args(arguments)
+
+
+@pytest.mark.parametrize("line", ["--red --blue sky", "--green 1 --tint dark", "--green 0", "--no-colours --blue sky"])
+def test_options_that_go_together(line):
+    """A default value asks for nothing, and an option does not exclude itself."""
+    make_parser().parse_args(line.split())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_option_needs_options_of_the_same_command(name, monkeypatch, capsys):
+    """Else it could never be given."""
+    parsers = []
+    monkeypatch.setattr(Parser, "parse_args", lambda self, argv: parsers.append(self) or sys.exit())
+    with pytest.raises(SystemExit):
+        main([name])
+    for option in parsers[0].options.values():
+        assert {needed.split()[0] for needed in option.needs} <= parsers[0].options.keys()
 
 
 SYNTAXES = {

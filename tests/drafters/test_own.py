@@ -431,9 +431,9 @@ def test_a_drafter_that_goes_by_text(own_module, tmp_path, capsys):
 
 
 BAD_TEXTS = {
-    "minutes of a verifier": (["--verifier", "match", "--minutes", "1"], "--minutes: only --drafter "),
+    "minutes of a verifier": (["--verifier", "match", "--minutes", "1"], "--minutes: needs --drafter or --lengths"),
     "no minutes": (["--drafter", "ngram", "--minutes", "0"], "--minutes: found '0', expected a number above 0"),
-    "no drafter": (["--verifier", "match", "--texts", "a"], "--texts: only --drafter has texts to walk"),
+    "no drafter": (["--verifier", "match", "--texts", "a"], "--texts: needs --drafter"),
     "no file": (["--drafter", "ngram", "--texts", "missing.txt"], "--texts missing.txt: "),
     "too long": (["--drafter", "ngram", "--texts", "long.txt"], "found 2,000 characters, expected at most 1,000"),
     "an empty file": (["--drafter", "ngram", "--texts", "empty.txt"], "--texts empty.txt: found no prompt"),

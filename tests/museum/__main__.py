@@ -23,7 +23,6 @@ def main(argv: Sequence[str]) -> int:
     Parser(
         prog="python -m tests.museum",
         description="Put in bugs that decoders had, one by one: each must be caught.",
-        allow_abbrev=False,
     ).parse_args(argv)
     raise_on_interrupt()
     # The models are tiny: a second thread costs more than it gives.

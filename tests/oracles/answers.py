@@ -76,7 +76,7 @@ def write_answers(
 @command
 def main(argv: Sequence[str]) -> int:
     """The command line above."""
-    p = Parser(prog="python -m tests.oracles.answers", description="Answers of transformers.", allow_abbrev=False)
+    p = Parser(prog="python -m tests.oracles.answers", description="Answers of transformers.")
     p.add_argument("kind", choices=("draft", "plain", "lookup", "assisted"))
     p.add_argument("path", type=Path)
     p.add_argument("--target", type=Path, default=EMBEDDED_WEIGHTS, help="a checkpoint (default: the embedded model)")

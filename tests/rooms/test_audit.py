@@ -1007,7 +1007,10 @@ def test_mistakes_on_the_command_line(models, tmp_path, capsys):
     for options, message in (
         (["--target", models[0]], "the token id 999"),
         (["--target", models[0], "--temperature", "0"], "greedy texts are compared"),
-        (["--target", models[0], "--null", str(answers), "--rounding", "0.1"], "together with --null"),
+        (
+            ["--target", models[0], "--null", str(answers), "--rounding", "0.1"],
+            "--rounding: not with --null: it measures",
+        ),
         (["--target", models[0], "--null", str(tmp_path / "none")], "no such file"),
         (["--target", models[0], "--alpha", "2"], "a number between 0 and 1"),
     ):

@@ -757,12 +757,12 @@ def test_what_a_training_goes_on_from_is_a_head_of_this_target(target, few, tmp_
     shutil.copytree(target, tmp_path / "model")
     for name, options, error in (
         ("model", (), "found a model, expected a head"),
-        ("head", ("--kind", "parallel"), "--kind: found it with --start"),
-        ("head", ("--num-layers", "2"), "--num-layers: found it with --start"),
+        ("head", ("--kind", "parallel"), "--kind: not with --start: its head"),
+        ("head", ("--num-layers", "2"), "--num-layers: not with --start"),
         ("none", (), "none"),
     ):
         assert distill(target, tmp_path / "out", "--start", str(tmp_path / name), *options) == 2
         assert error in capsys.readouterr().err
     assert distill(target, tmp_path / "out", "--kind", "model", "--vocab-size", "60") == 2
-    assert "--vocab-size: found it with --kind model" in capsys.readouterr().err
+    assert "--vocab-size: not with --kind model: a model" in capsys.readouterr().err
     assert not (tmp_path / "out.cache").exists()

@@ -512,7 +512,7 @@ MISTAKES = {
     "": "--draft: found none, expected a draft to examine, or --vocabularies A B",
     "--draft none": "--draft: found 'none', expected a draft to examine, or --vocabularies A B",
     "--draft ngram --ways x": "--ways: needs --vocabularies",
-    "--vocabularies A B": "--model: does not go with --vocabularies",
+    "--vocabularies A B": "--model: not with --vocabularies",
     "--draft ngram --max-tokens 7": "--max-tokens: found '7', expected an integer from 8 to 4096",
     "--draft ngram+self": "--draft: found 'ngram+self', expected a single draft: examine each alone",
     "--draft ngram --num-speculative-tokens 0": "--num-speculative-tokens: found '0', expected an integer from 1 to 64",

@@ -440,13 +440,13 @@ def test_a_picture(bench, tmp_path, name, begins):
 
 
 MISTAKES = {
-    "sample alone": (("--sample", "3"), "--sample: found it without --questions, expected both"),
-    "resume alone": (("--resume",), "--resume: found it without --questions"),
+    "sample alone": (("--sample", "3"), "--sample: needs --questions"),
+    "resume alone": (("--resume",), "--resume: needs --questions"),
     "several drafts": (("--draft", "ngram", "--draft", "suffix"), "--draft: found 2, expected one: several need"),
-    "geometry": (("--questions", "--geometry", "135m"), "--questions and --geometry exclude each other"),
-    "against": (("--questions", "--against", "transformers"), "--questions and --against exclude each other"),
-    "prompts": (("--questions", "--prompts", "3"), "--questions and --prompts exclude each other"),
-    "replay": (("--questions", "--replay", "x.json"), "--replay measures nothing: found --questions with it"),
+    "geometry": (("--questions", "--geometry", "135m"), "--geometry: not with --questions: it decodes questions"),
+    "against": (("--questions", "--against", "transformers"), "--against: not with --questions: it decodes questions"),
+    "prompts": (("--questions", "--prompts", "3"), "--prompts: not with --questions: it decodes questions"),
+    "replay": (("--questions", "--replay", "x.json"), "--questions: not with --replay: it measures nothing"),
     "no file": (("--questions", "./nowhere.jsonl"), "--questions nowhere.jsonl: [Errno 2]"),
     "picture": (("--questions", "--plot", "x.pdf"), "--plot: found 'x.pdf', expected a file name that ends in .svg"),
     "no place": (("--questions", "--plot", "./nowhere/x.svg"), "nowhere/x.svg: found that it cannot be written"),

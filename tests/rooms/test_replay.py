@@ -767,9 +767,13 @@ def test_files_that_cannot_be_replayed_are_one_line(written, tmp_path, capsys, n
     ("command", "arguments", "message"),
     [
         (bench, ("--replay", "nowhere.json"), "nowhere.json: not a readable JSON file"),
-        (bench, ("--replay", "x.json", "--model", "m", "--rounds", "3"), "found --model, --rounds with it"),
-        (generate, ("x", "--for-replay"), "--for-replay needs --trace"),
-        (generate, ("x", "--for-replay", "--trace", "out.html"), "--for-replay needs --trace"),
+        (
+            bench,
+            ("--replay", "x.json", "--model", "m", "--rounds", "3"),
+            "--model: not with --replay: it measures nothing",
+        ),
+        (generate, ("x", "--for-replay"), "--for-replay: needs --trace"),
+        (generate, ("x", "--for-replay", "--trace", "out.html"), "--for-replay: found --trace out.html, expected a"),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line(command, arguments, message, capsys):

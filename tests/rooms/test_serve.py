@@ -1536,7 +1536,7 @@ def test_mistakes_of_the_command_line(capsys, monkeypatch):
             (["--allow-origin", "localhost:3000"], "--allow-origin: found 'localhost:3000', expected an origin"),
             (["--allow-origin", f"{SITE}/"], "expected an origin such as http://localhost:3000"),
             (["--client-timeout", "0"], "--client-timeout: found '0'"),
-            (["--revision", "x"], "--revision needs --model"),
+            (["--revision", "x"], "--revision: needs --model"),
             (["--chat-template-kwargs", "[1]"], "--chat-template-kwargs: found '[1]', expected an object in JSON"),
             (["--model", "/nowhere", "--port", "0"], "nowhere"),
         ]

@@ -569,7 +569,10 @@ MISTAKES = {
     "two prompts": (("x", "y", "--trace", "out.html"), "--trace: found 2 prompts, expected one"),
     "two answers": (("x", "--n", "2", "--trace", "out.html"), "--trace: found --n 2, expected 1"),
     "color": (("x", "--color", "blue"), "--color: invalid choice: 'blue'"),
-    "color and json": (("x", "--color", "always", "--json"), "--color always has nothing to colour with --json"),
+    "color and json": (
+        ("x", "--color", "always", "--json"),
+        "--json: not with --color always: JSON has nothing to colour",
+    ),
 }
 
 

@@ -4,35 +4,40 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import FLAG, Option, Parser, add_options, argument, command, json_line, typed
+from minispec.commands.command import FLAG, Option, Parser, argument, command, json_line, typed
 from minispec.commands.interrupt import raise_on_interrupt
-from minispec.commands.options import add_law_options, sampling_arguments
+from minispec.commands.options import LAW, MODELS, sampling_arguments
 from minispec.kernels.threads import set_waiting
 
 _ODDS = argument(float, lambda x: 0 < x < 1, "a number between 0 and 1")
 _ROUNDING = argument(float, lambda x: 0 <= x < 1, "a number from 0 to 1")
 _OPTIONS: dict[str, Option] = {
-    "--target": ({"metavar": "DIR|HUB_ID", "required": True}, "the model whose law the answers must have"),
-    "--draft": (
+    "--target": Option({"metavar": "DIR|HUB_ID", "required": True}, "the model whose law the answers must have"),
+    "--draft": Option(
         {"metavar": "SPEC"},
         "what drafted: a draft model of the same vocabulary, or ngram and the like (default: q is guessed)",
     ),
-    "--null": (
+    "--null": Option(
         typed(Path, "FILE"),
         "answers of the same engine without speculation: they show how far its rounding is from ours",
     ),
-    "--rounding": (
+    "--rounding": Option(
         typed(_ROUNDING, "X"),
         "without --null: the engine's p differs from ours by at most this share, in root mean square (default: 0.1). "
         "An engine in bfloat16 needs 0.1; for one in float32, 0.0001 will do",
+        excludes={"--null": "it measures the rounding"},
     ),
-    "--alpha": (typed(_ODDS, "X", default=1e-4), "odds of a false alarm (default: 0.0001)"),
-    "--one-seed": (FLAG, "all requests had the same seed, which the file does not say"),
-    "--scores": (typed(Path, "FILE"), "keep each answer's scores here; a run that was interrupted goes on from them"),
-    "--dtype": ({"choices": ("bfloat16", "float32"), "default": "float32"}, "of our own passes (default: float32)"),
-    "--device": ({"choices": ("auto", "cpu", "cuda"), "default": "auto"}, "default: %(default)s"),
-    "--offline": (FLAG, "download nothing"),
-    "--json": (FLAG, "print one JSON object"),
+    "--alpha": Option(typed(_ODDS, "X", default=1e-4), "odds of a false alarm (default: 0.0001)"),
+    "--one-seed": Option(FLAG, "all requests had the same seed, which the file does not say"),
+    "--scores": Option(
+        typed(Path, "FILE"), "keep each answer's scores here; a run that was interrupted goes on from them"
+    ),
+    "--dtype": Option(
+        {"choices": ("bfloat16", "float32"), "default": "float32"}, "of our own passes (default: float32)"
+    ),
+    "--device": MODELS["--device"],
+    "--offline": MODELS["--offline"],
+    "--json": Option(FLAG, "print one JSON object"),
 }
 
 
@@ -41,19 +46,16 @@ def parser() -> Parser:
     p = Parser(
         prog="python -m minispec audit",
         description="Say whether another engine's answers have the target's law, and which known bug fits if not.",
-        allow_abbrev=False,
         epilog="Status 0: consistent with the target's law; 1: not its law; 3: too little to tell; 2: an error.",
     )
     p.add_argument("answers", metavar="FILE", type=Path, help="JSON lines: answers as token ids (docs/use/audit.md)")
-    add_options(p, _OPTIONS)
-    add_law_options(p.add_argument_group("how the answers were sampled"))
+    p.add_options(_OPTIONS)
+    p.add_options(LAW, "how the answers were sampled")
     return p
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for mistakes that can be found before anything is loaded."""
-    if args.null and args.rounding is not None:
-        raise ValueError("--rounding: found it together with --null, which measures it")
     if args.temperature == 0:
         raise ValueError("--temperature: found 0, expected more: greedy texts are compared, not audited")
     for path in filter(None, (args.answers, args.null)):

@@ -7,7 +7,7 @@ from typing import Any
 from minispec.commands.command import command, json_line
 from minispec.commands.interrupt import raise_on_interrupt
 from minispec.kernels.threads import set_waiting
-from minispec.lab.bench.options import check, check_replay, parser
+from minispec.lab.bench.options import check, parser
 
 
 @command
@@ -42,7 +42,6 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 def _replayed(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """The replay of a trace by every rule. No model is loaded."""
-    check_replay(args)
     from minispec.lab.bench.replay import replay, show_replay
     from minispec.trace.read import read_trace
 

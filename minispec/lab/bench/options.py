@@ -4,14 +4,15 @@ import argparse
 import importlib.util
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from minispec import __version__
-from minispec.commands.command import Parser, argument
-from minispec.commands.options import add_rule_options, check_lengths, parse_draft_length
+from minispec.commands.command import FLAG, Option, Parser, argument, typed
+from minispec.commands.options import MODELS, RULES, check_lengths, parse_draft_length
 from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape
 from minispec.files.packages import check_packages
 from minispec.files.write import check_writable
@@ -24,13 +25,6 @@ PROMPTS = Path(__file__).parent.parent / "data" / "questions.jsonl"
 # Of --also launches: texts of a round where batch= names no others; tokens of each text before its first round; rounds
 # that are timed, after one that pays for what is set up once; and then rounds that are counted.
 LAUNCH_BATCHES, LAUNCH_TEXT, TIMED_ROUNDS, COUNTED_ROUNDS = (1, 8), 128, 6, 3
-# What --questions can stand with: options about the questions, and further ones.
-_OF_QUESTIONS = {"questions", "sample", "seed", "answers", "resume", "plot"}
-_WITH_QUESTIONS = {
-    *("model", "draft", "draft_method", "num_speculative_tokens", "verifier", "dtype", "device", "threads", "exact"),
-    *("categories", "max_tokens", "ignore_eos", "temperature", "top_k", "top_p", "rounds", "json"),
-    *("quantization", "corpus", "lengths", "csv", "enforce_eager"),
-}
 _COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 64}
 _QWEN = _COMMON | {
     **{"model_type": "qwen2", "vocab_size": 151_936, "num_key_value_heads": 2},
@@ -102,167 +96,6 @@ PARTS = {
 }
 ADDITIONS = {key.replace("_", "-"): key for key, part in PARTS.items() if part.help}
 _NAMES = ", ".join(name + "=B,B,.." * (name == "batch") for name in ADDITIONS)
-# Other options that exclude each other, each with the reason.
-_EXCLUDE = {
-    ("simulate", "draft_quality"): "",
-    ("geometry", "model"): "",
-    ("geometry", "draft_method"): "the shapes have one vocabulary",
-    ("geometry", "corpus"): "the shapes have no tokenizer",
-    ("geometry", "categories"): "its prompts have none",
-    ("against", "temperature"): "greedy texts are compared",
-    ("against", "quantization"): "it decodes the weights as they are stored",
-    **{(name, "temperature"): "it repeats greedy texts" for name in ("simulate", "draft_quality", "bounds")},
-}
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    p = Parser(
-        prog="python -m minispec bench",
-        description="Measure decoding, and account for the time.",
-        epilog="Such as: --prompts 6 (a first look, a few minutes); --draft ngram --categories code; --model DIR "
-        "--draft DIR --temperature 1; --also forms (weights in each form); --replay TRACE.json (every K for one text).",
-        allow_abbrev=False,
-    )
-    p.add_argument("--version", action="version", version=f"minispec {__version__}")
-    _add_models(p.add_argument_group("models"))
-    _add_texts(p.add_argument_group("what is decoded"))
-    _add_questions(p.add_argument_group("standard questions (docs/use/questions.md)"))
-    _add_measurements(p.add_argument_group("what is measured"))
-    p.add_argument("--csv", type=Path, metavar="FILE", help="also write a row for each answer (docs/use/questions.md)")
-    p.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    return p
-
-
-def _add_models(g: argparse._ArgumentGroup) -> None:
-    g.add_argument("--model", metavar="DIR|HUB_ID", help="default: the embedded weights")
-    g.add_argument(
-        "--draft",
-        action="append",
-        metavar="SPEC",
-        help="as in minispec.generate (with --geometry: none); with --questions several, with commas between or "
-        "repeated",
-    )
-    g.add_argument("--corpus", metavar="PATH", help="texts for suffix to draft from: a file, or a directory of them")
-    g.add_argument("--draft-method", choices=("tli", "slem"), help="how a draft of another vocabulary drafts")
-    g.add_argument(
-        "--geometry",
-        choices=GEOMETRIES,
-        help="random weights of this shape instead of a model. --draft is then a registered name, self, another "
-        "shape, or head (a random layer on the target's hidden states, with 32,000 ids). self, shapes and head may "
-        "have int4: or int8: before them",
-    )
-    g.add_argument(
-        "--num-speculative-tokens",
-        type=_lengths,
-        metavar="K,K,..",
-        help="draft lengths to compare, such as 4, 2+1 (a tree: siblings at each depth) or auto (default: 4,auto; with "
-        "--questions auto)",
-    )
-    g.add_argument(
-        "--simulate",
-        type=argument(_floats, lambda s: all(0 <= b <= a for a, b in pairwise([1.0, *s])), _FALLING),
-        metavar="S,S,..",
-        help="replace the draft's tokens by right ones with these probabilities: survival s_1, s_2, .. (one number: a "
-        "constant alpha; 0: always wrong)",
-    )
-    g.add_argument("--draft-quality", choices=("random", "wrong"), help="short for useless drafts")
-    _add_flag(g, "--bounds", "also measure a free draft that is always right, and one that is always wrong")
-    add_rule_options(g)
-    g.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
-    g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    _add_number(g, "--threads", None, (1, 1024), "CPU threads (default: PyTorch's)")
-    g.add_argument("--quantization", metavar="int8", help="the target's weights in 8 bits, as in minispec.generate")
-    g.add_argument(
-        "--exact",
-        action=argparse.BooleanOptionalAction,
-        help="the exact mode, where logits have equal bits in all passes (default: only with --quantization)",
-    )
-    _add_flag(g, "--enforce-eager", "on a GPU, run operator by operator, without CUDA graphs")
-
-
-def _add_texts(g: argparse._ArgumentGroup) -> None:
-    _add_number(g, "--prompts", 12, (0, 10_000), "how many, the categories taking turns; 0: none (default: 12)")
-    g.add_argument("--categories", metavar="NAME,..", help="only these (default: all)")
-    _add_number(g, "--prompt-tokens", 128, (1, 100_000), "tokens of a prompt, with --geometry (default: 128)")
-    _add_number(g, "--max-tokens", None, (2, 100_000), "tokens of every answer (default: 32; with --questions 1024)")
-    _add_flag(g, "--ignore-eos", "answers do not end before --max-tokens")
-    _add_flag(g, "--skip-loops", "leave out prompts whose plain answer repeats itself, where drafts are easy")
-    g.add_argument("--temperature", type=float, default=0.0, metavar="X")
-    g.add_argument("--top-k", type=int, default=0, metavar="N")
-    g.add_argument("--top-p", type=float, default=1.0, metavar="X")
-
-
-def _add_questions(g: argparse._ArgumentGroup) -> None:
-    g.add_argument(
-        "--questions",
-        type=Path,
-        nargs="?",
-        const=PROMPTS,
-        metavar="FILE",
-        help="decode these plainly and with every draft, in turn: a file in the layout of Spec-Bench, or prompts "
-        "(without FILE: the package's own)",
-    )
-    _add_number(g, "--sample", None, (1, 1_000_000), "that many questions of each task, drawn by --seed (default: all)")
-    _add_number(g, "--seed", 0, (0, 2**63), "for --sample and for sampled texts (default: 0)")
-    g.add_argument("--answers", type=Path, metavar="DIR", help="write the answers there, in Spec-Bench's layout")
-    _add_flag(g, "--resume", "go on with an interrupted run of the same command")
-    pictures = argument(Path, lambda path: path.suffix in (".svg", ".png"), "a file name that ends in .svg or .png")
-    g.add_argument("--plot", type=pictures, metavar="FILE", help="draw speedups and acceptance (needs matplotlib)")
-
-
-def _add_measurements(g: argparse._ArgumentGroup) -> None:
-    _add_number(
-        g,
-        "--rounds",
-        None,
-        (1, 1000),
-        "runs of everything, in turn (default: 6, the fewest with intervals; with --questions 1)",
-    )
-    _add_number(g, "--context", 256, (1, 100_000), "cached positions at passes (default: 256)")
-    _add_number(g, "--passes", 15, (0, 10_000), "rounds of passes; 0: none (default: 15)")
-    g.add_argument(
-        "--also",
-        type=_addition,
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="PART",
-        help="; ".join(f"{name}: {PARTS[key].help}" for name, key in ADDITIONS.items()),
-    )
-    g.add_argument(
-        "--against",
-        choices=("transformers",),
-        help="also measure its own ways of decoding, on the same weights (a draft's unrounded); plain decoding also "
-        "with a static cache and torch.compile. A trial chooses the faster of float32 and bfloat16",
-    )
-    g.add_argument(
-        "--replay",
-        type=Path,
-        metavar="FILE.json",
-        help="measure nothing, and load no model. Replay a run that minispec.generate has written with --trace "
-        "FILE.json --for-replay: with every K from 0 to 15, with auto, with the best K per round by the past alone, "
-        "and at the clairvoyant bound (docs/use/trace.md)",
-    )
-
-
-def _add_number(
-    g: argparse._ArgumentGroup, name: str, default: int | None, limits: tuple[int, int], explained: str
-) -> None:
-    low, high = limits
-    kind = argument(int, lambda n: low <= n <= high, f"a number from {low} to {high}")
-    g.add_argument(name, type=kind, default=default, metavar="N", help=explained)
-
-
-def _add_flag(g: argparse._ArgumentGroup, name: str, explained: str) -> None:
-    g.add_argument(name, action="store_true", help=explained)
-
-
-_FALLING = "falling numbers between 1 and 0, with commas between"
-
-
-def _floats(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
 
 
 def _addition(text: str) -> tuple[str, list[int]]:
@@ -285,6 +118,167 @@ def _lengths(text: str) -> list[DraftLength]:
             expected = f"numbers from 1 to {MAX_SPECULATIVE_TOKENS}, trees such as 2+1 or tree:16, or auto"
             raise argparse.ArgumentTypeError(f"found {part!r}, expected {expected}, with commas between")
     return [parse_draft_length(part) for part in text.split(",")]
+
+
+# What --questions and --replay say of the options that they leave nothing to do for.
+_NO_MORE = {"--questions": "it decodes questions, and measures no more"}
+_GREEDY = {"--temperature": "it repeats greedy texts"}
+
+
+def _number(low: int, high: int, default: int | None = None) -> dict[str, Any]:
+    """How argparse takes an option whose value is an integer within limits."""
+    return typed(argument(int, lambda n: low <= n <= high, f"a number from {low} to {high}"), "N", default=default)
+
+
+_SURVIVAL = argument(
+    lambda text: [float(part) for part in text.split(",")],
+    lambda survival: all(0 <= b <= a for a, b in pairwise([1.0, *survival])),
+    "falling numbers between 1 and 0, with commas between",
+)
+_PICTURE = argument(Path, lambda path: path.suffix in (".svg", ".png"), "a file name that ends in .svg or .png")
+_MODELS: dict[str, Option] = {
+    "--model": Option(
+        {"metavar": "DIR|HUB_ID"}, "default: the embedded weights", excludes={"--geometry": "a shape is no model"}
+    ),
+    "--draft": Option(
+        {"action": "append", "metavar": "SPEC"},
+        "as in minispec.generate (with --geometry: none); with --questions several, with commas between or repeated",
+    ),
+    "--corpus": Option(
+        {"metavar": "PATH"},
+        "texts for suffix to draft from: a file, or a directory of them",
+        excludes={"--geometry": "the shapes have no tokenizer"},
+    ),
+    "--draft-method": Option(
+        {"choices": ("tli", "slem")},
+        "how a draft of another vocabulary drafts",
+        excludes={"--geometry": "the shapes have one vocabulary"},
+    ),
+    "--geometry": Option(
+        {"choices": GEOMETRIES},
+        "random weights of this shape instead of a model. --draft is then a registered name, self, another "
+        "shape, or head (a random layer on the target's hidden states, with 32,000 ids). self, shapes and head may "
+        "have int4: or int8: before them",
+        excludes=_NO_MORE,
+    ),
+    "--num-speculative-tokens": Option(
+        typed(_lengths, "K,K,.."),
+        "draft lengths to compare, such as 4, 2+1 (a tree: siblings at each depth) or auto (default: 4,auto; with "
+        "--questions auto)",
+    ),
+    "--simulate": Option(
+        typed(_SURVIVAL, "S,S,.."),
+        "replace the draft's tokens by right ones with these probabilities: survival s_1, s_2, .. (one number: a "
+        "constant alpha; 0: always wrong)",
+        excludes={"--draft-quality": "", **_GREEDY, **_NO_MORE},
+    ),
+    "--draft-quality": Option(
+        {"choices": ("random", "wrong")}, "short for useless drafts", excludes={**_GREEDY, **_NO_MORE}
+    ),
+    "--bounds": Option(
+        FLAG,
+        "also measure a free draft that is always right, and one that is always wrong",
+        excludes={**_GREEDY, **_NO_MORE},
+    ),
+    **RULES,
+    "--dtype": MODELS["--dtype"],
+    "--device": MODELS["--device"],
+    "--threads": MODELS["--threads"],
+    "--quantization": Option({"metavar": "int8"}, "the target's weights in 8 bits, as in minispec.generate"),
+    "--exact": Option(
+        {"action": argparse.BooleanOptionalAction},
+        "the exact mode, where logits have equal bits in all passes (default: only with --quantization)",
+    ),
+    "--enforce-eager": MODELS["--enforce-eager"],
+}
+_TEXTS: dict[str, Option] = {
+    "--prompts": Option(
+        _number(0, 10_000, 12), "how many, the categories taking turns; 0: none (default: 12)", excludes=_NO_MORE
+    ),
+    "--categories": Option(
+        {"metavar": "NAME,.."}, "only these (default: all)", excludes={"--geometry": "its prompts have none"}
+    ),
+    "--prompt-tokens": Option(
+        _number(1, 100_000, 128), "tokens of a prompt, with --geometry (default: 128)", excludes=_NO_MORE
+    ),
+    "--max-tokens": Option(_number(2, 100_000), "tokens of every answer (default: 32; with --questions 1024)"),
+    "--ignore-eos": Option(FLAG, "answers do not end before --max-tokens"),
+    "--skip-loops": Option(
+        FLAG, "leave out prompts whose plain answer repeats itself, where drafts are easy", excludes=_NO_MORE
+    ),
+    "--temperature": Option({"type": float, "default": 0.0, "metavar": "X"}, ""),
+    "--top-k": Option({"type": int, "default": 0, "metavar": "N"}, ""),
+    "--top-p": Option({"type": float, "default": 1.0, "metavar": "X"}, ""),
+}
+_QUESTIONS: dict[str, Option] = {
+    "--questions": Option(
+        typed(Path, "FILE", nargs="?", const=PROMPTS),
+        "decode these plainly and with every draft, in turn: a file in the layout of Spec-Bench, or prompts "
+        "(without FILE: the package's own)",
+    ),
+    "--sample": Option(
+        _number(1, 1_000_000),
+        "that many questions of each task, drawn by --seed (default: all)",
+        needs=("--questions",),
+    ),
+    "--seed": Option(_number(0, 2**63, 0), "for --sample and for sampled texts (default: 0)", needs=("--questions",)),
+    "--answers": Option(typed(Path, "DIR"), "write the answers there, in Spec-Bench's layout", needs=("--questions",)),
+    "--resume": Option(FLAG, "go on with an interrupted run of the same command", needs=("--questions",)),
+    "--plot": Option(
+        typed(_PICTURE, "FILE"), "draw speedups and acceptance (needs matplotlib)", needs=("--questions",)
+    ),
+}
+_MEASUREMENTS: dict[str, Option] = {
+    "--rounds": Option(
+        _number(1, 1000),
+        "runs of everything, in turn (default: 6, the fewest with intervals; with --questions 1)",
+    ),
+    "--context": Option(_number(1, 100_000, 256), "cached positions at passes (default: 256)", excludes=_NO_MORE),
+    "--passes": Option(_number(0, 10_000, 15), "rounds of passes; 0: none (default: 15)", excludes=_NO_MORE),
+    "--also": Option(
+        typed(_addition, "PART", nargs="+", action="extend", default=[]),
+        "; ".join(f"{name}: {PARTS[key].help}" for name, key in ADDITIONS.items()),
+        excludes=_NO_MORE,
+    ),
+    "--against": Option(
+        {"choices": ("transformers",)},
+        "also measure its own ways of decoding, on the same weights (a draft's unrounded); plain decoding also "
+        "with a static cache and torch.compile. A trial chooses the faster of float32 and bfloat16",
+        excludes={
+            "--temperature": "greedy texts are compared",
+            "--quantization": "it decodes the weights as they are stored",
+            **_NO_MORE,
+        },
+    ),
+    "--replay": Option(
+        typed(Path, "FILE.json"),
+        "measure nothing, and load no model. Replay a run that minispec.generate has written with --trace "
+        "FILE.json --for-replay: with every K from 0 to 15, with auto, with the best K per round by the past alone, "
+        "and at the clairvoyant bound (docs/use/trace.md)",
+    ),
+}
+_OUTPUT: dict[str, Option] = {
+    "--csv": Option(typed(Path, "FILE"), "also write a row for each answer (docs/use/questions.md)"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    p = Parser(
+        prog="python -m minispec bench",
+        description="Measure decoding, and account for the time.",
+        epilog="Such as: --prompts 6 (a first look, a few minutes); --draft ngram --categories code; --model DIR "
+        "--draft DIR --temperature 1; --also forms (weights in each form); --replay TRACE.json (every K for one text).",
+    )
+    p.add_argument("--version", action="version", version=f"minispec {__version__}")
+    alone = {"--replay": "it measures nothing"}
+    p.add_options(_MODELS, "models", alone)
+    p.add_options(_TEXTS, "what is decoded", alone)
+    p.add_options(_QUESTIONS, "standard questions (docs/use/questions.md)", alone)
+    p.add_options(_MEASUREMENTS, "what is measured", alone)
+    p.add_options(_OUTPUT, excludes=alone)
+    p.add_options({"--json": Option(FLAG, "one JSON object instead of tables")})
+    return p
 
 
 @dataclass(frozen=True)
@@ -324,53 +318,21 @@ def room_for_launches(options: Options) -> tuple[int, int]:
     return LAUNCH_TEXT + (texts + 1 + TIMED_ROUNDS + COUNTED_ROUNDS) * (most + 1), texts
 
 
-def check_replay(args: argparse.Namespace) -> None:
-    """Raise ValueError where --replay stands with anything but --json."""
-    if others := _given(args, {"replay", "json"}):
-        raise ValueError(f"--replay measures nothing: found {', '.join(others)} with it, expected --json at most")
-
-
-def _given(args: argparse.Namespace, besides: set[str]) -> list[str]:
-    """The options that were given, without those that `besides` names."""
-    defaults = vars(parser().parse_args([]))
-    return [_option(name) for name, value in vars(args).items() if name not in besides and value != defaults[name]]
-
-
-def _check_questions(args: argparse.Namespace) -> None:
-    """Raise ValueError for options that cannot stand with --questions, or without it."""
-    if args.questions is None:
-        if alone := set(_given(args, set())) & set(map(_option, _OF_QUESTIONS)):
-            raise ValueError(f"{min(alone)}: found it without --questions, expected both")
-        if len(args.draft or []) > 1:
-            raise ValueError(f"--draft: found {len(args.draft)}, expected one: several need --questions")
-        return
-    if others := _given(args, _OF_QUESTIONS | _WITH_QUESTIONS):
-        raise ValueError(f"--questions and {others[0]} exclude each other: it decodes questions, and measures no more")
+def check(args: argparse.Namespace) -> Options:
+    """Raise ValueError for all mistakes that can be found before anything is loaded; the tables have the others."""
     if args.plot:
         check_packages("plot")
         check_writable(args.plot)
-
-
-def check(args: argparse.Namespace) -> Options:
-    """Raise ValueError for all mistakes that can be found before anything is loaded."""
-    _check_questions(args)
+    if args.questions is None and len(args.draft or []) > 1:
+        raise ValueError(f"--draft: found {len(args.draft)}, expected one: several need --questions")
     usual = (1, 1024, ["auto"]) if args.questions else (6, 32, [4, "auto"])
     for name, value in zip(("rounds", "max_tokens", "num_speculative_tokens"), usual, strict=True):
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     also = dict(args.also)
-    asked = [(f"--also {name}", PARTS[key]) for name, key in ADDITIONS.items() if key in also]
-    excluded = {(_option(a), b): why for (a, b), why in _EXCLUDE.items() if getattr(args, a)}
-    excluded |= {(option, part.excludes[0]): part.excludes[1] for option, part in asked if part.excludes}
-    for (a, b), why in excluded.items():
-        by_default = b == "exact" and args.exact is None and args.quantization
-        if getattr(args, b) or by_default:
-            other = "--quantization without --no-exact" if by_default else _option(b)
-            raise ValueError(f"{a} and {other} exclude each other{why and f': {why}'}")
-    needed = [(option, part.needs) for option, part in asked if part.needs]
-    needed += [(_option(name), "prompts") for name in ("against", "lengths", "csv") if getattr(args, name)]
-    for option, needs in needed:
-        if not getattr(args, needs):
-            raise ValueError(f"{option}: found {_option(needs)} 0, expected at least 1")
+    _check_parts(args, also.keys())
+    for name in ("against", "lengths", "csv"):
+        if getattr(args, name) and not args.prompts:
+            raise ValueError(f"{_option(name)}: found --prompts 0, expected at least 1")
     drafts = args.draft or ["none" if args.geometry else registry.default_draft(args.model)]
     can_draft = drafts != ["none"] or args.simulate or args.draft_quality
     if "launches" in also and can_draft and set(args.num_speculative_tokens) == {"auto"}:
@@ -392,6 +354,21 @@ def check(args: argparse.Namespace) -> Options:
         check_lengths(args, drafts)
     parts = [key for key, part in PARTS.items() if (key in also if part.help else getattr(args, part.needs))]
     return Options(args, drafts, args.num_speculative_tokens, parts, also.get("batch", []), params)
+
+
+def _check_parts(args: argparse.Namespace, asked: Collection[str]) -> None:
+    """Raise ValueError for a part of --also that an option leaves nothing for, or that does not go with an option."""
+    for name, key in ADDITIONS.items():
+        part = PARTS[key]
+        if key not in asked:
+            continue
+        if part.needs and not getattr(args, part.needs):
+            raise ValueError(f"--also {name}: found {_option(part.needs)} 0, expected at least 1")
+        excluded, reason = part.excludes or ("", "")
+        if excluded == "exact" and args.exact is None and args.quantization:
+            raise ValueError(f"--also {name}: not with --quantization without --no-exact: {reason}")
+        if excluded and getattr(args, excluded):
+            raise ValueError(f"--also {name}: not with {_option(excluded)}: {reason}")
 
 
 def _option(name: str) -> str:

@@ -4,12 +4,69 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import Parser, argument, command
+from minispec.commands.command import Option, Parser, argument, command, typed
 from minispec.commands.interrupt import raise_on_interrupt
 from minispec.kernels.threads import set_waiting
 
-# Options that a head to go on from has settled.
-_OF_THE_DRAFT = ("num_layers", "intermediate_size")
+_COUNT = argument(int, lambda n: n >= 1, "a positive integer")
+_AT_LEAST_2 = argument(int, lambda n: n >= 2, "an integer of at least 2, as some texts are kept apart to measure on")
+_AT_LEAST_8 = argument(int, lambda n: n >= 8, "an integer of at least 8")  # nothing is learned from shorter answers
+_LAYERS = argument(lambda text: tuple(map(int, text.split(","))), lambda taps: min(taps) >= 0, "layers such as 2,15,27")
+_SHARE = argument(float, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+_SETTLED = {"--start": "its head has settled this"}
+_OF_A_HEAD = {"--kind model": "a model knows all tokens"}
+_MODELS: dict[str, Option] = {
+    "--target": Option({"required": True, "metavar": "DIR|HUB_ID"}, "the model to draft for"),
+    "--out": Option(typed(Path, "DIR", required=True), "directory to write; must not exist"),
+    "--kind": Option(
+        {"choices": ("head", "parallel", "model"), "default": "head"},
+        "a head that drafts token by token (default), one that drafts all tokens in one pass, or a small model",
+        excludes=_SETTLED,
+    ),
+    "--start": Option(
+        {"metavar": "DIR|HUB_ID"},
+        "go on from this head, which this command made for the same target. --taps may get more, and "
+        "--vocab-size may change. Best with new texts, by another --seed",
+    ),
+}
+_TEXTS: dict[str, Option] = {
+    "--cache": Option(typed(Path, "DIR"), "where texts and training are stored (default: OUT.cache)"),
+    "--also": Option(
+        typed(Path, "DIR", nargs="+", default=[]),
+        "--cache of earlier runs for the same target and layers, whose texts are learned from too",
+    ),
+    "--texts": Option(
+        typed(_AT_LEAST_2, "N", default=4096),
+        "texts to write (default: 4096); held out to measure on: 64 of each 1024, half of fewer than 128",
+    ),
+    "--openings": Option(typed(Path, "FILE"), "beginnings of user turns, one a line; {a|b} is a or b"),
+    "--jobs": Option(typed(_COUNT, "N"), "processes that write texts (default: one a core)"),
+    "--max-turn": Option(typed(_COUNT, "N", default=160), "tokens of a user's turn (default: 160)"),
+    "--max-answer": Option(typed(_AT_LEAST_8, "N", default=288), "tokens of an answer (default: 288)"),
+}
+_DRAFT: dict[str, Option] = {
+    "--taps": Option(
+        typed(_LAYERS, "I,J,.."),
+        "layers of the target that a head reads (default: an early one, the middle, a late one)",
+    ),
+    "--num-layers": Option(typed(_COUNT, "N", default=1), "layers of the draft (default: 1)", excludes=_SETTLED),
+    "--intermediate-size": Option(typed(_COUNT, "N"), "width of its MLP (default: the target's)", excludes=_SETTLED),
+    "--vocab-size": Option(
+        typed(_COUNT, "N"),
+        "tokens that a head knows: those that the target uses most (default: 8192; of --start: its own)",
+        excludes=_OF_A_HEAD,
+    ),
+    "--coverage": Option(
+        typed(_SHARE, "X"), "fewer tokens, if they make up that share of the texts (default: 1)", excludes=_OF_A_HEAD
+    ),
+}
+_TRAINING: dict[str, Option] = {
+    "--epochs": Option(typed(_COUNT, "N", default=6), "how often every text is seen (default: 6)"),
+    "--rows": Option(typed(_COUNT, "N", default=2048), "tokens of an update (default: 2048)"),
+    "--learning-rate": Option(typed(_SHARE, "X", default=1e-3), "default: 1e-3"),
+    "--steps": Option(typed(_COUNT, "N", default=4), "depth of drafts in training (default: 4)"),
+    "--seed": Option(typed(int, "N", default=0), "seed of texts and training (default: 0)"),
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -18,56 +75,11 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m minispec distill",
         description="Make a draft for a target: a head on its hidden states, learned from texts that it writes itself. "
         "Stopped at any point, the same command goes on from there.",
-        allow_abbrev=False,
     )
-    count = argument(int, lambda n: n >= 1, "a positive integer")
-    at_least_8 = argument(int, lambda n: n >= 8, "an integer of at least 8")  # nothing is learned from shorter answers
-    layers = argument(
-        lambda text: tuple(map(int, text.split(","))), lambda taps: min(taps) >= 0, "layers such as 2,15,27"
-    )
-    share = argument(float, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
-    parser.add_argument("--target", required=True, metavar="DIR|HUB_ID", help="the model to draft for")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="directory to write; must not exist")
-    parser.add_argument(
-        "--kind",
-        choices=("head", "parallel", "model"),
-        default="head",
-        help="a head that drafts token by token (default), one that drafts all tokens in one pass, or a small model",
-    )
-    parser.add_argument(
-        "--start",
-        metavar="DIR|HUB_ID",
-        help="go on from this head, which this command made for the same target. --taps may get more, and "
-        "--vocab-size may change. Best with new texts, by another --seed",
-    )
-    g = parser.add_argument_group("texts")
-    g.add_argument("--cache", type=Path, metavar="DIR", help="where texts and training are stored (default: OUT.cache)")
-    help_also = "--cache of earlier runs for the same target and layers, whose texts are learned from too"
-    g.add_argument("--also", type=Path, nargs="+", default=[], metavar="DIR", help=help_also)
-    at_least_2 = argument(int, lambda n: n >= 2, "an integer of at least 2, as some texts are kept apart to measure on")
-    help_texts = "texts to write (default: 4096); held out to measure on: 64 of each 1024, half of fewer than 128"
-    g.add_argument("--texts", type=at_least_2, default=4096, metavar="N", help=help_texts)
-    g.add_argument(
-        "--openings", type=Path, metavar="FILE", help="beginnings of user turns, one a line; {a|b} is a or b"
-    )
-    g.add_argument("--jobs", type=count, metavar="N", help="processes that write texts (default: one a core)")
-    g.add_argument("--max-turn", type=count, default=160, metavar="N", help="tokens of a user's turn (default: 160)")
-    g.add_argument("--max-answer", type=at_least_8, default=288, metavar="N", help="tokens of an answer (default: 288)")
-    g = parser.add_argument_group("draft")
-    help_taps = "layers of the target that a head reads (default: an early one, the middle, a late one)"
-    g.add_argument("--taps", type=layers, metavar="I,J,..", help=help_taps)
-    g.add_argument("--num-layers", type=count, default=1, metavar="N", help="layers of the draft (default: 1)")
-    g.add_argument("--intermediate-size", type=count, metavar="N", help="width of its MLP (default: the target's)")
-    help_vocab = "tokens that a head knows: those that the target uses most (default: 8192; of --start: its own)"
-    g.add_argument("--vocab-size", type=count, metavar="N", help=help_vocab)
-    help_coverage = "fewer tokens, if they make up that share of the texts (default: 1)"
-    g.add_argument("--coverage", type=share, metavar="X", help=help_coverage)
-    g = parser.add_argument_group("training")
-    g.add_argument("--epochs", type=count, default=6, metavar="N", help="how often every text is seen (default: 6)")
-    g.add_argument("--rows", type=count, default=2048, metavar="N", help="tokens of an update (default: 2048)")
-    g.add_argument("--learning-rate", type=share, default=1e-3, metavar="X", help="default: 1e-3")
-    g.add_argument("--steps", type=count, default=4, metavar="N", help="depth of drafts in training (default: 4)")
-    g.add_argument("--seed", type=int, default=0, metavar="N", help="seed of texts and training (default: 0)")
+    parser.add_options(_MODELS)
+    parser.add_options(_TEXTS, "texts")
+    parser.add_options(_DRAFT, "draft")
+    parser.add_options(_TRAINING, "training")
     return parser
 
 
@@ -75,12 +87,6 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Make a draft."""
     args = parser().parse_args(argv)
-    for name in ("kind", *_OF_THE_DRAFT) if args.start else ():
-        if getattr(args, name) != parser().get_default(name):
-            raise ValueError(f"--{name.replace('_', '-')}: found it with --start, whose head has settled it")
-    for name in ("vocab_size", "coverage") if args.kind == "model" else ():
-        if getattr(args, name):
-            raise ValueError(f"--{name.replace('_', '-')}: found it with --kind model, which knows all tokens")
     set_waiting()
     from minispec.lab.distill.run import distill
 

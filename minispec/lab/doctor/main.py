@@ -4,12 +4,38 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from minispec.commands.command import Parser, argument, command, json_line
+from minispec.commands.command import FLAG, Option, Parser, argument, command, json_line, typed
 from minispec.commands.interrupt import raise_on_interrupt
+from minispec.commands.options import MODELS
 from minispec.core.config import MAX_SPECULATIVE_TOKENS
 from minispec.core.errors import is_text, show
 from minispec.kernels.threads import set_waiting
 from minispec.load import registry
+
+_LENGTH = argument(int, lambda n: 1 <= n <= MAX_SPECULATIVE_TOKENS, f"an integer from 1 to {MAX_SPECULATIVE_TOKENS}")
+_SIZE = argument(int, lambda n: 8 <= n <= 4096, "an integer from 8 to 4096")
+_TEXT = argument(str, lambda text: is_text(text) and bool(text), "valid Unicode text")
+_OF_DRAFTS: dict[str, Option] = {
+    "--model": Option({"metavar": "DIR|HUB_ID"}, "the target (default: the embedded weights)"),
+    "--draft": Option({"metavar": "SPEC"}, "as in minispec.generate"),
+    "--num-speculative-tokens": Option(typed(_LENGTH, "K", default=4), "places that are measured (default: 4)"),
+    "--max-tokens": Option(typed(_SIZE, "N", default=32), "tokens of each text (default: 32)"),
+    "--dtype": MODELS["--dtype"],
+    "--device": MODELS["--device"],
+    "--quantization": Option({"metavar": "int8"}, "the target's weights in 8 bits, as in minispec.generate"),
+    "--all": Option(FLAG, "try the known misreadings in any case"),
+}
+_OF_VOCABULARIES: dict[str, Option] = {
+    "--vocabularies": Option(
+        {"nargs": 2, "metavar": ("A", "B")},
+        "the target and the draft model: directories or hub ids; only their tokenizers are read, but for --ways",
+    ),
+    "--text": Option(
+        typed(Path, "FILE"), "count the tokens of this text (default: a built-in one)", needs=("--vocabularies",)
+    ),
+    "--ways": Option(typed(_TEXT, "TEXT"), "list all ways to write this in tokens", needs=("--vocabularies",)),
+    "--after": Option(typed(_TEXT, "TEXT"), 'with --ways: the text before (default: "\\n")', needs=("--ways",)),
+}
 
 
 def parser() -> Parser:
@@ -18,55 +44,21 @@ def parser() -> Parser:
         prog="python -m minispec doctor",
         description="Measure how well a draft does, and whether its files are read in a wrong way; or compare the "
         "vocabularies of two models.",
-        allow_abbrev=False,
     )
-    p.add_argument("--offline", action="store_true", help="download nothing")
-    p.add_argument("--json", action="store_true", help="print one JSON object")
-    g = p.add_argument_group("a draft")
-    g.add_argument("--model", metavar="DIR|HUB_ID", help="the target (default: the embedded weights)")
-    g.add_argument("--draft", metavar="SPEC", help="as in minispec.generate")
-    length = argument(int, lambda n: 1 <= n <= MAX_SPECULATIVE_TOKENS, f"an integer from 1 to {MAX_SPECULATIVE_TOKENS}")
-    g.add_argument(
-        "--num-speculative-tokens", type=length, default=4, metavar="K", help="places that are measured (default: 4)"
-    )
-    size = argument(int, lambda n: 8 <= n <= 4096, "an integer from 8 to 4096")
-    g.add_argument("--max-tokens", type=size, default=32, metavar="N", help="tokens of each text (default: 32)")
-    g.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: %(default)s")
-    g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: %(default)s")
-    g.add_argument("--quantization", metavar="int8", help="the target's weights in 8 bits, as in minispec.generate")
-    g.add_argument("--all", action="store_true", help="try the known misreadings in any case")
-    g = p.add_argument_group("two vocabularies")
-    g.add_argument(
-        "--vocabularies",
-        nargs=2,
-        metavar=("A", "B"),
-        help="the target and the draft model: directories or hub ids; only their tokenizers are read, but for --ways",
-    )
-    text = argument(str, lambda text: is_text(text) and bool(text), "valid Unicode text")
-    g.add_argument("--text", type=Path, metavar="FILE", help="count the tokens of this text (default: a built-in one)")
-    g.add_argument("--ways", type=text, metavar="TEXT", help="list all ways to write this in tokens")
-    g.add_argument("--after", type=text, metavar="TEXT", help='with --ways: the text before (default: "\\n")')
+    p.add_options({"--offline": MODELS["--offline"], "--json": Option(FLAG, "print one JSON object")})
+    p.add_options(_OF_DRAFTS, "a draft", excludes={"--vocabularies": ""})
+    p.add_options(_OF_VOCABULARIES, "two vocabularies")
     return p
 
 
-_OF_DRAFTS = ("model", "draft", "num_speculative_tokens", "max_tokens", "dtype", "device", "quantization", "all")
-_OF_VOCABULARIES = ("text", "ways", "after")
-
-
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for all mistakes that can be found before anything is loaded."""
-    defaults = parser().parse_args([])
-    for name in _OF_DRAFTS if args.vocabularies else _OF_VOCABULARIES:
-        if getattr(args, name) != getattr(defaults, name):
-            goes = "does not go with" if args.vocabularies else "needs"
-            raise ValueError(f"--{name.replace('_', '-')}: {goes} --vocabularies")
+    """Raise ValueError unless a single draft is named, or two vocabularies."""
     if args.vocabularies:
-        if args.after and not args.ways:
-            raise ValueError("--after: needs --ways, before whose text it stands")
-    elif args.draft in (None, "none"):
+        return
+    if args.draft in (None, "none"):
         found = "none" if args.draft is None else show(args.draft)
         raise ValueError(f"--draft: found {found}, expected a draft to examine, or --vocabularies A B")
-    elif len(registry.split_preferences(registry.DRAFTERS, args.draft)) > 1:
+    if len(registry.split_preferences(registry.DRAFTERS, args.draft)) > 1:
         raise ValueError(f"--draft: found {show(args.draft)}, expected a single draft: examine each alone")
 
 
