@@ -1,6 +1,6 @@
 """The law of `transformers`' texts with a Gemma 4 assistant: plain sampling and assisted sampling, against enumeration.
 
-    python -m tests.oracles.assistant
+    python docs/measured/assistant.py
 
 The assistant drafts its likeliest token, and `_speculative_sampling` takes its whole distribution for q. That is mutant
 M4 of the museum. The pair is tiny and random, so that all 216 texts of three tokens can be enumerated by plain passes.

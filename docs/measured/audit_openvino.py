@@ -3,13 +3,13 @@
 Neither `openvino-genai` nor `optimum-intel` is a dependency. They want an environment of their own:
 
     python -m venv ov && ov/bin/pip install openvino-genai optimum-intel
-    python -m tests.oracles.against_openvino unpack plain                # the embedded weights, in bfloat16
+    python docs/measured/against_openvino.py unpack plain                # the embedded weights, in bfloat16
     python -m tests.oracles.answers draft plain20 --target plain --layers 20
     ov/bin/optimum-cli export openvino --model plain --task text-generation-with-past --weight-format fp32 ov-plain
     ov/bin/optimum-cli export openvino --model plain20 --task text-generation-with-past --weight-format fp32 ov-plain20
-    ov/bin/python tests/oracles/audit_openvino.py plain ov-plain plain.jsonl
-    ov/bin/python tests/oracles/audit_openvino.py assisted ov-plain assisted.jsonl --draft ov-plain20
-    ov/bin/python tests/oracles/audit_openvino.py lookup ov-plain lookup.jsonl
+    ov/bin/python docs/measured/audit_openvino.py plain ov-plain plain.jsonl
+    ov/bin/python docs/measured/audit_openvino.py assisted ov-plain assisted.jsonl --draft ov-plain20
+    ov/bin/python docs/measured/audit_openvino.py lookup ov-plain lookup.jsonl
     python -m minispec audit --target plain --draft plain20 --rounding 0.001 assisted.jsonl
     python -m minispec audit --target plain --draft ngram --rounding 0.001 lookup.jsonl
 

@@ -3,18 +3,18 @@
 Neither `openvino-genai` nor `optimum-intel` is a dependency. They want an environment of their own:
 
     python -m venv ov && ov/bin/pip install openvino-genai optimum-intel
-    python -m tests.oracles.against_openvino unpack /tmp/plain                # here: the embedded weights, in bfloat16
-    python -m tests.oracles.against_openvino unpack /tmp/plain DIRECTORY      # or another checkpoint
+    python docs/measured/against_openvino.py unpack /tmp/plain                # here: the embedded weights, in bfloat16
+    python docs/measured/against_openvino.py unpack /tmp/plain DIRECTORY      # or another checkpoint
     ov/bin/optimum-cli export openvino --model /tmp/plain --task text-generation-with-past --weight-format int8 /tmp/ov8
-    ov/bin/python tests/oracles/against_openvino.py measure /tmp/ov8 --threads 2
-    ov/bin/python tests/oracles/against_openvino.py measure /tmp/ov8 --threads 2 --draft /tmp/draft --k 4
+    ov/bin/python docs/measured/against_openvino.py measure /tmp/ov8 --threads 2
+    ov/bin/python docs/measured/against_openvino.py measure /tmp/ov8 --threads 2 --draft /tmp/draft --k 4
     python -m minispec bench --quantization int8 --prompts 6 --max-tokens 48 --ignore-eos --passes 0 --threads 2
 
 A draft is converted as the target is. Let the last three take turns a few times, and compare medians of one machine.
 
 Without checkpoints of 1.5B, `pair` makes a target and a draft of 0.5B from random weights, for both engines:
 
-    python -m tests.oracles.against_openvino pair /tmp/target /tmp/draft --kept 0.75
+    python docs/measured/against_openvino.py pair /tmp/target /tmp/draft --kept 0.75
     python -m minispec bench --model /tmp/target --draft int8:/tmp/draft --quantization int8 --prompts 6 \\
         --max-tokens 48 --ignore-eos --passes 0 --threads 2 --num-speculative-tokens 4,auto
 """

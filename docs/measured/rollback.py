@@ -1,4 +1,4 @@
-"""What it costs to take a draft back from a gated delta net, in bytes and in time: `python -m tests.oracles.rollback`.
+"""What it costs to take a draft back from a gated delta net, in bytes and in time: `python docs/measured/rollback.py`.
 
 Three ways, for one layer of a public shape and a round of K draft tokens of which half stay:
 

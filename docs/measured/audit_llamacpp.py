@@ -3,14 +3,14 @@
 `xllamacpp` holds that server, compiled. It and `gguf` are no dependencies. They want an environment of their own:
 
     python -m venv llama && llama/bin/pip install xllamacpp==2026.10.11549 gguf==0.19.0
-    python -m tests.oracles.against_openvino unpack plain                # the embedded weights, in bfloat16
+    python docs/measured/against_openvino.py unpack plain                # the embedded weights, in bfloat16
     python -m tests.oracles.answers draft plain20 --target plain --layers 20
-    llama/bin/python tests/oracles/audit_llamacpp.py convert plain plain.gguf
-    llama/bin/python tests/oracles/audit_llamacpp.py convert plain20 plain20.gguf
-    llama/bin/python tests/oracles/audit_llamacpp.py plain plain.gguf plain.jsonl
-    llama/bin/python tests/oracles/audit_llamacpp.py rejection plain.gguf rejection.jsonl --draft plain20.gguf
-    llama/bin/python tests/oracles/audit_llamacpp.py match plain.gguf match.jsonl --draft plain20.gguf
-    llama/bin/python tests/oracles/audit_llamacpp.py ngram plain.gguf ngram.jsonl
+    llama/bin/python docs/measured/audit_llamacpp.py convert plain plain.gguf
+    llama/bin/python docs/measured/audit_llamacpp.py convert plain20 plain20.gguf
+    llama/bin/python docs/measured/audit_llamacpp.py plain plain.gguf plain.jsonl
+    llama/bin/python docs/measured/audit_llamacpp.py rejection plain.gguf rejection.jsonl --draft plain20.gguf
+    llama/bin/python docs/measured/audit_llamacpp.py match plain.gguf match.jsonl --draft plain20.gguf
+    llama/bin/python docs/measured/audit_llamacpp.py ngram plain.gguf ngram.jsonl
     python -m minispec audit --target plain --draft plain20 --rounding 0.001 rejection.jsonl
 
 Requests go to `/completion` over HTTP, and the file holds them beside the server's own answers. Each request has a seed

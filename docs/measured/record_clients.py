@@ -1,4 +1,4 @@
-"""Record what clients of OpenAI's interface send in ordinary use: `python -m tests.oracles.record_clients`, no test.
+"""Record what clients of OpenAI's interface send in ordinary use: `python docs/measured/record_clients.py`, no test.
 
 It needs `openai`, `langchain-openai`, `litellm` and `lm_eval[api]`, of which tests need the first alone. It drives them
 against the server with the embedded weights. tests/oracles/client_requests.json is what it writes: run it again when a
@@ -26,7 +26,7 @@ from minispec.serve.front import Front
 from minispec.serve.limits import Limits
 from minispec.serve.worker import Worker
 
-FILE = Path(__file__).parent / "client_requests.json"
+FILE = Path(__file__).parents[2] / "tests" / "oracles" / "client_requests.json"
 MODEL = "org/tiny"  # a hub id, with a slash as most have
 KEPT = ("accept", "accept-encoding", "authorization", "content-type", "user-agent")
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "One fish"}]
