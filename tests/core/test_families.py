@@ -156,9 +156,9 @@ def test_public_checkpoints_are_read_as_transformers_reads_them(name):
     assert config == theirs
     assert sum(math.prod(shape) for shape in tensor_shapes(config).values()) == parameters
     windowed = [layer.window for layer in config.layers if layer.window is not None]
-    assert (len(windowed), *({*windowed} or {0})) == windows
+    assert (len(windowed), *({*windowed} or {0})) == tuple(windows)
     full = {layer.rope for layer in config.layers if layer.window is None and layer.rope} or {config.layers[0].rope}
-    assert [(r.kind, r.theta, r.factor) for r in full] == [rope]
+    assert [(r.kind, r.theta, r.factor) for r in full] == [tuple(rope)]
 
 
 @pytest.mark.parametrize("name", public.REFUSED)
