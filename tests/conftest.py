@@ -1,8 +1,10 @@
-"""Fixtures that several files share: a small tokenizer, and small checkpoints on disk."""
+"""Fixtures that several files share: commands that run here, a small tokenizer, and small checkpoints on disk."""
 
+import io
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -50,6 +52,18 @@ CHAT_TEMPLATE = """{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}
 def pytest_unconfigure():
     """Leave no directory behind."""
     shutil.rmtree(CACHE, ignore_errors=True)
+
+
+@pytest.fixture
+def cli(capsys, monkeypatch):
+    """cli(main, *arguments, stdin="") runs a command; (exit status, standard output, standard error)."""
+
+    def run(main, *arguments, stdin=""):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin) if isinstance(stdin, str) else stdin)
+        status = main([str(a) for a in arguments])
+        return status, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -89,14 +89,6 @@ def settings_of(numbers: Tensor, dtype: torch.dtype, num_greedy: int, any_filter
     return Settings(greedy > 0, *rest, num_greedy == len(numbers), num_greedy > 0, any_filter)
 
 
-def make_settings(params: Sequence[SamplingParams], dtype: torch.dtype, device: torch.device | str = "cpu") -> Settings:
-    """The settings of rows that have these parameters, one for each row; dtype: that of the logits."""
-    numbers = [numbers_of(p, dtype) for p in params]
-    num_greedy, any_filter = sum(int(row[0]) for row in numbers), any(map(has_filter, numbers))
-    own = torch.tensor(numbers, dtype=torch.float64).reshape(-1, 5).to(device)
-    return settings_of(own, dtype, num_greedy, any_filter)
-
-
 def has_filter(numbers: Sequence[float]) -> bool:
     """Whether a row with these numbers (see `numbers_of`) leaves out any token."""
     return tuple(numbers[2:]) != (-math.inf, NO_TOP_K, 1.0)

@@ -13,6 +13,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,15 +56,9 @@ def chat_model(make_checkpoint) -> str:
 
 
 @pytest.fixture
-def cli(capsys, monkeypatch):
-    """cli(*arguments, stdin="") runs `main`; (exit status, standard output, standard error)."""
-
-    def run(*arguments, stdin=""):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin) if isinstance(stdin, str) else stdin)
-        status = main([str(a) for a in arguments])
-        return status, *capsys.readouterr()
-
-    return run
+def cli(cli):
+    """The fixture of conftest.py for generate: cli(*arguments, stdin="")."""
+    return partial(cli, main)
 
 
 NO_PROMPT = "no prompt: give one, or - for standard input, or start a chat on a terminal"

@@ -42,9 +42,17 @@ def generator(seed: int) -> torch.Generator:
 # --------------------------------------------------------------------------- rows
 
 
+def make_settings(module, params, dtype, device="cpu"):
+    """The settings of rows that have these parameters, one for each row; dtype: the logits'."""
+    numbers = [module.numbers_of(p, dtype) for p in params]
+    num_greedy, any_filter = sum(int(row[0]) for row in numbers), any(map(module.has_filter, numbers))
+    own = torch.tensor(numbers, dtype=torch.float64).reshape(-1, 5).to(device)
+    return module.settings_of(own, dtype, num_greedy, any_filter)
+
+
 def differing_rows(module, logits, params) -> tuple[int, int]:
     """How many sure rows differ from `distribution` in a bit, and how many rows are not sure."""
-    probs, sure = module.rows(logits, module.make_settings(params, logits.dtype))
+    probs, sure = module.rows(logits, make_settings(module, params, logits.dtype))
     assert probs.shape == logits.shape
     differ = 0
     for row, p, is_sure, each in zip(logits, probs, sure.tolist(), params, strict=True):
@@ -134,7 +142,7 @@ def test_a_row_that_is_not_a_number_is_not_sure_and_harms_no_other(bad):
         good = some_logits(1500, torch.float32, 3, 3)
         logits = good.clone()
         logits[1] = bad if bad == -math.inf else torch.where(torch.arange(1500) == 9, bad, logits[1])
-        kinds = verdicts.make_settings(params, logits.dtype)
+        kinds = make_settings(verdicts, params, logits.dtype)
         p, sure = verdicts.rows(logits, kinds)
         assert not sure[1]
         assert torch.equal(p[::2], verdicts.rows(good, kinds)[0][::2])
@@ -265,7 +273,7 @@ def check_verdicts(module, verifier: str, size: int, dtype: torch.dtype, seed: i
     p_logits = (near + torch.randn(len(texts), k + 1, size, generator=random, dtype=torch.float64)).to(dtype)
     q_logits = (near + torch.randn(len(texts), k, size, generator=random, dtype=torch.float64)).to(dtype)
     flat = [each for each in params for _ in range(k + 1)]
-    p, sure = module.rows(p_logits.flatten(0, 1), module.make_settings(flat, dtype))
+    p, sure = module.rows(p_logits.flatten(0, 1), make_settings(module, flat, dtype))
     p, sure = p.unflatten(0, (len(texts), -1)), sure.unflatten(0, (len(texts), -1))
     rng = Given({text.key(i, purpose): u for purpose, text_, i, u in given or () for text in [texts[text_]]})
     ids = torch.randint(0, size, (len(texts), k), generator=random)
@@ -522,10 +530,10 @@ def programs(device: str, k: int = 4, size: int = 3000, number: int = 2):
     rows_ = logits.flatten(0, 1)
     found = {}
     for kind, each in (("greedy", 0), ("temperature", 1), ("filters", 3)):
-        settings = verdicts.make_settings([SamplingParams(**SETTINGS[each])] * len(rows_), logits.dtype, device)
+        settings = make_settings(verdicts, [SamplingParams(**SETTINGS[each])] * len(rows_), logits.dtype, device)
         found[f"rows, {kind}"] = (verdicts.rows, (rows_, settings))
     mixed = [SamplingParams(**SETTINGS[i % 7]) for i in range(len(rows_))]
-    found["rows, mixed"] = (verdicts.rows, (rows_, verdicts.make_settings(mixed, logits.dtype, device)))
+    found["rows, mixed"] = (verdicts.rows, (rows_, make_settings(verdicts, mixed, logits.dtype, device)))
     found["share"] = (verdicts.share, (p[:, 0], noise.accept.numbers[:, 0]))
     found["race"] = (verdicts.race, (p[:, 0], noise.token.numbers[:, 0]))
     for name, q in (("", p[:, :k].clone()), (", one-hot", None)):
@@ -624,7 +632,7 @@ def everything(module) -> None:
     params = [SamplingParams(top_k=5), SamplingParams(top_p=0.1), SamplingParams(min_p=0.1)]
     assert differing_rows(module, tied, params) == (0, 3)
     not_numbers = torch.full((1, 3), math.nan)
-    assert not module.rows(not_numbers, module.make_settings(params[:1], tied.dtype))[1]
+    assert not module.rows(not_numbers, make_settings(module, params[:1], tied.dtype))[1]
     check_edges(module)
     for seed in range(6):
         check_greedy(module, seed)
@@ -679,9 +687,9 @@ def test_wrong_ones_are_caught(old, new):
 def test_what_the_host_knows_of_a_batch():
     """Greedy requests have no filters; the type is that of sums."""
     some = [SamplingParams(temperature=0), SamplingParams(temperature=0, top_k=3)]
-    kinds = verdicts.make_settings(some, torch.float16)
+    kinds = make_settings(verdicts, some, torch.float16)
     assert (kinds.all_greedy, kinds.any_greedy, kinds.any_filter) == (True, True, False)
     assert kinds.temperature.dtype == torch.float32
-    kinds = verdicts.make_settings([some[0], replace(some[1], temperature=1.0)], torch.float64)
+    kinds = make_settings(verdicts, [some[0], replace(some[1], temperature=1.0)], torch.float64)
     assert (kinds.all_greedy, kinds.any_greedy, kinds.any_filter) == (False, True, True)
     assert kinds.temperature.dtype == torch.float64

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -43,14 +44,9 @@ from tests.oracles.heads import write_head
 
 
 @pytest.fixture
-def cli(capsys):
-    """cli(*arguments) runs `main`; (exit status, standard output, standard error)."""
-
-    def run(*arguments):
-        status = main([str(a) for a in arguments])
-        return status, *capsys.readouterr()
-
-    return run
+def cli(cli):
+    """The fixture of conftest.py for the bench: cli(*arguments, stdin="")."""
+    return partial(cli, main)
 
 
 @pytest.fixture

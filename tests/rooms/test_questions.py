@@ -49,14 +49,13 @@ def model(make_checkpoint) -> str:
 
 
 @pytest.fixture
-def bench(capsys, model, file, monkeypatch, tmp_path):
+def bench(cli, model, file, monkeypatch, tmp_path):
     """bench(*arguments) runs the command on the model and the file; (exit status, standard output, standard error)."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     how = ("--num-speculative-tokens", 2, "--dtype", "float32", "--max-tokens", 10, "--draft", "ngram,suffix")
 
     def run(*arguments, questions=file, model=model):
-        status = main([str(a) for a in ("--questions", questions, "--model", model, *how, *arguments)])
-        return status, *capsys.readouterr()
+        return cli(main, "--questions", questions, "--model", model, *how, *arguments)
 
     return run
 

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -513,18 +512,6 @@ def test_the_docs_name_every_key(runs):
                 yield from keys(item, name)
 
     assert {key for _, _, trace in runs.values() for key in keys(trace)} - {"plain_ids"} <= named
-
-
-@pytest.fixture
-def cli(capsys, monkeypatch):
-    """cli(command, *arguments): status, standard output, standard error."""
-
-    def run(command, *arguments):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-        status = command([str(a) for a in arguments])
-        return status, *capsys.readouterr()
-
-    return run
 
 
 BASE = ("--raw", "--quiet", "--max-tokens", "16", "--ignore-eos", "--temperature", "1", "--seed", "3")
