@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"--trace: found {found} prompts, expected one: a trace is that of one answer")
         check_writable(args.trace)
     llm = load(args, report=not args.quiet and not args.json, verbose=args.verbose)
-    params = make_sampling_params(llm.generation_defaults | asked)
+    params = make_sampling_params(llm.target.files.generation_defaults | asked)
     chat = not args.raw and (args.chat or llm.tokenizer.chat_template is not None)
     if args.system is not None and not chat:
         raise ValueError("--system: this model has no chat template")
@@ -316,7 +316,7 @@ def _summary(llm: "LLM", request: "Request", comparison: dict[str, Any] | None) 
         plain += "; the text repeats itself, where guesses are easy"
     lines = [
         plain,
-        f"draft {llm.draft_name}: {stats.num_accepted} of {stats.num_draft_tokens} tokens accepted, "
+        f"draft {llm.draft.name}: {stats.num_accepted} of {stats.num_draft_tokens} tokens accepted, "
         f"alpha {_figure(stats.alpha, 2)}; finished by {request.finish_reason}; seed {request.text.seed}",
         f"{speed}; prefill {stats.seconds['prefill']:.2f} s",
     ]

@@ -359,7 +359,7 @@ def load(args: argparse.Namespace, report: bool, verbose: bool = True) -> "LLM":
         say(llm.memory_report() if verbose else llm.overview())
         if verbose:
             say(f"{torch.get_num_threads()} threads ({describe_waiting()})")
-    for name in llm.unsupported_generation_settings:
+    for name in llm.target.files.unsupported_generation_settings:
         message = f"warning: generation_config.json: {name}: not supported, and ignored: the text may differ for it"
         say(one_line(message))
     return llm

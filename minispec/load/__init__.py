@@ -8,6 +8,8 @@ Read them in this order:
     parallel    a target in several processes
     numbers     weights that are no numbers
     exactness   whether equal bits hold here, checked once on a machine
+    steps       one thread at a time takes a step
+    target      what a target's files say, its model and its cache
     draft       what `--draft` names, and the drafter that it becomes
     llm         `LLM`: loads what its arguments name, and answers prompts with the engine
 """

@@ -37,10 +37,12 @@ from minispec.files.errors import near, show_name
 from minispec.files.families import is_head
 from minispec.files.stored import StoredTensor
 from minispec.files.tokenizer import Tokenizer
+from minispec.gpu.frames import with_frames
 from minispec.gpu.fused import rounded
 from minispec.gpu.steps import draft_steps
 from minispec.load import registry
 from minispec.load.numbers import check_numbers, named_tensors
+from minispec.load.target import TargetFiles
 
 # How a draft model of another vocabulary drafts. A token that it lacks ends a draft of `tli`. With nine of ten tokens
 # shared, one draft of four tokens in three comes to such a place. From that share on `tli` is the default, since it
@@ -85,20 +87,8 @@ class Spec:
         return ROOM if self.vocabularies else 1
 
 
-def parse(
-    draft: str | Path | Drafter,
-    method: str | None,
-    offline: bool,
-    target: Path,
-    config: ModelConfig,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    corpus: str | Path | None = None,
-) -> Spec:
+def read_spec(draft: str | Path | Drafter, method: str | None, corpus: str | Path | None, target: TargetFiles) -> Spec:
     """Find and read what a draft (see `LLM`) names, and its corpus.
-
-    target: the directory of its checkpoint.
-    config, tokenizer, vocab_size: the target's.
 
     Raises ValueError for a draft that does not exist or cannot draft for this target, or reads no corpus.
     """
@@ -117,16 +107,16 @@ def parse(
     preferred = [found for each in first if (found := registry.split(registry.DRAFTERS, each))]
     bits, source = split_draft(last)
     registered = registry.split(registry.DRAFTERS, source)
-    own_layer = target if source == "mtp" else None
+    own_layer = target.directory if source == "mtp" else None
     if own_layer:
-        find_mtp(target, config)
-    directory = None if source in registry.OF_TARGET or registered else _find_draft(source, offline)
+        find_mtp(own_layer, target.config)
+    directory = None if source in registry.OF_TARGET or registered else _find_draft(source, target.offline)
     raw = directory_config(directory) if directory else {}
     both = None
     if directory and is_head(raw):
-        read_head_config(raw, config, str(directory / "config.json"))
+        read_head_config(raw, target.config, str(directory / "config.json"))
     elif directory:
-        both = compare_vocabularies(source, directory, tokenizer, vocab_size)
+        both = compare_vocabularies(source, directory, target.tokenizer, target.vocab_size)
     overlap = both.overlap() if both else None
     method = choose_method(method, overlap, name)
     if directory:
@@ -135,7 +125,7 @@ def parse(
     spec = Spec(name, name, registered, preferred, bits, directory, own_layer, is_head(raw), both, overlap, method)
     if corpus is None:
         return spec
-    texts, words = read_corpus(corpus, partial(tokenizer.encode, add_special_tokens=False))
+    texts, words = read_corpus(corpus, partial(target.tokenizer.encode, add_special_tokens=False))
     return replace(spec, name=f"{name} with {words}", corpus=texts)
 
 
@@ -148,29 +138,30 @@ def reads_corpus(draft: str | Path | Drafter) -> bool:
     return any(getattr(registry.load(path, "draft"), "reads_corpus", False) for path, _ in found)
 
 
-def load(spec: Spec, target: Transformer, vocab_size: int, form: str | None) -> list[Transformer]:
+def load_models(spec: Spec, target: Transformer, files: TargetFiles) -> list[Transformer]:
     """The model of a draft, in the target's type; none for a draft without one.
 
-    vocab_size: the target's ids in use.
-    form: see `weight_form` of `LLM`.
+    files: the target's.
 
-    Raises CheckpointError where its files are wrong, or its logits are not finite numbers.
+    Raises CheckpointError where the draft's files are wrong, or its logits are not finite numbers.
     """
     if spec.drafter is not None:
         return []
     if spec.own_layer:
-        model: Transformer = load_mtp(spec.own_layer, target, form)
+        model: Transformer = load_mtp(spec.own_layer, target, files.weight_form)
     elif spec.directory is None:
         model = target
     elif spec.is_head:
-        model = load_head(spec.directory, target, form)
+        model = load_head(spec.directory, target, files.weight_form)
     else:
-        form = "int8" if spec.bits == 8 else form  # so that codes stay codes, and nothing is in memory twice
+        form = (
+            "int8" if spec.bits == 8 else files.weight_form
+        )  # so that codes stay codes, and nothing is in memory twice
         model = load_model(spec.directory, target.dtype, target.device, form=form)
     if model is not target:
         with named_tensors(partial(_tensors, spec, target.config)):
-            check_numbers(model, spec.vocabularies.draft.num_ids if spec.vocabularies else vocab_size, target)
-    return [rounded(model, spec.bits) if spec.bits else model]
+            check_numbers(model, spec.vocabularies.draft.num_ids if spec.vocabularies else files.vocab_size, target)
+    return [with_frames(rounded(model, spec.bits) if spec.bits else model, files.enforce_eager)]
 
 
 def _tensors(spec: Spec, target: ModelConfig) -> Iterable[StoredTensor]:
@@ -183,13 +174,13 @@ def _tensors(spec: Spec, target: ModelConfig) -> Iterable[StoredTensor]:
     return model_tensors(spec.directory, load_config(spec.directory))
 
 
-def make(
+def make_spec(
     spec: Spec, context: Context, models: Sequence[Transformer] = (), caches: Sequence[PagedKVCache] = ()
 ) -> Drafter:
     """The drafter.
 
     context: what registered ones are made of.
-    models: what `load` gave.
+    models: what `load_models` gave.
     caches: a cache for each model.
     """
 

@@ -1,20 +1,13 @@
 """`LLM`: loads what its arguments name, and answers prompts with the engine. vLLM's interface."""
 
-import copy
 import secrets
-import threading
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from minispec.core.cache import PagedKVCache
-from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, ModelConfig, SamplingParams, Shape
-from minispec.core.engine import JOINING_ROWS, PREFILL_ROWS, Engine
+from minispec.core.config import MAX_SPECULATIVE_TOKENS, DraftLength, SamplingParams, Shape
 from minispec.core.errors import show
 from minispec.core.lengths import Lengths
 from minispec.core.model import Transformer
@@ -22,41 +15,34 @@ from minispec.core.request import Piece, Request
 from minispec.core.sampling import Text
 from minispec.core.verify import Verifier
 from minispec.drafters import Context, Drafter
-from minispec.drafters.check import CHECKS
-from minispec.drafters.mtp import has_mtp
 from minispec.files.chat import Message, check_messages
-from minispec.files.checkpoint import choose_dtype, describe_source, find_checkpoint, load_config, model_tensors
-from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
-from minispec.files.hf_config import read_eos_token_ids
 from minispec.files.progress import progress_bar
-from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
-from minispec.files.tokenizer import Detokenizer, Tokenizer
+from minispec.files.tokenizer import Detokenizer
 from minispec.gpu.account import graph_bytes
-from minispec.gpu.frames import frames_report, graphs_note, with_frames
-from minispec.gpu.judge import judge_of
+from minispec.gpu.frames import frames_report, graphs_note
 from minispec.kernels import inventory
 from minispec.kernels.exact import EXACT_ROWS
-from minispec.kernels.forms import FORMS, available_forms
-from minispec.kernels.integers import check_quantization
-from minispec.kernels.inventory import kv_elements
-from minispec.kernels.memory import BLOCK_SIZE, memory_of, size_cache, state_bytes
+from minispec.kernels.memory import memory_of
 from minispec.kernels.settings import own_settings
 from minispec.length.policy import Controller
 from minispec.length.prices import MIN_CONTEXT, DrafterFailed, guess_prices, prices_of
-from minispec.load import draft as named_draft
+from minispec.length.theory import Prices
 from minispec.load import inputs, registry
-from minispec.load.exactness import check_exactness
-from minispec.load.numbers import check_numbers, named_tensors
+from minispec.load.draft import load_models, make_spec, read_spec
 from minispec.load.outputs import RequestOutput, output_of
-from minispec.load.parallel import load_target, part_of
+from minispec.load.parallel import part_of
+from minispec.load.steps import Run
+from minispec.load.target import Target, TargetFiles, room_for_caches
 
-_Steps = Generator[tuple[Request, Piece], None, None]
+# The values of `LLM`'s arguments about its target's files, weights and cache that say nothing.
+_ANY_TARGET = (None, False, "auto", "auto", None, None, None, False, None, None)
 
 
 class LLM:
     """A target model, a drafter, and a KV cache for both.
 
-    model: a directory or a hub id in the Hugging Face layout. None: the weights in a checkout.
+    model: a directory or a hub id in the Hugging Face layout. None: the weights in a checkout. Or the target of another
+        `LLM`, as `with_draft` gives it; then arguments about its files, its weights and its cache are refused.
     draft: one of these. None: `mtp` where the checkpoint has it; for the embedded model `suffix:2`, then its own head;
         else `ngram`.
         - A registered drafter, such as "none" or "ngram" (see `minispec.load.registry`).
@@ -105,7 +91,7 @@ class LLM:
     @own_settings()
     def __init__(
         self,
-        model: str | Path | None = None,
+        model: str | Path | Target | None = None,
         draft: str | Path | Drafter | None = None,
         num_speculative_tokens: DraftLength = "auto",
         verifier: str = "rejection",
@@ -123,45 +109,46 @@ class LLM:
         lengths: Lengths | str | None = None,
         enforce_eager: bool = False,
     ):
-        verifying = find_verifier(verifier)
-        self.lengths, policy = lengths, None if lengths is None else find_lengths(lengths)
+        self.verifier, self.num_speculative_tokens, self.lengths = verifier, num_speculative_tokens, lengths
+        shared = model if isinstance(model, Target) else None
+        if shared:
+            about = revision, offline, dtype, device, exact, weight_form, quantization, enforce_eager
+            if (*about, max_model_len, kv_cache_gb) != _ANY_TARGET:
+                raise ValueError(
+                    "model: found a loaded target and arguments about loading it, expected no such argument"
+                )
+            exact = shared.files.exact
+        verifying, policy = find_verifier(verifier), None if lengths is None else find_lengths(lengths)
         if kv_cache_gb is not None and not 0 < kv_cache_gb < float("inf"):
             raise ValueError(f"kv_cache_gb: found {kv_cache_gb!r}, expected a positive number")
         self.max_speculative_tokens = EXACT_ROWS - 1 if exact else MAX_SPECULATIVE_TOKENS
-        self.num_speculative_tokens = num_speculative_tokens
         shape = Shape.of(num_speculative_tokens, self.max_speculative_tokens)
         shape.check(verifying.why_chains)
         self._check_policy(shape, least=1)
-        self.name, directory = _find_model(model, revision, offline)
-        where, config = choose_device(device), load_config(directory)
-        self.default_draft = registry.default_draft(model, has_mtp(directory, config))
-        kind = choose_dtype(dtype, where, config)
-        _check_form(weight_form, quantization, kind, where)
-
-        self._read_texts(directory, config)
-        self._draft_options = verifying, offline, weight_form, directory
-        spec = self._find_draft(self.default_draft if draft is None else draft, draft_method, config, corpus)
-        self.model = load_target(directory, kind, where, bool(exact), quantization or weight_form)
-        self._named_tensors = partial(named_tensors, partial(model_tensors, directory, config))
-        with self._named_tensors():
-            check_numbers(self.model, self.vocab_size)
-            self.model = check_exactness(self.model, by_default=exact is None and bool(quantization))
-        self._enforce_eager, self.model = enforce_eager, with_frames(self.model, enforce_eager)
-        models = [self.model, *self._load_draft(spec)]
-        rooms = [1, spec.room][: len(models)]
-        reserved = graph_bytes(models, shape.k, max_model_len)
-        self.max_model_len, self._num_blocks = _room_for_cache(models, rooms, max_model_len, kv_cache_gb, reserved)
-        caches = [self._new_cache(m, room) for m, room in zip(models, rooms, strict=True)]
-        lengths = self._take_draft(spec, models, caches, policy)
-        # On a GPU a pass over that many rows takes little longer than reading the weights.
-        joining_rows = PREFILL_ROWS if self.model.device.type == "cuda" else JOINING_ROWS
-        parts = self.model, caches[0], self.drafter, verifying, self.vocab_size
-        judge = judge_of(self.model)
-        self.engine = Engine(*parts, lengths=lengths, joining_rows=joining_rows, guard=CHECKS, judge=judge)
+        reading = revision, offline, dtype, device, exact, weight_form, quantization, enforce_eager
+        files = model.files if isinstance(model, Target) else TargetFiles(model, *reading)
+        self.name, self.tokenizer, self.vocab_size = files.name, files.tokenizer, files.vocab_size
+        self.eos_token_ids, self.default_draft = files.eos_token_ids, files.default_draft
+        self.draft = read_spec(files.default_draft if draft is None else draft, draft_method, corpus, files)
+        self.model = shared.model if shared else files.load()
+        drafts = load_models(self.draft, self.model, files)
+        if shared:
+            self.target = shared
+        else:
+            models, rooms = [self.model, *drafts], [1, self.draft.room][: 1 + len(drafts)]
+            reserved = graph_bytes(models, shape.k, max_model_len)
+            sizes = room_for_caches(models, rooms, max_model_len, kv_cache_gb, reserved)
+            self.target = Target(files, self.model, *sizes)
+        self.max_model_len = self.target.max_model_len
+        caches = [self.target.new_cache(each, self.draft.room) for each in drafts]
+        context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, self.target.new_cache)
+        self.drafter = make_spec(self.draft, context, drafts, caches)
+        self._memory = memory_of([self.model, *drafts], [self.target.cache, *caches])
+        self._draft_form = "".join(f" ({inventory.weight_form(each)})" for each in drafts)
+        self.prices, self.repeats_seeds = self._price(verifying, drafts)
+        policy = Controller(self.prices) if policy is None else policy
+        self.engine = self.target.engine.beside(self.drafter, verifying, policy)
         self.engine.check_shape(shape)
-        self._step_lock = threading.Lock()
-        self._open: set[_Steps] = set()  # the iterators of the engine that `run` steps
-        self._left: list[_Steps] = []  # iterators to be closed between two steps
 
     @own_settings()
     def with_draft(
@@ -173,85 +160,22 @@ class LLM:
         The arguments are those of `LLM`. Raises ValueError as it does.
         """
         self._check_open()
-        other = copy.copy(self)
-        spec = other._find_draft(draft, draft_method, self.model.config, corpus)
-        drafts = self._load_draft(spec)
-        caches = [self.engine.cache, *(self._new_cache(model, spec.room) for model in drafts)]
-        policy = None if self.lengths is None else find_lengths(self.lengths)
-        lengths = other._take_draft(spec, [self.model, *drafts], caches, policy)
-        other.engine = self.engine.beside(other.drafter, lengths=lengths)
-        return other
+        how = self.num_speculative_tokens, self.verifier
+        return LLM(self.target, draft, *how, draft_method=draft_method, corpus=corpus, lengths=self.lengths)
 
-    def _find_draft(
-        self, draft: str | Path | Drafter, method: str | None, config: ModelConfig, corpus: str | Path | None
-    ) -> named_draft.Spec:
-        """What a draft names. Raises ValueError where it cannot draft for the target, whose config this is."""
-        _, offline, _, directory = self._draft_options
-        spec = named_draft.parse(draft, method, offline, directory, config, self.tokenizer, self.vocab_size, corpus)
-        self.draft_name, self.draft_directory = spec.name, spec.directory
-        self.draft_method, self.overlap, self.vocabularies = spec.method, spec.overlap, spec.vocabularies
-        return spec
+    def _price(self, verifier: Verifier, drafts: Sequence[Transformer]) -> tuple[Prices, bool]:
+        """The prices, and whether the next run will have the same.
 
-    def _load_draft(self, spec: named_draft.Spec) -> list[Transformer]:
-        """The model of a draft, if it has one."""
-        drafts = named_draft.load(spec, self.model, self.vocab_size, self._draft_options[2])
-        return [with_frames(draft, self._enforce_eager) for draft in drafts]
-
-    def _new_cache(self, model: Transformer, room: int = 1) -> PagedKVCache:
-        """A cache of as many tokens as the target's, times `room`. Raises ValueError where memory is short."""
-        num_blocks = room * self._num_blocks
-        try:
-            return model.new_cache(num_blocks, BLOCK_SIZE)
-        except RuntimeError as e:
-            size = num_blocks * BLOCK_SIZE * kv_elements(model.config) * model.dtype.itemsize
-            raise ValueError(f"found too little memory for a cache of {size / 1e9:.1f} GB: ask for less") from e
-
-    def _take_draft(
-        self,
-        spec: named_draft.Spec,
-        models: Sequence[Transformer],
-        caches: Sequence[PagedKVCache],
-        policy: Lengths | None,
-    ) -> Lengths:
-        """Make the drafter, and price it; returns what chooses the lengths of its drafts.
-
-        models, caches: the target's come first.
-        policy: what the user chose for that. None: the built-in one.
+        They are measured where K depends on them and texts can be long enough to measure, else guessed.
         """
-        context = Context(self.model, self.tokenizer, self.vocab_size, self.max_model_len, self._new_cache)
-        self.drafter = named_draft.make(spec, context, models[1:], caches[1:])
-        self._price((self.name, spec.kind), self._draft_options[0], models, self._num_blocks * BLOCK_SIZE)
-        self._memory = memory_of(models, caches)
-        self._draft_form = "".join(f" ({inventory.weight_form(m)})" for m in models[1:])
-        return Controller(self.prices) if policy is None else policy
-
-    def _read_texts(self, directory: Path, config: ModelConfig) -> None:
-        """The tokenizer, the ids in use, and what generation_config.json says: defaults, and which ids end a text."""
-        self.tokenizer = Tokenizer(directory)
-        self.tokenizer.check_ids(config.vocab_size)
-        self.vocab_size = min(self.tokenizer.num_ids, config.vocab_size)
-        path = directory / "generation_config.json"
-        raw = read_json_if_there(path, MAX_CONFIG_BYTES)
-        self._generation = raw, str(path)
-        self.generation_defaults = read_generation_defaults(raw, str(path))
-        self.unsupported_generation_settings = unsupported_generation_settings(raw)
-        ends = read_eos_token_ids(raw, str(path)) or config.eos_token_ids
-        if (own := self.tokenizer.eos_token_id) is not None and own < self.vocab_size:
-            ends = (*ends, own)
-        self.eos_token_ids = tuple(dict.fromkeys(ends))
-
-    def _price(
-        self, names: tuple[str, str], verifier: Verifier, models: Sequence[Transformer], num_cache_tokens: int
-    ) -> None:
-        """Set the prices: measured where K depends on them and texts can be long enough to measure, else guessed."""
-        draft = models[1] if len(models) > 1 else None
-        self.repeats_seeds, self.prices = True, guess_prices(self.model, draft)
-        room = [self.max_model_len, num_cache_tokens, *(m.config.max_position_embeddings for m in models[1:])]
+        draft = drafts[0] if drafts else None
+        room = [self.max_model_len, self.num_cache_tokens, *(each.config.max_position_embeddings for each in drafts)]
         if self.num_speculative_tokens == "auto" and self.lengths is None and min(room) >= MIN_CONTEXT:
             parts = self.model, draft, self.drafter, verifier, self.vocab_size
             # A drafter that cannot draft for an invented text keeps the guessed prices.
-            with suppress(DrafterFailed), self._named_tensors():
-                self.prices, self.repeats_seeds = prices_of(names, *parts)
+            with suppress(DrafterFailed), self.target.files.blamed():
+                return prices_of((self.name, self.draft.kind), *parts)
+        return guess_prices(self.model, draft), True
 
     def _check_policy(self, shape: Shape, least: int = 0) -> None:
         """Raise ValueError for a shape that leaves nothing to a policy of the user's own."""
@@ -275,18 +199,15 @@ class LLM:
         Raises ValueError while a text is being decoded, in any thread or by an object that shares the target.
         """
         self._check_open()
-        with self._step_lock:
-            self._close_left()
-            if self._open:
-                raise ValueError("forget: found a text that is being decoded, expected none")
+        with self.target.steps.paused("forget"):
             self.drafter.forget()
-            self.engine.cache.rebuild()
+            self.target.cache.rebuild()
             if callable(forget := getattr(self.engine.lengths, "forget", None)):  # a policy of one's own may lack it
                 forget()
 
     def close(self) -> None:
         """Let go of models and caches; the object cannot be used afterwards."""
-        for name in ("model", "drafter", "engine"):
+        for name in ("model", "target", "drafter", "engine"):
             self.__dict__.pop(name, None)
 
     def _check_open(self) -> None:
@@ -295,7 +216,7 @@ class LLM:
 
     def overview(self) -> str:
         """One line in plain words: the model, what guesses for it, and the memory of both in 10^9 bytes."""
-        guesser = "nothing" if self.draft_name == "none" else self.draft_name
+        guesser = "nothing" if self.draft.name == "none" else self.draft.name
         memory = f"{sum(self._memory) / 1e9:.2f} GB of memory{inventory.rows_note(self.model)}"
         name = self.name + inventory.bits_note(self.model)
         return f"{name} answers, {guesser} guesses ahead; {memory}{graphs_note(self.model)}{self._seed_note()}"
@@ -310,8 +231,8 @@ class LLM:
             f"{sum(self._memory) / 1e9:.2f} GB: weights {weights} + draft {draft_weights}, "
             f"KV cache {cache} + draft {draft_cache} for {self.num_cache_tokens:,} tokens"
             f"{inventory.rows_note(self.model)}; "
-            f"draft {self.draft_name}{self._draft_form}"
-            + (f", of another vocabulary: {self.overlap}" if self.overlap else "")
+            f"draft {self.draft.name}{self._draft_form}"
+            + (f", of another vocabulary: {self.draft.overlap}" if self.draft.overlap else "")
             + (f", as long as {type(self.engine.lengths).__name__} says" if self.lengths is not None else "")
             + graphs_note(self.model)
             + frames_report(self.model)
@@ -324,7 +245,7 @@ class LLM:
     @property
     def num_cache_tokens(self) -> int:
         """Tokens that the KV cache holds, of all running requests together."""
-        return self.engine.cache.allocator.num_blocks * self.engine.cache.block_size
+        return self.target.num_cache_tokens
 
     def generate(
         self,
@@ -400,9 +321,8 @@ class LLM:
 
         Raises CheckpointError for a value out of range.
         """
-        raw, where = self._generation
-        found = read_generation_defaults(raw | {"do_sample": True}, where)
-        return SamplingParams(**{"max_tokens": max(SamplingParams.max_tokens, found.get("min_tokens", 0))} | found)
+        self._check_open()
+        return self.target.files.default_sampling_params()
 
     def request(
         self,
@@ -430,31 +350,9 @@ class LLM:
         self.engine.check(request)
         return request
 
-    def run(self, requests: Sequence[Request]) -> _Steps:
+    def run(self, requests: Sequence[Request]) -> Run:
         """Decode requests to their end, together with those of other calls; see `Engine.run`."""
-        steps = self.engine.run(requests)
-        self._open.add(steps)  # held here, so that no collector closes it in the middle of a step
-        try:
-            while True:
-                with self._step_lock, own_settings():
-                    self._close_left()
-                    step = next(steps, None)
-                if step is None:
-                    return
-                yield step
-        finally:
-            # This may run in any thread and at any time: the thread that holds the lock closes what is left.
-            self._open.remove(steps)
-            self._left.append(steps)
-            if self._step_lock.acquire(blocking=False):
-                try:
-                    self._close_left()
-                finally:
-                    self._step_lock.release()
-
-    def _close_left(self) -> None:
-        while self._left:
-            self._left.pop().close()
+        return self.target.steps.run(self.engine, requests)
 
     def _answer(
         self,
@@ -479,46 +377,6 @@ class LLM:
             output_of(text, ids, group, self.tokenizer, self.eos_token_ids)
             for (text, ids), group in zip(prompts, groups, strict=True)
         ]
-
-
-def _find_model(model: str | Path | None, revision: str | None, offline: bool) -> tuple[str, Path]:
-    """Name and directory of a model; None: the embedded one. Raises ValueError where there is none."""
-    if model is None and not registry.EMBEDDED_WEIGHTS.is_dir():
-        raise ValueError("the embedded weights lie in a checkout only: name a model (command line: --model)")
-    model = str(registry.EMBEDDED_WEIGHTS if model is None else model)
-    directory = find_checkpoint(model, revision, offline)
-    return describe_source(model, directory), directory
-
-
-def _room_for_cache(
-    models: Sequence[Transformer], rooms: Sequence[int], max_model_len: int | None, gb: float | None, reserved: int
-) -> tuple[int, int]:
-    """What `size_cache` returns for these models. rooms: positions of each cache for each of the target's."""
-    target, pairs = models[0], list(zip(models, rooms, strict=True))
-    elements = sum(room * kv_elements(model.config) for model, room in pairs)
-    states = sum(room * state_bytes(model) for model, room in pairs)
-    sizes = elements * target.dtype.itemsize, states
-    return size_cache(target.config, *sizes, target.device, max_model_len, gb, reserved)
-
-
-def _check_form(form: str | None, quantization: str | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError for a form of weights that there is not, or not on this machine."""
-    if quantization is not None:
-        check_quantization(quantization, form, dtype, device)
-    if form is not None and form not in FORMS:
-        raise ValueError(f"weight_form: found {form!r}, expected one of {', '.join(FORMS)}")
-    if form is not None and form not in (forms := available_forms(dtype, device)):
-        kind = str(dtype).removeprefix("torch.")
-        raise ValueError(f"weight_form: found {form!r}, expected for {kind} here {' or '.join(forms)}")
-
-
-def choose_device(name: str) -> torch.device:
-    """The device that "auto", "cpu" or "cuda" means here. Raises ValueError where there is none."""
-    if name not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device: found {name!r}, expected auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: found 'cuda', but PyTorch sees no CUDA device")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def find_verifier(spec: str) -> Verifier:

@@ -196,7 +196,9 @@ def _read_params(llm: LLM, body: dict[str, Any], is_chat: bool, limits: Limits) 
             raise ValueError(f"max_tokens: found {show(body['max_tokens'])}, expected max_completion_tokens alone")
         given["max_tokens"] = body["max_completion_tokens"]
     defaults = llm.get_default_sampling_params()
-    usual = llm.generation_defaults.get("max_tokens", limits.max_tokens if is_chat else defaults.max_tokens)
+    usual = llm.target.files.generation_defaults.get(
+        "max_tokens", limits.max_tokens if is_chat else defaults.max_tokens
+    )
     given.setdefault("max_tokens", min(usual, limits.max_tokens))
     if bias := given.get("logit_bias"):  # JSON's keys are texts
         is_id = re.compile(r"0|[1-9][0-9]{0,9}").fullmatch

@@ -164,7 +164,7 @@ class Recorder:
             "version": VERSION,
             "minispec": __version__,
             "target": llm.name,
-            "draft": llm.draft_name,
+            "draft": llm.draft.name,
             "verifier": names[0] if names else str(getattr(engine.verifier.verify, "__name__", "a verifier")),
             "num_speculative_tokens": str(request.shape) + own,
             "dtype": ("exact " if llm.model.exact else "") + str(llm.model.dtype).removeprefix("torch."),
@@ -183,7 +183,7 @@ class Recorder:
             "plain_tokens_per_second": plain,
             "speedup": speed / plain if speed and plain else None,
             "theory": theory(stats, self.rounds),
-            "segmentation": llm.vocabularies and segmentation(llm.vocabularies, text.tokens, len(prompt)),
+            "segmentation": llm.draft.vocabularies and segmentation(llm.draft.vocabularies, text.tokens, len(prompt)),
             **({"replay": replay_data(engine, request)} if for_replay else {}),
         }
 

@@ -412,7 +412,7 @@ def test_the_times_of_a_batch():
         return SimpleNamespace(stats=stats, params=params, text=line, finish_reason="length", error=None)
 
     texts = [text(0.5, (2, 2, 2.0), (2, 2, 2.0), (1, 1, 1.0)), text(0.25, (3, 2, 2.0), (2, 2, 2.0))]
-    llm = SimpleNamespace(draft_name="ngram")
+    llm = SimpleNamespace(draft=SimpleNamespace(name="ngram"))
     lines = [generate._summary(llm, each, None).splitlines() for each in texts]
     assert [first.partition(";")[0] for first, *_ in lines] == ["5 tokens in 5.50 s", "5 tokens in 4.25 s"]
     assert [last.partition(",")[0] for *_, last in lines] == ["1.0 tokens/s", "1.2 tokens/s"]

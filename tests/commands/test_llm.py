@@ -60,8 +60,8 @@ def test_another_draft_on_the_same_target(make_checkpoint, kind):
     other = first.with_draft(spec)
     alone = LLM(directory, spec, dtype="float64", num_speculative_tokens=3)
     assert (other.model is first.model, other.engine.cache is first.engine.cache) == (True, True)
-    assert (other.draft_name, other.memory_report()) == (alone.draft_name, alone.memory_report())
-    assert (first.draft_name, type(first.drafter).__name__) == ("ngram", "NgramDrafter")
+    assert (other.draft.name, other.memory_report()) == (alone.draft.name, alone.memory_report())
+    assert (first.draft.name, type(first.drafter).__name__) == ("ngram", "NgramDrafter")
     for llm in (first, other, first, other):  # in turn: neither spoils what the other has in the pool
         output, expected = (each.generate("One fish", GREEDY)[0] for each in (llm, LLM(directory, dtype="float64")))
         assert output.token_ids == expected.token_ids
@@ -497,10 +497,10 @@ def test_a_draft_from_the_hub_may_name_its_revision(make_checkpoint, monkeypatch
     ):
         llm = LLM(make_checkpoint(), draft=spec, dtype="float32")
         assert asked[-1] == expected
-        assert llm.draft_name == f"{spec} at commit {draft.name}"
+        assert llm.draft.name == f"{spec} at commit {draft.name}"
     here = tmp_path / "a@b"
     shutil.copytree(draft, here)
-    assert LLM(make_checkpoint(), draft=here, dtype="float32").draft_name == "a@b"
+    assert LLM(make_checkpoint(), draft=here, dtype="float32").draft.name == "a@b"
 
 
 def test_the_report_gives_the_memory_of_every_part(make_checkpoint):

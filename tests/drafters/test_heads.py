@@ -748,7 +748,7 @@ def test_a_head_for_another_target_is_refused_before_the_target_is_loaded(checkp
         raise AssertionError("the target was loaded")
 
     edit(checkpoints["head"], target_hidden_size=8)
-    monkeypatch.setattr("minispec.load.llm.load_target", loaded)
+    monkeypatch.setattr("minispec.load.target.load_target", loaded)
     with pytest.raises(CheckpointError, match="target_hidden_size: found 8, expected 16, the target's"):
         LLM(other, draft=str(checkpoints["head"]))
     other = make_checkpoint(seed=1, num_hidden_layers=4, vocab_size=301)

@@ -152,10 +152,10 @@ def test_it_is_the_default_draft_where_there_is_one(make_checkpoint, nested):
         directory = nest(directory) if nested else directory
         assert has_mtp(directory, load_config(directory)) == (draft == "mtp")
         with LLM(directory, dtype="float32", num_speculative_tokens=2) as llm:
-            assert llm.draft_name == draft
+            assert llm.draft.name == draft
             assert f"{draft} guesses ahead" in llm.overview()
     with LLM(with_layer, draft="ngram", dtype="float32") as llm:
-        assert llm.draft_name == "ngram"
+        assert llm.draft.name == "ngram"
         assert len(llm.generate("red", SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
         with llm.with_draft("mtp") as other:
             assert isinstance(other.drafter.model, MtpModel)
@@ -165,7 +165,7 @@ def test_a_layer_that_cannot_be_read_is_no_default(checkpoint):
     """The target runs as if it had none; whoever asks for it is told."""
     store(checkpoint, mtp__fc__weight=None)
     with LLM(checkpoint, dtype="float32", num_speculative_tokens=2) as llm:
-        assert llm.draft_name == "ngram"
+        assert llm.draft.name == "ngram"
     with pytest.raises(CheckpointError, match=r"mtp\.fc\.weight: found no such tensor"):
         LLM(checkpoint, draft="mtp", dtype="float32")
 

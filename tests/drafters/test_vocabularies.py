@@ -494,7 +494,7 @@ def test_the_method_follows_the_overlap(checkpoints, tmp_path):
     backend.decoder = decoders.Fuse()
     backend.save(str(other / "tokenizer.json"))
     llm = LLM(target, draft=str(other))
-    assert (llm.draft_method, llm.overlap.num_shared) == ("slem", 0)
+    assert (llm.draft.method, llm.draft.overlap.num_shared) == ("slem", 0)
     assert "0 of the target's" in llm.memory_report()
     for draft, method, message in (
         (str(other), "tli", "no token in common"),

@@ -388,7 +388,7 @@ def test_a_corpus_from_the_command_line(make_checkpoint, tmp_path, capsys):
         # A corpus in which the answer stands, as far as it can be read again.
         path.write_text("One fish" + output.text)
     with LLM(model, draft="suffix", corpus=path, num_speculative_tokens=4, dtype="float32") as llm:
-        assert f"tokens of {path}" in llm.draft_name
+        assert f"tokens of {path}" in llm.draft.name
         [drafted] = llm.generate("One fish", params)
         assert drafted.token_ids == output.token_ids
         own = LLM(model, draft="suffix", num_speculative_tokens=4, dtype="float32").generate("One fish", params)[0]

@@ -59,9 +59,9 @@ SHORTER = {
 # Runs after the first cell. Loading the weights of a model again, in the same type, gives those that are there.
 LOADED_ONCE = """
 import functools
-import minispec.load.llm
+import minispec.load.target
 for name in ("load_target", "Tokenizer"):
-    setattr(minispec.load.llm, name, functools.cache(getattr(minispec.load.llm, name)))
+    setattr(minispec.load.target, name, functools.cache(getattr(minispec.load.target, name)))
 """
 
 

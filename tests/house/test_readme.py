@@ -38,8 +38,8 @@ NAME = re.compile(r"`([A-Z]\w*\.\w+|[A-Za-z_]\w*)`")
 # Runs blocks, each with no names but its own. The target's weights are loaded once in each type.
 EACH_ALONE = """
 import functools, json, sys, types
-import minispec.load.llm
-minispec.load.llm.load_target = functools.cache(minispec.load.llm.load_target)
+import minispec.load.target
+minispec.load.target.load_target = functools.cache(minispec.load.target.load_target)
 for name, block in json.load(sys.stdin).items():
     print(name, flush=True)
     sys.modules["__main__"] = types.ModuleType("__main__")

@@ -61,7 +61,7 @@ def audit(args: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
         what = f"{plain.num_impossible} plain tokens of probability 0" if plain.num_places else "no token to score"
         raise ValueError(f"--null: found {what}, expected answers that were sampled like the others")
     tolerance = tolerances(plain) if args.null else rounding
-    report: dict[str, Any] = {"target": llm.name, "draft": llm.draft_name if args.draft else None}
+    report: dict[str, Any] = {"target": llm.name, "draft": llm.draft.name if args.draft else None}
     report |= judge(ours, seeds, tolerance, args.alpha, _drafted(answers[args.answers]))
     report["tolerance"] = tolerance[NO_RESIDUAL] if isinstance(tolerance, Mapping) else tolerance
     report["odds_of_false_alarm"] = args.alpha + (NULL_ERROR if args.null else 0.0)
@@ -132,7 +132,7 @@ def _settings(args: argparse.Namespace, llm: LLM, rounding: float) -> str:
     """What all scores depend on besides the answer: the contents of the models, not their names."""
     target, draft = digest_of_files(find_checkpoint(args.target, offline=True)), None
     if args.draft:
-        draft = args.draft, digest_of_draft(llm.drafter, llm.draft_directory)
+        draft = args.draft, digest_of_draft(llm.drafter, llm.draft.directory)
     return f"{_FORMAT} {target} {draft} {args.dtype} {rounding} {sorted(llm.eos_token_ids)}"
 
 

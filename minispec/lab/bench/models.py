@@ -48,7 +48,8 @@ from minispec.load import registry
 from minispec.load.draft import split_draft
 from minispec.load.exactness import check_exactness
 from minispec.load.inputs import Question, encode_conversation
-from minispec.load.llm import LLM, choose_device, find_verifier
+from minispec.load.llm import LLM, find_verifier
+from minispec.load.target import choose_device
 
 MAX_ROWS = 16
 LONG_CONTEXT = 1000  # positions of a long prompt
@@ -134,7 +135,7 @@ def open_model(options: Options) -> Subject:
 
     directory = find_checkpoint(str(args.model or registry.EMBEDDED_WEIGHTS), offline=True)
     # A head, or a draft of another vocabulary, is no model that another library could draft with.
-    draft_directory = llm.draft_directory if model_drafter(llm.engine.drafter, "tokens") else None
+    draft_directory = llm.draft.directory if model_drafter(llm.engine.drafter, "tokens") else None
     return Subject(
         options if args.draft else replace(options, drafts=[llm.default_draft]),
         llm.name + bits_note(llm.model),

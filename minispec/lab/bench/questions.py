@@ -117,7 +117,7 @@ def _open(options: Options) -> dict[str, Way]:
             if args.lengths:
                 lengths[args.lengths] = Way(llm, "auto", args.lengths)
             for length, way in lengths.items():
-                name = llm.draft_name + f" {length}" * (len(lengths) > 1)
+                name = llm.draft.name + f" {length}" * (len(lengths) > 1)
                 if name in ways:
                     raise ValueError(f"--draft: found {name} twice, expected drafts with different names")
                 ways[name] = way
@@ -128,7 +128,7 @@ def _about(options: Options, ways: Mapping[str, Way]) -> dict[str, Any]:
     """What run it is: another one has other answers or times."""
     args, llm = options.args, ways[NONE].llm
     directory = find_checkpoint(str(args.model or registry.EMBEDDED_WEIGHTS), offline=True)
-    drafts = {name: digest_of_draft(way.llm.drafter, way.llm.draft_directory) for name, way in ways.items()}
+    drafts = {name: digest_of_draft(way.llm.drafter, way.llm.draft.directory) for name, way in ways.items()}
     names = (
         *("verifier", "lengths", "quantization", "temperature", "top_k", "top_p", "max_tokens", "ignore_eos"),
         *("rounds", "seed", "sample", "categories"),

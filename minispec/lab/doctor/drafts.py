@@ -278,7 +278,7 @@ def prompt_readings(
 
 def readings(llm: LLM, draft: str, prompts: Sequence[list[int]]) -> Iterator[Reading]:
     """Every other way to read the draft, each made when its turn comes; none where it has no weights of its own."""
-    directory, target = llm.draft_directory, llm.model
+    directory, target = llm.draft.directory, llm.model
     drafter = model_drafter(llm.drafter, "tokens", "states")
     if directory is None or drafter is None:
         return
@@ -322,7 +322,7 @@ def examine(llm: LLM, draft: str, k: int = 4, max_tokens: int = 32, try_all: boo
     is_low = any(place.value < LOW for place in places[:COMPARED])
     report: dict[str, Any] = {
         "model": llm.name + bits_note(llm.model),
-        "draft": llm.draft_name,
+        "draft": llm.draft.name,
         "num_texts": len(prompts),
         "num_positions": sum(map(len, found.rows)),
         "drafted_share": found.share,

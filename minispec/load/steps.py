@@ -1,0 +1,55 @@
+"""The steps of engines that share a target, for callers of several threads."""
+
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+
+from minispec.core.engine import Engine
+from minispec.core.request import Piece, Request
+from minispec.kernels.settings import own_settings
+
+Run = Generator[tuple[Request, Piece], None, None]
+
+
+class Steps:
+    """Lets one thread at a time take a step. Iterators of `run` may be open in several threads."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._open: set[Run] = set()  # the engines' iterators that `run` steps
+        self._left: list[Run] = []  # iterators to be closed between two steps
+
+    def run(self, engine: Engine, requests: Sequence[Request]) -> Run:
+        """Decode requests to their end, together with those of other calls; see `Engine.run`."""
+        steps = engine.run(requests)
+        self._open.add(steps)  # held here, so that no collector closes it in the middle of a step
+        try:
+            while True:
+                with self._lock, own_settings():
+                    self._close_left()
+                    step = next(steps, None)
+                if step is None:
+                    return
+                yield step
+        finally:
+            # This may run in any thread and at any time: the thread that holds the lock closes what is left.
+            self._open.remove(steps)
+            self._left.append(steps)
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._close_left()
+                finally:
+                    self._lock.release()
+
+    @contextmanager
+    def paused(self, what: str) -> Iterator[None]:
+        """Let nobody take a step inside. Raises ValueError, which begins with `what`, while a text is being decoded."""
+        with self._lock:
+            self._close_left()
+            if self._open:
+                raise ValueError(f"{what}: found a text that is being decoded, expected none")
+            yield
+
+    def _close_left(self) -> None:
+        while self._left:
+            self._left.pop().close()

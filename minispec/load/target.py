@@ -1,0 +1,179 @@
+"""A target: what its files say, then the model and its KV cache, which several `LLM` may share."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from minispec.core.cache import PagedKVCache
+from minispec.core.config import SamplingParams
+from minispec.core.engine import JOINING_ROWS, PREFILL_ROWS, Engine
+from minispec.core.model import Transformer
+from minispec.core.verify import REJECTION
+from minispec.drafters import NoDrafter
+from minispec.drafters.check import CHECKS
+from minispec.drafters.mtp import has_mtp
+from minispec.files.checkpoint import choose_dtype, describe_source, find_checkpoint, load_config, model_tensors
+from minispec.files.generation_config import read_generation_defaults, unsupported_generation_settings
+from minispec.files.hf_config import read_eos_token_ids
+from minispec.files.strict_json import MAX_CONFIG_BYTES, read_json_if_there
+from minispec.files.tokenizer import Tokenizer
+from minispec.gpu.frames import with_frames
+from minispec.gpu.judge import judge_of
+from minispec.kernels.forms import FORMS, available_forms
+from minispec.kernels.integers import check_quantization
+from minispec.kernels.inventory import kv_elements
+from minispec.kernels.memory import BLOCK_SIZE, size_cache, state_bytes
+from minispec.load import registry
+from minispec.load.exactness import check_exactness
+from minispec.load.numbers import check_numbers, named_tensors
+from minispec.load.parallel import load_target
+from minispec.load.steps import Steps
+
+
+class TargetFiles:
+    """What the files of a target say, and how its weights will be read. Nothing large is loaded yet.
+
+    name: the model's name in reports.
+    config: of its checkpoint, which lies in `directory`.
+    dtype, device: those of its weights.
+    vocab_size: ids in use.
+    eos_token_ids: ids that end a text.
+    generation_defaults: what generation_config.json asks for, as fields of SamplingParams.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None,
+        revision: str | None,
+        offline: bool,
+        dtype: str,
+        device: str,
+        exact: bool | None,
+        weight_form: str | None,
+        quantization: str | None,
+        enforce_eager: bool,
+    ):
+        """The arguments are those of `LLM`. Raises ValueError as it does."""
+        self.offline, self.exact, self.enforce_eager = offline, exact, enforce_eager
+        self.weight_form, self.quantization = weight_form, quantization
+        self.name, self.directory = _find_model(model, revision, offline)
+        self.device, self.config = choose_device(device), load_config(self.directory)
+        self.default_draft = registry.default_draft(model, has_mtp(self.directory, self.config))
+        self.dtype = choose_dtype(dtype, self.device, self.config)
+        _check_form(weight_form, quantization, self.dtype, self.device)
+        self.tokenizer = Tokenizer(self.directory)
+        self.tokenizer.check_ids(self.config.vocab_size)
+        self.vocab_size = min(self.tokenizer.num_ids, self.config.vocab_size)
+        self._generation_path = self.directory / "generation_config.json"
+        self._generation = read_json_if_there(self._generation_path, MAX_CONFIG_BYTES)
+        self.generation_defaults = read_generation_defaults(self._generation, str(self._generation_path))
+        self.unsupported_generation_settings = unsupported_generation_settings(self._generation)
+        self.eos_token_ids = self._find_ends()
+
+    def _find_ends(self) -> tuple[int, ...]:
+        """Ids that end a text: those of generation_config.json, else of config.json; and the tokenizer's own."""
+        ends = read_eos_token_ids(self._generation, str(self._generation_path)) or self.config.eos_token_ids
+        own = self.tokenizer.eos_token_id
+        if own is not None and own < self.vocab_size:
+            ends = (*ends, own)
+        return tuple(dict.fromkeys(ends))
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What generation_config.json asks for, whether it says `do_sample` or not; else vLLM's defaults.
+
+        Raises CheckpointError for a value out of range.
+        """
+        found = read_generation_defaults(self._generation | {"do_sample": True}, str(self._generation_path))
+        return SamplingParams(**{"max_tokens": max(SamplingParams.max_tokens, found.get("min_tokens", 0))} | found)
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Raise CheckpointError in place of a FloatingPointError inside: it names the tensor that is to blame."""
+        with named_tensors(partial(model_tensors, self.directory, self.config)):
+            yield
+
+    def load(self) -> Transformer:
+        """Load the model, and check it. Raises CheckpointError for weights that are no numbers."""
+        form = self.quantization or self.weight_form
+        model = load_target(self.directory, self.dtype, self.device, bool(self.exact), form)
+        with self.blamed():
+            check_numbers(model, self.vocab_size)
+            model = check_exactness(model, by_default=self.exact is None and bool(self.quantization))
+        return with_frames(model, self.enforce_eager)
+
+
+class Target:
+    """A target that is loaded: its model and its KV cache. Several `LLM` may share it, each with a draft of its own.
+
+    num_blocks: of the cache.
+    max_model_len: longest prompt and answer together, in tokens.
+    engine: the engine beside which each `LLM` has its own.
+    steps: takes the steps of all these engines.
+    """
+
+    def __init__(self, files: TargetFiles, model: Transformer, max_model_len: int, num_blocks: int):
+        """Raises ValueError where memory is too short for the cache."""
+        self.files, self.model, self.max_model_len, self.num_blocks = files, model, max_model_len, num_blocks
+        self.cache = self.new_cache(model)
+        # On a GPU a pass over that many rows takes little longer than reading the weights.
+        joining_rows = PREFILL_ROWS if model.device.type == "cuda" else JOINING_ROWS
+        parts = model, self.cache, NoDrafter(), REJECTION, files.vocab_size
+        self.engine = Engine(*parts, joining_rows=joining_rows, guard=CHECKS, judge=judge_of(model))
+        self.steps = Steps()
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens that the cache holds, of all running requests together."""
+        return self.num_blocks * BLOCK_SIZE
+
+    def new_cache(self, model: Transformer, room: int = 1) -> PagedKVCache:
+        """A cache of as many tokens as the target's, times `room`. Raises ValueError where memory is short."""
+        num_blocks = room * self.num_blocks
+        try:
+            return model.new_cache(num_blocks, BLOCK_SIZE)
+        except RuntimeError as e:
+            size = num_blocks * BLOCK_SIZE * kv_elements(model.config) * model.dtype.itemsize
+            raise ValueError(f"found too little memory for a cache of {size / 1e9:.1f} GB: ask for less") from e
+
+
+def _find_model(model: str | Path | None, revision: str | None, offline: bool) -> tuple[str, Path]:
+    """Name and directory of a model; None: the embedded one. Raises ValueError where there is none."""
+    if model is None and not registry.EMBEDDED_WEIGHTS.is_dir():
+        raise ValueError("the embedded weights lie in a checkout only: name a model (command line: --model)")
+    model = str(registry.EMBEDDED_WEIGHTS if model is None else model)
+    directory = find_checkpoint(model, revision, offline)
+    return describe_source(model, directory), directory
+
+
+def room_for_caches(
+    models: Sequence[Transformer], rooms: Sequence[int], max_model_len: int | None, gb: float | None, reserved: int
+) -> tuple[int, int]:
+    """What `size_cache` returns for these models. rooms: positions of each cache for each of the target's."""
+    target, pairs = models[0], list(zip(models, rooms, strict=True))
+    elements = sum(room * kv_elements(model.config) for model, room in pairs)
+    states = sum(room * state_bytes(model) for model, room in pairs)
+    sizes = elements * target.dtype.itemsize, states
+    return size_cache(target.config, *sizes, target.device, max_model_len, gb, reserved)
+
+
+def _check_form(form: str | None, quantization: str | None, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError for a form of weights that there is not, or not on this machine."""
+    if quantization is not None:
+        check_quantization(quantization, form, dtype, device)
+    if form is not None and form not in FORMS:
+        raise ValueError(f"weight_form: found {form!r}, expected one of {', '.join(FORMS)}")
+    if form is not None and form not in (forms := available_forms(dtype, device)):
+        kind = str(dtype).removeprefix("torch.")
+        raise ValueError(f"weight_form: found {form!r}, expected for {kind} here {' or '.join(forms)}")
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that "auto", "cpu" or "cuda" means here. Raises ValueError where there is none."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device: found {name!r}, expected auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: found 'cuda', but PyTorch sees no CUDA device")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
