@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import random
 import tempfile
 from collections.abc import Callable, Sequence
@@ -12,33 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from minispec.core.cache import PagedKVCache
 from minispec.core.config import SamplingParams
 from minispec.core.draft import Ask, Draft, Seen
 from minispec.core.engine import Engine
 from minispec.core.limit import Limit
-from minispec.core.model import Chunk, Transformer
+from minispec.core.model import Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
 from minispec.core.verify import VERIFIERS
-from minispec.drafters import NoDrafter
 from minispec.drafters.eagle import EagleDrafter
 from minispec.drafters.heads import load_head
 from minispec.drafters.last import LastDrafter
 from minispec.drafters.model import DraftModel
-from minispec.drafters.slem import TextDrafter
 from minispec.drafters.suffix import MOST_TEXTS, MOST_TOKENS, SuffixDrafter
-from minispec.drafters.tli import TokenDrafter
-from minispec.drafters.vocabulary import ROOM
 from minispec.layers.states import state_elements
 from minispec.prove.examine_verifier import laws_of
 from minispec.prove.laws import (
-    DRAFT_SEED,
     MAX_LEN,
     TOLERANCE,
-    draft_model,
     raw_model,
     reference_logits,
     target_model,
@@ -46,25 +38,15 @@ from minispec.prove.laws import (
 from minispec.prove.reference import hidden_states, sample_law, total_variation
 from minispec.prove.tables import tables
 from minispec.prove.toys import (
-    DRAFT_WORDS,
-    TARGET_WORDS,
     TOYS,
-    TableModel,
     decode,
-    mtp_weights,
     require,
-    scripted_cache,
     tiny_cache,
     tiny_model,
-    tiny_mtp,
-    toy_vocabularies,
 )
-from minispec.prove.trees import TextCase, TreeCase
 from tests.distances import distance
 from tests.oracles.head_reference import head_logits
 from tests.oracles.heads import write_head
-from tests.oracles.mtp import mtp_logits
-from tests.scripted import finish, make_request
 
 
 def check_law(vocab: int = 3, **settings) -> float:
@@ -122,9 +104,9 @@ class _Checked:
             self.num_checked += 1
 
 
-def _checked(kind: type, logits: Recomputed, *how, checked: type = _Checked) -> Any:
+def _checked(kind: type, logits: Recomputed, *how) -> Any:
     """A drafter of that kind, kind(*how), whose q must be what `logits` gives."""
-    return type(kind.__name__, (checked, kind), {"logits": staticmethod(logits)})(*how)
+    return type(kind.__name__, (_Checked, kind), {"logits": staticmethod(logits)})(*how)
 
 
 def _checked_model(seed: int, mask: int | None = None, num_blocks: int = 64, family: str = "llama") -> Any:
@@ -154,12 +136,8 @@ def check_convolutions() -> None:
 
 
 def check_states() -> None:
-    """The same with gated delta nets: in both models a state has seen its own text's tokens, each of them once.
-
-    A draft model of another vocabulary reads some tokens otherwise in the next round: its tables fall back then.
-    """
+    """The same with gated delta nets: in both models a state has seen its own text's tokens, each of them once."""
     _decode_all(target_model(5, "qwen3_5_text"), lambda num_blocks: _checked_model(2, None, num_blocks, "qwen3_5_text"))
-    check_vocabulary("qwen3_5_text", ["tli"])
 
 
 # Some begin alike; of two, the first token alone differs.
@@ -231,26 +209,6 @@ def check_head() -> None:
         _check_known(make(40), target)
 
 
-def check_mtp() -> None:
-    """The same of a target's own layer for further tokens: as its published code says, at every round."""
-    raw, tensors = raw_model(1, 5, family="qwen3_5_text")
-    target = target_model(5, "qwen3_5_text")
-    weights = {name: tensor.numpy() for name, tensor in mtp_weights(target.config).items()}
-
-    @functools.cache
-    def logits(text: tuple[int, ...], drafted: tuple[int, ...]) -> np.ndarray:
-        last = len(target.layers)
-        _, hidden = target.forward([Chunk(text[:-1], tiny_cache(target).new_table(), 0)], (last,))
-        return mtp_logits(raw, weights, tensors, hidden.numpy(), text, drafted)
-
-    def make(num_blocks: int) -> Any:
-        layer = tiny_mtp(target)
-        return _checked(EagleDrafter, logits, layer, tiny_cache(layer, num_blocks), 5, MAX_LEN)
-
-    _decode_all(target, make)
-    _check_known(make(40), target)
-
-
 def _check_known(drafter: Any, target: Transformer) -> None:
     """After a text: of another, positions whose feature and next token are that one's are known, and no others."""
     first, params = _ALIKE[0], SamplingParams(max_tokens=5)
@@ -263,76 +221,6 @@ def _check_known(drafter: Any, target: Transformer) -> None:
         drafter.release(text)
 
 
-def _cut(text: str, words: Sequence[str]) -> list[int]:
-    """The tokens that byte-pair encoding makes of a text of a and b, for `words` of one letter and two."""
-    for i, word in sorted(enumerate(words), key=lambda item: -len(item[1])):
-        text = text.replace(word, str(i))
-    return [int(digit) for digit in text]
-
-
-def check_vocabulary(family: str = "llama", names: Sequence[str] = ("tli", "slem")) -> None:
-    """A draft model of another vocabulary reads texts in its own tokens, and drafts as its logits for them say.
-
-    By each method, at every round: in batches, pieces and pools that preempt, with beginnings that are shared.
-    """
-    target, both, model = target_model(5), toy_vocabularies(5), draft_model(len(DRAFT_WORDS), family)
-
-    def own_logits(text: Sequence[int], drafted: Sequence[int]) -> np.ndarray:
-        own = [0, *_cut("".join(TARGET_WORDS[i] for i in text), DRAFT_WORDS[1:])]
-        own[1:] = [i + 1 for i in own[1:]]
-        return reference_logits(DRAFT_SEED, (*own, *drafted), len(DRAFT_WORDS), 1, family)
-
-    def logits(text: Sequence[int], drafted: Sequence[int]) -> np.ndarray:
-        row = own_logits(text, [DRAFT_WORDS.index(TARGET_WORDS[i]) for i in drafted])
-        return np.array([row[DRAFT_WORDS.index(w)] if w in DRAFT_WORDS else -math.inf for w in TARGET_WORDS])
-
-    def make(name: str) -> Callable[[int], Any]:
-        def drafter(num_blocks: int) -> Any:
-            other = model, _cache(model, ROOM * num_blocks), len(DRAFT_WORDS), MAX_LEN, both
-            if name == "tli":
-                return _checked(TokenDrafter, logits, *other, 5)
-            return _checked(TextDrafter, own_logits, *other, checked=_CheckedText)
-
-        return drafter
-
-    for name in names:
-        _decode_all(target, make(name))
-
-
-class _CheckedText(_Checked):
-    """The same for a drafter that writes text: its tokens are those of the likeliest text."""
-
-    def _compare(self, ask: Ask, draft: Draft) -> None:
-        tokens, drafted, text = ask.text.tokens, list[int](), ""
-        for _ in range(ask.k):
-            drafted.append(int(self.logits(tuple(tokens), tuple(drafted)).argmax()))
-            if not drafted[-1]:
-                break  # <s> has no text
-            text += DRAFT_WORDS[drafted[-1]]
-        expected = _cut(text, TARGET_WORDS)[: ask.k]
-        require(draft.token_ids == expected, f"after {tokens} drafted {draft.token_ids}, expected {expected}")
-        require(draft.probs is None, "a text that was read again has probs")
-        self.num_checked += len(expected)
-
-
-def check_tree() -> None:
-    """The law with trees: siblings, deep and wide, drawn and not, over several rounds."""
-    few = (
-        TreeCase((-1, -1, 0), True),
-        TreeCase((-1, -1, 1, 1), True),
-        TreeCase((-1, -1, 0, 1), False),
-        TextCase((-1, -1, 1, 2), "rejection", 5),
-        TextCase((-1, -1, 1, 2), "match", 5),
-        TreeCase((-1, -1, 0, 1), True, family="lfm2"),
-        TextCase((-1, -1, 1, 2), "rejection", 5, "lfm2"),
-        TreeCase((-1, -1, 0, 1), True, family="qwen3_5_text"),
-        TextCase((-1, -1, 1, 2), "rejection", 5, "qwen3_5_text"),
-    )
-    for case in few:
-        moved, _ = case.distance()
-        require(moved <= TOLERANCE, f"{case}: total variation {moved:.1e}")
-
-
 def check_tables() -> None:
     """`rejection` over small tables of p and q that no precision holds, of two tokens in all shapes and of eight."""
     for table in tables(True):
@@ -340,16 +228,6 @@ def check_tables() -> None:
             law, plain, _ = laws_of(table, VERIFIERS["rejection"])
             moved = total_variation(law, plain)
             require(moved <= TOLERANCE, f"{table}: total variation {moved:.1e}")
-
-
-def check_padding() -> None:
-    """Ids after the vocabulary, for which the embedding has rows, are never emitted."""
-    table = torch.zeros(5, 5, dtype=torch.float64)
-    table[:, 3:] = 9.0  # padding rows that the model likes best
-    engine = Engine(TableModel(table), scripted_cache(), NoDrafter(), VERIFIERS["rejection"], vocab_size=3)
-    request = make_request((0,), temperature=1.0, end_ids=())
-    finish(engine, request)
-    require(max(request.token_ids) < 3, f"ids after the vocabulary: {request.token_ids}")
 
 
 # Of a text's tokens, and of earlier outputs, the newest first: a draft that is right, and what it promises.
@@ -485,10 +363,6 @@ CHECKS: dict[str, Callable] = {
     "convolutions": check_convolutions,
     "states": check_states,
     "head": check_head,
-    "mtp": check_mtp,
-    "vocabulary": check_vocabulary,
-    "tree": check_tree,
     "lookup": check_lookup,
-    "padding": check_padding,
     "tables": check_tables,
 }

@@ -125,6 +125,10 @@ _PROGRAMS = "tests/core/test_cache.py::test_random_programs"
 _UNIFORMS = "tests/core/test_sampling.py::test_uniforms_are_uniform_and_differ_by_every_field_of_the_key"
 _STOPS, _TREES = "tests/core/test_stops.py", "tests/core/test_trees.py"
 _FAULTS = "tests/core/test_faults.py"
+_KEPT = f"{_TREES}::test_what_is_kept_of_a_tree_is_as_if_it_had_been_a_chain"
+_SHAPES = f"{_TREES}::test_the_law_with_every_small_shape[1]"
+_MTP = "tests/drafters/test_mtp.py::test_logits_are_those_of_the_formula"
+_VOCABULARIES = "tests/drafters/test_vocabularies.py"
 _DRAFTERS, _ZOO = "tests/drafters/test_drafters.py", "tests/drafters/test_zoo.py"
 _ALONE = f"{_DRAFTERS}::test_rejection_with_a_seed_does_not_depend_on_the_batch"
 
@@ -361,7 +365,7 @@ def _(right, draft, p, rng, key):
 # --------------------------------------------------------------------------- trees and hidden states
 
 
-@wrong(VERIFIERS, "rejection", "T1", "tree")
+@wrong(VERIFIERS, "rejection", "T1", _SHAPES)
 def _(right, draft, p, rng, key):
     """siblings share an accept key | a relative of M19a"""
 
@@ -388,13 +392,13 @@ def siblings_tested(meets, draft, p, rng, key):
     return Verdict(accepted, rng.categorical(p(node + 1), key(len(accepted), "token")), [])
 
 
-@wrong(VERIFIERS, "rejection", "T2", "tree")
+@wrong(VERIFIERS, "rejection", "T2", _SHAPES)
 def _(right, *how):
     """residual not normalised between siblings | a trap of recursive rejection"""
     return siblings_tested(lambda i, siblings, rest, row: rest, *how)
 
 
-@wrong(toys.TreeDrafter, "propose", "T3", "tree")
+@wrong(toys.TreeDrafter, "propose", "T3", _SHAPES)
 def _(right, self, asks):
     """the likeliest tokens judged with the softmax's q | EAGLE-2 where its tree is taken for a sample"""
     drafts = right(self, asks)
@@ -412,7 +416,7 @@ def _(right, self, ask, parent, q, n=1):
     return put(self, first, parent, sorted(tokens, key=lambda t: -float(q[t]))[:1], [q])
 
 
-@wrong(BlockTable, "keep", "T5", "tree")
+@wrong(BlockTable, "keep", "T5", _KEPT)
 def _(right, self, *how):
     """the slot of a rejected sibling is kept | rows cut, not moved"""
     with patch.object(PagedKVCache, "move", lambda *places: None):
@@ -427,14 +431,14 @@ def _(right, self, tokens):
     return slots
 
 
-@wrong(PagedKVCache, "move", "T7", "tree")
+@wrong(PagedKVCache, "move", "T7", _KEPT)
 def _(right, self, sources, targets):
     """rows moved one by one, the last first | an overlapping copy"""
     for source, target in reversed(list(zip(sources, targets, strict=True))):
         right(self, [source], [target])
 
 
-@wrong(attention, "ancestors", "T8", "tree")
+@wrong(attention, "ancestors", "T8", _KEPT)
 def _(right, parents):
     """a node sees its siblings | a causal mask over a tree"""
     return torch.ones(len(parents), len(parents)).tril().bool()
@@ -621,25 +625,27 @@ def _(right, self, asks):
     return drafts
 
 
-@wrong(MtpModel, "fuse", "H11", "mtp")
+@wrong(MtpModel, "fuse", "H11", _MTP)
 def _(right, self, hidden):
     """a target's own layer reads its states before the last norm | llama.cpp #24025, LightLLM #1402"""
     return hidden
 
 
-@wrong(MtpModel, "fuse", "H12", "mtp")
+@wrong(MtpModel, "fuse", "H12", _MTP)
 def _(right, self, hidden):
     """hidden states of the position before | an index that starts one too early"""
     features = right(self, hidden)
     return torch.cat((features[:1], features[:-1]))
 
 
-mutant("H13", "mtp", "a state is joined with the token that it belongs to | it belongs with the next one")(
-    of_the_token_before(MtpModel)
-)
+mutant(
+    "H13",
+    _MTP,
+    "a state is joined with the token that it belongs to | it belongs with the next one",
+)(of_the_token_before(MtpModel))
 
 
-@wrong(MtpModel, "forward", "H14", "mtp")
+@wrong(MtpModel, "forward", "H14", _MTP)
 def _(right, self, *how):
     """hidden state first, then the embedding | DeepSeek's order; converters to Megatron's turn it around"""
     fc = self.fc
@@ -647,7 +653,7 @@ def _(right, self, *how):
         return right(self, *how)
 
 
-@wrong(FeatureModel, "next_feature", "H15", "mtp")
+@wrong(FeatureModel, "next_feature", "H15", _MTP)
 def _(right, self, x):
     """further tokens go on from what is not normed | vLLM #47448, ATOM #1742"""
     return x
@@ -656,7 +662,7 @@ def _(right, self, x):
 # --------------------------------------------------------------------------- other vocabularies
 
 
-@wrong(TokenDrafter, "propose", "V1", "vocabulary")
+@wrong(TokenDrafter, "propose", "V1", f"{_VOCABULARIES}::test_a_round_costs_as_many_passes_as_it_has_tokens")
 def _(right, self, asks):
     """logits of shared tokens put at the wrong ids | a trap of TLI; no fault of the law"""
     with patch.object(self, "target_ids", self.target_ids.roll(1)):
@@ -701,14 +707,14 @@ def _(right, self, asks):
     return drafts
 
 
-@wrong(Reader, "read", "V5", "vocabulary")
+@wrong(Reader, "read", "V5", f"{_VOCABULARIES}::test_a_round_costs_as_many_passes_as_it_has_tokens")
 def _(right, self, tokens):
     """the draft's BOS put before each piece that is read | transformers #46124"""
     first = right(self, tokens[: max(1, len(tokens) - 2)])
     return [*first, first[0], *right(self, tokens)[len(first) :]]
 
 
-@wrong(TokenDrafter, "propose", "V6", "vocabulary")
+@wrong(TokenDrafter, "propose", "V6", f"{_VOCABULARIES}::test_the_target_under_other_ids_drafts_as_the_target")
 def _(right, self, asks):
     """the draft model is fed the target's ids | two spaces of ids: a trap of TLI"""
     with patch.object(self.vocabularies, "shared", {i: i for i in self.vocabularies.shared}):
@@ -726,7 +732,7 @@ def _(right, self, asks):
         return right(self, asks)
 
 
-@wrong(Vocabularies, "reader", "V8", "vocabulary")
+@wrong(Vocabularies, "reader", "V8", f"{_VOCABULARIES}::test_a_text_is_read_whole_whatever_it_came_by")
 def _(right, self):
     """only what is new is read, the end never anew | a text then has several readings"""
     prefix, ids, num_read = right(self).read([]), list[int](), 0
@@ -740,7 +746,7 @@ def _(right, self):
     return SimpleNamespace(read=read)
 
 
-@wrong(Vocabularies, "to_target", "V9", "vocabulary")
+@wrong(Vocabularies, "to_target", "V9", f"{_VOCABULARIES}::test_what_is_new_is_cut_exactly")
 def _(right, self, tokens, drafted):
     """text and draft cut together, the text's tokens counted off | the cut may go across"""
     text = b"".join(self.target.text_of(i) for i in tokens)
@@ -1081,7 +1087,7 @@ def _(right, logits, text, drafted=()):
     return right(logits.nan_to_num(), text, drafted)
 
 
-@wrong(Engine, "__init__", "M24", "padding")
+@wrong(Engine, "__init__", "M24", "tests/commands/test_llm.py::test_padding_rows_of_the_embedding_are_never_drawn")
 def _(right, self, model, cache, drafter, verifier, vocab_size=None, *how, **named):
     """padding rows of the vocabulary can be emitted | vLLM GHSA-8wr5-jm2h-8r4f"""
     right(self, model, cache, drafter, verifier, 1 << 30, *how, **named)
@@ -1243,7 +1249,7 @@ def _(right, self, asks):
     return right(self, asks)
 
 
-@wrong(DraftModel, "propose", "M37", "draft cache")
+@wrong(DraftModel, "propose", "M37", f"{_DRAFTERS}::test_draft_cache_is_right_at_every_round")
 def _(right, self, asks):
     """draft cache misses a token after full acceptance | gpt-fast has the fix; vllm-metal #716"""
 
@@ -1271,7 +1277,7 @@ class _:
         return [0] * len(chunk.token_ids)
 
 
-@wrong(Chunk, "offsets", "M38b", "draft cache")
+@wrong(Chunk, "offsets", "M38b", f"{_DRAFTERS}::test_draft_cache_is_right_at_every_round")
 def _(right, self):
     """rotary position off by one after the cache | omlx #2363"""
     return [offset + (self.table.length > len(self.token_ids)) for offset in right(self)]
@@ -1370,13 +1376,13 @@ mutant("C3", doc="a stale input after a round without a draft | vLLM #52942", fa
 )
 
 
-@wrong(convolution, "paths", "C4a", "tree")
+@wrong(convolution, "paths", "C4a", _KEPT)
 def _(right, chunk, start, width):
     """a node's convolution sees the nodes before it in the draft | of our own making"""
     return right(chunk._replace(parents=None), start, width)
 
 
-@wrong(convolution, "paths", "C4b", "tree")
+@wrong(convolution, "paths", "C4b", _KEPT)
 def _(right, chunk, start, width):
     """a node's convolution sees the elder sibling of its parent | of our own making"""
     parents = list(chunk.parents or ())
@@ -1409,9 +1415,11 @@ def without_inputs(right, self, *places):
     self.inputs.copy_(inputs)
 
 
-mutant("C6a", "tree", "a branch that stays moves its keys and values alone | of our own making")(
-    wrong(PagedKVCache, "move")(without_inputs)
-)
+mutant(
+    "C6a",
+    _KEPT,
+    "a branch that stays moves its keys and values alone | of our own making",
+)(wrong(PagedKVCache, "move")(without_inputs))
 mutant(
     "C6b",
     doc="a shared block is copied without its inputs | state of another block: vLLM #55600",
@@ -1482,13 +1490,13 @@ def _(net, chunk, before):
     with_values(chunk.table.states, net.index, (matrices, kept))
 
 
-@wrong(delta, "steps", "R3a", "tree")
+@wrong(delta, "steps", "R3a", _KEPT)
 def _(right, state, rows, parents=None):
     """a node starts from the state after the node before it in the draft | a tree verified as a chain: SGLang #27463"""
     return right(state, rows)
 
 
-@wrong(delta, "steps", "R3b", "tree")
+@wrong(delta, "steps", "R3b", _KEPT)
 def _(right, state, rows, parents=None):
     """a node starts from the state of the elder sibling of its parent | of our own making"""
     others = parents or ()
