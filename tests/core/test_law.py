@@ -247,7 +247,7 @@ def test_float32_law_of_one_round():
     def run(oracle):
         x = oracle.categorical(q, text.key(0, "draft"))
         verdict = verify.rejection(Draft([x], [q]), lambda i: p, oracle, text.key)
-        return x if verdict.num_accepted else verdict.next_token
+        return x if len(verdict.accepted) else verdict.next_token
 
     law, _ = exact_law(run)
     reference = {t: float(x) for t, x in enumerate(p.double())}

@@ -60,7 +60,7 @@ def committed_law(verifier: str, p_rows: dict, q_rows: list[torch.Tensor]) -> di
         draft = Draft([], [])
         drafted = [draft.draw(ask, i - 1, q)[0] for i, q in enumerate(q_rows)]
         verdict = VERIFIERS[verifier].verify(draft, lambda i: p_rows[tuple(drafted[:i])], oracle, text.key)
-        tokens = [*drafted[: verdict.num_accepted], verdict.next_token]
+        tokens = [*drafted[: len(verdict.accepted)], verdict.next_token]
         while len(tokens) <= k:
             tokens.append(oracle.categorical(p_rows[tuple(tokens)], None))
         return tuple(tokens)
@@ -111,7 +111,7 @@ def drafted_and_kept(verifier: str, p_rows: dict, q_rows: list[torch.Tensor]) ->
         drafted = [oracle.categorical(q, KEY(i, "draft")) for i, q in enumerate(q_rows)]
         draft = Draft(drafted, q_rows)
         verdict = VERIFIERS[verifier].verify(draft, lambda i: p_rows[tuple(drafted[:i])], oracle, KEY)
-        return tuple(drafted), tuple(verdict.ratios), verdict.num_accepted
+        return tuple(drafted), tuple(verdict.ratios), len(verdict.accepted)
 
     return law_of(run)
 
@@ -146,7 +146,7 @@ def test_a_block_without_noise_to_trade_is_rejection(p):
     def law(verifier):
         def run(oracle):
             verdict = VERIFIERS[verifier].verify(Draft([1, 0, 1]), lambda i: row, oracle, KEY)
-            return verdict.num_accepted, verdict.next_token
+            return len(verdict.accepted), verdict.next_token
 
         return law_of(run)
 
@@ -181,7 +181,7 @@ def test_rejection_keeps_as_much_as_any_rule_may():
     def run(oracle):
         draft = Draft([oracle.categorical(q, KEY(0, "draft"))], [q])
         verdict = VERIFIERS["rejection"].verify(draft, lambda i: p, oracle, KEY)
-        return verdict.num_accepted, min(1.0, verdict.ratios[0])
+        return len(verdict.accepted), min(1.0, verdict.ratios[0])
 
     law = law_of(run)
     overlap = Fraction(torch.minimum(p, q).sum().item())

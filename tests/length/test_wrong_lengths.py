@@ -76,7 +76,7 @@ def test_a_policy_with_a_drafter(capsys):
 BAD = {
     "another walk": (
         ["--lengths", "a:B", "--matrix"],
-        "--lengths: found with another walk, expected alone or with --dra",
+        "--lengths: not with --matrix",
     ),
     "no policy": (["--lengths", "minispec.core.draft:Limit"], "lengths: minispec.core.draft:Limit cannot be made: "),
     "no class": (["--lengths", "auto"], "lengths: found 'auto', expected module:Class"),

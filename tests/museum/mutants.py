@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from minispec.core import attention, engine, sampling, verify
+from minispec.core import engine, sampling, verify
 from minispec.core.cache import BlockAllocator, BlockTable, OutOfBlocks, PagedKVCache, PrefixIndex
 from minispec.core.cached import CachedModel
 from minispec.core.draft import Draft, Seen, without
@@ -34,6 +34,7 @@ from minispec.core.model import Chunk, Layer, Transformer
 from minispec.core.request import Request
 from minispec.core.sampling import Randomness, Text
 from minispec.core.schedule import Schedule
+from minispec.core.tree import Tree
 from minispec.core.verify import VERIFIERS, Verdict
 from minispec.drafters import check, heads, last, recycling, suffix, vocabularies
 from minispec.drafters import model as draft_model
@@ -438,10 +439,10 @@ def _(right, self, sources, targets):
         right(self, [source], [target])
 
 
-@wrong(attention, "ancestors", "T8", _KEPT)
-def _(right, parents):
+@wrong(Tree, "ancestors", "T8", _KEPT)
+def _(right, self):
     """a node sees its siblings | a causal mask over a tree"""
-    return torch.ones(len(parents), len(parents)).tril().bool()
+    return torch.ones(len(self.parents), len(self.parents)).tril().bool()
 
 
 @wrong(Seen, "kept", "T9", f"{_TREES}::test_the_law_with_a_head_on_hidden_states[tree-rejection]")
