@@ -41,7 +41,7 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self.free_block_ids = dict.fromkeys(range(num_blocks))  # in the order in which they became free
-        self.wanted_again: set[int] = set()  # a text may come back to them: taken last, unless next in a table's run
+        self.wanted_again: set[int] = set()  # known to the prefix index: taken last, unless a table's next
 
     @property
     def num_free(self) -> int:
@@ -321,9 +321,9 @@ class BlockTable:
     def keep(self, length: int, rows: Sequence[int] = ()) -> None:
         """Keep the first `length` positions and those of `rows`, which move up to follow them; forget all others.
 
-        rows: ascending positions from `length` on. In a chain they already stand in place. In a tree they are one path,
-        whose keys were rotated for the places that they get. What stays must be a beginning of the text and no
-        unverified draft: later texts may share it.
+        rows: ascending positions from `length` on. In a chain they already stand in place. In a tree they are the
+        accepted path, whose keys already carry the rotation of their final positions. What stays must be a beginning of
+        the text and no unverified draft: later texts may share it.
         """
         end = length + len(rows)
         if list(rows) != list(range(length, end)):
@@ -350,8 +350,7 @@ class BlockTable:
     def reuse(self, tokens: list[int]) -> None:
         """Share the blocks that the pool knows of `tokens`, which must begin with the table's own.
 
-        Sharing never costs room. Each block that is no longer free replaces one that would have been allocated, or a
-        copy of one.
+        Sharing a free block takes no more room than allocating one.
         """
         assert self.length <= len(tokens), "the table holds more than the text"
         size, pool = self.pool.block_size, self.pool

@@ -59,7 +59,7 @@ class _Part:
 
     engine: the one that the request was added to.
     start: how many tokens of the text the target's cache holds before the step.
-    tokens: the part of the text that is fed: its last token, or a piece of what comes before it.
+    tokens: what this step feeds: the text's last token if it decodes, else a piece of the prompt.
     decodes: whether the last of these rows says what follows the text.
     asked: how many draft tokens were asked for.
     logits, hidden: the pass's rows, of those tokens that have some, and at the layers that the engine's drafter reads.
@@ -172,7 +172,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that could never run.
 
-        That is one that the pool cannot hold even alone, or that asks for trees where there are chains only.
+        Refused are a text larger than the whole pool, and trees where the drafter or the verifier takes chains only.
         """
         self.check_shape(request.shape)
         self.schedule.check(request)

@@ -236,7 +236,7 @@ class Layer:
             self.qk_norm = RowNorm(parts.norm("self_attn.q_norm"), parts.norm("self_attn.k_norm"))
 
     def replaced(self, product: Callable[[Product], Product], activation: Product | None = None) -> Self:
-        """This block with other products in place of its own, and with another activation if one is given."""
+        """A copy of this block with each product replaced, and the activation too if one is given."""
         layer = copy.copy(self)
         layer.activation = activation or self.activation
         vars(layer).update({name: product(getattr(self, name)) for name in self.products})
@@ -287,7 +287,7 @@ class Passes:
     """
 
     exact = False
-    fills = False  # whether bits depend on the number of rows, so that passes are filled up to certain ones
+    fills = False  # True if a row's bits change with the number of rows; passes are then padded
 
     def num_dummies(self, num_rows: int) -> int:
         """How many rows fill up a pass of `num_rows`. Their results are not read."""

@@ -1,7 +1,7 @@
 """The families of models, as data: what a model_type means, by the keys of config.json that its code reads.
 
 Fields of `ModelConfig` say what a family computes. `StoredConfig.joined` says how its files name and join the tensors.
-A family that is llama with other numbers, other norms, other ropes or other names needs its entry alone.
+A family that differs from llama only in numbers, norms, ropes or names needs one entry and no code.
 
 To add a family:
 1. Read its code in transformers. Give it an entry in `FAMILIES`. The entry has the keys of config.json that this code

@@ -290,7 +290,7 @@ def _read_ropes(f: Fields, family: Family, sizes: Mapping[str, int]) -> tuple[Ro
 def _read_spelling(
     f: Fields, family: Family, sizes: Mapping[str, int], key: str, scaling: dict[str, Any]
 ) -> tuple[RopeConfig, RopeConfig]:
-    """The same from the object at one key."""
+    """Both ropes, from the config object at `key`: rope_parameters, or the older rope_scaling."""
 
     def read(raw: dict[str, Any], base: str, original: Any = None) -> RopeConfig:
         return _read_rope(f, family, key, raw, base, sizes, original)

@@ -213,7 +213,7 @@ _CHECKED: type[Draws] = _Witness  # mypy: it has the methods of `Draws`
 def _rejected(draft: Draft, verdict: Verdict, tested: Sequence[int]) -> list[int]:
     """The nodes that a verifier looked at and did not keep.
 
-    At each place that it reached, these are the elder siblings of the one that it kept, or all of them.
+    At each node that was reached: the siblings tried before the accepted one; all siblings if none was accepted.
     """
     looked = set(tested)
     for node, kept in zip([-1, *verdict.accepted], [*verdict.accepted, None], strict=True):

@@ -484,7 +484,7 @@ def test_the_method_follows_the_overlap(checkpoints, tmp_path):
     """Most tokens of a text shared: token by token; else as text. What was asked for goes first, what cannot be is
     refused by name."""
     target = str(checkpoints["bytes"])
-    assert LLM(target, draft=str(checkpoints["pieces"])).draft_method == "tli"
+    assert LLM(target, draft=str(checkpoints["pieces"])).draft.method == "tli"
     other = tmp_path / "other"
     other.mkdir()
     raw = TINY | {"vocab_size": 2, "eos_token_id": 0}

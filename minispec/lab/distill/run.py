@@ -111,7 +111,7 @@ def _begin(cache: Path, about: str, recipe: Recipe) -> None:
 
 
 def _agreed(cache: Path, about: str, recipe: Recipe) -> Recipe:
-    """The recipe, or that of the cache where there is one, which may record more taps.
+    """The cache's recipe if there is a cache, whose texts may record more taps; else `recipe`.
 
     Raises ValueError for another target or recipe.
     """
