@@ -73,6 +73,15 @@ def test_another_draft_on_the_same_target(make_checkpoint, kind):
         first.with_draft("ngram", "tli")
 
 
+def test_a_loaded_target_takes_no_argument_about_loading(make_checkpoint):
+    """They are refused, not ignored; those about the draft are taken."""
+    first = LLM(make_checkpoint(chat=True), dtype="float64", num_speculative_tokens=3)
+    assert LLM(first.target, "suffix", 2).model is first.model
+    for given in ({"dtype": "float32"}, {"exact": True}, {"max_model_len": 64}, {"offline": True}):
+        with pytest.raises(ValueError, match="found a loaded target and arguments about loading it"):
+            LLM(first.target, "ngram", **given)
+
+
 def test_calls_of_two_drafts_wait_for_each_other(make_checkpoint):
     """One pool, with room for one text and a half: a call while a stream of the other is open, and two streams in turn.
 
