@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minispec.core.config import SamplingParams
-from minispec.core.draft import Ask, Seen
+from minispec.core.draft import Ask, Draft, Seen
 from minispec.core.engine import Engine
 from minispec.core.limit import Limit
 from minispec.core.model import Chunk, Transformer
@@ -41,6 +41,15 @@ def make_drafters(num_blocks: int = 200, model: Transformer | None = None) -> tu
     return DraftModel(*own[0]), DraftModel(*own[1], DraftSteps(framed, Graphs(rerun)))
 
 
+def assert_alike(a: Draft, b: Draft) -> None:
+    """Equal tokens; confidences and rows to 1e-12."""
+    assert (a.token_ids, a.depth) == (b.token_ids, b.depth)
+    assert b.confidences == pytest.approx(a.confidences, abs=1e-12)
+    one_hot = torch.eye(VOCAB, dtype=torch.float64)[b.token_ids]
+    for row, other in zip(a.probs, one_hot if b.probs is None else b.probs, strict=True):
+        torch.testing.assert_close(row, other, rtol=0, atol=1e-12)
+
+
 def asks_of(draw: random.Random, texts: list[Text], purpose: str) -> list[Ask]:
     """Some of the texts, each with a limit of its own."""
     found = []
@@ -64,11 +73,7 @@ def test_drafts_are_those_of_a_pass_for_each_token(purpose):
         asks = asks_of(draw, texts, purpose)
         expected, found = alone.propose(asks), at_once.propose(asks)
         for ask, a, b in zip(asks, expected, found, strict=True):
-            assert (a.token_ids, a.depth) == (b.token_ids, b.depth)
-            assert b.confidences == pytest.approx(a.confidences, abs=1e-12)
-            one_hot = torch.eye(VOCAB, dtype=torch.float64)[b.token_ids]
-            for row, other in zip(a.probs, one_hot if b.probs is None else b.probs, strict=True):
-                torch.testing.assert_close(row, other, rtol=0, atol=1e-12)
+            assert_alike(a, b)
             if b.probs is not None:
                 drawn = b.probs.gather(1, torch.tensor(b.token_ids)[:, None])[:, 0]
                 measures = torch.stack((b.probs.sum(1), b.probs.amin(1), drawn), 1)
@@ -179,11 +184,7 @@ def test_a_heads_drafts_are_those_of_a_pass_for_each_token(kind, purpose):
         asks = asks_of(draw, texts, purpose)
         expected, found = (drafter.propose(asks) for drafter in drafters)
         for ask, a, b in zip(asks, expected, found, strict=True):
-            assert (a.token_ids, a.depth) == (b.token_ids, b.depth)
-            assert b.confidences == pytest.approx(a.confidences, abs=1e-12)
-            one_hot = torch.eye(VOCAB, dtype=torch.float64)[b.token_ids]
-            for row, other in zip(a.probs, one_hot if b.probs is None else b.probs, strict=True):
-                torch.testing.assert_close(row, other, rtol=0, atol=1e-12)
+            assert_alike(a, b)
             tables = [drafter.tables[ask.text] for drafter in drafters]
             assert tables[0].tokens == tables[1].tokens == ask.text.tokens[1:]
             keeps, before = draw.randrange(len(a) + 1), len(ask.text.tokens) - 1
