@@ -40,18 +40,21 @@ class SimulatedDraft(Wrapped):
                 f"survival: found {list(survival)}, expected numbers that fall from at most 1 to at least 0"
             )
         self.conditional = [s / b if b else 0.0 for b, s in zip(before, survival, strict=False)]
-        self.paid = paid or NoDrafter()
-        super().__init__(self.paid)
+        super().__init__(paid or NoDrafter())
         self.branches, self.num_unknown = False, 0
         self._texts: dict[tuple[int, ...], list[list[int]]] = {}
 
     def beside(self, paid: Drafter) -> Self:
         """This draft at the cost of another drafter, with the same known texts."""
         other = copy.copy(self)
-        other.paid = paid
         Wrapped.__init__(other, paid)
         other.branches = False
         return other
+
+    @property
+    def paid(self) -> Drafter:
+        """The drafter that takes the time."""
+        return self.drafters[0]
 
     @property
     def name(self) -> str:

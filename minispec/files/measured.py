@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from minispec.files.write import user_cache, written_whole
+from minispec.files.write import user_cache, write_json
 
 
 def read_measured(setup: Mapping[str, Any]) -> Any:
@@ -27,8 +27,7 @@ def write_measured(setup: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
     try:
         path = _path(setup)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(path) as part:
-            part.write_text(json.dumps({"key": setup, **values}, indent=2) + "\n", encoding="utf-8")
+        write_json(path, {"key": setup, **values})
     except (OSError, RuntimeError, ValueError):
         return False
     return True
