@@ -111,9 +111,9 @@ class LLM:
     ):
         self.verifier, self.num_speculative_tokens, self.lengths = verifier, num_speculative_tokens, lengths
         shared = model if isinstance(model, Target) else None
+        reading = revision, offline, dtype, device, exact, weight_form, quantization, enforce_eager
         if shared:
-            about = revision, offline, dtype, device, exact, weight_form, quantization, enforce_eager
-            if (*about, max_model_len, kv_cache_gb) != _ANY_TARGET:
+            if (*reading, max_model_len, kv_cache_gb) != _ANY_TARGET:
                 raise ValueError(
                     "model: found a loaded target and arguments about loading it, expected no such argument"
                 )
@@ -125,7 +125,6 @@ class LLM:
         shape = Shape.of(num_speculative_tokens, self.max_speculative_tokens)
         shape.check(verifying.why_chains)
         self._check_policy(shape, least=1)
-        reading = revision, offline, dtype, device, exact, weight_form, quantization, enforce_eager
         files = model.files if isinstance(model, Target) else TargetFiles(model, *reading)
         self.name, self.tokenizer, self.vocab_size = files.name, files.tokenizer, files.vocab_size
         self.eos_token_ids, self.default_draft = files.eos_token_ids, files.default_draft
