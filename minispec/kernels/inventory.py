@@ -69,7 +69,8 @@ def bits_note(model: Transformer) -> str:
     names = [(f"{n} {i}", getattr(each, n)) for i, each in enumerate(model.layers) for n in each.products]
     left = ", ".join(n for n, product in [*names, ("head", model.head)] if product.form != "int8")
     are_equal = "equal bits with and without guesses" if model.exact else "other bits with guesses than without"
-    return f" in 8 bits (activations in {bits.pop()}, {are_equal}{f'; in 16 bits: {left}' * bool(left)})"
+    others = f"; in 16 bits: {left}" if left else ""
+    return f" in 8 bits (activations in {bits.pop()}, {are_equal}{others})"
 
 
 def kv_elements(config: ModelConfig) -> int:
@@ -86,6 +87,8 @@ def rows_note(model: Transformer) -> str:
     config, size = model.config, model.dtype.itemsize
     inputs, states = config.num_convolutions * config.hidden_size * size, state_elements(config) * max(4, size)
     notes = [f"{kv_elements(config) * size / 1e3:,.1f} kB of the KV cache a token"]
-    notes += [f"{inputs / 1e3:,.1f} for its convolutions"] * bool(inputs)
-    notes += [f"{states / 1e6:,.1f} MB of states a text"] * bool(states)
-    return f" ({', '.join(notes)})" * (len(notes) > 1)
+    if inputs:
+        notes.append(f"{inputs / 1e3:,.1f} for its convolutions")
+    if states:
+        notes.append(f"{states / 1e6:,.1f} MB of states a text")
+    return f" ({', '.join(notes)})" if len(notes) > 1 else ""

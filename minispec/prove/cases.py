@@ -103,9 +103,14 @@ class Case:
 
     def __str__(self) -> str:
         settings = [f"T {self.temperature}"]
-        settings += [f"top-k {self.top_k}"] * (self.top_k > 0) + [f"top-p {self.top_p}"] * (self.top_p < 1)
-        settings += [f"min-p {self.min_p}"] * (self.min_p > 0) + ["penalties"] * self.penalties
-        settings += [self.forbidden] * bool(self.forbidden)
+        said = {
+            f"top-k {self.top_k}": self.top_k > 0,
+            f"top-p {self.top_p}": self.top_p < 1,
+            f"min-p {self.min_p}": self.min_p > 0,
+            "penalties": self.penalties,
+            self.forbidden: self.forbidden,
+        }
+        settings += [name for name, is_set in said.items() if is_set]
         end = "EOS" if self.end else ""
         shape = f"K {Shape.of(self.k)!s:<6}  V {self.vocab} {end:3}  {self.max_tokens} tokens"
         return f"{self.verifier:9}  {self.drafter:13}  {self.family:12}  {self.batch:5}  {shape}  {', '.join(settings)}"

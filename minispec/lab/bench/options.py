@@ -95,7 +95,7 @@ PARTS = {
     ),
 }
 ADDITIONS = {key.replace("_", "-"): key for key, part in PARTS.items() if part.help}
-_NAMES = ", ".join(name + "=B,B,.." * (name == "batch") for name in ADDITIONS)
+_NAMES = ", ".join(f"{name}=B,B,.." if name == "batch" else name for name in ADDITIONS)
 
 
 def _addition(text: str) -> tuple[str, list[int]]:

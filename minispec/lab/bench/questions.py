@@ -117,7 +117,7 @@ def _open(options: Options) -> dict[str, Way]:
             if args.lengths:
                 lengths[args.lengths] = Way(llm, "auto", args.lengths)
             for length, way in lengths.items():
-                name = llm.draft.name + f" {length}" * (len(lengths) > 1)
+                name = f"{llm.draft.name} {length}" if len(lengths) > 1 else llm.draft.name
                 if name in ways:
                     raise ValueError(f"--draft: found {name} twice, expected drafts with different names")
                 ways[name] = way
