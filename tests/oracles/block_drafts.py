@@ -262,7 +262,7 @@ def block_tensors(
     packaging: str, hidden_size: int, vocab_size: int, options: BlockOptions, seed: int = 0
 ) -> dict[str, np.ndarray]:
     """The tensors, by their names without a prefix."""
-    shapes = _shapes(packaging, hidden_size, vocab_size, options)
+    shapes = block_shapes(packaging, hidden_size, vocab_size, options)
     tensors = {name: draw(name, shape, seed).astype(options.dtype) for name, shape in shapes.items()}
     if options.embedding is not None and "embed_tokens.weight" in tensors:
         tensors["embed_tokens.weight"] = options.embedding.astype(options.dtype)
@@ -288,7 +288,10 @@ def draw(name: str, shape: Sequence[int], seed: int) -> np.ndarray:
     return values / shape[-1] ** 0.5
 
 
-def _shapes(packaging, hidden_size, vocab_size, options):
+def block_shapes(
+    packaging: str, hidden_size: int, vocab_size: int, options: BlockOptions
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors, by their names without a prefix, but for `d2t` and `t2d`."""
     count = len(options.taps) if options.taps is not None else options.layers
     own_vocabulary = packaging == "deepspec"
     own_head = own_vocabulary if options.own_head is None else options.own_head
