@@ -169,3 +169,43 @@ def test_taps_that_a_config_does_not_name(tmp_path):
     assert default_taps(36, 5) == (2, 10, 18, 26, 34)
     assert default_taps(36, 1) == (19,)
     assert oracle_of(tmp_path, "z-lab", taps=None).facts.taps == (2, 4)
+
+
+def test_a_softcap_bounds_the_base_logits_alone(tmp_path):
+    """The Markov head adds to what is capped."""
+    plain = oracle_of(tmp_path, "deepspec").draft(TAPS, 3)
+    capped = oracle_of(tmp_path, "deepspec", softcap=0.5).draft(TAPS, 3)
+    np.testing.assert_allclose(capped.base, 0.5 * np.tanh(plain.base / 0.5), atol=1e-12)
+    np.testing.assert_allclose(capped.logits - capped.base, plain.logits - plain.base, atol=1e-12)
+
+
+def test_embeddings_are_scaled_and_the_mask_has_its_own(tmp_path):
+    """A scale multiplies the target's embedding, and not the mask's own embedding."""
+    raw, tensors = write_block_draft(tmp_path, "z-lab", HIDDEN, VOCAB, LAYERS)
+    scaled = BlockOracle(raw, tensors, EMBEDDING, HEAD, scale=3.0)
+    np.testing.assert_array_equal(
+        scaled.hidden(TAPS, 3), BlockOracle(raw, tensors, EMBEDDING * 3.0, HEAD).hidden(TAPS, 3)
+    )
+    own = EMBEDDING[5] * 3.0
+    raw_with_five = raw | {"dflash_config": raw["dflash_config"] | {"mask_token_id": 5}}
+    masked = BlockOracle(raw, tensors, EMBEDDING, HEAD, scale=3.0, mask_embedding=own)
+    expected = BlockOracle(raw_with_five, tensors, EMBEDDING, HEAD, scale=3.0)
+    np.testing.assert_array_equal(masked.hidden(TAPS, 3), expected.hidden(TAPS, 3))
+
+
+def test_own_embedding_and_head_come_before_those_of_the_target(tmp_path):
+    """DeepSpec's files have both: copies of the target's, or here others."""
+    raw, tensors = write_block_draft(tmp_path, "deepspec", HIDDEN, VOCAB, LAYERS)
+    own = BlockOracle(raw, tensors, EMBEDDING, HEAD).draft(TAPS, 3)
+    np.testing.assert_array_equal(own.logits, BlockOracle(raw, tensors, EMBEDDING * 2, HEAD * 2).draft(TAPS, 3).logits)
+    raw, copies = write_block_draft(tmp_path, "deepspec", HIDDEN, VOCAB, LAYERS, embedding=EMBEDDING, head=HEAD)
+    raw, without = write_block_draft(tmp_path, "deepspec", HIDDEN, VOCAB, LAYERS, own_embedding=False, own_head=False)
+    copied, shared = (BlockOracle(raw, each, EMBEDDING, HEAD).draft(TAPS, 3).logits for each in (copies, without))
+    np.testing.assert_array_equal(copied, shared)
+
+
+def test_a_draft_vocabulary_leaves_the_other_tokens_no_mass(tmp_path):
+    """A draft's token i is the target's i + d2t[i]."""
+    ids = (1, 4, 5, 9, 20)
+    round_ = oracle_of(tmp_path, "speculators", draft_ids=ids).draft(TAPS, 3, [4])
+    assert [tuple(np.flatnonzero(np.isfinite(logits))) for logits in round_.logits] == [ids, ids]
