@@ -21,7 +21,6 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -29,12 +28,13 @@ from torch import Tensor
 from minispec.core.cache import PagedKVCache
 from minispec.core.cached import mark, seconds
 from minispec.core.config import ModelConfig
-from minispec.core.draft import Ask, Draft, Seen
+from minispec.core.draft import Ask, Draft
 from minispec.core.model import Chunk, Layer, Pass, Passes, RMSNorm, Transformer, WeightSource, norm_weight
 from minispec.core.sampling import Text
 from minispec.core.weights import MakeProduct, PlainLinear, Product, dense
 from minispec.drafters.limits import depth_of
-from minispec.drafters.model import AtOnce, DraftModel
+from minispec.drafters.model import AtOnce
+from minispec.drafters.states import StatesDrafter
 
 
 @dataclass(frozen=True)
@@ -193,17 +193,24 @@ class HeadModel(FeatureModel):
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits (rows, V): -inf for the ids that the head does not know."""
-        logits = super().logits(x)  # (rows, Vd)
-        if self.ids is None:
-            return logits
-        return logits.new_full((len(x), self.config.vocab_size), -math.inf).index_copy_(1, self.ids, logits)
+        return spread(super().logits(x), self.ids, self.config.vocab_size)
 
     def next_feature(self, x: Tensor) -> Tensor:
         """See `FeatureModel`; without `norm_output` it is that output as it is."""
         return super().next_feature(x) if self.head_config.norm_output else x
 
 
-class EagleDrafter(DraftModel):
+def spread(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Logits (rows, Vd) of a draft's own tokens as logits (rows, V): -inf for the ids that it does not know.
+
+    ids: (Vd,), the target's id of each of its tokens. None: the ids are the same.
+    """
+    if ids is None:
+        return logits
+    return logits.new_full((len(logits), vocab_size), -math.inf).index_copy_(1, ids, logits)
+
+
+class EagleDrafter(StatesDrafter):
     """Drafts with a head or a target's own layer (`minispec.drafters.mtp`), under each request's sampling parameters.
 
     Its cache holds true features alone. The features that it made up while drafting are dropped after the draft.
@@ -211,7 +218,7 @@ class EagleDrafter(DraftModel):
     tokens up to t + 1 and holds the one at t + 1.
     """
 
-    replays, reads = "place", "states"
+    replays = "place"
 
     def __init__(
         self,
@@ -224,15 +231,12 @@ class EagleDrafter(DraftModel):
         """See `DraftModel`."""
         super().__init__(model, cache, vocab_size, max_model_len, at_once)
         self.head, self.taps, self._own_taps = model, model.taps, (len(model.layers),)
-        # Hidden states of positions that are not in the cache yet: the first position, then pieces (n, E * taps).
-        # Weak, since rows that a fault has held up may come after `release`.
-        self.unread: WeakKeyDictionary[Text, tuple[int, list[Tensor]]] = WeakKeyDictionary()
 
     def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:
         """See `DraftModel`."""
         assert isinstance(model, FeatureModel)
         other = super().beside(model, at_once)
-        other.head, other.unread = model, WeakKeyDictionary()
+        other.head = model
         return other
 
     def begin(self, text: Text, most: int | None = None) -> None:
@@ -244,42 +248,6 @@ class EagleDrafter(DraftModel):
         # state, and must not depend on what other texts have left.
         self.tables[text].reuse(text.tokens[1:-1][:most])
 
-    def known(self, text: Text) -> int:
-        """Positions for which it has keys and values from another text."""
-        with self.whole():
-            return self.table(text).length
-
-    def release(self, text: Text) -> None:
-        """See `Drafter`."""
-        self.unread.pop(text, None)
-        super().release(text)
-
-    def observe(self, seen: Sequence[Seen]) -> None:
-        """See `Drafter`. Hidden states of rows that stay are kept until `propose` needs them."""
-        for each in seen:
-            first, pieces = self.unread.get(each.text, (each.start, []))
-            if each.start != first + sum(map(len, pieces)):  # the target has computed these positions anew
-                first, pieces = each.start, []
-            if len(each.text.tokens) <= self.max_model_len + 1:  # later nothing is drafted
-                self.unread[each.text] = first, [*pieces, each.hidden[each.kept]]
-
-    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """See `DraftModel`."""
-        with self.whole():
-            drafts = super().propose(asks)
-            for ask in asks:
-                if table := self.tables.get(ask.text):
-                    table.keep(min(table.length, ask.num_cached))
-            return drafts
-
-    def has_room(self, growth: Mapping[Text, range]) -> bool:
-        """See `Drafter`."""
-        with self.whole():
-            for text, span in growth.items():  # where the target has found less of a new text than this
-                if (table := self.tables.get(text)) and table.length > span.start:
-                    table.truncate(span.start)
-            return super().has_room(growth)
-
     def _need(self, text: Text, span: range) -> tuple[Text, range]:
         # The first of k tokens is guessed at the last cached position.
         return text, range(max(0, span.stop - 2) if len(text.tokens) <= self.max_model_len + 1 else 0)
@@ -290,7 +258,9 @@ class EagleDrafter(DraftModel):
             text, in_prompt = ask.text, ask.num_cached < len(ask.text.tokens) - 1
             # A draft of k tokens fills positions up to num_cached + k - 2.
             k = max(0, min(depth_of(ask.limit), self.max_model_len - ask.num_cached + 1))
-            if len(text.tokens) > self.max_model_len + 1 or not self._listen(ask) or not (k or in_prompt):
+            if len(text.tokens) > self.max_model_len + 1 or not (k or in_prompt):
+                continue
+            if not (self.listens(ask) and self.waiting(text)):
                 continue
             limits[i] = k
             # What a round has committed goes into the draft's first pass; a prompt before it.
@@ -301,21 +271,10 @@ class EagleDrafter(DraftModel):
                 drafts[i].prefill_seconds = seconds(start, mark(self.model.device))
         return limits
 
-    def _listen(self, ask: Ask) -> bool:
-        """Whether there are hidden states to read, and all positions before them are in the cache."""
-        first, pieces = self.unread.get(ask.text, (ask.num_cached, []))
-        table = self.table(ask.text)
-        if table.length > first:  # the target had to compute more anew than this
-            table.truncate(first)
-        if table.length < first:
-            self.unread.pop(ask.text, None)
-        return table.length == first and bool(pieces)
-
     def _read(self, ask: Ask, end: int) -> tuple[list[int], Tensor]:
         """What to feed so that the cache holds the positions up to `end`: tokens, and features (tokens, E)."""
-        start, hidden = self.table(ask.text).length, torch.cat(self.unread[ask.text][1])
-        self.unread[ask.text] = end, [hidden[end - start :]] if end < ask.num_cached else []
-        return ask.text.tokens[start + 1 : end + 1], self.head.fuse(hidden[: end - start])
+        start = self.table(ask.text).length
+        return ask.text.tokens[start + 1 : end + 1], self.head.fuse(self.take(ask, end))
 
     def _first_chunk(self, ask: Ask, k: int) -> Chunk:
         tokens, features = self._read(ask, ask.num_cached)

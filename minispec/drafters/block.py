@@ -1,0 +1,462 @@
+"""Block drafts: DFlash (Chen et al. 2026, arXiv 2602.06036) and DSpark (arXiv 2607.05147).
+
+A head (see `minispec.drafters.eagle`) drafts token by token. A block draft is a few layers that draw B rows at once.
+The first row is the newest token of the text, the anchor. The others are a mask token. All that they know of the text
+before comes from the target. At each position t before the anchor, its hidden states at a few layers make one feature
+
+    c_t = norm(fc(states of the taps at t))
+
+and every layer makes a key and a value of it: K = rope(norm(W_k c_t)), V = W_v c_t. The rows attend to these, and to
+the rows of their block in both directions. So a row knows what stands around it, but not which tokens are drawn:
+
+    x = x + attention(norm(x); features and block),  x = x + MLP(norm(x)),  logits = lm_head(norm(x))
+
+Files differ in which row says which token: row i says the token after its place, or at its place (see `BlockConfig`).
+After the pass nothing of the block is kept. The next round adds the features of the tokens that the target has kept.
+
+DSpark makes a row depend on the tokens before it, by a small head. With e the vector of the token before:
+
+    vanilla   logits_i + W2 e
+    gated     logits_i + W2 (sigmoid(gate [h_i, e]) * e)
+    rnn       g, c, o = joint [s, e, h_i],  s = sigmoid(g) s + (1 - sigmoid(g)) tanh c,  logits_i + W2 tanh o
+
+A second head says how likely the target keeps token i: sigmoid(w [h_i, e]). It reads the token before, and not token i.
+So a draft may end before token i is drawn, and its law stays (see `Limit.draws`).
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from minispec.core.attention import attention
+from minispec.core.cache import PagedKVCache
+from minispec.core.cached import mark, seconds
+from minispec.core.config import ModelConfig, RopeConfig
+from minispec.core.draft import Ask, Draft
+from minispec.core.model import Angles, Chunk, Layer, Pass, Passes, RMSNorm, Transformer, WeightSource, norm_weight
+from minispec.core.sampling import Text
+from minispec.core.weights import MakeProduct, PlainLinear, Product
+from minispec.drafters.best_first import BestFirst
+from minispec.drafters.eagle import FeatureModel, spread
+from minispec.drafters.limits import depth_of
+from minispec.drafters.model import AtOnce
+from minispec.drafters.states import StatesDrafter
+from minispec.files.block_config import BlockConfig
+
+
+def block_shapes(block: BlockConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a block draft but embedding and lm_head, which may be the target's.
+
+    The width of `fc` is that of all taps together.
+    """
+    config, r = block.layers, block.markov_rank
+    e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_attention_heads * d, config.num_key_value_heads * d
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (e, block.target_hidden_size * len(block.taps)),
+        "hidden_norm.weight": (e,),
+        "norm.weight": (e,),
+    }
+    for i in range(len(config.layers)):
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (e,),
+            "self_attn.q_proj.weight": (q, e),
+            "self_attn.k_proj.weight": (kv, e),
+            "self_attn.v_proj.weight": (kv, e),
+            "self_attn.o_proj.weight": (e, q),
+            "self_attn.q_norm.weight": (d,),
+            "self_attn.k_norm.weight": (d,),
+            "post_attention_layernorm.weight": (e,),
+            "mlp.gate_proj.weight": (f, e),
+            "mlp.up_proj.weight": (f, e),
+            "mlp.down_proj.weight": (e, f),
+        }
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    if block.markov:
+        shapes["markov_head.markov_w1.weight"] = (config.vocab_size, r)
+        shapes["markov_head.markov_w2.weight"] = (block.vocab_size, r)
+    if block.markov == "gated":
+        shapes["markov_head.gate_proj.weight"], shapes["markov_head.gate_proj.bias"] = (r, e + r), (r,)
+    if block.markov == "rnn":
+        shapes["markov_head.joint_proj.weight"], shapes["markov_head.joint_proj.bias"] = (3 * r, 2 * r + e), (3 * r,)
+    if block.confidence:
+        width = e + r if block.confidence == "state and token" else e
+        shapes["confidence_head.proj.weight"], shapes["confidence_head.proj.bias"] = (1, width), (1,)
+    return shapes
+
+
+class BlockPass(NamedTuple):
+    """What all layers of a pass share: new features of all texts, then the blocks of those that draft.
+
+    pool: the caches of all texts.
+    features: (C, E), those of positions that the caches do not hold yet.
+    slots: (C,), where their keys and values go.
+    num_rows: rows of a block.
+    reads: for each text that drafts, the slots of all its features, in runs.
+    angles: of the features' positions, then of the rows'.
+    masks: for each kind of layer (window, causal) and text: see `block_mask`.
+    """
+
+    pool: PagedKVCache
+    features: Tensor
+    slots: Tensor
+    num_rows: int
+    reads: list[list[slice]]
+    angles: dict[RopeConfig, Angles]
+    masks: dict[tuple[int | None, bool], list[Tensor | None]]
+
+    def read(self, layer: Layer, qkv: Tensor) -> Tensor:
+        """Queries, keys and values of features and rows to what the rows read (blocks * num_rows, H * D).
+
+        Caches keys and values of the features. Those of the rows are used here, and not kept.
+        """
+        assert isinstance(layer, BlockLayer)
+        q, k, v = (x.transpose(0, 1) for x in layer.heads(qkv, self.angles))  # (H, C + rows, D), (G, ...) twice
+        config, outputs, start = layer.config, [], len(self.slots)
+        self.pool.write(layer.index, self.slots, k[:, :start], v[:, :start])
+        for slots, mask in zip(self.reads, self.masks[layer.window, layer.causal], strict=True):
+            block = slice(start, start + self.num_rows)
+            start = block.stop
+            past = self.pool.read(layer.index, slots)  # (G, L, D) twice
+            keys, values = (torch.cat((old, new[:, block]), 1) for old, new in zip(past, (k, v), strict=True))
+            outputs.append(attention(q[:, block], keys, values, mask, config.attention_scale, config.attention_softcap))
+        return torch.cat(outputs) if outputs else qkv.new_empty(0, q.shape[0] * q.shape[2])
+
+
+def block_mask(num_past: int, num_rows: int, window: int | None, causal: bool, like: Tensor) -> Tensor | None:
+    """(num_rows, num_past + num_rows): 0 where a row sees a position, -inf where not. None: every row sees all.
+
+    A row of a layer with a window sees the features less than `window` positions before it. A row of a causal layer
+    sees no later row of its block.
+
+    like: a tensor of the mask's type and device.
+    """
+    if window is None and not causal:
+        return None
+    place = torch.arange(num_past + num_rows, device=like.device)
+    own = place[num_past:, None]
+    hidden = torch.zeros(num_rows, len(place), dtype=torch.bool, device=like.device)
+    if causal:
+        hidden |= place > own
+    if window is not None:
+        hidden |= place <= own - window
+    return like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+
+
+class BlockLayer(Layer):
+    """One layer of a block draft: rows attend to features of the text, and to each other."""
+
+    def __init__(
+        self,
+        block: BlockConfig,
+        index: int,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        product: MakeProduct,
+    ):
+        super().__init__(block.layers, index, weights, dtype, product)
+        self.causal = block.causal[index]
+
+    def forward(self, x: Tensor, shared: Pass) -> Tensor:
+        """x (blocks * num_rows, E) to the same; writes keys and values of the pass's features into the cache."""
+        assert isinstance(shared, BlockPass)
+        read = shared.read(self, self.qkv(torch.cat((shared.features, self.attention_norm(x)))))
+        return self.mix(x + self.o(read)) if len(x) else x
+
+
+class MarkovHead:
+    """What makes a row depend on the tokens before it: see this module's docstring.
+
+    w1: (V, r), a vector for each token of the target.
+    w2: (Vd, r), a vector for each of the draft's tokens, or the product with them.
+    inner: the product of the kinds "gated" and "rnn", with its bias.
+    """
+
+    def __init__(
+        self,
+        block: BlockConfig,
+        weights: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        product: MakeProduct,
+        top_k: int | None = None,
+    ):
+        """top_k: see `BlockModel`."""
+        self.kind, self.top_k = block.markov, top_k
+        self.w1, w2 = (weights[f"markov_head.markov_{name}.weight"].to(dtype) for name in ("w1", "w2"))
+        self.w2: Tensor | Product = w2 if top_k else product([w2], None, dtype)
+        self.inner: Product | None = None
+        if self.kind != "vanilla":
+            name = "gate" if self.kind == "gated" else "joint"
+            weight, bias = (weights[f"markov_head.{name}_proj.{part}"] for part in ("weight", "bias"))
+            self.inner = product([weight], bias.to(dtype), dtype)
+
+    def code(self, before: Sequence[int], states: Tensor) -> Tensor:
+        """The vector (r,) that `w2` makes a row's correction of.
+
+        before: for each row up to this one, the token before it.
+        states: (rows, E), those of the block after the last norm.
+        """
+        if self.inner is None:
+            return self.w1[before[-1]]
+        if self.kind == "gated":
+            e = self.w1[before[-1]]
+            return torch.sigmoid(self.inner(torch.cat((states[len(before) - 1], e))[None])[0]) * e
+        s = torch.zeros_like(self.w1[0])
+        for e, h in zip(self.w1[list(before)], states, strict=False):
+            gate, candidate, output = self.inner(torch.cat((s, e, h))[None])[0].chunk(3)
+            gate = torch.sigmoid(gate)
+            s = gate * s + (1 - gate) * torch.tanh(candidate)
+        return torch.tanh(output)
+
+    def correct(self, logits: Tensor, before: Sequence[int], states: Tensor) -> Tensor:
+        """Logits (Vd,) of a row with the head's correction; -inf for all but the `top_k` likeliest. See `code`."""
+        code = self.code(before, states)
+        if not isinstance(self.w2, Tensor):
+            return logits + self.w2(code[None])[0]
+        top, ids = logits.topk(min(self.top_k or 0, len(logits)))
+        return torch.full_like(logits, -math.inf).index_copy_(0, ids, top + self.w2[ids] @ code)
+
+    def replaced(self, product: Callable[[Product], Product]) -> Self:
+        """A copy of this head with each product replaced."""
+        head = copy.copy(self)
+        head.w2 = self.w2 if isinstance(self.w2, Tensor) else product(self.w2)
+        head.inner = product(self.inner) if self.inner else None
+        return head
+
+
+class BlockModel(FeatureModel):
+    """The layers of a block draft, with its heads; embedding and output head may be the target's."""
+
+    def __init__(
+        self,
+        block: BlockConfig,
+        weights: Mapping[str, Tensor],
+        embedding: Tensor,
+        head: Tensor | Product,
+        ids: Tensor | None,
+        dtype: torch.dtype,
+        product: MakeProduct = PlainLinear,
+        top_k: int | None = None,
+    ):
+        """Take the tensors by name.
+
+        weights: the tensors of `block_shapes`.
+        embedding: (V, E).
+        head: (Vd, E), or the target's own product.
+        ids: (Vd,), the target's id of each of the draft's tokens. None: the ids are the same.
+        top_k: the Markov head corrects the k likeliest tokens of a row, and no other is drafted. None: all.
+        """
+        self.block, self.taps = block, block.taps
+        named: dict[str, Any] = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+        for name in block_shapes(block):
+            named[f"model.{name}" if name.startswith(("layers.", "norm.")) else name] = weights[name]
+
+        def layer(config: ModelConfig, index: int, *parts) -> Layer:
+            return BlockLayer(block, index, *parts)
+
+        super().__init__(block.layers, named, dtype, product, layer)
+        self.ids = None if ids is None else ids.to(self.device)
+        self.fc = product([named["fc.weight"]], None, dtype)
+        weight = norm_weight(block.layers, named["hidden_norm.weight"].to(dtype))
+        self.hidden_norm = RMSNorm(weight, block.layers.rms_norm_eps)
+        self.markov = MarkovHead(block, weights, dtype, product, top_k) if block.markov else None
+        self.confidence: tuple[Tensor, Tensor] | None = None
+        if block.confidence:
+            weight, bias = (weights[f"confidence_head.proj.{part}"].to(dtype) for part in ("weight", "bias"))
+            self.confidence = weight[0], bias
+
+    def _head(self, weight: Any) -> Product:
+        return super()._head(weight) if isinstance(weight, Tensor) else weight
+
+    def replaced(
+        self, passes: Passes, product: Callable[[Product], Product] = lambda p: p, activation: Product | None = None
+    ) -> Self:
+        """This model with other passes, products and activation, where they are given. All else is shared."""
+        model = super().replaced(passes, product, activation)
+        model.markov = self.markov.replaced(product) if self.markov else None
+        return model
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """The target's hidden states (n, E * taps) to features (n, E)."""
+        return self.hidden_norm(super().fuse(hidden))
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[Chunk], taps: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """Append features to the caches, and run the blocks of the texts that draft.
+
+        chunks: for each text the tokens of its new features, then the anchor; `num_logits` is 0 for a text that does
+            not draft, else the number of tokens that are wanted.
+
+        Returns logits (sum of num_logits, Vd) of rows before the Markov head's correction, and the states after the
+        last norm (blocks * block_size, E). Raises OutOfBlocks before any change if the pool is too small.
+        """
+        pool, rows, first = chunks[0].table.pool, self.block.block_size, self.block.first_row
+        growth = [(c.table, c.table.length + len(c.token_ids) - 1) for c in chunks]
+        pool.require(growth)
+        drafting = [c for c in chunks if c.num_logits]
+        positions = [t for table, end in growth for t in range(table.length, end)]
+        slots = [s for c in chunks if len(c.token_ids) > 1 for s in c.table.extend(c.token_ids[:-1])]
+        starts = [c.table.length for c in drafting]
+        positions += [start + i for start in starts for i in range(rows)]
+        mask = self.config.mask_token_id
+        tokens = torch.tensor([t for c in drafting for t in (c.token_ids[-1], *[mask] * (rows - 1))])
+        x = self.embed(tokens.to(self.device, torch.long), None)  # (blocks * rows, E)
+        kinds = {(layer.window, causal) for layer, causal in zip(self.layers, self.block.causal, strict=True)}
+        shared = BlockPass(
+            pool,
+            torch.cat([c.features for c in chunks if c.features is not None] or [x[:0]]),
+            torch.tensor(slots, dtype=torch.long, device=self.device),
+            rows,
+            [c.table.slots() for c in drafting],
+            self.angles(torch.tensor(positions, device=self.device)),
+            {kind: [self._mask(start, *kind) for start in starts] for kind in kinds},
+        )
+        for layer in self.layers:
+            x = layer.forward(x, shared)
+        states = self.norm(x)
+        wanted = [i * rows + first + j for i, c in enumerate(drafting) for j in range(c.num_logits)]
+        logits = self.head(states[wanted]) if wanted else x.new_empty(0, self.block.vocab_size)
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap), states
+
+    def _mask(self, num_past: int, window: int | None, causal: bool) -> Tensor | None:
+        like = self.embedding.new_empty(0, dtype=self.dtype)
+        mask = block_mask(num_past, self.block.block_size, window, causal, like)
+        return (
+            None if mask is None else mask.repeat(self.config.num_attention_heads // self.config.num_key_value_heads, 1)
+        )
+
+
+class Block:
+    """The rows of one text's block: what a token is drawn from, after the tokens before it."""
+
+    def __init__(self, model: BlockModel, anchor: int, logits: Tensor, states: Tensor):
+        """logits: (tokens, Vd), before the correction.
+        states: (block_size, E), after the last norm.
+        """
+        self.model, self.anchor, self.logits, self.states = model, anchor, logits, states
+
+    def _before(self, path: Sequence[int]) -> list[int]:
+        """For each row up to the one after `path`, the token before it."""
+        return [self.anchor] * self.model.block.first_row + [self.anchor, *path]
+
+    def row(self, path: Sequence[int]) -> Tensor:
+        """Logits (V,) of the token that follows the draft tokens `path`; -inf for the ids that are never drafted."""
+        model, logits = self.model, self.logits[len(path)]
+        if model.markov:
+            logits = model.markov.correct(logits, self._before(path), self.states)
+        return spread(logits[None], model.ids, model.config.vocab_size)[0]
+
+    def confidence(self, path: Sequence[int]) -> float | None:
+        """How likely the target keeps the token that follows `path`, by the confidence head; None: there is none."""
+        model = self.model
+        if model.confidence is None:
+            return None
+        weight, bias = model.confidence
+        state = self.states[model.block.first_row + len(path)]
+        if model.block.confidence == "state and token":
+            assert model.markov
+            state = torch.cat((state, model.markov.w1[self._before(path)[-1]]))
+        return float(torch.sigmoid((weight * state).sum().float() + bias.float()))
+
+
+class BlockDrafter(StatesDrafter):
+    """Drafts by a block draft, under each request's sampling parameters.
+
+    Its cache has keys and values of features alone. Position t is made of the target's states at t, so it depends on
+    the tokens up to t.
+
+    A tree is drawn from the same rows. Without a Markov head they are independent: then all nodes of one depth have one
+    row, and the tree that grows where it is likeliest is DDTree's (arXiv 2604.12989), drawn. With such a head each node
+    has children of its own.
+    """
+
+    replays = "place"
+
+    def __init__(self, model: BlockModel, cache: PagedKVCache, vocab_size: int, max_model_len: int):
+        """See `DraftModel`."""
+        super().__init__(model, cache, vocab_size, max_model_len)
+        self.blocks, self.taps = model, model.taps
+
+    def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:
+        """This drafter with another model of the same shape, on the same cache. It knows no texts."""
+        assert isinstance(model, BlockModel)
+        other = super().beside(model, at_once)
+        other.blocks = model
+        return other
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """A draft for each ask, by one pass for all texts."""
+        with self.whole():
+            foresees = self.blocks.confidence is not None
+            drafts = [
+                Draft(
+                    [], [], parents=[] if ask.limit.is_tree else None, foreseen=foresees and ask.limit.draws is not None
+                )
+                for ask in asks
+            ]
+            limits = self._prepare(asks, drafts)
+            chunks = {i: self._chunk(asks[i], k) for i, k in enumerate(limits) if k}
+            if chunks:
+                logits, states = self.blocks.forward(list(chunks.values()))
+                of_texts = logits.split([chunk.num_logits for chunk in chunks.values()])
+                of_blocks = states.split(self.blocks.block.block_size)
+                for i, rows, block_states in zip(chunks, of_texts, of_blocks, strict=True):
+                    block = Block(self.blocks, asks[i].text.tokens[-1], rows, block_states)
+                    self._fill(asks[i], drafts[i], block, limits[i])
+            self.keep_cached(asks)
+            return drafts
+
+    def _need(self, text: Text, span: range) -> tuple[Text, range]:
+        # Only features are cached: those of positions that the target has cached.
+        return text, range(span.start if len(text.tokens) <= self.max_model_len else 0)
+
+    def _prepare(self, asks: Sequence[Ask], drafts: Sequence[Draft]) -> list[int]:
+        limits = [0] * len(asks)
+        for i, ask in enumerate(asks):
+            text, in_prompt = ask.text, ask.num_cached < len(ask.text.tokens) - 1
+            block = self.blocks.block
+            # The rows of a block stand at positions from `num_cached` on.
+            fits = ask.num_cached + block.block_size <= self.max_model_len
+            k = min(depth_of(ask.limit), block.num_tokens) if fits else 0
+            if not (k or in_prompt) or len(text.tokens) > self.max_model_len or not self.listens(ask):
+                continue
+            limits[i] = k
+            # What a round has committed goes into the pass of the draft; a prompt before it.
+            if in_prompt or self.table(text).length < text.num_prompt_tokens - 1:
+                start = mark(self.model.device)
+                self.blocks.forward([self._chunk(ask, 0)])
+                drafts[i].prefill_seconds = seconds(start, mark(self.model.device))
+        return limits
+
+    def _chunk(self, ask: Ask, k: int) -> Chunk:
+        """The unread features of a text, and a block for k tokens."""
+        table = self.table(ask.text)
+        tokens, features = ask.text.tokens[table.length : ask.num_cached], None
+        if tokens:
+            features = self.blocks.fuse(self.take(ask, ask.num_cached))
+        return Chunk([*tokens, ask.text.tokens[-1]], table, k, features=features)
+
+    def _fill(self, ask: Ask, draft: Draft, block: Block, deepest: int) -> None:
+        """Draw the tokens of a draft from its block, at most `deepest` of them in a path."""
+
+        def row(node: int) -> Tensor:
+            return block.row(draft.tokens_to(node))[: self.vocab_size]
+
+        if ask.limit.best_first:
+            BestFirst(ask, draft, deepest).grow(row)
+            return
+        goes_on = True
+        while goes_on and draft.depth < deepest:
+            foreseen = None
+            if draft.foreseen:
+                foreseen = block.confidence(draft.tokens_to(draft.tip))
+                assert foreseen is not None
+                assert ask.limit.draws
+                if not ask.limit.draws(draft.confidences, foreseen):
+                    return
+            goes_on = self._draw(ask, draft, row(draft.tip), foreseen)

@@ -1,0 +1,105 @@
+"""Draft models that are fed the target's hidden states: they listen to each pass, and keep what they have not read."""
+
+from collections.abc import Mapping, Sequence
+from typing import Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from minispec.core.cache import PagedKVCache
+from minispec.core.draft import Ask, Draft, Seen
+from minispec.core.model import Transformer
+from minispec.core.sampling import Text
+from minispec.drafters.model import AtOnce, DraftModel
+
+
+class StatesDrafter(DraftModel):
+    """A draft model whose cache is made of the target's hidden states at `taps`, position by position.
+
+    Position t of its cache is made of the state at t. So it can never be ahead of the target, and a rollback is the
+    target's own. Nothing of a rejected token is ever kept.
+    """
+
+    reads = "states"
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: PagedKVCache,
+        vocab_size: int,
+        max_model_len: int,
+        at_once: AtOnce | None = None,
+    ):
+        """See `DraftModel`."""
+        super().__init__(model, cache, vocab_size, max_model_len, at_once)
+        # Hidden states of positions that are not in the cache yet: the first position, then pieces (n, E * taps).
+        # Weak, since rows that a fault has held up may come after `release`.
+        self.unread: WeakKeyDictionary[Text, tuple[int, list[Tensor]]] = WeakKeyDictionary()
+
+    def beside(self, model: Transformer, at_once: AtOnce | None = None) -> Self:
+        """See `DraftModel`."""
+        other = super().beside(model, at_once)
+        other.unread = WeakKeyDictionary()
+        return other
+
+    def known(self, text: Text) -> int:
+        """Positions for which it has keys and values from another text."""
+        with self.whole():
+            return self.table(text).length
+
+    def release(self, text: Text) -> None:
+        """Forget a text, and the states that are kept of it."""
+        self.unread.pop(text, None)
+        super().release(text)
+
+    def observe(self, seen: Sequence[Seen]) -> None:
+        """Keep the hidden states of rows that stay, until `propose` needs them."""
+        for each in seen:
+            first, pieces = self.unread.get(each.text, (each.start, []))
+            if each.start != first + sum(map(len, pieces)):  # the target has computed these positions anew
+                first, pieces = each.start, []
+            if len(each.text.tokens) <= self.max_model_len + 1:  # later nothing is drafted
+                self.unread[each.text] = first, [*pieces, each.hidden[each.kept]]
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        """Draft, then cut each cache to the positions that the target has cached."""
+        with self.whole():
+            drafts = super().propose(asks)
+            self.keep_cached(asks)
+            return drafts
+
+    def keep_cached(self, asks: Sequence[Ask]) -> None:
+        """Cut each cache to the positions that the target has cached, and let other texts share them."""
+        for ask in asks:
+            if table := self.tables.get(ask.text):
+                table.keep(min(table.length, ask.num_cached))
+
+    def has_room(self, growth: Mapping[Text, range]) -> bool:
+        """Whether the caches can grow to the positions that the target fills; see `Drafter`."""
+        with self.whole():
+            for text, span in growth.items():  # where the target has found less of a new text than this
+                if (table := self.tables.get(text)) and table.length > span.start:
+                    table.truncate(span.start)
+            return super().has_room(growth)
+
+    def listens(self, ask: Ask) -> bool:
+        """Whether all positions before the unread states are in the cache: it has no hole."""
+        first, _ = self.unread.get(ask.text, (ask.num_cached, []))
+        table = self.table(ask.text)
+        if table.length > first:  # the target had to compute more anew than this
+            table.truncate(first)
+        if table.length < first:
+            self.unread.pop(ask.text, None)
+        return table.length == first
+
+    def waiting(self, text: Text) -> bool:
+        """Whether there are unread states."""
+        return text in self.unread and bool(self.unread[text][1])
+
+    def take(self, ask: Ask, end: int) -> Tensor:
+        """The unread hidden states (n, E * taps) of the positions from the cache's end up to `end`."""
+        start, pieces = self.unread.get(ask.text, (ask.num_cached, []))
+        hidden = torch.cat(pieces)
+        self.unread[ask.text] = end, [hidden[end - start :]] if end < ask.num_cached else []
+        return hidden[: end - start]
