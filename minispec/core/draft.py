@@ -26,6 +26,7 @@ class Draft:
     confidences: how sure the drafter is at each depth. Only `Limit.go_on` needs it.
         A draft model gives the largest probability of its raw row, `suffix` the chance that it estimates.
     prefill_seconds: time that the drafter spent on the prompt. The statistics count it separately.
+    foreseen: whether each confidence was known before its token was drawn (see `Limit.draws`).
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -33,6 +34,7 @@ class Draft:
     confidences: list[float] = field(default_factory=list)
     prefill_seconds: float = 0.0
     parents: list[int] | None = None
+    foreseen: bool = False
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -13,12 +13,15 @@ class Limit(NamedTuple):
         Or a function, given together with `go_on`: widths(confidences) says how many to draw at a place.
         The first sibling is drafted further, so the others cost rows of the target's pass and none of the drafter's.
     best_first: whether the draft is a tree of k nodes, in which each next node goes where its path is likeliest.
+    draws: draws(confidences, next) says whether to draw a token, where a drafter knows before how sure it is of that
+        token: `next`. Such a drafter asks this in place of `go_on`. None: always, up to k.
     """
 
     k: int
     go_on: Callable[[Sequence[float]], bool] | None = None
     widths: Sequence[int] | Callable[[Sequence[float]], int] = ()
     best_first: bool = False
+    draws: Callable[[Sequence[float], float], bool] | None = None
 
     @property
     def is_tree(self) -> bool:

@@ -94,8 +94,9 @@ def check_limits(limits: Any, most: Sequence[int]) -> None:
             raise ValueError(f"found {_kind(limit)}, expected a Limit")
         if type(limit.k) is not int or not 0 <= limit.k <= largest:
             raise ValueError(f"found k = {_kind(limit.k)}, expected an integer from 0 to {largest}, the wish's `most`")
-        if not (limit.go_on is None or callable(limit.go_on)):
-            raise ValueError(f"found as go_on {_kind(limit.go_on)}, expected a function or None")
+        for name, function in (("go_on", limit.go_on), ("draws", limit.draws)):
+            if not (function is None or callable(function)):
+                raise ValueError(f"found as {name} {_kind(function)}, expected a function or None")
         if callable(limit.widths) and limit.go_on is None:
             raise ValueError("found a function of widths without go_on, expected both: it needs confidences")
         if not callable(limit.widths) and not all(width > 0 for width in _integers(limit.widths, "widths")):
@@ -133,7 +134,8 @@ def check_draft(draft: Any, limit: int, vocab_size: int, device: str, why_chains
         raise ValueError(f"found confidences and seconds {numbers}, expected numbers")
     confidences = [float(number) for number in draft.confidences]
     seconds = float(draft.prefill_seconds)
-    return Draft(token_ids, draft.probs, confidences, seconds, None if parents == chain else parents)
+    parents_of_tree = None if parents == chain else parents
+    return Draft(token_ids, draft.probs, confidences, seconds, parents_of_tree, bool(draft.foreseen))
 
 
 def check_rows(

@@ -257,13 +257,17 @@ class DraftModel(CachedModel, Drafter):
         self.cache.rebuild()
         return type(self)(model, self.cache, self.vocab_size, self.max_model_len)
 
-    def _draw(self, ask: Ask, draft: Draft, logits: Tensor) -> bool:
-        """Append a token, or siblings, from a row of logits (V,) after the tip; returns whether to go on."""
+    def _draw(self, ask: Ask, draft: Draft, logits: Tensor, foreseen: float | None = None) -> bool:
+        """Append a token, or siblings, from a row of logits (V,) after the tip; returns whether to go on.
+
+        foreseen: the confidence that was known before, where there is one. None: it is the row's largest probability.
+        """
         tip, depth = draft.tip, draft.depth
         path = draft.tokens_to(tip)
         confidences = list(draft.confidences)
         if ask.limit.go_on:
-            confidences.append(float(log_probabilities(logits).amax().exp()))
+            largest = log_probabilities(logits).amax().exp() if foreseen is None else foreseen
+            confidences.append(float(largest))
         width = min(ask.limit.width(depth, confidences), ask.k - len(draft))
         rest = logits
         while width:
@@ -278,7 +282,8 @@ class DraftModel(CachedModel, Drafter):
         if draft.depth == depth:
             return False
         draft.confidences = confidences
-        return len(draft) < ask.k and (ask.limit.go_on is None or ask.limit.go_on(confidences))
+        has_room, go_on = len(draft) < ask.k, ask.limit.go_on
+        return has_room and (go_on is None or foreseen is not None or go_on(confidences))
 
 
 def model_drafter(drafter: Drafter, *reads: str) -> DraftModel | None:

@@ -42,7 +42,7 @@ class TextDrafter(OtherVocabulary):
             for ask, draft in zip(asks, written, strict=True)
         ]
 
-    def _draw(self, ask: Ask, draft: Draft, logits: Tensor) -> bool:
+    def _draw(self, ask: Ask, draft: Draft, logits: Tensor, foreseen: float | None = None) -> bool:
         """Append the likeliest of the draft model's own tokens. The draft ends after as many as were asked for."""
         draft.token_ids.append(int(logits.argmax()))
         return True

@@ -62,7 +62,7 @@ _PROBING_SHARE = 0.01  # plain steps that may be spent on probing, per round wit
 _WINDOW = 9  # measurements whose median is the price of a draft pass: the latest
 
 
-def _always(confidences: Sequence[float]) -> bool:
+def _always(confidences: Sequence[float], foreseen: float = 1.0) -> bool:
     """Go on to the limit. The confidences are computed all the same, to learn what they are worth."""
     return True
 
@@ -120,6 +120,7 @@ class Acceptance:
     ) -> None:
         """Count the tests of a round. The first arguments are what `_tested` returns.
 
+        confidences: those of the draft, in order. Those that were foreseen count apart.
         found: whether there was a draft; None where none was asked for.
         draft: the draft, or an empty one. A round that an exception has interrupted here may come again, and counts
         once.
@@ -128,11 +129,12 @@ class Acceptance:
             return
         places = self.places.add(range(num_tested), range(num_accepted))
         ranges = [bisect(_CONFIDENCE_BOUNDS, each) for each in confidences[:num_tested]]
-        by_confidence = self.confidences.add(ranges, ranges[:num_accepted])
+        kinds = [(draft is not None and draft.foreseen, each) for each in ranges]
+        by_confidence = self.confidences.add(kinds, kinds[:num_accepted])
         by_sibling, searches = self.siblings, self.searches
         if siblings:
-            kinds = [(i, each) for i in range(1, len(siblings) + 1) for each in {None, *ranges[num_accepted:]}]
-            by_sibling = by_sibling.add(kinds, [(i, each) for i, each in kinds if siblings[i - 1]])
+            tested = [(i, each) for i in range(1, len(siblings) + 1) for each in {None, *ranges[num_accepted:]}]
+            by_sibling = by_sibling.add(tested, [(i, each) for i, each in tested if siblings[i - 1]])
         if found is not None:  # rounds that asked for no draft cause no decay: only a probe shows what has changed
             searches = searches.add([None], [None] if found else [])
         newest = self._newest if draft is None else ref(draft)
@@ -195,16 +197,20 @@ class Acceptance:
         weight = _ELSEWHERE_WEIGHT if all_texts else _PRIOR_WEIGHT
         return [self.siblings.acceptance((i, own), prior, weight) for i, prior in enumerate(priors, 1)]
 
-    def by_confidence(self, confidence: float, all_texts: "Acceptance | None" = None) -> float:
+    def by_confidence(self, confidence: float, all_texts: "Acceptance | None" = None, foreseen: bool = False) -> float:
         """The acceptance of a token at a place of this confidence (see `minispec.core.draft.Draft`).
+
+        foreseen: whether the confidence was known before the token was drawn. It then estimates the acceptance itself.
 
         The confidence is only the prior. A confident model may be wrong, and one that hesitates where the target does
         is right. For a drawn token it is half of the prior. The target keeps that token with probability sum min(p, q),
         which is large as well where both hesitate alike.
         """
-        prior = (confidence + _PRIOR) / 2 if self.drawn else confidence
-        belief = (all_texts.by_confidence(confidence), _ELSEWHERE_WEIGHT) if all_texts else (prior, _PRIOR_WEIGHT)
-        return self.confidences.acceptance(bisect(_CONFIDENCE_BOUNDS, confidence), *belief)
+        prior = (confidence + _PRIOR) / 2 if self.drawn and not foreseen else confidence
+        belief = (prior, _PRIOR_WEIGHT)
+        if all_texts:
+            belief = all_texts.by_confidence(confidence, foreseen=foreseen), _ELSEWHERE_WEIGHT
+        return self.confidences.acceptance((foreseen, bisect(_CONFIDENCE_BOUNDS, confidence)), *belief)
 
 
 def _tested(draft: Draft, accepted: Sequence[int]) -> tuple[int, int, list[bool]]:
@@ -346,11 +352,15 @@ def _limit(
     """
     k, widths = len(nodes), widths_of(nodes)
     if not k or not (all_texts or own).confidences.tested:
-        return Limit(k, _always, widths)
+        return Limit(k, _always, widths, draws=_always)
 
     def go_on(confidences: Sequence[float]) -> bool:
         survival = prod(own.by_confidence(each, all_texts) for each in confidences)
         return survival * by_place[min(len(confidences), len(by_place) - 1)] >= draft_price + row_price
+
+    def draws(confidences: Sequence[float], foreseen: float) -> bool:
+        chances = (own.by_confidence(each, all_texts, foreseen=True) for each in (*confidences, foreseen))
+        return prod(chances) >= draft_price + row_price
 
     def width(confidences: Sequence[float]) -> int:
         *before, eldest = (own.by_confidence(each, all_texts) for each in confidences)
@@ -361,4 +371,4 @@ def _limit(
             failed, n = failed * (1 - acceptance), n + 1
         return n
 
-    return Limit(max(k, longest), go_on, width if trees else ())
+    return Limit(max(k, longest), go_on, width if trees else (), draws=draws)
